@@ -1,0 +1,135 @@
+"""Synchronous data-parallel training of Keras models on MPI and Slurm clusters.
+
+::
+
+    import keras, hvdtrain
+
+    hvdtrain.init()
+    model = keras.Sequential([...])
+    model.compile(...)
+    hvdtrain.distribute(model)
+    model.fit(x, y, batch_size=64)
+
+Names are loaded when they are first used: importing hvdtrain loads neither TensorFlow nor MPI.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.version import __version__
+
+if TYPE_CHECKING:
+    from hvdtrain.errors import (
+        CollectiveError,
+        CollectiveTimeoutError,
+        ConfigurationError,
+        DataError,
+        HvdtrainError,
+        LaunchError,
+        MismatchError,
+        ModelError,
+        NonFiniteError,
+        NotInitializedError,
+        PeerFailedError,
+    )
+    from hvdtrain.keras.callbacks import WarmUp
+    from hvdtrain.keras.distribute import DistributedOptimizer, distribute, scale_learning_rate
+    from hvdtrain.monitor.progress import StepLog
+    from hvdtrain.tensorflow.tape import DistributedGradientTape, broadcast_variables
+    from hvdtrain.world import (
+        init,
+        is_chief,
+        is_initialized,
+        local_rank,
+        local_size,
+        node_rank,
+        rank,
+        shutdown,
+        size,
+    )
+
+_HOME = {
+    **dict.fromkeys(
+        (
+            "CollectiveError",
+            "CollectiveTimeoutError",
+            "ConfigurationError",
+            "DataError",
+            "HvdtrainError",
+            "LaunchError",
+            "MismatchError",
+            "ModelError",
+            "NonFiniteError",
+            "NotInitializedError",
+            "PeerFailedError",
+        ),
+        "hvdtrain.errors",
+    ),
+    **dict.fromkeys(
+        (
+            "init",
+            "is_chief",
+            "is_initialized",
+            "local_rank",
+            "local_size",
+            "node_rank",
+            "rank",
+            "shutdown",
+            "size",
+        ),
+        "hvdtrain.world",
+    ),
+    "DistributedGradientTape": "hvdtrain.tensorflow.tape",
+    "broadcast_variables": "hvdtrain.tensorflow.tape",
+    "DistributedOptimizer": "hvdtrain.keras.distribute",
+    "distribute": "hvdtrain.keras.distribute",
+    "scale_learning_rate": "hvdtrain.keras.distribute",
+    "WarmUp": "hvdtrain.keras.callbacks",
+    "StepLog": "hvdtrain.monitor.progress",
+}
+
+__all__ = [
+    "CollectiveError",
+    "CollectiveTimeoutError",
+    "ConfigurationError",
+    "DataError",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "HvdtrainError",
+    "LaunchError",
+    "MismatchError",
+    "ModelError",
+    "NonFiniteError",
+    "NotInitializedError",
+    "PeerFailedError",
+    "StepLog",
+    "WarmUp",
+    "__version__",
+    "broadcast_variables",
+    "distribute",
+    "init",
+    "is_chief",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "node_rank",
+    "rank",
+    "scale_learning_rate",
+    "shutdown",
+    "size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,257 @@
+"""Rank, size and place of this process, read from what its launcher left in the environment.
+
+A process can carry the variables of several launchers at once. They are asked in this order:
+
+1. **Open MPI's and Hydra's mpirun.** Under Slurm they start their ranks inside a job step or a
+   batch script, so that Slurm's variables are there too and describe something else.
+2. **horovodrun --gloo**, which starts processes that MPI knows nothing of.
+3. **srun**, by its step's variables. The batch script of ``sbatch`` also sees ``SLURM_PROCID=0``
+   and the job's ``SLURM_NTASKS``, but no ``SLURM_STEP_NUM_TASKS``; a shell of ``salloc`` sees
+   neither, or is a step of one task. ``sbatch`` called inside a step passes that step's variables
+   on: then ``SLURM_GTIDS``, which Slurm always sets anew, lists other tasks than the step had.
+4. None: this process is alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hvdtrain.errors import LaunchError
+
+__all__ = ["Launcher", "Topology", "read_topology"]
+
+Launcher = Literal["openmpi", "hydra", "horovod-gloo", "slurm", "none"]
+
+_STARTED_BY: dict[Launcher, str] = {
+    "openmpi": "Open MPI's mpirun",
+    "hydra": "Hydra's mpirun (MPICH, Intel MPI)",
+    "horovod-gloo": "horovodrun --gloo",
+    "slurm": "srun",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The place of one process in the job.
+
+    Attributes:
+        rank: Number of this process, ``0 <= rank < size``; rank 0 is the chief.
+        size: Processes in the job.
+        local_rank: Number of this process among those of the job on its host.
+        local_size: Processes of the job on this host.
+        node_rank: Index of this host among the hosts of the job. ``None`` where the launcher
+            doesn't tell (any mpirun on several hosts; Open MPI's ``OMPI_COMM_WORLD_NODE_RANK``
+            is not it, but the process's number on its host); ``hvdtrain.init()`` then fills it
+            in from what the ranks tell each other.
+        launcher: Who started this process; ``"none"`` when it is alone.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int | None = 0
+    launcher: Launcher = "none"
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process prints, logs and saves for all."""
+        return self.rank == 0
+
+
+def read_topology(environ: Mapping[str, str]) -> Topology:
+    """Work out who this process is; see the module's text for which variables win.
+
+    Raises:
+        LaunchError: Variables contradict each other, some are missing, or the launcher is one
+            whose processes can't communicate without Horovod.
+    """
+    for read in (_read_openmpi, _read_hydra, _read_horovod_gloo, _read_slurm):
+        topology = read(environ)
+        if topology is not None:
+            return topology
+    if _int_or_none(environ.get("PMI_SIZE")) not in (None, 1):
+        raise LaunchError(
+            f"An MPI launcher set PMI_RANK={environ.get('PMI_RANK')!r} and "
+            f"PMI_SIZE={environ['PMI_SIZE']!r}, but neither MPI_LOCALRANKID and MPI_LOCALNRANKS "
+            "(Hydra's mpirun) nor SLURM_PROCID and SLURM_STEP_NUM_TASKS (srun), so that the ranks "
+            "of a host can't be told apart. Start with mpirun of Open MPI, MPICH or Intel MPI, "
+            "with srun, or with hvdtrain run; if the variables are left from another program, "
+            "unset PMI_RANK PMI_SIZE."
+        )
+    return Topology()
+
+
+def _read_openmpi(environ: Mapping[str, str]) -> Topology | None:
+    if "OMPI_COMM_WORLD_RANK" not in environ and "OMPI_COMM_WORLD_SIZE" not in environ:
+        return None
+    return _from_variables(
+        environ,
+        "openmpi",
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
+
+
+def _read_hydra(environ: Mapping[str, str]) -> Topology | None:
+    # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE as well, but never the local ones.
+    if "MPI_LOCALRANKID" not in environ or "PMI_RANK" not in environ:
+        return None
+    return _from_variables(
+        environ,
+        "hydra",
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+    )
+
+
+def _read_horovod_gloo(environ: Mapping[str, str]) -> Topology | None:
+    if "HOROVOD_RANK" not in environ:
+        return None
+    topology = _from_variables(
+        environ,
+        "horovod-gloo",
+        rank="HOROVOD_RANK",
+        size="HOROVOD_SIZE",
+        local_rank="HOROVOD_LOCAL_RANK",
+        local_size="HOROVOD_LOCAL_SIZE",
+    )
+    if topology.size > 1:
+        raise LaunchError(
+            f"horovodrun --gloo started this as rank {topology.rank} of {topology.size} "
+            "(HOROVOD_RANK, HOROVOD_SIZE) without MPI, and then only Horovod itself can "
+            "communicate. Use horovodrun --mpi, mpirun, or hvdtrain run "
+            f"-np {topology.size} -- python ... instead. If the variables are left from another "
+            "program, unset HOROVOD_RANK HOROVOD_SIZE."
+        )
+    return topology
+
+
+def _read_slurm(environ: Mapping[str, str]) -> Topology | None:
+    if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
+        return None
+    launcher: Launcher = "slurm"
+    node = _integer(environ, "SLURM_NODEID", launcher)
+    per_node = _tasks_per_node(environ)
+    if node >= len(per_node) or not _is_task_of_step(environ, per_node[node]):
+        return None
+    topology = Topology(
+        rank=_integer(environ, "SLURM_PROCID", launcher),
+        size=_integer(environ, "SLURM_STEP_NUM_TASKS", launcher),
+        local_rank=_integer(environ, "SLURM_LOCALID", launcher),
+        local_size=per_node[node],
+        node_rank=node,
+        launcher=launcher,
+    )
+    names = (
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+    )
+    _check(topology, environ, names)
+    return topology
+
+
+def _is_task_of_step(environ: Mapping[str, str], local_size: int) -> bool:
+    """Whether the task that Slurm started here is one of the step that the variables describe."""
+    tasks = environ.get("SLURM_GTIDS")
+    if tasks is None:
+        return True
+    ids = tasks.split(",")
+    return len(ids) == local_size and environ["SLURM_PROCID"] in ids
+
+
+def _tasks_per_node(environ: Mapping[str, str]) -> list[int]:
+    """The step's tasks on each of its nodes; Slurm writes ``2(x3),1`` for 2, 2, 2, 1."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    text = _text(environ, name, "slurm")
+    counts: list[int] = []
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
+        if match is None:
+            raise LaunchError(
+                f"srun set {name}={text!r}, which can't be read at {entry!r}; expected counts "
+                "like 4 or 2(x3),1. If it is left from another job, unset it."
+            )
+        counts.extend([int(match[1])] * int(match[2] or 1))
+    return counts
+
+
+def _from_variables(
+    environ: Mapping[str, str],
+    launcher: Launcher,
+    *,
+    rank: str,
+    size: str,
+    local_rank: str,
+    local_size: str,
+) -> Topology:
+    """The topology that four variables, given by name, describe."""
+    names = (rank, size, local_rank, local_size)
+    values = [_integer(environ, name, launcher) for name in names]
+    topology = Topology(
+        rank=values[0],
+        size=values[1],
+        local_rank=values[2],
+        local_size=values[3],
+        node_rank=0 if values[3] == values[1] else None,
+        launcher=launcher,
+    )
+    _check(topology, environ, names)
+    return topology
+
+
+def _check(topology: Topology, environ: Mapping[str, str], names: tuple[str, ...]) -> None:
+    if (
+        0 <= topology.rank < topology.size
+        and 0 <= topology.local_rank < topology.local_size
+        and topology.local_size <= topology.size
+    ):
+        return
+    received = ", ".join(f"{name}={environ[name]}" for name in names)
+    raise LaunchError(
+        f"{_STARTED_BY[topology.launcher]} set {received}, which can't all be true: expected "
+        f"0 <= rank < size and 0 <= local rank < local size <= size. {_unset(names)}"
+    )
+
+
+def _integer(environ: Mapping[str, str], name: str, launcher: Launcher) -> int:
+    text = _text(environ, name, launcher)
+    value = _int_or_none(text)
+    if value is None:
+        raise LaunchError(
+            f"{_STARTED_BY[launcher]} set {name}={text!r}; expected a whole number. "
+            f"{_unset((name,))}"
+        )
+    return value
+
+
+def _text(environ: Mapping[str, str], name: str, launcher: Launcher) -> str:
+    text = environ.get(name)
+    if text is None:
+        raise LaunchError(
+            f"This process carries variables of {_STARTED_BY[launcher]}, but {name} is missing. "
+            "Start the program again with mpirun, srun or hvdtrain run, and pass the whole "
+            "environment on to it; or unset the others to run it alone."
+        )
+    return text
+
+
+def _int_or_none(text: str | None) -> int | None:
+    """The whole number that ``text`` holds, if it does."""
+    try:
+        return int(text) if text is not None else None
+    except ValueError:
+        return None
+
+
+def _unset(names: tuple[str, ...]) -> str:
+    return f"If they are left from another job, run: unset {' '.join(names)}"

@@ -1,0 +1,113 @@
+"""Every setting once: its name, environment variable, default, accepted values and help.
+
+Precedence is flag, then environment, then default. The launcher turns flags into these
+variables; ranks read them back here, so that both sides share one definition and no import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.errors import ConfigurationError
+
+__all__ = ["PREFIX", "Settings", "read_settings"]
+
+PREFIX = "HVDTRAIN_"
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError("expected a number above 0")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise ValueError("expected a whole number above 0")
+    return value
+
+
+def _flag(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError("expected 1 or 0")
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError("expected one of " + ", ".join(choices))
+        return text
+
+    return parse
+
+
+def _setting(default: Any, parse: Callable[[str], Any], help: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a rank can be told; each field is read from ``HVDTRAIN_<NAME IN CAPITALS>``."""
+
+    collectives: str = _setting(
+        "auto",
+        _one_of("auto", "mpi", "shared_memory"),
+        "engine for host memory: shared_memory (two-level), mpi (plain), auto chooses",
+    )
+    timeout_s: float = _setting(
+        600.0,
+        _positive_float,
+        "seconds a rank waits for the others in a collective before it raises an error",
+    )
+    chunk_bytes: int = _setting(
+        1 << 20, _positive_int, "bytes a rank passes through shared memory at a time"
+    )
+    non_finite: str = _setting(
+        "error",
+        _one_of("error", "ignore"),
+        "what NaN or infinity in a gradient does: error (on every rank, naming it), ignore",
+    )
+    share_gpus: bool = _setting(
+        False, _flag, "1 lets more ranks than GPUs run on a host and share them"
+    )
+    log_level: str = _setting(
+        "info",
+        _one_of("debug", "info", "warning", "error"),
+        "how much hvdtrain itself prints on the chief",
+    )
+
+
+def variable_name(name: str) -> str:
+    """The environment variable that holds the setting ``name``."""
+    return PREFIX + name.upper()
+
+
+def read_settings(environ: Mapping[str, str]) -> Settings:
+    """Read all settings from ``environ``.
+
+    Raises:
+        ConfigurationError: A value can't be parsed; the message names the variable, what it
+            held and what it accepts.
+    """
+    values: dict[str, Any] = {}
+    for entry in dataclasses.fields(Settings):
+        text = environ.get(variable_name(entry.name))
+        if text is None:
+            continue
+        try:
+            values[entry.name] = entry.metadata["parse"](text)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{variable_name(entry.name)}={text!r} can't be used: {error}. "
+                f"It means: {entry.metadata['help']}. Unset it for the default, {entry.default!r}."
+            ) from None
+    return Settings(**values)

@@ -1,0 +1,5 @@
+"""The version, in this one place; the packaging reads it from here."""
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"

@@ -1,0 +1,151 @@
+"""Every launcher's environment gives the right place, and no stale variable does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hvdtrain.cluster import Topology, read_topology
+from hvdtrain.errors import LaunchError
+from tests.cluster import environments as env
+
+
+def place(
+    rank: int, size: int, local: tuple[int, int], node_rank: int | None, launcher: str
+) -> Topology:
+    return Topology(
+        rank=rank,
+        size=size,
+        local_rank=local[0],
+        local_size=local[1],
+        node_rank=node_rank,
+        launcher=launcher,  # type: ignore[arg-type]
+    )
+
+
+ALONE = Topology()
+
+LAUNCHERS = {
+    "nothing": ({}, ALONE),
+    "openmpi5": (env.OPENMPI_5, place(1, 2, (1, 2), 0, "openmpi")),
+    "openmpi5-hosts": (env.OPENMPI_5_TWO_HOSTS, place(2, 3, (1, 2), None, "openmpi")),
+    "openmpi4-hosts": (env.OPENMPI_4_TWO_HOSTS, place(2, 3, (1, 2), None, "openmpi")),
+    "mpich5": (env.MPICH_5, place(1, 2, (1, 2), 0, "hydra")),
+    "mpich4-hosts": (env.MPICH_4_TWO_HOSTS, place(2, 3, (1, 2), None, "hydra")),
+    "impi": (env.INTEL_MPI, place(1, 2, (1, 2), 0, "hydra")),
+    "impi-hosts": (env.INTEL_MPI_TWO_HOSTS, place(2, 3, (0, 1), None, "hydra")),
+    "srun-pmix": (env.SRUN_PMIX, place(2, 3, (0, 1), 1, "slurm")),
+    "srun-pmi2": (env.SRUN_PMI2, place(1, 4, (1, 3), 0, "slurm")),
+    "sbatch-script": (env.SBATCH_SCRIPT, ALONE),
+    "sbatch-script-from-a-step": (env.SBATCH_SCRIPT_FROM_A_STEP, ALONE),
+    "salloc-shell": (env.SALLOC_SHELL, ALONE),
+    "salloc-interactive-step": (env.SALLOC_INTERACTIVE_STEP, place(0, 1, (0, 1), 0, "slurm")),
+}
+
+
+@pytest.mark.parametrize(("environ", "expected"), LAUNCHERS.values(), ids=LAUNCHERS)
+def test_launchers(environ: dict[str, str], expected: Topology) -> None:
+    assert read_topology(environ) == expected
+
+
+SLURM_AROUND = [
+    env.SBATCH_SCRIPT,
+    env.SALLOC_SHELL,
+    env.SALLOC_INTERACTIVE_STEP,
+    env.SRUN_PMIX,  # mpirun starts its daemons through srun
+    env.SRUN_PMI2,
+]
+MPIRUNS = ["openmpi5", "openmpi5-hosts", "openmpi4-hosts", "mpich5", "impi", "impi-hosts"]
+
+
+@pytest.mark.parametrize("around", SLURM_AROUND)
+@pytest.mark.parametrize("name", MPIRUNS)
+def test_mpirun_wins_over_slurm(name: str, around: dict[str, str]) -> None:
+    environ, expected = LAUNCHERS[name]
+    assert read_topology({**around, **environ}) == expected
+
+
+@pytest.mark.parametrize("node", range(4))
+@pytest.mark.parametrize(
+    ("text", "counts"), [("2(x3),1", [2, 2, 2, 1]), ("1,2(x2),3", [1, 2, 2, 3]), ("4(x4)", [4] * 4)]
+)
+def test_slurm_packs_counts(text: str, counts: list[int], node: int) -> None:
+    tasks = range(sum(counts[:node]), sum(counts[: node + 1]))
+    environ = {
+        "SLURM_PROCID": str(tasks[-1]),
+        "SLURM_STEP_NUM_TASKS": str(sum(counts)),
+        "SLURM_LOCALID": str(len(tasks) - 1),
+        "SLURM_NODEID": str(node),
+        "SLURM_STEP_TASKS_PER_NODE": text,
+        "SLURM_GTIDS": ",".join(map(str, tasks)),
+    }
+    local = (counts[node] - 1, counts[node])
+    assert read_topology(environ) == place(tasks[-1], sum(counts), local, node, "slurm")
+
+
+def test_only_rank_0_is_chief() -> None:
+    assert Topology().is_chief
+    assert not read_topology(env.OPENMPI_5).is_chief
+
+
+def without(environ: dict[str, str], name: str) -> dict[str, str]:
+    return {key: value for key, value in environ.items() if key != name}
+
+
+CONTRADICTIONS = {
+    "rank-too-big": ({**env.OPENMPI_5, "OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2"),
+    "negative": ({**env.MPICH_5, "PMI_RANK": "-1"}, "PMI_RANK=-1"),
+    "size-zero": ({**env.MPICH_5, "PMI_SIZE": "0"}, "PMI_SIZE=0"),
+    "local-rank-too-big": ({**env.INTEL_MPI, "MPI_LOCALRANKID": "2"}, "MPI_LOCALRANKID=2"),
+    "local-size-too-big": ({**env.OPENMPI_5, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, "_SIZE=3"),
+    "no-number": ({**env.OPENMPI_5, "OMPI_COMM_WORLD_RANK": "one"}, "OMPI_COMM_WORLD_RANK='one'"),
+    "empty": ({**env.OPENMPI_5, "OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_SIZE=''"),
+    "size-missing": (without(env.OPENMPI_5, "OMPI_COMM_WORLD_SIZE"), "SIZE is missing"),
+    "rank-missing": (without(env.OPENMPI_5, "OMPI_COMM_WORLD_RANK"), "RANK is missing"),
+    "local-missing": (without(env.MPICH_5, "MPI_LOCALNRANKS"), "MPI_LOCALNRANKS is missing"),
+    "slurm-rank": ({**env.SRUN_PMIX, "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS=2"),
+    "slurm-counts": ({**env.SRUN_PMIX, "SLURM_STEP_TASKS_PER_NODE": "2;1"}, "'2;1'"),
+    "slurm-localid": (without(env.SRUN_PMIX, "SLURM_LOCALID"), "SLURM_LOCALID is missing"),
+    "pmi-alone": ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_SIZE='2'"),
+    "horovod-number": ({**env.HOROVODRUN_GLOO, "HOROVOD_SIZE": "x"}, "HOROVOD_SIZE='x'"),
+}
+
+
+@pytest.mark.parametrize(("environ", "told"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_contradictions_are_errors(environ: dict[str, str], told: str) -> None:
+    with pytest.raises(LaunchError) as raised:
+        read_topology(environ)
+    assert told in str(raised.value)
+    assert "unset" in str(raised.value), "says what to do"
+
+
+def test_horovodrun_gloo_says_what_to_use() -> None:
+    with pytest.raises(LaunchError, match=r"horovodrun --mpi.*hvdtrain run -np 2"):
+        read_topology(env.HOROVODRUN_GLOO)
+    one = {**env.HOROVODRUN_GLOO, "HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"}
+    one |= {"HOROVOD_LOCAL_SIZE": "1", "HOROVOD_LOCAL_RANK": "0"}
+    assert read_topology(one) == place(0, 1, (0, 1), 0, "horovod-gloo")
+
+
+def test_horovodrun_mpi_is_mpirun() -> None:
+    environ = {**env.OPENMPI_5, "HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
+    assert read_topology(environ).launcher == "openmpi"
+
+
+@pytest.mark.mpi
+def test_under_the_mpirun_that_is_here(launch) -> None:
+    done = launch(
+        3,
+        """
+        import dataclasses, json, os
+        from hvdtrain.cluster import read_topology
+        print(json.dumps(dataclasses.asdict(read_topology(os.environ))), flush=True)
+        """,
+    )
+    assert done.returncode == 0, done
+    places = [json.loads(line) for line in done.stdout.splitlines()]
+    places.sort(key=lambda place: place["rank"])
+    assert [(p["rank"], p["size"]) for p in places] == [(0, 3), (1, 3), (2, 3)]
+    assert [(p["local_rank"], p["local_size"]) for p in places] == [(0, 3), (1, 3), (2, 3)]
+    assert {p["node_rank"] for p in places} == {0}

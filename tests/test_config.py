@@ -1,0 +1,55 @@
+"""Every setting once: parsing, precedence, errors that say what was received and expected."""
+
+import dataclasses
+
+import pytest
+
+from hvdtrain.config import Settings, read_settings, variable_name
+from hvdtrain.errors import ConfigurationError
+
+
+def test_an_empty_environment_gives_the_defaults():
+    assert read_settings({}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("collectives", "mpi", "mpi"),
+        ("timeout_s", "2.5", 2.5),
+        ("chunk_bytes", "4096", 4096),
+        ("non_finite", "ignore", "ignore"),
+        ("share_gpus", "yes", True),
+        ("share_gpus", "0", False),
+        ("log_level", "warning", "warning"),
+    ],
+)
+def test_a_variable_sets_its_setting_and_no_other(name, text, value):
+    read = read_settings({variable_name(name): text, "HVDTRAIN_UNKNOWN": "x"})
+    assert read == dataclasses.replace(Settings(), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("collectives", "gloo"),
+        ("timeout_s", "0"),
+        ("timeout_s", "nan"),
+        ("timeout_s", "soon"),
+        ("chunk_bytes", "-1"),
+        ("chunk_bytes", "1.5"),
+        ("non_finite", ""),
+        ("share_gpus", "maybe"),
+        ("log_level", "INFO"),
+    ],
+)
+def test_what_cannot_be_used_is_shown_with_its_variable(name, text):
+    variable = variable_name(name)
+    with pytest.raises(ConfigurationError, match=f"{variable}='{text}'.*Unset it"):
+        read_settings({variable: text})
+
+
+def test_every_setting_says_what_it_means():
+    for entry in dataclasses.fields(Settings):
+        assert len(entry.metadata["help"]) > 20
+        assert variable_name(entry.name) == "HVDTRAIN_" + entry.name.upper()
