@@ -1,0 +1,38 @@
+"""Operations between ranks on NumPy arrays; knows nothing of TensorFlow.
+
+``create`` chooses the engine: ``single`` for one process, ``shared_memory`` where ranks share a
+host, plain ``mpi`` otherwise. The choice can be forced with ``HVDTRAIN_COLLECTIVES``.
+"""
+
+from __future__ import annotations
+
+from hvdtrain.cluster.topology import Topology
+from hvdtrain.collectives.base import Collectives
+from hvdtrain.config import Settings
+
+__all__ = ["Collectives", "create"]
+
+
+def create(topology: Topology, settings: Settings) -> Collectives:
+    """The engine for this process; collective over all ranks when there are several.
+
+    Raises:
+        LaunchError: MPI is missing, or contradicts ``topology``.
+    """
+    if topology.size == 1:
+        from hvdtrain.collectives.single import SingleCollectives
+
+        return SingleCollectives()
+    from hvdtrain.collectives.mpi import MpiCollectives
+    from hvdtrain.collectives.shared_memory import SharedMemoryCollectives
+    from hvdtrain.collectives.start import start_mpi
+
+    mpi = start_mpi(topology)
+    world = mpi.COMM_WORLD
+    host = world.Split_type(mpi.COMM_TYPE_SHARED, topology.rank)
+    kind = settings.collectives
+    if kind == "auto":
+        most_ranks_on_a_host = world.allreduce(host.Get_size(), mpi.MAX)
+        kind = "shared_memory" if most_ranks_on_a_host > 1 else "mpi"
+    engine = SharedMemoryCollectives if kind == "shared_memory" else MpiCollectives
+    return engine(mpi, world, host, settings.chunk_bytes, settings.timeout_s)

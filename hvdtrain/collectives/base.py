@@ -1,0 +1,109 @@
+"""The contract that every collectives engine fulfils: arrays in, arrays out.
+
+Every rank calls the same operations in the same order. An engine checks that they did: a
+difference in operation, name, shape or type raises ``MismatchError`` on every rank. Results of
+``allreduce`` are bitwise the same on every rank. float16 and bfloat16 are summed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+__all__ = ["OPS", "Codec", "Collectives", "ReduceOp"]
+
+ReduceOp = Literal["sum", "average", "min", "max", "product"]
+Codec = Literal["json", "pickle"]
+
+OPS: tuple[ReduceOp, ...] = ("sum", "average", "min", "max", "product")
+
+
+class Collectives(Protocol):
+    """Operations between all ranks of the job.
+
+    ``name`` says in errors what an operation was for; all ranks must pass the same.
+    An array that is passed in is never changed; an array that comes back belongs to the caller.
+    """
+
+    kind: str
+    rank: int
+    size: int
+
+    def allreduce(self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = "") -> np.ndarray:
+        """Combine the arrays of all ranks element by element; same shape and type everywhere.
+
+        ``average`` needs a floating type; ``sum`` and ``average`` of bool are refused.
+        """
+        ...
+
+    def grouped_allreduce(
+        self,
+        arrays: Sequence[np.ndarray],
+        op: ReduceOp = "sum",
+        *,
+        name: str = "",
+        require_finite: bool = False,
+    ) -> list[np.ndarray]:
+        """``allreduce`` of several arrays of one type in one go, without joining them first.
+
+        With ``require_finite`` a NaN or infinity in a result raises ``NonFiniteError`` on every
+        rank after all have finished, so that they can go on together.
+        """
+        ...
+
+    def allgather(self, array: np.ndarray, *, name: str = "") -> np.ndarray:
+        """Concatenate along the first axis, in rank order; first dimensions may differ."""
+        ...
+
+    def broadcast(self, array: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:
+        """Give every rank the array of ``root``; the others pass one of its shape and type."""
+        ...
+
+    def reduce_scatter(
+        self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = ""
+    ) -> np.ndarray:
+        """Combine, then keep this rank's share of the first axis.
+
+        The first ``n % size`` ranks get one row more when ``n`` rows don't divide evenly.
+        """
+        ...
+
+    def alltoall(
+        self, array: np.ndarray, splits: Sequence[int] | None = None, *, name: str = ""
+    ) -> tuple[np.ndarray, list[int]]:
+        """Send ``splits[r]`` rows to each rank r; returns what came, and how many from each.
+
+        Without ``splits`` the rows are divided evenly, which they must allow.
+        """
+        ...
+
+    def barrier(self, *, name: str = "") -> None:
+        """Return when every rank has arrived."""
+        ...
+
+    def broadcast_object(
+        self, obj: Any, root: int = 0, *, name: str = "", codec: Codec = "json"
+    ) -> Any:
+        """Give every rank the object of ``root``.
+
+        ``codec="json"`` takes what JSON can hold. ``"pickle"`` takes anything and runs code of
+        the sender on the receivers: all ranks must be yours.
+        """
+        ...
+
+    def allgather_object(self, obj: Any, *, name: str = "", codec: Codec = "json") -> list[Any]:
+        """The objects of all ranks in rank order; ``codec`` as in ``broadcast_object``."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Tell every other rank that this one can't go on; they raise ``PeerFailedError``.
+
+        Returns when they know, or after a few seconds. Never raises.
+        """
+        ...
+
+    def close(self) -> None:
+        """Refuse further operations; all ranks call it or none, and twice does no harm."""
+        ...

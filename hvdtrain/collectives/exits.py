@@ -1,0 +1,99 @@
+"""How a rank ends: well, together with the others; or badly, and then they hear of it at once."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from hvdtrain.collectives.base import Collectives
+from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.errors import PeerFailedError
+
+__all__ = ["install"]
+
+# A rank that only follows another's failure lets that one end first, so that its exit code counts.
+FOLLOWER_PAUSE_S = 2.0
+PACKAGE = str(Path(__file__).parents[1])
+# Threads of libraries have kept failed processes from ending.
+EXIT_DEADLINE_S = 5.0
+
+
+_current: MpiCollectives | None = None
+
+
+def install(collectives: Collectives) -> None:
+    """From now on tell the other ranks when this process fails or leaves.
+
+    A second call, after ``shutdown()`` and another ``init()``, puts the new engine in place of the
+    old one.
+    """
+    global _current
+    if not isinstance(collectives, MpiCollectives):
+        return
+    if _current is None:
+        sys.excepthook = functools.partial(_on_exception, sys.excepthook)
+        atexit.register(_leave)
+    _current = collectives
+
+
+def _on_exception(
+    previous: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    previous(kind, error, trace)
+    collectives = _current
+    if collectives is None or collectives.closed:
+        return
+    cause = _behind(error, collectives)
+    who = f"rank {collectives.rank} of {collectives.size}"
+    follows = isinstance(cause, PeerFailedError)
+    what = f"stops: {cause}" if follows else f"failed: {type(cause).__name__}: {cause}"
+    print(f"hvdtrain: {who} {what}", file=sys.stderr, flush=True)
+    collectives.fail(f"{type(cause).__name__}: {cause}{_place(trace)}")
+    if follows:
+        time.sleep(FOLLOWER_PAUSE_S)
+    _end_within(EXIT_DEADLINE_S)
+
+
+def _behind(error: BaseException, collectives: MpiCollectives) -> BaseException:
+    """The error between ranks that TensorFlow has turned into one of its own, if so."""
+    broken = collectives.broken
+    return broken if broken is not None and str(broken) in str(error) else error
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The last line of the user's own program, which says more than the depths of a library."""
+    frames = traceback.extract_tb(trace)
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename and not frame.filename.startswith(PACKAGE)
+    ]
+    if not frames:
+        return ""
+    frame = (own or frames)[-1]
+    return f" ({frame.filename}:{frame.lineno})"
+
+
+def _end_within(seconds: float) -> None:
+    def end() -> None:
+        time.sleep(seconds)
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+def _leave() -> None:
+    sys.stdout.flush()
+    if _current is not None:
+        _current.leave()

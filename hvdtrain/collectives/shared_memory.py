@@ -1,0 +1,248 @@
+"""Two levels: shared memory inside a host, MPI between hosts.
+
+Every rank of a host owns a few slots of an MPI-3 shared window. A group of arrays travels
+through them chunk by chunk, so that what one rank writes the others find in the cache:
+
+    pack      copy my chunk into my slot
+    reduce    combine my share of the chunk from the slots of all ranks of the host
+    network   (more than one host) combine that with the other hosts; each lane carries its share
+    unpack    copy the result out
+
+The stages of consecutive chunks overlap: while chunk c is packed, chunk c-1 is reduced, and so
+on, so that a rank seldom waits for the others' latest stage. With four slots no stage can reach
+memory that another rank still needs; ``_run`` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.collectives.base import ReduceOp
+from hvdtrain.collectives.engine import Call
+from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, combine, finish
+from hvdtrain.collectives.layout import Layout, split_evenly
+from hvdtrain.collectives.mpi import MpiCollectives, OrderedAllreduce
+
+__all__ = ["SharedMemoryCollectives"]
+
+SLOTS = 4
+HEADER_BYTES = 4096
+# Counters, each on a cache line of its own: chunks packed, reduced, back from the network; and
+# the digests of the latest two calls.
+LINE_WORDS = 8
+PACKED, REDUCED, RETURNED, DIGESTS = 0, LINE_WORDS, 2 * LINE_WORDS, 3 * LINE_WORDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """One allreduce on its way through the slots."""
+
+    call: Call
+    layout: Layout
+    inputs: Sequence[np.ndarray]
+    outputs: Sequence[np.ndarray]
+    op: ReduceOp
+    finite: FiniteCheck | None
+    slots: Sequence[Sequence[np.ndarray]]
+    results: Sequence[np.ndarray]
+    scratch: np.ndarray
+    base: int
+
+
+class SharedMemoryCollectives(MpiCollectives):
+    """Allreduce through shared windows; all else as plain MPI does it."""
+
+    kind = "shared_memory"
+
+    def __init__(
+        self, mpi: ModuleType, comm: Any, host: Any, chunk_bytes: int, timeout_s: float
+    ) -> None:
+        super().__init__(mpi, comm, host, chunk_bytes, timeout_s)
+        self._host = host
+        self._local_rank: int = host.Get_rank()
+        self._local_size: int = host.Get_size()
+        lanes = np.array([self._local_size], np.int64)
+        self._comm.Allreduce(mpi.IN_PLACE, lanes, mpi.MIN)
+        self._lanes = int(lanes[0])
+        self._hosts = self._count_hosts()
+        self._lane_allreduce = self._join_lane()
+        self._map_window()
+        self._tickets = 0
+        self._views: dict[str, tuple[list[list[np.ndarray]], list[np.ndarray], np.ndarray]] = {}
+        stages: list[Callable[[_Job, int], None]] = [self._pack, self._reduce]
+        if self._hosts > 1:
+            stages.append(self._network)
+        self._stages = (*stages, self._unpack)
+
+    def _count_hosts(self) -> int:
+        first = np.array([self._local_rank == 0], np.int64)
+        self._comm.Allreduce(self._mpi.IN_PLACE, first, self._mpi.SUM)
+        return int(first[0])
+
+    def _join_lane(self) -> OrderedAllreduce | None:
+        """The ranks with my local rank on all hosts; hosts may have ranks beyond the lanes."""
+        in_lane = self._hosts > 1 and self._local_rank < self._lanes
+        color = self._local_rank if in_lane else self._mpi.UNDEFINED
+        lane = self._comm.Split(color, self.rank)
+        return OrderedAllreduce(self._mpi, lane) if in_lane else None
+
+    def _map_window(self) -> None:
+        slots_bytes = SLOTS * self._chunk_bytes
+        results_bytes = slots_bytes if self._local_rank == 0 else 0
+        nbytes = HEADER_BYTES + slots_bytes + results_bytes
+        self._window = self._mpi.Win.Allocate_shared(nbytes, 1, comm=self._host)
+        self._window.Lock_all()
+        self._memory = [
+            np.frombuffer(self._window.Shared_query(rank)[0], np.uint8)
+            for rank in range(self._local_size)
+        ]
+        self._words = [memory[:HEADER_BYTES].data.cast("q") for memory in self._memory]
+        self._mine = self._words[self._local_rank]
+        self._memory[self._local_rank][:] = 0
+        self._window.Sync()
+        self._host.Barrier()
+        self._everyone = range(self._local_size)
+
+    def _slot_views(
+        self, dtype: np.dtype
+    ) -> tuple[list[list[np.ndarray]], list[np.ndarray], np.ndarray]:
+        """Per local rank and slot the window as ``dtype``; the result slots; a scratch array."""
+        views = self._views.get(dtype.name)
+        if views is None:
+            wide = accumulator_dtype(dtype)
+
+            def view(rank: int, number: int, of: np.dtype) -> np.ndarray:
+                start = HEADER_BYTES + number * self._chunk_bytes
+                usable = self._chunk_bytes // of.itemsize * of.itemsize
+                return self._memory[rank][start : start + usable].view(of)
+
+            slots = [[view(rank, n, dtype) for n in range(SLOTS)] for rank in self._everyone]
+            results = [view(0, SLOTS + n, wide) for n in range(SLOTS)]
+            views = slots, results, np.empty(results[0].size, wide)
+            self._views[dtype.name] = views
+        return views
+
+    def _agree(self, call: Call) -> None:
+        if self._hosts > 1:
+            super()._agree(call)
+            return
+        self._announce(call)
+        self._tickets += 1
+        self._mine[PACKED] = self._tickets
+        self._wait(PACKED, self._everyone, self._tickets, call)
+        self._check_digests(call)
+
+    def _announce(self, call: Call) -> None:
+        """Write what I am about to do where the others compare it; see ``_check_digests``."""
+        self._mine[DIGESTS + self._operations % 2] = call.digest
+        self._window.Sync()
+
+    def _check_digests(self, call: Call) -> None:
+        # A rank can be one operation ahead, which then lies in the other word of the two.
+        word = DIGESTS + self._operations % 2
+        if any(words[word] != call.digest for words in self._words):
+            self._raise_mismatch(call)
+
+    def _wait(self, counter: int, ranks: range, target: int, call: Call) -> None:
+        for rank in ranks:
+            words = self._words[rank]
+            if words[counter] < target:
+                self._patience.until(lambda: words[counter] >= target, call.place)  # noqa: B023
+        self._window.Sync()
+
+    def _signal(self, counter: int, value: int) -> None:
+        self._window.Sync()
+        self._mine[counter] = value
+
+    def _allreduce(
+        self,
+        call: Call,
+        layout: Layout,
+        inputs: Sequence[np.ndarray],
+        outputs: Sequence[np.ndarray],
+        op: ReduceOp,
+        finite: FiniteCheck | None,
+    ) -> None:
+        if self._hosts > 1:
+            super()._agree(call)
+        self._announce(call)
+        slots, results, scratch = self._slot_views(inputs[0].dtype)
+        job = _Job(
+            call=call,
+            layout=layout,
+            inputs=inputs,
+            outputs=outputs,
+            op=op,
+            finite=finite,
+            slots=slots,
+            results=results,
+            scratch=scratch,
+            base=self._tickets,
+        )
+        self._run(job)
+        self._tickets += len(layout.chunks)
+
+    def _run(self, job: _Job) -> None:
+        """Send all chunks through the stages, the next one a stage behind.
+
+        Why four slots are enough. In step s a rank packs chunk s into the slot that held chunk
+        s-4. It has unpacked chunk s-4 in step s-1 at the latest, for which all ranks had reduced
+        it. It also reduces chunk s-1 into the result slot of chunk s-5; every other rank has
+        packed chunk s-1 by then, so has finished its step s-2 and with it unpacking chunk s-5.
+        """
+        chunks = len(job.layout.chunks)
+        for step in range(chunks + len(self._stages) - 1):
+            for lag, stage in enumerate(self._stages):
+                if 0 <= step - lag < chunks:
+                    stage(job, step - lag)
+
+    def _pack(self, job: _Job, chunk: int) -> None:
+        slot = job.slots[self._local_rank][chunk % SLOTS]
+        for piece in job.layout.chunks[chunk]:
+            slot[piece.chunk_start : piece.chunk_stop] = job.inputs[piece.index][
+                piece.start : piece.stop
+            ]
+        self._signal(PACKED, job.base + chunk + 1)
+
+    def _reduce(self, job: _Job, chunk: int) -> None:
+        self._wait(PACKED, self._everyone, job.base + chunk + 1, job.call)
+        if chunk == 0:
+            self._check_digests(job.call)
+        start, stop = split_evenly(job.layout.chunk_sizes[chunk], self._local_size)[
+            self._local_rank
+        ]
+        result = job.results[chunk % SLOTS][start:stop]
+        contributions = [slots[chunk % SLOTS][start:stop] for slots in job.slots]
+        combine(contributions, job.op, result, job.scratch)
+        if self._hosts == 1:
+            finish(result, job.op, self.size)
+        self._signal(REDUCED, job.base + chunk + 1)
+
+    def _network(self, job: _Job, chunk: int) -> None:
+        if self._lane_allreduce is None:
+            return
+        self._wait(REDUCED, self._everyone, job.base + chunk + 1, job.call)
+        start, stop = split_evenly(job.layout.chunk_sizes[chunk], self._lanes)[self._local_rank]
+        share = job.results[chunk % SLOTS][start:stop]
+        self._lane_allreduce.run(share, share, job.op, self.size)
+        self._signal(RETURNED, job.base + chunk + 1)
+
+    def _unpack(self, job: _Job, chunk: int) -> None:
+        if self._hosts == 1:
+            self._wait(REDUCED, self._everyone, job.base + chunk + 1, job.call)
+        else:
+            self._wait(RETURNED, range(self._lanes), job.base + chunk + 1, job.call)
+        result = job.results[chunk % SLOTS]
+        narrowed = result.dtype != job.inputs[0].dtype
+        if job.finite is not None and not narrowed:
+            job.finite.look(result[: job.layout.chunk_sizes[chunk]])
+        for piece in job.layout.chunks[chunk]:
+            out = job.outputs[piece.index][piece.start : piece.stop]
+            np.copyto(out, result[piece.chunk_start : piece.chunk_stop], casting="unsafe")
+            if job.finite is not None and narrowed:
+                job.finite.look(out)  # float32 holds sums that overflow a half type

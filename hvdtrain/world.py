@@ -1,0 +1,178 @@
+"""The state of this process in the job: who it is, its settings, and its way to the other ranks.
+
+``init()`` sets it once; everything else in hvdtrain asks here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.cluster.topology import Topology, read_topology
+from hvdtrain.collectives import Collectives, create
+from hvdtrain.config import Settings, read_settings
+from hvdtrain.errors import NotInitializedError
+
+__all__ = [
+    "collectives",
+    "init",
+    "is_chief",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "node_rank",
+    "rank",
+    "settings",
+    "shutdown",
+    "size",
+    "topology",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _World:
+    topology: Topology
+    settings: Settings
+    collectives: Collectives
+
+
+_lock = threading.RLock()
+_world: _World | None = None
+
+
+def init() -> None:
+    """Find out who this process is, reach the other ranks, and take this rank's GPU.
+
+    Call it at the start of the program, before anything uses TensorFlow's devices. Further calls
+    do nothing. Where TensorFlow's global seed is not set yet, all ranks get the same one, so that
+    unseeded shuffles of ``tf.data`` agree. Collective over all ranks.
+
+    Raises:
+        LaunchError: What the launcher, MPI and the GPUs say can't all be true.
+        ConfigurationError: A variable ``HVDTRAIN_...`` holds what can't be used.
+    """
+    global _world
+    with _lock:
+        if _world is None:
+            _world = _enter()
+
+
+def shutdown() -> None:
+    """Leave the job's collectives; all ranks call it, or none. Without ``init()`` no effect.
+
+    Not needed at the end of a program: a rank that ends well leaves by itself.
+    """
+    global _world
+    with _lock:
+        if _world is not None:
+            _world.collectives.close()
+            _world = None
+
+
+def is_initialized() -> bool:
+    """Whether ``init()`` has been called, and ``shutdown()`` not since."""
+    return _world is not None
+
+
+def topology() -> Topology:
+    """The place of this process in the job, with ``node_rank`` known."""
+    return _entered().topology
+
+
+def settings() -> Settings:
+    """The settings that ``init()`` found in the environment."""
+    return _entered().settings
+
+
+def collectives() -> Collectives:
+    """Operations between all ranks, on NumPy arrays."""
+    return _entered().collectives
+
+
+def rank() -> int:
+    """Number of this process in the job, from 0."""
+    return _entered().topology.rank
+
+
+def size() -> int:
+    """Number of processes in the job."""
+    return _entered().topology.size
+
+
+def local_rank() -> int:
+    """Number of this process among those of the job on its host, from 0."""
+    return _entered().topology.local_rank
+
+
+def local_size() -> int:
+    """Number of processes of the job on this host."""
+    return _entered().topology.local_size
+
+
+def node_rank() -> int:
+    """Index of this host among the hosts of the job, from 0."""
+    index = _entered().topology.node_rank
+    assert index is not None, "init() fills it in"
+    return index
+
+
+def is_chief() -> bool:
+    """Whether this is rank 0, the one that prints, logs and saves."""
+    return _entered().topology.is_chief
+
+
+def _entered() -> _World:
+    if _world is None:
+        raise NotInitializedError(
+            "hvdtrain doesn't know yet who this process is. Call hvdtrain.init() once, at the "
+            "start of the program."
+        )
+    return _world
+
+
+def _enter() -> _World:
+    topology = read_topology(os.environ)
+    settings = read_settings(os.environ)
+    collectives = create(topology, settings)
+    if topology.size > 1:
+        from hvdtrain.collectives import exits
+
+        # From here on a rank that fails ends the others too.
+        exits.install(collectives)
+    # Reached only when asked for: this imports TensorFlow.
+    from hvdtrain.tensorflow import devices, seeds
+
+    host = _host_id()
+    mine = {"host": host, "gpus": devices.visible_gpus(socket.gethostname(), os.environ)}
+    everyone: list[dict[str, Any]] = collectives.allgather_object(mine, name="hvdtrain.init()")
+    if topology.node_rank is None:
+        index = _host_index([entry["host"] for entry in everyone], topology.rank)
+        topology = dataclasses.replace(topology, node_rank=index)
+    devices.bind(topology, settings, [entry["gpus"] for entry in everyone])
+    if topology.size > 1:
+        seeds.set_unless_set(
+            collectives.broadcast_object(secrets.randbits(31), name="seed of hvdtrain.init()")
+        )
+    return _World(topology=topology, settings=settings, collectives=collectives)
+
+
+def _host_id() -> str:
+    """The same on all processes of a host, and different on another host or container.
+
+    Names alone can repeat ("localhost"); so can the kernel's start, among containers.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    started = boot.read_text().strip() if boot.exists() else ""
+    return f"{socket.gethostname()} {started}"
+
+
+def _host_index(hosts: Sequence[str], rank: int) -> int:
+    """Hosts are counted in the order of their first ranks."""
+    return list(dict.fromkeys(hosts)).index(hosts[rank])

@@ -1,0 +1,172 @@
+"""The engines that the contract is tested on, and what tests need to compare ranks.
+
+Engines are built from MPI itself, without ``hvdtrain.init()``, which would bring TensorFlow. Hosts
+are pretended: an engine takes the communicator of the ranks that share memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdtrain.cluster.topology import read_topology
+from hvdtrain.collectives import exits
+from hvdtrain.collectives.kernels import accumulator_dtype
+from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.collectives.shared_memory import SharedMemoryCollectives
+from hvdtrain.collectives.single import SingleCollectives
+from hvdtrain.collectives.start import start_mpi
+
+__all__ = [
+    "BFLOAT16",
+    "CASES",
+    "DTYPES",
+    "EVERY_ENGINE",
+    "EngineCase",
+    "Subject",
+    "everyone",
+    "expected",
+    "mpi_of_job",
+    "new_engine",
+    "shared_engine",
+    "values",
+]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [
+    np.dtype(kind)
+    for kind in (
+        *("float16", BFLOAT16, "float32", "float64"),
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"),
+    )
+]
+
+# Chunks so small that a test's arrays need many, and so large that MPI's shares of them take the
+# way of large messages.
+MANY_CHUNKS = 4096
+LARGE_CHUNKS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCase:
+    """An engine to test; ``hosts`` holds the pretended host of each rank."""
+
+    kind: str
+    hosts: tuple[int, ...]
+    chunk_bytes: int = MANY_CHUNKS
+
+    def __str__(self) -> str:
+        size = "many-chunks" if self.chunk_bytes == MANY_CHUNKS else "large-chunks"
+        if self.kind == "single":
+            return "single"
+        if len(set(self.hosts)) == 1:
+            return f"{self.kind}-{size}"
+        return f"{self.kind}-hosts-{''.join(map(str, self.hosts))}-{size}"
+
+
+CASES = [
+    EngineCase(kind="single", hosts=(0,)),
+    EngineCase(kind="mpi", hosts=(0, 0)),
+    EngineCase(kind="shared_memory", hosts=(0, 0), chunk_bytes=LARGE_CHUNKS),
+    EngineCase(kind="mpi", hosts=(0, 0, 0), chunk_bytes=LARGE_CHUNKS),
+    EngineCase(kind="shared_memory", hosts=(0, 0, 0)),
+    EngineCase(kind="shared_memory", hosts=(0, 0, 1)),
+    EngineCase(kind="shared_memory", hosts=(0, 0, 0, 0)),
+    EngineCase(kind="shared_memory", hosts=(0, 0, 1, 1)),
+    EngineCase(kind="shared_memory", hosts=(0, 1, 0, 1), chunk_bytes=LARGE_CHUNKS),
+]
+
+EVERY_ENGINE = pytest.mark.parametrize(
+    ("rank_count", "subject"),
+    [(len(case.hosts), case) for case in CASES],
+    indirect=True,
+    ids=[f"np{len(case.hosts)}-{case}" for case in CASES],
+)
+
+
+@functools.cache
+def mpi_of_job() -> ModuleType:
+    """MPI, which tests may use besides the engines."""
+    mpi = start_mpi(read_topology(os.environ))
+    # Sees to it that the processes of the job finalise MPI together when they end.
+    exits.install(MpiCollectives(mpi, mpi.COMM_WORLD, mpi.COMM_SELF, MANY_CHUNKS, 30.0))
+    return mpi
+
+
+@functools.cache
+def _peers() -> Any:
+    return mpi_of_job().COMM_WORLD.Dup()
+
+
+def new_engine(case: EngineCase, timeout_s: float = 30.0) -> Any:
+    """The engine of ``case``; collective over all ranks of the job."""
+    if case.kind == "single":
+        return SingleCollectives()
+    comm = mpi_of_job().COMM_WORLD
+    host = comm.Split(case.hosts[comm.Get_rank()], comm.Get_rank())
+    engine = MpiCollectives if case.kind == "mpi" else SharedMemoryCollectives
+    return engine(mpi_of_job(), comm, host, case.chunk_bytes, timeout_s)
+
+
+@functools.cache
+def shared_engine(case: EngineCase) -> Any:
+    """One engine of each kind, for all tests that leave it whole."""
+    return new_engine(case)
+
+
+def everyone(size: int, obj: Any) -> list[Any]:
+    """The objects of all ranks, by MPI itself and not by what is tested."""
+    return [obj] if size == 1 else _peers().allgather(obj)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine under test and its case."""
+
+    engine: Any
+    case: EngineCase
+
+    def assert_alike(self, arrays: Sequence[np.ndarray]) -> None:
+        """All ranks hold the same types, shapes and bytes."""
+        mine = [(array.dtype.name, array.shape, array.tobytes()) for array in arrays]
+        for theirs in everyone(self.engine.size, mine):
+            assert theirs == mine
+
+    def shapes(self, dtype: np.dtype) -> list[tuple[int, ...]]:
+        """Shapes that fill chunks exactly, by one less and one more, and some not at all."""
+        chunk = self.case.chunk_bytes // accumulator_dtype(dtype).itemsize
+        if self.case.chunk_bytes > MANY_CHUNKS and dtype != np.float32:
+            chunk = 5000
+        edges = [(chunk - 1,), (chunk,), (chunk + 1,), (2 * chunk + 3,)]
+        return [(), (0,), (1,), (7,), (3, 5), (0, 4), (2, 3, 7), *edges, (2, 1, 1)]
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """What ``rank`` contributes: small whole numbers, whose sums and products are exact."""
+    numbers = np.random.default_rng([rank, *shape]).integers(1, 4, shape)
+    return (numbers > 2).astype(dtype) if dtype.kind == "b" else numbers.astype(dtype)
+
+
+def expected(
+    op: str, size: int, shape: tuple[int, ...], make: Callable[..., np.ndarray], dtype: np.dtype
+) -> np.ndarray:
+    """What ``op`` makes of the contributions ``make(rank, shape, dtype)``."""
+    every = np.stack([make(rank, shape, dtype) for rank in range(size)])
+    wide = every.astype(accumulator_dtype(dtype))
+    if op in ("sum", "average"):
+        total = np.add.reduce(wide, axis=0, dtype=wide.dtype)
+        if op == "average":
+            total = total * wide.dtype.type(1.0 / size)
+        return np.asarray(total).astype(dtype)
+    ufunc = {"min": np.minimum, "max": np.maximum, "product": np.multiply}[op]
+    if op == "product" and dtype.kind == "b":
+        ufunc = np.logical_and
+    return np.asarray(ufunc.reduce(wide, axis=0)).astype(dtype)

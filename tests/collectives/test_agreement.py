@@ -1,0 +1,286 @@
+"""Ranks that don't do the same: an error on every rank that says who did what, never a hang.
+
+Each test breaks an engine of its own, in processes that live on. How processes end after such an
+error is in ``test_exits.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hvdtrain.collectives import alarm
+from hvdtrain.collectives.alarm import Alarm
+from hvdtrain.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    HvdtrainError,
+    MismatchError,
+    PeerFailedError,
+)
+from tests.collectives.engines import BFLOAT16, EngineCase, everyone, mpi_of_job, new_engine
+
+CASES = [
+    EngineCase(kind="mpi", hosts=(0, 0)),
+    EngineCase(kind="shared_memory", hosts=(0, 0, 0)),
+    EngineCase(kind="shared_memory", hosts=(0, 0, 1)),
+]
+
+
+def _engines(*cases: EngineCase):
+    return pytest.mark.parametrize(
+        ("rank_count", "case"),
+        [(len(case.hosts), case) for case in cases],
+        indirect=True,
+        ids=[f"np{len(case.hosts)}-{case}" for case in cases],
+    )
+
+
+TWO_CALLS = {
+    "shape": (lambda e: e.allreduce(np.ones(3)), lambda e: e.allreduce(np.ones(4))),
+    "dimensions": (lambda e: e.allreduce(np.ones((2, 3))), lambda e: e.allreduce(np.ones((3, 2)))),
+    "type": (
+        lambda e: e.allreduce(np.ones(3, np.float16)),
+        lambda e: e.allreduce(np.ones(3, BFLOAT16)),
+    ),
+    "op": (lambda e: e.allreduce(np.ones(3), "min"), lambda e: e.allreduce(np.ones(3), "max")),
+    "name": (
+        lambda e: e.allreduce(np.ones(3), name="loss"),
+        lambda e: e.allreduce(np.ones(3), name="accuracy"),
+    ),
+    "kind": (lambda e: e.allreduce(np.ones(30_000)), lambda e: e.barrier()),
+    "exchanges": (lambda e: e.allgather(np.ones(3)), lambda e: e.broadcast(np.ones(3))),
+    "length-of-group": (
+        lambda e: e.grouped_allreduce([np.ones(9000)] * 3),
+        lambda e: e.grouped_allreduce([np.ones(9000)] * 4),
+    ),
+    "row": (lambda e: e.allgather(np.ones((2, 3))), lambda e: e.allgather(np.ones((2, 4)))),
+    "root": (lambda e: e.broadcast(np.ones(2), 0), lambda e: e.broadcast(np.ones(2), 1)),
+    "byte-order": (
+        lambda e: e.broadcast(np.ones(2, "<i4")),
+        lambda e: e.broadcast(np.ones(2, ">i4")),
+    ),
+    "rows-to-scatter": (
+        lambda e: e.reduce_scatter(np.ones((4, 2))),
+        lambda e: e.reduce_scatter(np.ones((5, 2))),
+    ),
+    "rows-to-all": (
+        lambda e: e.alltoall(np.ones((6, 2))),
+        lambda e: e.alltoall(np.ones((6, 3))),
+    ),
+    "codec": (
+        lambda e: e.allgather_object(1, codec="json"),
+        lambda e: e.allgather_object(1, codec="pickle"),
+    ),
+}
+
+
+@_engines(*CASES)
+@pytest.mark.parametrize("calls", TWO_CALLS.values(), ids=TWO_CALLS)
+def test_different_calls(case: EngineCase, calls) -> None:
+    """The last rank does something else; all name it, and none goes on afterwards."""
+    engine = new_engine(case)
+    last = engine.size - 1
+    engine.allreduce(np.ones(3))
+    with pytest.raises(MismatchError) as error:
+        calls[engine.rank == last](engine)
+    text = str(error.value)
+    assert everyone(engine.size, text) == [text] * engine.size
+    others = ", ".join(str(rank) for rank in range(last))
+    assert f"rank {others}: " in text
+    assert f"rank {last}: " in text
+    assert "Every rank must make the same calls" in text
+    with pytest.raises(MismatchError):
+        engine.barrier()
+
+
+@_engines(CASES[0])
+def test_message_shows_both_calls(case: EngineCase) -> None:
+    engine = new_engine(case)
+    with pytest.raises(MismatchError) as error:
+        engine.allreduce(np.ones((3, 4), [np.float32, BFLOAT16][engine.rank]), name="kernel")
+    assert (
+        "rank 0: allreduce(kernel) of sum, float32, ((3, 4),); "
+        "rank 1: allreduce(kernel) of sum, bfloat16, ((3, 4),)." in str(error.value)
+    )
+
+
+@_engines(CASES[0])
+def test_message_shows_a_difference_far_behind(case: EngineCase) -> None:
+    """Of two hundred shapes only one differs."""
+    engine = new_engine(case)
+    arrays = [np.ones((1, index)) for index in range(200)]
+    arrays[150] = np.ones((1, 7 + engine.rank))
+    with pytest.raises(MismatchError) as error:
+        engine.grouped_allreduce(arrays)
+    text = str(error.value)
+    assert "(1, 149), (1, 7), (1, 151)" in text
+    assert "(1, 149), (1, 8), (1, 151)" in text
+    assert len(text) < 1000
+
+
+WAYS_TO_WAIT = {
+    "allreduce": lambda e: e.allreduce(np.ones(30_000), name="epoch"),
+    "barrier": lambda e: e.barrier(name="epoch"),
+    "allgather": lambda e: e.allgather(np.ones(3), name="epoch"),
+    "alltoall": lambda e: e.alltoall(np.ones(6), name="epoch"),
+    "broadcast_object": lambda e: e.broadcast_object({}, name="epoch"),
+}
+
+
+@_engines(*CASES)
+@pytest.mark.parametrize("operation", WAYS_TO_WAIT)
+def test_failure_of_another_rank(case: EngineCase, operation: str) -> None:
+    engine = new_engine(case)
+    last = engine.size - 1
+    begun = time.monotonic()
+    if engine.rank == last:
+        engine.fail("ValueError: no such file (train.py:12)")
+    else:
+        with pytest.raises(PeerFailedError) as error:
+            WAYS_TO_WAIT[operation](engine)
+        text = str(error.value)
+        assert text.startswith(f"rank {last} failed: ValueError: no such file (train.py:12). ")
+        assert f"Rank {engine.rank} was waiting for it in {operation}(epoch)" in text
+        engine.fail("PeerFailedError")  # as at the end of the process
+        with pytest.raises(PeerFailedError, match="no such file"):
+            engine.allreduce(np.ones(1))
+    assert time.monotonic() - begun < 4
+
+
+@_engines(CASES[1])
+def test_reason_too_long_for_a_message(case: EngineCase) -> None:
+    """It is cut, also where that falls within a character."""
+    engine = new_engine(case)
+    if engine.rank == 0:
+        engine.fail("x" + "é" * 5000)
+        return
+    with pytest.raises(PeerFailedError, match="rank 0 failed: xééé"):
+        engine.barrier()
+    engine.fail("PeerFailedError")
+
+
+@_engines(*CASES)
+def test_rank_that_leaves_early(case: EngineCase) -> None:
+    engine = new_engine(case)
+    last = engine.size - 1
+    engine.barrier()
+    if engine.rank == last:
+        assert not engine.alarm.leave(), "MPI must not be finalised"
+        return
+    reason = rf"rank {last} ended its program.*epoch.*same calls"
+    with pytest.raises(PeerFailedError, match=reason) as error:
+        engine.barrier(name="epoch")
+    engine.fail(str(error.value))  # another rank may hear of this before it sees for itself
+
+
+@pytest.mark.ranks(2)
+def test_rank_that_leaves_after_the_last_operation() -> None:
+    """Others may still be busy with it; only who needs more of that rank has to stop."""
+    mpi = mpi_of_job()
+    comm = mpi.COMM_WORLD.Dup()
+    begun = 5
+    mine = Alarm(mpi, comm, 30.0, lambda: begun)
+    if mine.rank == 1:
+        assert not mine.leave()
+        return
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        mine.check("operation 5")
+    begun = 6
+    with pytest.raises(PeerFailedError, match=r"rank 1 ended its program.* in operation 6"):
+        mine.check("operation 6")
+    mine.fail("done")
+
+
+@_engines(*CASES)
+def test_rank_that_does_not_arrive(case: EngineCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alarm, "ASK_TIMEOUT_S", 0.7)
+    engine = new_engine(case, timeout_s=0.5)
+    last = engine.size - 1
+    if engine.rank == last:
+        everyone(engine.size, "hung")
+        return
+    begun = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError) as error:
+        engine.allreduce(np.ones(3), name="epoch")
+    assert time.monotonic() - begun < 5
+    text = str(error.value)
+    assert text.startswith(f"rank {engine.rank} waited 0.5 s in allreduce(epoch)")
+    assert f"rank {last} waits in no collective" in text
+    assert text.endswith("raise HVDTRAIN_TIMEOUT_S.")
+    for rank in range(last):
+        assert rank == engine.rank or f"rank {rank} waits in allreduce(epoch)" in text
+    everyone(engine.size, "timed out")
+
+
+@_engines(*CASES[:2])
+def test_slow_rank_is_waited_for(case: EngineCase) -> None:
+    engine = new_engine(case, timeout_s=20)
+    time.sleep(0.6 * (engine.rank == 0))
+    assert engine.allreduce(np.ones(3)).tolist() == [engine.size] * 3
+
+
+@_engines(*CASES[:2])
+def test_interrupted_operation(case: EngineCase) -> None:
+    """Who catches Ctrl-C and goes on would be an operation behind, and add up wrong numbers."""
+    engine = new_engine(case)
+    engine.barrier()
+    if engine.rank > 0:
+        return
+    previous = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGUSR1])
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.allreduce(np.ones(3))
+    finally:
+        timer.join(60)
+        signal.signal(signal.SIGUSR1, previous)
+    with pytest.raises(CollectiveError, match=r"before its end \(KeyboardInterrupt.*in step"):
+        engine.allreduce(np.ones(3))
+
+
+@_engines(EngineCase(kind="single", hosts=(0,)), *CASES)
+def test_use_after_close(case: EngineCase) -> None:
+    engine = new_engine(case)
+    engine.close()
+    engine.close()
+    for operation in WAYS_TO_WAIT.values():
+        with pytest.raises(HvdtrainError, match=r"after hvdtrain.shutdown\(\); call hvdtrain.init"):
+            operation(engine)
+
+
+@_engines(*CASES[:2])
+def test_two_threads(case: EngineCase) -> None:
+    """The second waits until the first is through."""
+    engine = new_engine(case)
+    results = []
+    if engine.rank == 0:
+        first = threading.Thread(
+            target=lambda: results.append(engine.allreduce(np.ones(2), name="first"))
+        )
+        first.start()
+        time.sleep(0.2)
+        results.append(engine.allreduce(np.full(2, 2.0), name="second"))
+        first.join(60)
+    else:
+        time.sleep(0.5)
+        results.append(engine.allreduce(np.ones(2), name="first"))
+        results.append(engine.allreduce(np.full(2, 2.0), name="second"))
+    assert [list(result) for result in results] == [[engine.size] * 2, [2 * engine.size] * 2]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 63, 100, 4097])
+@pytest.mark.parametrize("kind", ["mpi", "shared_memory"])
+@pytest.mark.ranks(2)
+def test_any_size_of_chunks(kind: str, chunk_bytes: int) -> None:
+    engine = new_engine(EngineCase(kind=kind, hosts=(0, 0), chunk_bytes=chunk_bytes))
+    for dtype in ("float64", "float16", "int8"):
+        array = np.arange(97).astype(dtype)
+        np.testing.assert_array_equal(engine.allreduce(array), (2 * np.arange(97)).astype(dtype))

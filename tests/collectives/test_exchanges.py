@@ -1,0 +1,220 @@
+"""Operations of every engine that pass data on as it is: nothing lost, nothing changed."""
+
+from __future__ import annotations
+
+import pickle
+import time
+
+import numpy as np
+import pytest
+
+from hvdtrain.errors import ConfigurationError
+from tests.collectives.engines import DTYPES, EVERY_ENGINE, Subject, everyone, values
+
+pytestmark = EVERY_ENGINE
+
+
+class Answer:
+    """Something that only pickle can hold."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Answer) and other.number == self.number
+
+    __hash__ = None
+
+
+def _noise(rank: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Any bytes at all, NaNs among them; valid ones for bool."""
+    generator = np.random.default_rng([rank, *shape, dtype.itemsize])
+    if dtype.kind == "b":
+        return generator.integers(0, 2, shape).astype(bool)
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer(generator.bytes(nbytes), dtype).reshape(shape).copy()
+
+
+def _same(left: np.ndarray, right: np.ndarray) -> bool:
+    return (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
+
+
+def test_allgather_of_different_lengths(subject: Subject) -> None:
+    engine = subject.engine
+    lengths = {
+        "different": [2 * rank + 1 for rank in range(engine.size)],
+        "none-from-the-first": [3 * (rank > 0) for rank in range(engine.size)],
+        "none-from-the-last": [4 * (rank < engine.size - 1) for rank in range(engine.size)],
+        "none-at-all": [0] * engine.size,
+        "many": [3000 + rank for rank in range(engine.size)],
+    }
+    cases = [(dtype, (3,), lengths["different"]) for dtype in DTYPES]
+    for row in ((), (2, 5), (0,)):
+        cases += [(np.dtype(np.float32), row, counts) for counts in lengths.values()]
+    for dtype, row, counts in cases:
+        every = [_noise(rank, (count, *row), dtype) for rank, count in enumerate(counts)]
+        mine = every[engine.rank]
+        kept = mine.copy()
+        result = engine.allgather(mine, name="rows")
+        assert _same(result, np.concatenate(every))
+        assert _same(mine, kept), "the input was changed"
+
+
+def test_broadcast_from_each_root(subject: Subject) -> None:
+    engine = subject.engine
+    for root in range(engine.size):
+        for dtype in DTYPES:
+            for shape in ((), (0, 2), (3, 5), (7000,)) if dtype == np.float32 else ((5,),):
+                mine = _noise(engine.rank, shape, dtype)
+                kept = mine.copy()
+                result = engine.broadcast(mine, root, name="weights")
+                assert _same(result, _noise(root, shape, dtype))
+                assert _same(mine, kept), "the input was changed"
+                assert not np.shares_memory(result, mine)
+
+
+def test_alltoall(subject: Subject) -> None:
+    engine = subject.engine
+    size, rank = engine.size, engine.rank
+    tables = {
+        "even": np.full((size, size), 2),
+        "uneven": np.add.outer(np.arange(size), 2 * np.arange(size)),  # rank 0 keeps nothing
+        "only-to-the-next": np.roll(np.eye(size, dtype=int), 1, axis=1) * 5,
+        "nothing-from-the-last": np.arange(size, 0, -1)[:, None] * np.ones(size, int) - 1,
+        "nothing-at-all": np.zeros((size, size), int),
+        "many": np.full((size, size), 2000) + np.arange(size),
+    }
+    for dtype in DTYPES:
+        for table in tables.values() if dtype == np.float32 else [tables["uneven"]]:
+            every = [_noise(r, (int(table[r].sum()), 3), dtype) for r in range(size)]
+            kept = every[rank].copy()
+            result, counts = engine.alltoall(every[rank], table[rank].tolist(), name="tokens")
+            parts = [np.split(every[r], np.cumsum(table[r])[:-1])[rank] for r in range(size)]
+            assert counts == table[:, rank].tolist()
+            assert all(isinstance(count, int) for count in counts)
+            assert _same(result, np.concatenate(parts))
+            assert _same(every[rank], kept), "the input was changed"
+
+
+def test_alltoall_without_splits(subject: Subject) -> None:
+    engine = subject.engine
+    array = np.arange(3 * engine.size) + 100 * engine.rank
+    result, counts = engine.alltoall(array)
+    assert counts == [3] * engine.size
+    mine = np.arange(3 * engine.rank, 3 * engine.rank + 3)
+    assert result.tolist() == [x + 100 * rank for rank in range(engine.size) for x in mine]
+    if engine.size > 1:
+        with pytest.raises(ConfigurationError, match="rows don't divide by"):
+            engine.alltoall(np.ones(engine.size + 1 + engine.size % 2))
+
+
+def test_arguments_that_can_not_be(subject: Subject) -> None:
+    """Refused before anybody waits, and the engine works on."""
+    engine = subject.engine
+    rows = np.ones((3, 2))
+    nothing = [0] * (engine.size - 1)
+    for splits in ([4, *nothing], [2, *nothing], [3, *nothing, 0], [-1, 4, *nothing[1:]]):
+        with pytest.raises(ConfigurationError, match=r"splits=.*add up to 3 rows"):
+            engine.alltoall(rows, splits)
+    for root in (-1, engine.size):
+        with pytest.raises(ConfigurationError, match=rf"root={root}.*0 to {engine.size - 1}"):
+            engine.broadcast(rows, root)
+        with pytest.raises(ConfigurationError, match=rf"root={root}"):
+            engine.broadcast_object(1, root)
+    for operation in (engine.allgather, engine.reduce_scatter, engine.alltoall):
+        with pytest.raises(ConfigurationError, match="received a scalar"):
+            operation(np.array(1.0))
+    for operation in (engine.allgather, engine.broadcast, engine.alltoall):
+        with pytest.raises(ConfigurationError, match="an array of type object can't be sent"):
+            operation(np.array([{}] * engine.size))
+    engine.barrier(name="after")
+
+
+def test_barrier_waits_for_everyone(subject: Subject) -> None:
+    engine = subject.engine
+    for late in range(engine.size):
+        engine.barrier(name="start")
+        begun = time.monotonic()
+        time.sleep(0.05 * (engine.rank == late))
+        engine.barrier(name=f"rank {late} is late")
+        assert time.monotonic() - begun > 0.02
+
+
+JSON = [None, True, 17, 2.5, "grüße …", [], {}, {"a": [1, {"b": None}]}, "x" * 100_000]
+
+
+def test_objects_as_json(subject: Subject) -> None:
+    engine = subject.engine
+    for obj in JSON:
+        mine = [engine.rank, obj]
+        every = engine.allgather_object(mine, name="settings")
+        assert every == [[rank, obj] for rank in range(engine.size)]
+        for root in range(engine.size):
+            sent = mine if engine.rank == root else object()  # only the root's counts
+            assert engine.broadcast_object(sent, root, name="settings") == [root, obj]
+
+
+def test_objects_of_different_sizes(subject: Subject) -> None:
+    engine = subject.engine
+    result = engine.allgather_object("ü" * (1000 * engine.rank))
+    assert result == ["ü" * (1000 * rank) for rank in range(engine.size)]
+
+
+def test_objects_by_pickle(subject: Subject) -> None:
+    engine = subject.engine
+    every = engine.allgather_object(Answer(engine.rank), codec="pickle")
+    assert every == [Answer(rank) for rank in range(engine.size)]
+    sent = {(1, 2): {3, 4}, "array": np.arange(5)} if engine.rank == engine.size - 1 else None
+    received = engine.broadcast_object(sent, engine.size - 1, codec="pickle")
+    assert received[(1, 2)] == {3, 4}
+    assert received["array"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_json_refuses_what_it_can_not_hold(subject: Subject) -> None:
+    engine = subject.engine
+    for obj in (Answer(1), {1, 2}, b"bytes", np.float32(1), {(1, 2): 3}):
+        kind = type(obj).__name__
+        with pytest.raises(ConfigurationError, match=rf"type {kind} can't .* codec='pickle'"):
+            engine.allgather_object(obj)
+    with pytest.raises(ConfigurationError, match=r"codec='xml'.*'json' or 'pickle'"):
+        engine.broadcast_object({}, codec="xml")
+    assert engine.allgather_object(1) == [1] * engine.size
+
+
+def test_json_runs_no_code_of_the_sender(subject: Subject) -> None:
+    """Bytes that would do harm to who unpickles them arrive as a mere text."""
+    engine = subject.engine
+    harm = pickle.dumps(Answer(1)).decode("latin-1")
+    assert engine.broadcast_object(harm) == harm
+
+
+def test_every_operation_in_turn(subject: Subject) -> None:
+    """Operations that use the same memory and communicators don't disturb each other."""
+    engine = subject.engine
+    size, rank = engine.size, engine.rank
+    ranks = sum(range(size))
+    for turn in range(12):
+        large = engine.allreduce(np.full(4000, rank + turn, np.float32), name="large")
+        gathered = engine.allgather(np.full((rank, 2), turn))
+        small = engine.allreduce(np.array(turn + rank), "max")
+        root = engine.broadcast(np.array([rank]), turn % size)
+        scattered = engine.reduce_scatter(np.ones((size, 2)) * turn)
+        exchanged, _ = engine.alltoall(np.full(size, rank))
+        objects = engine.allgather_object({"turn": turn})
+        engine.barrier()
+        assert (large == size * turn + ranks).all()
+        assert (gathered == turn).all()
+        assert gathered.shape == (ranks, 2)
+        assert small == turn + size - 1
+        assert root.tolist() == [turn % size]
+        assert (scattered == size * turn).all()
+        assert exchanged.tolist() == list(range(size))
+        assert objects == [{"turn": turn}] * size
+
+
+def test_own_communicator(subject: Subject) -> None:
+    """A program's own messages between ranks don't reach an engine's, nor the other way round."""
+    engine = subject.engine
+    assert everyone(engine.size, engine.rank) == list(range(engine.size))
+    result = engine.allreduce(values(engine.rank, (3,), np.dtype(np.float32)))
+    subject.assert_alike([result])

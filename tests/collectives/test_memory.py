@@ -1,0 +1,160 @@
+"""Whose memory a result is: the caller's, until it is dropped; and then it is used again."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.collectives.engines import CASES, EVERY_ENGINE, Subject
+
+PAGE_BYTES = 4096
+
+
+def _mixed(engine, turn: int) -> list[np.ndarray]:
+    return [
+        np.full(shape, engine.rank + turn, np.float32) for shape in ((300,), (7, 11), (), (2500,))
+    ]
+
+
+@EVERY_ENGINE
+def test_results_outlive_later_operations(subject: Subject) -> None:
+    engine = subject.engine
+    ranks = sum(range(engine.size))
+    held = [engine.grouped_allreduce(_mixed(engine, 0))]
+    held += [[engine.allgather(np.full(50, 1.0))], [engine.broadcast(np.full(50, 2.0))]]
+    held += [[engine.reduce_scatter(np.full(50, 3.0))], [engine.alltoall(np.ones(engine.size))[0]]]
+    kept = [[array.copy() for array in group] for group in held]
+    for turn in range(1, 21):
+        result = engine.grouped_allreduce(_mixed(engine, turn))
+        engine.allgather(np.full(50, 9.0))
+        for array in result:
+            assert (array == engine.size * turn + ranks).all()
+        if turn % 2:
+            held.append(result)
+            kept.append([array.copy() for array in result])
+    for group, copies in zip(held, kept):
+        for array, copy in zip(group, copies):
+            assert array.tobytes() == copy.tobytes()
+
+
+@EVERY_ENGINE
+def test_results_belong_to_the_caller(subject: Subject) -> None:
+    """Who writes into a result changes no other array, here or on another rank."""
+    engine = subject.engine
+    mine = np.arange(4.0)
+    first = [
+        engine.allreduce(mine),
+        engine.broadcast(mine),
+        engine.allgather(mine),
+        engine.reduce_scatter(np.tile(mine, engine.size)),
+        engine.alltoall(np.tile(mine, engine.size))[0],
+    ]
+    again = engine.allreduce(mine)
+    for result in first:
+        result[...] = -1
+    engine.barrier()
+    assert mine.tolist() == [0, 1, 2, 3]
+    assert again.tolist() == [0, engine.size, 2 * engine.size, 3 * engine.size]
+
+
+@EVERY_ENGINE
+def test_a_part_of_a_result_keeps_it(subject: Subject) -> None:
+    """The rest of a group may be dropped; a view of a view is enough to hold it."""
+    engine = subject.engine
+    part = engine.grouped_allreduce(_mixed(engine, 5))[1].reshape(-1)[3:].T
+    kept = part.copy()
+    for turn in range(5):
+        engine.grouped_allreduce(_mixed(engine, 10 + turn))
+    assert part.tobytes() == kept.tobytes()
+
+
+@EVERY_ENGINE
+def test_dropped_memory_is_used_again(subject: Subject) -> None:
+    engine = subject.engine
+    addresses = set()
+    for turn in range(10):
+        results = engine.grouped_allreduce(_mixed(engine, turn))
+        if turn:
+            addresses.add(tuple(array.ctypes.data for array in results))
+        assert all(array.ctypes.data % 64 == 0 for array in results), "TensorFlow would copy"
+        del results
+    assert len(addresses) == 1
+
+
+@EVERY_ENGINE
+def test_two_generations_take_turns(subject: Subject) -> None:
+    """A loop that drops old results only once it has the new ones needs two buffers, not more."""
+    engine = subject.engine
+    addresses = set()
+    results = []
+    for turn in range(12):
+        results = engine.grouped_allreduce(_mixed(engine, turn))
+        if turn > 2:
+            addresses.add(results[0].ctypes.data)
+    assert len(addresses) <= 2
+    assert results
+
+
+GROWTH_CASES = [case for case in CASES if len(case.hosts) in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("rank_count", "subject"),
+    [(len(case.hosts), case) for case in GROWTH_CASES],
+    indirect=True,
+    ids=[f"np{len(case.hosts)}-{case}" for case in GROWTH_CASES],
+)
+def test_memory_does_not_grow(subject: Subject) -> None:
+    engine = subject.engine
+    array = np.ones(16 * 1024, np.float32)
+
+    def run(turns: int) -> None:
+        for turn in range(turns):
+            engine.grouped_allreduce([array, array[:1000]], "average", name="gradients")
+            engine.allreduce(np.array(turn))
+            if turn % 5 == 0:
+                engine.allgather(array)
+                engine.broadcast(array)
+                engine.allgather_object({"turn": turn})
+
+    run(50)
+    gc.collect()
+    before = _resident_bytes()
+    run(500)
+    gc.collect()
+    assert _resident_bytes() - before < 1 << 20, "500 results are 33 MB"
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+@EVERY_ENGINE
+def test_results_held_in_another_thread(subject: Subject) -> None:
+    """TensorFlow lets go of a result whenever one of its threads gets round to it."""
+    engine = subject.engine
+    stop = threading.Event()
+    held: list[list[np.ndarray]] = []
+
+    def drop() -> None:
+        while not stop.wait(0.001):
+            if len(held) > 3:
+                del held[0]
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    try:
+        ranks = sum(range(engine.size))
+        for turn in range(40):
+            results = engine.grouped_allreduce(_mixed(engine, turn))
+            assert all((array == engine.size * turn + ranks).all() for array in results)
+            held.append(results)
+            for group in list(held):
+                assert len({float(array.flat[0]) for array in group}) == 1
+    finally:
+        stop.set()
+        thread.join(60)

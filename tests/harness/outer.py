@@ -1,0 +1,213 @@
+"""The outer pytest's side: one MPI job runs many items, each reported as one test."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.harness.jobs import MARK, Job, clean_environment, mpirun_argv
+from tests.harness.reports import ItemReport, ReportReader, read_log
+
+__all__ = ["Outcome", "RankSessions"]
+
+START_TIMEOUT_S = 90.0
+END_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How an item went over all ranks."""
+
+    outcome: str
+    text: str = ""
+    xfail: str | None = None
+    duration_s: float = 0.0
+
+
+class RankSessions:
+    """Hands out the outcome of each item; starts a session where none runs that holds it."""
+
+    def __init__(self, config: pytest.Config, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._count = 0
+        self._session: _Session | None = None
+        self._cannot_start: dict[int, Outcome] = {}
+
+    def run(self, item: pytest.Item, following: list[pytest.Item], size: int) -> Outcome:
+        """Run ``item`` on ``size`` ranks; ``following`` may go to the same session after it."""
+        if size in self._cannot_start:
+            return self._cannot_start[size]
+        session = self._session
+        if session is None or session.next_nodeid != item.nodeid:
+            self.close()
+            session = self._session = self._start([item, *following], size)
+        outcome, goes_on = session.next_outcome()
+        if not goes_on:
+            self.close()
+        if session.never_started:
+            self._cannot_start[size] = outcome
+        return outcome
+
+    def close(self) -> None:
+        """End the session that runs, if any."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _start(self, items: list[pytest.Item], size: int) -> _Session:
+        if MARK in os.environ:
+            raise pytest.UsageError("a process of a test's job must not start a session itself")
+        folder = self._folder / f"session{self._count}"
+        self._count += 1
+        folder.mkdir()
+        config = self._config
+        arguments = ["-p", "no:cacheprovider", "-p", "no:terminal", "--capture=no"]
+        # The project's own options may belong to the terminal plugin.
+        arguments += ["-o", "addopts=--import-mode=importlib --strict-markers"]
+        arguments += [f"--rootdir={config.rootpath}"]
+        if config.inipath is not None:
+            arguments += ["-c", str(config.inipath)]
+        limits = [_timeout_s(item) for item in items]
+        plan = {
+            "size": size,
+            "items": [item.nodeid for item in items],
+            "item_timeout_s": limits,
+            "arguments": arguments,
+        }
+        (folder / "plan.json").write_text(json.dumps(plan))
+        return _Session(folder, config.rootpath, [item.nodeid for item in items], limits, size)
+
+
+class _Session:
+    """One MPI job that works through a list of items."""
+
+    def __init__(
+        self, folder: Path, rootdir: Path, nodeids: list[str], limits_s: list[float], size: int
+    ) -> None:
+        self._folder = folder
+        self._nodeids = nodeids
+        self._limits_s = limits_s
+        self._size = size
+        self._next = 0
+        self._reader = ReportReader(folder, size)
+        self._output = (folder / "mpirun.log").open("wb")
+        program = [sys.executable, "-m", "tests.harness", str(folder)]
+        self._job = Job(
+            mpirun_argv(size, program),
+            stdout=self._output,
+            stderr=self._output,
+            environment=clean_environment(),
+            folder=rootdir,
+        )
+
+    @property
+    def next_nodeid(self) -> str | None:
+        """The item whose outcome comes next."""
+        return self._nodeids[self._next] if self._next < len(self._nodeids) else None
+
+    @property
+    def never_started(self) -> bool:
+        """Whether the job ended before any rank began its first item."""
+        return not self._reader.started
+
+    def next_outcome(self) -> tuple[Outcome, bool]:
+        """Wait for the next item on all ranks; False beside it: the session is of no more use."""
+        index = self._next
+        self._next += 1
+        trouble = self._wait_for(index)
+        ended = self._reader.ended.get(index, {})
+        if trouble:
+            return Outcome(outcome="failed", text=self._explain(index, trouble)), False
+        outcome = _combine(ended)
+        if outcome.outcome == "failed":
+            return outcome, False
+        if self._next == len(self._nodeids):
+            trouble = self._wait_for_end()
+            if trouble:
+                return Outcome(outcome="failed", text=self._explain(index, trouble)), False
+        return outcome, True
+
+    def close(self) -> None:
+        """End the job, however far it is."""
+        self._job.end()
+        self._output.close()
+
+    def _wait_for(self, index: int) -> str | None:
+        """Wait until every rank has reported the item, or tell why that won't happen."""
+        begun: float | None = None
+        created = time.monotonic()
+        while True:
+            code = self._job.poll()
+            if not self._reader.poll():
+                time.sleep(0.005)
+            if len(self._reader.ended.get(index, {})) == self._size:
+                return None
+            if code is not None:
+                return f"the MPI job ended with exit code {code} while this test ran"
+            now = time.monotonic()
+            if begun is None and index in self._reader.started:
+                begun = now
+            if begun is not None and now - begun > self._limits_s[index]:
+                return f"not every rank was done after {self._limits_s[index]:g} s"
+            if begun is None and now - created > START_TIMEOUT_S:
+                return f"no rank began this test within {START_TIMEOUT_S:g} s"
+
+    def _wait_for_end(self) -> str | None:
+        code = self._job.wait(END_TIMEOUT_S)
+        if code is None:
+            return f"the ranks did not exit within {END_TIMEOUT_S:g} s after all tests had passed"
+        if code:
+            return f"the MPI job exited with code {code} after all tests had passed"
+        return None
+
+    def _explain(self, index: int, trouble: str) -> str:
+        ended = self._reader.ended.get(index, {})
+        started = self._reader.started.get(index, {})
+        parts = [trouble]
+        for rank in range(self._size):
+            report = ended.get(rank) or started.get(rank)
+            state = "did not begin it" if report is None else (report.outcome or "was still in it")
+            parts.append(f"--- rank {rank} of {self._size} {state}")
+            if report is not None and report.text:
+                parts.append(report.text)
+            parts.append(read_log(self._folder, rank, report.log_offset if report else 0))
+        parts.append("--- mpirun")
+        parts.append((self._folder / "mpirun.log").read_text(errors="replace")[-3000:])
+        return "\n".join(part for part in parts if part)
+
+
+def _combine(ended: dict[int, ItemReport]) -> Outcome:
+    """One outcome from all ranks': they must agree, or some must have failed."""
+    size = len(ended)
+    reports = [ended[rank] for rank in range(size)]
+    duration_s = max(report.duration_s for report in reports)
+    failed = sorted((r for r in reports if r.outcome == "failed"), key=lambda r: r.time_s)
+    if failed:
+        text = "\n".join(
+            f"--- rank {report.rank} of {size} failed in {report.phase}\n{report.text}"
+            for report in failed
+        )
+        return Outcome(outcome="failed", text=text, duration_s=duration_s)
+    if len({(report.outcome, report.xfail is None) for report in reports}) > 1:
+        lines = [f"rank {r.rank}: {r.outcome} {r.text}".rstrip() for r in reports]
+        text = "the ranks do not agree on the outcome\n" + "\n".join(lines)
+        return Outcome(outcome="failed", text=text, duration_s=duration_s)
+    first = reports[0]
+    return Outcome(outcome=first.outcome, text=first.text, xfail=first.xfail, duration_s=duration_s)
+
+
+def _timeout_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    if marker is not None and marker.args:
+        return float(marker.args[0])
+    try:
+        return float(item.config.getini("timeout"))
+    except (KeyError, TypeError, ValueError):
+        return 120.0

@@ -1,0 +1,265 @@
+"""What a test can ask for.
+
+``@pytest.mark.ranks(2, 3, 4)``
+    The test's body, with its fixtures, runs on every rank of a real MPI job, once for each of the
+    numbers, and passes only if it passes on every rank. All items of one number share one job,
+    which is started again after a failure. ``ranks(1, 2)`` runs it in this process as well.
+    Whoever kills or hangs ranks on purpose starts its own job with ``launch``.
+
+``launch(np, script, ...)``, ``run_command(argv, ...)``
+    Fixtures that run a script under mpirun (``np=None``: alone), or any program, in a folder of
+    their own, and return what it printed, its exit code and its time. Nothing outlives them.
+
+``world``
+    Fixture: ``hvdtrain`` after ``hvdtrain.init()``, alone or on every rank.
+
+``HVDTRAIN_TEST_REQUIRE=mpi`` turns "skipped: no mpirun" into a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.inner import RankPlugin
+from tests.harness.jobs import (
+    Completed,
+    clean_environment,
+    mpirun_argv,
+    mpirun_missing,
+    run_job,
+)
+from tests.harness.outer import Outcome, RankSessions
+
+Launch = Callable[..., Completed]
+
+_SIZE = "rank_count"
+_COMPLETED = pytest.StashKey[list[Completed]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks(n, ...): runs on every rank of an MPI job of n")
+    config.addinivalue_line("markers", "mpi: starts MPI jobs itself")
+    inside = any(isinstance(plugin, RankPlugin) for plugin in config.pluginmanager.get_plugins())
+    if not inside:
+        config.pluginmanager.register(_OuterPlugin(config), "hvdtrain-outer")
+        signal.signal(signal.SIGTERM, _end_well)
+        # A shell's background jobs ignore Ctrl-C; the programs under test are to see it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_well(number: int, frame: object) -> None:
+    """End as on Ctrl-C, so that the jobs end as well: ranks have groups of their own."""
+    pytest.exit("terminated", returncode=128 + number)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one item for each number of ranks."""
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker is None:
+        return
+    if not marker.args or not all(isinstance(n, int) and n > 0 for n in marker.args):
+        raise pytest.UsageError(
+            f"{metafunc.definition.nodeid}: ranks takes numbers of ranks, got {marker.args}"
+        )
+    if _SIZE not in metafunc.fixturenames:
+        metafunc.fixturenames.append(_SIZE)
+    metafunc.parametrize(_SIZE, marker.args, ids=[f"np{n}" for n in marker.args], indirect=True)
+
+
+@pytest.fixture
+def rank_count(request: pytest.FixtureRequest) -> int:
+    """How many ranks this item runs on."""
+    return getattr(request, "param", 1)
+
+
+@pytest.fixture
+def world() -> Any:
+    """``hvdtrain`` after ``hvdtrain.init()``."""
+    import hvdtrain
+
+    hvdtrain.init()
+    return hvdtrain
+
+
+@pytest.fixture
+def run_command(tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
+    """Run a program and return a ``Completed``; running out of time fails the test.
+
+    Where the test fails, the report shows what its programs printed.
+
+    ``env`` changes variables, None removes one. ``may_time_out=True`` returns instead.
+    """
+
+    def run(
+        argv: Sequence[str | os.PathLike[str]],
+        *,
+        timeout_s: float = 60.0,
+        env: Mapping[str, str | None] | None = None,
+        may_time_out: bool = False,
+    ) -> Completed:
+        done = run_job(
+            [os.fspath(part) for part in argv],
+            folder=tmp_path,
+            timeout_s=timeout_s,
+            environment=clean_environment(env),
+        )
+        request.node.stash.setdefault(_COMPLETED, []).append(done)
+        if done.timed_out and not may_time_out:
+            pytest.fail(f"{done.argv[0]} was not done after {timeout_s:g} s")
+        return done
+
+    return run
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Show what the programs of a failed test printed; assertions cut long texts."""
+    report = yield
+    if report.failed and report.when == "call":
+        for done in item.stash.get(_COMPLETED, []):
+            report.sections.append(("Program", repr(done)))
+    return report
+
+
+@pytest.fixture
+def launch(run_command: Launch, tmp_path: Path) -> Launch:
+    """Run a Python script, given as a path or as its text, on ``np`` ranks (None: alone)."""
+
+    def run(
+        np: int | None,
+        script: str | Path,
+        *arguments: str,
+        **options: Any,
+    ) -> Completed:
+        if isinstance(script, str):
+            path = tmp_path / "script.py"
+            path.write_text(textwrap.dedent(script))
+        else:
+            path = script
+        program = [sys.executable, str(path), *arguments]
+        if np is None:
+            return run_command(program, **options)
+        _need_mpirun()
+        return run_command(mpirun_argv(np, program), **options)
+
+    return run
+
+
+@pytest.fixture
+def mpirun() -> Callable[[int, Sequence[str]], list[str]]:
+    """The command that starts a program on so many ranks, for tests that run it in their way."""
+    _need_mpirun()
+    return mpirun_argv
+
+
+def _need_mpirun() -> None:
+    reason = mpirun_missing()
+    if reason is None:
+        return
+    if "mpi" in os.environ.get("HVDTRAIN_TEST_REQUIRE", "").split(","):
+        pytest.fail(f"HVDTRAIN_TEST_REQUIRE asks for MPI, but {reason}")
+    pytest.skip(reason)
+
+
+def _size(item: pytest.Item) -> int:
+    """The number of ranks an item runs on; 1 for ordinary tests."""
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get(_SIZE, 1) if callspec is not None else 1
+
+
+class _OuterPlugin:
+    """Sends the items of several ranks to their sessions; the rest runs as ever."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="hvdtrain-test-", dir="/tmp", ignore_cleanup_errors=True
+        )
+        self._sessions = RankSessions(config, Path(self._folder.name))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Quick tests first, then those that start jobs, then 2, 3, ... ranks."""
+
+        def order(item: pytest.Item) -> int:
+            if {"launch", "mpirun"} & set(getattr(item, "fixturenames", ())):
+                item.add_marker("mpi")
+            return _size(item) if _size(item) > 1 else int(bool(item.get_closest_marker("mpi")))
+
+        items.sort(key=order)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> bool | None:
+        if _size(item) == 1:
+            return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        outcome = self._outcome(item)
+        for report in _reports(item, outcome):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        # What earlier tests of this process set up must not outlive its scope.
+        item.session._setupstate.teardown_exact(nextitem)
+        return True
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
+        """The session keeps the time of its items."""
+        return True if _size(item) > 1 else None
+
+    def pytest_unconfigure(self) -> None:
+        self._sessions.close()
+        self._folder.cleanup()
+
+    def _outcome(self, item: pytest.Item) -> Outcome:
+        try:
+            _need_mpirun()
+        except pytest.skip.Exception as reason:
+            return Outcome(outcome="skipped", text=f"Skipped: {reason}")
+        except pytest.fail.Exception as reason:
+            return Outcome(outcome="failed", text=str(reason))
+        items = item.session.items
+        later = items[items.index(item) + 1 :]
+        following = [other for other in later if _size(other) == _size(item)]
+        try:
+            return self._sessions.run(item, following, _size(item))
+        except KeyboardInterrupt:
+            self._sessions.close()
+            raise
+
+
+def _reports(item: pytest.Item, outcome: Outcome) -> Iterator[pytest.TestReport]:
+    path, line, _ = item.location
+    longrepr: Any = None
+    if outcome.outcome == "failed":
+        longrepr = outcome.text
+    elif outcome.outcome == "skipped" and outcome.xfail is None:
+        longrepr = (path, (line or 0) + 1, outcome.text)
+    elif outcome.outcome == "skipped":
+        longrepr = outcome.text
+    decided = {"call": (outcome.outcome, longrepr, outcome.duration_s)}
+    for when in ("setup", "call", "teardown"):
+        state, text, duration_s = decided.get(when, ("passed", None, 0.0))
+        report = pytest.TestReport(
+            nodeid=item.nodeid,
+            location=item.location,
+            keywords=dict.fromkeys(item.keywords, 1),
+            outcome=state,  # type: ignore[arg-type]
+            longrepr=text,
+            when=when,  # type: ignore[arg-type]
+            duration=duration_s,
+            start=0.0,
+            stop=duration_s,
+        )
+        if when == "call" and outcome.xfail is not None:
+            report.wasxfail = outcome.xfail
+        yield report

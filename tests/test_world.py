@@ -1,0 +1,123 @@
+"""init() and what it knows, alone and between ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain import world
+from hvdtrain.errors import NotInitializedError
+from hvdtrain.world import _host_index
+from tests.harness.jobs import REPOSITORY
+
+ACCESSORS = [
+    world.collectives,
+    world.is_chief,
+    world.local_rank,
+    world.local_size,
+    world.node_rank,
+    world.rank,
+    world.settings,
+    world.size,
+    world.topology,
+]
+
+
+def test_nothing_is_known_before_init() -> None:
+    code = """if True:
+        from hvdtrain import world
+        from hvdtrain.errors import NotInitializedError
+        assert not world.is_initialized()
+        world.shutdown()
+        for name in sorted(set(world.__all__) - {"init", "shutdown", "is_initialized"}):
+            try:
+                getattr(world, name)()
+            except NotInitializedError as error:
+                assert "hvdtrain.init()" in str(error)
+                print(name)
+    """
+    argv = [sys.executable, "-c", code]
+    shown = subprocess.check_output(argv, cwd=REPOSITORY, text=True, timeout=60)
+    assert shown.split() == sorted(accessor.__name__ for accessor in ACCESSORS)
+
+
+def test_importing_loads_neither_tensorflow_nor_mpi() -> None:
+    code = (
+        "import sys, hvdtrain, hvdtrain.world; print({'tensorflow', 'mpi4py'} & set(sys.modules))"
+    )
+    argv = [sys.executable, "-c", code]
+    assert subprocess.check_output(argv, cwd=REPOSITORY, text=True, timeout=60) == "set()\n"
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_everyone_knows_who_they_are(rank_count: int) -> None:
+    world.init()
+    try:
+        assert world.size() == world.local_size() == world.collectives().size == rank_count
+        assert world.rank() == world.local_rank() == world.collectives().rank
+        assert world.node_rank() == 0
+        assert world.is_chief() == (world.rank() == 0)
+        ranks = world.collectives().allgather_object(world.rank(), name="test")
+        assert ranks == list(range(rank_count))
+        assert world.topology().size == rank_count
+    finally:
+        world.shutdown()
+
+
+@pytest.mark.ranks(1, 2)
+def test_init_again_changes_nothing_and_shutdown_ends_it() -> None:
+    world.init()
+    before = world.collectives(), world.topology(), world.settings()
+    world.init()
+    assert (world.collectives(), world.topology(), world.settings()) == before
+    assert world.collectives() is before[0]
+    world.shutdown()
+    world.shutdown()
+    assert not world.is_initialized()
+    with pytest.raises(NotInitializedError):
+        world.rank()
+
+
+@pytest.mark.ranks(2)
+def test_unseeded_shuffles_agree_between_ranks() -> None:
+    import tensorflow as tf
+
+    orders = []
+    for _ in range(2):
+        tf.random.set_seed(None)
+        world.init()
+        try:
+            mine = [int(item) for item in tf.data.Dataset.range(50).shuffle(50)]
+            everyone = world.collectives().allgather_object(mine, name="test")
+        finally:
+            world.shutdown()
+        assert everyone[0] == everyone[1]
+        orders.append(mine)
+    assert orders[0] != orders[1], "every job has a seed of its own"
+
+
+@pytest.mark.mpi
+def test_a_contradiction_between_launcher_and_mpi_ends_the_job(launch) -> None:
+    done = launch(
+        None,
+        "import hvdtrain; hvdtrain.init(); print('trained alone')",
+        env={
+            "SLURM_PROCID": "0",
+            "SLURM_STEP_NUM_TASKS": "4",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
+            "SLURM_STEP_TASKS_PER_NODE": "4",
+            "SLURM_GTIDS": "0,1,2,3",
+        },
+    )
+    assert done.returncode == 1, done
+    assert "trained alone" not in done.stdout
+    assert "rank 0 of 4" in done.stderr
+    assert "srun --mpi=pmix" in done.stderr
+
+
+def test_hosts_are_counted_by_their_first_rank() -> None:
+    hosts = ["b", "a", "b", "c", "a"]
+    assert [_host_index(hosts, rank) for rank in range(5)] == [0, 1, 0, 2, 1]
