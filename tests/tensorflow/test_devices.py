@@ -1,0 +1,76 @@
+"""Which rank gets which GPU; the decision needs none."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+from hvdtrain.cluster import Topology
+from hvdtrain.config import Settings
+from hvdtrain.errors import LaunchError
+from hvdtrain.tensorflow.devices import assign_gpus, bind, visible_gpus
+
+HOST_A = ["GPU-a0", "GPU-a1", "GPU-a2", "GPU-a3"]
+HOST_B = ["GPU-b0", "GPU-b1"]
+
+CASES = {
+    "alone-without": ([[]], [None]),
+    "alone-with-many": ([HOST_A], [0]),
+    "mpirun-all-visible": ([HOST_A] * 4, [0, 1, 2, 3]),
+    "fewer-ranks-than-gpus": ([HOST_A] * 2, [0, 1]),
+    "uneven-hosts": ([HOST_A] * 3 + [HOST_B] * 2, [0, 1, 2, 0, 1]),
+    "ranks-dealt-to-hosts-in-turn": ([HOST_A, HOST_B] * 2, [0, 0, 1, 1]),
+    "one-each-by-slurm": ([["GPU-a0"], ["GPU-a1"], ["GPU-b0"], ["GPU-b1"]], [0, 0, 0, 0]),
+    "two-each-by-slurm": ([HOST_A[:2], HOST_A[2:]], [0, 0]),
+    "nearest-first": ([["GPU-a0", "GPU-a1"], ["GPU-a1", "GPU-a0"]], [0, 0]),
+    "some-hosts-without": ([HOST_B, HOST_B, [], []], [0, 1, None, None]),
+}
+
+
+@pytest.mark.parametrize(("visible", "expected"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("share", [False, True])
+def test_every_rank_gets_a_gpu_of_its_own(visible, expected, share: bool) -> None:
+    assert assign_gpus(visible, share=share) == expected
+
+
+TOO_MANY = {
+    "one-gpu": ([["GPU-a0"]] * 2, 1, [0, 0]),
+    "five-on-two": ([HOST_B] * 5, 2, [0, 1, 0, 1, 0]),
+    "second-host": ([HOST_A] * 2 + [["GPU-b0"]] * 2, 3, [0, 1, 0, 0]),
+}
+
+
+@pytest.mark.parametrize(("visible", "rank", "shared"), TOO_MANY.values(), ids=TOO_MANY)
+def test_more_ranks_than_gpus(visible, rank: int, shared: list[int]) -> None:
+    with pytest.raises(LaunchError, match=rf"rank {rank} sees .*HVDTRAIN_SHARE_GPUS=1") as raised:
+        assign_gpus(visible, share=False)
+    assert visible[rank][0] in str(raised.value)
+    assert assign_gpus(visible, share=True) == shared
+
+
+needs_no_gpu = pytest.mark.skipif(
+    bool(tf.config.list_physical_devices("GPU")), reason="this machine has a GPU"
+)
+
+
+@needs_no_gpu
+def test_without_gpus_there_are_no_ids() -> None:
+    assert visible_gpus("host", {"CUDA_VISIBLE_DEVICES": "0,1"}) == []
+
+
+def say(visible: list[list[str]], rank: int = 0, log_level: str = "info") -> None:
+    topology = Topology(rank=rank, size=len(visible), local_rank=rank, local_size=len(visible))
+    bind(topology, Settings(log_level=log_level), visible)
+
+
+def test_a_missing_gpu_is_said_by_the_chief_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    say([[], []], rank=1)
+    say([[], []], log_level="warning")
+    assert capsys.readouterr().err == ""
+    say([[], []])
+    assert capsys.readouterr().err == "hvdtrain: no GPU found; computing on the CPU\n"
+
+
+def test_ranks_without_a_gpu_beside_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    say([[], ["GPU-b0"], []])
+    assert "rank 0, 2 of 3 found no GPU" in capsys.readouterr().err
