@@ -1,0 +1,82 @@
+"""``BatchNormalization(synchronized=True)`` that really sees the batches of all ranks.
+
+Keras asks tf.distribute for the other replicas, which knows of none here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.collectives.base import Collectives
+from hvdtrain.tensorflow.ops import stack_ranks
+
+__all__ = ["synchronize_batch_normalization", "synchronized_layers"]
+
+
+def synchronized_layers(model: keras.Model) -> list[Any]:
+    """The layers of ``model`` that were built with ``synchronized=True``."""
+    return [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+    ]
+
+
+def synchronize_batch_normalization(layer: Any, collectives: Collectives, counts: RowFlag) -> None:
+    """Let ``layer`` normalise with the moments over the batches of all ranks.
+
+    Ranks exchange count, mean and variance, and combine them as Chan, Golub and LeVeque (1979)
+    do: with n_r, m_r, v_r of rank r, m = sum(n_r m_r) / n and v = sum(n_r (v_r + (m_r - m)^2)) / n.
+    """
+    local_moments = type(layer)._moments
+
+    def moments(inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        synchronized, layer.synchronized = layer.synchronized, False
+        try:
+            mean, variance = local_moments(layer, inputs, mask)
+        finally:
+            layer.synchronized = synchronized
+        shape = mean.shape
+        count = _count(layer, inputs, mask, mean.dtype) * counts.current(mean.dtype)
+        packed = tf.concat(
+            [tf.reshape(count, [1]), tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], axis=0
+        )
+        packed.set_shape([1 + 2 * shape.num_elements()])
+        stacked = stack_ranks(collectives, packed, f"moments of {layer.path}")
+        channels = shape.num_elements()
+        n = stacked[:, :1]
+        means, variances = stacked[:, 1 : 1 + channels], stacked[:, 1 + channels :]
+        total = tf.reduce_sum(n)
+        joint_mean = tf.reduce_sum(n * means, axis=0) / total
+        joint_variance = tf.reduce_sum(n * (variances + (means - joint_mean) ** 2), axis=0) / total
+        return tf.reshape(joint_mean, shape), tf.reshape(joint_variance, shape)
+
+    object.__setattr__(layer, "_moments", moments)
+
+
+def _count(layer: Any, inputs: tf.Tensor, mask: Any, dtype: Any) -> tf.Tensor:
+    """How many values each of this rank's moments is made of."""
+    if mask is not None:
+        return tf.reduce_sum(tf.cast(mask, dtype))
+    sizes = [tf.shape(inputs)[axis] for axis in layer._reduction_axes]
+    return tf.cast(tf.reduce_prod(tf.stack(sizes)), dtype)
+
+
+class RowFlag:
+    """Whether the batch in work counts; a rank without rows in a step must not sway the moments."""
+
+    def __init__(self) -> None:
+        self._rows: tf.Tensor | None = None
+
+    def set(self, rows: tf.Tensor | None) -> None:
+        """Called by the training step while it is traced."""
+        self._rows = rows
+
+    def current(self, dtype: Any) -> tf.Tensor:
+        """1 if the batch in work counts, else 0."""
+        if self._rows is None:
+            return tf.ones([], dtype)
+        return tf.cast(self._rows > 0, dtype)

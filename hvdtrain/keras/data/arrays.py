@@ -1,0 +1,211 @@
+"""Arrays in memory, the same on every rank: each rank gathers its own rows by index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.errors import DataError
+from hvdtrain.keras.data import adapters, structures
+from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, Report, ShardedInput, ShardPlan
+from hvdtrain.keras.data.partition import (
+    Shuffle,
+    epoch_order,
+    joint_steps,
+    rank_share,
+    split_evenly,
+)
+
+__all__ = ["ArraySource", "ShardedArrays"]
+
+_SAMPLED_ROWS = 64
+
+
+class ArraySource:
+    """NumPy arrays, tensors, pandas and SciPy data and the like, nested, all of equal length.
+
+    Args:
+        x: Inputs as Keras takes them.
+        y: Targets, or None.
+        sample_weight: Weights, or None.
+        batch_size: Rows per rank and step; None for Keras' choice.
+        shuffle: As in ``fit``.
+        class_weight: As in ``fit``.
+        plan: How to share out.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        *,
+        batch_size: int | None,
+        shuffle: Shuffle,
+        class_weight: Any,
+        plan: ShardPlan,
+    ) -> None:
+        self._batch, self._rows = adapters.pack_arrays(x, y, sample_weight, class_weight)
+        if batch_size is None:
+            batch_size = adapters.default_batch_size(self._rows, plan.steps, plan.size)
+        self._batch_size = batch_size
+        self._shuffle = _checked_shuffle(shuffle)
+        self._plan = plan
+        with tf.device("CPU:0"):
+            self._columns = [
+                None if leaf is None else adapters.column(leaf)
+                for leaf in keras.tree.flatten(self._batch)
+            ]
+
+    def report(self) -> Report:
+        """The arrays' rows, types and shapes, and fingerprints of some rows of each."""
+        rows, plan = self._rows, self._plan
+        if rows == 0 and not plan.presharded:
+            raise DataError("The input arrays have no rows; expected at least one.")
+        sampled = np.unique(np.linspace(0, max(rows - 1, 0), min(rows, _SAMPLED_ROWS), dtype=int))
+        names = structures.leaf_names(self._batch)
+        structure = {"kind of input": "arrays", "steps": plan.steps}
+        content = {
+            "number of samples": rows,
+            "batch_size": self._batch_size,
+            "shuffle": self._shuffle,
+            "seed": plan.seed,
+        }
+        with tf.device("CPU:0"):
+            for name, leaf in zip(names, self._gather(tf.constant(sampled, tf.int64))):
+                if leaf is None:
+                    structure[name] = "None"
+                    continue
+                structure[name] = structures.row_text(tf.type_spec_from_value(leaf))
+                content[f"content of {name}"] = structures.digest([leaf]).numpy().tobytes().hex()
+        return Report(
+            structure=structure,
+            content=content,
+            steps=joint_steps(rows, self._batch_size, plan.shards),
+        )
+
+    def shard(self, steps: int | None) -> ShardedArrays:
+        """This rank's rows, epoch by epoch."""
+        return ShardedArrays(self, steps or 0)
+
+    def _gather(self, indices: Any) -> list[Any]:
+        return [None if c is None else adapters.gather(c, indices) for c in self._columns]
+
+    def gather_batch(self, indices: Any) -> Any:
+        """The rows at ``indices`` in the structure of a batch."""
+        return keras.tree.pack_sequence_as(self._batch, self._gather(indices))
+
+    def share_of_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Indices of the whole steps and of the last one, as ``partition.RankShare``."""
+        plan = self._plan
+        order = epoch_order(
+            self._rows,
+            shuffle=self._shuffle,
+            joint_batch=self._batch_size * plan.shards,
+            seed=plan.seed,
+            epoch=epoch,
+        )
+        share = rank_share(order, batch_size=self._batch_size, rank=plan.shard, size=plan.shards)
+        return share.whole, share.last
+
+    def index_dataset(self, epoch_of_pass: Any, steps: int) -> tf.data.Dataset:
+        """Elements (indices, rows, joint_rows) of one pass, ``steps`` of them.
+
+        Args:
+            epoch_of_pass: Called when a pass starts; returns its epoch.
+            steps: Joint steps; those beyond this rank's data have rows = 0.
+        """
+        plan, each = self._plan, self._batch_size
+        whole_steps, rest = divmod(self._rows, each * plan.shards)
+        start, stop = split_evenly(rest, plan.shard, plan.shards)
+        last_shape = max(stop - start, min(rest, 1))
+        padding = steps - whole_steps - (rest > 0)
+
+        def known(joint_rows: int) -> tf.Tensor:
+            return tf.constant(JOINT_ROWS_UNKNOWN if plan.presharded else joint_rows, tf.int32)
+
+        @tf.autograph.experimental.do_not_convert
+        def order_of_pass(_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            whole, last = tf.numpy_function(
+                lambda: self.share_of_epoch(epoch_of_pass()), [], [tf.int64, tf.int64]
+            )
+            whole.set_shape([whole_steps, each])
+            last.set_shape([last_shape])
+            return whole, last
+
+        @tf.autograph.experimental.do_not_convert
+        def steps_of_pass(whole: tf.Tensor, last: tf.Tensor) -> tf.data.Dataset:
+            parts = []
+            if whole_steps:
+                counts = tf.fill([whole_steps], each)
+                joint = tf.fill([whole_steps], known(each * plan.shards))
+                parts.append(tf.data.Dataset.from_tensor_slices((whole, counts, joint)))
+            if rest:
+                element = (last, tf.constant(stop - start, tf.int32), known(rest))
+                parts.append(tf.data.Dataset.from_tensors(element))
+            if padding:
+                element = (tf.zeros([1], tf.int64), tf.constant(0, tf.int32), known(0))
+                parts.append(tf.data.Dataset.from_tensors(element).repeat(padding))
+            for part in parts[1:]:
+                parts[0] = parts[0].concatenate(part)
+            return parts[0]
+
+        return tf.data.Dataset.range(1).map(order_of_pass).flat_map(steps_of_pass)
+
+    def dataset(self, epoch_of_pass: Any, steps: int) -> tf.data.Dataset:
+        """Elements (batch, rows, joint_rows) of one pass; arguments as in ``index_dataset``."""
+
+        @tf.autograph.experimental.do_not_convert
+        def fetch(indices: tf.Tensor, rows: tf.Tensor, joint_rows: tf.Tensor) -> tuple[Any, ...]:
+            return self.gather_batch(indices), rows, joint_rows
+
+        with tf.device("CPU:0"):
+            if self._rows:
+                dataset = self.index_dataset(epoch_of_pass, steps)
+                dataset = dataset.map(fetch, num_parallel_calls=tf.data.AUTOTUNE)
+            else:
+                dataset = self._nothing(steps)
+            options = tf.data.Options()
+            options.deterministic = True
+            # As in Keras: optimising would serialise the graph with the arrays that it captured.
+            options.experimental_optimization.apply_default_optimizations = False
+            dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
+            return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
+
+    def _nothing(self, steps: int) -> tf.data.Dataset:
+        """A rank without a single row among others that have some."""
+        leaves = self._gather(tf.zeros([0], tf.int64))
+        blanks = [
+            None if leaf is None else structures.blank(tf.type_spec_from_value(leaf))
+            for leaf in leaves
+        ]
+        batch = keras.tree.pack_sequence_as(self._batch, blanks)
+        element = (batch, tf.constant(0, tf.int32), tf.constant(JOINT_ROWS_UNKNOWN, tf.int32))
+        return tf.data.Dataset.from_tensors(element).repeat(steps)
+
+
+class ShardedArrays(ShardedInput):
+    """One rank's rows; a pass has the order of the epoch in which it starts."""
+
+    def __init__(self, source: ArraySource, steps: int) -> None:
+        self._epoch = 0
+        super().__init__(
+            source.dataset(lambda: self._epoch, steps),
+            steps=steps,
+            joint_rows_known=not source._plan.presharded,
+        )
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Set the epoch whose order the next pass has."""
+        self._epoch = epoch
+
+
+def _checked_shuffle(shuffle: Any) -> Shuffle:
+    if isinstance(shuffle, str):
+        if shuffle != "batch":
+            raise DataError(f"shuffle={shuffle!r} is unknown; expected True, False or 'batch'.")
+        return "batch"
+    return bool(shuffle)

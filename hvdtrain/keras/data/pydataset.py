@@ -1,0 +1,250 @@
+"""``keras.utils.PyDataset``: each rank asks the user's object for its own batches only."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.errors import DataError
+from hvdtrain.keras.data import adapters, structures
+from hvdtrain.keras.data.agreement import REMEDIES, raise_if_different
+from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, Report, ShardedInput, ShardPlan
+from hvdtrain.keras.data.partition import epoch_order
+
+__all__ = ["PyDatasetSource", "ShardedPyDataset"]
+
+_EXAMINED_BATCHES = 2  # as many as Keras looks at to learn types and shapes
+
+
+class PyDatasetSource:
+    """An object that makes batch number ``i`` when asked.
+
+    Args:
+        dataset: The user's object.
+        shuffle: True to visit the batches in another order each epoch, the same on all ranks.
+        class_weight: As in ``fit``.
+        plan: How to share out.
+    """
+
+    def __init__(
+        self, dataset: keras.utils.PyDataset, *, shuffle: bool, class_weight: Any, plan: ShardPlan
+    ) -> None:
+        self.dataset = dataset
+        self.plan = plan
+        self.batches: int | None = dataset.num_batches
+        self._shuffle = shuffle
+        self._class_weight = class_weight
+        self._examined: list[tuple[Any, ...]] = []
+        self._specs: list[tf.TypeSpec] = []
+
+    def report(self) -> Report:
+        """Number, types and shapes of the batches, and a fingerprint of the first."""
+        plan = self.plan
+        if self.batches is None and not plan.steps:
+            raise DataError(
+                "The PyDataset is endless (num_batches is None), so an epoch has no end. Pass "
+                "steps_per_epoch (or steps, validation_steps)."
+            )
+        if self.batches == 0:
+            raise DataError("The PyDataset has length 0; expected at least one batch.")
+        count = min(_EXAMINED_BATCHES, self.batches or _EXAMINED_BATCHES)
+        self._examined = [self.standardize(self.dataset[index]) for index in range(count)]
+        self._specs = adapters.specs_of_batches([self.present(b) for b in self._examined])
+        specs = iter(self._specs)
+        signature = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else next(specs), self._examined[0]
+        )
+        return Report(
+            structure={
+                "kind of input": "a PyDataset",
+                "steps": plan.steps,
+                **structures.signature(signature),
+            },
+            content={
+                "number of batches": "endless" if self.batches is None else self.batches,
+                "shuffle": self._shuffle,
+                "seed": plan.seed,
+                "content of the first batch": self.fingerprint(self._examined[0]),
+            },
+            steps=None if self.batches is None else -(-self.batches // plan.shards),
+            endless=self.batches is None,
+        )
+
+    def shard(self, steps: int | None) -> ShardedPyDataset:
+        """This rank's batches."""
+        return ShardedPyDataset(self, steps)
+
+    def standardize(self, batch: Any) -> tuple[Any, ...]:
+        """A user's batch as (x,), (x, y) or (x, y, sample_weight).
+
+        Raises:
+            ValueError: It is none of what Keras takes.
+        """
+        if not isinstance(batch, (dict, np.ndarray, tuple, list)) or len(batch) not in (
+            (1, 2, 3) if isinstance(batch, (tuple, list)) else (len(batch),)
+        ):
+            raise ValueError(
+                "PyDataset.__getitem__() must return a dict, an array, or a tuple (inputs,), "
+                "(inputs, targets) or (inputs, targets, sample_weights). Received: "
+                f"{str(batch)[:100]} of type {type(batch).__name__}"
+            )
+        packed = structures.as_tuple(batch)
+        if self._class_weight is not None and len(packed) > 1:
+            if len(packed) == 3:
+                raise ValueError("class_weight and sample_weight can't be used at the same time.")
+            packed += (adapters.sample_weights_of_classes(packed[1], self._class_weight),)
+        packed = keras.tree.map_structure(adapters.without_scipy, packed)
+        return keras.tree.lists_to_tuples(packed)
+
+    def fingerprint(self, batch: tuple[Any, ...]) -> str:
+        """A digest of what a batch is recognised by."""
+        with tf.device("CPU:0"):
+            return structures.digest(structures.targets_first(batch)).numpy().tobytes().hex()
+
+    def indices(self, epoch: int, steps: int | None) -> Iterator[tuple[int, bool]]:
+        """For each step of a pass the index of this rank's batch, and whether it counts."""
+        rank, size = self.plan.shard, self.plan.shards
+        if self.batches is None or steps is None:
+            yield from ((step * size + rank, True) for step in itertools.count())
+            return
+        order = epoch_order(
+            self.batches, shuffle=self._shuffle, joint_batch=1, seed=self.plan.seed, epoch=epoch
+        )
+        for step in range(steps):
+            position = step * size + rank
+            yield int(order[min(position, self.batches - 1)]), position < self.batches
+
+    def elements(self, epoch: int, steps: int | None) -> Iterator[tuple[Any, ...]]:
+        """Flat batches of this rank and their rows, step by step."""
+        indices, counts = itertools.tee(self.indices(epoch, steps))
+        batches = _fetch(self.dataset, (index for index, _ in indices))
+        for batch, (_, real) in zip(batches, counts):
+            leaves = self.present(self.standardize(batch))
+            rows = int(leaves[0].shape[0]) if real else 0
+            yield (*leaves, np.int32(rows))
+
+    def to_dataset(self, elements: Any, steps: int | None) -> tf.data.Dataset:
+        """Elements (batch, rows, joint_rows) from the generator function ``elements``."""
+        example = self._examined[0]
+
+        @tf.autograph.experimental.do_not_convert
+        def pack(*element: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
+            leaves = iter(element[:-1])
+            batch = keras.tree.map_structure(
+                lambda leaf: None if leaf is None else next(leaves), example
+            )
+            return batch, element[-1], tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
+
+        with tf.device("CPU:0"):
+            signature = (*self._specs, tf.TensorSpec([], tf.int32))
+            dataset = tf.data.Dataset.from_generator(elements, output_signature=signature)
+            dataset = dataset.map(pack)
+            if steps is not None:
+                dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
+            options = tf.data.Options()
+            options.deterministic = True
+            return dataset.with_options(options).prefetch(1)
+
+    @staticmethod
+    def present(batch: tuple[Any, ...]) -> list[Any]:
+        """The leaves that are there."""
+        return [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+
+
+class ShardedPyDataset(ShardedInput):
+    """One rank's batches; passes epochs on to the user's object and checks its order."""
+
+    def __init__(self, source: PyDatasetSource, steps: int | None) -> None:
+        self._source = source
+        self._epoch = 0
+        kind = type(source.dataset)
+        self._may_reorder = (
+            kind.on_epoch_begin is not keras.utils.PyDataset.on_epoch_begin
+            or kind.on_epoch_end is not keras.utils.PyDataset.on_epoch_end
+        )
+        super().__init__(
+            source.to_dataset(lambda: source.elements(self._epoch, steps), steps),
+            steps=steps,
+            joint_rows_known=False,
+        )
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Tell the user's object, then see that it still has the same order on all ranks.
+
+        Raises:
+            DataError: It has not, or its number of batches changed; on every rank.
+        """
+        source, plan = self._source, self._source.plan
+        self._epoch = epoch
+        source.dataset.on_epoch_begin()
+        if not self._may_reorder or plan.size == 1 or plan.presharded:
+            return
+        batches = source.dataset.num_batches
+        facts = {
+            "number of batches": batches,
+            f"content of the first batch in epoch {epoch}": source.fingerprint(
+                source.standardize(source.dataset[0])
+            ),
+        }
+        seen = plan.collectives.allgather_object(facts, name="content of the PyDataset")
+        raise_if_different(seen, remedies=REMEDIES)
+        if batches != source.batches:
+            raise DataError(
+                f"The PyDataset has {batches} batches in epoch {epoch} and had {source.batches} "
+                "before. Expected the same number in every epoch of one fit."
+            )
+
+    def on_epoch_end(self) -> None:
+        """Tell the user's object."""
+        self._source.dataset.on_epoch_end()
+
+
+_dataset_of_worker: Any = None
+
+
+def _set_dataset_of_worker(dataset: Any) -> None:
+    global _dataset_of_worker
+    _dataset_of_worker = dataset
+
+
+def _batch_of_worker(index: int) -> Any:
+    return _dataset_of_worker[index]
+
+
+def _fetch(dataset: keras.utils.PyDataset, indices: Iterator[int]) -> Iterator[Any]:
+    """The batches at ``indices`` in that order, prepared ahead by as many workers as it asks.
+
+    As in Keras, the workers start anew in each pass, so that processes see what the hooks of the
+    user's object have changed.
+    """
+    workers, processes = dataset.workers, dataset.use_multiprocessing
+    if workers <= (0 if processes else 1):
+        yield from (dataset[index] for index in indices)
+        return
+    if processes:
+        # Unlike multiprocessing.Pool, this one notices when a worker dies.
+        pool: Executor = ProcessPoolExecutor(
+            workers, initializer=_set_dataset_of_worker, initargs=(dataset,)
+        )
+        fetch: Any = _batch_of_worker
+    else:
+        pool, fetch = ThreadPoolExecutor(workers), dataset.__getitem__
+    ahead = max(1, dataset.max_queue_size)
+    waiting: collections.deque[Future[Any]] = collections.deque()
+    try:
+        for index in indices:
+            waiting.append(pool.submit(fetch, index))
+            if len(waiting) >= ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        # Reached early when the pass is given up; a batch in the making is left to itself.
+        pool.shutdown(wait=False, cancel_futures=True)

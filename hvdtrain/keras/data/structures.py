@@ -1,0 +1,138 @@
+"""Batches as nested structures of tensors: packing, naming, counting, fingerprints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import DataError
+
+__all__ = [
+    "as_tuple",
+    "blank",
+    "chain",
+    "count_rows",
+    "digest",
+    "is_absent",
+    "leaf_names",
+    "row_text",
+    "signature",
+    "targets_first",
+]
+
+_PARTS = ("x", "y", "sample_weight")
+
+
+def as_tuple(element: Any) -> tuple[Any, ...]:
+    """A dataset's element as (x,), (x, y) or (x, y, sample_weight), as Keras would read it."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(element)
+    if sample_weight is not None:
+        return (x, y, sample_weight)
+    return (x,) if y is None else (x, y)
+
+
+def is_absent(leaf: Any) -> bool:
+    """Whether a leaf (value or spec) stands for an input that is not there."""
+    # Not every TensorFlow exports the class of NoneTensorSpec.
+    return (
+        leaf is None
+        or isinstance(leaf, (tf.OptionalSpec, tf.experimental.Optional))
+        or type(leaf).__name__ == "NoneTensorSpec"
+    )
+
+
+def leaf_names(batch: tuple[Any, ...]) -> list[str]:
+    """A name for each leaf of a packed batch, for example ``x['image']`` or ``y``."""
+    names = []
+    for path, _ in keras.tree.flatten_with_path(batch):
+        names.append(_PARTS[path[0]] + "".join(f"[{key!r}]" for key in path[1:]))
+    return names
+
+
+def count_rows(leaf: Any) -> tf.Tensor:
+    """Rows of a dense, ragged or sparse leaf, int32 scalar."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    return tf.shape(leaf)[0]
+
+
+def row_text(spec: tf.TypeSpec) -> str:
+    """Type and shape of one row, in words; batch dimension left out."""
+    kind = {tf.RaggedTensorSpec: "ragged ", tf.SparseTensorSpec: "sparse "}.get(type(spec), "")
+    shape = spec.shape
+    inner = "unknown" if shape.rank is None else str(tuple(shape[1:].as_list()))
+    return f"{kind}{spec.dtype.name} of shape {inner} per row"
+
+
+def signature(batch_spec: tuple[Any, ...]) -> dict[str, str]:
+    """Leaf names to what a row of each is, for comparing between ranks."""
+    leaves = keras.tree.flatten(batch_spec)
+    return {
+        name: "None" if is_absent(leaf) else row_text(leaf)
+        for name, leaf in zip(leaf_names(batch_spec), leaves)
+    }
+
+
+def targets_first(batch: tuple[Any, ...]) -> list[Any]:
+    """The leaves to recognise a batch by: targets and weights if there are any, else inputs.
+
+    Inputs may be augmented at random on each rank, which is no mistake; different targets are.
+    """
+    parts = batch[1:] if any(map(_present, batch[1:])) else batch[:1]
+    return [leaf for leaf in keras.tree.flatten(parts) if not is_absent(leaf)]
+
+
+def _present(part: Any) -> bool:
+    return any(not is_absent(leaf) for leaf in keras.tree.flatten(part))
+
+
+def digest(leaves: Sequence[Any]) -> tf.Tensor:
+    """A fingerprint of tensors, uint8 of shape (8,); eager or inside a graph."""
+    parts = tf.nest.flatten(list(leaves), expand_composites=True)
+    return _combine([_fingerprint(part) for part in parts])
+
+
+def chain(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
+    """The digest of a stream, from the digest of its start and that of what comes next."""
+    return _combine([before, after])
+
+
+def _combine(prints: Sequence[tf.Tensor]) -> tf.Tensor:
+    return _fingerprint(tf.concat(list(prints), axis=0))
+
+
+def _fingerprint(tensor: tf.Tensor) -> tf.Tensor:
+    flat = tf.reshape(tensor, [1, -1])
+    return tf.reshape(tf.raw_ops.Fingerprint(data=flat, method="farmhash64"), [8])
+
+
+def blank(spec: tf.TypeSpec) -> Any:
+    """A value of the given spec, with 1 for every dimension that it leaves open.
+
+    Raises:
+        DataError: The spec is of a kind that can't be shared out.
+    """
+    if isinstance(spec, tf.RaggedTensorSpec):
+        rows = spec.shape[0] or 1
+        splits = [tf.zeros([rows + 1], spec.row_splits_dtype)]
+        splits += [tf.zeros([1], spec.row_splits_dtype)] * (spec.ragged_rank - 1)
+        inner = [size or 1 for size in spec.shape[spec.ragged_rank + 1 :]]
+        return tf.RaggedTensor.from_nested_row_splits(tf.zeros([0, *inner], spec.dtype), splits)
+    if isinstance(spec, tf.SparseTensorSpec):
+        shape = [size or 1 for size in spec.shape]
+        return tf.SparseTensor(
+            tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape
+        )
+    if isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource):
+        shape = [1] if spec.shape.rank is None else [size or 1 for size in spec.shape]
+        return tf.zeros(shape, spec.dtype)
+    raise DataError(
+        f"A dataset has a component of the kind {type(spec).__name__} ({spec}), which can't be "
+        "shared out. Expected dense, ragged or sparse tensors; convert it with Dataset.map, or "
+        "shard the dataset yourself and pass presharded=True."
+    )

@@ -1,0 +1,98 @@
+"""What a rank's loss counts for in the joint batch.
+
+The gradients of N ranks are averaged with equal weights, so a rank's loss is multiplied by a
+weight w_r that makes (1/N) sum(w_r L_r) the loss of the joint batch:
+
+- losses that are means over the batch: w_r = N rows_r / rows
+- losses weighted by ``mean_with_sample_weight``: w_r = N s_r / s, with s_r the sum of weights
+- losses that are sums: w_r = N; regularisation, which is no sum over samples, keeps weight 1
+
+Masks make a mean run over the unmasked values only; then rows_r counts those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import ModelError
+from hvdtrain.tensorflow.reducer import GradientReducer
+
+__all__ = ["reduction_of", "valid_values", "weight_of_rank"]
+
+_MEANS = ("sum_over_batch_size", "mean")
+
+
+def reduction_of(model: keras.Model) -> str:
+    """How the model's losses are reduced over a batch: ``mean``, ``weights`` or ``sum``.
+
+    Raises:
+        ModelError: Some losses are means and others sums: no one weight fits both.
+    """
+    flat = getattr(model._compile_loss, "_flat_losses", None) or []
+    kinds = {_kind(entry.loss) for entry in flat if entry.loss is not None}
+    if len(kinds) > 1:
+        found = ", ".join(sorted(str(entry.loss.reduction) for entry in flat if entry.loss))
+        raise ModelError(
+            f"The losses of this model are reduced in different ways ({found}), so that no single "
+            "weight makes ranks with unequal batches add up. Give all losses the same `reduction`."
+        )
+    return kinds.pop() if kinds else "mean"
+
+
+def _kind(loss: Any) -> str:
+    reduction = getattr(loss, "reduction", "sum_over_batch_size")
+    if reduction in _MEANS:
+        return "mean"
+    return "weights" if reduction == "mean_with_sample_weight" else "sum"
+
+
+def weight_of_rank(
+    kind: str,
+    reducer: GradientReducer,
+    rows: tf.Tensor,
+    joint_rows: tf.Tensor | None,
+    sample_weight: Any,
+) -> tf.Tensor:
+    """w_r as a float32 scalar; communicates where the others' part is not known.
+
+    Args:
+        kind: From ``reduction_of``.
+        rows: What this rank contributes: rows, or unmasked values.
+        joint_rows: The same over all ranks, or None.
+        sample_weight: As Keras' loss gets it.
+    """
+    size = tf.constant(reducer.collectives.size, tf.float32)
+    mine = tf.cast(rows, tf.float32)
+    if kind == "sum":
+        return tf.where(mine > 0, size, 0.0)
+    if kind == "weights" and sample_weight is not None:
+        weights = [tf.cast(w, tf.float32) for w in keras.tree.flatten(sample_weight)]
+        if len(weights) > 1:
+            raise ModelError(
+                "Losses with reduction='mean_with_sample_weight' and one sample weight for each "
+                "output don't add up over ranks; use one sample weight for all outputs."
+            )
+        mine = tf.where(mine > 0, tf.reduce_sum(weights[0]), 0.0)
+        joint_rows = None
+    if joint_rows is None:
+        total = reducer.reduce(mine, "sum", "rows of all ranks")
+    else:
+        total = tf.cast(joint_rows, tf.float32)
+    return size * mine / tf.maximum(total, 1e-30)
+
+
+def valid_values(outputs: Any) -> tf.Tensor | None:
+    """Unmasked values of the outputs, or None where nothing is masked."""
+    masks = [getattr(output, "_keras_mask", None) for output in keras.tree.flatten(outputs)]
+    counts = [tf.reduce_sum(tf.cast(mask, tf.float32)) for mask in masks if mask is not None]
+    if not counts:
+        return None
+    if len(masks) > 1:
+        raise ModelError(
+            "Several outputs with masks don't add up over ranks with one weight; drop the masks "
+            "before the outputs and pass sample weights."
+        )
+    return counts[0]

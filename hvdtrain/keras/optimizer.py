@@ -1,0 +1,134 @@
+"""An optimizer that averages gradients over all ranks just before it clips and applies them.
+
+``_clip_gradients`` is the one point of a Keras optimizer that lies after gradient accumulation
+and before clipping, weight decay and the update: reducing there costs one reduction for K
+accumulated steps, and clipping sees the average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import ModelError
+from hvdtrain.tensorflow.reducer import GradientReducer
+from hvdtrain.tensorflow.tape import variable_name
+
+__all__ = ["distribute_optimizer", "gradient_weight", "is_distributed"]
+
+_MARK = "_hvdtrain_reducer"
+
+
+class _AveragesGradients:
+    """Mixed into the class of a plain optimizer; saved as the plain class."""
+
+    _hvdtrain_reducer: GradientReducer
+    _hvdtrain_names: Sequence[str]
+    _hvdtrain_missing: Sequence[str]
+    _hvdtrain_weight: tf.Tensor | None = None
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        weight = self._hvdtrain_weight
+        if weight is not None:
+            grads = [g if g is None else g * tf.cast(weight, g.dtype) for g in grads]
+        super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:
+        # Which gradients are None is part of what the ranks must agree on.
+        self._hvdtrain_missing = [variable_name(v) for g, v in zip(grads, vars) if g is None]
+        return super()._filter_empty_gradients(grads, vars)  # type: ignore[misc]
+
+    def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
+        # float8 scales travel as "gradients"; the largest of all ranks is the one that fits.
+        grads = [
+            self._hvdtrain_reducer.reduce(g, "max", variable_name(v))
+            if self._overwrite_variable_with_gradient(v)  # type: ignore[attr-defined]
+            else g
+            for g, v in zip(grads, vars)
+        ]
+        return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        self._hvdtrain_names = [variable_name(variable) for variable in trainable_variables]
+        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        missing = list(self._hvdtrain_missing)
+        averages = self._hvdtrain_reducer.average(
+            [*grads, *[None] * len(missing)], [*self._hvdtrain_names, *missing]
+        )
+        return super()._clip_gradients(averages[: len(grads)])  # type: ignore[misc]
+
+
+class _AgreesOnFinite:
+    """Mixed into ``LossScaleOptimizer``: an overflow on one rank skips the step on all."""
+
+    _hvdtrain_reducer: GradientReducer
+
+    def check_finite(self, grads: Any) -> Any:
+        mine = tf.cast(super().check_finite(grads), tf.int32)  # type: ignore[misc]
+        return tf.cast(self._hvdtrain_reducer.reduce(mine, "min", "finite gradients"), tf.bool)
+
+
+def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
+    """Make ``optimizer`` average its gradients; returns the same object.
+
+    Its class becomes a subclass of the same name and module, so that it is saved, and loaded
+    elsewhere, as the plain optimizer it is. Doing it twice changes the reducer only.
+
+    Raises:
+        ModelError: Not a Keras 3 optimizer.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ModelError(
+            f"Expected a Keras 3 optimizer, received {type(optimizer).__name__}. Optimizers of "
+            "tf_keras or keras.optimizers.legacy must be replaced by those of keras.optimizers."
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        distribute_optimizer(optimizer.inner_optimizer, reducer)
+        _mix_in(optimizer, _AgreesOnFinite, reducer)
+    elif _inner_optimizers(optimizer):
+        for inner in _inner_optimizers(optimizer):
+            distribute_optimizer(inner, reducer)
+        object.__setattr__(optimizer, _MARK, reducer)
+    else:
+        _mix_in(optimizer, _AveragesGradients, reducer)
+    return optimizer
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether ``distribute_optimizer`` has been applied to it."""
+    return hasattr(optimizer, _MARK)
+
+
+@contextmanager
+def gradient_weight(optimizer: Any, weight: tf.Tensor) -> Iterator[None]:
+    """Within the block gradients are multiplied by ``weight`` before they are accumulated."""
+    inner = [getattr(optimizer, "inner_optimizer", optimizer)]
+    inner = [leaf for one in inner for leaf in _inner_optimizers(one) or [one]]
+    for leaf in inner:
+        object.__setattr__(leaf, "_hvdtrain_weight", weight)
+    try:
+        yield
+    finally:
+        for leaf in inner:
+            object.__setattr__(leaf, "_hvdtrain_weight", None)
+
+
+def _inner_optimizers(optimizer: Any) -> list[Any]:
+    """Those of a ``MultiOptimizer``."""
+    inner = getattr(optimizer, "optimizers", None)
+    return list(inner) if isinstance(inner, (list, tuple)) else []
+
+
+def _mix_in(optimizer: Any, mixin: type, reducer: GradientReducer) -> None:
+    plain = type(optimizer)
+    if not issubclass(plain, mixin):
+        names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+        optimizer.__class__ = type(plain.__name__, (mixin, plain), names)
+    # Not through Keras' own __setattr__, which would track it as part of what is saved.
+    object.__setattr__(optimizer, _MARK, reducer)

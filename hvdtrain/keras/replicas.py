@@ -1,0 +1,147 @@
+"""Keeping the variables of a model alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.collectives.base import Collectives
+from hvdtrain.errors import MismatchError
+
+__all__ = [
+    "average_statistics",
+    "broadcast_model",
+    "check_same_model",
+    "reseed_by_rank",
+    "seed_generators",
+]
+
+
+def check_same_model(model: keras.Model, collectives: Collectives) -> None:
+    """Compare models and optimizers between ranks before the first byte is broadcast.
+
+    Raises:
+        MismatchError: On every rank; names the first variables or settings that differ.
+    """
+    everyone = collectives.allgather_object(_describe(model), name="model")
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        differences = [
+            f"{key}: {everyone[0].get(key, 'absent')} on rank 0, {theirs.get(key, 'absent')} on "
+            f"rank {rank}"
+            for key in {**everyone[0], **theirs}
+            if everyone[0].get(key) != theirs.get(key)
+        ]
+        raise MismatchError(
+            "All ranks must build the same model and optimizer, but they differ. "
+            + "; ".join(differences[:5])
+            + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
+            + ". Look for choices in the script that depend on the rank or on the host."
+        )
+
+
+def _describe(model: keras.Model) -> dict[str, str]:
+    described = {"trainable order": "|".join(v.path for v in model.trainable_variables)}
+    for index, variable in enumerate(model.variables):
+        described[f"variable {variable.path} ({index})"] = f"{variable.dtype} {variable.shape}"
+    optimizer = model.optimizer
+    described["optimizer"] = type(optimizer).__name__
+    for key, value in _without_names(optimizer.get_config()).items():
+        described[f"optimizer {key}"] = repr(value)
+    described["loss"] = repr(_plain(model.loss))
+    described["steps_per_execution"] = str(model.steps_per_execution)
+    described["run_eagerly"] = str(model.run_eagerly)
+    return described
+
+
+def _without_names(config: Any) -> Any:
+    """A Keras configuration without names: Keras numbers them by what the process has made."""
+    if isinstance(config, dict):
+        return {key: _without_names(value) for key, value in config.items() if key != "name"}
+    if isinstance(config, (list, tuple)):
+        return [_without_names(value) for value in config]
+    return config
+
+
+def _plain(value: Any) -> Any:
+    """Losses without memory addresses, which differ from process to process."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, keras.losses.Loss):
+        return [
+            type(value).__name__,
+            sorted(
+                (k, repr(v))
+                for k, v in value.get_config().items()
+                if isinstance(v, (str, int, float))
+            ),
+        ]
+    return (
+        value
+        if isinstance(value, (str, type(None)))
+        else getattr(value, "__name__", type(value).__name__)
+    )
+
+
+def broadcast_model(model: keras.Model, collectives: Collectives) -> None:
+    """Give all ranks the chief's weights, optimizer state and metrics; not its random seeds."""
+    seeds = {id(generator.state) for generator in seed_generators(model)}
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    unique = {id(variable): variable for variable in variables if id(variable) not in seeds}
+    for index, variable in enumerate(unique.values()):
+        value = np.asarray(variable.numpy())
+        # By index: Keras numbers names by what the process has made before, on this rank alone.
+        variable.assign(collectives.broadcast(value, name=f"variable {index}"))
+
+
+def seed_generators(model: keras.Model) -> list[Any]:
+    """All random states of the model's layers."""
+    found = {id(g): g for layer in model._flatten_layers() for g in _own_generators(layer)}
+    return list(found.values())
+
+
+def _own_generators(layer: Any) -> Iterable[Any]:
+    return getattr(layer, "_seed_generators", [])
+
+
+def reseed_by_rank(model: keras.Model, collectives: Collectives) -> None:
+    """Let each rank draw its own random numbers; the chief's are those of a single process.
+
+    Otherwise all ranks would drop the same units of their different samples.
+    """
+    for generator in seed_generators(model):
+        state = np.asarray(generator.state.numpy())
+        shared = collectives.broadcast(state, name="seed")
+        if collectives.rank > 0:
+            bits = np.random.SeedSequence([int(abs(shared[0])), collectives.rank])
+            limit = np.iinfo(shared.dtype).max
+            shared[0] = int(bits.generate_state(1, np.uint64)[0]) % limit
+        generator.state.assign(shared)
+
+
+def average_statistics(model: keras.Model, collectives: Collectives) -> None:
+    """Average what layers track on their own batches, such as BatchNorm's moving moments.
+
+    Whole numbers, which can't be averaged, become the chief's.
+    """
+    if collectives.size == 1:
+        return
+    by_dtype: dict[np.dtype, list[tuple[Any, np.ndarray]]] = {}
+    for variable in model.non_trainable_weights:
+        value = np.asarray(variable.numpy())
+        by_dtype.setdefault(value.dtype, []).append((variable, value))
+    for dtype, entries in by_dtype.items():
+        if dtype.kind in "iub":
+            for variable, value in entries:
+                variable.assign(collectives.broadcast(value, name=f"broadcast {variable.path}"))
+            continue
+        values = [value for _, value in entries]
+        averages = collectives.grouped_allreduce(values, "average", name="layer statistics")
+        for (variable, _), average in zip(entries, averages):
+            variable.assign(average)

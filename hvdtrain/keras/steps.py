@@ -1,0 +1,196 @@
+"""The steps that Keras' loops run on each batch, on one rank of several.
+
+Forward and backward pass may be compiled by XLA; what communicates stays outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import ModelError
+from hvdtrain.keras.batch_normalization import RowFlag
+from hvdtrain.keras.loss_weights import reduction_of, valid_values, weight_of_rank
+from hvdtrain.keras.optimizer import gradient_weight
+from hvdtrain.tensorflow.reducer import GradientReducer
+
+__all__ = ["Steps", "has_own_train_step"]
+
+
+class _Share(NamedTuple):
+    """One element of a sharded dataset; ``joint_rows`` None means unknown."""
+
+    batch: Any
+    rows: tf.Tensor
+    joint_rows: tf.Tensor | None
+
+
+def has_own_train_step(model: keras.Model) -> bool:
+    """Whether the model's class defines its own ``train_step``."""
+    return type(model).train_step is not keras.Model.train_step
+
+
+class Steps:
+    """train_step, test_step and predict_step for one model.
+
+    Args:
+        model: Compiled and built.
+        reducer: Averages gradients.
+        jit: Compile forward and backward pass with XLA.
+        flag: Told whether the batch in work counts.
+    """
+
+    def __init__(
+        self, model: keras.Model, reducer: GradientReducer, jit: bool, flag: RowFlag
+    ) -> None:
+        self._model = model
+        self._reducer = reducer
+        self._flag = flag
+        self._variables = [variable.path for variable in model.trainable_variables]
+        self._plain_train_step = model.train_step
+        self.joint_rows_known = False
+        self._forward_backward = self._maybe_jit(self._differentiate, jit)
+        self._plain_test_step = self._maybe_jit(model.test_step, jit)
+        self._plain_predict_step = self._maybe_jit(model.predict_step, jit)
+
+    def train(self, data: Any) -> Any:
+        """``train_step`` on an element of a sharded dataset, or on a batch of this rank."""
+        self._check_variables()
+        share = self._open(data)
+        self._flag.set(share.rows)
+        try:
+            with _CountRows(self._model, share.rows):
+                if has_own_train_step(self._model):
+                    return self._train_own(share)
+                return self._train_plain(share)
+        finally:
+            self._flag.set(None)
+
+    def test(self, data: Any) -> Any:
+        """``test_step``; a batch that doesn't count leaves the metrics alone."""
+        share = self._open(data)
+        with _CountRows(self._model, share.rows):
+            return self._plain_test_step(share.batch)
+
+    def predict(self, data: Any) -> Any:
+        """``predict_step``; beside the outputs how many rows of the batch count."""
+        share = self._open(data)
+        outputs = self._plain_predict_step(share.batch)
+        counts = tf.stack([tf.cast(share.rows, tf.int64), tf.cast(_rows(share.batch), tf.int64)])
+        return {"outputs": outputs, "rows": counts[tf.newaxis]}
+
+    def _train_plain(self, share: _Share) -> Any:
+        """What ``keras.Model.train_step`` does, with the loss weighted for the joint batch."""
+        model = self._model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(share.batch)
+        kind = reduction_of(model)
+        weight = weight_of_rank(kind, self._reducer, share.rows, share.joint_rows, sample_weight)
+        gradients, valid = self._forward_backward(x, y, sample_weight, weight)
+        if valid is not None and kind == "mean":
+            live = tf.where(share.rows > 0, valid, 0.0)
+            exact = weight_of_rank(kind, self._reducer, live, None, None)
+            factor = tf.where(weight > 0, exact / weight, 0.0)
+            gradients = [g if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return model.get_metrics_result()
+
+    def _differentiate(self, x: Any, y: Any, sample_weight: Any, weight: tf.Tensor) -> Any:
+        """Forward and backward pass, metrics; gradients of the weighted, scaled loss."""
+        model = self._model
+        with tf.GradientTape() as tape:
+            y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+            loss = model._compute_loss(
+                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+            )
+            model._loss_tracker.update_state(loss, sample_weight=_rows(x))
+            factor = tf.cast(weight, loss.dtype)
+            if reduction_of(model) == "sum":
+                extra = tf.add_n(model.losses) if model.losses else tf.zeros([], loss.dtype)
+                weighted = factor * (loss - extra) + extra
+            else:
+                weighted = factor * loss
+            scaled = model.optimizer.scale_loss(weighted)
+        gradients = tape.gradient(scaled, model.trainable_weights)
+        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        return gradients, valid_values(y_pred)
+
+    def _train_own(self, share: _Share) -> Any:
+        """A ``train_step`` of the user's: its gradients are weighted when they are applied."""
+        weight = weight_of_rank("mean", self._reducer, share.rows, share.joint_rows, None)
+        with gradient_weight(self._model.optimizer, weight):
+            return self._plain_train_step(share.batch)
+
+    def _open(self, data: Any) -> _Share:
+        if _is_share(data):
+            batch, rows, joint_rows = data
+            return _Share(batch, rows, joint_rows if self.joint_rows_known else None)
+        # train_on_batch and its like: this rank's own batch.
+        return _Share(data, _rows(data), None)
+
+    def _check_variables(self) -> None:
+        now = [variable.path for variable in self._model.trainable_variables]
+        if now != self._variables:
+            changed = sorted(set(now) ^ set(self._variables)) or ["their order"]
+            raise ModelError(
+                "The trainable variables changed after hvdtrain.distribute(model): "
+                f"{', '.join(changed)}. Add layers and set `trainable` first, then compile the "
+                "model and call hvdtrain.distribute(model) again."
+            )
+
+    def _maybe_jit(self, step: Callable[..., Any], jit: bool) -> Callable[..., Any]:
+        if not jit:
+            return step
+        return tf.function(step, jit_compile=True, reduce_retracing=True)
+
+
+class _CountRows:
+    """Sees to it that the metrics count each row that counts, and no other.
+
+    A batch without rows that count leaves them as they were. The losses of single outputs, which
+    Keras tracks with a weight of one for each batch whose size it doesn't know, are weighted by
+    rows.
+    """
+
+    def __init__(self, model: keras.Model, rows: tf.Tensor) -> None:
+        self._model = model
+        self._rows = rows
+        self._before: list[tuple[Any, tf.Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._before = [(v, tf.identity(v.value)) for v in self._model.metrics_variables]
+
+    def __exit__(self, kind: Any, *exc: Any) -> None:
+        if kind is not None:
+            return
+        before = {id(variable): value for variable, value in self._before}
+        for mean in getattr(self._model._compile_loss, "metrics", []):
+            if id(mean.total) in before and id(mean.count) in before:
+                self._weight_by_rows(mean, before[id(mean.total)], before[id(mean.count)])
+        counts = self._rows > 0
+        for variable, value in self._before:
+            variable.assign(tf.where(counts, variable.value, value))
+
+    def _weight_by_rows(self, mean: Any, total: tf.Tensor, count: tf.Tensor) -> None:
+        rows = tf.cast(self._rows, mean.total.dtype)
+        added = tf.cast(mean.count.value - count, mean.total.dtype)
+        scale = tf.math.divide_no_nan(rows, added)
+        mean.total.assign(total + (mean.total.value - total) * scale)
+        mean.count.assign(count + tf.cast(tf.where(added > 0, rows, 0.0), mean.count.dtype))
+
+
+def _is_share(data: Any) -> bool:
+    return (
+        isinstance(data, tuple)
+        and len(data) == 3
+        and isinstance(data[0], tuple)
+        and tf.is_tensor(data[1])
+        and data[1].shape.rank == 0
+    )
+
+
+def _rows(structure: Any) -> tf.Tensor:
+    first = next(leaf for leaf in keras.tree.flatten(structure) if leaf is not None)
+    return tf.shape(first)[0]

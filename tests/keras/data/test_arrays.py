@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.errors import DataError
+from hvdtrain.keras.data.partition import epoch_order
+from tests.keras.data.ranks import SEED, joint, on_ranks, read, shard_on_ranks
+
+
+def _arrays(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(rows, 3)).astype("float32")
+    return x, np.arange(rows)
+
+
+def _chunks(order, joint_batch: int) -> list[list[int]]:
+    ids = [int(sample) for sample in order]
+    return [ids[start : start + joint_batch] for start in range(0, len(ids), joint_batch)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("shuffle", [False, True, "batch"])
+def test_joint_steps_are_those_of_one_process(size: int, shuffle) -> None:
+    for rows, batch_size in ((1, 4), (23, 4), (24, 2)):
+        shares = shard_on_ranks(
+            size, lambda _, rows=rows: _arrays(rows), batch_size=batch_size, shuffle=shuffle
+        )
+        for epoch in (0, 1):
+            for share in shares:
+                share.on_epoch_begin(epoch)
+            joint_batch = batch_size * size
+            order = epoch_order(
+                rows, shuffle=shuffle, joint_batch=joint_batch, seed=SEED, epoch=epoch
+            )
+            assert joint(shares) == _chunks(order, joint_batch)
+            for share in shares:
+                share.on_epoch_end()
+
+
+def test_rows_stay_with_their_targets_and_weights() -> None:
+    x, y = _arrays(21)
+    weights = np.linspace(0, 1, 21).astype("float32")
+    for share in shard_on_ranks(2, lambda _: (x, y, weights), batch_size=4, shuffle=True):
+        for step in read(share):
+            batch_x, batch_y, batch_weights = step.batch
+            np.testing.assert_array_equal(batch_x, x[batch_y])
+            np.testing.assert_array_equal(batch_weights, weights[batch_y])
+
+
+def test_whole_batches_only_have_a_static_shape() -> None:
+    spec = shard_on_ranks(2, lambda _: _arrays(16), batch_size=4)[1].dataset.element_spec
+    assert spec[0][0].shape == (4, 3)
+    spec = shard_on_ranks(2, lambda _: _arrays(17), batch_size=4)[1].dataset.element_spec
+    assert spec[0][0].shape.as_list() == [None, 3]
+
+
+def test_default_batch_size_is_keras() -> None:
+    share = shard_on_ranks(2, lambda _: _arrays(100))[0]
+    assert [step.rows for step in read(share)] == [32, 18]
+    shares = shard_on_ranks(2, lambda _: _arrays(100), steps=7)
+    assert [len(ids) for ids in joint(shares)] == [16] * 6 + [4]
+
+
+def test_cardinality_is_known_to_keras() -> None:
+    share = shard_on_ranks(3, lambda _: _arrays(100), batch_size=8)[0]
+    assert share.steps == int(share.dataset.cardinality()) == 5
+
+
+def _as_pandas(array: np.ndarray):
+    return pytest.importorskip("pandas").DataFrame(array)
+
+
+def _as_scipy(array: np.ndarray):
+    return pytest.importorskip("scipy.sparse").csr_matrix(array)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        pytest.param(np.asarray, id="numpy"),
+        pytest.param(lambda x: x.astype("float64"), id="float64"),
+        pytest.param(tf.constant, id="tensor"),
+        pytest.param(tf.RaggedTensor.from_tensor, id="ragged"),
+        pytest.param(tf.sparse.from_dense, id="tensorflow-sparse"),
+        pytest.param(_as_pandas, id="pandas"),
+        pytest.param(_as_scipy, id="scipy"),
+    ],
+)
+def test_kinds_of_arrays(convert) -> None:
+    x, y = _arrays(11)
+    x[3] = 0  # a row without entries, for the sparse kinds
+    converted = convert(x)
+    for share in shard_on_ranks(2, lambda _: (converted, y), batch_size=2, shuffle=True):
+        for step in read(share):
+            batch_x, batch_y = step.batch
+            if isinstance(batch_x, tf.SparseTensor):
+                batch_x = tf.sparse.to_dense(batch_x)
+            if isinstance(batch_x, tf.RaggedTensor):
+                batch_x = batch_x.to_tensor()
+            assert batch_x.dtype == "float32"
+            np.testing.assert_array_equal(batch_x, x[batch_y])
+
+
+def test_nested_inputs_with_none_and_strings() -> None:
+    x, y = _arrays(9)
+    text = np.array([str(i) for i in range(9)], dtype=object)
+    inputs = {"a": [x, None], "b": text}
+    share = shard_on_ranks(2, lambda _: (inputs, y), batch_size=3)[1]
+    step = read(share)[0]
+    assert step.ids == [3, 4, 5]
+    assert step.batch[0]["a"][1] is None
+    assert step.batch[0]["b"].numpy().tolist() == [b"3", b"4", b"5"]
+
+
+def test_inputs_only_stay_a_tuple() -> None:
+    x, _ = _arrays(4)
+    batch = read(shard_on_ranks(1, lambda _: x, batch_size=2)[0])[0].batch
+    assert isinstance(batch, tuple)
+    assert len(batch) == 1
+    pair = read(shard_on_ranks(1, lambda _: ([x, x],), batch_size=2)[0])[0].batch
+    assert len(pair) == 1
+    assert len(pair[0]) == 2
+
+
+def test_class_weights_become_sample_weights() -> None:
+    x, _ = _arrays(6)
+    y = np.array([0, 1, 2, 0, 1, 2])
+    share = shard_on_ranks(1, lambda _: (x, y), batch_size=6, class_weight={0: 2.0, 2: 0.5})[0]
+    assert read(share)[0].batch[2].numpy().tolist() == [2.0, 1.0, 0.5, 2.0, 1.0, 0.5]
+    with pytest.raises(ValueError, match="class_weight"):
+        shard_on_ranks(1, lambda _: (x, y, y), class_weight={0: 2.0})
+    with pytest.raises(ValueError, match="single output"):
+        shard_on_ranks(1, lambda _: (x, [y, y]), class_weight={0: 2.0})
+
+
+@pytest.mark.parametrize("rows", [(5, 9, 1), (0, 4, 4), (8, 8, 8)])
+def test_presharded_rows_are_all_used_and_steps_agree(rows: tuple[int, ...]) -> None:
+    def make(rank: int):
+        start = sum(rows[:rank])
+        return np.zeros((rows[rank], 2), "float32"), np.arange(start, start + rows[rank])
+
+    shares = shard_on_ranks(3, make, batch_size=2, shuffle=True, presharded=True)
+    assert {share.steps for share in shares} == {-(-max(rows) // 2)}
+    steps = joint(shares)
+    assert sorted(sample for ids in steps for sample in ids) == list(range(sum(rows)))
+
+
+def test_ranks_with_other_rows_in_the_same_shape_are_noticed() -> None:
+    rows = np.random.default_rng(0).permutation(1000)
+
+    def make(rank: int):
+        return (rows[::-1] if rank == 2 else rows).astype("float32")[:, None], rows
+
+    with pytest.raises(DataError, match=r"content of x is .* on ranks 0, 1, .* on rank 2"):
+        shard_on_ranks(3, make, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        (lambda x, y: (x[:-1], y[:-1]), "number of samples is 10 on rank 0, 9 on rank 1"),
+        (lambda x, y: (x.astype("int32"), y), "x is float32 .* int32 .* on rank 1"),
+        (lambda x, y: (x[:, :2], y), r"\(3,\) per row on rank 0, .*\(2,\) per row on rank 1"),
+        (lambda x, y: ({"a": x}, y), r"x\['a'\]"),
+        (lambda x, y: (x,), "y is"),
+    ],
+)
+def test_differences_between_ranks_are_errors_on_all(changed, found: str) -> None:
+    def shard(collectives):
+        x, y = _arrays(10)
+        arguments = changed(x, y) if collectives.rank == 1 else (x, y)
+        return _shard(collectives, arguments)
+
+    for result in on_ranks(2, shard):
+        with pytest.raises(DataError, match=found):
+            raise result
+
+
+def test_an_input_bad_on_one_rank_is_an_error_on_all() -> None:
+    def shard(collectives):
+        x, y = _arrays(10)
+        return _shard(collectives, (x, y[:7]) if collectives.rank == 0 else (x, y))
+
+    bad, good = on_ranks(2, shard)
+    assert isinstance(bad, ValueError)
+    assert "cardinality" in str(bad)
+    assert isinstance(good, DataError)
+    assert "rank 0: ValueError" in str(good)
+
+
+def _shard(collectives, arguments):
+    from hvdtrain.keras.data import shard_input
+
+    return shard_input(
+        *arguments,
+        batch_size=2,
+        rank=collectives.rank,
+        size=collectives.size,
+        seed=1,
+        collectives=collectives,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": 2.5}, "batch_size=2.5"),
+        ({"steps": 0}, "steps=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"shuffle": "batches"}, "expected True, False or 'batch'"),
+    ],
+)
+def test_bad_arguments(options, found: str) -> None:
+    with pytest.raises(DataError, match=found):
+        shard_on_ranks(1, lambda _: _arrays(4), **options)
+
+
+def test_no_rows() -> None:
+    with pytest.raises(DataError, match="no rows"):
+        shard_on_ranks(1, lambda _: _arrays(0))
+
+
+class _Recorder(keras.Model):
+    """Collects the ids that each training step of Keras' own loop gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = []
+
+    def train_step(self, data):
+        (_, ids), rows, _ = data
+        self.seen.append(ids.numpy()[: int(rows)].tolist())
+        return {"loss": 0.0}
+
+
+class _Epochs(keras.callbacks.Callback):
+    def __init__(self, share) -> None:
+        super().__init__()
+        self._share = share
+
+    def on_epoch_begin(self, epoch, logs=None) -> None:
+        self._share.on_epoch_begin(epoch)
+
+    def on_epoch_end(self, epoch, logs=None) -> None:
+        self._share.on_epoch_end()
+
+
+def _fit(rows: int, epochs: int, steps: int | None) -> list[list[int]]:
+    share = shard_on_ranks(1, lambda _: _arrays(rows), batch_size=4, shuffle=True, steps=steps)[0]
+    model = _Recorder()
+    model.compile(run_eagerly=True)
+    model.fit(
+        share.dataset,
+        epochs=epochs,
+        steps_per_epoch=steps,
+        verbose=0,
+        callbacks=[_Epochs(share)],
+        shuffle=False,
+    )
+    return model.seen
+
+
+def _pass(rows: int, epoch: int) -> list[list[int]]:
+    order = epoch_order(rows, shuffle=True, joint_batch=4, seed=SEED, epoch=epoch)
+    return _chunks(order, 4)
+
+
+def test_every_epoch_of_fit_has_its_own_order() -> None:
+    assert _fit(18, 3, None) == _pass(18, 0) + _pass(18, 1) + _pass(18, 2)
+
+
+def test_fewer_steps_than_a_pass_go_on_in_the_next_epoch() -> None:
+    # Keras ends a pass at the end of an epoch: 2 + 2 + 1 of the 5 steps, then anew.
+    with pytest.warns(UserWarning, match="ran out of data"):
+        assert _fit(18, 4, 2) == _pass(18, 0) + _pass(18, 3)[:2]
+
+
+def test_more_steps_than_a_pass_end_with_the_pass() -> None:
+    with pytest.warns(UserWarning, match="ran out of data"):
+        assert _fit(18, 2, 7) == _pass(18, 0) + _pass(18, 1)

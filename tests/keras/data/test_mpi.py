@@ -1,0 +1,86 @@
+"""Sharding between real MPI ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain
+from hvdtrain import world
+from hvdtrain.errors import DataError
+from hvdtrain.keras.data import ShardedInput, shard_input
+from tests.keras.data.ranks import flat, read
+from tests.keras.data.test_pydataset import Batches
+
+pytestmark = pytest.mark.ranks(2, 3)
+
+
+def _shard(*arguments, **options) -> ShardedInput:
+    hvdtrain.init()
+    return shard_input(
+        *arguments,
+        rank=hvdtrain.rank(),
+        size=hvdtrain.size(),
+        seed=3,
+        collectives=world.collectives(),
+        **options,
+    )
+
+
+def _joint(share: ShardedInput) -> list[list[int]]:
+    """The ids of each joint step, from all ranks."""
+    steps = [step.ids for step in read(share)]
+    ranks = world.collectives().allgather_object(steps, name="test")
+    assert len({len(steps) for steps in ranks}) == 1
+    return [flat(ids) for ids in zip(*ranks)]
+
+
+def test_arrays() -> None:
+    ids = np.arange(47)
+    share = _shard(ids.astype("float32"), ids, batch_size=4, shuffle=True)
+    for epoch in range(2):
+        share.on_epoch_begin(epoch)
+        order = np.random.default_rng([3, epoch]).permutation(47).tolist()
+        joint_batch = 4 * hvdtrain.size()
+        assert _joint(share) == [order[i : i + joint_batch] for i in range(0, 47, joint_batch)]
+        share.on_epoch_end()
+
+
+def test_pipeline() -> None:
+    share = _shard(tf.data.Dataset.range(47).shuffle(47, seed=1).batch(4))
+    for epoch in range(2):
+        share.on_epoch_begin(epoch)
+        assert sorted(flat(_joint(share))) == list(range(47))
+        share.verify()
+        share.on_epoch_end()
+
+
+def test_pydataset() -> None:
+    share = _shard(Batches(47, 4, workers=2), shuffle=True)
+    for epoch in range(2):
+        share.on_epoch_begin(epoch)
+        assert sorted(flat(_joint(share))) == list(range(47))
+        share.on_epoch_end()
+
+
+def test_presharded() -> None:
+    hvdtrain.init()
+    ids = np.arange(5 + 2 * hvdtrain.rank()) + 100 * hvdtrain.rank()
+    share = _shard(ids.astype("float32"), ids, batch_size=2, presharded=True)
+    found = sorted(flat(_joint(share)))
+    assert found == [100 * r + i for r in range(hvdtrain.size()) for i in range(5 + 2 * r)]
+
+
+def test_difference_is_an_error_on_every_rank_and_none_is_left_behind() -> None:
+    hvdtrain.init()
+    last = hvdtrain.size() - 1
+    with pytest.raises(DataError, match=rf"number of samples is .* 9 on rank {last}"):
+        _shard(np.zeros((10 - (hvdtrain.rank() == last), 2)), batch_size=2)
+    with pytest.raises((DataError, ValueError), match=r"cardinality"):
+        _shard(np.zeros((10, 2)), np.zeros(10 - (hvdtrain.rank() == last)), batch_size=2)
+    share = _shard(tf.data.Dataset.range(1000).shuffle(1000, seed=1 + hvdtrain.rank()).batch(10))
+    read(share, limit=1)
+    with pytest.raises(DataError, match="first joint step"):
+        share.verify()
+    world.collectives().barrier(name="test")

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain.errors import DataError
+from hvdtrain.keras.data import shard_input
+from tests.keras.data.ranks import flat, joint, on_ranks, read, shard_on_ranks
+
+
+class Batches(keras.utils.PyDataset):
+    """Rows 0 to ``rows - 1`` in batches."""
+
+    def __init__(self, rows: int, batch_size: int = 2, **options) -> None:
+        super().__init__(**options)
+        self.order = np.arange(rows)
+        self.batch_size = batch_size
+        self.calls: list[str] = []
+
+    def __len__(self) -> int:
+        return -(-len(self.order) // self.batch_size)
+
+    def __getitem__(self, index: int):
+        ids = self.order[index * self.batch_size : (index + 1) * self.batch_size]
+        return ids[:, None].astype("float32"), ids
+
+    def on_epoch_begin(self) -> None:
+        self.calls.append("begin")
+
+    def on_epoch_end(self) -> None:
+        self.calls.append("end")
+
+
+WORKERS = [
+    pytest.param({}, id="in-line"),
+    pytest.param({"workers": 3}, id="threads"),
+    pytest.param({"workers": 3, "max_queue_size": 1}, id="short-queue"),
+    pytest.param({"workers": 2, "use_multiprocessing": True}, id="processes"),
+]
+
+
+@pytest.mark.parametrize("options", WORKERS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_batch_once_in_order(options, size: int) -> None:
+    for rows in (1, 11):
+        shares = shard_on_ranks(size, lambda _, rows=rows: Batches(rows, **options))
+        for _ in range(2):
+            steps = joint(shares)
+            assert flat(steps) == list(range(rows))
+            assert [len(step) for step in steps[:-1]] == [2 * size] * (len(steps) - 1)
+
+
+def test_each_rank_makes_its_own_batches_only() -> None:
+    asked: dict[int, list[int]] = {0: [], 1: []}
+
+    class Counting(Batches):
+        def __init__(self, rank: int) -> None:
+            super().__init__(16)
+            self.rank = rank
+
+        def __getitem__(self, index: int):
+            asked[self.rank].append(index)
+            return super().__getitem__(index)
+
+    shares = shard_on_ranks(2, Counting)
+    for found in asked.values():
+        found.clear()
+    joint(shares)
+    assert asked == {0: [0, 2, 4, 6], 1: [1, 3, 5, 7]}
+
+
+def test_shuffled_order_of_batches_is_shared() -> None:
+    shares = shard_on_ranks(2, lambda _: Batches(22), shuffle=True)
+    orders = []
+    for epoch in (0, 1):
+        for share in shares:
+            share._epoch = epoch
+        orders.append(flat(joint(shares)))
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(22))
+    assert len({tuple(order) for order in orders} | {tuple(range(22))}) == 3
+
+
+@pytest.mark.parametrize("options", WORKERS)
+def test_an_error_in_the_users_code_reaches_the_loop(options) -> None:
+    class Failing(Batches):
+        def __getitem__(self, index: int):
+            if index == 4:
+                raise RuntimeError("disk on fire")
+            return super().__getitem__(index)
+
+    share = shard_on_ranks(1, lambda _: Failing(20, **options))[0]
+    with pytest.raises(Exception, match="disk on fire"):
+        read(share)
+
+
+def test_a_worker_process_that_dies_is_an_error_not_a_hang() -> None:
+    class Dying(Batches):
+        def __getitem__(self, index: int):
+            if index == 4:
+                os._exit(1)
+            return super().__getitem__(index)
+
+    share = shard_on_ranks(1, lambda _: Dying(20, workers=2, use_multiprocessing=True))[0]
+    with pytest.raises(Exception, match="process"):
+        read(share)
+
+
+def test_a_pass_given_up_leaves_no_workers() -> None:
+    share = shard_on_ranks(1, lambda _: Batches(2000, workers=3))[0]
+    before = threading.active_count()
+    iterator = iter(share.dataset)
+    next(iterator)
+    del iterator
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before + 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= before + 3
+    assert sum(step.rows for step in read(share)) == 2000
+
+
+def test_endless_needs_steps() -> None:
+    class Endless(Batches):
+        @property
+        def num_batches(self):
+            return None
+
+        def __getitem__(self, index: int):
+            return np.full((2, 1), index), np.array([2 * index, 2 * index + 1])
+
+    with pytest.raises(DataError, match="steps_per_epoch"):
+        shard_on_ranks(2, lambda _: Endless(1))
+    shares = shard_on_ranks(2, lambda _: Endless(1, workers=2), steps=3)
+    assert [share.steps for share in shares] == [None, None]
+    assert [step.ids for step in read(shares[1], limit=3)] == [[2, 3], [6, 7], [10, 11]]
+
+
+def test_forms_of_batches() -> None:
+    class Form(Batches):
+        def __init__(self, form) -> None:
+            super().__init__(5)
+            self.form = form
+
+        def __getitem__(self, index: int):
+            return self.form(*super().__getitem__(index))
+
+    forms = {
+        lambda x, y: y: 1,
+        lambda x, y: (y,): 1,
+        lambda x, y: [x, y]: 2,
+        lambda x, y: {"a": x, "b": y}: 1,
+        lambda x, y: ({"a": x, "b": None}, y, np.ones(len(y))): 3,
+    }
+    for form, parts in forms.items():
+        share = shard_on_ranks(2, lambda _, form=form: Form(form))[0]
+        batch, rows, joint_rows = next(iter(share.dataset))
+        assert len(batch) == parts
+        assert (int(rows), int(joint_rows)) == (2, -1)
+    with pytest.raises(ValueError, match="__getitem__"):
+        shard_on_ranks(1, lambda _: Form(lambda x, y: (x, y, x, y)))
+    with pytest.raises(ValueError, match="__getitem__"):
+        shard_on_ranks(1, lambda _: Form(lambda x, y: "text"))
+
+
+def test_sparse_batches() -> None:
+    sparse = pytest.importorskip("scipy.sparse")
+
+    class Sparse(Batches):
+        def __getitem__(self, index: int):
+            x, y = super().__getitem__(index)
+            return sparse.csr_matrix(x), y
+
+    for step in read(shard_on_ranks(1, lambda _: Sparse(5))[0]):
+        dense = keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(step.batch[0], sparse=False))
+        assert dense[:, 0].tolist() == step.ids
+
+
+def test_class_weights() -> None:
+    share = shard_on_ranks(1, lambda _: Batches(4), class_weight={0: 2.0, 3: 0.5})[0]
+    weights = [element[0][2].numpy().tolist() for element in share.dataset]
+    assert weights == [[2.0, 1.0], [1.0, 0.5]]
+
+
+def test_length_zero() -> None:
+    with pytest.raises(DataError, match="length 0"):
+        shard_on_ranks(1, lambda _: Batches(0))
+
+
+def test_other_order_on_a_rank_is_noticed() -> None:
+    class Shuffled(Batches):
+        def __init__(self, seed: int) -> None:
+            super().__init__(100, 10)
+            self.order = np.random.default_rng(seed).permutation(100)
+
+    shard_on_ranks(2, lambda _: Shuffled(1))
+    with pytest.raises(DataError, match=r"content of the first batch.*set_random_seed"):
+        shard_on_ranks(2, Shuffled)
+
+
+class Reshuffled(Batches):
+    """Draws a new order after each epoch, as many users' objects do."""
+
+    def __init__(self, random: np.random.Generator) -> None:
+        super().__init__(60, 6)
+        self.random = random
+
+    def on_epoch_end(self) -> None:
+        self.random.shuffle(self.order)
+
+
+def _two_epochs(make):
+    def run(collectives):
+        share = shard_input(
+            make(collectives.rank), rank=collectives.rank, size=2, seed=0, collectives=collectives
+        )
+        ids = []
+        for epoch in range(2):
+            share.on_epoch_begin(epoch)
+            ids += [step.ids for step in read(share)]
+            share.on_epoch_end()
+        return ids
+
+    return on_ranks(2, run)
+
+
+def test_reshuffling_alike_is_fine() -> None:
+    ranks = _two_epochs(lambda _: Reshuffled(np.random.default_rng(5)))
+    for epoch in (slice(0, 5), slice(5, 10)):
+        assert sorted(flat(flat(ids[epoch] for ids in ranks))) == list(range(60))
+
+
+def test_reshuffling_apart_is_noticed_before_the_epoch_that_would_lose_samples() -> None:
+    for result in _two_epochs(lambda rank: Reshuffled(np.random.default_rng(rank))):
+        with pytest.raises(DataError, match="first batch in epoch 1"):
+            raise result
+
+
+def test_hooks_of_the_users_object_are_called() -> None:
+    datasets = [Batches(8), Batches(8)]
+    results = _two_epochs(lambda rank: datasets[rank])
+    assert not any(isinstance(result, Exception) for result in results)
+    assert [dataset.calls for dataset in datasets] == [["begin", "end"] * 2] * 2
+
+
+def test_length_that_changes_is_an_error() -> None:
+    class Growing(Batches):
+        def on_epoch_end(self) -> None:
+            self.order = np.arange(20)
+
+    for result in _two_epochs(lambda _: Growing(8)):
+        with pytest.raises(DataError, match="10 batches in epoch 1 and had 4"):
+            raise result
+
+
+def test_presharded_batches_are_all_used_and_steps_agree() -> None:
+    class Own(Batches):
+        def __init__(self, rank: int) -> None:
+            super().__init__(3 + 4 * rank, workers=1 + rank)
+            self.order = self.order + 100 * rank
+
+    shares = shard_on_ranks(3, Own, presharded=True)
+    assert {share.steps for share in shares} == {6}
+    expected = [100 * rank + i for rank in range(3) for i in range(3 + 4 * rank)]
+    assert sorted(flat(joint(shares))) == expected

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.errors import DataError
+from tests.keras.data.ranks import flat, joint, on_ranks, read, shard_on_ranks
+
+Dataset = tf.data.Dataset
+
+
+def _ids(rows: int, batch_size: int, **options) -> Dataset:
+    ids = np.arange(rows)
+    x = np.stack([ids, -ids], axis=1).astype("float32")
+    return Dataset.from_tensor_slices((x, ids)).batch(batch_size, **options)
+
+
+def _joined(batches: list[list[int]], size: int) -> list[list[int]]:
+    return [flat(batches[start : start + size]) for start in range(0, len(batches), size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 23, 24])
+def test_joint_step_is_the_next_batches(size: int, rows: int) -> None:
+    batches = [list(range(start, min(start + 4, rows))) for start in range(0, rows, 4)]
+    shares = shard_on_ranks(size, lambda _: _ids(rows, 4))
+    expected = _joined(batches, size)
+    for _ in range(2):
+        assert joint(shares) == expected
+    assert {share.steps for share in shares} == {len(expected)}
+    assert {int(share.dataset.cardinality()) for share in shares} == {len(expected)}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_batches_of_uneven_sizes_in_the_middle(size: int) -> None:
+    def make(_: int) -> Dataset:
+        sizes = Dataset.from_tensor_slices([3, 1, 2, 5, 1, 1, 4])
+        starts = Dataset.from_tensor_slices([0, 3, 4, 6, 11, 12, 13])
+        return Dataset.zip(starts, sizes).map(lambda start, n: tf.range(start, start + n))
+
+    steps = joint(shard_on_ranks(size, make))
+    assert flat(steps) == list(range(17))
+    assert [len(step) for step in steps] == {2: [4, 7, 2, 4], 3: [6, 7, 4]}[size]
+
+
+def test_unknown_length_stays_unknown_and_agrees() -> None:
+    shares = shard_on_ranks(3, lambda _: _ids(22, 2).filter(lambda x, y: y[0] != 4))
+    assert shares[0].steps is None
+    assert flat(joint(shares)) == [i for i in range(22) if i not in (4, 5)]
+
+
+def test_endless_needs_steps() -> None:
+    with pytest.raises(DataError, match="steps_per_epoch"):
+        shard_on_ranks(2, lambda _: _ids(10, 2).repeat())
+    shares = shard_on_ranks(2, lambda _: _ids(10, 2).repeat(), steps=9)
+    assert shares[0].steps is None
+    seen = [read(share, limit=5) for share in shares]
+    ids = [sample for ranks in zip(*seen) for step in ranks for sample in step.ids]
+    assert ids == list(range(10)) * 2
+
+
+def test_seeded_shuffle_gives_every_sample_once() -> None:
+    def make(_: int) -> Dataset:
+        return Dataset.range(50).shuffle(50, seed=3).batch(4)
+
+    shares = shard_on_ranks(3, make)
+    first, second = flat(joint(shares)), flat(joint(shares))
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    # Looking at the stream takes nothing from it: the orders are those without hvdtrain.
+    plain = Dataset.range(50).shuffle(50, seed=3)
+    assert [int(i) for i in plain] == first
+    assert [int(i) for i in plain] == second
+
+
+def test_static_batch_sizes_stay_static() -> None:
+    share = shard_on_ranks(2, lambda _: _ids(16, 4, drop_remainder=True))[0]
+    assert share.dataset.element_spec[0][0].shape == (4, 2)
+
+
+def _dictionary(x, y):
+    return {"a": x, "b": tf.strings.as_string(y)}
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda x, y: (y,), 1),
+        (lambda x, y: y, 1),
+        (lambda x, y: (x, y), 2),
+        (lambda x, y: (x, y, tf.ones_like(y)), 3),
+        (lambda x, y: (_dictionary(x, y), y), 2),
+        (_dictionary, 1),
+        (lambda x, y: ((x, y),), 1),
+        (lambda x, y: ({"a": x, "b": None}, y), 2),
+    ],
+)
+def test_forms_of_elements(change, parts: int) -> None:
+    plain = list(_ids(10, 2).map(change))
+    for rank, share in enumerate(shard_on_ranks(2, lambda _: _ids(10, 2).map(change))):
+        elements = list(share.dataset)
+        assert len(elements) == 3
+        for step, (batch, rows, joint_rows) in enumerate(elements):
+            assert isinstance(batch, tuple)
+            assert len(batch) == parts
+            if 2 * step + rank >= len(plain):
+                assert int(rows) == 0
+                continue
+            assert int(rows) == 2
+            assert int(joint_rows) == (4 if step < 2 else 2)
+            expected = plain[2 * step + rank]
+            if type(expected) is not tuple:
+                expected = (expected,)
+            keras.tree.assert_same_structure(batch, expected)
+            for got, want in zip(keras.tree.flatten(batch), keras.tree.flatten(expected)):
+                if want is not None:
+                    np.testing.assert_array_equal(got, want)
+
+
+def test_ragged_components() -> None:
+    rows = [[1], [2, 2], [], [3, 3, 3], [4]]
+
+    def make(_: int) -> Dataset:
+        ragged = Dataset.from_tensor_slices(tf.ragged.constant(rows, dtype=tf.float32))
+        return Dataset.zip(ragged, Dataset.range(5)).batch(2)
+
+    for share in shard_on_ranks(2, make):
+        for step in read(share):
+            found = step.batch[0].to_list()[: step.rows]
+            assert found == [rows[i] for i in step.ids]
+
+
+def test_sparse_components() -> None:
+    dense = np.eye(5, dtype="float32")
+
+    def make(_: int) -> Dataset:
+        sparse = Dataset.from_tensor_slices(tf.sparse.from_dense(dense))
+        return Dataset.zip(sparse, Dataset.range(5)).batch(2)
+
+    for share in shard_on_ranks(2, make):
+        for step in read(share):
+            found = tf.sparse.to_dense(step.batch[0]).numpy()[: step.rows]
+            np.testing.assert_array_equal(found, dense[step.ids])
+
+
+def test_class_weights() -> None:
+    def make(_: int) -> Dataset:
+        return Dataset.from_tensor_slices((np.zeros((4, 1)), np.array([0, 1, 2, 1]))).batch(2)
+
+    shares = shard_on_ranks(2, make, class_weight={0: 3.0, 2: 0.5})
+    weights = [next(iter(share.dataset))[0][2].numpy().tolist() for share in shares]
+    assert weights == [[3.0, 1.0], [0.5, 1.0]]
+    with pytest.raises(DataError, match="without targets"):
+        shard_on_ranks(1, lambda _: Dataset.range(4).batch(2), class_weight={0: 1.0})
+    with pytest.raises(ValueError, match="sample_weight"):
+        shard_on_ranks(1, lambda _: make(0).map(lambda x, y: (x, y, y)), class_weight={0: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda _: Dataset.range(4), r"x is a single value.*Dataset\.batch"),
+        (lambda _: Dataset.from_tensor_slices((np.zeros((4, 3)), np.zeros(4))), "y is a single"),
+        (lambda _: Dataset.from_tensor_slices((np.zeros((4, 3)), np.zeros((4, 2)))), "x has 3"),
+        (lambda _: Dataset.range(4).window(2), r"can't be shared out"),
+        (lambda _: Dataset.range(0).batch(2), "no batches"),
+    ],
+)
+def test_datasets_that_cannot_be_shared_out(make, found: str) -> None:
+    with pytest.raises(DataError, match=found):
+        shard_on_ranks(2, make)
+
+
+def test_targets_beside_a_dataset() -> None:
+    with pytest.raises(ValueError, match="`y` should not be passed"):
+        shard_on_ranks(1, lambda _: (_ids(4, 2), np.zeros(4)))
+
+
+def test_other_length_or_type_on_a_rank() -> None:
+    with pytest.raises(DataError, match="number of batches is 6 on rank 0, 5 on rank 1"):
+        shard_on_ranks(2, lambda rank: _ids(12 - 2 * rank, 2))
+    with pytest.raises(DataError, match=r"x is float32 .* float64 .* on rank 1"):
+        shard_on_ranks(
+            2, lambda rank: _ids(8, 2).map(lambda x, y: (tf.cast(x, "float64") if rank else x, y))
+        )
+
+
+def _read_and_verify(make, consume):
+    """What ``verify`` raises on each of two ranks after ``consume(share)``."""
+    from hvdtrain.keras.data import shard_input
+
+    def run(collectives):
+        share = shard_input(
+            make(collectives.rank), rank=collectives.rank, size=2, seed=0, collectives=collectives
+        )
+        share.on_epoch_begin(0)
+        consume(share)
+        share.verify()
+        share.on_epoch_end()
+        return share
+
+    return on_ranks(2, run)
+
+
+def test_an_unseeded_shuffle_is_noticed_after_the_first_step() -> None:
+    def make(_: int) -> Dataset:
+        return Dataset.range(1000).shuffle(1000).batch(8)
+
+    for result in _read_and_verify(make, lambda share: read(share, limit=1)):
+        with pytest.raises(DataError, match=r"first joint step.*seed=1.*presharded=True"):
+            raise result
+
+
+def test_a_difference_late_in_a_pass_is_noticed_at_its_end() -> None:
+    def make(rank: int) -> Dataset:
+        ids = np.arange(100)
+        ids[90] += rank
+        return Dataset.from_tensor_slices(ids).batch(7)
+
+    for result in _read_and_verify(make, lambda share: read(share)):
+        with pytest.raises(DataError, match="a whole pass"):
+            raise result
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3, 8])
+def test_equal_streams_pass(batches: int) -> None:
+    for result in _read_and_verify(lambda _: _ids(2 * batches, 2), lambda share: read(share)):
+        assert not isinstance(result, Exception), result
+
+
+def test_random_augmentation_of_inputs_is_no_difference() -> None:
+    def make(_: int) -> Dataset:
+        return _ids(20, 2).map(lambda x, y: (x + tf.random.normal([2]), y))
+
+    for result in _read_and_verify(make, lambda share: read(share)):
+        assert not isinstance(result, Exception), result
+
+
+def test_order_is_deterministic_though_the_pipeline_asks_otherwise() -> None:
+    def make(_: int) -> Dataset:
+        options = tf.data.Options()
+        options.deterministic = False
+        return _ids(10, 2).with_options(options)
+
+    assert shard_on_ranks(2, make)[0].dataset.options().deterministic
+
+
+def test_notice_says_how_to_shard_the_source() -> None:
+    assert "presharded=True" in (shard_on_ranks(2, lambda _: _ids(4, 2))[1].notice or "")
+    assert shard_on_ranks(1, lambda _: _ids(4, 2))[0].notice is None
+
+
+@pytest.mark.parametrize("rows", [(5, 9, 1), (0, 4, 4), (8, 8, 8)])
+def test_presharded_batches_are_all_used_and_steps_agree(rows: tuple[int, ...]) -> None:
+    def make(rank: int) -> Dataset:
+        start = sum(rows[:rank])
+        ids = np.arange(start, start + rows[rank])
+        return Dataset.from_tensor_slices((ids[:, None].astype("float32"), ids)).batch(2)
+
+    shares = shard_on_ranks(3, make, presharded=True)
+    assert {share.steps for share in shares} == {-(-max(rows) // 2)}
+    for _ in range(2):
+        assert sorted(flat(joint(shares))) == list(range(sum(rows)))
+
+
+def test_presharded_of_unknown_length() -> None:
+    with pytest.raises(DataError, match="assert_cardinality"):
+        shard_on_ranks(2, lambda _: _ids(8, 2).filter(lambda x, y: True), presharded=True)
+    shares = shard_on_ranks(2, lambda rank: _ids(8 + rank, 2).repeat(), presharded=True, steps=3)
+    assert [step.ids for step in read(shares[1], limit=6)][4:] == [[8], [0, 1]]

@@ -1,0 +1,36 @@
+"""Training on N ranks equals one process on the joint batch."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests.keras.equivalence import CASES, OPTIMIZERS, alike, distance, train_both
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_equals_one_process(world, optimizer, case):
+    together, reference, joint, alone = train_both(world, optimizer, case)
+    assert distance(together, reference) <= 1e-5
+    assert alike(together)
+    assert joint.keys() == alone.keys()
+    for name, values in alone.items():
+        if case == "uneven" and name.endswith("_loss"):
+            continue  # Keras gives the short last batch as much weight as the others
+        if name.endswith("accuracy"):
+            assert joint[name] == pytest.approx(values, abs=1e-6)
+        else:
+            np.testing.assert_allclose(joint[name], values, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("case", ["even", "uneven", "sample_weight", "accumulation"])
+def test_training_in_float64_equals_one_process_to_rounding(world, case):
+    floatx = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    try:
+        together, reference, _, _ = train_both(world, "adamw", case, "float64")
+        assert distance(together, reference) <= 1e-10
+    finally:
+        keras.config.set_floatx(floatx)

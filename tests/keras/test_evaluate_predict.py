@@ -1,0 +1,121 @@
+"""evaluate and predict over all ranks give what one process gives."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.keras.test_features import X, Y, classifier
+
+
+def plain_and_distributed(hvdtrain: Any) -> tuple[keras.Model, keras.Model]:
+    alone = classifier(metrics=["accuracy"])
+    together = classifier(metrics=["accuracy"])
+    hvdtrain.distribute(together)
+    together.set_weights(alone.get_weights())
+    return alone, together
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("rows", [1, 2, 7, 53])
+def test_evaluate_is_exact_over_uneven_shards(world, rows):
+    alone, together = plain_and_distributed(world)
+    expected = alone.evaluate(X[:rows], Y[:rows], verbose=0, return_dict=True)
+    joint = together.evaluate(X[:rows], Y[:rows], batch_size=4, verbose=0, return_dict=True)
+    assert joint["accuracy"] == expected["accuracy"]
+    assert joint["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_evaluate_with_sample_weights_and_datasets(world):
+    alone, together = plain_and_distributed(world)
+    weight = np.random.default_rng(0).random(len(X)).astype("float32")
+    expected = alone.evaluate(X, Y, batch_size=8, sample_weight=weight, verbose=0)
+    assert together.evaluate(X, Y, batch_size=4, sample_weight=weight, verbose=0) == (
+        pytest.approx(expected, rel=1e-6)
+    )
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)
+    assert together.evaluate(dataset, verbose=0) == pytest.approx(
+        alone.evaluate(dataset, verbose=0), rel=1e-6
+    )
+
+
+@pytest.mark.ranks(2)
+def test_losses_of_single_outputs_are_weighted_by_rows(world):
+    x = keras.Input((6,))
+    outputs = {"a": keras.layers.Dense(1, name="a")(x), "b": keras.layers.Dense(1, name="b")(x)}
+    model = keras.Model(x, outputs)
+    model.compile("sgd", {"a": "mse", "b": "mae"})
+    y = {"a": X[:, :1], "b": X[:, 1:2]}
+    expected = model.evaluate(X, y, batch_size=len(X), verbose=0, return_dict=True)
+    world.distribute(model)
+    joint = model.evaluate(X, y, batch_size=4, verbose=0, return_dict=True)
+    if world.is_chief():
+        assert joint == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_validation_within_fit_equals_evaluation(world):
+    _, together = plain_and_distributed(world)
+    history = together.fit(
+        X, Y, batch_size=6, epochs=2, verbose=0, validation_data=(X[:17], Y[:17])
+    ).history
+    last = together.evaluate(X[:17], Y[:17], verbose=0, return_dict=True)
+    assert history["val_accuracy"][-1] == last["accuracy"]
+    assert history["val_loss"][-1] == pytest.approx(last["loss"], rel=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_validation_split_takes_the_same_rows_as_one_process(world):
+    alone, together = plain_and_distributed(world)
+    options = {"validation_split": 0.3, "shuffle": False, "verbose": 0}
+    expected = alone.fit(X, Y, batch_size=12, **options).history
+    joint = together.fit(X, Y, batch_size=6, **options).history
+    assert joint.keys() == expected.keys()
+    for name, values in expected.items():
+        assert joint[name] == pytest.approx(values, rel=1e-5)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("rows", [1, 5, 53])
+@pytest.mark.parametrize("kind", ["array", "tf.data"])
+def test_predict_returns_everything_in_order(world, rows, kind):
+    alone, together = plain_and_distributed(world)
+    expected = alone.predict(X[:rows], verbose=0)
+    if kind == "array":
+        joint = together.predict(X[:rows], batch_size=4, verbose=0)
+    else:
+        joint = together.predict(tf.data.Dataset.from_tensor_slices(X[:rows]).batch(4), verbose=0)
+    np.testing.assert_allclose(joint, expected, atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_predict_with_several_outputs(world):
+    x = keras.Input((6,))
+    model = keras.Model(x, {"a": keras.layers.Identity()(x), "b": keras.layers.ReLU()(x)})
+    model = keras.Model(x, {**model(x), "c": keras.layers.Dense(1)(x)})
+    model.compile("sgd", {"c": "mse"})
+    world.distribute(model)
+    outputs = model.predict(X, batch_size=4, verbose=0)
+    np.testing.assert_array_equal(outputs["a"], X)
+    np.testing.assert_array_equal(outputs["b"], np.maximum(X, 0))
+    assert outputs["c"].shape == (len(X), 1)
+
+
+@pytest.mark.ranks(2)
+def test_predict_with_several_steps_per_execution(world):
+    model = classifier(steps_per_execution=3)
+    world.distribute(model)
+    once = model.predict_on_batch(X)
+    np.testing.assert_allclose(model.predict(X, batch_size=4, verbose=0), once, atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_presharded_predictions_follow_each_other_in_rank_order(world):
+    model = classifier()
+    world.distribute(model, presharded=True)
+    parts = [X[:10], X[10:17]]
+    joint = model.predict(parts[world.rank()], batch_size=4, verbose=0)
+    np.testing.assert_allclose(joint, model.predict_on_batch(X[:17]), atol=1e-6)

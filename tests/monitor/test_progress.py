@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import hvdtrain
+from tests.harness.jobs import clean_environment
+
+STEP = re.compile(
+    r"step (\d+), loss = (\d+\.\d\d) \((\d+\.\d) examples/sec; (\d+\.\d{3}) sec/batch\)"
+)
+EPOCH = re.compile(r"epoch (\d+)/(\d+): (\w+ = -?\d+\.\d{4}(, )?)+")
+
+X = np.random.default_rng(0).normal(size=(100, 4)).astype("float32")
+Y = (X.sum(1) > 0).astype("int32")
+
+# The same for programs of their own.
+FIT = """
+import time
+import numpy as np, keras, hvdtrain
+
+x = np.random.default_rng(0).normal(size=(100, 4)).astype("float32")
+y = (x.sum(1) > 0).astype("int32")
+model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+model.compile("sgd", loss, metrics=["accuracy"])
+
+class Slow(keras.callbacks.Callback):
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(self.seconds)
+"""
+
+
+def _model(**options: int) -> keras.Model:
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, metrics=["accuracy"], **options)
+    return model
+
+
+def _fit(model: keras.Model, every: int = 10, **options: object) -> list[float]:
+    """Train in 13 steps an epoch; returns the losses of the epochs."""
+    history = model.fit(
+        X, Y, batch_size=8, verbose=0, callbacks=[hvdtrain.StepLog(every)], **options
+    )
+    return history.history["loss"]
+
+
+def test_lines_of_one_process(capsys) -> None:
+    model = _model()
+    _fit(model, epochs=2, validation_data=(X, Y))
+    _fit(model)
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    # Steps count on in the next epoch, and in the next fit().
+    assert [_kind(line) for line in lines] == [
+        "step 10",
+        "epoch 1/2",
+        "step 20",
+        "epoch 2/2",
+        "step 30",
+        "epoch 1/1",
+    ]
+    assert lines[1].startswith("epoch 1/2: accuracy = ")
+    assert "val_accuracy = " in lines[1]
+    assert "\x1b" not in text
+
+
+def test_the_loss_is_the_average_since_the_last_line(capsys) -> None:
+    losses = _fit(_model(), every=13, epochs=3)
+    lines = capsys.readouterr().out.splitlines()
+    printed = [float(match[2]) for match in map(STEP.fullmatch, lines) if match]
+    assert printed == pytest.approx(losses, abs=0.006)
+
+
+def test_several_steps_in_one_execution_print_one_line(capsys) -> None:
+    _fit(_model(steps_per_execution=4), every=3)
+    kinds = [_kind(line) for line in capsys.readouterr().out.splitlines()]
+    assert kinds == ["step 4", "step 8", "step 12", "epoch 1/1"]
+
+
+def test_every_must_be_a_number_above_0() -> None:
+    for every in (0, -1, 2.5):
+        with pytest.raises(hvdtrain.ConfigurationError, match="expected a whole number above 0"):
+            hvdtrain.StepLog(every)
+
+
+def test_only_the_chief_prints_and_counts_all_ranks(launch) -> None:
+    program = FIT + (
+        "hvdtrain.init()\n"
+        "hvdtrain.distribute(model)\n"
+        "model.fit(x, y, batch_size=8, epochs=3, verbose=0,\n"
+        "          callbacks=[hvdtrain.StepLog(5), Slow(0.1)])\n"
+    )
+    done = launch(2, program)
+    assert done.returncode == 0, done
+    lines = [line for line in done.stdout.splitlines() if line]
+    # 100 rows in joint steps of 16: 7 an epoch. No bar: mpirun's output is a pipe, though
+    # Open MPI gives each rank a terminal.
+    assert [_kind(line) for line in lines] == [
+        "step 5",
+        "epoch 1/3",
+        "step 10",
+        "epoch 2/3",
+        "step 15",
+        "step 20",
+        "epoch 3/3",
+    ]
+    assert "\x1b" not in done.stdout
+    match = STEP.fullmatch(lines[-2])
+    assert match is not None
+    # 16 rows a step; the last line counts no step with fewer.
+    assert float(match[3]) * float(match[4]) == pytest.approx(16, rel=0.05)
+    assert float(match[4]) > 0.1
+
+
+def test_lines_and_bars_share_a_terminal(tmp_path: Path) -> None:
+    program = FIT + (
+        "for verbose in (0, 1):\n"
+        "    model.fit(x, y, batch_size=8, epochs=2, verbose=verbose, validation_data=(x, y),\n"
+        "              callbacks=[hvdtrain.StepLog(), Slow(0.05)])\n"
+        "    print('done', verbose)\n"
+    )
+    raw = _run_on_terminal([sys.executable, "-c", program], tmp_path)
+    own, keras_bar, _ = re.split(r"done \d", raw)
+    assert re.search(r"epoch 1/2 \[=+\.*\] \d+/13", own)
+    kinds = ["step 10", "epoch 1/2", "step 20", "epoch 2/2"]
+    assert [_kind(line) for line in _render(own) if line] == kinds
+    # Keras' own bar does not tear the lines either, and there are not two bars.
+    assert not re.search(r"epoch 1/2 \[", keras_bar)
+    lines = [line for line in _render(keras_bar) if line.startswith(("step", "epoch"))]
+    kinds = ["step 30", "epoch 1/2", "step 40", "step 50", "epoch 2/2"]
+    assert [_kind(line) for line in lines] == kinds
+
+
+def test_the_chief_draws_on_the_terminal_of_mpirun(mpirun, tmp_path: Path) -> None:
+    program = FIT + (
+        "hvdtrain.init()\n"
+        "hvdtrain.distribute(model)\n"
+        "model.fit(x, y, batch_size=8, epochs=2, verbose=0,\n"
+        "          callbacks=[hvdtrain.StepLog(5), Slow(0.1)])\n"
+    )
+    raw = _run_on_terminal(mpirun(2, [sys.executable, "-c", program]), tmp_path)
+    # 7 joint steps an epoch.
+    assert re.search(r"epoch 1/2 \[=+\.*\] \d/7", raw)
+    kinds = ["step 5", "epoch 1/2", "step 10", "epoch 2/2"]
+    assert [_kind(line) for line in _render(raw) if line] == kinds
+
+
+def _kind(line: str) -> str:
+    """What a line is about; fails if it is not a whole line of StepLog's."""
+    assert STEP.fullmatch(line) or EPOCH.fullmatch(line), repr(line)
+    return line.split(",")[0] if line.startswith("step") else line.split(":")[0]
+
+
+def _run_on_terminal(argv: list[str], folder: Path) -> str:
+    """Run a program with a terminal as standard output; returns what it wrote there."""
+    main, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=side,
+        stderr=subprocess.DEVNULL,
+        env=clean_environment({"COLUMNS": None, "TERM": "xterm"}),
+        cwd=folder,
+    )
+    os.close(side)
+    parts = []
+    with contextlib.suppress(OSError):  # how the end of a terminal's output shows
+        while part := os.read(main, 65536):
+            parts.append(part)
+    os.close(main)
+    assert process.wait(60) == 0
+    return b"".join(parts).decode()
+
+
+def _render(text: str) -> list[str]:
+    """What a person sees in the end: carriage returns, backspaces and erasures carried out."""
+    lines, column = [""], 0
+    for token in re.findall(r"\x1b\[[0-9;]*[A-Za-z]|.|\n", re.sub(r"\x1b\[[0-9;]*m", "", text)):
+        line = lines[-1]
+        if token == "\n":
+            lines.append("")
+            column = 0
+        elif token == "\r":
+            column = 0
+        elif token == "\b":
+            column = max(0, column - 1)
+        elif token.startswith("\x1b"):
+            assert token == "\x1b[K", repr(token)
+            lines[-1] = line[:column]
+        else:
+            lines[-1] = line.ljust(column)[:column] + token + line[column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
