@@ -1,0 +1,186 @@
+"""``hvdtrain bench``: its arguments, and where the ranks come from."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.bench.options import MODELS, AllreduceOptions, StartupOptions, TrainingOptions
+from hvdtrain.cluster.topology import read_topology
+from hvdtrain.errors import ConfigurationError
+
+__all__ = ["add_arguments", "measure_here", "run"]
+
+DEFAULT_RANKS = 2
+GRACE_S = 10.0
+
+_EPILOG = """\
+Outside MPI the ranks are started on this host, as `hvdtrain run` does. Inside a job (mpirun, srun,
+hvdtrain run) the benchmark uses the ranks that are there:
+
+  hvdtrain bench allreduce -np 4
+  mpirun -np 16 --hostfile hosts hvdtrain bench allreduce
+
+The exit code is 0 however slow the machine is; the last table says what was asked for and whether
+it held. docs/performance.md says how to read the figures.
+"""
+
+_MODULES = {
+    "allreduce": ("hvdtrain.bench.allreduce", AllreduceOptions),
+    "training": ("hvdtrain.bench.training", TrainingOptions),
+    "startup": ("hvdtrain.bench.startup", StartupOptions),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``hvdtrain bench``."""
+    parser.epilog = _EPILOG
+    benchmarks = parser.add_subparsers(
+        dest="benchmark", metavar="BENCHMARK", title="benchmarks", required=True
+    )
+    allreduce = _add(benchmarks, "allreduce", "time and bandwidth of allreduce, by size")
+    allreduce.add_argument(
+        "--engine",
+        choices=("auto", "mpi", "shared_memory"),
+        default=AllreduceOptions.engine,
+        help="engine for host memory; default %(default)s",
+    )
+    _add_count(allreduce, "--max-bytes", AllreduceOptions.max_bytes, "no array is larger")
+    _add_count(allreduce, "--repetitions", AllreduceOptions.repetitions, "measurements of each")
+    allreduce.add_argument(
+        "--plot", default="", metavar="FILE", help="draw the table (PNG, PDF or SVG; matplotlib)"
+    )
+    training = _add(benchmarks, "training", "samples a second of one rank and of all")
+    training.add_argument(
+        "--models",
+        type=_model_names,
+        default=TrainingOptions.models,
+        metavar="NAMES",
+        help=f"out of {','.join(MODELS)}; default %(default)s",
+    )
+    for flag, summary in _TRAINING_COUNTS.items():
+        name = flag[2:].replace("-", "_")
+        _add_count(training, flag, getattr(TrainingOptions, name), summary)
+    startup = _add(benchmarks, "startup", "what hvdtrain run costs over a bare mpirun")
+    _add_count(startup, "--runs", StartupOptions.runs, "starts of each kind")
+
+
+_TRAINING_COUNTS = {
+    "--batch-size": "samples a rank and step",
+    "--steps": "timed steps of a run",
+    "--warmup-steps": "steps at the start of each run that don't count",
+    "--runs": "runs of one rank and of all, in turn",
+    "--memory-steps": "steps over which the resident set is compared",
+    "--intra-op-threads": "TensorFlow's threads within an operation, on each rank",
+    "--inter-op-threads": "TensorFlow's threads for operations side by side, on each rank",
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the benchmark that ``arguments`` name and return the exit code.
+
+    Raises:
+        ConfigurationError: An argument can't be used here.
+        LaunchError: Ranks can't be started.
+    """
+    name: str = arguments.benchmark
+    options = _options(arguments)
+    topology = read_topology(os.environ)
+    inside = topology.launcher != "none"
+    if inside and arguments.num_proc not in (None, topology.size):
+        raise ConfigurationError(
+            f"-np {arguments.num_proc} was asked for inside a job of {topology.size} ranks; leave "
+            "-np out to use these, or start the command outside the job."
+        )
+    if name == "startup":
+        if inside:
+            raise ConfigurationError(
+                "startup measures how jobs are started and can't run inside one; start it "
+                "outside mpirun and srun."
+            )
+        options["ranks"] = arguments.num_proc or DEFAULT_RANKS
+    if inside or name == "startup":
+        measure_here(name, options)
+        return 0
+    from hvdtrain.launch.local import run_local
+
+    return run_local(
+        [sys.executable, "-m", "hvdtrain.bench", name, json.dumps(options)],
+        ranks=arguments.num_proc or DEFAULT_RANKS,
+        # TensorFlow's notes about the processor would stand between the tables.
+        environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
+        grace_s=GRACE_S,
+    )
+
+
+def measure_here(name: str, options: Mapping[str, Any]) -> None:
+    """Run a benchmark in this process, with the ranks of the job that it belongs to."""
+    module, kind = _MODULES[name]
+    importlib.import_module(module).measure(kind(**options))
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The benchmark's own options, with paths that mean the same wherever a rank runs."""
+    kind = _MODULES[arguments.benchmark][1]
+    given = vars(arguments)
+    options = {
+        field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given
+    }
+    for name in ("json", "plot"):
+        if options.get(name):
+            path = Path(options[name]).absolute()
+            if not path.parent.is_dir():
+                raise ConfigurationError(
+                    f"--{name} {options[name]}: there is no folder {path.parent}; create it first."
+                )
+            options[name] = str(path)
+    if options.get("plot") and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            "--plot needs matplotlib, which is not installed; pip install matplotlib, or take "
+            "the figures from --json."
+        )
+    return options
+
+
+def _add(benchmarks: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = benchmarks.add_parser(
+        name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
+    )
+    parser.add_argument(
+        "-np",
+        "--num-proc",
+        type=_count,
+        metavar="N",
+        help=f"ranks to start on this host; default {DEFAULT_RANKS}, inside a job its own",
+    )
+    parser.add_argument("--json", default="", metavar="FILE", help="write the results there, too")
+    return parser
+
+
+def _add_count(parser: argparse.ArgumentParser, flag: str, default: int, summary: str) -> None:
+    help_text = f"{summary}; default %(default)s"
+    parser.add_argument(flag, type=_count, default=default, metavar="N", help=help_text)
+
+
+def _count(text: str) -> int:
+    count = int(text) if text.isdecimal() else 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
+    return count
+
+
+def _model_names(text: str) -> str:
+    unknown = [name for name in text.split(",") if name not in MODELS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"got {', '.join(map(repr, unknown))}, expected names out of {', '.join(MODELS)}"
+        )
+    return text

@@ -1,0 +1,66 @@
+"""The models that ``hvdtrain bench training`` trains, and data of their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+__all__ = ["build_model", "synthetic_data"]
+
+SEED = 7
+CLASSES = 10
+
+
+def build_model(name: str) -> keras.Model:
+    """A compiled model by its name in ``options.MODELS``; the same weights each time."""
+    keras.utils.set_random_seed(SEED)
+    model: keras.Model = _BUILDERS[name]()
+    model.compile(
+        optimizer=keras.optimizers.SGD(0.001),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def synthetic_data(model: keras.Model, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random inputs and labels; the same on every rank."""
+    random = np.random.default_rng(SEED)
+    inputs = random.random((rows, *model.input_shape[1:]), dtype=np.float32)
+    return inputs, random.integers(0, CLASSES, rows).astype(np.int32)
+
+
+def _lenet() -> Any:
+    """LeNet-5 as TensorFlow's MNIST tutorials have it: 1.7 million parameters."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((28, 28, 1)),
+            layers.Conv2D(32, 5, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(64, 5, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(512, activation="relu"),
+            layers.Dense(CLASSES),
+        ]
+    )
+
+
+def _mlp() -> Any:
+    """Two wide layers: 20 million parameters, much to send for little to compute."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((784,)),
+            layers.Dense(4096, activation="relu"),
+            layers.Dense(4096, activation="relu"),
+            layers.Dense(CLASSES),
+        ]
+    )
+
+
+_BUILDERS: dict[str, Callable[[], Any]] = {"lenet": _lenet, "mlp": _mlp}

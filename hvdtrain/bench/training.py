@@ -1,0 +1,197 @@
+"""``hvdtrain bench training`` on one rank: one rank alone against all together, in turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdtrain
+from hvdtrain import world
+from hvdtrain.bench.machine import describe_machine, machine_line, resident_bytes
+from hvdtrain.bench.models import build_model, synthetic_data
+from hvdtrain.bench.options import TrainingOptions
+from hvdtrain.bench.report import Limit, Report, table
+from hvdtrain.collectives import Collectives
+
+__all__ = ["measure"]
+
+LEAST_LENET_EFFICIENCY = 93.0
+# Asked of two ranks, and of more in proportion.
+LEAST_MLP_EFFICIENCY = 80.0
+# Allocators and threads move a little either way.
+MOST_GROWTH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """One run: samples a second over all ranks, and processor time of the chief for a step."""
+
+    samples_per_s: float
+    cpu_step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Runs:
+    """Runs of the chief alone (on the chief; elsewhere none) and of all ranks."""
+
+    alone: list[_Run]
+    joint: list[_Run]
+
+
+class _StepClock(keras.callbacks.Callback):
+    """Notes when each step has ended, and this process's memory at some of them."""
+
+    def __init__(self, memory_after: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.ends_s: list[float] = []
+        self.cpu_s: list[float] = []
+        self.resident_bytes: list[int] = []
+        self._memory_after = memory_after
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ends_s.append(time.perf_counter())
+        self.cpu_s.append(time.process_time())
+        if len(self.ends_s) in self._memory_after:
+            self.resident_bytes.append(resident_bytes())
+
+
+def measure(options: TrainingOptions) -> None:
+    """Measure on the ranks that are there; the chief prints and writes."""
+    tf.config.threading.set_intra_op_parallelism_threads(options.intra_op_threads)
+    tf.config.threading.set_inter_op_parallelism_threads(options.inter_op_threads)
+    hvdtrain.init()
+    collectives = world.collectives()
+    size, chief = collectives.size, collectives.rank == 0
+    machine = describe_machine()
+    report = Report(
+        "training", {"machine": machine, "ranks": size, "options": dataclasses.asdict(options)}
+    )
+    if chief:
+        report.print(f"hvdtrain bench training: {size} ranks\n{machine_line(machine)}")
+        report.print(
+            f"batch {options.batch_size} a rank, {options.intra_op_threads} intra-op and "
+            f"{options.inter_op_threads} inter-op threads a rank; {options.runs} runs of "
+            f"{options.steps} steps each, in turn\n"
+        )
+    rows = []
+    for name in options.models.split(","):
+        model = hvdtrain.distribute(build_model(name))
+        runs = _measure_runs(model, name, options, collectives)
+        growth = _measure_growth(model, options, collectives)
+        if chief:
+            rows.append(_row(name, runs, growth, size))
+    if chief:
+        _show(report, rows, options.memory_steps)
+        report.finish(options.json)
+
+
+def _measure_runs(
+    model: keras.Model, name: str, options: TrainingOptions, collectives: Collectives
+) -> _Runs:
+    """Runs of the chief alone, with plain Keras, and of all ranks, in turn."""
+    plain = build_model(name)
+    runs = _Runs(alone=[], joint=[])
+    for _ in range(options.runs):
+        if collectives.rank == 0:
+            runs.alone.append(_run(plain, options, 1))
+        collectives.barrier(name="hvdtrain bench: the chief trains alone")
+        runs.joint.append(_run(model, options, collectives.size))
+        collectives.barrier(name="hvdtrain bench")
+    return runs
+
+
+def _run(model: keras.Model, options: TrainingOptions, ranks: int) -> _Run:
+    """One ``fit``; the steps after the warm-up count."""
+    clock = _StepClock()
+    _fit(model, options.batch_size, options.warmup_steps + options.steps, ranks, clock)
+    first = options.warmup_steps - 1
+    seconds = clock.ends_s[-1] - clock.ends_s[first]
+    return _Run(
+        samples_per_s=options.steps * options.batch_size * ranks / seconds,
+        cpu_step_s=(clock.cpu_s[-1] - clock.cpu_s[first]) / options.steps,
+    )
+
+
+def _measure_growth(model: keras.Model, options: TrainingOptions, collectives: Collectives) -> int:
+    """Bytes by which the resident set of the worst rank grew over ``memory_steps`` steps."""
+    steps = options.memory_steps
+    clock = _StepClock(memory_after=(steps, 2 * steps))
+    _fit(model, options.batch_size, 2 * steps, collectives.size, clock)
+    growth = np.array([clock.resident_bytes[1] - clock.resident_bytes[0]], np.int64)
+    return int(collectives.allreduce(growth, "max", name="hvdtrain bench: memory")[0])
+
+
+def _fit(model: keras.Model, batch_size: int, steps: int, ranks: int, clock: _StepClock) -> None:
+    x, y = synthetic_data(model, batch_size * steps * ranks)
+    model.fit(x, y, batch_size=batch_size, epochs=1, verbose=0, callbacks=[clock])
+
+
+def _row(name: str, runs: _Runs, growth_bytes: int, size: int) -> dict[str, Any]:
+    alone = [run.samples_per_s for run in runs.alone]
+    joint = [run.samples_per_s for run in runs.joint]
+    cpu_alone_s, cpu_joint_s = (
+        min(run.cpu_step_s for run in kind) for kind in (runs.alone, runs.joint)
+    )
+    return {
+        "model": name,
+        "alone_samples_per_s": alone,
+        "joint_samples_per_s": joint,
+        "speedup": max(joint) / max(alone),
+        "efficiency_percent": 100 * max(joint) / max(alone) / size,
+        "median_speedup": statistics.median(joint) / statistics.median(alone),
+        "processor_efficiency_percent": 100 * cpu_alone_s / cpu_joint_s,
+        "memory_growth_bytes": growth_bytes,
+    }
+
+
+def _show(report: Report, rows: list[dict[str, Any]], memory_steps: int) -> None:
+    cells = [
+        [
+            row["model"],
+            f"{max(row['alone_samples_per_s']):.0f}",
+            f"{max(row['joint_samples_per_s']):.0f}",
+            f"{row['speedup']:.2f}",
+            f"{row['efficiency_percent']:.1f} %",
+            f"{row['median_speedup']:.2f}",
+            f"{row['processor_efficiency_percent']:.1f} %",
+            f"{row['memory_growth_bytes'] / 1024:.0f} KiB",
+        ]
+        for row in rows
+    ]
+    head = ["model", "one rank", "all ranks", "speedup", "efficiency", "of medians", "processor"]
+    report.print(table([*head, "memory"], cells, left=1))
+    report.print(
+        "samples/s of the best run; one rank is plain Keras with the same threads, while the\n"
+        "others wait. processor: processor time of a step of one rank over that of a step of all,\n"
+        "on the chief; other programs disturb it less. memory: growth of the resident set of the\n"
+        f"worst rank from step {memory_steps} to {2 * memory_steps}."
+    )
+    report.add("models", rows)
+    least = {"lenet": LEAST_LENET_EFFICIENCY, "mlp": LEAST_MLP_EFFICIENCY}
+    for row in rows:
+        name = row["model"]
+        report.hold_against(
+            Limit(
+                what=f"{name}: efficiency, best runs",
+                measured=row["efficiency_percent"],
+                limit=least[name],
+                unit="%",
+                bound="at least",
+            )
+        )
+        report.hold_against(
+            Limit(
+                what=f"{name}: growth of memory over {memory_steps} steps",
+                measured=row["memory_growth_bytes"] / 1024,
+                limit=MOST_GROWTH_BYTES / 1024,
+                unit="KiB",
+                bound="at most",
+            )
+        )

@@ -1,0 +1,123 @@
+"""The whole command, on tiny sizes: what it prints and writes, never how fast it was."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli import main
+
+BENCH = [sys.executable, "-m", "hvdtrain", "bench"]
+TINY_ALLREDUCE = ["allreduce", "--max-bytes", "4096", "--repetitions", "2"]
+TINY_TRAINING = [
+    *("training", "--models", "lenet", "--batch-size", "2", "--steps", "3"),
+    *("--warmup-steps", "2", "--runs", "2", "--memory-steps", "4"),
+]
+
+USAGE_ERRORS = {
+    "nothing": ([], "BENCHMARK"),
+    "unknown": (["allreduse"], "allreduse"),
+    "ranks": (["allreduce", "-np", "0"], "got '0', expected a whole number above 0"),
+    "engine": (["allreduce", "--engine", "nccl"], "nccl"),
+    "models": (["training", "--models", "lenet,vgg"], "got 'vgg', expected names out of"),
+    "folder": (["allreduce", "--json", "/nonexistent/x.json"], "there is no folder /nonexistent"),
+}
+
+
+@pytest.mark.parametrize(("argv", "told"), USAGE_ERRORS.values(), ids=USAGE_ERRORS)
+def test_usage_errors_exit_2(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *argv]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_help_names_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("allreduce", "training", "startup"))
+
+
+def test_startup_refuses_to_run_inside_a_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _pretend_to_be_a_rank(monkeypatch, ranks=2)
+    assert main(["bench", "startup"]) == 2
+    assert "can't run inside one" in capsys.readouterr().err
+
+
+def test_another_number_of_ranks_than_the_job_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _pretend_to_be_a_rank(monkeypatch, ranks=2)
+    assert main(["bench", "allreduce", "-np", "3"]) == 2
+    assert "-np 3 was asked for inside a job of 2 ranks" in capsys.readouterr().err
+
+
+def _pretend_to_be_a_rank(monkeypatch: pytest.MonkeyPatch, *, ranks: int) -> None:
+    for name, value in {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": ranks}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+
+
+@pytest.mark.mpi
+def test_allreduce_starts_its_ranks_writes_and_draws(run_command, tmp_path: Path) -> None:
+    path, picture = tmp_path / "out.json", tmp_path / "out.png"
+    argv = [*BENCH, *TINY_ALLREDUCE, "-np", "2", "--json", str(path)]
+    if importlib.util.find_spec("matplotlib") is not None:
+        argv += ["--plot", str(picture)]
+    done = run_command(argv)
+    assert done.returncode == 0, done
+    assert done.stdout.count("hvdtrain bench allreduce: 2 ranks") == 1, "the chief alone prints"
+    found = json.loads(path.read_text())
+    assert found["ranks"] == 2
+    assert [row["bytes"] for row in found["sizes"]] == [4, 16, 64, 256, 1024, 4096]
+    for row in found["sizes"]:
+        assert row["engine"] == "shared_memory"
+        assert 0 < row["best_s"] <= row["median_s"]
+        # On two ranks the factor is 1.
+        assert row["bus_bandwidth"] == pytest.approx(row["bytes"] / row["best_s"])
+    assert len(found["limits"]) == 2
+    if "--plot" in argv:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.mpi
+def test_allreduce_uses_the_ranks_of_a_job(launch, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    arguments = [*TINY_ALLREDUCE, "--engine", "mpi", "--json", str(path)]
+    done = launch(
+        3, "import sys; from hvdtrain.cli import main; sys.exit(main())", "bench", *arguments
+    )
+    assert done.returncode == 0, done
+    found = json.loads(path.read_text())
+    assert found["ranks"] == 3
+    assert {row["engine"] for row in found["sizes"]} == {"mpi"}
+
+
+@pytest.mark.mpi
+def test_training_measures_one_rank_and_two(run_command, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = run_command([*BENCH, *TINY_TRAINING, "-np", "2", "--json", str(path)])
+    assert done.returncode == 0, done
+    (row,) = json.loads(path.read_text())["models"]
+    assert row["model"] == "lenet"
+    assert len(row["alone_samples_per_s"]) == len(row["joint_samples_per_s"]) == 2
+    best = max(row["joint_samples_per_s"]) / max(row["alone_samples_per_s"])
+    assert row["speedup"] == pytest.approx(best)
+    assert row["efficiency_percent"] == pytest.approx(50 * best)
+
+
+@pytest.mark.mpi
+def test_startup_starts_both_ways(run_command, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    argv = [*BENCH, "startup", "-np", "2", "--runs", "1", "--json", str(path)]
+    done = run_command(argv, timeout_s=100)
+    assert done.returncode == 0, done
+    found = json.loads(path.read_text())
+    for way in ("hvdtrain_run_s", "mpirun_s"):
+        assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found[way].values())
+    assert len(found["probes"]) == 2

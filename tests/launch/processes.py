@@ -1,0 +1,24 @@
+"""Whether processes are gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["alive", "assert_all_end"]
+
+
+def alive(pid: int) -> bool:
+    """Whether ``pid`` runs; one that ended and waits to be reaped doesn't."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def assert_all_end(pids: Sequence[int]) -> None:
+    deadline = time.monotonic() + 3
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not [pid for pid in pids if alive(pid)]

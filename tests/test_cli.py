@@ -1,0 +1,99 @@
+"""The command line: help, version, usage errors, and what it costs to import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain.cli import COMMANDS, main
+from hvdtrain.version import __version__
+from tests.harness.jobs import REPOSITORY
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hvdtrain {__version__}\n"
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, (_, summary) in COMMANDS.items():
+        assert name in shown
+        assert summary in shown
+
+
+def test_help_of_run_is_grouped_and_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("job:", "settings of the ranks:", "examples:", "exit codes:"):
+        assert part in shown
+    for flag in ("-np N, --num-proc N", "--grace-s", "--timeout-s", "--share-gpus"):
+        assert flag in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+USAGE_ERRORS = {
+    "nothing": ([], "COMMAND"),
+    "unknown-command": (["rnu"], "'rnu'"),
+    "no-np": (["run", "--", "python"], "-np"),
+    "np-zero": (["run", "-np", "0", "python"], "got '0', expected a whole number above 0"),
+    "np-text": (["run", "-np", "two", "python"], "got 'two'"),
+    "no-program": (["run", "-np", "2"], "No program was named"),
+    "no-program-after-dashes": (["run", "-np", "2", "--"], "No program was named"),
+    "unknown-flag": (["run", "--nq", "2", "-np", "2", "python"], "-"),
+    "setting": (["run", "-np", "2", "--timeout-s", "-1", "python"], "--timeout-s"),
+    "choice": (["run", "-np", "2", "--collectives", "x", "true"], "expected one of auto, mpi"),
+    "grace": (["run", "-np", "2", "--grace-s", "nan", "true"], "expected seconds"),
+}
+
+
+@pytest.mark.parametrize(("argv", "told"), USAGE_ERRORS.values(), ids=USAGE_ERRORS)
+def test_usage_errors_exit_2(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert captured.out == ""
+
+
+def test_a_bad_variable_is_told_once_and_before_the_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDTRAIN_CHUNK_BYTES", "many")
+    assert main(["run", "-np", "4", "--", "python", "-c", "print('started')"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("HVDTRAIN_CHUNK_BYTES='many'") == 1
+    assert captured.out == ""
+
+
+def test_what_can_not_start_exits_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["run", "-np", "2", "--", "python"]) == 1
+    assert "No mpirun was found" in capsys.readouterr().err
+
+
+def test_python_m_hvdtrain_is_the_command() -> None:
+    argv = [sys.executable, "-m", "hvdtrain", "--version"]
+    shown = subprocess.check_output(argv, cwd=REPOSITORY, text=True, timeout=30)
+    assert shown == f"hvdtrain {__version__}\n"
+
+
+def test_the_command_loads_nothing_heavy() -> None:
+    code = """if True:
+        import sys
+        from hvdtrain.cli import main
+        assert main(["run", "--help"]) == 0
+        import hvdtrain.launch.local
+        heavy = {"tensorflow", "keras", "numpy", "mpi4py", "importlib.metadata"}
+        print("HEAVY", sorted(heavy & set(sys.modules)))
+    """
+    argv = [sys.executable, "-c", code]
+    shown = subprocess.check_output(argv, cwd=REPOSITORY, text=True, timeout=30)
+    assert shown.splitlines()[-1] == "HEAVY []"
