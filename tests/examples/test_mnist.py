@@ -1,0 +1,79 @@
+"""The first thing that a newcomer sees."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.harness.jobs import REPOSITORY, Completed
+
+MNIST = REPOSITORY / "examples" / "mnist.py"
+
+STEP = re.compile(r"step \d+, loss = \d+\.\d\d \(\d+\.\d examples/sec; \d+\.\d{3} sec/batch\)")
+
+
+def _test_accuracy(done: Completed) -> float:
+    assert done.returncode == 0, done
+    found = re.findall(r"^test accuracy = ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert len(found) == 1, done
+    return float(found[0])
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_learn_the_digits(launch, tmp_path: Path) -> None:
+    # Threads are left to TensorFlow, as for a user.
+    done = launch(2, MNIST, timeout_s=240)
+    accuracy = _test_accuracy(done)
+    assert accuracy >= 0.97, done
+
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    # 4,000 digits in joint batches of 128: 32 steps in each of 10 epochs.
+    assert [line.split(",")[0] for line in lines if STEP.fullmatch(line)] == [
+        f"step {step}" for step in range(10, 321, 10)
+    ]
+    assert sum(line.startswith("epoch ") and "val_accuracy" in line for line in lines) == 10
+    assert "model: runs/mnist/model.keras" in lines
+    logs = tmp_path / "runs/mnist/logs"
+    assert f"TensorBoard: tensorboard --logdir {logs.relative_to(tmp_path)}" in lines
+    # One writer: the chief's.
+    assert len(list((logs / "train").glob("events.out.*"))) == 1
+
+    assert _evaluate_without_hvdtrain(launch, tmp_path) == pytest.approx(accuracy, abs=1e-4)
+
+
+def _evaluate_without_hvdtrain(launch, folder: Path) -> float:
+    done = launch(
+        None,
+        f"""
+        import sys
+        sys.modules["hvdtrain"] = sys.modules["mpi4py"] = None  # as if not installed
+        sys.path.insert(0, {str(MNIST.parent)!r})
+        import keras
+        from mnist_data import load_digits
+
+        model = keras.models.load_model("runs/mnist/model.keras")
+        digits = load_digits()
+        results = model.evaluate(
+            digits.test_images[..., None], digits.test_labels, verbose=0, return_dict=True
+        )
+        print(f"test accuracy = {{results['accuracy']:.4f}}")
+        """,
+    )
+    return _test_accuracy(done)
+
+
+def test_alone_it_needs_no_mpi(launch, tmp_path: Path) -> None:
+    # Python without MPI, and without the plugin that would load it.
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['mpi4py'] = None")
+    done = launch(
+        None,
+        MNIST,
+        *("--epochs", "1", "--run-dir", "results"),
+        env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+        timeout_s=100,
+    )
+    assert _test_accuracy(done) > 0.7
+    assert (tmp_path / "results" / "model.keras").exists()
+    assert (tmp_path / "results" / "logs").is_dir()

@@ -1,0 +1,75 @@
+"""What the documents say is what there is."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import hvdtrain
+from hvdtrain.config import Settings, variable_name
+from tests.harness.jobs import REPOSITORY
+
+DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def _name(path: Path) -> str:
+    return path.name
+
+
+def _settings_table() -> str:
+    rows = []
+    for entry in dataclasses.fields(Settings):
+        flag = "--" + entry.name.replace("_", "-")
+        default = int(entry.default) if isinstance(entry.default, bool) else entry.default
+        shown = f"{default:g}" if isinstance(default, float) else default
+        meaning = entry.metadata["help"].replace("|", "\\|")
+        rows.append(f"| `{flag}` | `{variable_name(entry.name)}` | `{shown}` | {meaning} |")
+    return "\n".join(rows)
+
+
+def test_the_settings_table_is_complete() -> None:
+    text = (REPOSITORY / "docs" / "settings.md").read_text()
+    table = _settings_table()
+    assert table in text, f"docs/settings.md should hold these lines:\n{table}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_code_is_python_and_its_names_exist(path: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
+        ast.parse(textwrap.dedent(block))
+    for name in re.findall(r"\bhvdtrain\.([a-zA-Z]\w+)\(", path.read_text()):
+        assert name in hvdtrain.__all__, f"{path.name} calls hvdtrain.{name}()"
+
+
+def test_errors_of_the_readme_exist() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    for name in re.findall(r"^\| `(\w+Error)`", text, re.MULTILINE):
+        assert issubclass(getattr(hvdtrain, name), hvdtrain.HvdtrainError)
+
+
+def test_commands_have_the_flags_that_documents_show(run_command) -> None:
+    shown = run_command([sys.executable, "-m", "hvdtrain", "run", "--help"]).stdout
+    for path in DOCUMENTS:
+        for line in re.findall(r"hvdtrain run (.*?) -- ", path.read_text()):
+            for flag in re.findall(r"(?<!\S)--?[a-z-]+", line):
+                assert flag in shown, f"{path.name} shows hvdtrain run {flag}"
+
+
+def test_make_has_the_targets_that_documents_show() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    for path in DOCUMENTS:
+        for command in re.findall(r"(?:^\$ |`)make ([a-z]+)", path.read_text(), re.MULTILINE):
+            assert command in targets, f"{path.name} shows make {command}"
