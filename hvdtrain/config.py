@@ -69,7 +69,7 @@ class Settings:
         "seconds a rank waits for the others in a collective before it raises an error",
     )
     chunk_bytes: int = _setting(
-        1 << 20, _positive_int, "bytes a rank passes through shared memory at a time"
+        2 << 20, _positive_int, "bytes a rank passes through shared memory at a time"
     )
     non_finite: str = _setting(
         "error",

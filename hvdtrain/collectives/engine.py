@@ -54,6 +54,8 @@ class Engine:
     """Base of the engines; see ``hvdtrain.collectives.base.Collectives`` for the contract."""
 
     kind = "engine"
+    # Among how many ranks a chunk is divided for combining it.
+    _shares = 1
 
     def __init__(self, rank: int, size: int, chunk_bytes: int, timeout_s: float) -> None:
         self.rank = rank
@@ -95,7 +97,7 @@ class Engine:
         call = self._call("allreduce", name, (op, _type_name(dtype), shapes))
         check_reducible(dtype, op)
         chunk_items = self._chunk_bytes // accumulator_dtype(dtype).itemsize
-        layout = plan_layout(shapes, dtype.itemsize, chunk_items)
+        layout = plan_layout(shapes, dtype.itemsize, chunk_items, self._shares)
         with self._operation():
             outputs, flat = empty_outputs(self._pool, layout, dtype)
             flat_inputs = [array.reshape(-1) for array in arrays]

@@ -114,11 +114,14 @@ def finish(out: np.ndarray, op: ReduceOp, size: int) -> None:
 class FiniteCheck:
     """Looks at results piece by piece, while they are in the cache, for NaN and infinity.
 
-    ``passed`` is the same on every rank, because the results are.
+    Args:
+        dtype: Of the results as the caller gets them: float32 holds sums that overflow a half
+            type.
     """
 
     def __init__(self, dtype: np.dtype) -> None:
         self.passed = True
+        self._dtype = dtype
         self._needed = is_floating(dtype)
         self._flags = np.empty(0, bool)
 
@@ -126,6 +129,9 @@ class FiniteCheck:
         """Check a flat array."""
         if not self._needed:
             return
+        if array.dtype != self._dtype:
+            with np.errstate(over="ignore"):
+                array = array.astype(self._dtype)
         if self._flags.size < array.size:
             self._flags = np.empty(array.size, bool)
         flags = self._flags[: array.size]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,15 +15,21 @@ import numpy as np
 __all__ = [
     "ALIGNMENT_BYTES",
     "BufferPool",
+    "Chunk",
     "Layout",
     "Piece",
+    "Scratch",
     "empty_outputs",
+    "pack",
     "plan_layout",
     "split_evenly",
+    "unpack",
 ]
 
 # TensorFlow takes over a NumPy array without copying it only at this alignment.
 ALIGNMENT_BYTES = 64
+# What is done to a piece, one thing after the other, stays within the core's own cache.
+PIECE_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -36,43 +44,89 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """What travels at a time; ``shares[r]`` are the pieces that rank ``r`` combines."""
+
+    items: int
+    shares: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """All of them, in their order."""
+        return itertools.chain.from_iterable(self.shares)
+
+
+@dataclass(frozen=True)
 class Layout:
     """Shapes cut into chunks of at most ``chunk_items`` items; all counts are items, not bytes."""
 
     shapes: tuple[tuple[int, ...], ...]
-    chunks: tuple[tuple[Piece, ...], ...]
-    chunk_sizes: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
     output_starts: tuple[int, ...]
     output_bytes: int
 
 
 @functools.lru_cache(maxsize=256)
-def plan_layout(shapes: tuple[tuple[int, ...], ...], itemsize: int, chunk_items: int) -> Layout:
-    """Lay arrays end to end and cut the sequence; a group without items is one empty chunk."""
-    chunks: list[tuple[Piece, ...]] = []
-    sizes: list[int] = []
-    pieces: list[Piece] = []
-    filled = 0
-    output_starts: list[int] = []
-    output_bytes = 0
-    for index, shape in enumerate(shapes):
-        items = math.prod(shape)
-        output_starts.append(output_bytes)
-        output_bytes += -(-items * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        start = 0
-        while start < items:
-            stop = min(items, start + chunk_items - filled)
-            pieces.append(Piece(index, start, stop, filled, filled + stop - start))
-            filled += stop - start
-            start = stop
-            if filled == chunk_items:
-                chunks.append(tuple(pieces))
-                sizes.append(filled)
-                pieces, filled = [], 0
-    if pieces or not chunks:
-        chunks.append(tuple(pieces))
-        sizes.append(filled)
-    return Layout(shapes, tuple(chunks), tuple(sizes), tuple(output_starts), output_bytes)
+def plan_layout(
+    shapes: tuple[tuple[int, ...], ...], itemsize: int, chunk_items: int, shares: int = 1
+) -> Layout:
+    """Lay arrays end to end and cut the sequence; a group without items is one empty chunk.
+
+    Args:
+        shapes: Of the arrays.
+        itemsize: Bytes of an item.
+        chunk_items: The most that a chunk holds.
+        shares: Into how many even shares each chunk is divided.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    total = sum(sizes)
+    piece_items = PIECE_BYTES // itemsize
+    output_starts = [0]
+    for size in sizes:
+        nbytes = -(-size * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        output_starts.append(output_starts[-1] + nbytes)
+    array_starts = [0, *itertools.accumulate(sizes)]
+    chunks = []
+    for begin in range(0, max(1, total), chunk_items):
+        items = min(chunk_items, total - begin)
+        chunks.append(
+            Chunk(
+                items,
+                tuple(
+                    tuple(_cut(array_starts, begin, begin + start, begin + stop, piece_items))
+                    for start, stop in split_evenly(items, shares)
+                ),
+            )
+        )
+    return Layout(shapes, tuple(chunks), tuple(output_starts[:-1]), output_starts[-1])
+
+
+def _cut(
+    array_starts: Sequence[int], origin: int, start: int, stop: int, piece_items: int
+) -> Iterator[Piece]:
+    """The pieces of arrays between two positions of the sequence; ``origin`` is the chunk's."""
+    index = bisect.bisect_right(array_starts, start) - 1
+    while start < stop:
+        if start == array_starts[index + 1]:
+            index += 1
+            continue
+        end = min(stop, array_starts[index + 1], start + piece_items)
+        first = array_starts[index]
+        yield Piece(index, start - first, end - first, start - origin, end - origin)
+        start = end
+
+
+def pack(pieces: Iterable[Piece], arrays: Sequence[np.ndarray], chunk: np.ndarray) -> None:
+    """Copy pieces of flat ``arrays`` to their places in ``chunk``."""
+    for piece in pieces:
+        chunk[piece.chunk_start : piece.chunk_stop] = arrays[piece.index][piece.start : piece.stop]
+
+
+def unpack(pieces: Iterable[Piece], chunk: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+    """Copy pieces of ``chunk`` to their places in flat ``arrays``, in the arrays' type."""
+    for piece in pieces:
+        part = chunk[piece.chunk_start : piece.chunk_stop]
+        np.copyto(arrays[piece.index][piece.start : piece.stop], part, casting="unsafe")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,6 +135,21 @@ def split_evenly(items: int, parts: int) -> tuple[tuple[int, int], ...]:
     share, rest = divmod(items, parts)
     starts = [part * share + min(part, rest) for part in range(parts + 1)]
     return tuple((starts[part], starts[part + 1]) for part in range(parts))
+
+
+class Scratch:
+    """Working memory by its use, which grows to the largest that was asked for."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, np.ndarray] = {}
+
+    def take(self, use: str, dtype: np.dtype, items: int) -> np.ndarray:
+        """A flat array with whatever it held before; the next call for this use takes it over."""
+        nbytes = items * dtype.itemsize
+        buffer = self._buffers.get(use)
+        if buffer is None or buffer.size < nbytes:
+            buffer = self._buffers[use] = np.empty(nbytes, np.uint8)
+        return buffer[:nbytes].view(dtype)
 
 
 class BufferPool:

@@ -12,7 +12,7 @@ from hvdtrain.collectives.alarm import Alarm
 from hvdtrain.collectives.base import ReduceOp
 from hvdtrain.collectives.engine import Call, Engine
 from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, combine, finish
-from hvdtrain.collectives.layout import Layout, split_evenly
+from hvdtrain.collectives.layout import Layout, Scratch, pack, split_evenly, unpack
 from hvdtrain.collectives.waiting import Patience
 from hvdtrain.errors import MismatchError
 
@@ -37,7 +37,7 @@ class OrderedAllreduce:
         self._comm = comm
         self._size: int = comm.Get_size()
         self._rank: int = comm.Get_rank()
-        self._scratch: dict[str, np.ndarray] = {}
+        self._scratch = Scratch()
 
     def run(self, data: np.ndarray, out: np.ndarray, op: ReduceOp, ranks: int) -> None:
         """Combine ``data`` of all ranks into ``out``, both flat and of one type.
@@ -49,25 +49,18 @@ class OrderedAllreduce:
         parts = ((0, data.size),) * self._size if small else split_evenly(data.size, self._size)
         start, stop = parts[self._rank]
         mine = stop - start
-        received = self._buffer("received", data.dtype, mine * self._size)
+        received = self._scratch.take("received", data.dtype, mine * self._size)
         if small:
             self._allgather_small(data, received)
         else:
             self._alltoall(data, received, parts)
-        accumulator = self._buffer("accumulator", wide, mine)
+        accumulator = self._scratch.take("accumulator", wide, mine)
         contributions = [received[r * mine : (r + 1) * mine] for r in range(self._size)]
-        combine(contributions, op, accumulator, self._buffer("widened", wide, mine))
+        combine(contributions, op, accumulator, self._scratch.take("widened", wide, mine))
         finish(accumulator, op, ranks)
         np.copyto(out[start:stop], accumulator, casting="unsafe")
         if not small:
             self._allgather_parts(out, parts)
-
-    def _buffer(self, use: str, dtype: np.dtype, items: int) -> np.ndarray:
-        nbytes = items * dtype.itemsize
-        buffer = self._scratch.get(use)
-        if buffer is None or buffer.size < nbytes:
-            buffer = self._scratch[use] = np.empty(nbytes, np.uint8)
-        return buffer[:nbytes].view(dtype)
 
     def _allgather_small(self, data: np.ndarray, received: np.ndarray) -> None:
         byte = self._mpi.BYTE
@@ -129,6 +122,7 @@ class MpiCollectives(Engine):
         self.alarm = Alarm(mpi, comm.Dup(), timeout_s, lambda: self._operations)
         self._patience = Patience(self.alarm, timeout_s, host.Get_size())
         self._ordered = OrderedAllreduce(mpi, self._comm)
+        self._scratch = Scratch()
         self._word = np.zeros(2, np.int64)
         self._agreed = np.zeros(2, np.int64)
 
@@ -185,20 +179,14 @@ class MpiCollectives(Engine):
     ) -> None:
         self._agree(call)
         dtype = inputs[0].dtype
-        packed = self._ordered._buffer("packed", dtype, layout.chunk_sizes[0])
-        reduced = self._ordered._buffer("reduced", dtype, layout.chunk_sizes[0])
-        for pieces, items in zip(layout.chunks, layout.chunk_sizes):
-            for piece in pieces:
-                packed[piece.chunk_start : piece.chunk_stop] = inputs[piece.index][
-                    piece.start : piece.stop
-                ]
-            self._ordered.run(packed[:items], reduced[:items], op, self.size)
+        for chunk in layout.chunks:
+            packed = self._scratch.take("packed", dtype, chunk.items)
+            reduced = self._scratch.take("reduced", dtype, chunk.items)
+            pack(chunk.pieces, inputs, packed)
+            self._ordered.run(packed, reduced, op, self.size)
             if finite is not None:
-                finite.look(reduced[:items])
-            for piece in pieces:
-                outputs[piece.index][piece.start : piece.stop] = reduced[
-                    piece.chunk_start : piece.chunk_stop
-                ]
+                finite.look(reduced)
+            unpack(chunk.pieces, reduced, outputs)
 
     def _exchange_counts(self, call: Call, counts: Sequence[int]) -> np.ndarray:
         mine = np.array([call.digest, *counts], np.int64)

@@ -3,18 +3,19 @@
 Every rank of a host owns a few slots of an MPI-3 shared window. A group of arrays travels
 through them chunk by chunk, so that what one rank writes the others find in the cache:
 
-    pack      copy my chunk into my slot
-    reduce    combine my share of the chunk from the slots of all ranks of the host
+    pack      copy what the other ranks of the host combine from my chunk into my slot
+    reduce    combine my share of the chunk: my own array and the others' slots
     network   (more than one host) combine that with the other hosts; each lane carries its share
     unpack    copy the result out
 
 The stages of consecutive chunks overlap: while chunk c is packed, chunk c-1 is reduced, and so
-on, so that a rank seldom waits for the others' latest stage. With four slots no stage can reach
+on, so that a rank seldom waits for the others' latest stage. From four slots on no stage can reach
 memory that another rank still needs; ``_run`` says why.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -25,17 +26,22 @@ import numpy as np
 from hvdtrain.collectives.base import ReduceOp
 from hvdtrain.collectives.engine import Call
 from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, combine, finish
-from hvdtrain.collectives.layout import Layout, split_evenly
+from hvdtrain.collectives.layout import Layout, pack, split_evenly, unpack
 from hvdtrain.collectives.mpi import MpiCollectives, OrderedAllreduce
 
 __all__ = ["SharedMemoryCollectives"]
 
-SLOTS = 4
+LEAST_SLOTS = 4
+# Of all slots of a host. What a rank writes into memory that another has in its cache costs far
+# more where the two don't share one; so a slot should have left the caches before its next turn.
+RING_BYTES = 96 << 20
+# Where MPI libraries keep shared windows; small in many containers.
+SHARED_MEMORY = "/dev/shm"
 HEADER_BYTES = 4096
-# Counters, each on a cache line of its own: chunks packed, reduced, back from the network; and
-# the digests of the latest two calls.
+# Counters, each on a cache line of its own: chunks packed, reduced, back from the network. For the
+# latest two calls, as a rank can be one ahead: their digests, and whether a result is not finite.
 LINE_WORDS = 8
-PACKED, REDUCED, RETURNED, DIGESTS = 0, LINE_WORDS, 2 * LINE_WORDS, 3 * LINE_WORDS
+PACKED, REDUCED, RETURNED, DIGESTS, NON_FINITE = range(0, 5 * LINE_WORDS, LINE_WORDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +76,8 @@ class SharedMemoryCollectives(MpiCollectives):
         self._comm.Allreduce(mpi.IN_PLACE, lanes, mpi.MIN)
         self._lanes = int(lanes[0])
         self._hosts = self._count_hosts()
+        self._shares = self._local_size
+        self._slots = self._choose_slots()
         self._lane_allreduce = self._join_lane()
         self._map_window()
         self._tickets = 0
@@ -91,8 +99,19 @@ class SharedMemoryCollectives(MpiCollectives):
         lane = self._comm.Split(color, self.rank)
         return OrderedAllreduce(self._mpi, lane) if in_lane else None
 
+    def _choose_slots(self) -> int:
+        """How many slots a rank of this host owns; the first rank decides."""
+        turn_bytes = (self._local_size + 1) * self._chunk_bytes
+        slots = np.array([max(LEAST_SLOTS, RING_BYTES // turn_bytes)], np.int64)
+        if os.path.isdir(SHARED_MEMORY):
+            free = os.statvfs(SHARED_MEMORY)
+            if slots[0] * turn_bytes > free.f_bavail * free.f_frsize // 2:
+                slots[0] = LEAST_SLOTS
+        self._host.Bcast(slots)
+        return int(slots[0])
+
     def _map_window(self) -> None:
-        slots_bytes = SLOTS * self._chunk_bytes
+        slots_bytes = self._slots * self._chunk_bytes
         results_bytes = slots_bytes if self._local_rank == 0 else 0
         nbytes = HEADER_BYTES + slots_bytes + results_bytes
         self._window = self._mpi.Win.Allocate_shared(nbytes, 1, comm=self._host)
@@ -121,8 +140,8 @@ class SharedMemoryCollectives(MpiCollectives):
                 usable = self._chunk_bytes // of.itemsize * of.itemsize
                 return self._memory[rank][start : start + usable].view(of)
 
-            slots = [[view(rank, n, dtype) for n in range(SLOTS)] for rank in self._everyone]
-            results = [view(0, SLOTS + n, wide) for n in range(SLOTS)]
+            slots = [[view(rank, n, dtype) for n in range(self._slots)] for rank in self._everyone]
+            results = [view(0, self._slots + n, wide) for n in range(self._slots)]
             views = slots, results, np.empty(results[0].size, wide)
             self._views[dtype.name] = views
         return views
@@ -140,6 +159,7 @@ class SharedMemoryCollectives(MpiCollectives):
     def _announce(self, call: Call) -> None:
         """Write what I am about to do where the others compare it; see ``_check_digests``."""
         self._mine[DIGESTS + self._operations % 2] = call.digest
+        self._mine[NON_FINITE + self._operations % 2] = False
         self._window.Sync()
 
     def _check_digests(self, call: Call) -> None:
@@ -186,6 +206,9 @@ class SharedMemoryCollectives(MpiCollectives):
         )
         self._run(job)
         self._tickets += len(layout.chunks)
+        if finite is not None:
+            word = NON_FINITE + self._operations % 2
+            finite.passed = not any(words[word] for words in self._words)
 
     def _run(self, job: _Job) -> None:
         """Send all chunks through the stages, the next one a stage behind.
@@ -201,48 +224,51 @@ class SharedMemoryCollectives(MpiCollectives):
                 if 0 <= step - lag < chunks:
                     stage(job, step - lag)
 
-    def _pack(self, job: _Job, chunk: int) -> None:
-        slot = job.slots[self._local_rank][chunk % SLOTS]
-        for piece in job.layout.chunks[chunk]:
-            slot[piece.chunk_start : piece.chunk_stop] = job.inputs[piece.index][
-                piece.start : piece.stop
-            ]
-        self._signal(PACKED, job.base + chunk + 1)
+    def _pack(self, job: _Job, number: int) -> None:
+        slot = job.slots[self._local_rank][number % self._slots]
+        for local_rank, pieces in enumerate(job.layout.chunks[number].shares):
+            if local_rank != self._local_rank:
+                pack(pieces, job.inputs, slot)
+        self._signal(PACKED, job.base + number + 1)
 
-    def _reduce(self, job: _Job, chunk: int) -> None:
-        self._wait(PACKED, self._everyone, job.base + chunk + 1, job.call)
-        if chunk == 0:
+    def _reduce(self, job: _Job, number: int) -> None:
+        self._wait(PACKED, self._everyone, job.base + number + 1, job.call)
+        if number == 0:
             self._check_digests(job.call)
-        start, stop = split_evenly(job.layout.chunk_sizes[chunk], self._local_size)[
-            self._local_rank
-        ]
-        result = job.results[chunk % SLOTS][start:stop]
-        contributions = [slots[chunk % SLOTS][start:stop] for slots in job.slots]
-        combine(contributions, job.op, result, job.scratch)
-        if self._hosts == 1:
-            finish(result, job.op, self.size)
-        self._signal(REDUCED, job.base + chunk + 1)
+        result = job.results[number % self._slots]
+        packed = [slots[number % self._slots] for slots in job.slots]
+        pieces = job.layout.chunks[number].shares[self._local_rank]
+        for piece in pieces:
+            start, stop = piece.chunk_start, piece.chunk_stop
+            contributions = [slot[start:stop] for slot in packed]
+            mine = job.inputs[piece.index][piece.start : piece.stop]
+            contributions[self._local_rank] = mine
+            combine(contributions, job.op, result[start:stop], job.scratch)
+            if self._hosts == 1:
+                finish(result[start:stop], job.op, self.size)
+                self._look(job, result[start:stop])
+        self._signal(REDUCED, job.base + number + 1)
 
-    def _network(self, job: _Job, chunk: int) -> None:
+    def _look(self, job: _Job, share: np.ndarray) -> None:
+        """Tell the ranks of this host whether the share is finite; together they see all."""
+        if job.finite is not None and job.finite.passed:
+            job.finite.look(share)
+            self._mine[NON_FINITE + self._operations % 2] = not job.finite.passed
+
+    def _network(self, job: _Job, number: int) -> None:
         if self._lane_allreduce is None:
             return
-        self._wait(REDUCED, self._everyone, job.base + chunk + 1, job.call)
-        start, stop = split_evenly(job.layout.chunk_sizes[chunk], self._lanes)[self._local_rank]
-        share = job.results[chunk % SLOTS][start:stop]
+        self._wait(REDUCED, self._everyone, job.base + number + 1, job.call)
+        lanes = split_evenly(job.layout.chunks[number].items, self._lanes)
+        start, stop = lanes[self._local_rank]
+        share = job.results[number % self._slots][start:stop]
         self._lane_allreduce.run(share, share, job.op, self.size)
-        self._signal(RETURNED, job.base + chunk + 1)
+        self._look(job, share)
+        self._signal(RETURNED, job.base + number + 1)
 
-    def _unpack(self, job: _Job, chunk: int) -> None:
+    def _unpack(self, job: _Job, number: int) -> None:
         if self._hosts == 1:
-            self._wait(REDUCED, self._everyone, job.base + chunk + 1, job.call)
+            self._wait(REDUCED, self._everyone, job.base + number + 1, job.call)
         else:
-            self._wait(RETURNED, range(self._lanes), job.base + chunk + 1, job.call)
-        result = job.results[chunk % SLOTS]
-        narrowed = result.dtype != job.inputs[0].dtype
-        if job.finite is not None and not narrowed:
-            job.finite.look(result[: job.layout.chunk_sizes[chunk]])
-        for piece in job.layout.chunks[chunk]:
-            out = job.outputs[piece.index][piece.start : piece.stop]
-            np.copyto(out, result[piece.chunk_start : piece.chunk_stop], casting="unsafe")
-            if job.finite is not None and narrowed:
-                job.finite.look(out)  # float32 holds sums that overflow a half type
+            self._wait(RETURNED, range(self._lanes), job.base + number + 1, job.call)
+        unpack(job.layout.chunks[number].pieces, job.results[number % self._slots], job.outputs)

@@ -13,7 +13,7 @@ __all__ = ["Patience"]
 # About 100 microseconds: ranks in step meet within it.
 SPINS = 1000
 FIRST_PAUSE_S = 20e-6
-LONGEST_PAUSE_S = 500e-6
+LONGEST_PAUSE_S = 100e-6
 ALARM_INTERVAL_S = 5e-3
 
 

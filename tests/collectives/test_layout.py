@@ -10,9 +10,12 @@ import pytest
 from hvdtrain.collectives.layout import (
     ALIGNMENT_BYTES,
     BufferPool,
+    Scratch,
     empty_outputs,
+    pack,
     plan_layout,
     split_evenly,
+    unpack,
 )
 
 SHAPES = {
@@ -26,26 +29,51 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("shares", [1, 2, 3])
 @pytest.mark.parametrize("chunk_items", [1, 4, 7, 1000])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-def test_every_item_lies_in_one_place(shapes, chunk_items: int) -> None:
-    layout = plan_layout(shapes, 4, chunk_items)
+def test_every_item_lies_in_one_place(shapes, chunk_items: int, shares: int) -> None:
+    layout = plan_layout(shapes, 4, chunk_items, shares)
     items = [math.prod(shape) for shape in shapes]
     where = [np.full(count, -1) for count in items]
     position = 0
-    for pieces, size in zip(layout.chunks, layout.chunk_sizes):
+    for chunk in layout.chunks:
         filled = 0
-        for piece in pieces:
+        for piece in chunk.pieces:
             assert piece.chunk_start == filled
             assert piece.chunk_stop - piece.chunk_start == piece.stop - piece.start > 0
             filled = piece.chunk_stop
             where[piece.index][piece.start : piece.stop] = np.arange(
                 position + piece.chunk_start, position + piece.chunk_stop
             )
-        assert filled == size <= chunk_items
-        position += size
+        assert filled == chunk.items <= chunk_items
+        sizes = [sum(piece.stop - piece.start for piece in share) for share in chunk.shares]
+        assert sizes == [stop - start for start, stop in split_evenly(chunk.items, shares)]
+        position += chunk.items
     assert np.concatenate(where).tolist() == list(range(sum(items)))
     assert len(layout.chunks) == max(1, -(-sum(items) // chunk_items))
+
+
+def test_what_is_packed_comes_back_in_its_own_type() -> None:
+    arrays = [np.arange(5, dtype=np.float16), np.zeros(0, np.float16), np.arange(9.0, 12.0)]
+    layout = plan_layout(((5,), (0,), (3,)), 2, 6, shares=2)
+    back = [np.full_like(array, -1) for array in arrays]
+    for chunk in layout.chunks:
+        buffer = np.empty(chunk.items, np.float32)
+        pack(chunk.pieces, arrays, buffer)
+        unpack(chunk.pieces, buffer, back)
+    for array, again in zip(arrays, back):
+        assert array.dtype == again.dtype
+        assert array.tolist() == again.tolist()
+
+
+def test_working_memory_grows_and_stays() -> None:
+    scratch = Scratch()
+    first = scratch.take("sums", np.dtype(np.float64), 10)
+    assert first.shape == (10,)
+    assert scratch.take("other", np.dtype(np.float64), 10).ctypes.data != first.ctypes.data
+    assert scratch.take("sums", np.dtype(np.float16), 40).ctypes.data == first.ctypes.data
+    assert scratch.take("sums", np.dtype(np.float64), 1000).shape == (1000,)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float16", "float64"])

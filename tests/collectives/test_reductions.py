@@ -161,6 +161,15 @@ def test_not_finite(subject: Subject) -> None:
         np.testing.assert_array_equal(result, np.full(many, engine.size, dtype))
 
 
+def test_not_finite_is_over_with_its_operation(subject: Subject) -> None:
+    """Also for ranks that have no share of the operations after it."""
+    engine = subject.engine
+    with pytest.raises(NonFiniteError):
+        engine.grouped_allreduce([np.full(1000, np.nan)], require_finite=True)
+    for _ in range(3):
+        engine.grouped_allreduce([np.ones(1)], require_finite=True)
+
+
 def test_overflow_of_the_result_is_not_finite(subject: Subject) -> None:
     """The sum fits float32, in which it is formed, but not the type that comes back."""
     engine = subject.engine
