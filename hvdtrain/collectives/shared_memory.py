@@ -29,7 +29,7 @@ from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, combine
 from hvdtrain.collectives.layout import Layout, pack, split_evenly, unpack
 from hvdtrain.collectives.mpi import MpiCollectives, OrderedAllreduce
 
-__all__ = ["SharedMemoryCollectives"]
+__all__ = ["SharedMemoryCollectives", "ring_slots"]
 
 LEAST_SLOTS = 4
 # Of all slots of a host. What a rank writes into memory that another has in its cache costs far
@@ -42,6 +42,22 @@ HEADER_BYTES = 4096
 # latest two calls, as a rank can be one ahead: their digests, and whether a result is not finite.
 LINE_WORDS = 8
 PACKED, REDUCED, RETURNED, DIGESTS, NON_FINITE = range(0, 5 * LINE_WORDS, LINE_WORDS)
+
+
+def ring_slots(local_size: int, chunk_bytes: int, free_bytes: int | None) -> int:
+    """Slots of one rank: as many as a ring of ``RING_BYTES`` holds, and at least four.
+
+    Args:
+        local_size: Ranks on the host; one more set of slots holds the results.
+        chunk_bytes: Size of a slot.
+        free_bytes: Of the file system that backs shared memory, None if unknown. A ring that
+            would take more than half of it is made as small as it can be.
+    """
+    turn_bytes = (local_size + 1) * chunk_bytes
+    slots = max(LEAST_SLOTS, RING_BYTES // turn_bytes)
+    if free_bytes is not None and slots * turn_bytes > free_bytes // 2:
+        return LEAST_SLOTS
+    return slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +116,12 @@ class SharedMemoryCollectives(MpiCollectives):
         return OrderedAllreduce(self._mpi, lane) if in_lane else None
 
     def _choose_slots(self) -> int:
-        """How many slots a rank of this host owns; the first rank decides."""
-        turn_bytes = (self._local_size + 1) * self._chunk_bytes
-        slots = np.array([max(LEAST_SLOTS, RING_BYTES // turn_bytes)], np.int64)
+        """How many slots each rank of this host owns; its first rank decides."""
+        free_bytes = None
         if os.path.isdir(SHARED_MEMORY):
-            free = os.statvfs(SHARED_MEMORY)
-            if slots[0] * turn_bytes > free.f_bavail * free.f_frsize // 2:
-                slots[0] = LEAST_SLOTS
+            space = os.statvfs(SHARED_MEMORY)
+            free_bytes = space.f_bavail * space.f_frsize
+        slots = np.array([ring_slots(self._local_size, self._chunk_bytes, free_bytes)], np.int64)
         self._host.Bcast(slots)
         return int(slots[0])
 
