@@ -261,7 +261,7 @@ def test_run_command_ends_a_program_that_hangs_with_its_children(run_command, tm
 import pathlib, subprocess
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 pathlib.Path({str(pid_file)!r}).write_text(str(child.pid))
-child.wait()
+child.wait(timeout=60)
 """
     done = run_command([sys.executable, "-c", program], timeout_s=2.0, may_time_out=True)
     assert done.timed_out

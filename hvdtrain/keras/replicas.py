@@ -67,26 +67,21 @@ def _without_names(config: Any) -> Any:
     return config
 
 
-def _plain(value: Any) -> Any:
-    """Losses without memory addresses, which differ from process to process."""
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, keras.losses.Loss):
+def _plain(loss: Any) -> Any:
+    """What ``compile`` took as loss, without memory addresses, which differ between processes."""
+    if isinstance(loss, dict):
+        return {key: _plain(entry) for key, entry in loss.items()}
+    if isinstance(loss, (list, tuple)):
+        return [_plain(entry) for entry in loss]
+    if isinstance(loss, keras.losses.Loss):
+        options = sorted(loss.get_config().items())
         return [
-            type(value).__name__,
-            sorted(
-                (k, repr(v))
-                for k, v in value.get_config().items()
-                if isinstance(v, (str, int, float))
-            ),
+            type(loss).__name__,
+            [(key, value) for key, value in options if isinstance(value, (str, int, float))],
         ]
-    return (
-        value
-        if isinstance(value, (str, type(None)))
-        else getattr(value, "__name__", type(value).__name__)
-    )
+    if loss is None or isinstance(loss, str):
+        return loss
+    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def broadcast_model(model: keras.Model, collectives: Collectives) -> None:
@@ -139,7 +134,7 @@ def average_statistics(model: keras.Model, collectives: Collectives) -> None:
     for dtype, entries in by_dtype.items():
         if dtype.kind in "iub":
             for variable, value in entries:
-                variable.assign(collectives.broadcast(value, name=f"broadcast {variable.path}"))
+                variable.assign(collectives.broadcast(value, name="layer statistics"))
             continue
         values = [value for _, value in entries]
         averages = collectives.grouped_allreduce(values, "average", name="layer statistics")

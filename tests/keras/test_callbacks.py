@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain import world as state
 from tests.keras.equivalence import alike
-from tests.keras.test_features import X, Y, classifier
+from tests.keras.features import X, Y, classifier
 
 
 class StopOn(keras.callbacks.Callback):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import DataError, MismatchError, ModelError, NonFiniteError
-from tests.keras.test_features import X, Y, classifier
+from tests.keras.features import X, Y, classifier
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.keras.test_features import X, Y, classifier
+from tests.keras.features import X, Y, classifier
 
 
 def plain_and_distributed(hvdtrain: Any) -> tuple[keras.Model, keras.Model]:

@@ -1,0 +1,65 @@
+"""A small model and data, and what they give in one process, for tests of single features."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.keras.equivalence import alike, distance, from_chief, weights
+
+JOINT_BATCH = 12
+ROWS = JOINT_BATCH * 4 + 5
+TOLERANCE = 1e-5
+rng = np.random.default_rng(2)
+X = rng.normal(size=(ROWS, 6)).astype("float32")
+Y = rng.integers(0, 3, ROWS)
+
+
+def classifier(**options: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    layers = [keras.Input((6,)), keras.layers.Dense(5, "relu"), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    options.setdefault("optimizer", keras.optimizers.SGD(0.1))
+    options.setdefault("loss", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile(**options)
+    return model
+
+
+def compare(hvdtrain, make, train) -> keras.Model:
+    """Train what ``make()`` returns alone on the chief and together on all ranks."""
+    alone = make()
+    if hvdtrain.is_chief():
+        train(alone, JOINT_BATCH)
+    elif not alone.optimizer.built:
+        alone.optimizer.build(alone.trainable_variables)
+    reference = from_chief(weights(alone))
+    together = make()
+    hvdtrain.distribute(together)
+    train(together, JOINT_BATCH // hvdtrain.size())
+    assert alike(together)
+    assert distance(together, reference) <= TOLERANCE
+    return together
+
+
+def train_arrays(model: keras.Model, batch_size: int, **options: Any) -> None:
+    model.fit(X, Y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0, **options)
+
+
+class OwnStep(keras.Model):
+    """A subclassed model with its own train_step, as Keras' guides write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
