@@ -21,7 +21,7 @@ from typing import Literal
 
 from hvdtrain.errors import LaunchError
 
-__all__ = ["Launcher", "Topology", "read_topology"]
+__all__ = ["Launcher", "Topology", "read_topology", "slurm_task_counts"]
 
 Launcher = Literal["openmpi", "hydra", "horovod-gloo", "slurm", "none"]
 
@@ -170,17 +170,28 @@ def _is_task_of_step(environ: Mapping[str, str], local_size: int) -> bool:
 
 
 def _tasks_per_node(environ: Mapping[str, str]) -> list[int]:
-    """The step's tasks on each of its nodes; Slurm writes ``2(x3),1`` for 2, 2, 2, 1."""
+    """The step's tasks on each of its nodes."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     text = _text(environ, name, "slurm")
+    try:
+        return slurm_task_counts(text)
+    except ValueError as error:
+        raise LaunchError(
+            f"srun set {name}={text!r}, which {error}. If it is left from another job, unset it."
+        ) from None
+
+
+def slurm_task_counts(text: str) -> list[int]:
+    """The tasks on each node; Slurm writes ``2(x3),1`` for 2, 2, 2, 1.
+
+    Raises:
+        ValueError: With what can't be read and what is expected, as the end of a sentence.
+    """
     counts: list[int] = []
     for entry in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
         if match is None:
-            raise LaunchError(
-                f"srun set {name}={text!r}, which can't be read at {entry!r}; expected counts "
-                "like 4 or 2(x3),1. If it is left from another job, unset it."
-            )
+            raise ValueError(f"can't be read at {entry!r}; expected counts like 4 or 2(x3),1")
         counts.extend([int(match[1])] * int(match[2] or 1))
     return counts
 

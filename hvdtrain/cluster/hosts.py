@@ -1,0 +1,254 @@
+"""Hosts and how many ranks each takes, as named by ``-H``, by a hostfile or by Slurm.
+
+A host is a name, an IPv4 or an IPv6 address; ``node[01-04,07]`` stands for several. Each takes as
+many ranks as it has slots, one where nothing is said:
+
+==================  =====================================================================
+``-H``              ``a:4,b:4``, ``node[01-04,07]:2``, ``10.0.0.1:2``, ``[fe80::1]:4``
+Open MPI            ``a slots=4 max_slots=8``
+MPICH, Intel MPI    ``a:4``
+Horovod             ``a slots=4``, ``a:4``
+Slurm               ``node[01-04,07]`` and the tasks per node, ``2(x3),1``
+==================  =====================================================================
+
+Hosts stay in the order of the text, since it decides which ranks they get. A host that is named
+again gets the slots of both; names compare without case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hvdtrain.cluster.topology import slurm_task_counts
+from hvdtrain.errors import ConfigurationError
+
+__all__ = ["Host", "merge_hosts", "parse_hostfile", "parse_hosts", "slurm_hosts"]
+
+_LIST_EXPECTED = (
+    "Expected hosts with the number of ranks that each takes (1 where none is given), like "
+    "a:4,b:4, node[01-04,07]:2, 10.0.0.1:2 or [fe80::1]:4."
+)
+_FILE_EXPECTED = (
+    "Expected one host a line: its name, IPv4 or IPv6 address, or a list like node[01-04,07]; "
+    "then slots=4 (and max_slots=8), or :4 right behind the name, or nothing for one slot; # "
+    "starts a comment."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A host that ranks can be started on.
+
+    Attributes:
+        name: Name or address, without brackets.
+        slots: Ranks that it takes.
+        max_slots: Ranks that it takes at most when more are asked for than all hosts have slots;
+            ``None`` for any number.
+    """
+
+    name: str
+    slots: int
+    max_slots: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ConfigurationError(f"{self.name} has slots={self.slots}, expected 1 or more")
+        if self.max_slots is not None and self.max_slots < self.slots:
+            raise ConfigurationError(
+                f"{self.name} has max_slots={self.max_slots}, expected at least its slots, "
+                f"{self.slots}"
+            )
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Read the value of ``-H``.
+
+    Raises:
+        ConfigurationError: Something in it is no host, or there is none.
+    """
+    try:
+        return merge_hosts(
+            Host(name=name, slots=1 if slots is None else slots) for name, slots in _read_list(text)
+        )
+    except ValueError as error:
+        raise ConfigurationError(
+            f"The list of hosts {text!r} can't be read: {error}. {_LIST_EXPECTED}"
+        ) from None
+
+
+def parse_hostfile(text: str, path: str) -> list[Host]:
+    """Read the content of a hostfile; lines of several dialects may stand side by side.
+
+    Args:
+        text: The content.
+        path: Where it is from, for messages.
+
+    Raises:
+        ConfigurationError: A line can't be read, or there is no host; the message names the path,
+            the line and what is accepted.
+    """
+    hosts: list[Host] = []
+    for number, line in enumerate(re.split(r"\r\n?|\n", text.removeprefix("\ufeff")), start=1):
+        try:
+            hosts += _read_line(re.sub(r"(^|\s)#.*", "", line).strip())
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{path}, line {number}: {line.strip()!r} can't be read: {error}. {_FILE_EXPECTED}"
+            ) from None
+    if not hosts:
+        raise ConfigurationError(f"{path} names no host. {_FILE_EXPECTED}")
+    return merge_hosts(hosts)
+
+
+def slurm_hosts(environ: Mapping[str, str]) -> list[Host] | None:
+    """The hosts of the Slurm allocation that ``environ`` tells of; ``None`` outside of one.
+
+    A host takes as many ranks as Slurm would start tasks on it; one where Slurm doesn't tell.
+
+    Raises:
+        ConfigurationError: The variables can't be read or contradict each other.
+    """
+    nodes = environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        return None
+    tasks = environ.get("SLURM_TASKS_PER_NODE")
+    try:
+        names = [name for name, _ in _read_list(nodes)]
+        counts = _task_counts(tasks) if tasks else [1] * len(names)
+        if len(names) != len(counts):
+            # srun -N1 in a job of two nodes: the list is the job's, the counts are the step's.
+            raise ValueError(f"the list names {len(names)}, but there are tasks for {len(counts)}")
+        return merge_hosts(Host(name=name, slots=count) for name, count in zip(names, counts))
+    except ValueError as error:
+        raise ConfigurationError(
+            f"Slurm set SLURM_JOB_NODELIST={nodes!r} and SLURM_TASKS_PER_NODE={tasks!r}, which "
+            f"can't be used: {error}. Name the hosts with -H or --hostfile; or, if they are left "
+            "from another job, run: unset SLURM_JOB_NODELIST SLURM_TASKS_PER_NODE"
+        ) from None
+
+
+def merge_hosts(hosts: Iterable[Host]) -> list[Host]:
+    """Each host once, where it comes first and as it is spelled there, with all its slots."""
+    merged: dict[str, Host] = {}
+    for host in hosts:
+        first = merged.setdefault(host.name.lower(), host)
+        if first is host:
+            continue
+        limited = first.max_slots is not None and host.max_slots is not None
+        merged[host.name.lower()] = dataclasses.replace(
+            first,
+            slots=first.slots + host.slots,
+            max_slots=(first.max_slots or 0) + (host.max_slots or 0) if limited else None,
+        )
+    return list(merged.values())
+
+
+# What follows raises ValueError with the reason only; the functions above say where it is.
+
+
+def _read_line(line: str) -> list[Host]:
+    """The hosts of one line of a hostfile, comments removed."""
+    if not line:
+        return []
+    names, *words = re.sub(r"\s*=\s*", "=", line).split()
+    values: dict[str, int] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        key = key.lower().replace("-", "_")
+        if not equals or key not in ("slots", "max_slots"):
+            raise ValueError(f"{word!r} is neither slots=N nor max_slots=N")
+        if key in values:
+            raise ValueError(f"it has {key} twice")
+        values[key] = _count(value)
+    hosts = []
+    for name, slots in _read_list(names):
+        if slots is not None and "slots" in values:
+            raise ValueError(f"{name} has :{slots} and slots={values['slots']}, expected one")
+        slots = values.get("slots", 1) if slots is None else slots
+        hosts.append(Host(name=name, slots=slots, max_slots=values.get("max_slots")))
+    return hosts
+
+
+def _read_list(text: str) -> list[tuple[str, int | None]]:
+    """Names and slots of hosts separated by commas; those inside brackets separate numbers."""
+    hosts: list[tuple[str, int | None]] = []
+    for entry in re.split(r",(?![^\[\]]*\])", text):
+        hosts += _read_entry(entry.strip())
+    return hosts
+
+
+def _read_entry(text: str) -> list[tuple[str, int | None]]:
+    bracketed = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", text)
+    if bracketed is not None:
+        count = bracketed[2]
+        return [(_ipv6(bracketed[1]), None if count is None else _count(count))]
+    if text.count(":") > 1:
+        # fe80::1:4 is an address of its own; slots need the brackets.
+        return [(_ipv6(text), None)]
+    names, colon, count = text.partition(":")
+    slots = _count(count) if colon else None
+    return [(name, slots) for name in _expand(names)]
+
+
+def _ipv6(text: str) -> str:
+    import ipaddress  # costs a start milliseconds, and few need it
+
+    address, percent, zone = text.partition("%")
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        raise ValueError(f"{text!r} is no IPv6 address") from None
+    if percent and not re.fullmatch(r"[A-Za-z0-9_.-]+", zone):
+        raise ValueError(f"{text!r} is no IPv6 address with a zone, like fe80::1%eth0")
+    return text
+
+
+def _expand(text: str) -> list[str]:
+    """The hosts that ``node[01-04,07]`` stands for; a plain name stands for itself."""
+    if not text:
+        raise ValueError("a host is missing")
+    # A name that starts with "-" would reach ssh and mpirun as an option.
+    if not re.fullmatch(r"(?![-.])([A-Za-z0-9_.-]|\[[^\[\]]*\])+", text):
+        raise ValueError(
+            f"{text!r} is no host: names consist of letters, digits, '-', '_' and '.', start "
+            "with none of '-' and '.', and every '[' has its ']'"
+        )
+    # Names and insides of brackets take turns. Each range is expanded by itself, because
+    # ClusterShell sorts; RangeSet is the part of NodeSet that knows no groups, wildcards and
+    # configuration files, and loads in an eighth of the time.
+    parts = re.split(r"\[([^\[\]]*)\]", text)
+    choices = [_numbers(part) if index % 2 else [part] for index, part in enumerate(parts)]
+    return ["".join(choice) for choice in itertools.product(*choices)]
+
+
+def _numbers(ranges: str) -> list[str]:
+    """``01-03,07`` as 01, 02, 03, 07."""
+    from ClusterShell.RangeSet import RangeSet, RangeSetParseError
+
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        # RangeSet takes 1-2-3 for -2 to 3.
+        if not re.fullmatch(r"[0-9]+(-[0-9]+)?", part):
+            raise ValueError(f"{part!r} in [{ranges}] is neither a number nor a range like 01-04")
+        try:
+            numbers += RangeSet(part).striter()
+        except RangeSetParseError as error:
+            raise ValueError(f"the range {part} in [{ranges}] is wrong ({error})") from None
+    return numbers
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text):
+        raise ValueError(f"{text!r} is no number of slots")
+    return int(text)
+
+
+def _task_counts(text: str) -> list[int]:
+    try:
+        return slurm_task_counts(text)
+    except ValueError as error:
+        raise ValueError(f"SLURM_TASKS_PER_NODE {error}") from None

@@ -1,0 +1,206 @@
+"""Which rank runs where: from hosts and a number of ranks to a place for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hvdtrain.cluster.hosts import Host, merge_hosts
+from hvdtrain.errors import ConfigurationError
+
+__all__ = ["Place", "Role", "place", "share_of_cores", "table"]
+
+Role = Literal["chief", "worker"]
+
+# Hosts that a message lists before it counts the rest.
+_LISTED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one rank is to run.
+
+    Attributes:
+        rank: Number of the process in the job, from 0.
+        host: Name of its host, as it was spelled.
+        local_rank: Number of the process on its host, from 0.
+        local_size: Processes on its host.
+        node_rank: Index of its host among the hosts that got ranks.
+        role: ``"chief"`` for rank 0, ``"worker"`` for the others.
+        gpu: Index of its GPU on the host; ``None`` where the host isn't known to have any.
+        cores: First and last core, both included, of its share of the host; ``None`` where the
+            number of cores isn't known.
+    """
+
+    rank: int
+    host: str
+    local_rank: int
+    local_size: int
+    node_rank: int
+    role: Role
+    gpu: int | None
+    cores: tuple[int, int] | None
+
+
+def place(
+    hosts: Sequence[Host],
+    ranks: int | None,
+    *,
+    oversubscribe: bool = False,
+    share_gpus: bool = False,
+    cores: Mapping[str, int] | None = None,
+    gpus: Mapping[str, int] | None = None,
+) -> list[Place]:
+    """Give every rank a place: the first host's slots are filled first, then the second's.
+
+    Args:
+        hosts: Where ranks can run, in this order.
+        ranks: How many ranks; ``None`` for as many as there are slots.
+        oversubscribe: Whether more ranks than slots may run. The surplus is dealt out in turns,
+            one rank a host, up to each host's ``max_slots``.
+        share_gpus: Whether more ranks than GPUs may run on a host; they take the GPUs in turns.
+        cores: Number of cores by host name, where known. Ranks get equal shares, differing by
+            at most one core; where there are more ranks than cores, they take them in turns.
+        gpus: Number of GPUs by host name, where known.
+
+    Returns:
+        The places by rank. The ranks of a host follow each other; hosts without ranks are absent.
+
+    Raises:
+        ConfigurationError: The ranks don't fit on the hosts or on their GPUs.
+    """
+    hosts = merge_hosts(hosts)
+    counts = _ranks_per_host(hosts, ranks, oversubscribe=oversubscribe)
+    used = [(host.name, count) for host, count in zip(hosts, counts) if count > 0]
+    cores = _by_lower_name(cores)
+    gpus = _by_lower_name(gpus)
+    if not share_gpus:
+        _check_gpus(used, gpus)
+    places: list[Place] = []
+    for node_rank, (name, count) in enumerate(used):
+        for local_rank in range(count):
+            places.append(
+                Place(
+                    rank=len(places),
+                    host=name,
+                    local_rank=local_rank,
+                    local_size=count,
+                    node_rank=node_rank,
+                    role="worker" if places else "chief",
+                    gpu=_gpu(local_rank, gpus.get(name.lower(), 0)),
+                    cores=share_of_cores(local_rank, count, cores.get(name.lower(), 0)),
+                )
+            )
+    return places
+
+
+def table(places: Iterable[Place]) -> str:
+    """The places as text, one line a rank under a line of titles; ``-`` where nothing is known."""
+    rows = [("rank", "host", "local rank", "role", "GPU", "cores")]
+    for entry in places:
+        gpu = "-" if entry.gpu is None else str(entry.gpu)
+        row = (str(entry.rank), entry.host, str(entry.local_rank), entry.role, gpu)
+        rows.append((*row, _span(entry.cores)))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for rank, host, local_rank, role, gpu, cores in rows:
+        cells = (
+            rank.rjust(widths[0]),
+            host.ljust(widths[1]),
+            local_rank.rjust(widths[2]),
+            role.ljust(widths[3]),
+            gpu.rjust(widths[4]),
+            cores.rjust(widths[5]),
+        )
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
+
+
+def share_of_cores(local_rank: int, local_size: int, cores: int) -> tuple[int, int] | None:
+    """First and last core, both included, of one rank of a host; None for unknown cores."""
+    if cores < 1:
+        return None
+    if local_size > cores:
+        return local_rank % cores, local_rank % cores
+    first, after = (cores * index // local_size for index in (local_rank, local_rank + 1))
+    return first, after - 1
+
+
+def _ranks_per_host(hosts: Sequence[Host], ranks: int | None, *, oversubscribe: bool) -> list[int]:
+    if not hosts:
+        raise ConfigurationError("No host to run on; expected at least one. Name it with -H.")
+    slots = sum(host.slots for host in hosts)
+    ranks = slots if ranks is None else ranks
+    if ranks < 1:
+        raise ConfigurationError(f"{ranks} ranks can't be placed; ask for 1 or more.")
+    if ranks > slots:
+        _check_room(hosts, ranks, slots, oversubscribe=oversubscribe)
+    counts = []
+    left = ranks
+    for host in hosts:
+        counts.append(min(host.slots, left))
+        left -= counts[-1]
+    while left > 0:
+        for index, host in enumerate(hosts):
+            if left > 0 and (host.max_slots is None or counts[index] < host.max_slots):
+                counts[index] += 1
+                left -= 1
+    return counts
+
+
+def _check_room(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe: bool) -> None:
+    """Raise unless oversubscription is asked for and has room for ``ranks``, more than slots."""
+    limits = [host.max_slots for host in hosts if host.max_slots is not None]
+    most = sum(limits) if len(limits) == len(hosts) else None
+    fits = most is None or ranks <= most
+    if not oversubscribe:
+        has = _listing(_counted(host.name, host.slots, "slot") for host in hosts)
+        raise ConfigurationError(
+            f"{ranks} ranks don't fit: {has}, {slots} in all. Ask for {slots}, name more hosts"
+            + (", or pass --oversubscribe." if fits else ".")
+        )
+    if not fits:
+        takes = _listing(f"{host.name} takes at most {host.max_slots}" for host in hosts)
+        raise ConfigurationError(
+            f"{ranks} ranks don't fit, even with --oversubscribe: {takes}, {most} in all. Ask for "
+            f"{most}, name more hosts, or raise their max_slots."
+        )
+
+
+def _check_gpus(used: Sequence[tuple[str, int]], gpus: Mapping[str, int]) -> None:
+    short = [
+        _counted(name, gpus[name.lower()], "GPU") + f" for {count} ranks"
+        for name, count in used
+        if 0 < gpus.get(name.lower(), 0) < count
+    ]
+    if short:
+        raise ConfigurationError(
+            f"There are more ranks than GPUs: {_listing(short)}. Start one rank a GPU; or let "
+            "ranks share, with --share-gpus; or compute on the CPU, with CUDA_VISIBLE_DEVICES=-1."
+        )
+
+
+def _gpu(local_rank: int, gpus: int) -> int | None:
+    return local_rank % gpus if gpus > 0 else None
+
+
+def _by_lower_name(numbers: Mapping[str, int] | None) -> dict[str, int]:
+    return {name.lower(): number for name, number in (numbers or {}).items()}
+
+
+def _span(cores: tuple[int, int] | None) -> str:
+    if cores is None:
+        return "-"
+    first, last = cores
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _counted(name: str, number: int, thing: str) -> str:
+    return f"{name} has {number} {thing}{'' if number == 1 else 's'}"
+
+
+def _listing(parts: Iterable[str]) -> str:
+    parts = list(parts)
+    more = len(parts) - _LISTED
+    return ", ".join([*parts[:_LISTED], *([f"{more} more hosts"] if more > 0 else [])])

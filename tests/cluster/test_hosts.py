@@ -1,0 +1,345 @@
+"""Every dialect gives the right hosts; what can't be read says where and what would do."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from hvdtrain.cluster.hosts import Host, merge_hosts, parse_hostfile, parse_hosts, slurm_hosts
+from hvdtrain.cluster.topology import slurm_task_counts
+from hvdtrain.errors import ConfigurationError
+from tests.cluster import environments as env
+from tests.harness.jobs import REPOSITORY
+
+
+def hosts(*rows: tuple[str, int] | tuple[str, int, int]) -> list[Host]:
+    return [
+        Host(name=name, slots=slots, max_slots=more[0] if more else None)
+        for name, slots, *more in rows
+    ]
+
+
+NODES = ["node01", "node02", "node03", "node04", "node07"]
+
+LISTS = {
+    "one": ("a", [("a", 1)]),
+    "slots": ("a:4", [("a", 4)]),
+    "several": ("a:4,b:2,c", [("a", 4), ("b", 2), ("c", 1)]),
+    "line-end": ("a:4\n", [("a", 4)]),
+    "spaces": (" a:4, b ", [("a", 4), ("b", 1)]),
+    "order-of-text": ("b:1,a:1", [("b", 1), ("a", 1)]),
+    "domain": ("gpu-1.rack_2.example.org:8", [("gpu-1.rack_2.example.org", 8)]),
+    "upper-case": ("NODE1:2", [("NODE1", 2)]),
+    "ipv4": ("10.0.0.1:2,10.0.0.2", [("10.0.0.1", 2), ("10.0.0.2", 1)]),
+    "ipv4-nodes": ("10.0.0.[9-11]:2", [("10.0.0.9", 2), ("10.0.0.10", 2), ("10.0.0.11", 2)]),
+    "ipv6": ("[fe80::1]:4", [("fe80::1", 4)]),
+    "ipv6-no-slots": ("[fe80::1]", [("fe80::1", 1)]),
+    "ipv6-bare": ("fe80::1", [("fe80::1", 1)]),
+    "ipv6-bare-is-no-slots": ("fe80::1:4", [("fe80::1:4", 1)]),
+    "ipv6-zone": ("[FE80::1%eth0]:2,fe80::2%ib0.1", [("FE80::1%eth0", 2), ("fe80::2%ib0.1", 1)]),
+    "ipv6-of-ipv4": ("::ffff:10.0.0.1,::1", [("::ffff:10.0.0.1", 1), ("::1", 1)]),
+    "nodes": ("node[01-04,07]:2", [(name, 2) for name in NODES]),
+    "nodes-no-slots": ("node[01-04,07]", [(name, 1) for name in NODES]),
+    "nodes-and-others": (
+        "z:3,n[2-3]:2,[::1]:4,a",
+        [("z", 3), ("n2", 2), ("n3", 2), ("::1", 4), ("a", 1)],
+    ),
+    "two-dimensions": (
+        "r[1-2]n[01-02]",
+        [("r1n01", 1), ("r1n02", 1), ("r2n01", 1), ("r2n02", 1)],
+    ),
+    "order-inside-brackets": ("n[7,1-2]", [("n7", 1), ("n1", 1), ("n2", 1)]),
+    "order-in-two-dimensions": (
+        "r[2,1]n[3,1]:2",
+        [("r2n3", 2), ("r2n1", 2), ("r1n3", 2), ("r1n1", 2)],
+    ),
+    "widths": ("n[9-10,09-10]", [("n9", 1), ("n10", 2), ("n09", 1)]),
+    "digits-around": ("n1[0-1]5-ib", [("n105-ib", 1), ("n115-ib", 1)]),
+    "same-again": ("a:2,b:1,A:3", [("a", 5), ("b", 1)]),
+    "same-as-horovod-counts": ("a,a,a", [("a", 3)]),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), LISTS.values(), ids=LISTS)
+def test_lists(text: str, expected: list[tuple[str, int]]) -> None:
+    assert parse_hosts(text) == hosts(*expected)
+
+
+BAD_LISTS = {
+    "empty": ("", "a host is missing"),
+    "comma-at-end": ("a:4,", "a host is missing"),
+    "only-slots": (":4", "a host is missing"),
+    "no-slots-after-colon": ("a:", "'' is no number of slots"),
+    "slots-no-number": ("a:four", "'four' is no number of slots"),
+    "slots-zero": ("a:0", "a has slots=0"),
+    "slots-negative": ("a:-1", "'-1' is no number of slots"),
+    "slots-fraction": ("a:1.5", "'1.5' is no number"),
+    "slots-not-ascii": ("a:²", "is no number of slots"),
+    "slots-behind-space": ("a 4", "'a 4' is no host"),
+    "two-colons": ("a:4:4", "'a:4:4' is no IPv6 address"),
+    "ipv6-bad": ("[fe80::1::2]:4", "'fe80::1::2' is no IPv6 address"),
+    "ipv6-slots": ("[fe80::1]:x", "'x' is no number of slots"),
+    "ipv6-rest": ("[fe80::1]4", "'[fe80::1]4' is no IPv6 address"),
+    "ipv6-zone": ("fe80::1%", "with a zone"),
+    "ipv6-zone-characters": ("fe80::1%a;b", "with a zone"),
+    "ipv6-nodes": ("fe80::[1-2]", "no IPv6 address"),
+    "group": ("@all", "'@all' is no host"),
+    "group-and-nodes": ("n[1-2]@all", "is no host"),
+    "user": ("me@a:2", "'me@a' is no host"),
+    "minus": ("n[1-9]!n[2-3]", "is no host"),
+    "and": ("n[1-9]&n[2-3]", "is no host"),
+    "xor": ("n[1-9]^n[2-3]", "is no host"),
+    "wildcard": ("n*[1-2]", "is no host"),
+    "option": ("-oProxyCommand=x", "is no host"),
+    "option-short": ("a,-x:2", "'-x' is no host"),
+    "dot-first": (".a", "is no host"),
+    "shell": ("a;reboot", "is no host"),
+    "letters": ("knödel", "is no host"),
+    "line-inside": ("a\nb", "is no host"),
+    "unclosed": ("n[1-2", "is no host"),
+    "unclosed-then-more": ("n[1,b:2", "is no host"),
+    "unopened": ("n1-2]", "is no host"),
+    "nested": ("n[1,[2]]", "is no host"),
+    "brackets-empty": ("n[]", "'' in [] is neither"),
+    "range-empty": ("n[1,,2]", "'' in [1,,2] is neither"),
+    "range-open": ("n[1-]", "'1-' in [1-] is neither"),
+    "range-negative": ("n[-1]", "'-1' in [-1] is neither"),
+    "range-of-three": ("n[1-2-3]", "'1-2-3' in"),
+    "range-step": ("n[1-9/2]", "'1-9/2' in"),
+    "range-letters": ("n[a-c]", "'a-c' in"),
+    "range-backwards": ("n[3-1]", "the range 3-1 in [3-1] is wrong"),
+    "range-widths": ("n[01-100]", "the range 01-100 in [01-100] is wrong"),
+}
+
+
+@pytest.mark.parametrize(("text", "told"), BAD_LISTS.values(), ids=BAD_LISTS)
+def test_bad_lists(text: str, told: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        parse_hosts(text)
+    message = str(raised.value)
+    assert told in message
+    assert repr(text) in message
+    assert "a:4,b:4" in message, "says what is expected"
+
+
+FILES = {
+    "openmpi": (
+        "a slots=4 max_slots=8\nb slots=2 max-slots=2\nc\n",
+        [("a", 4, 8), ("b", 2, 2), ("c", 1)],
+    ),
+    "openmpi-keys": ("a SLOTS=4 Max_Slots=8\nb MAX-SLOTS=3", [("a", 4, 8), ("b", 1, 3)]),
+    "openmpi-spaces": ("  a   slots = 4\tmax_slots= 8  \n", [("a", 4, 8)]),
+    "openmpi-any-order": ("a max_slots=8 slots=4", [("a", 4, 8)]),
+    "hydra": ("a:4\nb:2\nc", [("a", 4), ("b", 2), ("c", 1)]),
+    "hydra-max-slots": ("a:4 max_slots=8", [("a", 4, 8)]),
+    "horovod": ("a slots=4\nb:2\n", [("a", 4), ("b", 2)]),
+    "slurm": ("node[01-04,07]", [(name, 1) for name in NODES]),
+    "slurm-slots": ("node[01-04,07] slots=2 max_slots=3", [(name, 2, 3) for name in NODES]),
+    "slurm-colon": ("node[01-04,07]:2", [(name, 2) for name in NODES]),
+    "slurm-whole": ("n[2-3],login1 slots=2", [("n2", 2), ("n3", 2), ("login1", 2)]),
+    "slurm-dimensions": ("r[1-2]n[5]:3", [("r1n5", 3), ("r2n5", 3)]),
+    "comments": (
+        "# all\na slots=4 # the first\n\t# b slots=4\nc:2\t#d\n#\n",
+        [("a", 4), ("c", 2)],
+    ),
+    "blank-lines": ("\n\n  \na\n\t\nb\n\n", [("a", 1), ("b", 1)]),
+    "windows": ("a slots=4\r\n\r\n# c\r\nb:2\r\n", [("a", 4), ("b", 2)]),
+    "old-mac": ("a slots=4\rb:2\r", [("a", 4), ("b", 2)]),
+    "byte-order-mark": ("\ufeffa:2\nb", [("a", 2), ("b", 1)]),
+    "byte-order-mark-comment": ("\ufeff# mine\r\na:2", [("a", 2)]),
+    "no-line-end": ("a", [("a", 1)]),
+    "ipv4": ("10.0.0.1 slots=2\n10.0.0.2:3", [("10.0.0.1", 2), ("10.0.0.2", 3)]),
+    "ipv6": (
+        "fe80::1 slots=2\n[fe80::2]:3\n[fe80::3] slots=4\nfe80::4%eth0",
+        [("fe80::1", 2), ("fe80::2", 3), ("fe80::3", 4), ("fe80::4%eth0", 1)],
+    ),
+    "upper-case": ("GPU-A SLOTS=2\nGPU-B:3", [("GPU-A", 2), ("GPU-B", 3)]),
+    "dialects-mixed": (
+        "d slots=4\nc:3\nb\nn[1-2]:2",
+        [("d", 4), ("c", 3), ("b", 1), ("n1", 2), ("n2", 2)],
+    ),
+    "same-again": ("Node1 slots=2\nb\nNODE1:3\nnode1", [("Node1", 6), ("b", 1)]),
+    "same-in-a-list": ("n2:4\nn[1-3]:2", [("n2", 6), ("n1", 2), ("n3", 2)]),
+    "same-max-slots": ("a:2 max_slots=4\na:1 max_slots=1", [("a", 3, 5)]),
+    "same-max-slots-once": ("a:2 max_slots=4\na:1\nb:1\nb:1 max_slots=2", [("a", 3), ("b", 2)]),
+    "same-max-slots-not-last": ("a max_slots=4\na\na max_slots=2", [("a", 3)]),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), FILES.values(), ids=FILES)
+def test_files(text: str, expected: list[tuple[str, int]]) -> None:
+    assert parse_hostfile(text, "hostfiles/cluster") == hosts(*expected)
+
+
+@pytest.mark.parametrize("name", ["cluster.example", "local"])
+def test_files_that_we_ship(name: str) -> None:
+    path = REPOSITORY / "hostfiles" / name
+    assert parse_hostfile(path.read_text(), str(path))
+
+
+# Text, number of the line, that line as the message shows it, reason.
+BAD_FILES = {
+    "word": ("a\nb slots=2 fast", 2, "b slots=2 fast", "'fast' is neither"),
+    "slots-behind-space": ("a 4", 1, "a 4", "'4' is neither slots=N nor max_slots=N"),
+    "key": ("a port=22", 1, "a port=22", "'port=22' is neither"),
+    "key-alone": ("a slots", 1, "a slots", "'slots' is neither"),
+    "no-value": ("a slots=", 1, "a slots=", "'' is no number of slots"),
+    "no-number": ("a\nb\nc slots=two", 3, "c slots=two", "'two' is no number of slots"),
+    "zero": ("\n\na slots=0", 3, "a slots=0", "a has slots=0, expected 1 or more"),
+    "zero-colon": ("a:0", 1, "a:0", "a has slots=0"),
+    "negative": ("a slots=-2", 1, "a slots=-2", "'-2' is no number"),
+    "max-too-small": (
+        "a:4 max_slots=2",
+        1,
+        "a:4 max_slots=2",
+        "a has max_slots=2, expected at least its slots, 4",
+    ),
+    "max-zero": ("a max_slots=0", 1, "a max_slots=0", "max_slots=0"),
+    "max-too-small-in-part": ("a:9 max_slots=9\na:4 max_slots=2", 2, "a:4 max_slots=2", "4"),
+    "slots-twice": ("a slots=2 slots=2", 1, "a slots=2 slots=2", "slots twice"),
+    "max-twice": ("a max_slots=2 max-slots=2", 1, "a max_slots=2 max-slots=2", "max_slots twice"),
+    "colon-and-slots": ("a:2 slots=2", 1, "a:2 slots=2", "a has :2 and slots=2"),
+    "ipv6-colon-and-slots": ("[::1]:2 slots=3", 1, "[::1]:2 slots=3", "::1 has :2 and slots=3"),
+    "exclusion": ("^a", 1, "^a", "'^a' is no host"),
+    "relative": ("+n0", 1, "+n0", "'+n0' is no host"),
+    "group": ("@gpu slots=2", 1, "@gpu slots=2", "'@gpu' is no host"),
+    "operator": ("n[1-9]!n3", 1, "n[1-9]!n3", "is no host"),
+    "comment-glued": ("a#b", 1, "a#b", "'a#b' is no host"),
+    "comment-glued-to-slots": ("a slots=4#b", 1, "a slots=4#b", "'4#b' is no number"),
+    "comment-is-shown": ("a b # c", 1, "a b # c", "'b' is neither"),
+    "list-unclosed": ("# x\nn[1-2 slots=2", 2, "n[1-2 slots=2", "'n[1-2' is no host"),
+    "list-backwards": ("n[2-1]", 1, "n[2-1]", "the range 2-1 in [2-1] is wrong"),
+    "ipv6": ("fe80::1::2", 1, "fe80::1::2", "is no IPv6 address"),
+    "windows": ("a\r\nb\r\nc x\r\n", 3, "c x", "'x' is neither"),
+    "old-mac": ("a\rb x", 2, "b x", "'x' is neither"),
+    "byte-order-mark-later": ("a\n\ufeffb", 2, "\ufeffb", "is no host"),
+    "only-slots": ("slots=4", 1, "slots=4", "'slots=4' is no host"),
+}
+
+
+@pytest.mark.parametrize(("text", "number", "line", "reason"), BAD_FILES.values(), ids=BAD_FILES)
+def test_bad_files(text: str, number: int, line: str, reason: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        parse_hostfile(text, "hosts/mine")
+    message = str(raised.value)
+    assert message.startswith(f"hosts/mine, line {number}: {line!r} can't be read: ")
+    assert reason in message
+    assert "slots=4 (and max_slots=8), or :4" in message, "says what is accepted"
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# a\n  # b", "\ufeff", "\r\n"])
+def test_a_file_without_hosts(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^hosts/mine names no host\. Expected one host"):
+        parse_hostfile(text, "hosts/mine")
+
+
+TWO_NODES = [("node1", 3), ("node2", 1)]
+
+ALLOCATIONS = {
+    "none": ({}, None),
+    "not-slurm": (env.OPENMPI_5, None),
+    "empty": ({"SLURM_JOB_NODELIST": "", "SLURM_TASKS_PER_NODE": "2"}, None),
+    "sbatch-script": (env.SBATCH_SCRIPT, TWO_NODES),
+    "salloc-shell": (env.SALLOC_SHELL, TWO_NODES),
+    "srun": (env.SRUN_PMIX, [("node1", 2), ("node2", 1)]),
+    "salloc-interactive-step": (
+        {**env.SALLOC_INTERACTIVE_STEP, "SLURM_JOB_NODELIST": "node[1-2]"},
+        TWO_NODES,
+    ),
+    "packed": (
+        {"SLURM_JOB_NODELIST": "a[01-03],b7", "SLURM_TASKS_PER_NODE": "2(x3),1"},
+        [("a01", 2), ("a02", 2), ("a03", 2), ("b7", 1)],
+    ),
+    "one-node": ({"SLURM_JOB_NODELIST": "gpu1", "SLURM_TASKS_PER_NODE": "4"}, [("gpu1", 4)]),
+    "dimensions": (
+        {"SLURM_JOB_NODELIST": "r[1-2]n[1-2]", "SLURM_TASKS_PER_NODE": "1,2,3,4"},
+        [("r1n1", 1), ("r1n2", 2), ("r2n1", 3), ("r2n2", 4)],
+    ),
+    "order": (
+        {"SLURM_JOB_NODELIST": "z1,a[3,1]", "SLURM_TASKS_PER_NODE": "1,2,3"},
+        [("z1", 1), ("a3", 2), ("a1", 3)],
+    ),
+    "no-counts": ({"SLURM_JOB_NODELIST": "a[1-2]"}, [("a1", 1), ("a2", 1)]),
+    "counts-empty": (
+        {"SLURM_JOB_NODELIST": "a[1-2]", "SLURM_TASKS_PER_NODE": ""},
+        [("a1", 1), ("a2", 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("environ", "expected"), ALLOCATIONS.values(), ids=ALLOCATIONS)
+def test_allocations(environ: dict[str, str], expected: list[tuple[str, int]] | None) -> None:
+    assert slurm_hosts(environ) == (None if expected is None else hosts(*expected))
+
+
+BAD_ALLOCATIONS = {
+    "fewer-counts": ("node[1-3]", "2", "the list names 3, but there are tasks for 1"),
+    "more-counts": ("node1", "2(x2)", "the list names 1, but there are tasks for 2"),
+    "counts": ("node[1-2]", "2;1", "SLURM_TASKS_PER_NODE can't be read at '2;1'; expected counts"),
+    "no-tasks": ("node[1-2]", "1,0", "node2 has slots=0"),
+    "list": ("node[1-2", "2", "'node[1-2' is no host"),
+    "range": ("node[2-1]", "2", "the range 2-1"),
+    "not-set": ("None assigned", None, "'None assigned' is no host"),
+}
+
+
+@pytest.mark.parametrize(("nodes", "tasks", "told"), BAD_ALLOCATIONS.values(), ids=BAD_ALLOCATIONS)
+def test_bad_allocations(nodes: str, tasks: str | None, told: str) -> None:
+    environ = {"SLURM_JOB_NODELIST": nodes}
+    if tasks is not None:
+        environ["SLURM_TASKS_PER_NODE"] = tasks
+    with pytest.raises(ConfigurationError) as raised:
+        slurm_hosts(environ)
+    message = str(raised.value)
+    assert told in message
+    assert f"SLURM_JOB_NODELIST={nodes!r} and SLURM_TASKS_PER_NODE={tasks!r}" in message
+    assert "with -H or --hostfile" in message
+    assert "unset" in message, "says what to do"
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1, 2(x2)", [1, 2, 2])]
+)
+def test_task_counts(text: str, counts: list[int]) -> None:
+    assert slurm_task_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "2,", "x3", "2(x)", "2(3)", "-1", "2(x3"])
+def test_task_counts_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"can't be read at '.*'; expected counts"):
+        slurm_task_counts(text)
+
+
+@pytest.mark.parametrize(
+    ("slots", "max_slots", "told"),
+    [(0, None, "slots=0"), (-1, None, "slots=-1"), (2, 1, "max_slots=1"), (1, 0, "max_slots=0")],
+)
+def test_a_host_checks_its_slots(slots: int, max_slots: int | None, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"a has {told}, expected"):
+        Host(name="a", slots=slots, max_slots=max_slots)
+
+
+def test_merging_keeps_what_comes_first() -> None:
+    rows = hosts(("B", 1), ("a", 2, 3), ("b", 4), ("A", 5, 6))
+    assert merge_hosts(rows) == hosts(("B", 5), ("a", 7, 9))
+    assert merge_hosts([]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "loaded"),
+    [
+        ("a:4,10.0.0.1:2,[fe80::1]:4", []),
+        ("a[1-2]", ["ClusterShell", "ClusterShell.RangeSet"]),
+    ],
+    ids=["plain", "nodes"],
+)
+def test_clustershell_loads_only_for_lists(text: str, loaded: list[str], run_command) -> None:
+    program = (
+        "import sys\n"
+        "from hvdtrain.cluster.hosts import parse_hosts\n"
+        f"parse_hosts({text!r})\n"
+        "print(sorted(name for name in sys.modules if name.startswith('ClusterShell')))"
+    )
+    done = run_command([sys.executable, "-c", program])
+    assert (done.returncode, done.stdout) == (0, f"{loaded}\n"), done
