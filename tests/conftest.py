@@ -1,3 +1,6 @@
-"""Tests may run on several MPI ranks: ``tests/harness/plugin.py`` says how."""
+"""Tests may run on several MPI ranks, and on a cluster of four hosts.
 
-pytest_plugins = ("tests.harness.plugin", "pytester")
+``tests/harness/plugin.py`` and ``tests/testbed/plugin.py`` say how.
+"""
+
+pytest_plugins = ("tests.harness.plugin", "tests.testbed.plugin", "pytester")

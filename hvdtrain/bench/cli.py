@@ -20,7 +20,6 @@ from hvdtrain.errors import ConfigurationError
 __all__ = ["add_arguments", "measure_here", "run"]
 
 DEFAULT_RANKS = 2
-GRACE_S = 10.0
 
 _EPILOG = """\
 Outside MPI the ranks are started on this host, as `hvdtrain run` does. Inside a job (mpirun, srun,
@@ -110,15 +109,16 @@ def run(arguments: argparse.Namespace) -> int:
     if inside or name == "startup":
         measure_here(name, options)
         return 0
-    from hvdtrain.launch.local import run_local
+    from hvdtrain.launch.job import Job, run_job
 
-    return run_local(
-        [sys.executable, "-m", "hvdtrain.bench", name, json.dumps(options)],
+    job = Job(
+        program=(sys.executable, "-m", "hvdtrain.bench", name, json.dumps(options)),
         ranks=arguments.num_proc or DEFAULT_RANKS,
-        # TensorFlow's notes about the processor would stand between the tables.
-        environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
-        grace_s=GRACE_S,
+        hosts="localhost:" + str(arguments.num_proc or DEFAULT_RANKS),
+        chief_only=True,
     )
+    # TensorFlow's notes about the processor would stand between the tables.
+    return run_job(job, {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ})
 
 
 def measure_here(name: str, options: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from hvdtrain.bench.report import Limit, Report, format_seconds, table
 from hvdtrain.bench.start_probe import MARK
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.commands import Mpirun
-from hvdtrain.launch.local import find_mpirun
+from hvdtrain.launch.mpirun import find_mpirun
 
 __all__ = ["bare_command", "measure"]
 

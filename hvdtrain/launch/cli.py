@@ -5,77 +5,134 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import Settings, read_settings, variable_name
-from hvdtrain.errors import ConfigurationError
+from hvdtrain.errors import ConfigurationError, LaunchError
+from hvdtrain.launch.jobfile import read_jobfile
+from hvdtrain.launch.variables import BIND
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "arguments_of_file", "run"]
 
 _EPILOG = """\
 examples:
   hvdtrain run -np 2 -- python train.py --epochs 3
-  hvdtrain run -np 8 --share-gpus -- python train.py
+  hvdtrain run -np 8 -H a:4,b:4 -- python train.py
+  hvdtrain run -- python train.py               in a Slurm job: on all its tasks
 
-The ranks are started on this host, through the mpirun beside this Python or else the first on
-PATH. They get this environment; `python` is the Python that hvdtrain is installed in. Unless the
-environment says otherwise, each rank computes with its share of the cores
-(TF_NUM_INTRAOP_THREADS, OMP_NUM_THREADS).
-
-exit codes:
-  0 when every rank ended well; the failing rank's own code otherwise; 128 + n after signal n;
-  1 when the job can't be started; 2 for arguments that can't be used.
+exit codes: 0 when every rank ended well; else that of the rank that failed first, or 128 + n if
+signal n ended it or the job; 2 unusable arguments, 75 preempted (SIGUSR1, SIGUSR2), 124 ranks
+that wait for one that hangs, 125 the job can't be started.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``hvdtrain run``."""
-    parser.usage = "hvdtrain run -np N [options] [--] program [argument ...]"
+    parser.usage = "hvdtrain run [-np N] [-H a:4,b:4] [options] [--] program [argument ...]"
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "program",
-        nargs=argparse.REMAINDER,
-        help="what every rank runs, usually python train.py, with its arguments",
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    where = parser.add_argument_group("where")
+    where.add_argument(
+        "-np", "--num-proc", type=_rank_count, metavar="N", help="ranks; default: all slots"
     )
-    job = parser.add_argument_group("job")
-    job.add_argument(
-        "-np",
-        "--num-proc",
-        type=_rank_count,
-        required=True,
-        metavar="N",
-        help="number of ranks; may be more than there are cores",
+    where.add_argument(
+        "-H",
+        "--hosts",
+        metavar="HOSTS",
+        help="a:4,b:4 or node[01-04]:2; default: Slurm's, or this one",
     )
-    job.add_argument(
+    where.add_argument(
+        "--hostfile", metavar="FILE", help="hosts and slots, a line each, in any dialect"
+    )
+    where.add_argument("--oversubscribe", action="store_true", help="more ranks than slots may run")
+    where.add_argument(
+        "--no-bind", action="store_true", help="let ranks run on all cores of their host"
+    )
+    where.add_argument(
+        "--dry-run", action="store_true", help="print the plan and the command; start nothing"
+    )
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument(
+        "-x",
+        "--env",
+        action="append",
+        default=[],
+        type=_variable,
+        metavar="NAME[=VALUE]",
+        help="pass a variable on to all ranks; may be repeated",
+    )
+    ranks.add_argument(
+        "--output-dir", metavar="DIR", help="keep each rank's output in DIR/rank-N.log"
+    )
+    ranks.add_argument(
+        "--chief-only", action="store_true", help="show rank 0's output alone, untagged"
+    )
+    ranks.add_argument(
+        "--start-timeout-s",
+        type=_seconds,
+        default=120.0,
+        metavar="S",
+        help="for all ranks to begin; default %(default)g",
+    )
+    ranks.add_argument(
         "--grace-s",
         type=_seconds,
-        default=10.0,
+        default=5.0,
         metavar="S",
-        help="seconds between Ctrl-C or SIGTERM and the end by force; default %(default)s",
+        help="from asking ranks to end to killing them; default %(default)g",
     )
-    settings = parser.add_argument_group(
-        "settings of the ranks", "Flag over environment (HVDTRAIN_...) over default."
+    parser.add_argument(
+        "--config", metavar="FILE", help="options from a TOML file; those given here win"
     )
+    settings = parser.add_argument_group("settings of the ranks (docs/settings.md)")
     for entry in dataclasses.fields(Settings):
         _add_setting(settings, entry)
+
+
+def arguments_of_file(arguments: argparse.Namespace) -> list[str]:
+    """What stands in the file that ``--config`` names, as arguments.
+
+    Raises:
+        ConfigurationError: It can't be read.
+    """
+    return read_jobfile(Path(arguments.config)) if arguments.config else []
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the job that ``arguments`` describe and return its exit code.
 
     Raises:
-        ConfigurationError: A setting can't be used, or no program was named.
-        LaunchError: The job can't be started.
+        ConfigurationError: A setting can't be used, no program was named, or hosts don't fit.
     """
-    from hvdtrain.launch.local import run_local
+    from hvdtrain.launch.failure import ExitCode
+    from hvdtrain.launch.job import Job, run_job
 
-    return run_local(
-        _program(arguments.program),
+    environ = _environment(arguments, os.environ)
+    # Every rank would fail at the same value; say it once instead.
+    settings = read_settings(environ)
+    job = Job(
+        program=tuple(_program(arguments.program)),
         ranks=arguments.num_proc,
-        environ=_environment(arguments, os.environ),
+        hosts=arguments.hosts,
+        hostfile=arguments.hostfile,
+        oversubscribe=arguments.oversubscribe,
+        share_gpus=settings.share_gpus,
+        extra=tuple(name for name, _ in arguments.env),
+        output_dir=arguments.output_dir,
+        chief_only=arguments.chief_only,
         grace_s=arguments.grace_s,
+        start_timeout_s=arguments.start_timeout_s,
+        dry_run=arguments.dry_run,
     )
+    try:
+        return run_job(job, environ)
+    except LaunchError as error:
+        print(f"hvdtrain run: {error}", file=sys.stderr)
+        return ExitCode.CANNOT_START
 
 
 def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) -> None:
@@ -101,12 +158,17 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
 def _environment(arguments: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` with the settings that were given as flags in it."""
     merged = dict(environ)
+    for name, given in arguments.env:
+        if given is not None:
+            merged[name] = given
+        elif name not in merged:
+            raise ConfigurationError(f"-x {name}: there is no such variable; give -x {name}=VALUE.")
+    if arguments.no_bind:
+        merged[BIND] = "0"
     for entry in dataclasses.fields(Settings):
         value = getattr(arguments, entry.name)
         if value is not None:
             merged[variable_name(entry.name)] = value
-    # Every rank would fail at the same value; say it once instead.
-    read_settings(merged)
     return merged
 
 
@@ -125,6 +187,13 @@ def _rank_count(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
     return count
+
+
+def _variable(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected NAME or NAME=VALUE")
+    return name, value if equals else None
 
 
 def _seconds(text: str) -> float:

@@ -1,17 +1,29 @@
-"""What to start, decided without starting it: from a plan to argv and environment for mpirun."""
+"""What to start, decided without starting it: from a plan to argv and environment."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain.cluster.placement import Place
 from hvdtrain.errors import LaunchError
 
-__all__ = ["Command", "Family", "LocalPlan", "Mpirun", "local_command", "recognise"]
+__all__ = [
+    "Command",
+    "Family",
+    "Mpirun",
+    "Plan",
+    "forwarded",
+    "mpirun_command",
+    "rank_environment",
+    "recognise",
+    "srun_command",
+]
 
 Family = Literal["openmpi4", "openmpi5", "hydra"]
 
@@ -25,12 +37,25 @@ class Mpirun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalPlan:
-    """Ranks on this host: ``ranks`` times ``program``, on the ``cores`` that they may use."""
+class Plan:
+    """``program`` once in each of ``places``, in the order of ranks.
 
-    ranks: int
-    cores: int
+    Attributes:
+        places: Where the ranks run.
+        program: What mpirun or srun starts for each of them.
+        local: Whether all of them run on this host.
+        oversubscribed: Whether ranks of some host share its cores.
+    """
+
+    places: tuple[Place, ...]
     program: tuple[str, ...]
+    local: bool
+    oversubscribed: bool = False
+
+    @property
+    def hosts(self) -> dict[str, int]:
+        """The hosts in their order, and how many ranks each has."""
+        return dict(Counter(place.host for place in self.places))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,68 +85,123 @@ def recognise(path: Path, version_text: str) -> Mpirun:
     )
 
 
-def local_command(
-    plan: LocalPlan,
+def rank_environment(environ: Mapping[str, str], folders: Sequence[Path]) -> dict[str, str]:
+    """What every rank finds: ``environ``, with ``folders`` first on PATH.
+
+    So ``python`` is the Python that runs hvdtrain, even when its environment isn't activated.
+    What a rank prints must not wait in a buffer until it is killed, and a crash must say where.
+    """
+    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    path = [folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if folder]
+    paths = os.pathsep.join(dict.fromkeys([*map(str, folders), *path]))
+    return {**defaults, **environ, "PATH": paths}
+
+
+def forwarded(environ: Mapping[str, str], extra: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of the variables that ranks on other hosts get, too; their values stay out of argv."""
+    names = [name for name in environ if _FORWARDED.fullmatch(name)]
+    return tuple(dict.fromkeys([*sorted(names), *extra]))
+
+
+def mpirun_command(
+    plan: Plan,
     mpirun: Mpirun,
     environ: Mapping[str, str],
     *,
-    python_folder: Path,
+    names: Sequence[str],
     as_root: bool,
 ) -> Command:
-    """The command that starts ``plan`` on this host and nowhere else.
+    """The command that starts ``plan`` through mpirun, on its hosts and nowhere else.
 
-    Inside an allocation (Slurm, PBS, LSF) mpirun would spread the ranks over its hosts; the
-    arguments keep it from looking. ``python_folder`` comes first on PATH, so that ``python`` is
-    the Python that runs hvdtrain even when its environment isn't activated.
+    Inside an allocation (Slurm, PBS, LSF) mpirun would look for hosts by itself; the arguments
+    keep it from that.
+
+    Args:
+        plan: What to start.
+        mpirun: With what.
+        environ: As ``rank_environment`` makes it.
+        names: Of variables to pass on to other hosts.
+        as_root: Whether root starts the job.
     """
-    defaults = _thread_defaults(plan)
-    if mpirun.family != "hydra":
-        defaults |= _openmpi_defaults(plan, as_root)
-    folders = [str(python_folder), str(mpirun.path.parent), *_path(environ)]
-    paths = os.pathsep.join(dict.fromkeys(folders))
-    arguments = _ARGUMENTS[mpirun.family]
-    argv = (str(mpirun.path), "-np", str(plan.ranks), *arguments, *plan.program)
-    return Command(argv=argv, environ={**defaults, **environ, "PATH": paths})
+    if mpirun.family == "hydra":
+        where = _hydra_hosts(plan)
+        defaults: dict[str, str] = {}
+    else:
+        where = _openmpi_hosts(plan, mpirun, names)
+        defaults = _openmpi_defaults(plan, as_root)
+    argv = (str(mpirun.path), "-np", str(len(plan.places)), *where, *plan.program)
+    return Command(argv=argv, environ={**defaults, **environ})
 
 
+def srun_command(
+    plan: Plan, srun: Path, environ: Mapping[str, str], *, mpi: str, hostfile: Path
+) -> Command:
+    """The command that starts ``plan`` as a step of the Slurm job around it.
+
+    Args:
+        plan: What to start.
+        srun: With what.
+        environ: As ``rank_environment`` makes it; srun passes all of it on.
+        mpi: Which of srun's plug-ins the ranks' MPI speaks to: pmix or pmi2.
+        hostfile: Names the host of each rank, one a line: so the plan is what happens.
+    """
+    argv = (
+        *(str(srun), f"--mpi={mpi}", f"--ntasks={len(plan.places)}", f"--nodes={len(plan.hosts)}"),
+        *("--distribution=arbitrary", f"--nodelist={hostfile}"),
+        # A shell inside the allocation is a step as well, and holds what the ranks need.
+        *("--overlap", "--cpu-bind=none", "--input=none", "--kill-on-bad-exit=1"),
+        *plan.program,
+    )
+    return Command(argv=argv, environ={**environ, "SLURM_HOSTFILE": str(hostfile)})
+
+
+_FORWARDED = re.compile(
+    r"PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_\w+|PYTHON\w*"
+    r"|(OMP|TF|KERAS|NCCL|HVDTRAIN|XLA|CUDA|MKL|KMP|OPENBLAS|TENSORBOARD)_\w+"
+)
 _ALLOCATIONS = "^slurm,tm,pbs,lsf,gridengine"
 _REMOTE_STARTERS = "^slurm,tm,lsf"
-# Open MPI binds each rank to one core by default (one of many, on most hosts), and refuses more
-# ranks than cores. Ranks are left to the scheduler instead; _thread_defaults shares out the cores.
-_MAPPING = ("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none")
-_ARGUMENTS: dict[Family, tuple[str, ...]] = {
-    "openmpi4": ("--mca", "ras", _ALLOCATIONS, "--mca", "plm", _REMOTE_STARTERS, *_MAPPING),
-    "openmpi5": (
-        *("--prtemca", "ras", _ALLOCATIONS),
-        *("--prtemca", "plm", _REMOTE_STARTERS),
-        *_MAPPING,
-    ),
-    "hydra": ("-rmk", "user", "-launcher", "fork", "-hosts", "localhost"),
-}
 
 
-def _openmpi_defaults(plan: LocalPlan, as_root: bool) -> dict[str, str]:
-    # Looking for interconnects costs a second at start that ranks on one host have no use for.
-    # "vader" is the name of shared memory that Open MPI 4 and 5 both know.
-    defaults = {
-        "OMPI_MCA_pml": "ob1",
-        "OMPI_MCA_btl": "self,vader,tcp",
-        "OMPI_MCA_osc": "^ucx",
-    }
-    if plan.ranks > plan.cores:
+def _openmpi_hosts(plan: Plan, mpirun: Mpirun, names: Sequence[str]) -> tuple[str, ...]:
+    mca = "--mca" if mpirun.family == "openmpi4" else "--prtemca"
+    alone = (mca, "ras", _ALLOCATIONS, mca, "plm", _REMOTE_STARTERS)
+    # Open MPI binds each rank to one core by default (one of many, on most hosts), and refuses
+    # more ranks than cores. Each agent takes its rank's share of the cores instead.
+    mapping = ("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none")
+    if plan.local:
+        return (*alone, *mapping)
+    hosts = ",".join(f"{_bracketed(host)}:{ranks}" for host, ranks in plan.hosts.items())
+    prefix = str(mpirun.path.parent.parent)
+    variables = [word for name in names for word in ("-x", name)]
+    return (*alone, *mapping, "--prefix", prefix, "-H", hosts, *variables)
+
+
+def _hydra_hosts(plan: Plan) -> tuple[str, ...]:
+    if plan.local:
+        return ("-rmk", "user", "-launcher", "fork", "-hosts", "localhost")
+    hosts = ",".join(f"{_bracketed(host)}:{ranks}" for host, ranks in plan.hosts.items())
+    return ("-rmk", "user", "-launcher", "ssh", "-hosts", hosts, "-genvall")
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _openmpi_defaults(plan: Plan, as_root: bool) -> dict[str, str]:
+    defaults: dict[str, str] = {}
+    if plan.local:
+        # Looking for interconnects costs a second at start that ranks on one host have no use
+        # for. "vader" is the name of shared memory that Open MPI 4 and 5 both know.
+        defaults |= {
+            "OMPI_MCA_pml": "ob1",
+            "OMPI_MCA_btl": "self,vader,tcp",
+            "OMPI_MCA_osc": "^ucx",
+        }
+    if plan.oversubscribed:
         defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if as_root:
         # Containers run as root; Open MPI wants it said twice.
         defaults["OMPI_ALLOW_RUN_AS_ROOT"] = "1"
         defaults["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return defaults
-
-
-def _thread_defaults(plan: LocalPlan) -> dict[str, str]:
-    """Each rank computes with its share of the cores; every library would take them all."""
-    threads = str(max(1, plan.cores // plan.ranks))
-    return {"TF_NUM_INTRAOP_THREADS": threads, "OMP_NUM_THREADS": threads}
-
-
-def _path(environ: Mapping[str, str]) -> list[str]:
-    return [folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if folder]

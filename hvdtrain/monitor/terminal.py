@@ -23,8 +23,11 @@ def terminal_columns(stream: TextIO) -> int:
 
     A rank can't ask its own output alone: Open MPI gives every rank a pseudo-terminal without a
     size, whatever mpirun's own output is, and Hydra a pipe. What they are given comes out at
-    mpirun's output, so that one decides where mpirun runs on this host.
+    mpirun's output, so that one decides where mpirun runs on this host. ``hvdtrain run`` says by
+    itself what its output is.
     """
+    if "HVDTRAIN_LAUNCHER" in os.environ:
+        return int(os.environ.get("HVDTRAIN_COLUMNS", "0"))
     try:
         number = stream.fileno()
         if os.isatty(number):

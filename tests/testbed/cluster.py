@@ -1,0 +1,307 @@
+"""The class ``Cluster``: a head and four hosts on this machine, with ssh, Slurm and MPI.
+
+::
+
+    machine   the tests; nothing of the cluster can be seen from here but processes and files
+    head      10.77.0.254, slurmctld, munged; the machine's /tmp and /dev/shm
+    node1-4   10.77.0.1-4, sshd, slurmd; /tmp and /dev/shm of their own
+
+All share the machine's processes and files, except /run and the folders named. The repository,
+the Python environment and ``Cluster.folder`` are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from tests.harness.jobs import REPOSITORY, Completed, clean_environment
+from tests.testbed import network, slurm, ssh
+from tests.testbed.hosts import Host
+from tests.testbed.processes import argv_of, carrying, end_session, listens, network_of
+from tests.testbed.sweep import sweep
+
+__all__ = ["MARK", "Cluster", "Process"]
+
+# Which cluster a process belongs to.
+MARK = "HVDTRAIN_TESTBED"
+
+# Folders of the machine that hosts do not have, and what lets one machine take more ranks than it
+# has cores: Open MPI 5 would put all ranks on the first host of a hostfile.
+_ABSENT = (
+    *("TMPDIR", "XDG_RUNTIME_DIR"),
+    *("OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_rmaps_default_mapping_policy"),
+)
+
+START_TIMEOUT_S = 30.0
+_HEAD = "head"
+
+PathLike = str | os.PathLike[str]
+Changes = Mapping[str, str | None]
+
+
+class Process(NamedTuple):
+    """A process of the cluster; ``pid`` is the machine's, so that os.kill reaches it."""
+
+    host: str
+    pid: int
+    argv: tuple[str, ...]
+
+
+class Cluster:
+    """Four hosts and a head; a context manager that leaves nothing behind.
+
+    Attributes:
+        hosts: the names of the hosts.
+        folder: a scratch folder that all hosts share; gone with the cluster.
+    """
+
+    hosts: tuple[str, ...] = network.HOSTS
+    folder: Path
+
+    def __init__(self) -> None:
+        self._name = uuid.uuid4().hex
+        self._mark = f"{MARK}={self._name}"
+        self._addresses = network.addresses()
+        self._machines: dict[str, Host] = {}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._started: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Cluster:
+        self._state = Path(tempfile.mkdtemp(prefix="hvdtrain-testbed-", dir="/tmp"))
+        self.folder = self._state / "shared"
+        self._guard = self._start_guard()
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def address(self, host: str) -> str:
+        """The IPv4 address of a host, or of ``head``."""
+        return self._addresses[host]
+
+    def run(
+        self,
+        argv: Sequence[PathLike],
+        *,
+        host: str | None = None,
+        timeout_s: float,
+        env: Changes | None = None,
+        cwd: PathLike | None = None,
+    ) -> Completed:
+        """Run a program to its end, on the head or on ``host``.
+
+        The environment is the one of every test program, without a launcher's traces; ssh and
+        Slurm's commands find the cluster. ``env`` changes it, None removes a variable. ``cwd`` is
+        ``folder`` by default.
+
+        Raises:
+            TimeoutError: after ``timeout_s``, with what the program printed; its session has ended.
+        """
+        started = time.monotonic()
+        # Files, as a pipe would stay open for as long as any process left behind.
+        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+            process = self.start(argv, host=host, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
+            code: int | None = None
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                if code is None:
+                    end_session(process.pid)
+                    process.wait(10)
+                self._started.remove(process)
+            done = Completed(
+                argv=tuple(os.fspath(part) for part in argv),
+                returncode=124 if code is None else (128 - code if code < 0 else code),
+                stdout=_text(stdout),
+                stderr=_text(stderr),
+                seconds=time.monotonic() - started,
+                timed_out=code is None,
+            )
+        if done.timed_out:
+            raise TimeoutError(repr(done))
+        return done
+
+    def start(
+        self,
+        argv: Sequence[PathLike],
+        *,
+        host: str | None = None,
+        env: Changes | None = None,
+        cwd: PathLike | None = None,
+        stdout: int | IO[bytes] = subprocess.PIPE,
+        stderr: int | IO[bytes] = subprocess.PIPE,
+    ) -> subprocess.Popen[str]:
+        """Start a program like ``run``, in a session of its own; its pid is the Popen's.
+
+        Whatever still runs of it ends with the cluster.
+        """
+        where = self._machines[host or _HEAD]
+        moved = [
+            "env",
+            f"--chdir={os.fspath(cwd or self.folder)}",
+            *(os.fspath(part) for part in argv),
+        ]
+        process = subprocess.Popen(
+            where.entering(moved),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            env=self._environment(env),
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def processes(self, marker: str) -> list[Process]:
+        """The processes, anywhere on the machine, whose environment contains ``marker``.
+
+        What is on none of the hosts is said to be on ``head``.
+        """
+        networks = {network_of(host.keeper.pid): name for name, host in self._machines.items()}
+        return [
+            Process(networks.get(network_of(pid), _HEAD), pid, argv_of(pid))
+            for pid in sorted(carrying(marker))
+        ]
+
+    def cut(self, host: str) -> None:
+        """Cut the link of a host; it goes on running, alone."""
+        network.set_link(self._machines[_HEAD], host, "down")
+
+    def mend(self, host: str) -> None:
+        """Put the link of a host back; Slurm takes some seconds to believe in a host it gave up."""
+        network.set_link(self._machines[_HEAD], host, "up")
+
+    def stop_sshd(self, host: str) -> None:
+        """Let a host refuse new connections; those it has go on."""
+        daemon = self._daemons.pop(f"sshd.{host}")
+        daemon.kill()
+        daemon.wait(10)
+
+    def start_sshd(self, host: str) -> None:
+        """Let a host accept connections, again."""
+        machine = self._machines[host]
+        self._start_daemon("sshd", machine, ssh.sshd_argv(self._state / "sshd"))
+        self._wait_for(
+            f"sshd on {host}",
+            lambda: listens(machine.keeper.pid, ssh.PORT),
+        )
+
+    def close(self) -> None:
+        """End every process of the cluster, and with them its namespaces; remove its folder."""
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        if self._guard.wait(START_TIMEOUT_S) != 0:
+            # It could not, or was killed; here the reason can be seen.
+            sweep(self._mark, self._state)
+        keepers = [host.keeper for host in self._machines.values()]
+        children: list[subprocess.Popen[Any]] = [*keepers, *self._daemons.values(), *self._started]
+        for process in children:
+            process.wait(10)
+
+    def _start_guard(self) -> subprocess.Popen[bytes]:
+        """Start what takes the cluster down when asked, or when this process dies."""
+        argv = [sys.executable, "-m", "tests.testbed.sweep", self._mark, str(self._state)]
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            env=clean_environment(),
+            cwd=REPOSITORY,
+            start_new_session=True,
+        )
+
+    def _build(self) -> None:
+        files = self._write_files()
+        for name in (_HEAD, *self.hosts):
+            self._machines[name] = Host(name, self._environment())
+            folders = ["/run"] if name == _HEAD else ["/run", "/tmp", "/dev/shm"]
+            self._machines[name].furnish(folders, files, stage=self._state / "stage")
+        head, *hosts = self._machines.values()
+        network.connect(head, hosts)
+        self._start_slurm(head, hosts)
+        for host in self.hosts:
+            self.start_sshd(host)
+        self._wait_for("every host idle in Slurm", self._all_idle)
+
+    def _write_files(self) -> dict[str, Path]:
+        """Write the cluster's files; tells what hosts are to find where."""
+        for name in ("shared", "home", "munge", "slurm", "sshd", "log", "stage"):
+            (self._state / name).mkdir()
+        hosts, passwd = self._state / "hosts", self._state / "passwd"
+        hosts.write_text(network.hosts_text(self._addresses))
+        ssh.write_passwd(passwd, self._state / "home")
+        ssh.write_ssh(self._state / "home", self._state / "sshd")
+        slurm.write_munge(self._state / "munge")
+        slurm.write_slurm(self._state / "slurm", self._addresses)
+        return {
+            "/etc/hosts": hosts,
+            "/etc/passwd": passwd,
+            "/etc/slurm": self._state / "slurm",
+            "/run/munge": self._state / "munge",
+        }
+
+    def _start_slurm(self, head: Host, hosts: Sequence[Host]) -> None:
+        self._start_daemon("munged", head, slurm.munged_argv())
+        socket = self._state / "munge" / slurm.MUNGE_SOCKET
+        self._wait_for("munged", socket.exists)
+        self._start_daemon("slurmctld", head, slurm.slurmctld_argv())
+        self._wait_for("slurmctld", lambda: listens(head.keeper.pid, slurm.CONTROLLER_PORT))
+        for host in hosts:
+            self._start_daemon("slurmd", host, slurm.slurmd_argv())
+
+    def _all_idle(self) -> bool:
+        done = self.run(["sinfo", "--noheader", "--Node", "--format=%t"], timeout_s=10)
+        return done.stdout.split() == ["idle"] * len(self.hosts)
+
+    def _start_daemon(self, name: str, host: Host, argv: Sequence[str]) -> None:
+        with self._log(f"{name}.{host.name}").open("ab") as log:
+            self._daemons[f"{name}.{host.name}"] = subprocess.Popen(
+                host.entering(argv),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(),
+                cwd="/",
+                start_new_session=True,
+            )
+
+    def _wait_for(self, what: str, ready: Callable[[], bool]) -> None:
+        """Wait until ``ready``, or say which daemon did not come, and its last words."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not ready():
+            ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                logs = [
+                    f"--- {name}\n{self._log(name).read_text()[-2000:]}" for name in self._daemons
+                ]
+                raise RuntimeError(
+                    f"the test cluster has no {what}; ended: {ended}\n" + "\n".join(logs)
+                )
+            time.sleep(0.02)
+
+    def _log(self, daemon: str) -> Path:
+        return self._state / "log" / daemon
+
+    def _environment(self, changes: Changes | None = None) -> dict[str, str]:
+        own = {MARK: self._name, "HOME": str(self._state / "home")}
+        return clean_environment({**dict.fromkeys(_ABSENT), **own, **(changes or {})})
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

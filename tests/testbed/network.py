@@ -1,0 +1,58 @@
+"""The hosts' network: a bridge on the head, and a link from it to each host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tests.testbed.hosts import Host
+
+__all__ = ["HOSTS", "addresses", "connect", "hosts_text", "set_link"]
+
+HOSTS = ("node1", "node2", "node3", "node4")
+
+# The head has a network of its own as well: nothing of this is visible to the machine, so that
+# numbers and names are free, whatever else runs here.
+_SUBNET = "10.77.0"
+_BRIDGE = "br0"
+
+
+def addresses() -> dict[str, str]:
+    """The address of the head and of each host."""
+    numbers = {"head": 254, **{name: number for number, name in enumerate(HOSTS, start=1)}}
+    return {name: f"{_SUBNET}.{number}" for name, number in numbers.items()}
+
+
+def hosts_text(names: Mapping[str, str]) -> str:
+    """The text of /etc/hosts for all."""
+    lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
+    lines += [f"{address} {name}" for name, address in names.items()]
+    return "\n".join(lines) + "\n"
+
+
+def connect(head: Host, hosts: Sequence[Host]) -> None:
+    """Link the hosts; on the head, the link to a host bears the host's name."""
+    names = addresses()
+    steps = [
+        "link set lo up",
+        f"link add {_BRIDGE} type bridge",
+        f"addr add {names[head.name]}/24 dev {_BRIDGE}",
+        f"link set {_BRIDGE} up",
+    ]
+    for host in hosts:
+        steps += [
+            f"link add {host.name} type veth peer name eth0 netns {host.keeper.pid}",
+            f"link set {host.name} master {_BRIDGE} up",
+        ]
+    _ip(head, steps)
+    for host in hosts:
+        address = names[host.name]
+        _ip(host, ["link set lo up", f"addr add {address}/24 dev eth0", "link set eth0 up"])
+
+
+def set_link(head: Host, name: str, state: str) -> None:
+    """Put the link to the host ``name`` ``up`` or ``down``."""
+    _ip(head, [f"link set {name} {state}"])
+
+
+def _ip(host: Host, steps: Sequence[str]) -> None:
+    host.do("ip", "-batch", "-", input="\n".join(steps) + "\n")

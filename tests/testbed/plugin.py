@@ -1,0 +1,56 @@
+"""What a test can ask for.
+
+``cluster``
+    Fixture: the ``Cluster`` of four hosts, built when the first test asks for it and taken down
+    at the end of the session. A test puts back what it cuts or stops.
+
+``@pytest.mark.cluster``
+    The test needs such a cluster; whoever uses the fixture has the marker. Such tests run after
+    all others. Where the cluster can't be built they are skipped, or fail where
+    ``HVDTRAIN_TEST_REQUIRE`` contains ``cluster``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.testbed.cluster import Cluster
+from tests.testbed.requirements import missing_requirements
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cluster: needs the cluster of four hosts")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark by fixture, and put the marked last, after the harness has sorted."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker("cluster")
+    yield
+    items.sort(key=_needs_cluster)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip, or fail, before any fixture is set up."""
+    if not _needs_cluster(item) or (reason := missing_requirements()) is None:
+        return
+    if "cluster" in os.environ.get("HVDTRAIN_TEST_REQUIRE", "").split(","):
+        pytest.fail(f"HVDTRAIN_TEST_REQUIRE asks for the cluster, which {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The cluster of four hosts; one for all tests of the session."""
+    with Cluster() as built:
+        yield built
+
+
+def _needs_cluster(item: pytest.Item) -> bool:
+    return item.get_closest_marker("cluster") is not None
