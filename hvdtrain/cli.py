@@ -1,8 +1,8 @@
 """The command ``hvdtrain``: finds the subcommand's module, lets it declare its arguments, runs it.
 
 A subcommand is a module with ``add_arguments(parser)`` and ``run(arguments) -> int``, named in
-``COMMANDS``. Only the one that was asked for is imported, so that starting a job loads nothing
-that it doesn't need.
+``COMMANDS``; with ``arguments_of_file(arguments)`` it takes more of them from a file. Only the one
+that was asked for is imported, so that starting a job loads nothing that it doesn't need.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser = _parser(argv[0] if argv else None)
         arguments = parser.parse_args(argv)
+        module = importlib.import_module(COMMANDS[arguments.command][0])
+        if hasattr(module, "arguments_of_file"):
+            from_file = module.arguments_of_file(arguments)
+            arguments = parser.parse_args([argv[0], *from_file, *argv[1:]])
+        return int(module.run(arguments))
     except SystemExit as end:
         # argparse has printed help, the version, or what was wrong.
         return end.code if isinstance(end.code, int) else USAGE_ERROR
-    module = importlib.import_module(COMMANDS[arguments.command][0])
-    try:
-        return int(module.run(arguments))
     except ConfigurationError as error:
         print(f"hvdtrain {arguments.command}: {error}", file=sys.stderr)
         return USAGE_ERROR

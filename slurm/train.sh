@@ -5,15 +5,19 @@
 #   sbatch slurm/train.sh                                  the example, on 2 tasks
 #   sbatch --ntasks=8 slurm/train.sh train.py --epochs 3   your program, on 8
 #   sbatch --ntasks=8 --gpus-per-task=1 slurm/train.sh train.py
+#   srun --ntasks=8 --mpi=pmix slurm/train.sh train.py     the same without sbatch
 #
 # Call it where the program and its Python environment (.venv, or PYTHON=...) are: a folder that
-# all nodes share. Options given to sbatch win over those below.
+# all nodes share. Options given to sbatch or srun win over those below.
 #
 #SBATCH --job-name=hvdtrain
 #SBATCH --ntasks=2
 #SBATCH --cpus-per-task=1
 #SBATCH --time=01:00:00
 #SBATCH --output=hvdtrain-%j.out
+#
+# A minute before the time is over ranks are asked to end (SIGTERM), and the job ends with code 75.
+#SBATCH --signal=B:USR2@60
 #
 # With GPUs, one for each task; remove one # of the two:
 ##SBATCH --gpus-per-task=1
@@ -32,29 +36,25 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 [ $# -gt 0 ] || set -- examples/mnist.py
 
-# Open MPI from pip was built for another folder; without mpirun nobody tells it where it is now.
-prefix=$("$PYTHON" -c 'import sys; print(sys.prefix)')
-if [ -e "$prefix/bin/ompi_info" ]; then
-    export OPAL_PREFIX="${OPAL_PREFIX:-$prefix}"
-    # It knows no munge, which Slurm offers first.
-    export PMIX_MCA_psec="${PMIX_MCA_psec:-native}"
-fi
-
 # Each rank computes with its task's cores. srun no longer takes --cpus-per-task from the job by
 # itself (Slurm 22.05 and later).
 cores=${SLURM_CPUS_PER_TASK:-1}
-export SRUN_CPUS_PER_TASK="$cores"
-export TF_NUM_INTRAOP_THREADS="${TF_NUM_INTRAOP_THREADS:-$cores}"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}"
 
-# How the ranks find each other: pmix for Open MPI; SLURM_MPI_TYPE=pmi2 for MPICH and Intel MPI
-# (the latter also needs I_MPI_PMI_LIBRARY=/path/to/libpmi2.so). `srun --mpi=list` tells what this
-# Slurm has. A rank that fails ends the others.
-mpi=${SLURM_MPI_TYPE:-pmix}
-if srun --mpi=list 2>&1 | grep -qw "$mpi"; then
-    exec srun --mpi="$mpi" --kill-on-bad-exit=1 "$PYTHON" "$@"
+if [ -n "${SLURM_STEP_TASKS_PER_NODE:-}" ]; then
+    # srun has started this script once for each task: each is a rank already.
+    export TF_NUM_INTRAOP_THREADS="${TF_NUM_INTRAOP_THREADS:-$cores}"
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}"
+    # Open MPI from pip was built for another folder, and knows no munge, which Slurm offers first.
+    prefix=$("$PYTHON" -c 'import sys; print(sys.prefix)')
+    if [ -e "$prefix/bin/ompi_info" ]; then
+        export OPAL_PREFIX="${OPAL_PREFIX:-$prefix}"
+        export PMIX_MCA_psec="${PMIX_MCA_psec:-native}"
+    fi
+    exec "$PYTHON" "$@"
 fi
 
-echo "slurm/train.sh: this Slurm has no --mpi=$mpi; starting through mpirun" >&2
-PATH="$(dirname "$PYTHON"):$PATH"
-exec mpirun -np "$SLURM_NTASKS" --bind-to none "$PYTHON" "$@"
+# hvdtrain run starts the ranks through srun, shows their output, and says which failed first.
+# SLURM_MPI_TYPE=pmi2 (or another of `srun --mpi=list`) overrides how they find each other; with
+# Intel MPI and pmi2 set I_MPI_PMI_LIBRARY=/path/to/libpmi2.so as well.
+export SRUN_CPUS_PER_TASK="$cores"
+exec "$PYTHON" -m hvdtrain run -- "$PYTHON" "$@"

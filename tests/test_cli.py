@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,14 +26,19 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         assert summary in shown
 
 
-def test_help_of_run_is_grouped_and_complete(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_run_is_grouped_and_complete(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     assert main(["run", "--help"]) == 0
     shown = capsys.readouterr().out
-    for part in ("job:", "settings of the ranks:", "examples:", "exit codes:"):
+    for part in ("where:", "ranks:", "settings of the ranks", "examples:", "exit codes:"):
         assert part in shown
-    for flag in ("-np N, --num-proc N", "--grace-s", "--timeout-s", "--share-gpus"):
+    for flag in ("-np N, --num-proc N", "-H HOSTS, --hosts HOSTS", "--grace-s", "--share-gpus"):
         assert flag in shown
-    assert max(map(len, shown.splitlines())) <= 100
+    lines = shown.splitlines()
+    assert len(lines) <= 60, "it fits on a screen"
+    assert max(map(len, lines)) <= 100
 
 
 USAGE_ERRORS = {
@@ -46,6 +52,14 @@ USAGE_ERRORS = {
     "unknown-flag": (["run", "--nq", "2", "-np", "2", "python"], "-"),
     "setting": (["run", "-np", "2", "--timeout-s", "-1", "python"], "--timeout-s"),
     "choice": (["run", "-np", "2", "--collectives", "x", "true"], "expected one of auto, mpi"),
+    "no-such-host": (["run", "-H", "a:x", "true"], "'a:x'"),
+    "no-slots": (["run", "-np", "3", "-H", "localhost:2", "true"], "3 ranks don't fit"),
+    "hosts-twice": (["run", "-H", "a", "--hostfile", "b", "true"], "-H and --hostfile"),
+    "no-hostfile": (["run", "--hostfile", "/none", "true"], "/none can't be read: No such file"),
+    "no-config": (["run", "--config", "/none", "true"], "--config /none can't be read: No such"),
+    "config-unnamed": (["run", "--config"], "--config: expected one argument"),
+    "variable-name": (["run", "-np", "2", "-x", "A B", "true"], "got 'A B', expected NAME or"),
+    "no-variable": (["run", "-np", "2", "-x", "HVDTRAIN_NO", "true"], "no such variable"),
     "grace": (["run", "-np", "2", "--grace-s", "nan", "true"], "expected seconds"),
 }
 
@@ -70,13 +84,34 @@ def test_a_bad_variable_is_told_once_and_before_the_start(
     assert captured.out == ""
 
 
-def test_what_can_not_start_exits_1(
+def test_what_can_not_start_exits_125(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["run", "-np", "2", "--", "python"]) == 1
+    assert main(["run", "-np", "2", "--", "python"]) == 125
     assert "No mpirun was found" in capsys.readouterr().err
+
+
+def test_options_come_from_a_file_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text('np = 4\nhosts = "localhost:4"\nno-bind = true\n')
+    assert main(["run", "--config", str(path), "--dry-run", "-np", "3", "--", "python"]) == 0
+    shown = capsys.readouterr().out
+    assert " -np 3 " in shown
+    assert "HVDTRAIN_BIND" in shown
+
+
+def test_a_setting_counts_as_a_variable_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sharing GPUs also decides whether the ranks fit."""
+    argv = ["run", "-np", "2", "--dry-run", "--", "python"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert main(argv) == 2
+    assert "more ranks than GPUs" in capsys.readouterr().err
+    monkeypatch.setenv("HVDTRAIN_SHARE_GPUS", "1")
+    assert main(argv) == 0
 
 
 def test_python_m_hvdtrain_is_the_command() -> None:
@@ -90,7 +125,7 @@ def test_the_command_loads_nothing_heavy() -> None:
         import sys
         from hvdtrain.cli import main
         assert main(["run", "--help"]) == 0
-        import hvdtrain.launch.local
+        import hvdtrain.launch.agent, hvdtrain.launch.job
         heavy = {"tensorflow", "keras", "numpy", "mpi4py", "importlib.metadata"}
         print("HEAVY", sorted(heavy & set(sys.modules)))
     """

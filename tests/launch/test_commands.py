@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from hvdtrain.cluster.hosts import parse_hosts
+from hvdtrain.cluster.placement import place
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.commands import Command, Family, LocalPlan, Mpirun, local_command, recognise
+from hvdtrain.launch.commands import (
+    Command,
+    Family,
+    Mpirun,
+    Plan,
+    forwarded,
+    mpirun_command,
+    rank_environment,
+    recognise,
+    srun_command,
+)
 
 OPENMPI_4 = "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
 OPENMPI_5 = "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
@@ -30,58 +43,93 @@ def test_what_is_not_recognised_is_an_error(text: str) -> None:
         recognise(Path("/opt/mpi/bin/mpirun"), text)
 
 
-def command(family: Family, *, ranks: int = 2, cores: int = 8, root: bool = False, **environ: str):
-    mpirun = Mpirun(path=Path("/mpi/bin/mpirun"), family=family)
-    plan = LocalPlan(ranks=ranks, cores=cores, program=("python", "train.py", "--lr", "0.1 "))
-    return local_command(plan, mpirun, environ, python_folder=Path("/venv/bin"), as_root=root)
+PROGRAM = ("python", "-m", "hvdtrain.launch.agent", "train.py", "--lr", "0.1 ")
+SECRET = "hunter2"
 
 
-def test_openmpi_5() -> None:
-    assert command("openmpi5", PATH="/usr/bin:/bin", HOME="/home/me") == Command(
-        argv=(
-            *("/mpi/bin/mpirun", "-np", "2"),
-            *("--prtemca", "ras", "^slurm,tm,pbs,lsf,gridengine"),
-            *("--prtemca", "plm", "^slurm,tm,lsf"),
-            *("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
-            *("python", "train.py", "--lr", "0.1 "),
-        ),
+def plan(hosts: str = "localhost:2", *, oversubscribed: bool = False) -> Plan:
+    return Plan(
+        places=tuple(place(parse_hosts(hosts), None)),
+        program=PROGRAM,
+        local=hosts.startswith("localhost"),
+        oversubscribed=oversubscribed,
+    )
+
+
+def command(
+    family: Family,
+    hosts: str = "localhost:2",
+    *,
+    names: tuple[str, ...] = (),
+    root: bool = False,
+    oversubscribed: bool = False,
+    **environ: str,
+) -> Command:
+    return mpirun_command(
+        plan(hosts, oversubscribed=oversubscribed),
+        Mpirun(path=Path("/mpi/bin/mpirun"), family=family),
+        environ,
+        names=names,
+        as_root=root,
+    )
+
+
+def openmpi_argv(mca: str, *where: str) -> tuple[str, ...]:
+    """What is the same on one host and on several."""
+    return (
+        *(mca, "ras", "^slurm,tm,pbs,lsf,gridengine", mca, "plm", "^slurm,tm,lsf"),
+        *("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", *where, *PROGRAM),
+    )
+
+
+MCA = {"openmpi4": "--mca", "openmpi5": "--prtemca"}
+
+
+@pytest.mark.parametrize("family", MCA)
+def test_openmpi_on_this_host(family: Family) -> None:
+    assert command(family, "localhost:3", names=("PATH",), HOME="/home/me") == Command(
+        argv=("/mpi/bin/mpirun", "-np", "3", *openmpi_argv(MCA[family])),
         environ={
             "HOME": "/home/me",
             "OMPI_MCA_btl": "self,vader,tcp",
             "OMPI_MCA_osc": "^ucx",
             "OMPI_MCA_pml": "ob1",
-            "OMP_NUM_THREADS": "4",
-            "PATH": "/venv/bin:/mpi/bin:/usr/bin:/bin",
-            "TF_NUM_INTRAOP_THREADS": "4",
         },
     )
 
 
-def test_openmpi_4_names_the_same_components_otherwise() -> None:
-    assert command("openmpi4").argv[3:9] == (
-        *("--mca", "ras", "^slurm,tm,pbs,lsf,gridengine"),
-        *("--mca", "plm", "^slurm,tm,lsf"),
+@pytest.mark.parametrize("family", MCA)
+def test_openmpi_on_several_hosts(family: Family) -> None:
+    where = ("--prefix", "/mpi", "-H", "node1:2,node2:1", "-x", "PATH", "-x", "DATA")
+    assert command(family, "node1:2,node2:1", names=("PATH", "DATA"), DATA="/d") == Command(
+        argv=("/mpi/bin/mpirun", "-np", "3", *openmpi_argv(MCA[family], *where)),
+        environ={"DATA": "/d"},
     )
-    assert command("openmpi4").environ == command("openmpi5").environ
 
 
-def test_hydra() -> None:
-    hydra = command("hydra", PATH="/usr/bin")
-    assert hydra.argv == (
-        *("/mpi/bin/mpirun", "-np", "2", "-rmk", "user", "-launcher", "fork"),
-        *("-hosts", "localhost", "python", "train.py", "--lr", "0.1 "),
+def test_hydra_on_this_host() -> None:
+    where = ("-rmk", "user", "-launcher", "fork", "-hosts", "localhost")
+    assert command("hydra", names=("PATH",), root=True, oversubscribed=True, A="b") == Command(
+        argv=("/mpi/bin/mpirun", "-np", "2", *where, *PROGRAM), environ={"A": "b"}
     )
-    assert not [name for name in hydra.environ if name.startswith("OMPI")]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cores", "threads"), [(1, 8, "8"), (3, 8, "2"), (8, 8, "1"), (9, 8, "1")]
-)
-def test_ranks_share_the_cores(ranks: int, cores: int, threads: str) -> None:
-    environ = command("openmpi5", ranks=ranks, cores=cores).environ
-    assert environ["TF_NUM_INTRAOP_THREADS"] == environ["OMP_NUM_THREADS"] == threads
-    yields = environ.get("OMPI_MCA_mpi_yield_when_idle")
-    assert yields == ("1" if ranks > cores else None), "busy ranks would starve the others"
+def test_hydra_on_several_hosts() -> None:
+    where = ("-rmk", "user", "-launcher", "ssh", "-hosts", "node1:2,node2:1", "-genvall")
+    assert command("hydra", "node1:2,node2:1", names=("DATA",), DATA="/d") == Command(
+        argv=("/mpi/bin/mpirun", "-np", "3", *where, *PROGRAM), environ={"DATA": "/d"}
+    )
+
+
+@pytest.mark.parametrize("family", ["openmpi4", "openmpi5", "hydra"])
+def test_addresses_with_colons_stand_in_brackets(family: Family) -> None:
+    argv = command(family, "[fd00::1]:2,node2").argv
+    assert "[fd00::1]:2,node2:1" in argv
+
+
+def test_hosts_keep_their_order() -> None:
+    argv = command("openmpi5", "zeus:1,apollo:2").argv
+    assert argv[argv.index("-H") + 1] == "zeus:1,apollo:2"
 
 
 def test_the_users_own_settings_stay() -> None:
@@ -90,19 +138,96 @@ def test_the_users_own_settings_stay() -> None:
         "OMPI_MCA_pml": "ucx",
         "OMPI_MCA_osc": "",
         "OMPI_MCA_mpi_yield_when_idle": "0",
-        "OMP_NUM_THREADS": "3",
-        "TF_NUM_INTRAOP_THREADS": "5",
         "OMPI_ALLOW_RUN_AS_ROOT": "0",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "0",
     }
-    environ = command("openmpi5", ranks=16, root=True, **mine).environ
-    assert {name: environ[name] for name in mine} == mine
+    assert command("openmpi5", root=True, oversubscribed=True, **mine).environ == mine
+
+
+def test_ranks_that_share_cores_yield() -> None:
+    """Busy ranks would starve the others."""
+    assert command("openmpi4", oversubscribed=True).environ["OMPI_MCA_mpi_yield_when_idle"] == "1"
+    assert "OMPI_MCA_mpi_yield_when_idle" not in command("openmpi4").environ
 
 
 def test_root_is_allowed_where_it_is_root() -> None:
-    assert command("openmpi5", root=True).environ["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
-    assert "OMPI_ALLOW_RUN_AS_ROOT" not in command("openmpi5").environ
+    assert command("openmpi5", "node1,node2", root=True).environ == {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    assert command("openmpi5", "node1,node2").environ == {}
 
 
-def test_path_names_no_folder_twice() -> None:
-    environ = command("openmpi5", PATH="/usr/bin::/venv/bin:/usr/bin").environ
-    assert environ["PATH"] == "/venv/bin:/mpi/bin:/usr/bin"
+def test_srun() -> None:
+    started = srun_command(
+        plan("node1:2,node2:1"),
+        Path("/usr/bin/srun"),
+        {"A": "b", "SLURM_HOSTFILE": "/of/the/user"},
+        mpi="pmix",
+        hostfile=Path("/tmp/hosts"),
+    )
+    assert started == Command(
+        argv=(
+            *("/usr/bin/srun", "--mpi=pmix", "--ntasks=3", "--nodes=2"),
+            *("--distribution=arbitrary", "--nodelist=/tmp/hosts"),
+            *("--overlap", "--cpu-bind=none", "--input=none", "--kill-on-bad-exit=1"),
+            *PROGRAM,
+        ),
+        environ={"A": "b", "SLURM_HOSTFILE": "/tmp/hosts"},
+    )
+
+
+FOLDERS = [Path("/venv/bin"), Path("/mpi/bin")]
+
+
+def test_ranks_find_python_and_mpi_first() -> None:
+    assert rank_environment({"PATH": "/usr/bin:/bin", "HOME": "/home/me"}, FOLDERS) == {
+        "HOME": "/home/me",
+        "PATH": "/venv/bin:/mpi/bin:/usr/bin:/bin",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ("/usr/bin::/venv/bin:/usr/bin:", "/venv/bin:/mpi/bin:/usr/bin"),
+        ("", "/venv/bin:/mpi/bin"),
+        (None, f"/venv/bin:/mpi/bin:{os.defpath}"),
+    ],
+)
+def test_path_names_no_folder_twice(given: str | None, path: str) -> None:
+    environ = {} if given is None else {"PATH": given}
+    assert rank_environment(environ, FOLDERS)["PATH"] == path
+
+
+def test_the_users_own_variables_win() -> None:
+    mine = {"PYTHONUNBUFFERED": "", "PYTHONFAULTHANDLER": "0"}
+    made = rank_environment(mine, [])
+    assert {name: made[name] for name in mine} == mine
+
+
+def test_what_is_forwarded() -> None:
+    names = [
+        *("CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "HVDTRAIN_LAUNCHER", "KERAS_BACKEND"),
+        *("LD_LIBRARY_PATH", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH", "PYTHON", "PYTHONPATH"),
+        *("TF_CPP_MIN_LOG_LEVEL", "VIRTUAL_ENV", "XLA_FLAGS"),
+    ]
+    stay = ["HOME", "HOSTNAME", "MANPATH", "MYPATH", "SLURM_JOB_ID", "PATHS", "AWS_SECRET_KEY"]
+    environ = dict.fromkeys([*reversed(names), *stay], "x")
+    assert forwarded(environ) == tuple(names)
+
+
+def test_extra_names_are_forwarded_once() -> None:
+    environ = {"PATH": "x", "HOME": "x"}
+    assert forwarded(environ, ["HOME", "PATH", "HOME"]) == ("PATH", "HOME")
+
+
+@pytest.mark.parametrize("hosts", ["localhost:2", "node1,node2"])
+@pytest.mark.parametrize("family", ["openmpi4", "openmpi5", "hydra"])
+def test_no_value_is_in_argv_where_others_read_it(family: Family, hosts: str) -> None:
+    environ = rank_environment({"TOKEN": SECRET, "HVDTRAIN_JOB": SECRET}, FOLDERS)
+    started = command(family, hosts, names=forwarded(environ, ["TOKEN"]), **environ)
+    assert SECRET not in " ".join(started.argv)
+    assert started.environ["TOKEN"] == started.environ["HVDTRAIN_JOB"] == SECRET

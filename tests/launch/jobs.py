@@ -1,0 +1,134 @@
+"""Programs that fail, and jobs of ``hvdtrain run`` whose every process can be counted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+from tests.harness.jobs import REPOSITORY
+
+__all__ = ["FAULTS", "HVDTRAIN", "OWN_DEFAULTS", "RANK", "StartedJob", "program", "with_mark"]
+
+HVDTRAIN = [sys.executable, "-m", "hvdtrain", "run"]
+# What the harness sets for jobs of its own; here hvdtrain's own defaults are on trial.
+OWN_DEFAULTS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": None,
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": None,
+    "OMPI_MCA_btl": None,
+    "OMPI_MCA_pml": None,
+    "OMPI_MCA_osc": None,
+    "OMPI_MCA_mpi_yield_when_idle": None,
+    "OMPI_MCA_rmaps_base_oversubscribe": None,
+    "PRTE_MCA_rmaps_default_mapping_policy": None,
+    "OMP_NUM_THREADS": None,
+    "TF_NUM_INTRAOP_THREADS": None,
+    "HVDTRAIN_TIMEOUT_S": None,
+}
+RANK = (
+    "int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ.get('PMI_RANK') "
+    "or os.environ['SLURM_PROCID'])"
+)
+
+# What the failing rank does, the exit code of the job, and what its last words hold.
+FAULTS: dict[str, tuple[str, int, str]] = {
+    "exception": ("raise ValueError('no such batch')", 1, "ValueError: no such batch"),
+    "exit-7": ("sys.exit(7)", 7, ""),
+    "segfault": ("import ctypes; ctypes.string_at(0)", 139, "Segmentation fault"),
+    "abort": ("os.abort()", 134, "Fatal Python error: Aborted"),
+    "sigkill": ("os.kill(os.getpid(), 9)", 137, ""),
+    "import-error": ("import nothing_of_that_name", 1, "ModuleNotFoundError"),
+    "missing-file": ("open('/nonexistent/data')", 1, "FileNotFoundError"),
+    "in-a-thread-while-main-waits": (
+        "import threading; threading.Thread(target=lambda: os._exit(9)).start(); time.sleep(60)",
+        9,
+        "",
+    ),
+}
+
+
+def program(body: str) -> list[str]:
+    """A command that runs ``body`` in Python, knowing its rank."""
+    return ["python", "-c", f"import os, sys, time; rank = {RANK}\n{textwrap.dedent(body)}"]
+
+
+def with_mark(mark: str) -> dict[str, str]:
+    """An environment whose processes ``StartedJob.left`` finds again."""
+    environ = {name: value for name, value in os.environ.items() if name not in OWN_DEFAULTS}
+    return {**environ, "PYTHONPATH": str(REPOSITORY), "HVDTRAIN_TEST_MARK": mark}
+
+
+class StartedJob:
+    """``hvdtrain run`` in the background.
+
+    Args:
+        arguments: Of ``hvdtrain run``.
+        body: What each rank runs.
+        mark: A word that no other process has in its environment.
+    """
+
+    def __init__(self, arguments: list[str], body: str, mark: str) -> None:
+        self.mark = mark
+        self.process = subprocess.Popen(
+            [*HVDTRAIN, *arguments, "--", *program(body)],
+            env=with_mark(mark),
+            cwd=REPOSITORY,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def left(self) -> list[int]:
+        """Processes of the job that still run."""
+        wanted = f"HVDTRAIN_TEST_MARK={self.mark}".encode()
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                if state != "Z" and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        return found
+
+    def named(self, *names: str) -> list[int]:
+        """Processes of the job that run one of these programs or modules."""
+        found = []
+        for pid in self.left():
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            # A module stands behind python -m.
+            word = words[2] if words[1:2] == ["-m"] else os.path.basename(words[0])
+            if word in names:
+                found.append(pid)
+        return found
+
+    def wait_for(self, count: int, folder: Path, timeout_s: float = 30.0) -> None:
+        """Wait until the ranks have left ``count`` files in ``folder``."""
+        deadline = time.monotonic() + timeout_s
+        while len(os.listdir(folder)) < count:
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise AssertionError(f"the ranks did not start: {self.process.communicate()[0]}")
+            time.sleep(0.02)
+
+    def seconds_until_nothing_is_left(self, timeout_s: float) -> float:
+        """How long the last process took to go; raises where one stays."""
+        started = time.monotonic()
+        while self.left():
+            if time.monotonic() - started > timeout_s:
+                raise AssertionError(f"still there after {timeout_s} s: {self.left()}")
+            time.sleep(0.05)
+        return time.monotonic() - started
+
+    def end(self) -> None:
+        """Whatever happened: nothing stays behind."""
+        for pid in self.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(timeout=10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()

@@ -1,0 +1,207 @@
+"""``hvdtrain run`` on four hosts, over ssh and under Slurm: what fails, and how all of it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.jobs import REPOSITORY
+from tests.launch.jobs import FAULTS, OWN_DEFAULTS, program
+from tests.testbed.cluster import Cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+HVDTRAIN = [sys.executable, "-m", "hvdtrain", "run"]
+HOSTS = "node1:1,node2:2,node3:1"
+RANKS = 4
+# Four ranks on two cores: who waits must let the others work.
+ENVIRON = {**OWN_DEFAULTS, "PYTHONPATH": str(REPOSITORY), "OMPI_MCA_mpi_yield_when_idle": "1"}
+WAYS = ["ssh", "slurm"]
+
+
+def command(way: str, *options: str, body: str) -> list[str]:
+    """``hvdtrain run`` over ssh, or through srun from within an allocation."""
+    if way == "ssh":
+        return [*HVDTRAIN, "-H", HOSTS, *options, "--", *program(body)]
+    allocate = ["salloc", "--quiet", "--nodes=3", f"--ntasks={RANKS}", "--overcommit"]
+    return [*allocate, *HVDTRAIN, *options, "--", *program(body)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_talk_and_lines_name_rank_and_host(cluster: Cluster, way: str) -> None:
+    body = """
+    from mpi4py import MPI
+    import socket
+    print(socket.gethostname(), MPI.COMM_WORLD.allreduce(rank + 1), os.environ["MINE"])
+    """
+    done = cluster.run(command(way, "-x", "MINE=a b", body=body), env=ENVIRON, timeout_s=60)
+    assert done.returncode == 0, done
+    lines = sorted(done.stdout.splitlines())
+    assert len(lines) == RANKS, done
+    for rank, line in enumerate(lines):
+        tag, _, text = line.partition("] ")
+        assert tag.startswith(f"[{rank} node"), done
+        assert text == f"{tag.split()[1]} 10 a b"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_plan_is_what_happens(cluster: Cluster, way: str) -> None:
+    body = "import socket; print(rank, socket.gethostname(), sep=':')"
+    plan = cluster.run(command(way, "--dry-run", body=body), env=ENVIRON, timeout_s=60)
+    assert plan.returncode == 0, plan
+    table = [line.split()[:2] for line in plan.stdout.splitlines()[1 : RANKS + 1]]
+    done = cluster.run(command(way, body=body), env=ENVIRON, timeout_s=60)
+    assert done.returncode == 0, done
+    seen = [line.partition("] ")[2].split(":") for line in done.stdout.splitlines()]
+    assert sorted(seen) == table
+
+
+@pytest.mark.parametrize("failing", [0, RANKS - 1], ids=["first-rank", "last-rank"])
+@pytest.mark.parametrize("fault", ["exception", "exit-7", "segfault", "sigkill", "import-error"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_first_failure_is_named(cluster: Cluster, way: str, fault: str, failing: int) -> None:
+    action, code, words = FAULTS[fault]
+    body = f"time.sleep(0.3)\nif rank == {failing}: {action}\ntime.sleep(60)"
+    done = cluster.run(command(way, body=body), env=ENVIRON, timeout_s=60)
+    assert done.returncode == code, done
+    before, named, verdict = done.stderr.rpartition("failed first")
+    assert named, done
+    assert f"rank {failing} on node" in before.splitlines()[-1]
+    assert words in verdict
+    assert done.seconds < 25
+
+
+class Started:
+    """A job in the background whose processes can be counted on all hosts."""
+
+    def __init__(self, cluster: Cluster, way: str, *options: str) -> None:
+        self.cluster = cluster
+        self.mark = f"HVDTRAIN_TEST_MARK={uuid.uuid4().hex}"
+        self.folder = cluster.folder / uuid.uuid4().hex
+        self.folder.mkdir()
+        name, value = self.mark.split("=")
+        body = f"open(os.path.join({str(self.folder)!r}, str(rank)), 'w').close(); time.sleep(120)"
+        self.process = cluster.start(
+            command(way, "-x", name, *options, body=body),
+            env={**ENVIRON, name: value},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+
+    def wait_for_ranks(self) -> None:
+        deadline = time.monotonic() + 40
+        while len(os.listdir(self.folder)) < RANKS:
+            assert time.monotonic() < deadline, "the ranks did not start"
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.05)
+
+    def running(self, *words: str) -> list[int]:
+        """Processes of the job whose command line holds all ``words``."""
+        found = self.cluster.processes(self.mark)
+        return [p.pid for p in found if all(word in " ".join(p.argv) for word in words)]
+
+    def assert_all_gone(self, within_s: float = 10.0) -> None:
+        deadline = time.monotonic() + within_s
+        while left := self.cluster.processes(self.mark):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def start(cluster: Cluster) -> Iterator[type]:
+    jobs: list[Started] = []
+
+    def begin(way: str, *options: str) -> Started:
+        jobs.append(Started(cluster, way, *options))
+        jobs[-1].wait_for_ranks()
+        return jobs[-1]
+
+    yield begin  # type: ignore[misc]
+    for job in jobs:
+        for pid in job.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            job.process.kill()
+        job.process.communicate(timeout=10)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_signal_to_the_launcher_leaves_nothing(start, way: str, name: str) -> None:
+    job = start(way)
+    for pid in job.running("hvdtrain run"):
+        os.kill(pid, getattr(signal, name))
+    job.assert_all_gone()
+    assert job.process.wait(timeout=20) != 0
+
+
+@pytest.mark.parametrize(
+    ("way", "victim"), [("ssh", "prterun"), ("ssh", "ssh "), ("ssh", "prted"), ("slurm", "srun")]
+)
+def test_killing_what_stands_between_leaves_nothing(start, way: str, victim: str) -> None:
+    job = start(way)
+    pids = job.running(victim)
+    if not pids:
+        pytest.skip(f"{victim} does not stay while a job runs")
+    os.kill(pids[0], signal.SIGKILL)
+    job.assert_all_gone(15)
+    assert job.process.wait(timeout=20) != 0
+
+
+def test_scancel_leaves_nothing(cluster: Cluster, start) -> None:
+    job = start("slurm")
+    cancelled = cluster.run(["scancel", "--user=root"], timeout_s=20)
+    assert cancelled.returncode == 0, cancelled
+    job.assert_all_gone()
+    assert job.process.wait(timeout=20) != 0
+
+
+def test_a_dead_host_is_named(cluster: Cluster) -> None:
+    cluster.cut("node2")
+    try:
+        options = ["--start-timeout-s", "15"]
+        done = cluster.run(command("ssh", *options, body="pass"), env=ENVIRON, timeout_s=60)
+    finally:
+        cluster.mend("node2")
+    assert done.returncode == 125, done
+    assert "node2" in done.stderr
+
+
+def test_a_host_without_this_python_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    """Hidden by an empty folder mounted over it, on that host alone."""
+    folder = str(Path(sys.prefix))
+    hidden = cluster.run(["mount", "-t", "tmpfs", "tmpfs", folder], host="node3", timeout_s=10)
+    assert hidden.returncode == 0, hidden
+    try:
+        options = ["--start-timeout-s", "20"]
+        done = cluster.run(command("ssh", *options, body="pass"), env=ENVIRON, timeout_s=60)
+    finally:
+        cluster.run(["umount", folder], host="node3", timeout_s=10)
+    assert done.returncode == 125, done
+    assert "node3" in done.stderr
+
+
+def test_sbatch_with_the_script_that_comes_with_it(cluster: Cluster) -> None:
+    body = "import hvdtrain; hvdtrain.init(); print('size', hvdtrain.size(), flush=True)"
+    (cluster.folder / "tiny.py").write_text(body)
+    script = REPOSITORY / "slurm" / "train.sh"
+    environ = {**ENVIRON, "PYTHON": sys.executable}
+    options = ["--wait", "--nodes=4", "--ntasks=4", "--output=out.txt", "--time=5"]
+    done = cluster.run(["sbatch", *options, script, "tiny.py"], env=environ, timeout_s=120)
+    output = (cluster.folder / "out.txt").read_text()
+    assert done.returncode == 0, (done, output)
+    assert output.count("size 4") == 4, output
+    done = cluster.run(
+        ["srun", "--mpi=pmix", "-N4", "-n4", script, "tiny.py"], env=environ, timeout_s=120
+    )
+    assert (done.returncode, done.stdout) == (0, "size 4\n" * 4), done

@@ -1,0 +1,170 @@
+"""What the ranks write comes out with their tags, beside a status that is drawn again."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain.launch.console import Console
+from tests.harness.jobs import REPOSITORY
+
+
+class Terminal(io.StringIO):
+    """Remembers what is written to it, as a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def screen(self) -> list[str]:
+        """The lines that a terminal would show, without their colours."""
+        lines = []
+        for line in re.sub(r"\x1b\[\d+m", "", self.getvalue()).split("\n"):
+            shown = ""
+            for part in re.split(r"(\r|\x1b\[K)", line):
+                if part == "\x1b[K":
+                    shown = ""
+                elif part != "\r":
+                    shown += part
+            lines.append(shown)
+        return lines
+
+
+def make(
+    out: io.StringIO, err: io.StringIO, *, ranks: int = 2, with_host: bool = False, chief_only=False
+) -> Console:
+    return Console(out, err, ranks=ranks, with_host=with_host, chief_only=chief_only)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "with_host", "tag"),
+    [
+        (1, 0, False, "[0]"),
+        (10, 9, False, "[9]"),
+        (11, 9, False, "[ 9]"),
+        (11, 10, False, "[10]"),
+        (1000, 7, True, "[  7 node1]"),
+        (2, 1, True, "[1 node1]"),
+    ],
+)
+def test_tags(ranks: int, rank: int, with_host: bool, tag: str) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    console = make(out, err, ranks=ranks, with_host=with_host)
+    console.line(rank, "node1", "stdout", "loss: 1.5")
+    console.line(rank, "node1", "stderr", "")
+    assert (out.getvalue(), err.getvalue()) == (f"{tag} loss: 1.5\n", f"{tag} \n")
+
+
+def test_lines_go_where_the_ranks_wrote_them() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    console = make(out, err)
+    console.line(0, "node1", "stdout", "a")
+    console.line(1, "node1", "stderr", "b")
+    console.notice("two\nlines")
+    assert out.getvalue() == "[0] a\n"
+    assert err.getvalue() == "[1] b\nhvdtrain run: two\nhvdtrain run: lines\n"
+
+
+def test_colours_are_for_terminals() -> None:
+    out, err = Terminal(), io.StringIO()
+    console = make(out, err, ranks=12)
+    for rank in (0, 1, 10, 11):
+        console.line(rank, "node1", "stdout", "text")
+        console.line(rank, "node1", "stderr", "text")
+    colours = re.findall(r"\x1b\[(\d+)m\[ ?\d+\]\x1b\[0m text\n", out.getvalue())
+    assert len(colours) == 4
+    assert colours[0] != colours[1]
+    assert colours[:2] == colours[2:], "the colours come round"
+    assert err.getvalue() == "[ 0] text\n[ 1] text\n[10] text\n[11] text\n"
+
+
+def test_the_chief_alone_and_untagged() -> None:
+    out, err = Terminal(), io.StringIO()
+    console = make(out, err, with_host=True, chief_only=True)
+    for rank in (0, 1):
+        console.line(rank, "node1", "stdout", f"out {rank}")
+        console.line(rank, "node1", "stderr", f"err {rank}")
+    assert (out.getvalue(), err.getvalue()) == ("out 0\n", "err 0\n")
+
+
+@pytest.mark.parametrize("chief_only", [False, True])
+def test_the_status_stays_below_the_lines(chief_only: bool) -> None:
+    terminal = Terminal()
+    console = make(terminal, terminal, chief_only=chief_only)
+    tag = "" if chief_only else "[0] "
+    console.status(0, "1/3 [=>.]")
+    assert terminal.screen() == ["1/3 [=>.]"]
+    console.line(0, "node1", "stdout", "saved")
+    assert terminal.screen() == [f"{tag}saved", "1/3 [=>.]"]
+    console.status(0, "2/3")
+    assert terminal.screen() == [f"{tag}saved", "2/3"]
+    console.line(0, "node1", "stderr", "careful")
+    assert terminal.screen() == [f"{tag}saved", f"{tag}careful", "2/3"]
+    console.notice("the end")
+    assert terminal.screen()[2:] == ["hvdtrain run: the end", "2/3"]
+    console.status(0, "")
+    console.line(0, "node1", "stdout", "3/3")
+    assert terminal.screen()[3:] == [f"{tag}3/3", ""]
+
+
+def test_the_status_does_not_touch_what_goes_to_a_file() -> None:
+    out, err = Terminal(), io.StringIO()
+    console = make(out, err)
+    console.status(0, "1/3")
+    console.line(1, "node1", "stderr", "careful")
+    assert err.getvalue() == "[1] careful\n"
+    assert out.screen() == ["1/3"]
+
+
+def test_only_the_chiefs_status_is_shown_and_only_on_a_terminal() -> None:
+    terminal, out, err = Terminal(), io.StringIO(), Terminal()
+    make(terminal, err).status(1, "1/3")
+    make(out, err).status(0, "1/3")
+    assert (terminal.getvalue(), out.getvalue(), err.getvalue()) == ("", "", "")
+
+
+def in_a_process(code: str, encoding: str = "utf-8", **streams) -> subprocess.CompletedProcess[str]:
+    program = f"""if True:
+        import sys
+        from hvdtrain.launch.console import Console
+        console = Console(sys.stdout, sys.stderr, ranks=1, with_host=False, chief_only=False)
+        {code}
+        console.notice("the job goes on")
+        sys.exit(3)
+    """
+    return subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", program],
+        env={"PYTHONIOENCODING": encoding},
+        stderr=subprocess.PIPE,
+        cwd=REPOSITORY,
+        encoding=encoding,
+        timeout=30,
+        check=False,
+        **streams,
+    )
+
+
+def test_the_job_goes_on_when_nobody_reads_any_more() -> None:
+    reader = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
+    assert reader.wait(timeout=30) == 0
+    code = "for _ in range(3): console.line(0, 'node1', 'stdout', 'text')"
+    done = in_a_process(code, stdout=reader.stdin)
+    assert reader.stdin is not None
+    reader.stdin.close()
+    assert (done.returncode, done.stderr) == (3, "hvdtrain run: the job goes on\n")
+
+
+def test_the_job_goes_on_when_the_disk_is_full() -> None:
+    code = "for _ in range(3): console.line(0, 'node1', 'stdout', 'text')"
+    with open("/dev/full", "w") as full:
+        done = in_a_process(code, stdout=full)
+    assert (done.returncode, done.stderr) == (3, "hvdtrain run: the job goes on\n")
+
+
+def test_characters_that_the_locale_has_not_become_question_marks() -> None:
+    code = r"console.line(0, 'node1', 'stdout', '1/3 \u2501\u2501 \xe9')"
+    done = in_a_process(code, "latin-1", stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (3, "[0] 1/3 ?? é\n"), done.stderr

@@ -1,0 +1,225 @@
+"""Among the ends of all ranks, the one that the others follow from; and what is said of it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from hvdtrain.collectives import exits
+from hvdtrain.errors import CollectiveTimeoutError, PeerFailedError
+from hvdtrain.launch.failure import End, begins_traceback, describe, exit_code, first_failure
+
+HEADER = "Traceback (most recent call last):"
+FRAME = '  File "train.py", line 3, in <module>'
+
+
+def trace(*last: str) -> tuple[str, ...]:
+    return (HEADER, FRAME, "    step()", *last)
+
+
+def end(
+    rank: int, code: int | None = 1, stderr: tuple[str, ...] = (), *, bidden: bool = False
+) -> End:
+    return End(rank=rank, host="node1", code=code, stderr=stderr, bidden=bidden)
+
+
+PEER = trace("hvdtrain.errors.PeerFailedError: rank 2 failed: ValueError: 3")
+VALUE = trace("ValueError: 3")
+INTERRUPT = trace("KeyboardInterrupt")
+CHAINED = (
+    *trace("ValueError: 3"),
+    "",
+    "During handling of the above exception, another exception occurred:",
+    "",
+    *trace("KeyError: 'x'"),
+)
+CAUSED = (
+    *PEER,
+    "",
+    "The above exception was the direct cause of the following exception:",
+    "",
+    *trace("my.package.StepError: 3"),
+)
+FROM_PEER = (
+    *trace("OSError: 3"),
+    "",
+    "During handling of the above exception, another exception occurred:",
+    "",
+    *PEER,
+)
+# TensorFlow turns an error between ranks into one of its own.
+WRAPPED_PEER = (
+    *trace("tensorflow.python.framework.errors_impl.UnknownError: PeerFailedError: rank 2 failed"),
+    "",
+    "hvdtrain: rank 0 of 4 stops: rank 2 failed",
+)
+WRAPPED_TIMEOUT = (
+    *trace("tensorflow.python.framework.errors_impl.UnknownError: CollectiveTimeoutError: 5 s"),
+    "hvdtrain: rank 0 of 4 failed: CollectiveTimeoutError: 5 s",
+)
+CRASH = (
+    "Fatal Python error: Segmentation fault",
+    "",
+    "Current thread 0x00007f2c (most recent call first):",
+    '  File "train.py", line 3 in <module>',
+    "",
+    "Extension modules: numpy.core._multiarray_umath (total: 1)",
+)
+LOST = None
+
+# The ends in the order in which they arrive, and the rank that failed first.
+FIRST: dict[str, tuple[list[End], int | None]] = {
+    "nobody": ([], None),
+    "all-well": ([end(0, 0), end(1, 0)], None),
+    "well-with-a-traceback": ([end(0, 0, VALUE)], None),
+    "one": ([end(0, 0), end(1, 7)], 1),
+    "the-first-of-two": ([end(1, 7), end(0, 1, VALUE)], 1),
+    "echo-comes-before": ([end(0, 1, PEER), end(1, 1, PEER), end(2, 1, VALUE)], 2),
+    "wrapped-echo-comes-before": ([end(0, 1, WRAPPED_PEER), end(2, 1, VALUE)], 2),
+    "echo-before-silent-exit": ([end(0, 1, PEER), end(2, 3)], 2),
+    "echo-before-kill": ([end(0, 1, PEER), end(2, 128 + signal.SIGKILL)], 2),
+    "echo-before-lost-host": ([end(0, 1, PEER), end(2, LOST)], 2),
+    "only-echoes": ([end(1, 1, PEER), end(0, 1, PEER)], 1),
+    "handling-an-echo": ([end(1, 1, FROM_PEER), end(0, 1, VALUE)], 0),
+    "caused-by-an-echo-but-own": ([end(1, 1, CAUSED), end(0, 1, PEER)], 1),
+    "bidden-before": ([end(0, 143, bidden=True), end(2, 1, VALUE)], 2),
+    "bidden-and-interrupted": ([end(0, 1, INTERRUPT, bidden=True), end(2, 1, VALUE)], 2),
+    "both-bidden": ([end(0, 1, INTERRUPT, bidden=True), end(2, 1, VALUE, bidden=True)], 2),
+    "bidden-and-echo": ([end(0, 1, PEER, bidden=True), end(2, 5)], 2),
+    "bidden-after-its-own-words": ([end(0, 1, PEER), end(2, 1, VALUE, bidden=True)], 2),
+    "bidden-after-its-crash": ([end(0, 1, PEER), end(2, 139, CRASH, bidden=True)], 2),
+    "unbidden-beats-own-words": ([end(0, 1, VALUE, bidden=True), end(2, 1, VALUE)], 2),
+    "all-bidden": ([end(1, 143, bidden=True), end(0, 143, bidden=True)], 1),
+    "lost-before-a-failure": ([end(0, LOST), end(2, 1, VALUE)], 2),
+    "lost-before-an-echo": ([end(2, LOST), end(0, 1, PEER)], 2),
+    "lost-before-bidden": ([end(2, LOST), end(0, 143, bidden=True)], 2),
+    "all-lost": ([end(1, LOST), end(0, LOST)], 1),
+}
+
+
+@pytest.mark.parametrize(("ends", "rank"), FIRST.values(), ids=FIRST)
+def test_first_failure(ends: list[End], rank: int | None) -> None:
+    found = first_failure(ends)
+    assert (found.rank if found else None) == rank
+
+
+TIMEOUT = trace("hvdtrain.errors.CollectiveTimeoutError: rank 3 did not arrive within 5 s")
+CODES: dict[str, tuple[End | None, int]] = {
+    "no-failure": (None, 0),
+    "own-code": (end(0, 7), 7),
+    "255": (end(0, 255), 255),
+    "signal": (end(0, 128 + signal.SIGSEGV, CRASH), 139),
+    "lost": (end(0, LOST), 137),
+    "timeout": (end(0, 1, TIMEOUT), 124),
+    "timeout-through-tensorflow": (end(0, 1, WRAPPED_TIMEOUT), 124),
+    "timeout-caught-before": (end(0, 1, (*TIMEOUT, *VALUE)), 1),
+    "timeout-only-spoken-of": (end(0, 9, ("CollectiveTimeoutError: who?",)), 9),
+    "timeout-without-dots": (end(0, 1, trace("CollectiveTimeoutError")), 124),
+}
+
+
+@pytest.mark.parametrize(("first", "code"), CODES.values(), ids=CODES)
+def test_exit_code(first: End | None, code: int) -> None:
+    assert exit_code(first) == code
+
+
+HOW: dict[str, tuple[End, str]] = {
+    "code": (end(0, 7), "exit code 7"),
+    "signal": (end(0, 128 + signal.SIGTERM), "ended by signal 15 (SIGTERM)"),
+    "killed": (
+        end(0, 128 + signal.SIGKILL),
+        "ended by signal 9 (SIGKILL); the kernel does that when memory runs out (dmesg on the "
+        "host tells)",
+    ),
+    "no-such-signal": (end(0, 255), "exit code 255"),
+    "timeout": (end(0, 1, TIMEOUT), "it waited too long for other ranks; exit code 1"),
+    "lost": (
+        end(0, LOST),
+        "the connection to it was lost; its host died, or its processes were killed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("first", "how"), HOW.values(), ids=HOW)
+def test_how_it_ended_is_told(first: End, how: str) -> None:
+    told = describe(first).splitlines()[0]
+    assert told == f"rank 0 on node1 failed first: {how}"
+
+
+def excerpt(*stderr: str) -> list[str]:
+    told = describe(end(0, 1, stderr)).splitlines()
+    assert told[1:2] in ([], ["its last words:"])
+    assert all(line.startswith("  ") for line in told[2:])
+    return [line[2:] for line in told[2:]]
+
+
+def test_without_stderr_there_are_no_last_words() -> None:
+    assert describe(end(0, 7)) == "rank 0 on node1 failed first: exit code 7"
+
+
+def test_a_traceback_is_shown_from_its_beginning() -> None:
+    warnings = [f"W{number}: slow" for number in range(100)]
+    for lines in (VALUE, CHAINED, CAUSED, CRASH, WRAPPED_PEER):
+        assert excerpt(*warnings, *lines) == list(lines)
+
+
+def test_without_a_traceback_the_last_lines_are_shown() -> None:
+    assert excerpt("usage: train.py", "train.py: error: no --data") == [
+        "usage: train.py",
+        "train.py: error: no --data",
+    ]
+    assert excerpt(*map(str, range(100))) == [str(number) for number in range(85, 100)]
+
+
+def test_a_long_excerpt_keeps_both_ends() -> None:
+    frames = [f"  frame {number}" for number in range(98)]
+    shown = excerpt(HEADER, *frames, "RecursionError: too deep")
+    assert len(shown) == 61
+    assert shown[:2] == [HEADER, "  frame 0"]
+    assert shown[30] == "... 40 lines ..."
+    assert shown[-2:] == ["  frame 97", "RecursionError: too deep"]
+    fits = [HEADER, *frames[:58], "RecursionError: too deep"]
+    assert excerpt(*fits) == fits
+
+
+def test_what_begins_a_traceback() -> None:
+    assert begins_traceback(HEADER)
+    assert begins_traceback("Fatal Python error: Aborted")
+    assert not begins_traceback("  " + HEADER)
+    assert not begins_traceback("During handling of the above exception")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import hvdtrain; raise hvdtrain.PeerFailedError('rank 2 failed')",
+        "import hvdtrain\ntry: 1 / 0\nfinally: raise hvdtrain.PeerFailedError('a\\nb: c')",
+        "import hvdtrain\ntry: 1 / 0\nexcept Exception as e: raise hvdtrain.PeerFailedError from e",
+    ],
+)
+def test_pythons_own_tracebacks_are_understood(code: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, timeout=30, check=False
+    )
+    echo = end(0, 1, tuple(done.stderr.splitlines()))
+    assert first_failure([echo, end(1, 7)]) == end(1, 7)
+
+
+@pytest.mark.parametrize("error", [PeerFailedError("rank 2 failed"), CollectiveTimeoutError("5 s")])
+def test_what_ranks_say_at_their_end_is_understood(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SimpleNamespace(closed=False, rank=0, size=4, broken=error, fail=lambda reason: None)
+    monkeypatch.setattr(exits, "_current", engine)
+    monkeypatch.setattr(exits, "FOLLOWER_PAUSE_S", 0.0)
+    monkeypatch.setattr(exits, "_end_within", lambda seconds: None)
+    wrapped = RuntimeError(f"2 root error(s) found: {error}")
+    exits._on_exception(sys.__excepthook__, RuntimeError, wrapped, None)
+    told = end(0, 1, tuple(capsys.readouterr().err.splitlines()))
+    follows = isinstance(error, PeerFailedError)
+    assert first_failure([told, end(1, 7)]) == (end(1, 7) if follows else told)
+    assert exit_code(told) == (1 if follows else 124)
