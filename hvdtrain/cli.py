@@ -23,6 +23,7 @@ FAILED = 1
 # Name: (module, one line of help).
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("hvdtrain.launch.cli", "start a training program on several ranks"),
+    "check": ("hvdtrain.launch.check", "tell whether this host or cluster is fit to train"),
     "bench": ("hvdtrain.bench.cli", "measure collectives, training and starting on this machine"),
 }
 

@@ -1,0 +1,49 @@
+"""What hvdtrain check has to say of something that is not as it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvdtrain.launch.facts import Facts
+from hvdtrain.launch.reach import Answer
+
+__all__ = ["Problem", "name_hosts", "reached", "size"]
+
+# Hosts that a message lists before it counts the rest.
+_LISTED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Something that is not as it should be.
+
+    Attributes:
+        hosts: Where.
+        found: What was found.
+        expected: What should have been.
+        remedy: What to do, a command where one does it.
+        error: Whether training can't be relied on; otherwise it is a warning.
+    """
+
+    hosts: tuple[str, ...]
+    found: str
+    expected: str
+    remedy: str
+    error: bool = True
+
+
+def name_hosts(hosts: Sequence[str]) -> str:
+    """Some host names and how many more."""
+    more = len(hosts) - _LISTED
+    return ", ".join([*hosts[:_LISTED], *([f"{more} more"] if more > 0 else [])])
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def reached(answers: Sequence[Answer]) -> list[tuple[str, Facts]]:
+    """Hosts that answered, and what they said."""
+    return [(answer.host, answer.facts) for answer in answers if answer.facts is not None]
