@@ -8,15 +8,15 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from hvdtrain.cluster.hosts import Host, parse_hostfile, parse_hosts, slurm_hosts
+from hvdtrain.cluster.hosts import Host, slurm_hosts
 from hvdtrain.cluster.placement import place
-from hvdtrain.errors import ConfigurationError, LaunchError
+from hvdtrain.errors import LaunchError
 from hvdtrain.launch.allreduce import judge_allreduce, show_allreduce
 from hvdtrain.launch.diagnosis import diagnose, show, show_problem
 from hvdtrain.launch.problem import Problem, name_hosts
 from hvdtrain.launch.reach import Answer, Way
+from hvdtrain.launch.where import add_where, named_hosts
 
 __all__ = ["add_arguments", "run"]
 
@@ -39,18 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``hvdtrain check``; they mean what they mean to ``run``."""
     parser.usage = "hvdtrain check [-np N] [-H a:4,b:4 | --hostfile FILE] [--no-allreduce]"
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "-np", "--num-proc", type=_rank_count, metavar="N", help="ranks; default: all slots"
-    )
-    parser.add_argument(
-        "-H",
-        "--hosts",
-        metavar="HOSTS",
-        help="a:4,b:4 or node[01-04]:2; default: Slurm's, or this one",
-    )
-    parser.add_argument(
-        "--hostfile", metavar="FILE", help="hosts and slots, a line each, in any dialect"
-    )
+    add_where(parser)
     parser.add_argument(
         "--no-allreduce", action="store_true", help="only look; start no ranks at the end"
     )
@@ -117,19 +106,9 @@ def _reduce(
 
 def _hosts(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Way, list[Host]]:
     """The hosts that are meant, and how they are reached."""
-    if arguments.hosts is not None and arguments.hostfile is not None:
-        raise ConfigurationError("-H and --hostfile both name the hosts; give one of them.")
-    if arguments.hosts is not None:
-        return "ssh", parse_hosts(arguments.hosts)
-    if arguments.hostfile is not None:
-        try:
-            text = Path(arguments.hostfile).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise ConfigurationError(
-                f"The hostfile {arguments.hostfile} can't be read: {why}."
-            ) from None
-        return "ssh", parse_hostfile(text, arguments.hostfile)
+    named = named_hosts(arguments.hosts, arguments.hostfile)
+    if named is not None:
+        return "ssh", named
     allocated = slurm_hosts(environ)
     if allocated is not None:
         return "srun", allocated
@@ -166,10 +145,3 @@ def _conclude(problems: Sequence[Problem]) -> int:
     count = f"{len(errors)} problem{'' if len(errors) == 1 else 's'}"
     print(f"\nnot fit to train: {count}{where}{noted}")
     return UNFIT
-
-
-def _rank_count(text: str) -> int:
-    count = int(text) if text.isdecimal() else 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
-    return count

@@ -15,6 +15,7 @@ from hvdtrain.config import Settings, read_settings, variable_name
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.launch.jobfile import read_jobfile
 from hvdtrain.launch.variables import BIND
+from hvdtrain.launch.where import add_where
 
 __all__ = ["add_arguments", "arguments_of_file", "run"]
 
@@ -36,18 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     where = parser.add_argument_group("where")
-    where.add_argument(
-        "-np", "--num-proc", type=_rank_count, metavar="N", help="ranks; default: all slots"
-    )
-    where.add_argument(
-        "-H",
-        "--hosts",
-        metavar="HOSTS",
-        help="a:4,b:4 or node[01-04]:2; default: Slurm's, or this one",
-    )
-    where.add_argument(
-        "--hostfile", metavar="FILE", help="hosts and slots, a line each, in any dialect"
-    )
+    add_where(where)
     where.add_argument("--oversubscribe", action="store_true", help="more ranks than slots may run")
     where.add_argument(
         "--no-bind", action="store_true", help="let ranks run on all cores of their host"
@@ -180,13 +170,6 @@ def _program(words: Sequence[str]) -> list[str]:
             "hvdtrain run -np 2 -- python train.py"
         )
     return program
-
-
-def _rank_count(text: str) -> int:
-    count = int(text) if text.isdecimal() else 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
-    return count
 
 
 def _variable(text: str) -> tuple[str, str | None]:

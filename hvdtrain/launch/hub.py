@@ -56,7 +56,7 @@ class Hub:
         self._connected: dict[int, _Rank] = {}
         self._troubled: int | None = None
         self._troubled_until = 0.0
-        self._listener = socket.create_server(("127.0.0.1" if local else "", 0), backlog=1024)
+        self._listener = _listen(local)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.selector = selectors.DefaultSelector()
@@ -220,3 +220,11 @@ class Hub:
         if rank.end is None:
             self._note_end(rank, None)
             self._console.status(rank.number, "")
+
+
+def _listen(local: bool) -> socket.socket:
+    if local:
+        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)

