@@ -25,7 +25,7 @@ __all__ = ["Supervisor"]
 
 STEP_S = 0.05
 # After a rank has failed the others, which learn of it from each other, may end by themselves.
-SETTLE_S = 1.0
+SETTLE_S = 0.5
 # mpirun and srun tidy up after the last rank.
 STARTER_TIMEOUT_S = 5.0
 KEPT_LINES = 40

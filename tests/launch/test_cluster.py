@@ -191,17 +191,37 @@ def test_a_host_without_this_python_is_named(cluster: Cluster, tmp_path: Path) -
     assert "node3" in done.stderr
 
 
+def wait_for_job(cluster: Cluster, job: str, timeout_s: float) -> str:
+    """What Slurm says of a job at its end; ``sbatch --wait`` would look once in a minute."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        shown = cluster.run(["scontrol", "show", "job", job], timeout_s=20).stdout
+        if "JobState=PENDING" not in shown and "EndTime=Unknown" not in shown:
+            state = shown.partition("JobState=")[2].split()[0]
+            if state not in ("RUNNING", "COMPLETING"):
+                return f"{state} {shown.partition('ExitCode=')[2].split()[0]}"
+        assert time.monotonic() < deadline, shown
+        time.sleep(0.3)
+
+
 def test_sbatch_with_the_script_that_comes_with_it(cluster: Cluster) -> None:
     body = "import hvdtrain; hvdtrain.init(); print('size', hvdtrain.size(), flush=True)"
     (cluster.folder / "tiny.py").write_text(body)
     script = REPOSITORY / "slurm" / "train.sh"
     environ = {**ENVIRON, "PYTHON": sys.executable}
-    options = ["--wait", "--nodes=4", "--ntasks=4", "--output=out.txt", "--time=5"]
-    done = cluster.run(["sbatch", *options, script, "tiny.py"], env=environ, timeout_s=120)
+    options = ["--parsable", "--nodes=4", "--ntasks=4", "--output=out.txt", "--time=5"]
+    done = cluster.run(["sbatch", *options, script, "tiny.py"], env=environ, timeout_s=20)
+    assert done.returncode == 0, done
+    ended = wait_for_job(cluster, done.stdout.strip(), 100)
     output = (cluster.folder / "out.txt").read_text()
-    assert done.returncode == 0, (done, output)
+    assert ended == "COMPLETED 0:0", output
     assert output.count("size 4") == 4, output
-    done = cluster.run(
-        ["srun", "--mpi=pmix", "-N4", "-n4", script, "tiny.py"], env=environ, timeout_s=120
-    )
+
+
+def test_the_script_under_srun_alone(cluster: Cluster) -> None:
+    body = "import hvdtrain; hvdtrain.init(); print('size', hvdtrain.size(), flush=True)"
+    (cluster.folder / "tiny.py").write_text(body)
+    script = REPOSITORY / "slurm" / "train.sh"
+    argv = ["srun", "--mpi=pmix", "-N4", "-n4", script, "tiny.py"]
+    done = cluster.run(argv, env={**ENVIRON, "PYTHON": sys.executable}, timeout_s=120)
     assert (done.returncode, done.stdout) == (0, "size 4\n" * 4), done
