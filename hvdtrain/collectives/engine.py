@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from hvdtrain.errors import (
     NonFiniteError,
 )
 
-__all__ = ["Call", "Engine"]
+__all__ = ["Call", "Engine", "Reduction"]
 
 
 class Call:
@@ -48,6 +48,17 @@ class Call:
         self.place = self.text if len(self.text) <= 200 else self.text[:200] + " …"
         word = hashlib.blake2b(self.text.encode(), digest_size=8).digest()
         self.digest = int.from_bytes(word, "little") >> 1  # fits a signed 64-bit word
+
+
+class Reduction(NamedTuple):
+    """One allreduce as it was asked for; inputs and outputs are flat arrays of one type."""
+
+    call: Call
+    layout: Layout
+    inputs: Sequence[np.ndarray]
+    outputs: Sequence[np.ndarray]
+    op: ReduceOp
+    finite: FiniteCheck | None
 
 
 class Engine:
@@ -102,7 +113,7 @@ class Engine:
             outputs, flat = empty_outputs(self._pool, layout, dtype)
             flat_inputs = [array.reshape(-1) for array in arrays]
             finite = FiniteCheck(dtype) if require_finite else None
-            self._allreduce(call, layout, flat_inputs, flat, op, finite)
+            self._allreduce(Reduction(call, layout, flat_inputs, flat, op, finite))
         if finite is not None and not finite.passed:
             raise NonFiniteError(f"The result of {call.text} holds NaN or infinity.")
         return list(outputs)
@@ -265,16 +276,8 @@ class Engine:
         """Return when every rank has made the same call; raise on every rank otherwise."""
         raise NotImplementedError
 
-    def _allreduce(
-        self,
-        call: Call,
-        layout: Layout,
-        inputs: Sequence[np.ndarray],
-        outputs: Sequence[np.ndarray],
-        op: ReduceOp,
-        finite: FiniteCheck | None,
-    ) -> None:
-        """Combine flat ``inputs`` of all ranks into flat ``outputs``."""
+    def _allreduce(self, asked: Reduction) -> None:
+        """Combine the inputs of all ranks into the outputs."""
         raise NotImplementedError
 
     def _exchange_counts(self, call: Call, counts: Sequence[int]) -> np.ndarray:

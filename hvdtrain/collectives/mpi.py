@@ -10,9 +10,9 @@ import numpy as np
 
 from hvdtrain.collectives.alarm import Alarm
 from hvdtrain.collectives.base import ReduceOp
-from hvdtrain.collectives.engine import Call, Engine
-from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, combine, finish
-from hvdtrain.collectives.layout import Layout, Scratch, pack, split_evenly, unpack
+from hvdtrain.collectives.engine import Call, Engine, Reduction
+from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
+from hvdtrain.collectives.layout import Scratch, pack, split_evenly, unpack
 from hvdtrain.collectives.waiting import Patience
 from hvdtrain.errors import MismatchError
 
@@ -168,25 +168,17 @@ class MpiCollectives(Engine):
             "same calls with the same names, shapes and types in the same order."
         )
 
-    def _allreduce(
-        self,
-        call: Call,
-        layout: Layout,
-        inputs: Sequence[np.ndarray],
-        outputs: Sequence[np.ndarray],
-        op: ReduceOp,
-        finite: FiniteCheck | None,
-    ) -> None:
-        self._agree(call)
-        dtype = inputs[0].dtype
-        for chunk in layout.chunks:
+    def _allreduce(self, asked: Reduction) -> None:
+        self._agree(asked.call)
+        dtype = asked.inputs[0].dtype
+        for chunk in asked.layout.chunks:
             packed = self._scratch.take("packed", dtype, chunk.items)
             reduced = self._scratch.take("reduced", dtype, chunk.items)
-            pack(chunk.pieces, inputs, packed)
-            self._ordered.run(packed, reduced, op, self.size)
-            if finite is not None:
-                finite.look(reduced)
-            unpack(chunk.pieces, reduced, outputs)
+            pack(chunk.pieces, asked.inputs, packed)
+            self._ordered.run(packed, reduced, asked.op, self.size)
+            if asked.finite is not None:
+                asked.finite.look(reduced)
+            unpack(chunk.pieces, reduced, asked.outputs)
 
     def _exchange_counts(self, call: Call, counts: Sequence[int]) -> np.ndarray:
         mine = np.array([call.digest, *counts], np.int64)

@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.collectives.base import ReduceOp
-from hvdtrain.collectives.engine import Call
-from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, combine, finish
-from hvdtrain.collectives.layout import Layout, pack, split_evenly, unpack
+from hvdtrain.collectives.engine import Call, Reduction
+from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
+from hvdtrain.collectives.layout import pack, split_evenly, unpack
 from hvdtrain.collectives.mpi import MpiCollectives, OrderedAllreduce
 
 __all__ = ["SharedMemoryCollectives", "ring_slots"]
@@ -60,16 +58,10 @@ def ring_slots(local_size: int, chunk_bytes: int, free_bytes: int | None) -> int
     return slots
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
+class _Job(NamedTuple):
     """One allreduce on its way through the slots."""
 
-    call: Call
-    layout: Layout
-    inputs: Sequence[np.ndarray]
-    outputs: Sequence[np.ndarray]
-    op: ReduceOp
-    finite: FiniteCheck | None
+    asked: Reduction
     slots: Sequence[Sequence[np.ndarray]]
     results: Sequence[np.ndarray]
     scratch: np.ndarray
@@ -194,36 +186,16 @@ class SharedMemoryCollectives(MpiCollectives):
         self._window.Sync()
         self._mine[counter] = value
 
-    def _allreduce(
-        self,
-        call: Call,
-        layout: Layout,
-        inputs: Sequence[np.ndarray],
-        outputs: Sequence[np.ndarray],
-        op: ReduceOp,
-        finite: FiniteCheck | None,
-    ) -> None:
+    def _allreduce(self, asked: Reduction) -> None:
         if self._hosts > 1:
-            super()._agree(call)
-        self._announce(call)
-        slots, results, scratch = self._slot_views(inputs[0].dtype)
-        job = _Job(
-            call=call,
-            layout=layout,
-            inputs=inputs,
-            outputs=outputs,
-            op=op,
-            finite=finite,
-            slots=slots,
-            results=results,
-            scratch=scratch,
-            base=self._tickets,
-        )
-        self._run(job)
-        self._tickets += len(layout.chunks)
-        if finite is not None:
+            super()._agree(asked.call)
+        self._announce(asked.call)
+        slots, results, scratch = self._slot_views(asked.inputs[0].dtype)
+        self._run(_Job(asked, slots, results, scratch, self._tickets))
+        self._tickets += len(asked.layout.chunks)
+        if asked.finite is not None:
             word = NON_FINITE + self._operations % 2
-            finite.passed = not any(words[word] for words in self._words)
+            asked.finite.passed = not any(words[word] for words in self._words)
 
     def _run(self, job: _Job) -> None:
         """Send all chunks through the stages, the next one a stage behind.
@@ -233,7 +205,7 @@ class SharedMemoryCollectives(MpiCollectives):
         it. It also reduces chunk s-1 into the result slot of chunk s-5; every other rank has
         packed chunk s-1 by then, so has finished its step s-2 and with it unpacking chunk s-5.
         """
-        chunks = len(job.layout.chunks)
+        chunks = len(job.asked.layout.chunks)
         for step in range(chunks + len(self._stages) - 1):
             for lag, stage in enumerate(self._stages):
                 if 0 <= step - lag < chunks:
@@ -241,49 +213,53 @@ class SharedMemoryCollectives(MpiCollectives):
 
     def _pack(self, job: _Job, number: int) -> None:
         slot = job.slots[self._local_rank][number % self._slots]
-        for local_rank, pieces in enumerate(job.layout.chunks[number].shares):
+        for local_rank, pieces in enumerate(job.asked.layout.chunks[number].shares):
             if local_rank != self._local_rank:
-                pack(pieces, job.inputs, slot)
+                pack(pieces, job.asked.inputs, slot)
         self._signal(PACKED, job.base + number + 1)
 
     def _reduce(self, job: _Job, number: int) -> None:
-        self._wait(PACKED, self._everyone, job.base + number + 1, job.call)
+        self._wait(PACKED, self._everyone, job.base + number + 1, job.asked.call)
         if number == 0:
-            self._check_digests(job.call)
+            self._check_digests(job.asked.call)
         result = job.results[number % self._slots]
         packed = [slots[number % self._slots] for slots in job.slots]
-        pieces = job.layout.chunks[number].shares[self._local_rank]
+        pieces = job.asked.layout.chunks[number].shares[self._local_rank]
         for piece in pieces:
             start, stop = piece.chunk_start, piece.chunk_stop
             contributions = [slot[start:stop] for slot in packed]
-            mine = job.inputs[piece.index][piece.start : piece.stop]
+            mine = job.asked.inputs[piece.index][piece.start : piece.stop]
             contributions[self._local_rank] = mine
-            combine(contributions, job.op, result[start:stop], job.scratch)
+            combine(contributions, job.asked.op, result[start:stop], job.scratch)
             if self._hosts == 1:
-                finish(result[start:stop], job.op, self.size)
+                finish(result[start:stop], job.asked.op, self.size)
                 self._look(job, result[start:stop])
         self._signal(REDUCED, job.base + number + 1)
 
     def _look(self, job: _Job, share: np.ndarray) -> None:
         """Tell the ranks of this host whether the share is finite; together they see all."""
-        if job.finite is not None and job.finite.passed:
-            job.finite.look(share)
-            self._mine[NON_FINITE + self._operations % 2] = not job.finite.passed
+        if job.asked.finite is not None and job.asked.finite.passed:
+            job.asked.finite.look(share)
+            self._mine[NON_FINITE + self._operations % 2] = not job.asked.finite.passed
 
     def _network(self, job: _Job, number: int) -> None:
         if self._lane_allreduce is None:
             return
-        self._wait(REDUCED, self._everyone, job.base + number + 1, job.call)
-        lanes = split_evenly(job.layout.chunks[number].items, self._lanes)
+        self._wait(REDUCED, self._everyone, job.base + number + 1, job.asked.call)
+        lanes = split_evenly(job.asked.layout.chunks[number].items, self._lanes)
         start, stop = lanes[self._local_rank]
         share = job.results[number % self._slots][start:stop]
-        self._lane_allreduce.run(share, share, job.op, self.size)
+        self._lane_allreduce.run(share, share, job.asked.op, self.size)
         self._look(job, share)
         self._signal(RETURNED, job.base + number + 1)
 
     def _unpack(self, job: _Job, number: int) -> None:
         if self._hosts == 1:
-            self._wait(REDUCED, self._everyone, job.base + number + 1, job.call)
+            self._wait(REDUCED, self._everyone, job.base + number + 1, job.asked.call)
         else:
-            self._wait(RETURNED, range(self._lanes), job.base + number + 1, job.call)
-        unpack(job.layout.chunks[number].pieces, job.results[number % self._slots], job.outputs)
+            self._wait(RETURNED, range(self._lanes), job.base + number + 1, job.asked.call)
+        unpack(
+            job.asked.layout.chunks[number].pieces,
+            job.results[number % self._slots],
+            job.asked.outputs,
+        )

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdtrain.collectives.base import ReduceOp
-from hvdtrain.collectives.engine import Call, Engine
-from hvdtrain.collectives.kernels import FiniteCheck
-from hvdtrain.collectives.layout import Layout
+from hvdtrain.collectives.engine import Call, Engine, Reduction
 
 __all__ = ["SingleCollectives"]
 
@@ -25,19 +23,11 @@ class SingleCollectives(Engine):
     def _agree(self, call: Call) -> None:
         pass
 
-    def _allreduce(
-        self,
-        call: Call,
-        layout: Layout,
-        inputs: Sequence[np.ndarray],
-        outputs: Sequence[np.ndarray],
-        op: ReduceOp,
-        finite: FiniteCheck | None,
-    ) -> None:
-        for array, out in zip(inputs, outputs):
+    def _allreduce(self, asked: Reduction) -> None:
+        for array, out in zip(asked.inputs, asked.outputs):
             np.copyto(out, array)
-            if finite is not None:
-                finite.look(out)
+            if asked.finite is not None:
+                asked.finite.look(out)
 
     def _exchange_counts(self, call: Call, counts: Sequence[int]) -> np.ndarray:
         return np.array([counts], np.int64)
