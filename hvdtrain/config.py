@@ -13,9 +13,13 @@ from typing import Any
 
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["PREFIX", "Settings", "read_settings"]
+__all__ = ["COLUMNS", "LAUNCHER", "PREFIX", "Settings", "read_settings"]
 
 PREFIX = "HVDTRAIN_"
+# Set for the ranks by ``hvdtrain run``: where it listens, its addresses with one port
+# ("10.0.0.1 192.168.1.1 4711"); and the width of the terminal that shows their output, if any.
+LAUNCHER = PREFIX + "LAUNCHER"
+COLUMNS = PREFIX + "COLUMNS"
 
 
 def _positive_float(text: str) -> float:

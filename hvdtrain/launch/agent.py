@@ -23,12 +23,14 @@ from typing import IO, Any
 
 from hvdtrain.cluster.placement import share_of_cores
 from hvdtrain.cluster.topology import Topology, read_topology
+from hvdtrain.config import LAUNCHER
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.failure import ExitCode
 from hvdtrain.launch.guard import PASSED_ON, adopt_orphans, die_with_parent, run_guarded
 from hvdtrain.launch.messages import Decoder, encode, keep_alive
 from hvdtrain.launch.output import LineSplitter
-from hvdtrain.launch.tree import descendants, kill_all, kill_descendants
-from hvdtrain.launch.variables import BIND, HUB, JOB, OUTPUT_DIR, parse_addresses
+from hvdtrain.launch.tree import kill_descendants, shell_code
+from hvdtrain.launch.variables import BIND, JOB, OUTPUT_DIR, parse_addresses
 
 __all__ = ["main"]
 
@@ -39,7 +41,6 @@ FAREWELL_TIMEOUT_S = 60.0
 ORPHAN_GRACE_S = 5.0
 TOLD_GRACE_S = 2.0
 DRAIN_S = 0.5
-CANNOT_START = 125
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _work(program: Sequence[str], lifeline: int) -> int:
     try:
         topology = read_topology(os.environ)
-        hub = connect(parse_addresses(os.environ[HUB]))
+        hub = connect(parse_addresses(os.environ[LAUNCHER]))
     except (HvdtrainError, OSError) as error:
         host = socket.gethostname()
         print(f"hvdtrain run: on host {host}: {error}", file=sys.stderr, flush=True)
-        return CANNOT_START
+        return ExitCode.CANNOT_START
     return Agent(topology, hub, os.environ).run(program, lifeline)
 
 
@@ -105,9 +106,7 @@ class Agent:
             "hello",
             job=environ[JOB],
             rank=topology.rank,
-            local_rank=topology.local_rank,
             host=socket.gethostname(),
-            pid=os.getpid(),
         )
 
     def run(self, program: Sequence[str], lifeline: int) -> int:
@@ -182,7 +181,7 @@ class Agent:
             self._wait(0.05)
             self._act_on_signals()
             if self._deadline is not None and time.monotonic() > self._deadline:
-                self._kill()
+                kill_descendants(os.getpid())
 
     def _wait(self, timeout_s: float) -> None:
         if not self._selector.get_map():
@@ -262,10 +261,6 @@ class Agent:
             deadline = time.monotonic() + grace_s
             self._deadline = min(self._deadline or deadline, deadline)
 
-    def _kill(self) -> None:
-        assert self._child is not None
-        kill_all([self._child.pid, *descendants(os.getpid())])
-
     def _finish(self) -> int:
         """Take in what is left of the output, end what the program left behind, report."""
         assert self._child is not None
@@ -273,8 +268,7 @@ class Agent:
         while self._splitters and time.monotonic() < deadline:
             self._wait(0.02)
         kill_descendants(os.getpid())
-        code = self._child.returncode
-        return self._say_end(128 - code if code < 0 else code)
+        return self._say_end(shell_code(self._child.returncode))
 
     def _say_end(self, code: int) -> int:
         self._send("end", code=code)

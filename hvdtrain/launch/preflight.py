@@ -30,7 +30,7 @@ from hvdtrain.launch.reach import (
     srun_probe,
     ssh_probe,
 )
-from hvdtrain.launch.where import own_addresses
+from hvdtrain.launch.where import is_this_host, own_addresses
 
 __all__ = ["ask", "measure_allreduce"]
 
@@ -45,7 +45,6 @@ _NOT_STARTED: dict[Way, FailureKind] = {
     "ssh": "ssh failed",
     "srun": "srun failed",
 }
-LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def ask(
@@ -61,8 +60,7 @@ def ask(
     Returns:
         The answer of this host, and those of ``hosts``, in their order.
     """
-    own_names = {*LOCAL_NAMES, socket.gethostname().lower()}
-    remote = [name for name in hosts if way == "srun" or name.lower() not in own_names]
+    remote = [name for name in hosts if way == "srun" or not is_this_host(name)]
     environ = {**environ, "LC_ALL": "C"}
     with _token_file() as (token_file, token), _listener() as port:
         question = Question(
@@ -170,7 +168,8 @@ def _run(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[int | None, s
         except subprocess.TimeoutExpired:
             process.kill()
             stdout, stderr = b"", b""
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_TIMEOUT_S)
     return code, stdout.decode(errors="replace"), stderr.decode(errors="replace")
 
 

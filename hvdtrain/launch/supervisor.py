@@ -19,7 +19,7 @@ from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import ExitCode, describe, exit_code, first_failure
 from hvdtrain.launch.hub import Hub
 from hvdtrain.launch.output import LineSplitter
-from hvdtrain.launch.tree import kill_descendants
+from hvdtrain.launch.tree import kill_descendants, shell_code
 
 __all__ = ["Supervisor"]
 
@@ -194,7 +194,7 @@ class Supervisor:
             self._explain_missing(missing)
             return ExitCode.CANNOT_START
         if starter_code != 0:
-            code = 128 - starter_code if starter_code < 0 else starter_code
+            code = shell_code(starter_code)
             self._console.notice("\n".join([f"{self._name} ended with code {code}", *self._words]))
             return code
         return 0

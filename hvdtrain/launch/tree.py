@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["descendants", "kill_all", "kill_descendants"]
+__all__ = ["descendants", "kill_all", "kill_descendants", "shell_code"]
 
 
 def descendants(leader: int) -> list[int]:
@@ -41,6 +41,11 @@ def kill_descendants(leader: int, timeout_s: float = 2.0) -> None:
     while (left := descendants(leader)) and time.monotonic() < deadline:
         kill_all(left)
         time.sleep(0.01)
+
+
+def shell_code(code: int) -> int:
+    """An exit code of ``subprocess`` as a shell gives it: 128 + n where signal n ended it."""
+    return 128 - code if code < 0 else code
 
 
 def _process_table() -> dict[int, tuple[int, int]]:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hvdtrain.config import LAUNCHER
 from hvdtrain.errors import LaunchError
 
-__all__ = ["BIND", "COLUMNS", "HUB", "JOB", "OUTPUT_DIR", "format_addresses", "parse_addresses"]
+__all__ = ["BIND", "JOB", "OUTPUT_DIR", "format_addresses", "parse_addresses"]
 
-# Where the launcher listens, its addresses with one port: "10.0.0.1 192.168.1.1 4711".
-HUB = "HVDTRAIN_LAUNCHER"
 # A random word that only this job knows.
 JOB = "HVDTRAIN_JOB"
 # 0 leaves the ranks to the scheduler, on all cores.
 BIND = "HVDTRAIN_BIND"
 OUTPUT_DIR = "HVDTRAIN_OUTPUT_DIR"
-# The width of the terminal that shows the output in the end; unset for none.
-COLUMNS = "HVDTRAIN_COLUMNS"
 
 
 def format_addresses(hosts: Sequence[str], port: int) -> str:
-    """The value of ``HUB``."""
+    """The value of ``config.LAUNCHER``."""
     return " ".join([*hosts, str(port)])
 
 
@@ -32,5 +29,5 @@ def parse_addresses(text: str) -> list[tuple[str, int]]:
     """
     *hosts, port = text.split() or [""]
     if not hosts or not port.isdecimal():
-        raise LaunchError(f"{HUB}={text!r} names no launcher; start ranks with hvdtrain run.")
+        raise LaunchError(f"{LAUNCHER}={text!r} names no launcher; start ranks with hvdtrain run.")
     return [(host, int(port)) for host in hosts]

@@ -10,7 +10,7 @@ from pathlib import Path
 from hvdtrain.cluster.hosts import Host, parse_hostfile, parse_hosts
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["add_where", "named_hosts", "own_addresses"]
+__all__ = ["add_where", "is_this_host", "named_hosts", "own_addresses"]
 
 # Addresses of one host that are tried; more would be the same interfaces again.
 _TRIED = 2
@@ -50,6 +50,12 @@ def named_hosts(hosts: str | None, hostfile: str | None) -> list[Host] | None:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigurationError(f"The hostfile {hostfile} can't be read: {why}.") from None
     return parse_hostfile(text, hostfile)
+
+
+def is_this_host(name: str) -> bool:
+    """Whether a host is called by a name of the one that this process runs on."""
+    own_names = ("localhost", "127.0.0.1", "::1", socket.gethostname().lower())
+    return name.lower() in own_names
 
 
 def own_addresses(hosts: Sequence[str]) -> list[str]:

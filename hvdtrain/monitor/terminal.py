@@ -7,6 +7,8 @@ import stat
 from pathlib import Path
 from typing import TextIO
 
+from hvdtrain.config import COLUMNS, LAUNCHER
+
 __all__ = ["StatusLine", "terminal_columns"]
 
 _ERASE = "\r\x1b[K"
@@ -26,8 +28,8 @@ def terminal_columns(stream: TextIO) -> int:
     mpirun's output, so that one decides where mpirun runs on this host. ``hvdtrain run`` says by
     itself what its output is.
     """
-    if "HVDTRAIN_LAUNCHER" in os.environ:
-        return int(os.environ.get("HVDTRAIN_COLUMNS", "0"))
+    if LAUNCHER in os.environ:
+        return int(os.environ.get(COLUMNS, "0"))
     try:
         number = stream.fileno()
         if os.isatty(number):

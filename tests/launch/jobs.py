@@ -112,7 +112,9 @@ class StartedJob:
         deadline = time.monotonic() + timeout_s
         while len(os.listdir(folder)) < count:
             if time.monotonic() > deadline or self.process.poll() is not None:
-                raise AssertionError(f"the ranks did not start: {self.process.communicate()[0]}")
+                raise AssertionError(
+                    f"the ranks did not start: {self.process.communicate(timeout=10)[0]}"
+                )
             time.sleep(0.02)
 
     def seconds_until_nothing_is_left(self, timeout_s: float) -> float:

@@ -101,7 +101,7 @@ class Started:
         deadline = time.monotonic() + 40
         while len(os.listdir(self.folder)) < RANKS:
             assert time.monotonic() < deadline, "the ranks did not start"
-            assert self.process.poll() is None, self.process.communicate()
+            assert self.process.poll() is None, self.process.communicate(timeout=10)
             time.sleep(0.05)
 
     def running(self, *words: str) -> list[int]:
