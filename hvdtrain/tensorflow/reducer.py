@@ -121,10 +121,12 @@ class GradientReducer:
         dtype: tf.DType,
         entries: tuple[_Entry, ...],
     ) -> list[tf.Tensor]:
+        call = f"gradients{_lacking(entries)}"
+
         def run(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
             with self._remember_error():
                 self._verify(entries)
-                return tuple(self._reduce_checked(arrays, names))
+                return tuple(self._reduce_checked(arrays, names, call))
 
         reduced = tf.numpy_function(run, group, [dtype] * len(group))
         if len(group) == 1 and not isinstance(reduced, (list, tuple)):
@@ -134,11 +136,11 @@ class GradientReducer:
         return list(reduced)
 
     def _reduce_checked(
-        self, arrays: Sequence[np.ndarray], names: Sequence[str]
+        self, arrays: Sequence[np.ndarray], names: Sequence[str], call: str
     ) -> list[np.ndarray]:
         try:
             return self.collectives.grouped_allreduce(
-                arrays, "average", name="gradients", require_finite=self._require_finite
+                arrays, "average", name=call, require_finite=self._require_finite
             )
         except NonFiniteError:
             bad = [
@@ -192,7 +194,9 @@ class GradientReducer:
             met[entry.name] += 1
             number = met[entry.name]
             mine[entry.name if number == 1 else f"{entry.name}#{number}"] = str(entry)
-        everyone = self.collectives.allgather_object(mine, name="gradient signatures")
+        # Step by step, as run_eagerly computes, a rank may come here long after the others.
+        late = _lacking(entries) if self._verified else ""
+        everyone = self.collectives.allgather_object(mine, name=f"gradient signatures{late}")
         for rank, theirs in enumerate(everyone):
             if list(theirs.items()) != list(everyone[0].items()):
                 raise MismatchError(_explain(everyone[0], rank, theirs))
@@ -214,6 +218,12 @@ class _Remember:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, HvdtrainError):
             self._reducer.error = error
+
+
+def _lacking(entries: Sequence[_Entry]) -> str:
+    """Names the variables without a gradient, for the error of ranks that don't lack them."""
+    names = [entry.name for entry in entries if entry.kind == "None"]
+    return f", None for {', '.join(names[:5])}" if names else ""
 
 
 def _explain(first: dict[str, str], rank: int, theirs: dict[str, str]) -> str:

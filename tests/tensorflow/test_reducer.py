@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvdtrain import world as job
 from hvdtrain.errors import MismatchError, NonFiniteError
 from hvdtrain.tensorflow.reducer import GradientReducer
+from tests.collectives.engines import EngineCase, new_engine
 
 two = pytest.mark.ranks(2)
 two_or_three = pytest.mark.ranks(2, 3)
@@ -221,6 +222,21 @@ def test_difference_names_the_variable(average: Average, difference: str, alone:
     assert isinstance(reducer.error, MismatchError)
     assert expected in str(reducer.error)
     assert job.collectives().allreduce(np.ones(1)) == job.size(), "the ranks are out of step"
+
+
+@two
+@pytest.mark.parametrize("known", [False, True], ids=["new", "seen-before"])
+def test_a_gradient_that_is_none_at_a_later_step_is_named(world, known: bool) -> None:
+    """As only eager execution has it; on an engine of its own, which is broken afterwards."""
+    reducer = GradientReducer(new_engine(EngineCase(kind="shared_memory", hosts=(0, 0))))
+    names, gradient = ["conv/kernel", "dense/kernel"], tf.ones(3)
+    usual, odd = [gradient, gradient], [gradient, None]
+    reducer.average(usual, names)
+    if known:
+        reducer.average(odd, names)
+    with pytest.raises((MismatchError, tf.errors.OpError), match="None for dense/kernel"):
+        reducer.average(odd if job.rank() == 1 else usual, names)
+    assert isinstance(reducer.error, MismatchError)
 
 
 @two
