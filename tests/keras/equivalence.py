@@ -39,7 +39,8 @@ def branches(case: str) -> tuple[str, ...]:
 
 def build(optimizer: str, case: str, dtype: str = "float32") -> keras.Model:
     """The compiled model; the same weights at each call."""
-    keras.utils.clear_session()  # or the names of layers would tell how many came before
+    # Or the names of layers would tell how many came before. Collecting garbage takes long.
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(5)
     ends = {name: _branch(name, dtype) for name in branches(case)}
     model = keras.Model(
@@ -57,7 +58,21 @@ def build(optimizer: str, case: str, dtype: str = "float32") -> keras.Model:
         steps_per_execution=4 if case == "steps_per_execution" else 1,
         jit_compile=case == "jit",
     )
+    _create_variables(model, case)
     return model
+
+
+def _create_variables(model: keras.Model, case: str) -> None:
+    """Those of losses, metrics and optimizer: a function that creates any is traced twice."""
+    arguments = data(case)
+    x = {name: rows[:1] for name, rows in arguments["x"].items()}
+    y = {name: labels[:1] for name, labels in arguments["y"].items()}
+    weight = arguments["sample_weight"][:1] if "sample_weight" in arguments else None
+    outputs = model(x)
+    model.compute_loss(x, y, outputs, weight)
+    model.compute_metrics(x, y, outputs, weight)
+    model.reset_metrics()
+    model.optimizer.build(model.trainable_variables)
 
 
 def _branch(name: str, dtype: str) -> tuple[Any, Any]:
