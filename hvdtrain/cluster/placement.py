@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.cluster.hosts import Host, merge_hosts
+from hvdtrain.cluster.listing import listing
 from hvdtrain.errors import ConfigurationError
 
 __all__ = ["Place", "Role", "place", "share_of_cores", "table"]
 
 Role = Literal["chief", "worker"]
-
-# Hosts that a message lists before it counts the rest.
-_LISTED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,13 +153,13 @@ def _check_room(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe:
     most = sum(limits) if len(limits) == len(hosts) else None
     fits = most is None or ranks <= most
     if not oversubscribe:
-        has = _listing(_counted(host.name, host.slots, "slot") for host in hosts)
+        has = listing((_counted(host.name, host.slots, "slot") for host in hosts), "hosts")
         raise ConfigurationError(
             f"{ranks} ranks don't fit: {has}, {slots} in all. Ask for {slots}, name more hosts"
             + (", or pass --oversubscribe." if fits else ".")
         )
     if not fits:
-        takes = _listing(f"{host.name} takes at most {host.max_slots}" for host in hosts)
+        takes = listing((f"{host.name} takes at most {host.max_slots}" for host in hosts), "hosts")
         raise ConfigurationError(
             f"{ranks} ranks don't fit, even with --oversubscribe: {takes}, {most} in all. Ask for "
             f"{most}, name more hosts, or raise their max_slots."
@@ -176,8 +174,9 @@ def _check_gpus(used: Sequence[tuple[str, int]], gpus: Mapping[str, int]) -> Non
     ]
     if short:
         raise ConfigurationError(
-            f"There are more ranks than GPUs: {_listing(short)}. Start one rank a GPU; or let "
-            "ranks share, with --share-gpus; or compute on the CPU, with CUDA_VISIBLE_DEVICES=-1."
+            f"There are more ranks than GPUs: {listing(short, 'hosts')}. Start one rank a GPU; or "
+            "let ranks share, with --share-gpus; or compute on the CPU, with "
+            "CUDA_VISIBLE_DEVICES=-1."
         )
 
 
@@ -198,9 +197,3 @@ def _span(cores: tuple[int, int] | None) -> str:
 
 def _counted(name: str, number: int, thing: str) -> str:
     return f"{name} has {number} {thing}{'' if number == 1 else 's'}"
-
-
-def _listing(parts: Iterable[str]) -> str:
-    parts = list(parts)
-    more = len(parts) - _LISTED
-    return ", ".join([*parts[:_LISTED], *([f"{more} more hosts"] if more > 0 else [])])

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -27,6 +28,7 @@ from hvdtrain.config import LAUNCHER
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.failure import ExitCode
 from hvdtrain.launch.guard import PASSED_ON, adopt_orphans, die_with_parent, run_guarded
+from hvdtrain.launch.memory import KillWatch
 from hvdtrain.launch.messages import Decoder, encode, keep_alive
 from hvdtrain.launch.output import LineSplitter
 from hvdtrain.launch.tree import kill_descendants, shell_code
@@ -99,6 +101,7 @@ class Agent:
         self._deadline: float | None = None
         self._dismissed = False
         self._log: IO[str] | None = None
+        self._memory = KillWatch()
         self._child: subprocess.Popen[bytes] | None = None
         self._splitters: dict[Any, tuple[str, LineSplitter]] = {}
         self._selector.register(hub, selectors.EVENT_READ, self._read_hub)
@@ -178,6 +181,7 @@ class Agent:
     def _watch(self) -> None:
         assert self._child is not None
         while self._child.poll() is None:
+            self._memory.look(self._child.pid)
             self._wait(0.05)
             self._act_on_signals()
             if self._deadline is not None and time.monotonic() > self._deadline:
@@ -271,7 +275,8 @@ class Agent:
         return self._say_end(shell_code(self._child.returncode))
 
     def _say_end(self, code: int) -> int:
-        self._send("end", code=code)
+        kills = asdict(self._memory.kills()) if code != 0 else None
+        self._send("end", code=code, kills=kills)
         deadline = time.monotonic() + FAREWELL_TIMEOUT_S
         while not self._dismissed and self._hub is not None and time.monotonic() < deadline:
             self._wait(0.05)

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hvdtrain.cluster.hosts import Host, slurm_hosts
+from hvdtrain.cluster.listing import listing
 from hvdtrain.cluster.placement import place
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.allreduce import judge_allreduce, show_allreduce
 from hvdtrain.launch.diagnosis import diagnose, show, show_problem
-from hvdtrain.launch.problem import Problem, name_hosts
+from hvdtrain.launch.problem import Problem
 from hvdtrain.launch.reach import Answer, Way
 from hvdtrain.launch.where import add_where, named_hosts
 
@@ -141,7 +142,7 @@ def _conclude(problems: Sequence[Problem]) -> int:
         print(f"\nfit to train{noted}")
         return FIT
     hosts = list(dict.fromkeys(host for problem in errors for host in problem.hosts))
-    where = f" on {name_hosts(hosts)}" if hosts else ""
+    where = f" on {listing(hosts)}" if hosts else ""
     count = f"{len(errors)} problem{'' if len(errors) == 1 else 's'}"
     print(f"\nnot fit to train: {count}{where}{noted}")
     return UNFIT

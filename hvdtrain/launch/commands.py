@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.cluster.placement import Place
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import ConfigurationError, LaunchError
 
 __all__ = [
     "Command",
@@ -19,6 +19,7 @@ __all__ = [
     "Mpirun",
     "Plan",
     "forwarded",
+    "hostfile_text",
     "mpirun_command",
     "rank_environment",
     "recognise",
@@ -90,8 +91,9 @@ def rank_environment(environ: Mapping[str, str], folders: Sequence[Path]) -> dic
 
     So ``python`` is the Python that runs hvdtrain, even when its environment isn't activated.
     What a rank prints must not wait in a buffer until it is killed, and a crash must say where.
+    Intel MPI would bind each rank to a part of the cores, of which its agent takes a part again.
     """
-    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "I_MPI_PIN": "0"}
     path = [folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if folder]
     paths = os.pathsep.join(dict.fromkeys([*map(str, folders), *path]))
     return {**defaults, **environ, "PATH": paths}
@@ -103,6 +105,11 @@ def forwarded(environ: Mapping[str, str], extra: Sequence[str] = ()) -> tuple[st
     return tuple(dict.fromkeys([*sorted(names), *extra]))
 
 
+def hostfile_text(plan: Plan) -> str:
+    """The hosts of ``plan`` and their ranks, as Open MPI reads them from a file."""
+    return "".join(f"{host} slots={ranks}\n" for host, ranks in plan.hosts.items())
+
+
 def mpirun_command(
     plan: Plan,
     mpirun: Mpirun,
@@ -110,6 +117,7 @@ def mpirun_command(
     *,
     names: Sequence[str],
     as_root: bool,
+    hostfile: Path,
 ) -> Command:
     """The command that starts ``plan`` through mpirun, on its hosts and nowhere else.
 
@@ -122,12 +130,16 @@ def mpirun_command(
         environ: As ``rank_environment`` makes it.
         names: Of variables to pass on to other hosts.
         as_root: Whether root starts the job.
+        hostfile: Holds what ``hostfile_text`` makes.
+
+    Raises:
+        ConfigurationError: A host that mpirun can't be told.
     """
     if mpirun.family == "hydra":
         where = _hydra_hosts(plan)
         defaults: dict[str, str] = {}
     else:
-        where = _openmpi_hosts(plan, mpirun, names)
+        where = _openmpi_hosts(plan, mpirun, names, hostfile)
         defaults = _openmpi_defaults(plan, as_root)
     argv = (str(mpirun.path), "-np", str(len(plan.places)), *where, *plan.program)
     return Command(argv=argv, environ={**defaults, **environ})
@@ -161,31 +173,50 @@ _FORWARDED = re.compile(
 )
 _ALLOCATIONS = "^slurm,tm,pbs,lsf,gridengine"
 _REMOTE_STARTERS = "^slurm,tm,lsf"
+_SYSTEM_PREFIX = Path("/usr")
 
 
-def _openmpi_hosts(plan: Plan, mpirun: Mpirun, names: Sequence[str]) -> tuple[str, ...]:
+def _openmpi_hosts(
+    plan: Plan, mpirun: Mpirun, names: Sequence[str], hostfile: Path
+) -> tuple[str, ...]:
     mca = "--mca" if mpirun.family == "openmpi4" else "--prtemca"
     alone = (mca, "ras", _ALLOCATIONS, mca, "plm", _REMOTE_STARTERS)
     # Open MPI binds each rank to one core by default (one of many, on most hosts), and refuses
     # more ranks than cores. Each agent takes its rank's share of the cores instead.
     mapping = ("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none")
+    prefix = mpirun.path.parent.parent
+    # Version 4 puts its folder before the user's PATH; the system's has another Python in it.
+    where: tuple[str, ...] = ("--noprefix",) if prefix == _SYSTEM_PREFIX else ()
     if plan.local:
-        return (*alone, *mapping)
-    hosts = ",".join(f"{_bracketed(host)}:{ranks}" for host, ranks in plan.hosts.items())
-    prefix = str(mpirun.path.parent.parent)
+        return (*alone, *mapping, *where)
+    if mpirun.family == "openmpi5" and any(map(_is_ipv6, plan.hosts)):
+        # A colon ends the name in -H, brackets or not.
+        hosts = ("--hostfile", str(hostfile))
+    else:
+        hosts = ("-H", _host_list(plan))
+    where = where or ("--prefix", str(prefix))
     variables = [word for name in names for word in ("-x", name)]
-    return (*alone, *mapping, "--prefix", prefix, "-H", hosts, *variables)
+    return (*alone, *mapping, *where, *hosts, *variables)
 
 
 def _hydra_hosts(plan: Plan) -> tuple[str, ...]:
     if plan.local:
         return ("-rmk", "user", "-launcher", "fork", "-hosts", "localhost")
-    hosts = ",".join(f"{_bracketed(host)}:{ranks}" for host, ranks in plan.hosts.items())
-    return ("-rmk", "user", "-launcher", "ssh", "-hosts", hosts, "-genvall")
+    # Not -genvlist: MPICH's loses the last variable of the environment on the way to other hosts.
+    return ("-rmk", "user", "-launcher", "ssh", "-hosts", _host_list(plan), "-genvall")
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _host_list(plan: Plan) -> str:
+    for host in filter(_is_ipv6, plan.hosts):
+        raise ConfigurationError(
+            f"Host {host} is given by its IPv6 address, which of all mpiruns only Open MPI 5's can "
+            "read. Give the host a name in /etc/hosts or in DNS, and use that."
+        )
+    return ",".join(f"{host}:{ranks}" for host, ranks in plan.hosts.items())
+
+
+def _is_ipv6(host: str) -> bool:
+    return ":" in host
 
 
 def _openmpi_defaults(plan: Plan, as_root: bool) -> dict[str, str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hvdtrain.cluster.listing import listing
 from hvdtrain.launch import findings
-from hvdtrain.launch.problem import Problem, name_hosts, size
+from hvdtrain.launch.problem import Problem, size
 from hvdtrain.launch.reach import Answer, Way, clock_offset_s
 from hvdtrain.launch.unreached import unreached
 from hvdtrain.launch.versions import MPI, VERSIONED
@@ -78,7 +79,7 @@ def show(diagnosis: Diagnosis) -> str:
 def show_problem(problem: Problem) -> str:
     """One problem, with what to do."""
     kind = "problem" if problem.error else "warning"
-    where = f" on {name_hosts(problem.hosts)}" if problem.hosts else ""
+    where = f" on {listing(problem.hosts)}" if problem.hosts else ""
     return "\n".join(
         [
             f"{kind}{where}: {problem.found}",

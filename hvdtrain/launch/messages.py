@@ -1,7 +1,8 @@
 """What launcher and agents tell each other: one JSON object a line over TCP.
 
 An agent begins with ``hello``; then it sends ``line``, ``status`` and ``told`` as they come, and
-at last ``end``. The launcher sends ``stop``, and ``bye`` for an ``end`` that it has noted.
+at last ``end``, with what the kernel killed where the program failed. The launcher sends ``stop``,
+and ``bye`` for an ``end`` that it has noted.
 """
 
 from __future__ import annotations

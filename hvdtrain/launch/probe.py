@@ -14,7 +14,6 @@ import resource
 import shutil
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -22,7 +21,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.cores import available_cores
 from hvdtrain.launch.facts import MARK, Question, read_question
+from hvdtrain.launch.program import ask_program
 
 __all__ = ["main"]
 
@@ -92,9 +94,7 @@ def _machine(question: Question) -> dict[str, Any]:
 
 
 def _load(question: Question) -> dict[str, Any]:
-    known = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if known else os.cpu_count()
-    return {"cores": cores, "load": round(os.getloadavg()[0], 2)}
+    return {"cores": available_cores(), "load": round(os.getloadavg()[0], 2)}
 
 
 def _versions(question: Question) -> dict[str, Any]:
@@ -119,20 +119,14 @@ def _versions(question: Question) -> dict[str, Any]:
 def _mpi(question: Question) -> dict[str, Any]:
     # In a process of its own: an MPI library may end its process, or hang.
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _MPI_PROGRAM],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=MPI_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        reply = ask_program([sys.executable, "-c", _MPI_PROGRAM], timeout_s=MPI_TIMEOUT_S)
+    except LaunchError:
         return {"mpi_error": f"loading it took longer than {MPI_TIMEOUT_S:g} s"}
-    lines = done.stdout.decode(errors="replace").strip("\0\n ").splitlines()
-    if done.returncode == 0 and lines:
+    lines = reply.stdout.strip("\0\n ").splitlines()
+    if reply.code == 0 and lines:
         return {"mpi": lines[0].split(",")[0].strip()}
-    words = done.stderr.decode(errors="replace").strip().splitlines()
-    return {"mpi_error": words[-1] if words else f"exit code {done.returncode}"}
+    words = reply.stderr.strip().splitlines()
+    return {"mpi_error": words[-1] if words else f"exit code {reply.code}"}
 
 
 def _folder(question: Question) -> dict[str, Any]:
@@ -155,19 +149,12 @@ def _gpus(question: Question) -> dict[str, Any]:
         return {}
     argv = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=GPU_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"gpu_error": f"nvidia-smi did not answer within {GPU_TIMEOUT_S:g} s"}
-    lines = done.stdout.decode(errors="replace").strip().splitlines()
-    if done.returncode != 0:
-        return {"gpu_error": lines[0] if lines else f"nvidia-smi: exit code {done.returncode}"}
+        reply = ask_program(argv, timeout_s=GPU_TIMEOUT_S)
+    except LaunchError as error:
+        return {"gpu_error": str(error)}
+    lines = reply.text.strip().splitlines()
+    if reply.code != 0:
+        return {"gpu_error": lines[0] if lines else f"nvidia-smi: exit code {reply.code}"}
     rows = [[cell.strip() for cell in line.rpartition(",")[::2]] for line in lines if "," in line]
     return {"gpus": rows}
 

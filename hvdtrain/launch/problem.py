@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from hvdtrain.launch.facts import Facts
 from hvdtrain.launch.reach import Answer
 
-__all__ = ["Problem", "name_hosts", "reached", "size"]
-
-# Hosts that a message lists before it counts the rest.
-_LISTED = 8
+__all__ = ["Problem", "reached", "size"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +28,6 @@ class Problem:
     expected: str
     remedy: str
     error: bool = True
-
-
-def name_hosts(hosts: Sequence[str]) -> str:
-    """Some host names and how many more."""
-    more = len(hosts) - _LISTED
-    return ", ".join([*hosts[:_LISTED], *([f"{more} more"] if more > 0 else [])])
 
 
 def size(count: int) -> str:

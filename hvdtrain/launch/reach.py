@@ -18,6 +18,7 @@ __all__ = [
     "clock_offset_s",
     "read_answer",
     "srun_probe",
+    "ssh_failure",
     "ssh_probe",
 ]
 
@@ -145,14 +146,22 @@ def read_answer(way: Way, code: int | None, stdout: str, stderr: str) -> Facts |
         kind: FailureKind = "srun failed" if "srun: error" in stderr else "no answer"
         return Failure(kind=kind, words=_srun_words(lines))
     if way == "ssh" and code == _SSH_FAILED:
-        for pattern, kind in _SSH_WORDS:
-            said = [line for line in lines if re.search(pattern, line)]
+        for _, wanted in _SSH_WORDS:
+            said = [line for line in lines if ssh_failure(line) == wanted]
             if said:
-                return Failure(kind=kind, words=said[-1])
+                return Failure(kind=wanted, words=said[-1])
         return Failure(kind="ssh failed", words=words)
     if code in _NOT_FOUND:
         return Failure(kind="no Python", words=words)
     return Failure(kind="no answer", words=words or f"exit code {code}")
+
+
+def ssh_failure(line: str) -> FailureKind | None:
+    """What kept ssh from a host, out of a line that it wrote in the C locale."""
+    for pattern, kind in _SSH_WORDS:
+        if re.search(pattern, line):
+            return kind
+    return None
 
 
 def _srun_words(lines: Sequence[str]) -> str:

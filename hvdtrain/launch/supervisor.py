@@ -7,12 +7,14 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import IO
+from typing import IO, Literal
 
+from hvdtrain.cluster.listing import listing
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
@@ -186,10 +188,11 @@ class Supervisor:
             name = signal.Signals(number).name
             self._console.notice(f"the job was ended by {name}")
             return ExitCode.PREEMPTED if preempted else 128 + number
-        if first is not None:
+        missing = sorted(set(self._hosts) - set(self._hub.hosts()))
+        # Ranks that were told to end because others did not start have not failed.
+        if first is not None and not (missing and first.bidden):
             self._console.notice(describe(first))
             return exit_code(first)
-        missing = sorted(set(self._hosts) - set(self._hub.hosts()))
         if missing:
             self._explain_missing(missing)
             return ExitCode.CANNOT_START
@@ -200,13 +203,21 @@ class Supervisor:
         return 0
 
     def _explain_missing(self, missing: list[int]) -> None:
+        # Seldom needed, and much of hvdtrain check comes with them.
+        from hvdtrain.launch.diagnosis import show_problem
+        from hvdtrain.launch.unstarted import unstarted
+
         hosts = dict.fromkeys(self._hosts[rank] for rank in missing)
-        ranks = ", ".join(str(rank) for rank in missing[:8]) + (" ..." if missing[8:] else "")
         late = f" within {self._start_timeout_s:g} s" if self._late else ""
+        self._console.notice(f"rank {listing(missing)} did not start{late} on {listing(hosts)}")
+        way: Literal["srun", "ssh"] = "srun" if self._name == "srun" else "ssh"
+        problems = unstarted(self._words, list(hosts), way=way, python=sys.executable)
+        if problems:
+            self._console.notice("\n".join(map(show_problem, problems)))
+            return
         self._console.notice(
-            f"rank {ranks} did not start{late} on {', '.join(hosts)}. Each host needs this Python "
-            "and the program at the same path, and must be reached from here "
-            "(hvdtrain check tells)."
+            "each host needs this Python and the program at the same path, and must be reached "
+            "from here (hvdtrain check tells)"
         )
         if self._words:
             said = [line for line in self._words if line.strip()]

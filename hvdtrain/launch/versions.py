@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from hvdtrain.cluster.listing import listing
 from hvdtrain.launch.facts import Facts
-from hvdtrain.launch.problem import Problem, name_hosts, reached
+from hvdtrain.launch.problem import Problem, reached
 from hvdtrain.launch.reach import Answer
 
 __all__ = ["MPI", "VERSIONED", "versions"]
@@ -43,7 +44,7 @@ def versions(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
             yield _missing(title, [host for host, _ in reached(answers)], here.facts.mpi_error)
             continue
         wrong = [host for found, hosts in groups.items() if found != expected for host in hosts]
-        has = [f"{found or 'none'} on {name_hosts(hosts)}" for found, hosts in groups.items()]
+        has = [f"{found or 'none'} on {listing(hosts)}" for found, hosts in groups.items()]
         if expected not in groups:
             has.insert(0, f"{expected or 'none'} on the launcher")
         reasons = [facts.mpi_error for _, facts in reached(answers) if facts.mpi_error]

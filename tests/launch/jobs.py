@@ -9,9 +9,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.harness.jobs import REPOSITORY
+from tests.launch.cgroups import ENTER, FILL, LIMIT_BYTES
 
 __all__ = ["FAULTS", "HVDTRAIN", "OWN_DEFAULTS", "RANK", "StartedJob", "program", "with_mark"]
 
@@ -35,13 +37,20 @@ RANK = (
     "or os.environ['SLURM_PROCID'])"
 )
 
-# What the failing rank does, the exit code of the job, and what its last words hold.
+# What the failing rank does, the exit code of the job, and what the verdict holds. Out of memory
+# needs the fixture cgroup.
 FAULTS: dict[str, tuple[str, int, str]] = {
     "exception": ("raise ValueError('no such batch')", 1, "ValueError: no such batch"),
     "exit-7": ("sys.exit(7)", 7, ""),
     "segfault": ("import ctypes; ctypes.string_at(0)", 139, "Segmentation fault"),
     "abort": ("os.abort()", 134, "Fatal Python error: Aborted"),
-    "sigkill": ("os.kill(os.getpid(), 9)", 137, ""),
+    "sigkill": ("os.kill(os.getpid(), 9)", 137, "ended by signal 9 (SIGKILL); "),
+    "out-of-memory": (
+        f"{ENTER}; {FILL}",
+        137,
+        "(SIGKILL): killed by the kernel for lack of memory (limit of its cgroup: "
+        f"{LIMIT_BYTES >> 20} MiB)",
+    ),
     "import-error": ("import nothing_of_that_name", 1, "ModuleNotFoundError"),
     "missing-file": ("open('/nonexistent/data')", 1, "FileNotFoundError"),
     "in-a-thread-while-main-waits": (
@@ -70,12 +79,15 @@ class StartedJob:
         arguments: Of ``hvdtrain run``.
         body: What each rank runs.
         mark: A word that no other process has in its environment.
+        command: Starts ``hvdtrain run``.
     """
 
-    def __init__(self, arguments: list[str], body: str, mark: str) -> None:
+    def __init__(
+        self, arguments: list[str], body: str, mark: str, command: Sequence[str] = HVDTRAIN
+    ) -> None:
         self.mark = mark
         self.process = subprocess.Popen(
-            [*HVDTRAIN, *arguments, "--", *program(body)],
+            [*command, *arguments, "--", *program(body)],
             env=with_mark(mark),
             cwd=REPOSITORY,
             start_new_session=True,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from hvdtrain.cli import main
 from hvdtrain.launch.facts import read_facts
 from tests.harness.jobs import REPOSITORY, Completed
 from tests.testbed.cluster import Cluster
+from tests.testbed.faults import bound, empty_folder, ssh_config
 
 CHECK = [sys.executable, "-m", "hvdtrain", "check"]
 FOUR = "node1,node2,node3,node4"
@@ -124,42 +123,8 @@ def test_the_probe_imports_nothing_heavy() -> None:
     assert subprocess.check_output(argv, cwd=REPOSITORY, text=True, timeout=30) == "[]\n"
 
 
-@contextlib.contextmanager
-def bound(cluster: Cluster, host: str, source: Path, target: str) -> Iterator[None]:
-    """``source`` in the place of ``target``, on ``host`` alone."""
-
-    def do(*argv: str) -> None:
-        done = cluster.run(argv, host=host, timeout_s=20, cwd="/")
-        assert done.returncode == 0, done
-
-    do("mount", "--no-mtab", "--bind", str(source), target)
-    try:
-        yield
-    finally:
-        do("umount", "--no-mtab", "--lazy", target)
-
-
-@contextlib.contextmanager
-def ssh_config(cluster: Cluster, text: str) -> Iterator[None]:
-    """``text`` before what is in the cluster's ~/.ssh/config."""
-    entry = cluster.run(["getent", "passwd", "root"], timeout_s=20).stdout
-    path = Path(entry.split(":")[5], ".ssh", "config")
-    before = path.read_text()
-    path.write_text(f"{text}\nHost *\n{before}")
-    try:
-        yield
-    finally:
-        path.write_text(before)
-
-
 def check(cluster: Cluster, *argv: str, host: str | None = None) -> Completed:
     return cluster.run([*CHECK, *argv], host=host, timeout_s=80)
-
-
-def empty_folder(cluster: Cluster) -> Path:
-    path = cluster.folder / "empty"
-    path.mkdir(exist_ok=True)
-    return path
 
 
 @pytest.mark.cluster

@@ -9,13 +9,14 @@ import pytest
 
 from hvdtrain.cluster.hosts import parse_hosts
 from hvdtrain.cluster.placement import place
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.launch.commands import (
     Command,
     Family,
     Mpirun,
     Plan,
     forwarded,
+    hostfile_text,
     mpirun_command,
     rank_environment,
     recognise,
@@ -45,6 +46,7 @@ def test_what_is_not_recognised_is_an_error(text: str) -> None:
 
 PROGRAM = ("python", "-m", "hvdtrain.launch.agent", "train.py", "--lr", "0.1 ")
 SECRET = "hunter2"
+HOSTFILE = Path("/tmp/hosts")
 
 
 def plan(hosts: str = "localhost:2", *, oversubscribed: bool = False) -> Plan:
@@ -63,14 +65,16 @@ def command(
     names: tuple[str, ...] = (),
     root: bool = False,
     oversubscribed: bool = False,
+    mpirun: str = "/mpi/bin/mpirun",
     **environ: str,
 ) -> Command:
     return mpirun_command(
         plan(hosts, oversubscribed=oversubscribed),
-        Mpirun(path=Path("/mpi/bin/mpirun"), family=family),
+        Mpirun(path=Path(mpirun), family=family),
         environ,
         names=names,
         as_root=root,
+        hostfile=HOSTFILE,
     )
 
 
@@ -121,10 +125,26 @@ def test_hydra_on_several_hosts() -> None:
     )
 
 
-@pytest.mark.parametrize("family", ["openmpi4", "openmpi5", "hydra"])
-def test_addresses_with_colons_stand_in_brackets(family: Family) -> None:
-    argv = command(family, "[fd00::1]:2,node2").argv
-    assert "[fd00::1]:2,node2:1" in argv
+@pytest.mark.parametrize("hosts", ["localhost:2", "node1:2,node2"])
+def test_the_systems_openmpi_is_in_the_right_folder_anyway(hosts: str) -> None:
+    argv = command("openmpi4", hosts, mpirun="/usr/bin/mpirun").argv
+    assert "--noprefix" in argv
+    assert "--prefix" not in argv
+
+
+def test_openmpi_5_reads_addresses_with_colons_from_a_file() -> None:
+    where = ("--prefix", "/mpi", "--hostfile", str(HOSTFILE))
+    hosts = "[fd00::1]:2,node2"
+    argv = ("/mpi/bin/mpirun", "-np", "3", *openmpi_argv("--prtemca", *where))
+    assert command("openmpi5", hosts).argv == argv
+    assert hostfile_text(plan(hosts)) == "fd00::1 slots=2\nnode2 slots=1\n"
+
+
+@pytest.mark.parametrize("family", ["openmpi4", "hydra"])
+def test_others_do_not_read_them(family: Family) -> None:
+    """Neither in brackets nor without, in an argument or in a file."""
+    with pytest.raises(ConfigurationError, match=r"fd00::1 .*IPv6.*name in /etc/hosts"):
+        command(family, "[fd00::1]:2,node2")
 
 
 def test_hosts_keep_their_order() -> None:
@@ -164,16 +184,16 @@ def test_srun() -> None:
         Path("/usr/bin/srun"),
         {"A": "b", "SLURM_HOSTFILE": "/of/the/user"},
         mpi="pmix",
-        hostfile=Path("/tmp/hosts"),
+        hostfile=HOSTFILE,
     )
     assert started == Command(
         argv=(
             *("/usr/bin/srun", "--mpi=pmix", "--ntasks=3", "--nodes=2"),
-            *("--distribution=arbitrary", "--nodelist=/tmp/hosts"),
+            *("--distribution=arbitrary", f"--nodelist={HOSTFILE}"),
             *("--overlap", "--cpu-bind=none", "--input=none", "--kill-on-bad-exit=1"),
             *PROGRAM,
         ),
-        environ={"A": "b", "SLURM_HOSTFILE": "/tmp/hosts"},
+        environ={"A": "b", "SLURM_HOSTFILE": str(HOSTFILE)},
     )
 
 
@@ -183,6 +203,7 @@ FOLDERS = [Path("/venv/bin"), Path("/mpi/bin")]
 def test_ranks_find_python_and_mpi_first() -> None:
     assert rank_environment({"PATH": "/usr/bin:/bin", "HOME": "/home/me"}, FOLDERS) == {
         "HOME": "/home/me",
+        "I_MPI_PIN": "0",
         "PATH": "/venv/bin:/mpi/bin:/usr/bin:/bin",
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
@@ -203,7 +224,7 @@ def test_path_names_no_folder_twice(given: str | None, path: str) -> None:
 
 
 def test_the_users_own_variables_win() -> None:
-    mine = {"PYTHONUNBUFFERED": "", "PYTHONFAULTHANDLER": "0"}
+    mine = {"PYTHONUNBUFFERED": "", "PYTHONFAULTHANDLER": "0", "I_MPI_PIN": "1"}
     made = rank_environment(mine, [])
     assert {name: made[name] for name in mine} == mine
 

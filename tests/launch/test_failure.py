@@ -12,6 +12,7 @@ import pytest
 from hvdtrain.collectives import exits
 from hvdtrain.errors import CollectiveTimeoutError, PeerFailedError
 from hvdtrain.launch.failure import End, begins_traceback, describe, exit_code, first_failure
+from hvdtrain.launch.memory import Kills
 
 HEADER = "Traceback (most recent call last):"
 FRAME = '  File "train.py", line 3, in <module>'
@@ -127,19 +128,50 @@ def test_exit_code(first: End | None, code: int) -> None:
     assert exit_code(first) == code
 
 
+def killed(**counts: int) -> End:
+    code = 128 + signal.SIGKILL
+    return End(rank=0, host="node1", code=code, kills=Kills(**counts))
+
+
 HOW: dict[str, tuple[End, str]] = {
     "code": (end(0, 7), "exit code 7"),
     "signal": (end(0, 128 + signal.SIGTERM), "ended by signal 15 (SIGTERM)"),
-    "killed": (
+    "out-of-memory": (
+        killed(in_group=1, on_host=1, limit_bytes=96 << 20),
+        "ended by signal 9 (SIGKILL): killed by the kernel for lack of memory (limit of its "
+        "cgroup: 96 MiB)",
+    ),
+    "out-of-memory-of-the-host": (
+        killed(in_group=2, on_host=3),
+        "ended by signal 9 (SIGKILL): killed by the kernel for lack of memory (its cgroup shows "
+        "no limit, so the host's may have run out)",
+    ),
+    "perhaps-out-of-memory": (
+        killed(on_host=1),
+        "ended by signal 9 (SIGKILL); the kernel killed a process on that host for lack of memory "
+        "meanwhile, perhaps this one",
+    ),
+    "perhaps-a-child-in-another-group": (
+        killed(in_group=0, on_host=1),
+        "ended by signal 9 (SIGKILL); the kernel killed a process on that host for lack of memory "
+        "meanwhile, perhaps this one",
+    ),
+    "killed-by-others": (
+        killed(in_group=0, on_host=0, limit_bytes=96 << 20),
+        "ended by signal 9 (SIGKILL); by a person or a program, not by the kernel for lack of "
+        "memory",
+    ),
+    "killed-by-whom": (
         end(0, 128 + signal.SIGKILL),
-        "ended by signal 9 (SIGKILL); the kernel does that when memory runs out (dmesg on the "
-        "host tells)",
+        "ended by signal 9 (SIGKILL); the kernel does that when memory runs out, but its counts "
+        "can't be read there (dmesg on the host may tell)",
     ),
     "no-such-signal": (end(0, 255), "exit code 255"),
     "timeout": (end(0, 1, TIMEOUT), "it waited too long for other ranks; exit code 1"),
     "lost": (
         end(0, LOST),
-        "the connection to it was lost; its host died, or its processes were killed",
+        "the connection to it was lost; its host died, or its processes were killed (as those of "
+        "a container may be that runs out of memory)",
     ),
 }
 
@@ -148,6 +180,30 @@ HOW: dict[str, tuple[End, str]] = {
 def test_how_it_ended_is_told(first: End, how: str) -> None:
     told = describe(first).splitlines()[0]
     assert told == f"rank 0 on node1 failed first: {how}"
+
+
+def test_who_lacks_memory_is_told_where_to_get_it() -> None:
+    for counts in ({"in_group": 1}, {"on_host": 1}):
+        advice = describe(killed(**counts)).splitlines()[1]
+        assert "smaller batch" in advice
+        assert "--mem" in advice
+    for first in (killed(in_group=0, on_host=0), killed(), end(0, 137)):
+        assert len(describe(first).splitlines()) == 1
+
+
+def test_a_killed_child_is_told_of_as_well() -> None:
+    kills = Kills(in_group=1, on_host=1, limit_bytes=96 << 20)
+    told = describe(End(rank=0, host="node1", code=1, stderr=VALUE, kills=kills)).splitlines()
+    assert told[0] == "rank 0 on node1 failed first: exit code 1"
+    assert told[1] == (
+        "before, the kernel killed a process in its cgroup for lack of memory (limit of its "
+        "cgroup: 96 MiB)"
+    )
+    assert "smaller batch" in told[2]
+    assert told[3] == "its last words:"
+    # Elsewhere on the host is too far off for a program that says itself what went wrong.
+    other = End(rank=0, host="node1", code=1, kills=Kills(in_group=0, on_host=1))
+    assert describe(other) == "rank 0 on node1 failed first: exit code 1"
 
 
 def excerpt(*stderr: str) -> list[str]:

@@ -6,14 +6,13 @@ import os
 import signal
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.launch.mpirun import find_mpirun
 from tests.harness.jobs import REPOSITORY
+from tests.launch.cgroups import ENTER, FILL
 from tests.launch.jobs import FAULTS, HVDTRAIN, OWN_DEFAULTS, StartedJob, program
 
 pytestmark = pytest.mark.mpi
@@ -28,19 +27,6 @@ def hvdtrain_run(run_command):
         return run_command([*HVDTRAIN, *arguments, "--", *program(body)], env=env, **options)
 
     return run
-
-
-@pytest.fixture
-def start_job() -> Iterator[Callable[..., StartedJob]]:
-    jobs: list[StartedJob] = []
-
-    def start(*arguments: str, body: str) -> StartedJob:
-        jobs.append(StartedJob(list(arguments), body, uuid.uuid4().hex))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.end()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -140,8 +126,10 @@ def test_a_file_for_each_rank(hvdtrain_run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failing", [0, 2], ids=["first-rank", "last-rank"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_first_failure_is_named(hvdtrain_run, fault: str, failing: int) -> None:
+def test_the_first_failure_is_named(hvdtrain_run, request, fault: str, failing: int) -> None:
     action, code, words = FAULTS[fault]
+    if fault == "out-of-memory":
+        request.getfixturevalue("cgroup")
     done = hvdtrain_run(
         *("-np", "3"), body=f"time.sleep(0.3)\nif rank == {failing}: {action}\ntime.sleep(60)"
     )
@@ -150,9 +138,27 @@ def test_the_first_failure_is_named(hvdtrain_run, fault: str, failing: int) -> N
     assert named
     assert f"rank {failing} on " in before.splitlines()[-1]
     assert words in verdict
+    assert (code == 1) == ("Traceback (most recent call last):" in verdict)
     assert done.seconds < 20
     for other in {0, 1, 2} - {failing}:
         assert f"[{other}]" not in done.stderr, "what follows from it is left out"
+
+
+def test_a_child_that_lacks_memory_is_told_of(hvdtrain_run, cgroup: Path) -> None:
+    """The program only learns that its child was killed."""
+    done = hvdtrain_run(
+        *("-np", "2"),
+        body=f"""
+        import subprocess
+        if rank == 1:
+            {ENTER}
+            subprocess.run([sys.executable, "-c", "{FILL}"], check=True)
+        time.sleep(60)
+        """,
+    )
+    assert done.returncode == 1, done
+    assert "a process in its cgroup for lack of memory (limit of its cgroup: 64 MiB)" in done.stderr
+    assert "CalledProcessError" in done.stderr
 
 
 def test_a_program_that_does_not_exist(hvdtrain_run, run_command) -> None:

@@ -1,0 +1,22 @@
+"""Lists of hosts or ranks in messages, which must stay readable for a thousand of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["listing"]
+
+# Shown before the rest is counted.
+_LISTED = 8
+
+
+def listing(things: Iterable[object], what: str = "") -> str:
+    """Some of them, and how many more.
+
+    Args:
+        things: What to list, as ``str`` gives it.
+        what: What they are called where they are counted: "2 more hosts".
+    """
+    parts = [str(thing) for thing in things]
+    more = len(parts) - _LISTED
+    return ", ".join([*parts[:_LISTED], *([f"{more} more {what}".rstrip()] if more > 0 else [])])

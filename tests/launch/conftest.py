@@ -1,0 +1,34 @@
+"""What only these tests ask for."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.cgroups import CGROUP, little_memory
+from tests.launch.jobs import StartedJob
+
+
+@pytest.fixture
+def cgroup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A control group with little memory, which every process finds; see ``ENTER``."""
+    with little_memory() as folder:
+        monkeypatch.setenv(CGROUP, str(folder))
+        yield folder
+
+
+@pytest.fixture
+def start_job() -> Iterator[Callable[..., StartedJob]]:
+    """Start ``hvdtrain run`` in the background; nothing of it outlives the test."""
+    jobs: list[StartedJob] = []
+
+    def start(*arguments: str, body: str) -> StartedJob:
+        jobs.append(StartedJob(list(arguments), body, uuid.uuid4().hex))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.end()

@@ -1,0 +1,205 @@
+"""A job from its start to its end, with a small program in mpirun's place; the rest is real."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.config import LAUNCHER
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.commands import Command
+from hvdtrain.launch.console import Console
+from hvdtrain.launch.hub import Hub
+from hvdtrain.launch.supervisor import Supervisor
+from hvdtrain.launch.tree import descendants
+from hvdtrain.launch.variables import JOB, format_addresses
+from tests.harness.jobs import REPOSITORY
+from tests.launch.processes import assert_all_end
+
+# What mpirun does: starts an agent for each rank, and tells it its number.
+STARTER = """
+import os, subprocess, sys
+def start(rank, program):
+    numbers = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
+    environ = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in numbers.items()}
+    agent = [sys.executable, "-m", "hvdtrain.launch.agent"]
+    return subprocess.Popen([*agent, sys.executable, "-c", program], env={**os.environ, **environ})
+"""
+BOTH = STARTER + "ranks = [start(rank, sys.argv[1]) for rank in (0, 1)]\n"
+RANK = 'import os, sys, time; rank = int(os.environ["OMPI_COMM_WORLD_RANK"])\n'
+
+
+@dataclass
+class Run:
+    """How a job ended, and what was seen of it."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    def said(self) -> list[str]:
+        """The launcher's own words."""
+        mark = "hvdtrain run: "
+        return [line.removeprefix(mark) for line in self.err.splitlines() if line.startswith(mark)]
+
+
+def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
+    """Supervise two ranks, on a host and another, that ``argv`` is to start."""
+    out, err = io.StringIO(), io.StringIO()
+    console = Console(out, err, ranks=2, with_host=False, chief_only=False)
+    with contextlib.closing(Hub(2, console, local=True)) as hub:
+        own = {LAUNCHER: format_addresses(["127.0.0.1"], hub.port), JOB: hub.job}
+        environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **own}
+        supervisor = Supervisor(
+            Command(argv=argv, environ=environ),
+            hub,
+            console,
+            hosts={0: "node1", 1: "node2"},
+            grace_s=grace_s,
+            start_timeout_s=start_timeout_s,
+        )
+        started = time.monotonic()
+        code = supervisor.run()
+        seconds = time.monotonic() - started
+    assert descendants(os.getpid()) == [], "nothing is left"
+    return Run(code, out.getvalue(), err.getvalue(), seconds)
+
+
+def python(code: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code, *arguments)
+
+
+NAME = os.path.basename(sys.executable)
+
+
+def test_all_is_well() -> None:
+    code = BOTH + "sys.exit(max(rank.wait() for rank in ranks))"
+    done = run(*python(code, RANK + "print('hello from', rank)"))
+    assert (done.code, done.err) == (0, "")
+    assert sorted(done.out.splitlines()) == ["[0] hello from 0", "[1] hello from 1"]
+
+
+def test_a_starter_that_starts_nothing() -> None:
+    done = run(*python("print('no such host: node2', flush=True); raise SystemExit(1)"))
+    assert done.code == 125
+    assert done.said()[0].startswith("rank 0, 1 did not start on node1, node2")
+    assert done.said()[-2:] == [f"{NAME} said:", "  no such host: node2"]
+
+
+def test_a_starter_that_says_nothing_either() -> None:
+    done = run(*python("pass"))
+    assert done.code == 125
+    assert "did not start" in done.err
+    assert "said:" not in done.err
+
+
+def test_a_starter_that_hangs(tmp_path: Path) -> None:
+    """It has a child that stays when it is asked to end."""
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    pid = tmp_path / "pid"
+    code = f"""if True:
+        import subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", {deaf!r}])
+        open({str(pid)!r}, "w").write(str(child.pid))
+        child.wait()
+    """
+    done = run(*python(code), start_timeout_s=3)
+    assert done.code == 125
+    assert done.said()[0].startswith("rank 0, 1 did not start within 3 s on node1, node2")
+    assert done.seconds < 30
+    assert_all_end([int(pid.read_text())])
+
+
+def test_a_starter_that_starts_one_of_two(tmp_path: Path) -> None:
+    """The one that began is ended, and is not the one to blame."""
+    ready = str(tmp_path / "ready")
+    code = STARTER + (
+        f"import time; start(0, sys.argv[1])\nwhile not os.path.exists({ready!r}): time.sleep(0.02)"
+    )
+    program = RANK + f"print('alone'); open({ready!r}, 'w').close(); time.sleep(60)"
+    done = run(*python(code, program))
+    assert done.code == 125
+    assert done.out == "[0] alone\n"
+    assert done.said()[0].startswith("rank 1 did not start on node2")
+    assert "failed first" not in done.err
+
+
+@pytest.mark.parametrize(("mode", "why"), [(0o644, "Permission denied"), (None, "No such file")])
+def test_a_starter_that_can_not_be_executed(tmp_path: Path, mode: int | None, why: str) -> None:
+    path = tmp_path / "mpirun"
+    if mode is not None:
+        path.touch(mode)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(LaunchError, match=f"mpirun can't be started: {why}"):
+        run(str(path))
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_starter_that_fails_when_the_ranks_are_done() -> None:
+    code = BOTH + "[rank.wait() for rank in ranks]; print('can not tidy up'); sys.exit(9)"
+    done = run(*python(code, "pass"))
+    assert done.code == 9
+    assert done.said() == [
+        f"{NAME}: can not tidy up",
+        f"{NAME} ended with code 9",
+        "can not tidy up",
+    ]
+
+
+def test_a_starter_that_dies_takes_the_ranks_with_it() -> None:
+    code = BOTH + "import time; time.sleep(1); os.kill(os.getpid(), 9)"
+    done = run(*python(code, "import time; time.sleep(60)"))
+    assert done.code != 0
+    assert done.seconds < 30
+
+
+def test_comments_of_the_starter_on_a_failed_rank_are_left_out() -> None:
+    code = BOTH + (
+        "codes = [rank.wait() for rank in ranks]\n"
+        "print('a process ended with', max(codes)); sys.exit(max(codes))"
+    )
+    program = RANK + "time.sleep(1)\nif rank == 1: sys.exit(7)\ntime.sleep(60)"
+    done = run(*python(code, program))
+    assert done.code == 7
+    assert done.said()[0].startswith("rank 1 on ")
+    assert "a process ended" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 75)]
+)
+def test_a_signal_ends_the_ranks(tmp_path: Path, number: int, code: int) -> None:
+    ready = f"open(os.path.join({str(tmp_path)!r}, str(rank)), 'w').close(); time.sleep(60)"
+    before = signal.getsignal(number)
+
+    def send() -> None:
+        deadline = time.monotonic() + 30
+        while len(os.listdir(tmp_path)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    done = run(*python(BOTH + "[rank.wait() for rank in ranks]", RANK + ready))
+    sender.join()
+    assert done.code == code
+    assert done.said() == [f"the job was ended by {signal.Signals(number).name}"]
+    assert signal.getsignal(number) == before
+
+
+def test_ranks_that_do_not_listen_are_killed_after_the_grace() -> None:
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    program = RANK + deaf + "time.sleep(1)\nif rank == 0: sys.exit(3)\ntime.sleep(60)"
+    done = run(*python(BOTH + "[rank.wait() for rank in ranks]", program), grace_s=0.5)
+    assert done.code == 3
+    assert done.seconds < 30
