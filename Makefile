@@ -1,4 +1,5 @@
-# Everything lives in .venv; nothing outside this folder is touched. `make help` lists the targets.
+# Everything lives in .venv, and what `make environments` gets in .venvs; nothing outside this folder
+# is touched but caches. `make help` lists the targets.
 
 # The first Python on PATH that hvdtrain supports; choose another with make PYTHON=/path/to/python3.
 SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))
@@ -10,21 +11,25 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NP ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format clean
+.PHONY: help train test environments lint format clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make train   learn handwritten digits on $(NP) MPI ranks (NP=4 for more)"
-	@echo "make test    run the tests, alone and on 2 to 4 ranks"
-	@echo "make lint    check style and types"
-	@echo "make format  let ruff rewrite the style"
-	@echo "make clean   remove .venv, runs and caches"
+	@echo "make train         learn handwritten digits on $(NP) MPI ranks (NP=4 for more)"
+	@echo "make test          run the tests, alone and on 2 to 4 ranks"
+	@echo "make environments  get other MPIs for the tests (NAMES=horovod for Horovod)"
+	@echo "make lint          check style and types"
+	@echo "make format        let ruff rewrite the style"
+	@echo "make clean         remove .venv, .venvs, runs and caches"
 
 train: $(VENV)/.train
 	$(BIN)/hvdtrain run -np $(NP) -- $(BIN)/python examples/mnist.py
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+environments: $(VENV)/.dev
+	$(BIN)/python -m tests.environments $(NAMES)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -36,7 +41,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) .venvs runs .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is as old as the installation it stands for, so that a second call installs nothing.

@@ -1,6 +1,11 @@
-"""Tests may run on several MPI ranks, and on a cluster of four hosts.
+"""Tests may run on several MPI ranks, on a cluster of four hosts, and with other MPIs.
 
-``tests/harness/plugin.py`` and ``tests/testbed/plugin.py`` say how.
+``plugin.py`` in ``tests/harness``, ``tests/testbed`` and ``tests/environments`` says how.
 """
 
-pytest_plugins = ("tests.harness.plugin", "tests.testbed.plugin", "pytester")
+pytest_plugins = (
+    "tests.environments.plugin",
+    "tests.harness.plugin",
+    "tests.testbed.plugin",
+    "pytester",
+)

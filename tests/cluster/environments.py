@@ -201,16 +201,39 @@ SALLOC_INTERACTIVE_STEP = {  # the shell of salloc where use_interactive_step is
     "SLURM_TASKS_PER_NODE": "3,1",
 }
 
-HOROVODRUN_GLOO = {  # horovodrun --gloo -np 2, by its sources (0.28.1)
+HOROVODRUN_GLOO = {  # horovodrun --gloo -np 2, Horovod 0.28.1
     "HOROVOD_CONTROLLER": "gloo",
     "HOROVOD_CPU_OPERATIONS": "gloo",
     "HOROVOD_CROSS_RANK": "0",
     "HOROVOD_CROSS_SIZE": "1",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.77.0.254",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT": "43841",
+    "HOROVOD_GLOO_IFACE": "lo",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "22265",
     "HOROVOD_HOSTNAME": "localhost",
     "HOROVOD_LOCAL_RANK": "1",
     "HOROVOD_LOCAL_SIZE": "2",
     "HOROVOD_RANK": "1",
     "HOROVOD_SIZE": "2",
+}
+
+HOROVODRUN_MPI = {  # horovodrun --mpi -np 2, Horovod 0.28.1 with Open MPI 4.1.4 of Debian 12
+    "NCCL_SOCKET_IFNAME": "lo",
+    "OMPI_APP_CTX_NUM_PROCS": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_FIRST_RANKS": "0",
+    "OMPI_MCA_btl": "^openib",
+    "OMPI_MCA_btl_tcp_if_include": "lo",
+    "OMPI_MCA_ess_base_vpid": "1",
+    "OMPI_MCA_orte_ess_node_rank": "1",
+    "OMPI_MCA_orte_ess_num_procs": "2",
+    "OMPI_MCA_orte_num_nodes": "1",
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_UNIVERSE_SIZE": "2",
+    "PMIX_HOSTNAME": "vm",
+    "PMIX_NAMESPACE": "1928331265",
+    "PMIX_RANK": "1",
 }

@@ -31,6 +31,7 @@ LAUNCHERS = {
     "openmpi5": (env.OPENMPI_5, place(1, 2, (1, 2), 0, "openmpi")),
     "openmpi5-hosts": (env.OPENMPI_5_TWO_HOSTS, place(2, 3, (1, 2), None, "openmpi")),
     "openmpi4-hosts": (env.OPENMPI_4_TWO_HOSTS, place(2, 3, (1, 2), None, "openmpi")),
+    "horovodrun-mpi": (env.HOROVODRUN_MPI, place(1, 2, (1, 2), 0, "openmpi")),
     "mpich5": (env.MPICH_5, place(1, 2, (1, 2), 0, "hydra")),
     "mpich4-hosts": (env.MPICH_4_TWO_HOSTS, place(2, 3, (1, 2), None, "hydra")),
     "impi": (env.INTEL_MPI, place(1, 2, (1, 2), 0, "hydra")),
@@ -126,11 +127,6 @@ def test_horovodrun_gloo_says_what_to_use() -> None:
     one = {**env.HOROVODRUN_GLOO, "HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"}
     one |= {"HOROVOD_LOCAL_SIZE": "1", "HOROVOD_LOCAL_RANK": "0"}
     assert read_topology(one) == place(0, 1, (0, 1), 0, "horovod-gloo")
-
-
-def test_horovodrun_mpi_is_mpirun() -> None:
-    environ = {**env.OPENMPI_5, "HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
-    assert read_topology(environ).launcher == "openmpi"
 
 
 @pytest.mark.mpi

@@ -1,0 +1,57 @@
+"""A test that asks for another environment gets it, is skipped, or fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import environments
+from tests.environments import missing_environment, stamp_of
+from tests.harness.jobs import REPOSITORY
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where environments are looked for."""
+    monkeypatch.setattr(environments, "folder_of", lambda name: tmp_path / name)
+    return tmp_path
+
+
+def test_only_what_is_complete_and_up_to_date_is_used(folder: Path) -> None:
+    stamp, content = stamp_of("mpich")
+    stamp.parent.mkdir()
+    assert "there is no" in (missing_environment("mpich") or "")
+    stamp.write_text("of other requirements")
+    assert "out of date; make it with: " in (missing_environment("mpich") or "")
+    stamp.write_text(content)
+    assert missing_environment("mpich") is None
+
+
+def test_open_mpi_4_comes_from_the_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stamp, content = stamp_of("openmpi4")
+    stamp.parent.mkdir()
+    stamp.write_text(content)
+    monkeypatch.setattr(environments, "_SYSTEM_MPIRUN", "/nonexistent/mpirun")
+    assert "install Debian's openmpi-bin" in (missing_environment("openmpi4") or "")
+
+
+@pytest.mark.parametrize(("required", "outcome"), [("mpi", "skipped"), ("mpi,mpich", "failed")])
+def test_without_the_environment(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, required: str, outcome: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("HVDTRAIN_TEST_REQUIRE", required)
+    pytester.makeconftest(
+        """
+        from pathlib import Path
+        from tests import environments
+
+        environments.folder_of = lambda name: Path("/nonexistent", name)
+        pytest_plugins = ("tests.environments.plugin",)
+        """
+    )
+    pytester.makepyfile("def test_it(environment): environment('mpich')")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-rsf")
+    result.assert_outcomes(**{outcome: 1})
+    result.stdout.fnmatch_lines(["*there is no /nonexistent/mpich; make it with: *"])
