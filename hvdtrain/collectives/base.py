@@ -93,8 +93,13 @@ class Collectives(Protocol):
         """
         ...
 
-    def allgather_object(self, obj: Any, *, name: str = "", codec: Codec = "json") -> list[Any]:
-        """The objects of all ranks in rank order; ``codec`` as in ``broadcast_object``."""
+    def allgather_object(
+        self, obj: Any, *, name: str = "", note: str = "", codec: Codec = "json"
+    ) -> list[Any]:
+        """The objects of all ranks in rank order; ``codec`` as in ``broadcast_object``.
+
+        ``note`` is for the error of ranks that make different calls; it may differ itself.
+        """
         ...
 
     def fail(self, reason: str) -> None:

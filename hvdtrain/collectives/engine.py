@@ -37,17 +37,22 @@ __all__ = ["Call", "Engine", "Reduction"]
 
 
 class Call:
-    """One operation as all ranks must agree on it, and as an error shows it."""
+    """One operation as all ranks must agree on it, and as an error shows it.
+
+    They need not agree on the note.
+    """
 
     __slots__ = ("digest", "place", "text")
 
-    def __init__(self, kind: str, name: str, detail: str) -> None:
+    def __init__(self, kind: str, name: str, detail: str, note: str = "") -> None:
         self.text = f"{kind}({name})" if name else kind
         if detail:
             self.text += f" of {detail}"
-        self.place = self.text if len(self.text) <= 200 else self.text[:200] + " …"
         word = hashlib.blake2b(self.text.encode(), digest_size=8).digest()
         self.digest = int.from_bytes(word, "little") >> 1  # fits a signed 64-bit word
+        if note:
+            self.text += f" ({note})"
+        self.place = self.text if len(self.text) <= 200 else self.text[:200] + " …"
 
 
 class Reduction(NamedTuple):
@@ -187,9 +192,11 @@ class Engine:
             self._broadcast_bytes(buffer, root)
         return decode(buffer, codec)
 
-    def allgather_object(self, obj: Any, *, name: str = "", codec: Codec = "json") -> list[Any]:
+    def allgather_object(
+        self, obj: Any, *, name: str = "", note: str = "", codec: Codec = "json"
+    ) -> list[Any]:
         data = encode(obj, codec)
-        call = self._call("allgather_object", name, (codec,))
+        call = self._call("allgather_object", name, (codec,), note)
         with self._operation():
             counts = [int(c) for c in self._exchange_counts(call, [data.size])[:, 0]]
             joined = np.empty(sum(counts), np.uint8)
@@ -206,13 +213,14 @@ class Engine:
 
     # Checks and bookkeeping.
 
-    def _call(self, kind: str, name: str, detail: tuple[Any, ...]) -> Call:
-        key = (kind, name, detail)
+    def _call(self, kind: str, name: str, detail: tuple[Any, ...], note: str = "") -> Call:
+        key = (kind, name, detail, note)
         call = self._calls.get(key)
         if call is None:
             if len(self._calls) > 4096:
                 self._calls.clear()
-            call = self._calls[key] = Call(kind, name, ", ".join(str(part) for part in detail))
+            text = ", ".join(str(part) for part in detail)
+            call = self._calls[key] = Call(kind, name, text, note)
         return call
 
     @contextmanager

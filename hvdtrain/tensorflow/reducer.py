@@ -121,7 +121,8 @@ class GradientReducer:
         dtype: tf.DType,
         entries: tuple[_Entry, ...],
     ) -> list[tf.Tensor]:
-        call = f"gradients{_lacking(entries)}"
+        lacking = _lacking(entries)
+        call = f"gradients, {lacking}" if lacking else "gradients"
 
         def run(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
             with self._remember_error():
@@ -194,9 +195,10 @@ class GradientReducer:
             met[entry.name] += 1
             number = met[entry.name]
             mine[entry.name if number == 1 else f"{entry.name}#{number}"] = str(entry)
-        # Step by step, as run_eagerly computes, a rank may come here long after the others.
-        late = _lacking(entries) if self._verified else ""
-        everyone = self.collectives.allgather_object(mine, name=f"gradient signatures{late}")
+        # With run_eagerly a rank may come here at a later step, when the others do not.
+        everyone = self.collectives.allgather_object(
+            mine, name="gradient signatures", note=_lacking(entries)
+        )
         for rank, theirs in enumerate(everyone):
             if list(theirs.items()) != list(everyone[0].items()):
                 raise MismatchError(_explain(everyone[0], rank, theirs))
@@ -223,7 +225,7 @@ class _Remember:
 def _lacking(entries: Sequence[_Entry]) -> str:
     """Names the variables without a gradient, for the error of ranks that don't lack them."""
     names = [entry.name for entry in entries if entry.kind == "None"]
-    return f", None for {', '.join(names[:5])}" if names else ""
+    return f"None for {', '.join(names[:5])}" if names else ""
 
 
 def _explain(first: dict[str, str], rank: int, theirs: dict[str, str]) -> str:

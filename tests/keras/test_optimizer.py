@@ -149,9 +149,9 @@ def test_accumulation_reduces_once_for_all_its_steps(world, monkeypatch, loss_sc
     calls = []
     average = GradientReducer._reduce_checked
 
-    def spy(self, arrays, names):
+    def spy(self, arrays, *arguments):
         calls.append(len(arrays))
-        return average(self, arrays, names)
+        return average(self, arrays, *arguments)
 
     monkeypatch.setattr(GradientReducer, "_reduce_checked", spy)
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,14 @@ def cgroup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with little_memory() as folder:
         monkeypatch.setenv(CGROUP, str(folder))
         yield folder
+
+
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """What a test starts takes notice of SIGHUP, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ class Started:
 
 
 @pytest.fixture
-def start(cluster: Cluster) -> Iterator[type]:
+def start(cluster: Cluster, hangups: None) -> Iterator[type]:
     jobs: list[Started] = []
 
     def begin(way: str, *options: str) -> Started:

@@ -209,7 +209,7 @@ time.sleep(0.3)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR2"])
-def test_a_signal_ends_all_ranks(start_job, tmp_path: Path, name: str) -> None:
+def test_a_signal_ends_all_ranks(start_job, hangups, tmp_path: Path, name: str) -> None:
     job = start_job("-np", "2", body=WAIT.format(folder=str(tmp_path)))
     job.wait_for(2, tmp_path)
     number = getattr(signal, name)

@@ -126,7 +126,7 @@ def test_a_starter_that_starts_one_of_two(tmp_path: Path) -> None:
     code = STARTER + (
         f"import time; start(0, sys.argv[1])\nwhile not os.path.exists({ready!r}): time.sleep(0.02)"
     )
-    program = RANK + f"print('alone'); open({ready!r}, 'w').close(); time.sleep(60)"
+    program = RANK + f"print('alone', flush=True); open({ready!r}, 'w').close(); time.sleep(60)"
     done = run(*python(code, program))
     assert done.code == 125
     assert done.out == "[0] alone\n"
