@@ -66,6 +66,63 @@ def test_the_plan_is_what_happens(cluster: Cluster, way: str) -> None:
     assert sorted(seen) == table
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_uneven_hosts_reduce_together(cluster: Cluster, way: str) -> None:
+    """Three ranks on a host and one on another."""
+    body = """
+    import numpy as np
+    from hvdtrain.cluster import read_topology
+    from hvdtrain.collectives import create
+    from hvdtrain.config import read_settings
+    place = read_topology(os.environ)
+    everyone = create(place, read_settings(os.environ))
+    total = everyone.allreduce(np.full(100_000, place.rank + 1, np.float32))
+    print(place.rank, place.local_rank, place.local_size, set(total.tolist()))
+    everyone.leave()
+    """
+    hostfile = cluster.folder / "uneven"
+    hostfile.write_text("node1 slots=3\nnode2:1  # a dialect for each\n")
+    argv = [*HVDTRAIN, "--hostfile", str(hostfile), "--", *program(body)]
+    if way == "slurm":
+        hosts = cluster.folder / "ranks"
+        hosts.write_text("node1\n" * 3 + "node2\n")
+        places = ["--nodes=2", "--ntasks=4", "--distribution=arbitrary", f"--nodelist={hosts}"]
+        argv = ["srun", "--mpi=pmix", "--overcommit", *places, *program(body)]
+    done = cluster.run(argv, env=ENVIRON, timeout_s=60)
+    assert done.returncode == 0, done
+    lines = sorted(line.rpartition("] ")[2] for line in done.stdout.splitlines())
+    places_seen = ["0 0 3", "1 1 3", "2 2 3", "3 0 1"]
+    assert lines == [f"{place} {{10.0}}" for place in places_seen], done
+
+
+def test_the_example_under_mpirun_with_the_hostfile_that_comes_with_it(cluster: Cluster) -> None:
+    """By the command that the hostfile begins with, and nothing of hvdtrain's launcher."""
+    text = (REPOSITORY / "hostfiles" / "cluster.example").read_text()
+    command_line = text.partition("#   mpirun ")[2].partition("\n#\n")[0]
+    words = command_line.replace("\\\n#", "").split()
+    assert words[-2:] == ["python", "examples/mnist.py"], words
+    hosts = text.replace("node01 slots=4", "node1 slots=1").replace(
+        "node02 slots=4", "node2 slots=1"
+    )
+    (cluster.folder / "hosts").write_text(hosts)
+    known = {"hostfiles/cluster": str(cluster.folder / "hosts"), '"$VIRTUAL_ENV"': sys.prefix}
+    words = [known.get(word, word) for word in words[:-1]]
+    environ = {
+        **ENVIRON,
+        "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    example = str(REPOSITORY / "examples" / "mnist.py")
+    argv = [f"{sys.prefix}/bin/mpirun", *words, example, "--epochs", "1"]
+    done = cluster.run(argv, env=environ, timeout_s=150)
+    assert done.returncode == 0, done
+    # 4,000 digits in joint batches of 128, and the chief alone tells.
+    assert done.stdout.count("step 30,") == 1, done
+    assert "step 40," not in done.stdout
+    assert done.stdout.count("test accuracy = ") == 1
+
+
 @pytest.mark.parametrize("failing", [0, RANKS - 1], ids=["first-rank", "last-rank"])
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if "thread" not in fault])
 @pytest.mark.parametrize("way", WAYS)
