@@ -7,6 +7,7 @@ import os
 import platform
 from pathlib import Path
 
+from hvdtrain.launch.cores import available_cores
 from hvdtrain.version import __version__
 
 __all__ = ["describe_machine", "machine_line", "resident_bytes"]
@@ -19,7 +20,7 @@ def describe_machine() -> dict[str, object]:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "processor": _processor(),
-        "cores": _cores(),
+        "cores": available_cores(),
         "memory_bytes": pages,
         "load": round(os.getloadavg()[0], 2),
         "libraries": {
@@ -58,12 +59,6 @@ def _processor() -> str:
             if key.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _installed() -> dict[str, str]:

@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.environments import folder_of, missing_environment
+from tests.harness.required import do_without
 
 
 @pytest.fixture
@@ -21,11 +21,8 @@ def environment() -> Callable[[str], Path]:
     """Finds the Python of an environment by its name."""
 
     def find(name: str) -> Path:
-        reason = missing_environment(name)
-        if reason is not None and name in os.environ.get("HVDTRAIN_TEST_REQUIRE", "").split(","):
-            pytest.fail(f"HVDTRAIN_TEST_REQUIRE asks for {name}, but {reason}", pytrace=False)
-        if reason is not None:
-            pytest.skip(reason)
+        if reason := missing_environment(name):
+            do_without(name, reason)
         return folder_of(name) / "bin" / "python"
 
     return find

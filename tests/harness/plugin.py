@@ -38,6 +38,7 @@ from tests.harness.jobs import (
     run_job,
 )
 from tests.harness.outer import Outcome, RankSessions
+from tests.harness.required import do_without
 
 Launch = Callable[..., Completed]
 
@@ -162,12 +163,8 @@ def mpirun() -> Callable[[int, Sequence[str]], list[str]]:
 
 
 def _need_mpirun() -> None:
-    reason = mpirun_missing()
-    if reason is None:
-        return
-    if "mpi" in os.environ.get("HVDTRAIN_TEST_REQUIRE", "").split(","):
-        pytest.fail(f"HVDTRAIN_TEST_REQUIRE asks for MPI, but {reason}")
-    pytest.skip(reason)
+    if reason := mpirun_missing():
+        do_without("mpi", reason)
 
 
 def _size(item: pytest.Item) -> int:

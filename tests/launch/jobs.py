@@ -15,11 +15,20 @@ from pathlib import Path
 from tests.harness.jobs import REPOSITORY
 from tests.launch.cgroups import ENTER, FILL, LIMIT_BYTES
 
-__all__ = ["FAULTS", "HVDTRAIN", "OWN_DEFAULTS", "RANK", "StartedJob", "program", "with_mark"]
+__all__ = [
+    "FAULTS",
+    "HVDTRAIN",
+    "ON_CLUSTER",
+    "OWN_DEFAULTS",
+    "RANK",
+    "StartedJob",
+    "program",
+    "with_mark",
+]
 
 HVDTRAIN = [sys.executable, "-m", "hvdtrain", "run"]
 # What the harness sets for jobs of its own; here hvdtrain's own defaults are on trial.
-OWN_DEFAULTS = {
+OWN_DEFAULTS: dict[str, str | None] = {
     "OMPI_ALLOW_RUN_AS_ROOT": None,
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": None,
     "OMPI_MCA_btl": None,
@@ -36,6 +45,13 @@ RANK = (
     "int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ.get('PMI_RANK') "
     "or os.environ['SLURM_PROCID'])"
 )
+
+# For jobs on the cluster, whose hosts share the cores: who waits must let the others work.
+ON_CLUSTER = {
+    **OWN_DEFAULTS,
+    "PYTHONPATH": str(REPOSITORY),
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
 
 # What the failing rank does, the exit code of the job, and what the verdict holds. Out of memory
 # needs the fixture cgroup.

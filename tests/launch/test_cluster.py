@@ -9,22 +9,19 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.harness.jobs import REPOSITORY
-from tests.launch.jobs import FAULTS, OWN_DEFAULTS, program
+from tests.launch.jobs import FAULTS, HVDTRAIN, ON_CLUSTER, program
 from tests.testbed.cluster import Cluster
 from tests.testbed.faults import bound, empty_folder, ssh_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
-HVDTRAIN = [sys.executable, "-m", "hvdtrain", "run"]
 HOSTS = "node1:1,node2:2,node3:1"
 RANKS = 4
-# Four ranks on two cores: who waits must let the others work.
-ENVIRON = {**OWN_DEFAULTS, "PYTHONPATH": str(REPOSITORY), "OMPI_MCA_mpi_yield_when_idle": "1"}
 WAYS = ["ssh", "slurm"]
 
 
@@ -44,7 +41,7 @@ def test_ranks_talk_and_lines_name_rank_and_host(cluster: Cluster, way: str) -> 
     import socket
     print(socket.gethostname(), MPI.COMM_WORLD.allreduce(rank + 1), os.environ["MINE"])
     """
-    done = cluster.run(command(way, "-x", "MINE=a b", body=body), env=ENVIRON, timeout_s=60)
+    done = cluster.run(command(way, "-x", "MINE=a b", body=body), env=ON_CLUSTER, timeout_s=60)
     assert done.returncode == 0, done
     lines = sorted(done.stdout.splitlines())
     assert len(lines) == RANKS, done
@@ -57,10 +54,10 @@ def test_ranks_talk_and_lines_name_rank_and_host(cluster: Cluster, way: str) -> 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_plan_is_what_happens(cluster: Cluster, way: str) -> None:
     body = "import socket; print(rank, socket.gethostname(), sep=':')"
-    plan = cluster.run(command(way, "--dry-run", body=body), env=ENVIRON, timeout_s=60)
+    plan = cluster.run(command(way, "--dry-run", body=body), env=ON_CLUSTER, timeout_s=60)
     assert plan.returncode == 0, plan
     table = [line.split()[:2] for line in plan.stdout.splitlines()[1 : RANKS + 1]]
-    done = cluster.run(command(way, body=body), env=ENVIRON, timeout_s=60)
+    done = cluster.run(command(way, body=body), env=ON_CLUSTER, timeout_s=60)
     assert done.returncode == 0, done
     seen = [line.partition("] ")[2].split(":") for line in done.stdout.splitlines()]
     assert sorted(seen) == table
@@ -88,7 +85,7 @@ def test_uneven_hosts_reduce_together(cluster: Cluster, way: str) -> None:
         hosts.write_text("node1\n" * 3 + "node2\n")
         places = ["--nodes=2", "--ntasks=4", "--distribution=arbitrary", f"--nodelist={hosts}"]
         argv = ["srun", "--mpi=pmix", "--overcommit", *places, *program(body)]
-    done = cluster.run(argv, env=ENVIRON, timeout_s=60)
+    done = cluster.run(argv, env=ON_CLUSTER, timeout_s=60)
     assert done.returncode == 0, done
     lines = sorted(line.rpartition("] ")[2] for line in done.stdout.splitlines())
     places_seen = ["0 0 3", "1 1 3", "2 2 3", "3 0 1"]
@@ -108,7 +105,7 @@ def test_the_example_under_mpirun_with_the_hostfile_that_comes_with_it(cluster: 
     known = {"hostfiles/cluster": str(cluster.folder / "hosts"), '"$VIRTUAL_ENV"': sys.prefix}
     words = [known.get(word, word) for word in words[:-1]]
     environ = {
-        **ENVIRON,
+        **ON_CLUSTER,
         "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -139,7 +136,7 @@ def test_the_first_failure_is_named(
     if rank == {failing}: {action}
     time.sleep(60)
     """
-    done = cluster.run(command(way, body=body), env=ENVIRON, timeout_s=60)
+    done = cluster.run(command(way, body=body), env=ON_CLUSTER, timeout_s=60)
     assert done.returncode == code, done
     host = done.stdout.partition(f"[{failing} ")[2].partition("] at ")[0]
     assert host in cluster.hosts, done
@@ -164,7 +161,7 @@ class Started:
         body = f"open(os.path.join({str(self.folder)!r}, str(rank)), 'w').close(); time.sleep(120)"
         self.process = cluster.start(
             command(way, "-x", name, *options, body=body),
-            env={**ENVIRON, name: value},
+            env={**ON_CLUSTER, name: value},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
@@ -189,7 +186,7 @@ class Started:
 
 
 @pytest.fixture
-def start(cluster: Cluster, hangups: None) -> Iterator[type]:
+def start(cluster: Cluster, hangups: None) -> Iterator[Callable[..., Started]]:
     jobs: list[Started] = []
 
     def begin(way: str, *options: str) -> Started:
@@ -197,7 +194,7 @@ def start(cluster: Cluster, hangups: None) -> Iterator[type]:
         jobs[-1].wait_for_ranks()
         return jobs[-1]
 
-    yield begin  # type: ignore[misc]
+    yield begin
     for job in jobs:
         for pid in job.running():
             with contextlib.suppress(ProcessLookupError):
@@ -242,7 +239,7 @@ def test_a_dead_host_is_named(cluster: Cluster) -> None:
     cluster.cut("node2")
     try:
         options = ["--start-timeout-s", "15"]
-        done = cluster.run(command("ssh", *options, body="pass"), env=ENVIRON, timeout_s=60)
+        done = cluster.run(command("ssh", *options, body="pass"), env=ON_CLUSTER, timeout_s=60)
     finally:
         cluster.mend("node2")
     assert done.returncode == 125, done
@@ -252,7 +249,7 @@ def test_a_dead_host_is_named(cluster: Cluster) -> None:
 def test_a_host_that_refuses_the_key_is_named(cluster: Cluster) -> None:
     keyless = "Host node2\nIdentityFile /nowhere\nIdentitiesOnly yes\nIdentityAgent none"
     with ssh_config(cluster, keyless):
-        done = cluster.run(command("ssh", body="pass"), env=ENVIRON, timeout_s=60)
+        done = cluster.run(command("ssh", body="pass"), env=ON_CLUSTER, timeout_s=60)
     assert done.returncode == 125, done
     assert "problem on node2: ssh does not accept your key" in done.stderr, done
     assert "do: ssh-copy-id node2" in done.stderr, done
@@ -262,7 +259,7 @@ def test_a_host_that_refuses_the_key_is_named(cluster: Cluster) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_host_without_this_python_is_named(cluster: Cluster, way: str) -> None:
     with bound(cluster, "node2", empty_folder(cluster), f"{sys.prefix}/bin"):
-        done = cluster.run(command(way, body="pass"), env=ENVIRON, timeout_s=60)
+        done = cluster.run(command(way, body="pass"), env=ON_CLUSTER, timeout_s=60)
     assert done.returncode == 125, done
     assert "problem on node2: the launcher's Python can't be started there" in done.stderr, done
     assert f"expected: {sys.executable}, at the same path on every host" in done.stderr, done
@@ -286,7 +283,7 @@ def test_sbatch_with_the_script_that_comes_with_it(cluster: Cluster) -> None:
     body = "import hvdtrain; hvdtrain.init(); print('size', hvdtrain.size(), flush=True)"
     (cluster.folder / "tiny.py").write_text(body)
     script = REPOSITORY / "slurm" / "train.sh"
-    environ = {**ENVIRON, "PYTHON": sys.executable}
+    environ = {**ON_CLUSTER, "PYTHON": sys.executable}
     options = ["--parsable", "--nodes=4", "--ntasks=4", "--output=out.txt", "--time=5"]
     done = cluster.run(["sbatch", *options, script, "tiny.py"], env=environ, timeout_s=20)
     assert done.returncode == 0, done
@@ -301,5 +298,5 @@ def test_the_script_under_srun_alone(cluster: Cluster) -> None:
     (cluster.folder / "tiny.py").write_text(body)
     script = REPOSITORY / "slurm" / "train.sh"
     argv = ["srun", "--mpi=pmix", "-N4", "-n4", script, "tiny.py"]
-    done = cluster.run(argv, env={**ENVIRON, "PYTHON": sys.executable}, timeout_s=120)
+    done = cluster.run(argv, env={**ON_CLUSTER, "PYTHON": sys.executable}, timeout_s=120)
     assert (done.returncode, done.stdout) == (0, "size 4\n" * 4), done

@@ -257,7 +257,7 @@ def test_held_tracebacks_are_shown_at_the_end(desk: Desk) -> None:
     agents = [desk.agent(rank) for rank in range(3)]
     for rank in (1, 0):
         agents[rank].sendall(b"".join(map(line, TRACE)) + encode("end", code=0))
-        desk.until(lambda: rank in desk.ends())  # noqa: B023
+        desk.until(lambda rank=rank: rank in desk.ends())
     desk.hub.settle()
     assert desk.err.getvalue() == "".join(f"[{rank}] {t}\n" for rank in (1, 0) for t in TRACE)
 

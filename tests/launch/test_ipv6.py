@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.jobs import REPOSITORY
-from tests.launch.jobs import OWN_DEFAULTS, program
+from tests.launch.jobs import HVDTRAIN, ON_CLUSTER, program
 from tests.testbed.cluster import Cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 
 DEVICES = {"head": "br0", "node1": "eth0", "node2": "eth0"}
 ADDRESSES = {"head": "fd77::fe", "node1": "fd77::1", "node2": "fd77::2"}
-ENVIRON = {**OWN_DEFAULTS, "PYTHONPATH": str(REPOSITORY), "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 @pytest.fixture
@@ -36,8 +33,8 @@ def test_hosts_named_by_address(cluster: Cluster, addresses: dict[str, str]) -> 
     hosts = f"[{addresses['node1']}]:1,[{addresses['node2']}]:2"
     body = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(rank))"
     done = cluster.run(
-        [sys.executable, "-m", "hvdtrain", "run", "-H", hosts, "--", *program(body)],
-        env=ENVIRON,
+        [*HVDTRAIN, "-H", hosts, "--", *program(body)],
+        env=ON_CLUSTER,
         timeout_s=60,
     )
     assert done.returncode == 0, done

@@ -191,7 +191,8 @@ def test_a_signal_ends_the_ranks(tmp_path: Path, number: int, code: int) -> None
     sender = threading.Thread(target=send)
     sender.start()
     done = run(*python(BOTH + "[rank.wait() for rank in ranks]", RANK + ready))
-    sender.join()
+    sender.join(timeout=40)
+    assert not sender.is_alive()
     assert done.code == code
     assert done.said() == [f"the job was ended by {signal.Signals(number).name}"]
     assert signal.getsignal(number) == before

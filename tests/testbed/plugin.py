@@ -12,11 +12,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
+from tests.harness.required import do_without
 from tests.testbed.cluster import Cluster
 from tests.testbed.requirements import missing_requirements
 
@@ -38,11 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip, or fail, before any fixture is set up."""
-    if not _needs_cluster(item) or (reason := missing_requirements()) is None:
-        return
-    if "cluster" in os.environ.get("HVDTRAIN_TEST_REQUIRE", "").split(","):
-        pytest.fail(f"HVDTRAIN_TEST_REQUIRE asks for the cluster, which {reason}", pytrace=False)
-    pytest.skip(reason)
+    if _needs_cluster(item) and (reason := missing_requirements()):
+        do_without("cluster", reason)
 
 
 @pytest.fixture(scope="session")
