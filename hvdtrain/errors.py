@@ -8,16 +8,22 @@
     ├── LaunchError               the launcher, MPI or the GPUs contradict each other
     ├── ModelError                a model that can't be distributed as it is
     ├── DataError                 an input that can't be shared out among ranks
+    ├── CheckpointError           a checkpoint can't be written or read
     └── CollectiveError           something went wrong between ranks
         ├── MismatchError         ranks asked for different things at the same point
         ├── NonFiniteError        NaN or infinity in a gradient
         ├── PeerFailedError       another rank failed or left the program
+        │   ├── RanksLostError    what only a lost rank had is gone
+        │   └── TooFewRanksError  fewer ranks are left than training may go on with
         └── CollectiveTimeoutError  a rank did not arrive in time
+
+``Preempted`` stands beside the tree: it is no error, but ends the program as ``SystemExit`` does.
 
 Messages say what was received, what was expected, and what to do.
 """
 
 __all__ = [
+    "CheckpointError",
     "CollectiveError",
     "CollectiveTimeoutError",
     "ConfigurationError",
@@ -29,6 +35,9 @@ __all__ = [
     "NonFiniteError",
     "NotInitializedError",
     "PeerFailedError",
+    "Preempted",
+    "RanksLostError",
+    "TooFewRanksError",
 ]
 
 
@@ -56,6 +65,10 @@ class DataError(HvdtrainError):
     """An input can't be shared out among the ranks as it is."""
 
 
+class CheckpointError(HvdtrainError):
+    """A checkpoint can't be written, or none of those that are there can be read."""
+
+
 class CollectiveError(HvdtrainError):
     """A collective operation could not give the right result."""
 
@@ -72,5 +85,29 @@ class PeerFailedError(CollectiveError):
     """Another rank failed or left while this rank needed it."""
 
 
+class RanksLostError(PeerFailedError):
+    """A rank died with what the others needed; raised on all of them, and they may go on."""
+
+
+class TooFewRanksError(PeerFailedError):
+    """So many ranks were lost that training must end, as ``min_np`` asks."""
+
+
 class CollectiveTimeoutError(CollectiveError):
     """Not every rank arrived at a collective in time."""
+
+
+class Preempted(SystemExit):
+    """A signal came, a checkpoint was saved, and the program ends with exit code 75.
+
+    75 is EX_TEMPFAIL of sysexits.h: start the program again, and it goes on.
+
+    Args:
+        signal: The number of the signal.
+    """
+
+    EXIT_CODE = 75
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(self.EXIT_CODE)
+        self.signal = signal

@@ -4,6 +4,7 @@
 """
 
 pytest_plugins = (
+    "tests.checkpoint.disks",
     "tests.environments.plugin",
     "tests.harness.plugin",
     "tests.testbed.plugin",

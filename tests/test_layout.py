@@ -30,7 +30,7 @@ ALLOWED = {
     "collectives": {"cluster", *_BASE},
     "world": {"collectives", "cluster", "tensorflow", *_BASE},
     "monitor": _RANKS,
-    "checkpoint": _RANKS,
+    "checkpoint": {"errors"},
     "tensorflow": _RANKS,
     "keras": {"tensorflow", "checkpoint", "monitor", *_RANKS},
     "parameter_server": {"tensorflow", "checkpoint", "monitor", *_RANKS},
@@ -41,8 +41,8 @@ ALLOWED = {
 
 # Heavy packages, and the only parts that may import them.
 THIRD_PARTY = {
-    "tensorflow": {"tensorflow", "keras", "checkpoint", "parameter_server", "monitor", "bench"},
-    "keras": {"tensorflow", "keras", "checkpoint", "parameter_server", "monitor", "bench"},
+    "tensorflow": {"tensorflow", "keras", "parameter_server", "monitor", "bench"},
+    "keras": {"tensorflow", "keras", "parameter_server", "monitor", "bench"},
     "mpi4py": {"collectives"},
 }
 

@@ -1,0 +1,157 @@
+"""The folders of a directory of checkpoints: which count, and what killed writers left.
+
+::
+
+    step-00000120                       a checkpoint, once it has a manifest
+    .replaced-step-00000120             the one before of the same step, until the new one counts
+    .writing-step-00000120-1a2b3c4d     not yet a checkpoint
+    .removing-step-00000120-1a2b3c4d    no checkpoint any more
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.checkpoint.durable import new_name, remove_folder, sync
+from hvdtrain.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
+from hvdtrain.errors import CheckpointError
+
+__all__ = [
+    "Found",
+    "aside_name",
+    "draft_name",
+    "find_complete",
+    "folder_name",
+    "hidden_name",
+    "settle",
+    "sweep",
+]
+
+_STEP = re.compile(r"(\.replaced-)?step-(\d{8,})")
+_REMAINS = re.compile(r"\.(?:writing|removing)-step-\d{8,}-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A folder with a manifest; ``identity`` tells it from another one under the same name."""
+
+    step: int
+    path: Path
+    aside: bool
+    identity: tuple[int, int]
+
+    def is_there(self) -> bool:
+        """Whether it still has its name."""
+        return _identity(self.path) == self.identity
+
+
+def folder_name(step: int) -> str:
+    """The name of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
+def aside_name(step: int) -> str:
+    """Its name while another one of the same step takes its place."""
+    return f".replaced-{folder_name(step)}"
+
+
+def draft_name(step: int) -> str:
+    """A name to write under."""
+    return new_name(f".writing-{folder_name(step)}")
+
+
+def hidden_name(step: int) -> str:
+    """A name to remove under."""
+    return new_name(f".removing-{folder_name(step)}")
+
+
+def find_complete(directory: Path) -> list[Found]:
+    """The folders with a manifest, the newest step first.
+
+    Raises:
+        OSError: The directory is there and can't be listed.
+    """
+    found = []
+    for step, path, aside in _steps(directory):
+        identity = _identity(path)
+        if identity is not None:
+            found.append(Found(step=step, path=path, aside=aside, identity=identity))
+    return sorted(found, key=lambda entry: (-entry.step, entry.aside))
+
+
+def settle(directory: Path, step: int) -> None:
+    """End a replacement that was broken off: the newer one stays if it is complete.
+
+    Raises:
+        OSError: The file system refuses.
+    """
+    aside = directory / aside_name(step)
+    if not aside.is_dir():
+        return
+    current = directory / folder_name(step)
+    if _is_complete(current, step):
+        remove_folder(aside, directory / hidden_name(step))
+        return
+    if current.exists():
+        remove_folder(current, directory / hidden_name(step))
+    aside.rename(current)
+    sync(directory)
+
+
+def sweep(directory: Path, *, alone: bool) -> None:
+    """Remove what killed writers left; with ``alone`` false, nothing that may be another's.
+
+    Raises:
+        OSError: A replacement can't be ended.
+    """
+    for step, _, aside in list(_steps(directory)):
+        if aside:
+            settle(directory, step)
+    if not alone:
+        return
+    for name in _folders(directory):
+        if _REMAINS.fullmatch(name):
+            shutil.rmtree(directory / name, ignore_errors=True)
+    for step, path, _ in list(_steps(directory)):
+        if not os.path.lexists(path / MANIFEST):
+            remove_folder(path, directory / hidden_name(step))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """The folder's inode and, as inodes are used again, its manifest's time; None without one."""
+    try:
+        return path.lstat().st_ino, (path / MANIFEST).lstat().st_mtime_ns
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _is_complete(folder: Path, step: int) -> bool:
+    try:
+        read_manifest(folder, step)
+    except CheckpointError:
+        return True  # of a newer format
+    except (DamagedError, FileNotFoundError):
+        return False
+    return True
+
+
+def _steps(directory: Path) -> Iterator[tuple[int, Path, bool]]:
+    for name in _folders(directory):
+        match = _STEP.fullmatch(name)
+        # step-000000120 is not the name of step 120.
+        if match and folder_name(int(match[2])) == name.removeprefix(match[1] or ""):
+            yield int(match[2]), directory / name, match[1] is not None
+
+
+def _folders(directory: Path) -> list[str]:
+    """Names of the folders in the directory, none if there is none; links aren't followed."""
+    try:
+        with os.scandir(directory) as entries:
+            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []

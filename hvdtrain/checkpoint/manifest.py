@@ -1,0 +1,190 @@
+"""manifest.json: which files a checkpoint has, and how to tell whether they are intact."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import CheckpointError
+
+__all__ = [
+    "FILES",
+    "MANIFEST",
+    "MODEL",
+    "RANKS",
+    "STATE",
+    "DamagedError",
+    "FileFacts",
+    "Manifest",
+    "check_contents",
+    "check_sizes",
+    "file_facts",
+    "read_manifest",
+    "read_regular",
+]
+
+MANIFEST = "manifest.json"
+MODEL = "model.safetensors"
+RANKS = "ranks.safetensors"
+STATE = "state.json"
+FILES = (MODEL, RANKS, STATE)
+
+_FORMAT = 1
+_MANIFEST_BYTES = 64 * 1024
+# Python threads pass the interpreter on every 5 ms: with small pieces this thread would wait for
+# its turn longer than it works.
+_PIECE_BYTES = 16 * 1024 * 1024
+
+
+class DamagedError(Exception):
+    """A checkpoint isn't what was written; the text says how."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileFacts:
+    """The size of a file and the SHA-256 of its content, in hexadecimal digits."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What manifest.json says."""
+
+    step: int
+    files: Mapping[str, FileFacts]
+
+    def encode(self) -> bytes:
+        """The text of the file."""
+        files = {name: dataclasses.asdict(facts) for name, facts in self.files.items()}
+        content = {"format": _FORMAT, "step": self.step, "files": files}
+        return json.dumps(content, indent=1).encode("ascii") + b"\n"
+
+
+def file_facts(path: Path) -> FileFacts:
+    """The facts of a file as it is now, read piece by piece.
+
+    Raises:
+        DamagedError: It is no regular file.
+        OSError: It can't be read.
+    """
+    digest = hashlib.sha256()
+    total = 0
+    with _open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        piece = memoryview(bytearray(max(1, min(_PIECE_BYTES, size))))
+        while count := file.readinto(piece):
+            digest.update(piece[:count])
+            total += count
+    return FileFacts(bytes=total, sha256=digest.hexdigest())
+
+
+def read_manifest(folder: Path, step: int) -> Manifest:
+    """The manifest of the checkpoint of this step.
+
+    Raises:
+        DamagedError: It isn't one.
+        CheckpointError: A newer hvdtrain wrote it.
+        OSError: It can't be read.
+    """
+    text = read_regular(folder / MANIFEST, _MANIFEST_BYTES)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        raise DamagedError(f"{MANIFEST} is no JSON") from None
+    version = content.get("format") if isinstance(content, dict) else None
+    if type(version) is not int or version < 1:
+        raise DamagedError(f"{MANIFEST} has no format version")
+    if version > _FORMAT:
+        raise CheckpointError(
+            f"Checkpoint {folder} has format {version}; this hvdtrain reads up to {_FORMAT}. "
+            "Update hvdtrain, or name another directory."
+        )
+    if content.get("step") != step or type(content["step"]) is not int:
+        raise DamagedError(f"{MANIFEST} is of step {content.get('step')!r}, not {step}")
+    files = content.get("files")
+    if not isinstance(files, dict) or set(files) != set(FILES):
+        raise DamagedError(f"{MANIFEST} doesn't name the files {', '.join(FILES)}")
+    return Manifest(step=step, files={name: _facts(name, files[name]) for name in FILES})
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Compare the sizes of the files; reads none of them.
+
+    Raises:
+        DamagedError: A file is missing or has another size.
+        OSError: The folder can't be read.
+    """
+    for name in FILES:
+        try:
+            status = (folder / name).lstat()
+        except FileNotFoundError:
+            raise DamagedError(f"{name} is missing") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedError(f"{name} is no regular file")
+        if status.st_size != manifest.files[name].bytes:
+            raise DamagedError(
+                f"{name} has {status.st_size} bytes, its manifest says {manifest.files[name].bytes}"
+            )
+
+
+def check_contents(folder: Path, manifest: Manifest) -> None:
+    """Compare sizes and checksums; reads every file.
+
+    Raises:
+        DamagedError: A file isn't what was written.
+        OSError: A file can't be read.
+    """
+    check_sizes(folder, manifest)
+    for name in FILES:
+        if file_facts(folder / name) != manifest.files[name]:
+            raise DamagedError(f"{name} has another checksum than its manifest says")
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """A file's content.
+
+    Raises:
+        DamagedError: It is missing, no regular file, or larger.
+        OSError: It can't be read.
+    """
+    with _open_regular(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise DamagedError(f"{path.name} has more than {most_bytes} bytes")
+    return content
+
+
+def _open_regular(path: Path) -> io.FileIO:
+    """Open a file, but neither where a link leads nor a pipe that would wait for a writer."""
+    if not stat.S_ISREG(_mode(path)):
+        raise DamagedError(f"{path.name} is no regular file")
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return io.FileIO(os.open(path, flags))
+
+
+def _mode(path: Path) -> int:
+    try:
+        return path.lstat().st_mode
+    except FileNotFoundError:
+        raise DamagedError(f"{path.name} is missing") from None
+
+
+def _facts(name: str, content: Any) -> FileFacts:
+    if isinstance(content, dict):
+        size: Any = content.get("bytes")
+        digest: Any = content.get("sha256")
+        is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
+        if is_size and isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest):
+            return FileFacts(bytes=size, sha256=digest)
+    raise DamagedError(f"{MANIFEST} has no size and checksum of {name}")

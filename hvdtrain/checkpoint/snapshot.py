@@ -1,0 +1,29 @@
+"""What a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Snapshot"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Everything of one moment of the training, in memory.
+
+    Attributes:
+        step: Completed optimizer steps of the whole training; names the checkpoint.
+        state: What JSON can hold, and numbers that aren't finite: epoch, position, callbacks.
+            Tuples come back as lists.
+        model: Weights and optimizer, by name.
+        ranks: What differs by rank, under names such as ``rank/3/seed``.
+    """
+
+    step: int
+    state: Mapping[str, Any]
+    model: Mapping[str, np.ndarray]
+    ranks: Mapping[str, np.ndarray]

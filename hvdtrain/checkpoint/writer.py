@@ -1,0 +1,60 @@
+"""Writes one snapshot at a time on a thread of its own, while training goes on."""
+
+from __future__ import annotations
+
+import threading
+
+from hvdtrain.checkpoint.store import Snapshot, Store
+from hvdtrain.errors import CheckpointError
+
+__all__ = ["Writer"]
+
+
+class Writer:
+    """Hands snapshots to a store.
+
+    Args:
+        store: Where they go; used by the writing thread while ``busy``.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        self.written: int | None = None
+        """Step of the newest checkpoint that is safely on disk, None before the first."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot is being written; its arrays must stay as they are."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Begin to write ``snapshot``; waits for the one before, if that is not on disk yet."""
+        self.wait()
+        self._thread = threading.Thread(
+            target=self._write, args=(snapshot,), name="hvdtrain checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is being written; whether that is so within the time."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return not self.busy
+
+    def take_error(self) -> CheckpointError | None:
+        """Why the latest snapshot could not be written, once; None if it could."""
+        error, self._error = self._error, None
+        return error
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            self._store.write(snapshot)
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:
+            # A thread has nobody above it who would see this.
+            self._error = CheckpointError(f"{type(error).__name__}: {error}")
+        else:
+            self.written = snapshot.step

@@ -1,0 +1,56 @@
+"""Real disks that are small, slow or read-only; they need root."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.required import do_without
+
+__all__ = ["SLOW_BYTES_PER_S", "SMALL_BYTES", "remount"]
+
+SMALL_BYTES = 1024 * 1024
+SLOW_BYTES_PER_S = 2_000_000
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB in memory."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={SMALL_BYTES}", "hvdtrain-test"]
+    yield from _mounted(["mount", *options, str(path)], path)
+
+
+@pytest.fixture
+def slow_disk(tmp_path: Path) -> Iterator[Path]:
+    """A directory that takes ``SLOW_BYTES_PER_S``."""
+    behind, path = tmp_path / "behind", tmp_path / "slow"
+    behind.mkdir()
+    path.mkdir()
+    yield from _mounted(
+        ["bindfs", f"--write-rate={SLOW_BYTES_PER_S}", str(behind), str(path)], path
+    )
+
+
+def remount(path: Path, mode: str) -> None:
+    """Make the disk at ``path`` read-only (``ro``), or writable again (``rw``)."""
+    subprocess.run(["mount", "-o", f"remount,{mode}", path], check=True, timeout=30)
+
+
+def _mounted(command: list[str], path: Path) -> Iterator[Path]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        reason = done.stderr.strip() if done.returncode else ""
+    except FileNotFoundError as error:
+        reason = str(error)
+    if reason:
+        do_without("disks", f"such a disk needs root and {command[0]}: {reason}")
+    try:
+        yield path
+    finally:
+        # Lazily: a store that a caught error still refers to holds its lock file open.
+        subprocess.run(["umount", "--lazy", path], check=True, timeout=30)

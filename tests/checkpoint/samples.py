@@ -1,0 +1,55 @@
+"""Snapshots whose content says which write of which step they are from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.checkpoint import Snapshot
+
+__all__ = ["check", "files", "flip", "same_bits", "snapshot", "step_of"]
+
+
+def step_of(write: int) -> int:
+    """The step of the write: some steps are written again, as by a run that was resumed."""
+    return write * 2 // 3
+
+
+def snapshot(write: int, *, step: int | None = None, floats: int = 1000) -> Snapshot:
+    """The snapshot of the write; ``floats`` is the size of its model."""
+    rng = np.random.default_rng(write)
+    return Snapshot(
+        step=step_of(write) if step is None else step,
+        state={"write": write, "floats": floats},
+        model={"weights": rng.random(floats), "counter": np.array(write)},
+        ranks={"rank/0/seed": rng.integers(0, 2**63, 2), "rank/1/seed": np.array([write])},
+    )
+
+
+def check(found: Snapshot) -> int:
+    """The number of the write that the snapshot is from, if all of it is from that write."""
+    write = found.state["write"]
+    same_bits(found, snapshot(write, step=found.step, floats=found.state["floats"]))
+    return write
+
+
+def same_bits(one: Snapshot, other: Snapshot) -> None:
+    assert (one.step, one.state) == (other.step, other.state)
+    for first, second in ((one.model, other.model), (one.ranks, other.ranks)):
+        assert first.keys() == second.keys()
+        for name in first:
+            shown = (first[name].dtype, first[name].shape, first[name].tobytes())
+            assert shown == (second[name].dtype, second[name].shape, second[name].tobytes()), name
+
+
+def files(directory: Path) -> list[str]:
+    """The names in the directory but the lock's."""
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
+
+
+def flip(path: Path, position: int) -> None:
+    """Change one bit of the file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0x10
+    path.write_bytes(content)

@@ -1,0 +1,249 @@
+"""One process at a time writes into a directory; whoever died doesn't count."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import CheckpointError
+from hvdtrain.checkpoint import Store
+from tests.checkpoint.samples import check, files, snapshot
+from tests.harness.jobs import clean_environment
+
+# Writes once, and holds the directory until its input ends.
+HOLDER = """
+import os, sys, time
+from hvdtrain.checkpoint import Store
+from tests.checkpoint.samples import snapshot
+store = Store(sys.argv[1])
+store.write(snapshot(0, step=0))
+child = 0
+if "forks" in sys.argv:
+    child = os.fork()
+if child:
+    print(child, flush=True)
+elif "forks" not in sys.argv:
+    print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator:
+    running: list[subprocess.Popen] = []
+
+    def start(*arguments: str) -> tuple[subprocess.Popen, str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, tmp_path, *arguments],
+            env=clean_environment(None),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        assert process.stdout is not None
+        return process, process.stdout.readline().strip()
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def test_a_second_job_is_refused_by_name(start, tmp_path: Path) -> None:
+    holder, _ = start()
+    store = Store(tmp_path, lock_timeout_s=0.2)
+    with pytest.raises(CheckpointError) as raised:
+        store.write(snapshot(1, step=1))
+    text = str(raised.value)
+    assert f"process {holder.pid} on host '{socket.gethostname()}'" in text
+    assert str(tmp_path) in text
+    assert "Name a directory of its own for each job" in text
+    # It may read.
+    assert check(store.newest()) == 0
+    assert files(tmp_path) == ["step-00000000"]
+    holder.send_signal(signal.SIGSTOP)
+    with pytest.raises(CheckpointError):
+        store.write(snapshot(1, step=1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_dead_one_doesnt_block(number: signal.Signals, start, tmp_path: Path) -> None:
+    holder, _ = start()
+    holder.send_signal(number)
+    Store(tmp_path).write(snapshot(1, step=1))
+    assert Store(tmp_path).steps() == [0, 1]
+
+
+def test_a_wait_for_one_that_ends(start, tmp_path: Path) -> None:
+    holder, _ = start()
+    store = Store(tmp_path, lock_timeout_s=60)
+    timer = threading.Timer(0.5, holder.kill)
+    timer.start()
+    store.write(snapshot(1, step=1))
+    timer.join()
+    assert store.steps() == [0, 1]
+
+
+def test_children_of_a_dead_one_dont_block(start, tmp_path: Path) -> None:
+    """Workers that load data are forked, and outlive a killed process for a while."""
+    holder, child = start("forks")
+    try:
+        holder.kill()
+        holder.wait()
+        os.kill(int(child), 0)
+        Store(tmp_path, lock_timeout_s=0.2).write(snapshot(1, step=1))
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_forked_child_cant_write_beside_its_parent(tmp_path: Path, run_command) -> None:
+    program = """
+import os, sys
+from hvdtrain import CheckpointError
+from hvdtrain.checkpoint import Store
+from tests.checkpoint.samples import snapshot
+store = Store(sys.argv[1], lock_timeout_s=0.2)
+store.write(snapshot(0, step=0))
+if os.fork() == 0:
+    try:
+        store.write(snapshot(1, step=1))
+    except CheckpointError as error:
+        print(f"process {os.getppid()} on host" in str(error), flush=True)
+    os._exit(0)
+os.wait()
+store.write(snapshot(2, step=2))
+print(store.steps())
+"""
+    done = run_command([sys.executable, "-c", program, tmp_path / "runs"])
+    assert (done.returncode, done.stdout) == (0, "True\n[0, 2]\n"), done
+
+
+def test_stores_of_one_process_share_the_directory(tmp_path: Path) -> None:
+    first = Store(tmp_path)
+    second = Store(tmp_path / ".." / tmp_path.name, lock_timeout_s=0.2)
+    threads = [
+        threading.Thread(target=store.write, args=(snapshot(number, step=number),))
+        for number, store in enumerate([first, second] * 5)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert check(first.newest()) == 9
+
+
+def test_a_reader_beside_a_writer_always_finds_the_newest(tmp_path: Path) -> None:
+    """Also while the only checkpoint is replaced again and again, and while old ones go."""
+    store = Store(tmp_path, keep=1)
+    store.write(snapshot(0, step=0))
+    published = 0
+
+    def write() -> None:
+        nonlocal published
+        for number in range(1, 151):
+            store.write(snapshot(number, step=number // 30))
+            published = number
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    notices: list[str] = []
+    reads = 0
+    while writer.is_alive():
+        before = published
+        found = Store(tmp_path, notice=notices.append).newest()
+        assert found is not None
+        assert check(found) >= before
+        reads += 1
+    writer.join()
+    assert published == 150
+    assert reads > 10
+    assert not notices
+
+
+def test_closed_or_gone_stores_let_others_write(start, tmp_path: Path) -> None:
+    first, second = Store(tmp_path), Store(tmp_path)
+    first.write(snapshot(0, step=0))
+    second.write(snapshot(1, step=1))
+    first.close()
+    _expect_held(tmp_path)
+    del second
+    _, line = start()
+    assert line == "holds"
+
+
+def _expect_held(directory: Path) -> None:
+    with (directory / ".lock").open("rb") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_directory_that_was_removed_is_made_and_held_again(tmp_path: Path) -> None:
+    directory = tmp_path / "runs"
+    store = Store(directory)
+    store.write(snapshot(0, step=0))
+    subprocess.run(["rm", "-r", directory], check=True)
+    store.write(snapshot(1, step=1))
+    assert store.steps() == [1]
+    _expect_held(directory)
+
+
+def test_leftovers_go_and_what_another_writes_stays(start, tmp_path: Path) -> None:
+    left = [".writing-step-00000001-0123abcd", ".removing-step-00000001-0123abcd", "step-00000009"]
+    for name in left:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("half")
+    assert Store(tmp_path).newest() is None
+    assert Store(tmp_path).steps() == []
+    holder, _ = start()
+    assert files(tmp_path) == ["step-00000000"]
+    (tmp_path / left[0]).mkdir()
+    with pytest.raises(CheckpointError):
+        Store(tmp_path, lock_timeout_s=0.1).write(snapshot(1, step=1))
+    assert left[0] in files(tmp_path)
+    holder.kill()
+    Store(tmp_path).write(snapshot(1, step=1))
+    assert files(tmp_path) == ["step-00000000", "step-00000001"]
+
+
+def test_a_broken_off_replacement_is_read_and_ended(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.write(snapshot(0, step=5))
+    store.write(snapshot(1, step=9))
+    (tmp_path / "step-00000005").rename(tmp_path / ".replaced-step-00000005")
+    (tmp_path / "step-00000009").rename(tmp_path / ".replaced-step-00000009")
+    (tmp_path / "step-00000009").mkdir()
+    assert store.steps() == [5, 9]
+    assert check(store.newest()) == 1
+    store.write(snapshot(2, step=11))
+    assert files(tmp_path) == ["step-00000005", "step-00000009", "step-00000011"]
+    assert check(store.newest()) == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(number: int, tmp_path: Path, monkeypatch) -> None:
+    """What such a file system answers is all that differs."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    other = tmp_path / ".writing-step-00000007-0123abcd"
+    other.mkdir()
+    notices: list[str] = []
+    store = Store(tmp_path, keep=1, notice=notices.append)
+    for write in range(4):
+        store.write(snapshot(write))
+        assert check(store.newest()) == write
+    assert files(tmp_path) == [other.name, "step-00000002"]
+    (notice,) = notices
+    assert "knows no locks" in notice

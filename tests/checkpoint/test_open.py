@@ -1,0 +1,85 @@
+"""A checkpoint opens without hvdtrain, as docs/checkpoints.md shows."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from hvdtrain.checkpoint import Snapshot, Store
+from tests.harness.jobs import REPOSITORY
+
+BLOCKED = """
+import sys
+sys.modules["hvdtrain"] = None  # importing it fails
+"""
+
+
+def _snapshot() -> Snapshot:
+    return Snapshot(
+        step=120,
+        state={"epoch": 3, "best": float("inf")},
+        model={
+            "weights": np.arange(6, dtype=np.float32).reshape(2, 3),
+            "half": np.ones(2, ml_dtypes.bfloat16),
+            "eighth": np.array([1.5, -2], ml_dtypes.float8_e4m3fn),
+            "wave": np.array([1 + 2j]),
+        },
+        ranks={"rank/0/seed": np.array([7, 8])},
+    )
+
+
+def test_with_plain_safetensors_and_json(tmp_path: Path, run_command) -> None:
+    folder = Store(tmp_path).write(_snapshot())
+    program = f"""{BLOCKED}
+import json, ml_dtypes, numpy
+from safetensors import safe_open
+folder = {str(folder)!r}
+print(json.load(open(folder + "/state.json")))
+for name in ("model", "ranks"):
+    with safe_open(folder + "/" + name + ".safetensors", framework="np") as file:
+        types = json.loads((file.metadata() or {{}}).get("hvdtrain.dtypes", "{{}}"))
+        for key in sorted(file.keys()):
+            array = file.get_tensor(key)
+            if key in types:
+                array = array.view(types[key])
+            print(key, array.dtype, array.ravel().tolist())
+"""
+    done = run_command([sys.executable, "-c", program])
+    assert done.returncode == 0, done
+    assert done.stdout.splitlines() == [
+        "{'epoch': 3, 'best': {'$float': 'inf'}}",
+        "eighth float8_e4m3fn [1.5, -2.0]",
+        "half bfloat16 [1.0, 1.0]",
+        "wave complex128 [(1+2j)]",
+        "weights float32 [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]",
+        "rank/0/seed int64 [7, 8]",
+    ]
+
+
+def test_with_the_program_of_the_document(tmp_path: Path, run_command) -> None:
+    folder = Store(tmp_path / "runs" / "mnist").write(_snapshot())
+    assert folder.name == "step-00000120"
+    text = (REPOSITORY / "docs" / "checkpoints.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (program,) = [block for block in blocks if "safe_open" in block]
+    done = run_command([sys.executable, "-c", BLOCKED + program])
+    assert done.returncode == 0, done
+    assert "weights float32 (2, 3)" in done.stdout
+    assert "eighth float8_e4m3fn (2,)" in done.stdout
+
+
+def test_with_sha256sum(tmp_path: Path, run_command) -> None:
+    folder = Store(tmp_path).write(_snapshot())
+    program = f"""{BLOCKED}
+import json, subprocess
+files = json.load(open("{folder}/manifest.json"))["files"]
+lines = "".join(f"{{facts['sha256']}}  {folder}/{{name}}\\n" for name, facts in files.items())
+subprocess.run(["sha256sum", "--check", "--quiet"], input=lines, text=True, check=True)
+print(len(files))
+"""
+    done = run_command([sys.executable, "-c", program])
+    assert (done.returncode, done.stdout) == (0, "3\n"), done

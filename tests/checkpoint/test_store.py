@@ -1,0 +1,239 @@
+"""A store gives back what it was given, keeps the newest, and refuses what it can't hold."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdtrain import CheckpointError, ConfigurationError
+from hvdtrain.checkpoint import Snapshot, Store
+from tests.checkpoint.samples import check, files, flip, same_bits, snapshot
+
+PLAIN = (
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 "
+    "complex128"
+)
+SMALL = (
+    "bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz "
+    "float8_e5m2 float8_e5m2fnuz float8_e8m0fnu int4 uint4"
+)
+DTYPES = [np.dtype(name) for name in PLAIN.split()]
+DTYPES += [np.dtype(getattr(ml_dtypes, name)) for name in SMALL.split() if hasattr(ml_dtypes, name)]
+
+
+def _snapshot(**content) -> Snapshot:
+    return Snapshot(**{"step": 1, "state": {}, "model": {}, "ranks": {}, **content})
+
+
+def _again(directory: Path, written: Snapshot) -> Snapshot:
+    folder = Store(directory).write(written)
+    assert folder == directory / f"step-{written.step:08d}"
+    found = Store(directory).newest()
+    assert found is not None
+    return found
+
+
+def _random(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """Every bit pattern may come, those of NaN included, where a type has no others."""
+    values = np.random.default_rng(7).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+    if dtype.name == "bool":
+        values &= 1
+    if dtype.name in ("int4", "uint4"):
+        return (values[..., 0] % 8).astype(dtype)
+    return values.view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_type_and_shape_comes_back_bit_by_bit(dtype: np.dtype, tmp_path: Path) -> None:
+    shapes = [(), (1,), (0,), (3, 0, 2), (5,), (4, 3), (2, 3, 4)]
+    arrays = {f"of shape {shape}": _random(dtype, shape) for shape in shapes}
+    whole = _random(dtype, (6, 8))
+    arrays |= {"transposed": whole.T, "strided": whole[::2, 1::3], "backward": whole[::-1]}
+    written = _snapshot(model=arrays, ranks=arrays)
+    same_bits(_again(tmp_path, written), written)
+
+
+def test_values_of_other_byte_orders_stay(tmp_path: Path) -> None:
+    values = np.arange(5, dtype=">i4")
+    found = _again(tmp_path, _snapshot(model={"values": values, "scalar": np.float32(2.5)}))
+    assert found.model["values"].dtype == np.int32
+    assert found.model["values"].tolist() == [0, 1, 2, 3, 4]
+    assert found.model["scalar"].shape == ()
+    assert found.model["scalar"] == 2.5
+
+
+def test_what_comes_back_may_be_changed(tmp_path: Path) -> None:
+    found = _again(tmp_path, _snapshot(model={"a": np.ones(3), "b": np.ones(2, ml_dtypes.int4)}))
+    for array in found.model.values():
+        array[...] = 0
+
+
+def test_state_comes_back(tmp_path: Path) -> None:
+    state = {
+        "epoch": 3,
+        "big": 2**200,
+        "best": math.inf,
+        "worst": -math.inf,
+        "loss": 0.1 + 0.2,
+        "none": None,
+        "flag": True,
+        "words": ["Grüße", "\udcff", "a\nb", ""],
+        "deep": {"a": {"b": [1, [2, [3.5, {"c": []}]]]}},
+        "random": random.Random(1).getstate(),
+    }
+    found = _again(tmp_path, _snapshot(state=state)).state
+    version, numbers, gauss = state.pop("random")
+    assert found.pop("random") == [version, list(numbers), gauss]
+    assert found == state
+    assert math.isnan(_again(tmp_path, _snapshot(state={"loss": math.nan})).state["loss"])
+
+
+@pytest.mark.parametrize(
+    ("state", "place"),
+    [
+        ({"a": {"b": [0, np.float32(1)]}}, "state['a']['b'][1] is numpy.float32"),
+        ({"a": np.float64(1)}, "state['a'] is numpy.float64"),
+        ({"a": b"text"}, "state['a'] is builtins.bytes"),
+        ({"a": {1}}, "state['a'] is builtins.set"),
+        ({"a": {1: 2}}, "state['a'] has the key 1 of type int"),
+        ({"a": {"$float": "inf"}}, "'$float'"),
+        ([], "list; expected a dict"),
+    ],
+)
+def test_a_state_that_json_cant_hold_is_refused(state, place: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        Store(tmp_path).write(_snapshot(state=state))
+    assert place in str(raised.value)
+    assert files(tmp_path) == []
+
+
+def test_a_state_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    state: dict = {}
+    state["self"] = state
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        Store(tmp_path).write(_snapshot(state=state))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({"model": {"names": np.array(["a"])}}, "model['names'] has the type <U1"),
+        ({"ranks": {"any": np.array([None])}}, "ranks['any'] has the type object"),
+        ({"model": {"list": [1, 2]}}, "model['list'] is list"),
+        ({"model": {"__metadata__": np.ones(1)}}, "an array called '__metadata__'"),
+        ({"model": {3: np.ones(1)}}, "an array called 3"),
+        ({"model": {"\udcff": np.ones(1)}}, "valid Unicode"),
+        ({"step": -1}, "step is -1"),
+        ({"step": 1.0}, "step is 1.0"),
+    ],
+)
+def test_what_a_file_cant_hold_is_refused(content, text: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        Store(tmp_path / "new").write(_snapshot(**content))
+    assert text in str(raised.value)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True])
+def test_keep_is_a_number(keep, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="keep="):
+        Store(tmp_path, keep=keep)
+
+
+def test_a_directory_without_checkpoints(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "absent" / "deeper"):
+        assert Store(directory).newest() is None
+        assert Store(directory).steps() == []
+        assert not (tmp_path / "absent").exists()
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=2)
+    for write in range(12):
+        store.write(snapshot(write))
+        assert store.steps() == list(range(max(0, write * 2 // 3 - 1), write * 2 // 3 + 1))
+        assert check(store.newest()) == write
+    assert files(tmp_path) == ["step-00000006", "step-00000007"]
+
+
+def test_fewer_stay_where_keep_became_less(tmp_path: Path) -> None:
+    for write in range(5):
+        Store(tmp_path, keep=5).write(snapshot(write, step=write))
+    Store(tmp_path, keep=2).write(snapshot(5, step=5))
+    assert Store(tmp_path).steps() == [4, 5]
+
+
+def test_a_step_is_written_again(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=1)
+    for write in range(3):
+        store.write(snapshot(write, step=7, floats=10 * write))
+        assert check(Store(tmp_path).newest()) == write
+        assert files(tmp_path) == ["step-00000007"]
+
+
+def test_a_small_one_that_was_damaged_keeps_the_one_before(tmp_path: Path) -> None:
+    """``keep`` doesn't count what has not the right sizes."""
+    store = Store(tmp_path, keep=1)
+    store.write(snapshot(1, step=1))
+    keep_two = Store(tmp_path, keep=2)
+    keep_two.write(snapshot(2, step=2))
+    keep_two.write(snapshot(3, step=3))
+    path = tmp_path / "step-00000003" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    keep_two.write(snapshot(4, step=4))
+    assert store.steps() == [2, 3, 4]
+    keep_two.write(snapshot(5, step=5))
+    assert store.steps() == [4, 5]
+
+
+def test_what_a_reader_found_damaged_doesnt_count(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=2)
+    for step in (10, 20):
+        store.write(snapshot(step, step=step))
+    flip(tmp_path / "step-00000020" / "model.safetensors", -1)
+    assert check(store.newest()) == 10
+    store.write(snapshot(30, step=30))
+    assert store.steps() == [10, 20, 30]
+    store.write(snapshot(40, step=40))
+    assert store.steps() == [30, 40]
+
+
+def test_later_steps_neither_count_nor_go(tmp_path: Path) -> None:
+    """Training that went back behind a damaged checkpoint must keep what it writes."""
+    store = Store(tmp_path, keep=1)
+    store.write(snapshot(1, step=500))
+    flip(tmp_path / "step-00000500" / "model.safetensors", -1)
+    for step in (10, 20):
+        Store(tmp_path, keep=1).write(snapshot(step, step=step))
+    assert store.steps() == [20, 500]
+    assert check(store.newest()) == 20
+
+
+def test_names_that_only_look_alike_are_left_alone(tmp_path: Path) -> None:
+    others = ["step-1", "step-000000010", "step-00000001x", "notes", ".writing-mine"]
+    for name in others:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("mine")
+    (tmp_path / "step-00000009").write_text("a file")
+    Store(tmp_path, keep=1).write(snapshot(3))
+    assert Store(tmp_path).steps() == [2]
+    assert files(tmp_path) == sorted([*others, "step-00000002", "step-00000009"])
+
+
+def test_a_relative_directory_stays_where_it_was(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = Store("runs")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert store.write(snapshot(0)) == tmp_path / "runs" / "step-00000000"
+
+
+def test_nothing_is_executed_on_reading(tmp_path: Path) -> None:
+    source = Path(Store.write.__code__.co_filename).parent
+    for path in source.glob("*.py"):
+        assert "pickle" not in path.read_text(), path
