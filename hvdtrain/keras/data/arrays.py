@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -17,7 +18,9 @@ from hvdtrain.keras.data.partition import (
     joint_steps,
     rank_share,
     split_evenly,
+    units_left,
 )
+from hvdtrain.keras.data.position import Position
 
 __all__ = ["ArraySource", "ShardedArrays"]
 
@@ -37,6 +40,8 @@ class ArraySource:
         plan: How to share out.
     """
 
+    unit = "samples"
+
     def __init__(
         self,
         x: Any,
@@ -48,12 +53,14 @@ class ArraySource:
         class_weight: Any,
         plan: ShardPlan,
     ) -> None:
-        self._batch, self._rows = adapters.pack_arrays(x, y, sample_weight, class_weight)
+        self._batch, self.units = adapters.pack_arrays(x, y, sample_weight, class_weight)
+        # With rows of its own and a given number of steps, each rank chooses another batch size.
+        self.sizes_differ = batch_size is None and plan.presharded and plan.steps is not None
         if batch_size is None:
-            batch_size = adapters.default_batch_size(self._rows, plan.steps, plan.size)
-        self._batch_size = batch_size
+            batch_size = adapters.default_batch_size(self.units, plan.steps, plan.size)
+        self.each = batch_size
         self._shuffle = _checked_shuffle(shuffle)
-        self._plan = plan
+        self.plan = plan
         with tf.device("CPU:0"):
             self._columns = [
                 None if leaf is None else adapters.column(leaf)
@@ -62,7 +69,7 @@ class ArraySource:
 
     def report(self) -> Report:
         """The arrays' rows, types and shapes, and fingerprints of some rows of each."""
-        rows, plan = self._rows, self._plan
+        rows, plan = self.units, self.plan
         if rows == 0 and not plan.presharded:
             raise DataError("The input arrays have no rows; expected at least one.")
         sampled = np.unique(np.linspace(0, max(rows - 1, 0), min(rows, _SAMPLED_ROWS), dtype=int))
@@ -70,7 +77,7 @@ class ArraySource:
         structure = {"kind of input": "arrays", "steps": plan.steps}
         content = {
             "number of samples": rows,
-            "batch_size": self._batch_size,
+            "batch_size": self.each,
             "shuffle": self._shuffle,
             "seed": plan.seed,
         }
@@ -84,7 +91,7 @@ class ArraySource:
         return Report(
             structure=structure,
             content=content,
-            steps=joint_steps(rows, self._batch_size, plan.shards),
+            steps=joint_steps(rows, self.each, plan.shards),
         )
 
     def shard(self, steps: int | None) -> ShardedArrays:
@@ -98,28 +105,32 @@ class ArraySource:
         """The rows at ``indices`` in the structure of a batch."""
         return keras.tree.pack_sequence_as(self._batch, self._gather(indices))
 
-    def share_of_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def share_of_pass(self, position: Position) -> tuple[np.ndarray, np.ndarray]:
         """Indices of the whole steps and of the last one, as ``partition.RankShare``."""
-        plan = self._plan
+        plan = self.plan
         order = epoch_order(
-            self._rows,
+            self.units,
             shuffle=self._shuffle,
-            joint_batch=self._batch_size * plan.shards,
+            joint_batch=position.joint_batch or self.each * plan.shards,
             seed=plan.seed,
-            epoch=epoch,
+            epoch=position.epoch,
         )
-        share = rank_share(order, batch_size=self._batch_size, rank=plan.shard, size=plan.shards)
+        left = units_left(order, position)
+        share = rank_share(left, batch_size=self.each, rank=plan.shard, size=plan.shards)
         return share.whole, share.last
 
-    def index_dataset(self, epoch_of_pass: Any, steps: int) -> tf.data.Dataset:
+    def index_dataset(
+        self, position_of_pass: Callable[[], Position], rows: int, steps: int
+    ) -> tf.data.Dataset:
         """Elements (indices, rows, joint_rows) of one pass, ``steps`` of them.
 
         Args:
-            epoch_of_pass: Called when a pass starts; returns its epoch.
+            position_of_pass: Called when a pass starts; returns where.
+            rows: Samples that are left there, at least 1.
             steps: Joint steps; those beyond this rank's data have rows = 0.
         """
-        plan, each = self._plan, self._batch_size
-        whole_steps, rest = divmod(self._rows, each * plan.shards)
+        plan, each = self.plan, self.each
+        whole_steps, rest = divmod(rows, each * plan.shards)
         start, stop = split_evenly(rest, plan.shard, plan.shards)
         last_shape = max(stop - start, min(rest, 1))
         padding = steps - whole_steps - (rest > 0)
@@ -130,7 +141,7 @@ class ArraySource:
         @tf.autograph.experimental.do_not_convert
         def order_of_pass(_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             whole, last = tf.numpy_function(
-                lambda: self.share_of_epoch(epoch_of_pass()), [], [tf.int64, tf.int64]
+                lambda: self.share_of_pass(position_of_pass()), [], [tf.int64, tf.int64]
             )
             whole.set_shape([whole_steps, each])
             last.set_shape([last_shape])
@@ -155,7 +166,9 @@ class ArraySource:
 
         return tf.data.Dataset.range(1).map(order_of_pass).flat_map(steps_of_pass)
 
-    def dataset(self, epoch_of_pass: Any, steps: int) -> tf.data.Dataset:
+    def dataset(
+        self, position_of_pass: Callable[[], Position], rows: int, steps: int
+    ) -> tf.data.Dataset:
         """Elements (batch, rows, joint_rows) of one pass; arguments as in ``index_dataset``."""
 
         @tf.autograph.experimental.do_not_convert
@@ -163,8 +176,8 @@ class ArraySource:
             return self.gather_batch(indices), rows, joint_rows
 
         with tf.device("CPU:0"):
-            if self._rows:
-                dataset = self.index_dataset(epoch_of_pass, steps)
+            if rows:
+                dataset = self.index_dataset(position_of_pass, rows, steps)
                 dataset = dataset.map(fetch, num_parallel_calls=tf.data.AUTOTUNE)
             else:
                 dataset = self._nothing(steps)
@@ -176,7 +189,7 @@ class ArraySource:
             return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
 
     def _nothing(self, steps: int) -> tf.data.Dataset:
-        """A rank without a single row among others that have some."""
+        """A rank without a row among others that have some; or the end of a pass."""
         leaves = self._gather(tf.zeros([0], tf.int64))
         blanks = [
             None if leaf is None else structures.blank(tf.type_spec_from_value(leaf))
@@ -191,12 +204,26 @@ class ShardedArrays(ShardedInput):
     """One rank's rows; a pass has the order of the epoch in which it starts."""
 
     def __init__(self, source: ArraySource, steps: int) -> None:
+        self._arrays = source
         self._epoch = 0
         super().__init__(
-            source.dataset(lambda: self._epoch, steps),
+            source,
+            source.dataset(lambda: Position(epoch=self._epoch), source.units, steps),
             steps=steps,
-            joint_rows_known=not source._plan.presharded,
+            joint_rows_known=not source.plan.presharded,
         )
+
+    def _dataset_from(
+        self, position: Position, steps: int | None, repeatable: bool
+    ) -> tf.data.Dataset:
+        if position.start and self._arrays.sizes_differ:
+            raise DataError(
+                f"Training can't go on after {position.start} samples of an epoch: with "
+                "presharded=True and steps_per_epoch alone, every rank has another batch size. "
+                "Pass batch_size as well."
+            )
+        rows = position.left_of(self._arrays.units)
+        return self._arrays.dataset(lambda: position, rows, steps or 0)
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Set the epoch whose order the next pass has."""

@@ -7,8 +7,8 @@ The rule, for ``rows`` samples, ``batch_size`` samples per rank and ``size`` ran
   ``r``-th part of them, so that N ranks see what one process with N times the batch would see;
 - the last joint step may hold fewer samples; they are shared out as evenly as possible.
 
-A position in the data is therefore (seed, epoch, step), or (seed, sample index): it names no rank
-and survives a change of their number.
+A position in the data (see ``position.py``) therefore names no rank and survives a change of their
+number. Batches are shared out by the same rule, as samples of which each rank takes one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,18 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = ["RankShare", "Shuffle", "epoch_order", "joint_steps", "rank_share", "split_evenly"]
+from hvdtrain.keras.data.position import Position
+
+__all__ = [
+    "JointSteps",
+    "RankShare",
+    "Shuffle",
+    "epoch_order",
+    "joint_steps",
+    "rank_share",
+    "split_evenly",
+    "units_left",
+]
 
 Shuffle = bool | Literal["batch"]
 
@@ -58,6 +69,50 @@ def epoch_order(
     order[:whole] = random.permuted(order[:whole].reshape(-1, joint_batch), axis=1).reshape(-1)
     order[whole:] = random.permutation(order[whole:])
     return order
+
+
+def units_left(order: np.ndarray, position: Position) -> np.ndarray:
+    """What is left of an epoch's ``order`` at ``position``: what was missed, then the rest."""
+    if not position.missed:
+        return order[position.start :]
+    missed = np.asarray(position.missed, np.int64)
+    return np.concatenate([order[missed[missed < len(order)]], order[position.start :]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointSteps:
+    """How the units that are left of a pass fall into joint steps and to ranks.
+
+    Attributes:
+        units: How many are left; None where that is unknown, or endless.
+        each: Units that one rank takes in a whole step.
+        size: Number of ranks that they are shared out to.
+    """
+
+    units: int | None
+    each: int
+    size: int
+
+    @property
+    def steps(self) -> int | None:
+        """How many joint steps there are; None where unknown or endless."""
+        return None if self.units is None else joint_steps(self.units, self.each, self.size)
+
+    def units_in(self, first_step: int, steps: int) -> int:
+        """Units that ``steps`` joint steps from ``first_step`` on take together."""
+        return self._before(first_step + steps) - self._before(first_step)
+
+    def share(self, step: int, rank: int) -> range:
+        """Which of the units that were left when the pass began ``rank`` takes in ``step``."""
+        first, end = self._before(step), self._before(step + 1)
+        if end - first == self.each * self.size:
+            return range(first + rank * self.each, first + (rank + 1) * self.each)
+        start, stop = split_evenly(end - first, rank, self.size)
+        return range(first + start, first + stop)
+
+    def _before(self, step: int) -> int:
+        whole = step * self.each * self.size
+        return whole if self.units is None else min(whole, self.units)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from hvdtrain.errors import DataError
 from hvdtrain.keras.data import adapters, structures
 from hvdtrain.keras.data.agreement import REMEDIES, raise_if_different
 from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, Report, ShardedInput, ShardPlan
-from hvdtrain.keras.data.partition import epoch_order
+from hvdtrain.keras.data.partition import epoch_order, joint_steps, units_left
+from hvdtrain.keras.data.position import Position
 
 __all__ = ["PyDatasetSource", "ShardedPyDataset"]
 
@@ -33,12 +34,15 @@ class PyDatasetSource:
         plan: How to share out.
     """
 
+    unit = "batches"
+    each = 1
+
     def __init__(
         self, dataset: keras.utils.PyDataset, *, shuffle: bool, class_weight: Any, plan: ShardPlan
     ) -> None:
         self.dataset = dataset
         self.plan = plan
-        self.batches: int | None = dataset.num_batches
+        self.units: int | None = dataset.num_batches
         self._shuffle = shuffle
         self._class_weight = class_weight
         self._examined: list[tuple[Any, ...]] = []
@@ -47,14 +51,14 @@ class PyDatasetSource:
     def report(self) -> Report:
         """Number, types and shapes of the batches, and a fingerprint of the first."""
         plan = self.plan
-        if self.batches is None and not plan.steps:
+        if self.units is None and not plan.steps:
             raise DataError(
                 "The PyDataset is endless (num_batches is None), so an epoch has no end. Pass "
                 "steps_per_epoch (or steps, validation_steps)."
             )
-        if self.batches == 0:
+        if self.units == 0:
             raise DataError("The PyDataset has length 0; expected at least one batch.")
-        count = min(_EXAMINED_BATCHES, self.batches or _EXAMINED_BATCHES)
+        count = min(_EXAMINED_BATCHES, self.units or _EXAMINED_BATCHES)
         self._examined = [self.standardize(self.dataset[index]) for index in range(count)]
         self._specs = adapters.specs_of_batches([self.present(b) for b in self._examined])
         specs = iter(self._specs)
@@ -68,13 +72,13 @@ class PyDatasetSource:
                 **structures.signature(signature),
             },
             content={
-                "number of batches": "endless" if self.batches is None else self.batches,
+                "number of batches": "endless" if self.units is None else self.units,
                 "shuffle": self._shuffle,
                 "seed": plan.seed,
                 "content of the first batch": self.fingerprint(self._examined[0]),
             },
-            steps=None if self.batches is None else -(-self.batches // plan.shards),
-            endless=self.batches is None,
+            steps=None if self.units is None else joint_steps(self.units, 1, plan.shards),
+            endless=self.units is None,
         )
 
     def shard(self, steps: int | None) -> ShardedPyDataset:
@@ -108,22 +112,28 @@ class PyDatasetSource:
         with tf.device("CPU:0"):
             return structures.digest(structures.targets_first(batch)).numpy().tobytes().hex()
 
-    def indices(self, epoch: int, steps: int | None) -> Iterator[tuple[int, bool]]:
+    def indices(self, position: Position, steps: int | None) -> Iterator[tuple[int, bool]]:
         """For each step of a pass the index of this rank's batch, and whether it counts."""
         rank, size = self.plan.shard, self.plan.shards
-        if self.batches is None or steps is None:
-            yield from ((step * size + rank, True) for step in itertools.count())
+        if self.units is None or steps is None:
+            endless = itertools.chain(position.missed, itertools.count(position.start))
+            yield from ((index, True) for index in itertools.islice(endless, rank, None, size))
             return
         order = epoch_order(
-            self.batches, shuffle=self._shuffle, joint_batch=1, seed=self.plan.seed, epoch=epoch
+            self.units,
+            shuffle=self._shuffle,
+            joint_batch=1,
+            seed=self.plan.seed,
+            epoch=position.epoch,
         )
-        for step in range(steps):
-            position = step * size + rank
-            yield int(order[min(position, self.batches - 1)]), position < self.batches
+        left = units_left(order, position)
+        for place in range(rank, steps * size, size):
+            counts = place < len(left)
+            yield int(left[place] if counts else order[-1]), counts
 
-    def elements(self, epoch: int, steps: int | None) -> Iterator[tuple[Any, ...]]:
+    def elements(self, position: Position, steps: int | None) -> Iterator[tuple[Any, ...]]:
         """Flat batches of this rank and their rows, step by step."""
-        indices, counts = itertools.tee(self.indices(epoch, steps))
+        indices, counts = itertools.tee(self.indices(position, steps))
         batches = _fetch(self.dataset, (index for index, _ in indices))
         for batch, (_, real) in zip(batches, counts):
             leaves = self.present(self.standardize(batch))
@@ -162,7 +172,7 @@ class ShardedPyDataset(ShardedInput):
     """One rank's batches; passes epochs on to the user's object and checks its order."""
 
     def __init__(self, source: PyDatasetSource, steps: int | None) -> None:
-        self._source = source
+        self._batches = source
         self._epoch = 0
         kind = type(source.dataset)
         self._may_reorder = (
@@ -170,10 +180,22 @@ class ShardedPyDataset(ShardedInput):
             or kind.on_epoch_end is not keras.utils.PyDataset.on_epoch_end
         )
         super().__init__(
-            source.to_dataset(lambda: source.elements(self._epoch, steps), steps),
+            source,
+            source.to_dataset(lambda: source.elements(Position(epoch=self._epoch), steps), steps),
             steps=steps,
             joint_rows_known=False,
         )
+
+    def _dataset_from(
+        self, position: Position, steps: int | None, repeatable: bool
+    ) -> tf.data.Dataset:
+        return self._batches.to_dataset(lambda: self._batches.elements(position, steps), steps)
+
+    def catch_up(self, *, epochs: int, passes: int) -> None:
+        """Call the hooks of the user's object as often as the epochs before would have."""
+        for _ in range(epochs):
+            self._batches.dataset.on_epoch_begin()
+            self._batches.dataset.on_epoch_end()
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Tell the user's object, then see that it still has the same order on all ranks.
@@ -181,7 +203,7 @@ class ShardedPyDataset(ShardedInput):
         Raises:
             DataError: It has not, or its number of batches changed; on every rank.
         """
-        source, plan = self._source, self._source.plan
+        source, plan = self._batches, self._batches.plan
         self._epoch = epoch
         source.dataset.on_epoch_begin()
         if not self._may_reorder or plan.size == 1 or plan.presharded:
@@ -195,15 +217,15 @@ class ShardedPyDataset(ShardedInput):
         }
         seen = plan.collectives.allgather_object(facts, name="content of the PyDataset")
         raise_if_different(seen, remedies=REMEDIES)
-        if batches != source.batches:
+        if batches != source.units:
             raise DataError(
-                f"The PyDataset has {batches} batches in epoch {epoch} and had {source.batches} "
+                f"The PyDataset has {batches} batches in epoch {epoch} and had {source.units} "
                 "before. Expected the same number in every epoch of one fit."
             )
 
     def on_epoch_end(self) -> None:
         """Tell the user's object."""
-        self._source.dataset.on_epoch_end()
+        self._batches.dataset.on_epoch_end()
 
 
 _dataset_of_worker: Any = None

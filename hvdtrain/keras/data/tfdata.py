@@ -16,6 +16,10 @@ from hvdtrain.errors import DataError
 from hvdtrain.keras.data import adapters, structures
 from hvdtrain.keras.data.agreement import REMEDIES, raise_if_different
 from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, Report, ShardedInput, ShardPlan
+from hvdtrain.keras.data.joint_stream import JointStream
+from hvdtrain.keras.data.partition import joint_steps
+from hvdtrain.keras.data.passes import PipelinePasses
+from hvdtrain.keras.data.position import Position
 
 __all__ = ["NOTICE", "ShardedPipeline", "TfDataSource"]
 
@@ -37,31 +41,34 @@ class TfDataSource:
         plan: How to share out.
     """
 
+    unit = "batches"
+    each = 1
+
     def __init__(self, dataset: tf.data.Dataset, *, class_weight: Any, plan: ShardPlan) -> None:
-        self._plan = plan
-        if class_weight is not None:
-            dataset = _weighted(dataset, class_weight)
-        self._dataset = dataset
+        self.plan = plan
+        self._passes = PipelinePasses(dataset)
+        self._class_weight = class_weight
+        self._dataset = dataset = self._weighted(dataset)
         self._spec = structures.as_tuple(dataset.element_spec)
         _check_batched(self._spec)
         cardinality = int(dataset.cardinality())
         self._endless = cardinality == tf.data.INFINITE_CARDINALITY
-        self._batches = cardinality if cardinality >= 0 else None
+        self.units = cardinality if cardinality >= 0 else None
 
     def report(self) -> Report:
         """Element types and the number of batches; what is in them shows when it runs."""
-        plan = self._plan
+        plan = self.plan
         if self._endless and not plan.steps:
             raise DataError(
                 "The dataset is endless, so an epoch has no end. Pass steps_per_epoch (or steps, "
                 "validation_steps), or leave out Dataset.repeat()."
             )
-        if self._batches == 0 and not plan.presharded:
+        if self.units == 0 and not plan.presharded:
             raise DataError("The dataset has no batches; expected at least one.")
         structure = {"kind of input": "a tf.data.Dataset", "steps": plan.steps}
         structure.update(structures.signature(self._spec))
-        amount = "endless" if self._endless else self._batches
-        steps = None if self._batches is None else -(-self._batches // plan.shards)
+        amount = "endless" if self._endless else self.units
+        steps = None if self.units is None else joint_steps(self.units, 1, plan.shards)
         return Report(
             structure=structure,
             content={"number of batches": "unknown" if amount is None else amount},
@@ -71,25 +78,67 @@ class TfDataSource:
 
     def shard(self, steps: int | None) -> ShardedPipeline:
         """This rank's batches."""
-        return ShardedPipeline(self, self._plan, steps)
+        return ShardedPipeline(self, steps)
 
-    def dataset(self, steps: int | None, record: Any) -> tf.data.Dataset:
+    def whole_pass(self, steps: int | None, record: Any) -> tf.data.Dataset:
+        """A pass from the start, in whatever order the pipeline has when it is iterated."""
+        return self._elements(self._dataset, self.units, steps, record)
+
+    def pass_from(
+        self, position: Position, steps: int | None, record: Any, *, repeatable: bool
+    ) -> tf.data.Dataset:
+        """What is left of a pass at ``position``; the pipeline runs from its start."""
+        with tf.device("CPU:0"):
+            within = position.start > 0
+            dataset = self._passes.begin(position.epoch, within=within, repeatable=repeatable)
+            dataset = self._weighted(dataset)
+            if position.missed:
+                dataset = _only_left(dataset, position)
+            elif position.start:
+                dataset = dataset.skip(position.start)
+        left = None if self.units is None else position.left_of(self.units)
+        return self._elements(dataset, left, steps, record)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a pass can be begun again."""
+        return self._passes.repeatable
+
+    def catch_up(self, passes: int) -> None:
+        """Go on to pass number ``passes`` of the pipeline."""
+        self._passes.catch_up(passes)
+
+    def _weighted(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        if self._class_weight is None:
+            return dataset
+        spec = structures.as_tuple(dataset.element_spec)
+        if len(spec) < 2 or spec[1] is None:
+            raise DataError(
+                "class_weight was given with a dataset without targets. Expected elements (x, y)."
+            )
+        return dataset.map(adapters.class_weight_map(self._class_weight))
+
+    def _elements(
+        self, dataset: tf.data.Dataset, batches: int | None, steps: int | None, record: Any
+    ) -> tf.data.Dataset:
         """Elements (batch, rows, joint_rows) of one pass.
 
         Args:
+            dataset: This rank's data as the user's elements.
+            batches: How many they are; None where unknown or endless.
             steps: Joint steps to yield, or None where unknown or endless; those beyond this
                 rank's data have rows = 0.
             record: Called before the first and before the last step of a pass with a digest of
                 the stream so far, the number of the step, and whether it is the last; or None.
         """
         padding = 0
-        if self._plan.presharded and steps is not None and self._batches is not None:
-            padding = steps - self._batches
+        if self.plan.presharded and steps is not None and batches is not None:
+            padding = steps - batches
         with tf.device("CPU:0"):
-            if self._plan.shards == 1 and not padding:
-                dataset = self._dataset.map(_undecorated(self._whole_batch))
+            if self.plan.shards == 1 and not padding:
+                dataset = dataset.map(_undecorated(self._whole_batch))
             else:
-                dataset = self._joint_steps(padding, record)
+                dataset = self._joint_steps(dataset, batches, padding, record)
             if steps is not None:
                 dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
             options = tf.data.Options()
@@ -100,21 +149,23 @@ class TfDataSource:
         """A step that is one batch of this rank: nothing to choose and nothing to add up."""
         tensors, rows, _, _ = self._prepare(False, *element)
         unknown = tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
-        return self._pack(tensors), rows, unknown if self._plan.presharded else rows
+        return self._pack(tensors), rows, unknown if self.plan.presharded else rows
 
-    def _joint_steps(self, padding: int, record: Any) -> tf.data.Dataset:
-        plan = self._plan
-        joint = _JointSteps(
+    def _joint_steps(
+        self, dataset: tf.data.Dataset, batches: int | None, padding: int, record: Any
+    ) -> tf.data.Dataset:
+        plan = self.plan
+        joint = JointStream(
             rank=plan.shard,
             size=plan.shards,
             blanks=_components([structures.blank(spec) for spec in self._present(self._spec)]),
-            padded=self._batches == 0,
+            padded=batches == 0,
         )
-        dataset = self._dataset.map(
+        dataset = dataset.map(
             _undecorated(lambda *element: self._prepare(record is not None, *element))
         )
         # The first end gives out the last step that holds a batch, if there is any.
-        dataset = joint.apply(dataset, ends=padding + (self._batches != 0))
+        dataset = joint.apply(dataset, ends=padding + (batches != 0))
         return dataset.map(_undecorated(lambda *step: self._element(record, *step)))
 
     def _pack(self, components: tuple[tf.Tensor, ...]) -> Any:
@@ -149,7 +200,7 @@ class TfDataSource:
         stream: tf.Tensor,
     ) -> tuple[Any, tf.Tensor, tf.Tensor]:
         batch = self._pack(components)
-        if self._plan.presharded:
+        if self.plan.presharded:
             return batch, rows, tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
         if record is not None:
 
@@ -161,77 +212,38 @@ class TfDataSource:
         return batch, rows, joint_rows
 
 
-class _JointSteps:
-    """Turns a stream of batches into joint steps, of which this rank keeps its batch.
-
-    A joint step is given out when the batch after it has come, or the end: so the last one knows
-    that it is the last. Only one batch is held, whatever the number of ranks.
-    """
-
-    def __init__(
-        self, *, rank: int, size: int, blanks: tuple[tf.Tensor, ...], padded: bool
-    ) -> None:
-        self._rank = rank
-        self._size = size
-        self._blanks = blanks
-        self._padded = padded
-
-    def apply(self, dataset: tf.data.Dataset, *, ends: int) -> tf.data.Dataset:
-        """One element for each batch to one for each joint step.
-
-        From (tensors, rows, digest, True) to (True, tensors, rows, joint_rows, step, last, digest).
-
-        Args:
-            dataset: One element for each batch; the True tells it from an end.
-            ends: Marks to put at the end; each gives out a joint step, from the second on with
-                rows = 0. Where there is no batch, they do so only if ``padded``.
-        """
-        no_print = tf.zeros([8], tf.uint8)
-        zero = tf.constant(0, tf.int32)
-        end = tf.data.Dataset.from_tensors((self._blanks, zero, no_print, False))
-        dataset = dataset.concatenate(end.repeat(ends))
-        # batches in the joint step, this rank's batch, its rows, joint rows, steps given, digest
-        state = (zero, self._blanks, zero, zero, tf.constant(0, tf.int64), no_print)
-        dataset = dataset.scan(state, _undecorated(self._next))
-        return dataset.filter(_undecorated(lambda ready, *_: ready))
-
-    def _next(self, state: tuple[Any, ...], element: tuple[Any, ...]) -> tuple[Any, Any]:
-        count, kept, rows, joint_rows, step, stream = state
-        tensors, batch_rows, batch_print, is_batch = element
-        whole = tf.equal(count, self._size)
-        ready = tf.where(is_batch, whole, (count > 0) | (step > 0) | self._padded)
-        given = (ready, kept, rows, joint_rows, step, ~is_batch, stream)
-        position = tf.where(whole, 0, count)
-        mine = is_batch & (position <= self._rank)
-        kept = tf.cond(mine, lambda: tensors, lambda: kept)
-        before = tf.where(tf.equal(position, 0), 0, rows)
-        rows = tf.where(tf.equal(position, self._rank), batch_rows, before)
-        joint_rows = tf.where(whole, 0, joint_rows) + batch_rows
-        new_state = (
-            tf.where(is_batch, position + 1, 0),
-            kept,
-            tf.where(is_batch, rows, 0),
-            tf.where(is_batch, joint_rows, 0),
-            step + tf.cast(ready, tf.int64),
-            structures.chain(stream, batch_print),  # of no more use after an end
-        )
-        return new_state, given
-
-
 class ShardedPipeline(ShardedInput):
     """One rank's batches of a pipeline; compares what the ranks' pipelines yield."""
 
-    def __init__(self, source: TfDataSource, plan: ShardPlan, steps: int | None) -> None:
+    def __init__(self, source: TfDataSource, steps: int | None) -> None:
+        plan = source.plan
+        self._pipeline = source
         self._collectives = plan.collectives
         self._compares = plan.size > 1 and not plan.presharded
         self._first: str | None = None
         self._whole: str | None = None
+        self._recorder = self._record if self._compares else None
         super().__init__(
-            source.dataset(steps, self._record if self._compares else None),
+            source,
+            source.whole_pass(steps, self._recorder),
             steps=steps,
             joint_rows_known=not plan.presharded,
             notice=NOTICE if self._compares else None,
         )
+
+    def _dataset_from(
+        self, position: Position, steps: int | None, repeatable: bool
+    ) -> tf.data.Dataset:
+        return self._pipeline.pass_from(position, steps, self._recorder, repeatable=repeatable)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the order of a pass can be restored."""
+        return self._pipeline.repeatable
+
+    def catch_up(self, *, epochs: int, passes: int) -> None:
+        """Draw the orders of the passes before."""
+        self._pipeline.catch_up(passes)
 
     def _record(self, stream: Any, step: Any, last: Any) -> None:
         text = stream.tobytes().hex()
@@ -254,18 +266,20 @@ class ShardedPipeline(ShardedInput):
         raise_if_different(facts, remedies=REMEDIES)
 
 
+def _only_left(dataset: tf.data.Dataset, position: Position) -> tf.data.Dataset:
+    """A stream without what is done; what was missed comes first, as it lies before the rest."""
+    missed = tf.constant(position.missed, tf.int64)
+
+    def is_left(place: tf.Tensor, *_: Any) -> tf.Tensor:
+        return (place >= position.start) | tf.reduce_any(tf.equal(place, missed))
+
+    left = dataset.enumerate().filter(_undecorated(is_left))
+    return left.map(_undecorated(lambda _, element: element))
+
+
 def _components(leaves: list[Any]) -> tuple[tf.Tensor, ...]:
     """Dense tensors that make up the leaves; ``Dataset.scan`` can't hold ragged ones."""
     return tuple(tf.nest.flatten(leaves, expand_composites=True))
-
-
-def _weighted(dataset: tf.data.Dataset, class_weight: Any) -> tf.data.Dataset:
-    spec = structures.as_tuple(dataset.element_spec)
-    if len(spec) < 2 or spec[1] is None:
-        raise DataError(
-            "class_weight was given with a dataset without targets. Expected elements (x, y)."
-        )
-    return dataset.map(adapters.class_weight_map(class_weight))
 
 
 def _check_batched(spec: tuple[Any, ...]) -> None:

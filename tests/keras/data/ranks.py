@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.keras.data import ShardedInput, shard_input
+from hvdtrain.keras.data.base import Pass
 
 __all__ = ["Step", "ThreadCollectives", "flat", "joint", "on_ranks", "read", "shard_on_ranks"]
 
@@ -87,19 +88,25 @@ class Step:
         self.ids = ids.reshape(len(ids), -1)[: self.rows, 0].astype(int).tolist()
 
 
-def read(sharded: ShardedInput, limit: int | None = None) -> list[Step]:
+def read(sharded: ShardedInput | Pass, limit: int | None = None) -> list[Step]:
     """The steps of one pass, at most ``limit``."""
     dataset = sharded.dataset if limit is None else sharded.dataset.take(limit)
     return [Step(element) for element in dataset]
 
 
-def joint(shares: list[ShardedInput]) -> list[list[int]]:
-    """The ids of each joint step, ranks one after the other; checks what steps say of rows."""
-    passes = [read(share) for share in shares]
+def joint(shares: list[ShardedInput], begun: list[Pass] | None = None) -> list[list[int]]:
+    """The ids of each joint step, ranks one after the other; checks what steps say of rows.
+
+    Args:
+        shares: Of all ranks.
+        begun: Their passes, if it is not the whole data that is to be read.
+    """
+    inputs: list[Any] = begun if begun is not None else shares
+    passes = [read(each) for each in inputs]
     lengths = {len(steps) for steps in passes}
     assert len(lengths) == 1, f"ranks have different numbers of steps: {lengths}"
-    for share, steps in zip(shares, passes):
-        assert share.steps is None or share.steps == len(steps)
+    for each, steps in zip(inputs, passes):
+        assert each.steps is None or each.steps == len(steps)
     found = []
     for ranks in zip(*passes):
         ids = [sample for step in ranks for sample in step.ids]

@@ -1,0 +1,313 @@
+"""Passes that begin anywhere: one suite for every kind of input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.errors import DataError
+from hvdtrain.keras.data import ShardedInput
+from hvdtrain.keras.data.base import Pass
+from hvdtrain.keras.data.position import Position
+from tests.keras.data.ranks import flat, joint, on_ranks, read, shard_on_ranks
+from tests.keras.data.test_pydataset import Batches
+
+ROWS = 47
+EPOCH = 2
+
+
+def _arrays(_: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((ROWS, 2), "float32"), np.arange(ROWS)
+
+
+def _pipeline(_: int) -> tf.data.Dataset:
+    return tf.data.Dataset.range(ROWS).batch(4)
+
+
+def _shuffled(_: int) -> tf.data.Dataset:
+    return tf.data.Dataset.range(ROWS).shuffle(ROWS, seed=3).batch(4).prefetch(2)
+
+
+def _nested(_: int) -> tf.data.Dataset:
+    dataset = tf.data.Dataset.range(ROWS).shuffle(ROWS, seed=3).batch(4)
+    return dataset.map(lambda ids: ({"a": ids, "b": None}, ids))
+
+
+def _unknown(_: int) -> tf.data.Dataset:
+    return tf.data.Dataset.range(ROWS + 5).filter(lambda i: i < ROWS).batch(4)
+
+
+class _Plain(Batches):
+    """Without hooks, so that the ranks need not compare anything when an epoch begins."""
+
+    on_epoch_begin = keras.utils.PyDataset.on_epoch_begin
+    on_epoch_end = keras.utils.PyDataset.on_epoch_end
+
+
+def _pydataset(_: int) -> Batches:
+    return _Plain(ROWS, 4)
+
+
+def _threads(_: int) -> Batches:
+    return _Plain(ROWS, 4, workers=3)
+
+
+KINDS = [
+    pytest.param(_arrays, {"batch_size": 4, "shuffle": True}, id="arrays"),
+    pytest.param(_arrays, {"batch_size": 4}, id="arrays-in-order"),
+    pytest.param(_arrays, {"batch_size": 4, "shuffle": "batch"}, id="arrays-within-batches"),
+    pytest.param(_pipeline, {}, id="pipeline"),
+    pytest.param(_shuffled, {}, id="pipeline-that-shuffles"),
+    pytest.param(_nested, {"class_weight": None}, id="pipeline-nested"),
+    pytest.param(_unknown, {}, id="pipeline-of-unknown-length"),
+    pytest.param(_pydataset, {"shuffle": True}, id="pydataset"),
+    pytest.param(_threads, {}, id="pydataset-threads"),
+]
+kinds = pytest.mark.parametrize(("make", "options"), KINDS)
+
+
+def _begin(shares: list[ShardedInput], position: Position, **options: Any) -> list[Pass]:
+    return [share.begin(position, **options) for share in shares]
+
+
+def _read_epochs(size: int, make: Callable[[int], Any], options: dict) -> list[list[int]]:
+    """The joint steps of epoch EPOCH, after those before it."""
+    shares = shard_on_ranks(size, make, **options)
+    for epoch in range(EPOCH + 1):
+        for share in shares:
+            share.on_epoch_begin(epoch)
+        steps = joint(shares)
+    return steps
+
+
+@kinds
+def test_from_the_start_a_pass_is_the_dataset(make, options) -> None:
+    expected = _read_epochs(3, make, options)
+    shares = shard_on_ranks(3, make, **options)
+    for epoch in range(EPOCH + 1):
+        passes = _begin(shares, Position(epoch=epoch))
+        found = joint(shares, passes)
+    assert found == expected
+    for share, begun in zip(shares, passes):
+        assert begun.steps == share.steps
+        assert begun.dataset.element_spec == share.dataset.element_spec
+
+
+@kinds
+def test_as_many_ranks_go_on_with_the_batches_that_would_have_come(make, options) -> None:
+    size = 2
+    expected = _read_epochs(size, make, options)
+    for done in {1, len(expected) - 1}:
+        position = shard_on_ranks(size, make, **options)[0].begin(Position(epoch=EPOCH)).after(done)
+        shares = shard_on_ranks(size, make, **options)
+        found = joint(shares, _begin(shares, position))
+        assert found == expected[done:]
+
+
+@kinds
+@pytest.mark.parametrize("sizes", [(4, 3, 1)])
+def test_other_numbers_of_ranks_do_what_is_left_once_and_in_order(make, options, sizes) -> None:
+    expected = flat(_read_epochs(sizes[0], make, options))
+    position, found = Position(epoch=EPOCH), []
+    for size, steps in zip(sizes, (2, 1, 100)):
+        shares = shard_on_ranks(size, make, **options)
+        for share in shares:
+            share.catch_up(epochs=EPOCH, passes=EPOCH)
+        passes = _begin(shares, position)
+        found += flat(joint(shares, passes)[:steps])
+        position = passes[0].after(steps)
+    assert found == expected
+    assert sorted(found) == list(range(ROWS))
+
+
+@kinds
+def test_what_a_lost_rank_had_taken_comes_first(make, options) -> None:
+    expected = _read_epochs(3, make, options)
+    begun = shard_on_ranks(3, make, **options)[0].begin(Position(epoch=EPOCH))
+    # Rank 1 died in the second step, which the others had not completed either.
+    lost = [unit for rank in range(3) for unit in begun.share(1, rank)]
+    assert len(lost) == begun.units_in(1, 1)
+    position = begun.position.without(begun.units_in(0, 2), begun.share(1, 1))
+    shares = shard_on_ranks(2, make, **options)
+    found = flat(joint(shares, _begin(shares, position)))
+    assert found == expected[1][4:8] + flat(expected[2:])
+    assert sorted(found + expected[0] + expected[1][:4] + expected[1][8:]) == list(range(ROWS))
+
+
+@kinds
+def test_survivors_share_out_anew_in_the_same_process(make, options) -> None:
+    later = _read_epochs(2, make, options)
+
+    def train(collectives) -> Any:
+        share = _shard(collectives, make, options)
+        begun = share.begin(Position(epoch=EPOCH - 1), repeatable=True)
+        before = [step.ids for step in read(begun, limit=2)]
+        position = begun.position.without(begun.units_in(0, 2), begun.share(1, 2))
+        return share, before, position
+
+    share_of: list[Any] = on_ranks(3, train)
+    order = flat(flat(ranks) for ranks in zip(*(before for _, before, _ in share_of)))
+    del order[-4:]  # what rank 2 did in the second step is lost
+    for _ in range(2):  # another rank may die before the first step
+        shares = [
+            share.reshard(rank=rank, size=2, collectives=None)
+            for rank, (share, _, _) in enumerate(share_of[:2])
+        ]
+        passes = _begin(shares, share_of[0][2], repeatable=True)
+        found = flat(joint(shares, passes))
+    assert sorted(order + found) == list(range(ROWS))
+    if "batch" not in options.values():  # there the order depends on the joint batch
+        assert joint(shares, _begin(shares, Position(epoch=EPOCH))) == (
+            later if make is not _shuffled and make is not _nested else _second_pass(make, options)
+        )
+
+
+def _second_pass(make, options) -> list[list[int]]:
+    """What comes after one pass; the process began with epoch EPOCH - 1."""
+    shares = shard_on_ranks(2, make, **options)
+    joint(shares)
+    return joint(shares)
+
+
+def _shard(collectives, make, options) -> ShardedInput:
+    from hvdtrain.keras.data import shard_input
+
+    x = make(0)
+    arguments = x if isinstance(x, tuple) else (x,)
+    return shard_input(
+        *arguments,
+        rank=collectives.rank,
+        size=collectives.size,
+        seed=7,
+        collectives=collectives,
+        **options,
+    )
+
+
+def test_units_are_samples_of_arrays_and_else_batches() -> None:
+    assert shard_on_ranks(1, _arrays, batch_size=4)[0].unit == "samples"
+    assert shard_on_ranks(1, _pipeline)[0].unit == "batches"
+    assert shard_on_ranks(1, _pydataset)[0].unit == "batches"
+
+
+class _EndlessBatches(Batches):
+    @property
+    def num_batches(self):
+        return None
+
+    def __getitem__(self, index: int):
+        return np.zeros((2, 1)), np.array([2 * index, 2 * index + 1])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda _: _EndlessBatches(1),
+        lambda _: tf.data.Dataset.range(0, 1 << 40).repeat().batch(2),
+    ],
+)
+def test_endless_input_goes_on_anywhere(make) -> None:
+    position = Position(epoch=0, start=1000, missed=(3, 7))
+    shares = shard_on_ranks(2, make, steps=5)
+    begun = _begin(shares, position)
+    assert begun[0].steps is None
+    found = [read(each, limit=3) for each in begun]
+    ids = [step.ids for ranks in zip(*found) for step in ranks]
+    assert ids == [[6, 7], [14, 15], *([2000 + i, 2001 + i] for i in range(0, 8, 2))]
+    assert begun[0].after(3) == Position(epoch=0, start=1004, joint_batch=2)
+
+
+def test_an_endless_shuffle_goes_on_in_its_order() -> None:
+    def make(_: int) -> tf.data.Dataset:
+        return tf.data.Dataset.range(10).shuffle(10, seed=1).repeat().batch(2)
+
+    expected = [step.ids for step in read(shard_on_ranks(1, make, steps=5)[0], limit=20)]
+    begun = shard_on_ranks(1, make, steps=5)[0].begin(Position(epoch=0, start=13))
+    assert [step.ids for step in read(begun, limit=7)] == expected[13:]
+
+
+@pytest.mark.parametrize("rows", [(5, 9, 1), (0, 4, 4)])
+@pytest.mark.parametrize("kind", ["arrays", "pipeline", "pydataset"])
+def test_ranks_with_data_of_their_own_go_on_in_it(rows: tuple[int, ...], kind: str) -> None:
+    if kind == "pydataset" and 0 in rows:
+        pytest.skip("a PyDataset without batches is refused")
+
+    def make(rank: int):
+        ids = np.arange(rows[rank]) + 100 * rank
+        if kind == "arrays":
+            return np.zeros((rows[rank], 1), "float32"), ids
+        if kind == "pipeline":
+            return tf.data.Dataset.from_tensor_slices(ids).batch(2)
+        batches = Batches(rows[rank])
+        batches.order = ids
+        return batches
+
+    options = {"presharded": True, "batch_size": 2 if kind == "arrays" else None}
+    expected = joint(shard_on_ranks(3, make, **options))
+    for done in range(len(expected) + 1):
+        shares = shard_on_ranks(3, make, **options)
+        position = shares[2].begin(Position(epoch=0)).after(done)
+        assert position == shares[0].begin(Position(epoch=0)).after(done)
+        assert joint(shares, _begin(shares, position, ranks=3)) == expected[done:]
+
+
+def test_data_of_their_own_keeps_the_number_of_ranks() -> None:
+    share = shard_on_ranks(2, _arrays, batch_size=4, presharded=True)[0]
+    with pytest.raises(DataError, match=r"had 3 ranks and has 2.*presharded=True.*start 3 ranks"):
+        share.begin(Position(epoch=0), ranks=3)
+    with pytest.raises(DataError, match="had 2 ranks and has 1"):
+        share.reshard(rank=0, size=1, collectives=None)
+    with pytest.raises(DataError, match="presharded=True"):
+        share.begin(Position(epoch=0)).share(0, 1)
+    with pytest.raises(DataError, match="presharded=True"):
+        share.begin(Position(epoch=0, start=8, missed=(2,)))
+    shard_on_ranks(2, _arrays, batch_size=4)[0].begin(Position(epoch=0), ranks=3)
+
+
+def test_batch_sizes_of_their_own_have_no_common_position() -> None:
+    share = shard_on_ranks(2, _arrays, steps=3, presharded=True)[0]
+    assert share.begin(Position(epoch=1)).dataset is not None
+    with pytest.raises(DataError, match="Pass batch_size"):
+        share.begin(Position(epoch=1, start=16)).dataset  # noqa: B018
+
+
+@pytest.mark.parametrize(("make", "units"), [(_arrays, 47), (_pipeline, 12), (_pydataset, 12)])
+def test_a_position_beyond_the_data_is_an_error(make, units: int) -> None:
+    share = shard_on_ranks(2, make, batch_size=4)[0]
+    assert share.begin(Position(epoch=0, start=units)).steps == 0
+    with pytest.raises(DataError, match=rf"after {units + 1} (samples|batches).*has {units}\. "):
+        share.begin(Position(epoch=0, start=units + 1))
+
+
+def test_share_of_a_rank_that_is_not_there() -> None:
+    with pytest.raises(DataError, match=r"rank 2 .*below 2"):
+        shard_on_ranks(2, _arrays, batch_size=4)[0].begin(Position(epoch=0)).share(0, 2)
+
+
+def test_a_pydataset_that_shuffles_itself_catches_up() -> None:
+    def make(_: int):
+        from tests.keras.data.test_pydataset import Reshuffled
+
+        return Reshuffled(np.random.default_rng(5))
+
+    def uninterrupted(collectives) -> list[list[int]]:
+        share = _shard(collectives, make, {})
+        for epoch in range(EPOCH + 1):
+            share.on_epoch_begin(epoch)
+            steps = [step.ids for step in read(share)]
+            share.on_epoch_end()
+        return steps
+
+    def resumed(collectives) -> list[list[int]]:
+        share = _shard(collectives, make, {})
+        share.catch_up(epochs=EPOCH, passes=EPOCH)
+        share.on_epoch_begin(EPOCH)
+        return [step.ids for step in read(share.begin(Position(epoch=EPOCH, start=4)))]
+
+    expected = on_ranks(2, uninterrupted)
+    assert on_ranks(2, resumed) == [steps[2:] for steps in expected]
