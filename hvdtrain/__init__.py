@@ -22,6 +22,7 @@ from hvdtrain.version import __version__
 
 if TYPE_CHECKING:
     from hvdtrain.errors import (
+        CheckpointError,
         CollectiveError,
         CollectiveTimeoutError,
         ConfigurationError,
@@ -33,9 +34,13 @@ if TYPE_CHECKING:
         NonFiniteError,
         NotInitializedError,
         PeerFailedError,
+        Preempted,
+        RanksLostError,
+        TooFewRanksError,
     )
     from hvdtrain.keras.callbacks import WarmUp
     from hvdtrain.keras.distribute import DistributedOptimizer, distribute, scale_learning_rate
+    from hvdtrain.keras.saving.checkpoint import Checkpoint
     from hvdtrain.monitor.progress import StepLog
     from hvdtrain.tensorflow.tape import DistributedGradientTape, broadcast_variables
     from hvdtrain.world import (
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
 _HOME = {
     **dict.fromkeys(
         (
+            "CheckpointError",
             "CollectiveError",
             "CollectiveTimeoutError",
             "ConfigurationError",
@@ -64,6 +70,9 @@ _HOME = {
             "NonFiniteError",
             "NotInitializedError",
             "PeerFailedError",
+            "Preempted",
+            "RanksLostError",
+            "TooFewRanksError",
         ),
         "hvdtrain.errors",
     ),
@@ -86,11 +95,14 @@ _HOME = {
     "DistributedOptimizer": "hvdtrain.keras.distribute",
     "distribute": "hvdtrain.keras.distribute",
     "scale_learning_rate": "hvdtrain.keras.distribute",
+    "Checkpoint": "hvdtrain.keras.saving.checkpoint",
     "WarmUp": "hvdtrain.keras.callbacks",
     "StepLog": "hvdtrain.monitor.progress",
 }
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointError",
     "CollectiveError",
     "CollectiveTimeoutError",
     "ConfigurationError",
@@ -104,7 +116,10 @@ __all__ = [
     "NonFiniteError",
     "NotInitializedError",
     "PeerFailedError",
+    "Preempted",
+    "RanksLostError",
     "StepLog",
+    "TooFewRanksError",
     "WarmUp",
     "__version__",
     "broadcast_variables",

@@ -11,9 +11,11 @@ import numpy as np
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.data import ShardedInput
+from hvdtrain.keras.epochs import Epochs
 from hvdtrain.keras.replicas import average_statistics
+from hvdtrain.keras.saving.checkpoint import Checkpoint
 
-__all__ = ["CHIEF_ONLY", "WarmUp", "wrap_callbacks"]
+__all__ = ["CHIEF_ONLY", "WarmUp", "list_callbacks", "wrap_callbacks"]
 
 CHIEF_ONLY = (
     keras.callbacks.ModelCheckpoint,
@@ -26,40 +28,54 @@ CHIEF_ONLY = (
 """Callbacks with effects outside the process; on other ranks than the chief they are left out."""
 
 
+def list_callbacks(callbacks: Any) -> list[Any]:
+    """The user's callbacks, however they were passed to ``fit``."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    return list(keras.tree.flatten(callbacks)) if callbacks is not None else []
+
+
 def wrap_callbacks(
-    callbacks: Any,
+    callbacks: list[Any],
     collectives: Collectives,
     sharded: ShardedInput,
+    epochs: Epochs,
     broadcast: Callable[[], None],
 ) -> list[Any]:
-    """The user's callbacks as this rank runs them, between hvdtrain's own two.
+    """The user's callbacks as this rank runs them, between hvdtrain's own.
+
+    A ``Checkpoint`` comes last: it saves what the others have decided, and resuming undoes what
+    they do when training begins.
 
     Args:
-        callbacks: As passed to ``fit``.
+        callbacks: The user's.
         collectives: The engine.
         sharded: The input, whose hooks are called.
+        epochs: Told which epoch begins.
         broadcast: Gives all ranks the chief's state; called after the user's ``on_train_begin``,
             where a callback may have restored some on the chief.
     """
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = callbacks.callbacks
-    listed = list(keras.tree.flatten(callbacks)) if callbacks is not None else []
     if collectives.rank > 0:
-        listed = [callback for callback in listed if not isinstance(callback, CHIEF_ONLY)]
-    return [_Before(collectives, sharded), *listed, _After(collectives, broadcast)]
+        callbacks = [callback for callback in callbacks if not isinstance(callback, CHIEF_ONLY)]
+    others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
+    checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+    before = _Before(collectives, sharded, epochs)
+    return [before, *others, _After(collectives, broadcast), *checkpoints]
 
 
 class _Before(keras.callbacks.Callback):
     """First in the list: what must have happened before the user's callbacks see it."""
 
-    def __init__(self, collectives: Collectives, sharded: ShardedInput) -> None:
+    def __init__(self, collectives: Collectives, sharded: ShardedInput, epochs: Epochs) -> None:
         super().__init__()
         self._collectives = collectives
         self._sharded = sharded
+        self._epochs = epochs
         self._verified = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._sharded.on_epoch_begin(epoch)
+        self._epochs.on_epoch_begin(epoch)
         self._verified = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

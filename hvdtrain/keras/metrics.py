@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.collectives.base import Collectives, ReduceOp
 
-__all__ = ["joint_metrics"]
+__all__ = ["joint_metrics", "reduction_of_metric"]
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def joint_metrics(model: keras.Model, collectives: Collectives) -> Iterator[None
     own = [np.asarray(variable.numpy()) for variable in variables]
     groups: dict[tuple[ReduceOp, np.dtype], list[int]] = {}
     for index, variable in enumerate(variables):
-        op = _op(variable)
+        op = reduction_of_metric(variable)
         if op is not None:
             groups.setdefault((op, own[index].dtype), []).append(index)
     for (op, _), indices in groups.items():
@@ -40,7 +40,7 @@ def joint_metrics(model: keras.Model, collectives: Collectives) -> Iterator[None
             variable.assign(value)
 
 
-def _op(variable: Any) -> ReduceOp | None:
+def reduction_of_metric(variable: Any) -> ReduceOp | None:
     """How a metric's variable adds up, by what Keras notes for its own distribution."""
     aggregation = getattr(variable, "aggregation", "sum")
     if aggregation == "sum":

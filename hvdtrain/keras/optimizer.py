@@ -18,7 +18,7 @@ from hvdtrain.errors import ModelError
 from hvdtrain.tensorflow.reducer import GradientReducer
 from hvdtrain.tensorflow.tape import variable_name
 
-__all__ = ["distribute_optimizer", "gradient_weight", "is_distributed"]
+__all__ = ["distribute_optimizer", "gradient_weight", "is_distributed", "plain_optimizers"]
 
 _MARK = "_hvdtrain_reducer"
 
@@ -108,8 +108,7 @@ def is_distributed(optimizer: Any) -> bool:
 @contextmanager
 def gradient_weight(optimizer: Any, weight: tf.Tensor) -> Iterator[None]:
     """Within the block gradients are multiplied by ``weight`` before they are accumulated."""
-    inner = [getattr(optimizer, "inner_optimizer", optimizer)]
-    inner = [leaf for one in inner for leaf in _inner_optimizers(one) or [one]]
+    inner = plain_optimizers(optimizer)
     for leaf in inner:
         object.__setattr__(leaf, "_hvdtrain_weight", weight)
     try:
@@ -117,6 +116,12 @@ def gradient_weight(optimizer: Any, weight: tf.Tensor) -> Iterator[None]:
     finally:
         for leaf in inner:
             object.__setattr__(leaf, "_hvdtrain_weight", None)
+
+
+def plain_optimizers(optimizer: Any) -> list[Any]:
+    """Those that update weights, within a ``LossScaleOptimizer`` or a ``MultiOptimizer``."""
+    outer = getattr(optimizer, "inner_optimizer", optimizer)
+    return _inner_optimizers(outer) or [outer]
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:

@@ -15,8 +15,10 @@ __all__ = [
     "average_statistics",
     "broadcast_model",
     "check_same_model",
+    "layer_statistics",
     "reseed_by_rank",
     "seed_generators",
+    "seed_of_rank",
 ]
 
 
@@ -113,11 +115,27 @@ def reseed_by_rank(model: keras.Model, collectives: Collectives) -> None:
     for generator in seed_generators(model):
         state = np.asarray(generator.state.numpy())
         shared = collectives.broadcast(state, name="seed")
-        if collectives.rank > 0:
-            bits = np.random.SeedSequence([int(abs(shared[0])), collectives.rank])
-            limit = np.iinfo(shared.dtype).max
-            shared[0] = int(bits.generate_state(1, np.uint64)[0]) % limit
-        generator.state.assign(shared)
+        generator.state.assign(seed_of_rank(shared, collectives.rank))
+
+
+def seed_of_rank(state: np.ndarray, rank: int) -> np.ndarray:
+    """The chief's random state turned into another rank's; the chief keeps it."""
+    if rank == 0:
+        return state
+    bits = np.random.SeedSequence([int(abs(state[0])), rank])
+    limit = np.iinfo(state.dtype).max
+    own = state.copy()
+    own[0] = int(bits.generate_state(1, np.uint64)[0]) % limit
+    return own
+
+
+def layer_statistics(model: keras.Model) -> list[Any]:
+    """The variables that layers update themselves, such as BatchNorm's moving moments.
+
+    Frozen weights, which Keras counts as non-trainable, are none.
+    """
+    kept = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
+    return list({id(variable): variable for variable in kept}.values())
 
 
 def average_statistics(model: keras.Model, collectives: Collectives) -> None:
@@ -128,7 +146,7 @@ def average_statistics(model: keras.Model, collectives: Collectives) -> None:
     if collectives.size == 1:
         return
     by_dtype: dict[np.dtype, list[tuple[Any, np.ndarray]]] = {}
-    for variable in model.non_trainable_weights:
+    for variable in layer_statistics(model):
         value = np.asarray(variable.numpy())
         by_dtype.setdefault(value.dtype, []).append((variable, value))
     for dtype, entries in by_dtype.items():

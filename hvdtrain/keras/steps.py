@@ -52,6 +52,8 @@ class Steps:
         self._variables = [variable.path for variable in model.trainable_variables]
         self._plain_train_step = model.train_step
         self.joint_rows_known = False
+        self.samples = keras.Variable(0, dtype="int64", trainable=False, name="samples")
+        """How many samples this rank has trained on."""
         self._forward_backward = self._maybe_jit(self._differentiate, jit)
         self._plain_test_step = self._maybe_jit(model.test_step, jit)
         self._plain_predict_step = self._maybe_jit(model.predict_step, jit)
@@ -61,6 +63,7 @@ class Steps:
         self._check_variables()
         share = self._open(data)
         self._flag.set(share.rows)
+        self.samples.assign_add(tf.cast(share.rows, tf.int64))
         try:
             with _CountRows(self._model, share.rows):
                 if has_own_train_step(self._model):

@@ -53,6 +53,7 @@ class StepLog(keras.callbacks.Callback):
         self._size = 1
         self._chief = True
         self._first_step = 0
+        self._resumes = False
         self._epoch = 0
         self._interval = _Interval()
         self._seen = _Seen()
@@ -66,14 +67,20 @@ class StepLog(keras.callbacks.Callback):
             self._size = world.size()
             self._chief = world.is_chief()
         self._line = StatusLine(sys.stdout, columns)
-        self._first_step = _iterations(self.model)
+        self._resumes = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
         self._seen = _Seen()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._seen.steps == 0:
+        if self._resumes:
+            # By now training stands where it was resumed, perhaps within an epoch.
+            self._resumes = False
+            self._first_step = _iterations(self.model) - batch
+            self._seen = _Seen.of(self.model, batch) if batch else _Seen()
+            self._marked_s = time.perf_counter()
+        elif self._seen.steps == 0:
             self._marked_s = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

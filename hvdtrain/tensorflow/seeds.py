@@ -1,11 +1,14 @@
-"""TensorFlow's global seed."""
+"""TensorFlow's global seed, and where the numbers that it draws from it stand."""
 
 from __future__ import annotations
+
+import random
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-__all__ = ["set_unless_set"]
+__all__ = ["current", "restore", "set_unless_set"]
 
 
 def set_unless_set(seed: int) -> None:
@@ -13,3 +16,20 @@ def set_unless_set(seed: int) -> None:
     # There is no public way to ask: reading it through tf.compat would draw from the generator.
     if context.global_seed() is None:
         tf.random.set_seed(seed)
+
+
+def current() -> tuple[int, Any] | None:
+    """The global seed and the state of the generator of operations' seeds; None if not set."""
+    seed = context.global_seed()
+    return None if seed is None else (int(seed), _operations().getstate())
+
+
+def restore(seed: int, state: Any) -> None:
+    """Go on where ``current`` was."""
+    tf.random.set_seed(seed)
+    _operations().setstate(state)
+
+
+def _operations() -> random.Random:
+    generator: random.Random = context.context()._rng
+    return generator

@@ -1,0 +1,139 @@
+"""What ``distribute`` puts into a model."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from typing import Any
+
+import keras
+
+from hvdtrain.collectives.base import Collectives
+from hvdtrain.keras.batch_normalization import (
+    RowFlag,
+    synchronize_batch_normalization,
+    synchronized_layers,
+)
+from hvdtrain.keras.callbacks import list_callbacks
+from hvdtrain.keras.loops import Loops, forget_functions, put
+from hvdtrain.keras.optimizer import distribute_optimizer
+from hvdtrain.keras.replicas import broadcast_model, reseed_by_rank
+from hvdtrain.keras.saving.session import asked_for
+from hvdtrain.keras.steps import Steps, has_own_train_step
+from hvdtrain.tensorflow.reducer import GradientReducer
+
+__all__ = ["Distribution"]
+
+_MARK = "_hvdtrain_distribution"
+
+
+_REPLACED = (
+    "train_step",
+    "test_step",
+    "fit",
+    "evaluate",
+    "predict",
+    "_get_metrics_result_or_logs",
+    "_maybe_symbolic_build",
+)
+
+
+class Distribution:
+    """Replaces the methods of one model's instance; its class stays as it is.
+
+    Args:
+        model: Compiled and built.
+        collectives: The engine.
+        presharded: Whether each rank passes data of its own.
+        non_finite: What NaN or infinity in a gradient does: see ``GradientReducer``.
+    """
+
+    def __init__(
+        self, model: keras.Model, collectives: Collectives, presharded: bool, non_finite: str
+    ) -> None:
+        self._model = model
+        self._collectives = collectives
+        self._presharded = presharded
+        self._reducer = GradientReducer(collectives, non_finite)
+        self._noticed: set[str] = set()
+
+    def install(self) -> None:
+        """Let the model train on all ranks together; collective."""
+        model, collectives = self._model, self._collectives
+        self._remove_earlier()
+        seed = collectives.broadcast_object(random.getrandbits(31), name="seed")
+        flag = RowFlag()
+        jit = self._choose_jit()
+        distribute_optimizer(model.optimizer, self._reducer)
+        for layer in synchronized_layers(model):
+            synchronize_batch_normalization(layer, collectives, flag)
+        steps = Steps(model, self._reducer, jit, flag)
+        loops = Loops(
+            model,
+            collectives,
+            reducer=self._reducer,
+            steps=steps,
+            seed=seed,
+            presharded=self._presharded,
+            notice=self._notice,
+        )
+        methods = (
+            steps.train,
+            steps.test,
+            loops.fit,
+            loops.evaluate,
+            loops.predict,
+            loops.joint_results,
+            loops.adopt,
+        )
+        for name, method in zip(_REPLACED, methods):
+            put(model, name, method)
+        put(model, _MARK, self)
+        forget_functions(model)
+        broadcast_model(model, collectives)
+        reseed_by_rank(model, collectives)
+
+    def wait_for_checkpoint(self) -> None:
+        """On the only rank leave the model as it is, until a ``fit`` is to be saved or resumed."""
+        self._remove_earlier()
+        plain_fit = self._model.fit
+
+        def fit(*args: Any, **options: Any) -> Any:
+            given = inspect.signature(plain_fit).bind(*args, **options).arguments
+            if asked_for(list_callbacks(given.get("callbacks"))) is None:
+                return plain_fit(*args, **options)
+            self.install()
+            return self._model.fit(*args, **options)
+
+        put(self._model, "fit", fit)
+        put(self._model, _MARK, self)
+
+    def _remove_earlier(self) -> None:
+        if _MARK in vars(self._model):
+            for name in (*_REPLACED, _MARK):
+                vars(self._model).pop(name, None)
+
+    def _choose_jit(self) -> bool:
+        """Take compilation away from Keras, which would compile the communication as well."""
+        model = self._model
+        jit = bool(model.jit_compile)
+        model.jit_compile = False
+        if jit and synchronized_layers(model):
+            self._notice(
+                "BatchNormalization(synchronized=True) talks to other ranks within the forward "
+                "pass, which XLA can't; this model runs without jit_compile."
+            )
+            return False
+        if jit and has_own_train_step(model):
+            self._notice(
+                "This model has a train_step of its own, which can't be split around the "
+                "communication; it runs without jit_compile."
+            )
+            return False
+        return jit
+
+    def _notice(self, text: str | None) -> None:
+        if text and self._collectives.rank == 0 and text not in self._noticed:
+            self._noticed.add(text)
+            print(f"hvdtrain: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,304 @@
+"""``fit``, ``evaluate`` and ``predict`` as a distributed model has them, around Keras' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.base import Collectives
+from hvdtrain.errors import ModelError
+from hvdtrain.keras.callbacks import list_callbacks, wrap_callbacks
+from hvdtrain.keras.data import ShardedInput, shard_input
+from hvdtrain.keras.epochs import Epochs
+from hvdtrain.keras.metrics import joint_metrics
+from hvdtrain.keras.optimizer import is_distributed
+from hvdtrain.keras.predictions import join_predictions
+from hvdtrain.keras.replicas import average_statistics, broadcast_model
+from hvdtrain.keras.saving.session import Session, asked_for
+from hvdtrain.keras.steps import Steps
+from hvdtrain.tensorflow.reducer import GradientReducer
+
+__all__ = ["Loops", "forget_functions", "put"]
+
+
+def put(model: keras.Model, name: str, value: Any) -> None:
+    """Set an attribute past Keras' ``__setattr__``, which would track it as part of the model."""
+    object.__setattr__(model, name, value)
+
+
+def forget_functions(model: keras.Model) -> None:
+    """Drop graphs that were traced for other steps."""
+    model.train_function = None
+    model.test_function = None
+    model.predict_function = None
+
+
+class Loops:
+    """What takes the place of a model's own methods; those stay underneath.
+
+    Args:
+        model: Compiled, built, its optimizer distributed.
+        collectives: The engine.
+        reducer: Of the gradients; keeps the errors that TensorFlow hides.
+        steps: What Keras' loops run on each batch.
+        seed: Of the data's orders, the same on all ranks.
+        presharded: Whether each rank passes data of its own.
+        notice: Tells the user something, once.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        collectives: Collectives,
+        *,
+        reducer: GradientReducer,
+        steps: Steps,
+        seed: int,
+        presharded: bool,
+        notice: Callable[[str | None], None],
+    ) -> None:
+        self._model = model
+        self._collectives = collectives
+        self._reducer = reducer
+        self._steps = steps
+        self._seed = seed
+        self._presharded = presharded
+        self._notice = notice
+        self._chief = collectives.rank == 0
+        self._optimizer = model.optimizer
+        self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
+        self._results = model._get_metrics_result_or_logs
+        self._symbolic_build = model._maybe_symbolic_build
+        self._validation: ShardedInput | None = None
+        self._epochs: Epochs | None = None
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: Any = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+    ) -> Any:
+        """``keras.Model.fit`` on all ranks; ``batch_size`` is per rank."""
+        self._check_still_ours()
+        listed = list_callbacks(callbacks)
+        asked = asked_for(listed)
+        session = None
+        if asked is not None:
+            session = Session(
+                asked,
+                self._model,
+                self._collectives,
+                listed,
+                self._steps.samples,
+                presharded=self._presharded,
+            )
+            self._seed = session.seed(self._seed)
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = _split((x, y, sample_weight), validation_split)
+        sharded = self._shard(
+            x,
+            y,
+            sample_weight,
+            batch_size,
+            steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+        )
+        validation = None
+        if validation_data is not None:
+            val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
+            size = validation_batch_size or batch_size
+            validation = self._shard(val_x, val_y, val_weight, size, validation_steps)
+        self._prepare(sharded)
+        epochs_ = self._epochs = Epochs(
+            sharded,
+            ranks=self._collectives.size,
+            steps_per_epoch=steps_per_epoch,
+            steps_per_execution=self._model.steps_per_execution,
+        )
+        self._validation = validation
+        keeping = session.keeping(epochs_, sharded.unit, self._seed) if session else nullcontext()
+        try:
+            with keeping:
+                return self._guard(
+                    self._fit,
+                    sharded.dataset,
+                    epochs=epochs,
+                    shuffle=False,  # the dataset is in this epoch's order already
+                    verbose=verbose if self._chief else 0,
+                    callbacks=wrap_callbacks(
+                        listed, self._collectives, sharded, epochs_, self._broadcast
+                    ),
+                    validation_data=validation.dataset if validation else None,
+                    initial_epoch=initial_epoch,
+                    steps_per_epoch=steps_per_epoch,
+                    validation_steps=validation_steps,
+                    validation_freq=validation_freq,
+                )
+        finally:
+            self._validation = None
+            self._epochs = None
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        **options: Any,
+    ) -> Any:
+        """``keras.Model.evaluate`` over the samples of all ranks."""
+        average_statistics(self._model, self._collectives)
+        within_fit = options.get("_use_cached_eval_dataset", False)
+        if within_fit and self._validation is not None:
+            sharded = self._validation
+        else:
+            self._check_still_ours()
+            sharded = self._shard(x, y, sample_weight, batch_size, steps)
+            self._prepare(sharded)
+        sharded.on_epoch_begin(0)
+        result = self._guard(
+            self._evaluate,
+            sharded.dataset,
+            verbose=verbose if self._chief else 0,
+            steps=steps,
+            callbacks=callbacks,
+            return_dict=return_dict,
+            **options,
+        )
+        sharded.on_epoch_end()
+        return result
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """``keras.Model.predict``: every rank gets the whole result, in the order of the input."""
+        sharded = self._shard(x, None, None, batch_size, steps)
+        put(self._model, "predict_step", self._steps.predict)
+        self._model.predict_function = None
+        sharded.on_epoch_begin(0)
+        try:
+            mine = self._guard(
+                self._predict,
+                sharded.dataset,
+                verbose=verbose if self._chief else 0,
+                steps=steps,
+                callbacks=callbacks,
+            )
+        finally:
+            vars(self._model).pop("predict_step", None)
+            self._model.predict_function = None
+        sharded.on_epoch_end()
+        return join_predictions(mine, self._collectives, interleaved=not self._presharded)
+
+    def joint_results(self, logs: Any) -> Any:
+        """Metrics of all ranks, at the end of an epoch or of an evaluation."""
+        with joint_metrics(self._model, self._collectives):
+            # Resumed after the last step of an epoch, there was no step that could return some.
+            joint = self._results(logs or self._model.get_metrics_result())
+        if joint is not logs or not isinstance(logs, dict):
+            return joint
+        # The user's own train_step returned other values than the metrics: average those.
+        values = np.array([float(value) for value in logs.values()], np.float64)
+        averages = self._collectives.allreduce(values, "average", name="logs")
+        return dict(zip(logs, (float(value) for value in averages)))
+
+    def adopt(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Keras' own, which is where ``fit`` shows its iterator over an epoch's steps."""
+        self._symbolic_build(iterator=iterator, data_batch=data_batch)
+        if iterator is not None and self._epochs is not None:
+            epochs, self._epochs = self._epochs, None  # not the validation's
+            epochs.take_over(iterator)
+
+    # What they share.
+
+    def _shard(
+        self,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        batch_size: int | None,
+        steps: int | None,
+        *,
+        shuffle: Any = False,
+        class_weight: Any = None,
+    ) -> ShardedInput:
+        sharded = shard_input(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            steps=steps,
+            rank=self._collectives.rank,
+            size=self._collectives.size,
+            seed=self._seed,
+            collectives=self._collectives,
+            presharded=self._presharded,
+        )
+        self._notice(sharded.notice)
+        return sharded
+
+    def _prepare(self, sharded: ShardedInput) -> None:
+        """Build metrics and losses before the first step: every rank must have all of them."""
+        if sharded.joint_rows_known != self._steps.joint_rows_known:
+            self._steps.joint_rows_known = sharded.joint_rows_known
+            forget_functions(self._model)
+        batch_spec = sharded.dataset.element_spec[0]
+        self._model._symbolic_build(data_batch=batch_spec)
+
+    def _broadcast(self) -> None:
+        broadcast_model(self._model, self._collectives)
+
+    def _check_still_ours(self) -> None:
+        optimizer = self._model.optimizer
+        if optimizer is not self._optimizer or not is_distributed(optimizer):
+            raise ModelError(
+                f"The model {self._model.name!r} was compiled after hvdtrain.distribute(model), so "
+                "that its optimizer would average nothing. Call hvdtrain.distribute(model) again "
+                "after model.compile(…)."
+            )
+
+    def _guard(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run a method of Keras; show errors between ranks as they were, not as TensorFlow's."""
+        try:
+            return method(*args, **options)
+        except tf.errors.OpError:
+            error, self._reducer.error = self._reducer.error, None
+            if error is None:
+                raise
+            raise error from None
+
+
+def _split(arrays: Any, validation_split: float) -> Any:
+    from keras.src.trainers.data_adapters import array_slicing
+
+    return array_slicing.train_validation_split(arrays, validation_split=validation_split)

@@ -1,0 +1,1 @@
+"""Checkpoints of a running ``fit``: what they hold, when they are taken, how training resumes."""

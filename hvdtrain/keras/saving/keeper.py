@@ -1,0 +1,283 @@
+"""Takes the checkpoints of one ``fit``, all ranks together after the same step."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.checkpoint import Snapshot
+from hvdtrain.checkpoint.writer import Writer
+from hvdtrain.collectives.base import Collectives
+from hvdtrain.errors import CheckpointError, Preempted
+from hvdtrain.keras.epochs import Epochs
+from hvdtrain.keras.saving.callback_states import callback_states
+from hvdtrain.keras.saving.checkpoint import Checkpoint
+from hvdtrain.keras.saving.export import export_model
+from hvdtrain.keras.saving.progress import Progress
+from hvdtrain.keras.saving.resume import Resume
+from hvdtrain.keras.saving.schedule import Schedule
+from hvdtrain.keras.saving.signals import CaughtSignals
+from hvdtrain.keras.saving.state import TrainingState
+
+__all__ = ["Keeper"]
+
+# Where fit ended by an error: the job is about to be ended, too.
+CLOSE_TIMEOUT_S = 4.0
+
+
+class Keeper:
+    """Does the work of a ``Checkpoint``; every rank has one.
+
+    Args:
+        asked: The user's callback.
+        model: Compiled, built and distributed.
+        collectives: The engine.
+        callbacks: All of the user's, in their order.
+        state: Of the model.
+        epochs: Where ``fit`` stands in its data.
+        writer: On the chief.
+        resume: What training goes on from, or None.
+        unit: What positions in the data count.
+        seed: Of all orders of the data.
+        presharded: Whether each rank has data of its own.
+    """
+
+    def __init__(
+        self,
+        asked: Checkpoint,
+        *,
+        model: keras.Model,
+        collectives: Collectives,
+        callbacks: Sequence[Any],
+        state: TrainingState,
+        epochs: Epochs,
+        writer: Writer | None,
+        resume: Resume | None,
+        unit: str,
+        seed: int,
+        presharded: bool,
+    ) -> None:
+        self._asked = asked
+        self._model = model
+        self._collectives = collectives
+        self._callbacks = callbacks
+        self._state = state
+        self._epochs = epochs
+        self._writer = writer
+        self._resume = resume
+        self._unit = unit
+        self._seed = seed
+        self._presharded = presharded
+        self._first_step = 0 if resume is None else resume.progress.step
+        self._schedule = Schedule(asked.every_steps, asked.every_s)
+        self._signals = CaughtSignals()
+        self._epoch = 0
+        self._step_before = self._first_step
+        # Of the chief: when the ranks last met, and when a checkpoint was last taken.
+        self._met = (self._first_step, time.monotonic())
+        self._taken_s = time.monotonic()
+        self._overdue = False
+        self._complained = False
+        self._preempted = False
+
+    @property
+    def _step(self) -> int:
+        return self._first_step + self._epochs.steps_done
+
+    def open(self) -> None:
+        """Begin: signals no longer end the process, but the training after a step."""
+        self._signals.catch()
+
+    def close(self) -> None:
+        """End, however ``fit`` ended."""
+        if self._writer is not None:
+            self._writer.wait(CLOSE_TIMEOUT_S)
+        self._signals.release(handled=self._preempted)
+
+    def on_train_begin(self) -> None:
+        """Resume if there is something to resume from."""
+        if self._resume is None:
+            return
+        self._resume.on_train_begin(self._model, self._callbacks)
+        progress = self._resume.progress
+        place = progress.place
+        ranks = f"; {place.ranks} ranks saved it" if place.ranks != self._size else ""
+        self._say(
+            f"training goes on from the checkpoint of step {progress.step} in "
+            f"{self._asked.directory} (epoch {progress.epoch + 1}, {place.epoch_step} steps of it "
+            f"done{ranks})"
+        )
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Note the epoch; the first time, finish resuming."""
+        self._epoch = epoch
+        if self._resume is not None:
+            self._resume.on_epoch_begin(self._model, self._callbacks)
+            self._resume = None
+
+    def on_batch_end(self, batch: int) -> None:
+        """Take a checkpoint if one is due, or if a signal has come to some rank."""
+        step, before = self._step, self._step_before
+        self._step_before = step
+        if not self._schedule.meets(step, before):
+            return
+        number, take = self._meet(step, due=self._schedule.is_due(step, before))
+        if number or take:
+            self._take(epoch=self._epoch, epoch_step=batch + 1)
+        if number:
+            self._end(number)
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any], *, last: bool) -> None:
+        """Take a checkpoint at the end of the training, and of other epochs if so asked.
+
+        At the very end Keras may overwrite weights by their averages: that comes after this.
+        """
+        last = last or self._model.stop_training
+        if not last and not self._schedule.every_epoch:
+            return
+        self._take(epoch=epoch + 1, epoch_step=0, logs=logs)
+        if self._chief and self._asked.export is not None:
+            self._try_export(self._asked.export)
+        if last:
+            number, _ = self._meet(self._step, due=False)
+            if number:
+                self._end(number)
+
+    def on_train_end(self) -> None:
+        """Return when the last checkpoint is on disk, or can't be."""
+        if self._resume is not None:
+            self._resume.on_train_end(self._model)
+        if self._writer is not None:
+            self._writer.wait()
+        self._meet(self._step, due=False)
+
+    @property
+    def _chief(self) -> bool:
+        return self._writer is not None
+
+    @property
+    def _size(self) -> int:
+        return self._collectives.size
+
+    def _meet(self, step: int, *, due: bool) -> tuple[int, bool]:
+        """Exchange a word with the other ranks; collective.
+
+        Args:
+            step: The one just done.
+            due: Whether a checkpoint is due by steps.
+
+        Returns:
+            A signal that came to some rank, or 0; and whether to take a checkpoint now.
+
+        Raises:
+            CheckpointError: The chief could not write, and was asked to raise then.
+        """
+        word = np.zeros(4, np.int64)
+        word[0] = self._signals.received
+        error = None
+        if self._writer is not None:
+            error = self._writer.take_error()
+            now = time.monotonic()
+            late = self._schedule.is_late(now - self._taken_s)
+            self._overdue = self._overdue or due or late
+            word[1] = self._overdue and not self._writer.busy
+            met_step, met_s = self._met
+            step_s = (now - met_s) / max(1, step - met_step)
+            word[2] = self._schedule.steps_ahead(step_s, now - self._taken_s)
+            word[3] = error is not None and self._asked.on_error == "raise"
+            self._met = (step, now)
+        number, take, ahead, failed = self._collectives.allreduce(word, "max", name="checkpoint?")
+        self._schedule.look_again(step + int(ahead))
+        if failed:
+            reason = self._collectives.broadcast_object(str(error), name="checkpoint's error")
+            raise CheckpointError(reason)
+        if error is not None:
+            self._complain(error)
+        return int(number), bool(take)
+
+    def _take(self, *, epoch: int, epoch_step: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Copy everything and hand it to the writer; collective.
+
+        Args:
+            epoch: The one in work, or the next.
+            epoch_step: Steps of it that are done.
+            logs: Of the epoch that has just ended, if one has.
+        """
+        ranks = self._state.gather_own()
+        if self._writer is None:
+            return
+        # Its arrays are copied over by the next ones.
+        self._writer.wait()
+        kept, arrays = callback_states(self._callbacks)
+        progress = Progress(
+            step=self._step,
+            epoch=epoch,
+            place=self._epochs.place(epoch_step=epoch_step),
+            unit=self._unit,
+            seed=self._seed,
+            presharded=self._presharded,
+            samples=sum(int(ranks[f"rank/{rank}/samples"]) for rank in range(self._size)),
+            callbacks=kept,
+            history=self._history(epoch, logs),
+        )
+        model = {**self._state.shared(), **arrays}
+        self._writer.start(
+            Snapshot(step=self._step, state=progress.to_json(), model=model, ranks=ranks)
+        )
+        self._taken_s = time.monotonic()
+        self._overdue = False
+
+    def _history(self, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What ``fit`` will return for the epochs so far; Keras notes the last one after this."""
+        history = self._model.history
+        epochs, values = list(history.epoch), {k: list(v) for k, v in history.history.items()}
+        if logs is not None:
+            epochs.append(epoch - 1)
+            for name, value in logs.items():
+                values.setdefault(name, []).append(value)
+        return {
+            "epoch": [int(number) for number in epochs],
+            "logs": {
+                name: [float(value) for value in entries if np.ndim(value) == 0]
+                for name, entries in values.items()
+            },
+        }
+
+    def _try_export(self, path: str) -> None:
+        try:
+            export_model(self._model, path)
+        except CheckpointError as error:
+            self._complain(error)
+
+    def _end(self, number: int) -> None:
+        """Leave the program after a signal, once the checkpoint is on disk; collective."""
+        name = signal.Signals(number).name
+        if self._writer is not None:
+            self._writer.wait()
+            error = self._writer.take_error()
+            if error is None:
+                self._say(
+                    f"{name} came; the checkpoint of step {self._step} is in "
+                    f"{self._asked.directory}. Start the program again to go on"
+                )
+            else:
+                self._say(f"{name} came, and no checkpoint could be saved: {error}")
+        self._collectives.barrier(name="checkpoint is saved")
+        self._preempted = True
+        raise Preempted(number)
+
+    def _complain(self, error: CheckpointError) -> None:
+        """Once: a full disk stays full for long."""
+        if not self._complained:
+            self._complained = True
+            self._say(f"no checkpoint could be saved, training goes on: {error}")
+
+    def _say(self, text: str) -> None:
+        if self._chief:
+            print(f"hvdtrain: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,151 @@
+"""Goes on with a training where its newest checkpoint was taken; all ranks together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.checkpoint import Snapshot, Store
+from hvdtrain.collectives.base import Collectives
+from hvdtrain.errors import CheckpointError
+from hvdtrain.keras.epochs import Epochs
+from hvdtrain.keras.saving.callback_states import kept_by_callbacks, restore_callbacks
+from hvdtrain.keras.saving.progress import Progress
+from hvdtrain.keras.saving.state import TrainingState
+
+__all__ = ["Resume", "find"]
+
+
+def find(store: Store | None, state: TrainingState, collectives: Collectives) -> Resume | None:
+    """Look for a checkpoint; collective.
+
+    Args:
+        store: On the chief; the other ranks need not see the files.
+        state: Of the model that is to be trained.
+        collectives: The engine.
+
+    Returns:
+        None where training begins anew.
+
+    Raises:
+        CheckpointError: All checkpoints are damaged, or the newest is of another model. Raised on
+            every rank.
+    """
+    snapshot = None
+    answer: dict[str, Any] = {}
+    if store is not None:
+        try:
+            snapshot = store.newest()
+            if snapshot is not None:
+                Progress.from_json(snapshot.state)
+                state.check(snapshot.model)
+                answer["state"] = snapshot.state
+        except CheckpointError as error:
+            answer["error"] = str(error)
+    answer = collectives.broadcast_object(answer, name="newest checkpoint")
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    if "state" not in answer:
+        return None
+    return Resume(Progress.from_json(answer["state"]), snapshot, state, collectives)
+
+
+class Resume:
+    """One checkpoint on its way into a model.
+
+    Args:
+        progress: How far it had come.
+        snapshot: On the chief, elsewhere None.
+        state: Of the model.
+        collectives: The engine.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        snapshot: Snapshot | None,
+        state: TrainingState,
+        collectives: Collectives,
+    ) -> None:
+        self.progress = progress
+        self._snapshot = snapshot
+        self._state = state
+        self._collectives = collectives
+        self._restored = False
+
+    def place(self, epochs: Epochs, unit: str) -> None:
+        """Set where the data begins.
+
+        Raises:
+            CheckpointError: The checkpoint was taken within an epoch over another kind of data.
+        """
+        progress = self.progress
+        if progress.place.position is not None and progress.unit != unit:
+            raise CheckpointError(
+                f"The checkpoint was taken within a pass over {progress.unit}, and the data given "
+                f"now is shared out by {unit}. Resume with the same kind of input, or begin anew "
+                "in another directory."
+            )
+        epochs.resume(progress.place, progress.epoch)
+
+    def on_train_begin(self, model: keras.Model, callbacks: Sequence[Any]) -> None:
+        """Set the first epoch; between two epochs, restore everything."""
+        model._initial_epoch = self.progress.epoch
+        if not self.progress.within_epoch:
+            self._restore(model, callbacks)
+
+    def on_epoch_begin(self, model: keras.Model, callbacks: Sequence[Any]) -> None:
+        """Within an epoch restore everything now, after all that Keras and callbacks begin with."""
+        if self._restored:
+            return
+        if self.progress.within_epoch:
+            self._restore(model, callbacks)
+        self._finish(model)
+
+    def on_train_end(self, model: keras.Model) -> None:
+        """Where the training was complete there was no epoch to begin."""
+        if not self._restored:
+            self._finish(model)
+
+    def _finish(self, model: keras.Model) -> None:
+        """Give ``fit`` back what it has to return; Keras forgets that when training begins."""
+        self._restored = True
+        self._snapshot = None
+        history = self.progress.history
+        model.history.history = {name: list(v) for name, v in history["logs"].items()}
+        model.history.epoch = list(history["epoch"])
+
+    def _restore(self, model: keras.Model, callbacks: Sequence[Any]) -> None:
+        snapshot, progress = self._snapshot, self.progress
+        self._state.restore_shared(None if snapshot is None else snapshot.model)
+        kept = None if snapshot is None else kept_by_callbacks(snapshot.model)
+        arrays = _broadcast_arrays(kept, self._collectives)
+        for lost in restore_callbacks(callbacks, progress.callbacks, arrays):
+            if self._collectives.rank == 0:
+                print(
+                    f"hvdtrain: the checkpoint holds the state of a callback {lost}, and fit was "
+                    "given none; training goes on without",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        # Last: what came before draws random numbers here and there.
+        self._state.restore_own(None if snapshot is None else snapshot.ranks, progress.place.ranks)
+
+
+def _broadcast_arrays(
+    arrays: Mapping[str, np.ndarray] | None, collectives: Collectives
+) -> dict[str, np.ndarray]:
+    """Give all ranks the chief's arrays; the others pass None and know nothing of them."""
+    own = arrays or {}
+    kinds = [(key, array.dtype.name, array.shape) for key, array in own.items()]
+    kinds = collectives.broadcast_object(kinds, name="arrays of callbacks")
+    return {
+        key: collectives.broadcast(
+            own.get(key, np.empty(shape, np.dtype(dtype))), name=f"callback's {key}"
+        )
+        for key, dtype, shape in kinds
+    }

@@ -1,0 +1,119 @@
+"""From the callbacks of a ``fit`` to its checkpoints: finds, resumes, keeps, and closes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from hvdtrain.checkpoint import Store
+from hvdtrain.checkpoint.writer import Writer
+from hvdtrain.collectives.base import Collectives
+from hvdtrain.errors import ModelError
+from hvdtrain.keras.epochs import Epochs
+from hvdtrain.keras.saving.checkpoint import Checkpoint
+from hvdtrain.keras.saving.keeper import Keeper
+from hvdtrain.keras.saving.resume import find
+from hvdtrain.keras.saving.state import TrainingState
+
+__all__ = ["Session", "asked_for"]
+
+
+def asked_for(callbacks: Sequence[Any]) -> Checkpoint | None:
+    """The ``Checkpoint`` among the callbacks.
+
+    Raises:
+        ModelError: There are several.
+    """
+    found = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+    if len(found) > 1:
+        folders = ", ".join(checkpoint.directory for checkpoint in found)
+        raise ModelError(
+            f"fit received {len(found)} hvdtrain.Checkpoint callbacks ({folders}); expected one. "
+            "Give one of them every_steps, every_s and keep as you need them."
+        )
+    return found[0] if found else None
+
+
+class Session:
+    """The checkpoints of one ``fit``; making one is collective.
+
+    Args:
+        asked: The user's callback.
+        model: Compiled, built and distributed.
+        collectives: The engine.
+        callbacks: All of the user's, in their order.
+        samples: Counts what this rank has trained on.
+        presharded: Whether each rank has data of its own.
+
+    Raises:
+        CheckpointError: All checkpoints are damaged, or the newest is of another model.
+    """
+
+    def __init__(
+        self,
+        asked: Checkpoint,
+        model: keras.Model,
+        collectives: Collectives,
+        callbacks: Sequence[Any],
+        samples: keras.Variable,
+        *,
+        presharded: bool,
+    ) -> None:
+        self._asked = asked
+        self._model = model
+        self._collectives = collectives
+        self._callbacks = callbacks
+        self._presharded = presharded
+        self._state = TrainingState(model, collectives, samples)
+        self._store: Store | None = None
+        if collectives.rank == 0:
+            self._store = Store(asked.directory, keep=asked.keep, notice=_say)
+        self._resume = find(self._store, self._state, collectives)
+
+    def seed(self, fresh: int) -> int:
+        """The seed of the data's orders: that of the checkpoint, else ``fresh``."""
+        return fresh if self._resume is None else self._resume.progress.seed
+
+    @contextmanager
+    def keeping(self, epochs: Epochs, unit: str, seed: int) -> Iterator[None]:
+        """Within the block ``fit`` takes checkpoints.
+
+        Args:
+            epochs: Where it stands in its data; set to where the checkpoint was taken.
+            unit: What positions in the data count.
+            seed: Of the data's orders.
+
+        Raises:
+            CheckpointError: The checkpoint belongs to another kind of data.
+        """
+        if self._resume is not None:
+            self._resume.place(epochs, unit)
+        keeper = Keeper(
+            self._asked,
+            model=self._model,
+            collectives=self._collectives,
+            callbacks=self._callbacks,
+            state=self._state,
+            epochs=epochs,
+            writer=None if self._store is None else Writer(self._store),
+            resume=self._resume,
+            unit=unit,
+            seed=seed,
+            presharded=self._presharded,
+        )
+        self._asked.keeper = keeper
+        keeper.open()
+        try:
+            yield
+        finally:
+            self._asked.keeper = None
+            self._model._initial_epoch = None
+            keeper.close()
+
+
+def _say(text: str) -> None:
+    print(f"hvdtrain: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,40 @@
+"""Signals by which a cluster says that a job is about to be ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+__all__ = ["CaughtSignals"]
+
+_CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class CaughtSignals:
+    """From ``catch`` to ``release`` notes them, so that a step can be finished and saved.
+
+    Only the main thread may change what a signal does; in another one nothing is caught.
+    """
+
+    def __init__(self) -> None:
+        self._previous: dict[int, Any] = {}
+        self.received = 0
+        """The first that came, as a number; 0 for none."""
+
+    def catch(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._note) for number in _CAUGHT}
+
+    def release(self, *, handled: bool) -> None:
+        """Let signals do what they did before; one that came and was not handled does it now."""
+        for number, previous in self._previous.items():
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+        self._previous = {}
+        if self.received and not handled:
+            os.kill(os.getpid(), self.received)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number

@@ -1,0 +1,70 @@
+"""Slow, full and read-only disks under a training; all of them real."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.checkpoint import Store
+from tests.checkpoint.disks import remount
+
+# 300,000 parameters, with Adam's state about 3.6 MB.
+TRAINING = """
+    import os, sys, time
+    import keras, numpy as np
+    import hvdtrain
+
+    hvdtrain.init()
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((300,)), keras.layers.Dense(1000)])
+    model.compile("adam", "mse")
+    hvdtrain.distribute(model)
+    directory, every, on_error = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+
+    class Watch(keras.callbacks.Callback):
+        steps = 0
+        while_writing = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.steps += 1
+            names = os.listdir(directory) if hvdtrain.is_chief() else []
+            self.while_writing += any(name.startswith(".writing") for name in names)
+            time.sleep(0.01)
+
+    watch = Watch()
+    checkpoint = hvdtrain.Checkpoint(directory, every_steps=every, keep=1, on_error=on_error)
+    x = np.ones((800, 300), "float32")
+    y = np.ones((800, 1000), "float32")
+    size = 8 // hvdtrain.size()
+    model.fit(x, y, batch_size=size, verbose=0, callbacks=[watch, checkpoint])
+    if hvdtrain.is_chief():
+        print(watch.steps, "steps,", watch.while_writing, "while writing")
+"""
+
+
+def test_training_goes_on_while_a_slow_disk_writes(launch, slow_disk):
+    """A write takes about two seconds. Were it waited for, no step could end meanwhile."""
+    done = launch(2, TRAINING, str(slow_disk), "20", "warn", timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    steps, while_writing = (int(word) for word in done.stdout.split() if word.isdecimal())
+    assert steps == 100
+    assert while_writing >= 10
+    assert Store(slow_disk).steps() == [100]
+
+
+@pytest.mark.parametrize("damage", ["full", "read-only"])
+def test_a_disk_that_takes_nothing_is_told_once(launch, small_disk, damage):
+    if damage == "read-only":
+        remount(small_disk, "ro")
+    done = launch(2, TRAINING, str(small_disk), "10", "warn", timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no checkpoint could be saved, training goes on") == 1
+    assert ("No space left" if damage == "full" else "Read-only file system") in done.stderr
+    assert done.stdout.startswith("100 steps")
+
+
+def test_a_full_disk_ends_training_if_asked_to(launch, small_disk):
+    done = launch(2, TRAINING, str(small_disk), "10", "raise", timeout_s=120)
+    assert done.returncode == 1
+    for rank in range(2):
+        assert f"hvdtrain: rank {rank} of 2 failed: CheckpointError" in done.stderr
+    assert "No space left" in done.stderr

@@ -1,0 +1,283 @@
+"""A training that was stopped and resumed is, to the last bit, the one that was never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.checkpoint import Store
+from hvdtrain.keras.saving.checkpoint import Checkpoint
+from tests.keras.saving.runs import ROWS, Draws, Stop, StopAfter, X, Y, model_of, outcome, run
+
+EPOCHS = 3
+
+
+def plain(callbacks: list[Any], **options: Any) -> Any:
+    def fit(model: keras.Model) -> Any:
+        return model.fit(
+            options.pop("x", X),
+            options.pop("y", Y),
+            epochs=EPOCHS,
+            verbose=0,
+            callbacks=callbacks,
+            **options,
+        )
+
+    return fit
+
+
+def dropout() -> keras.Model:
+    return model_of([keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.4)])
+
+
+def accumulating() -> keras.Model:
+    """Much that differs by rank: statistics, accumulated gradients, dropout."""
+    layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.4)]
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=3)
+    return model_of(layers, optimizer=optimizer)
+
+
+def averaged() -> keras.Model:
+    """Much that an optimizer keeps beside its momentum."""
+    optimizer = keras.optimizers.AdamW(0.01, use_ema=True, ema_overwrite_frequency=5, clipnorm=1.0)
+    return model_of([keras.layers.Dense(8, "relu")], optimizer=optimizer)
+
+
+def scaled_loss() -> keras.Model:
+    inner = keras.optimizers.SGD(0.05, momentum=0.9)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, dynamic_growth_steps=4)
+    policy = keras.DTypePolicy("bfloat16")
+    return model_of([keras.layers.Dense(8, "relu", dtype=policy)], optimizer=optimizer)
+
+
+def several_steps() -> keras.Model:
+    schedule = keras.optimizers.schedules.CosineDecay(0.05, 12)
+    optimizer = keras.optimizers.Nadam(schedule)
+    layers = [keras.layers.Dense(8), keras.layers.Dropout(0.2)]
+    return model_of(layers, optimizer=optimizer, steps_per_execution=2)
+
+
+def exact(world: Any, make: Any, fit: Any, tmp_path: Any, stop: int) -> None:
+    """Hold a whole run against one that is stopped after some steps and resumed.
+
+    Args:
+        fit: From a list of callbacks to a function that trains a model.
+        stop: Steps after which the first run ends.
+    """
+    whole = outcome(*run(world, make, fit([Checkpoint(tmp_path / "whole")]), seed=1))
+    with pytest.raises(Stop):
+        run(world, make, fit([Checkpoint(tmp_path, every_steps=2), StopAfter(stop)]), seed=1)
+    # The state must come from the checkpoint and not from the program's beginning.
+    resumed = outcome(*run(world, make, fit([Checkpoint(tmp_path, every_steps=2)]), seed=9))
+    for name in whole:
+        assert resumed[name] == whole[name], name
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stop", [3, 8])
+@pytest.mark.parametrize("make", [accumulating, averaged, scaled_loss, several_steps])
+def test_resuming_is_exact(world, make, stop, tmp_path):
+    """In the first and in the second epoch, which have six steps."""
+    exact(world, make, lambda callbacks: plain(callbacks, batch_size=6), tmp_path, stop)
+
+
+@pytest.mark.ranks(1, 3)
+def test_resuming_is_exact_on_any_number_of_ranks(world, tmp_path):
+    exact(world, accumulating, lambda callbacks: plain(callbacks, batch_size=6), tmp_path, 3)
+
+
+@pytest.mark.ranks(2)
+def test_resuming_twice_is_exact(world, tmp_path):
+    fit = lambda callbacks: plain(callbacks, batch_size=6)  # noqa: E731
+    saving = [Checkpoint(tmp_path, every_steps=1), StopAfter(2)]
+    with pytest.raises(Stop):
+        run(world, dropout, fit(saving), seed=1)
+    exact(world, dropout, fit, tmp_path, 3)
+
+
+@pytest.mark.ranks(2)
+def test_resuming_after_the_last_step_of_an_epoch_is_exact(world, tmp_path):
+    exact(world, dropout, lambda callbacks: plain(callbacks, batch_size=6), tmp_path, 6)
+
+
+def shuffled_pipeline(callbacks: list[Any]) -> Any:
+    def fit(model: keras.Model) -> Any:
+        # Its order follows from this and the global seed, which a program sets alike in each run.
+        tf.random.set_seed(5)
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS, seed=4).batch(6)
+        return model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+
+    return fit
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return -(-ROWS // 6)
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index * 6 : index * 6 + 6], Y[index * 6 : index * 6 + 6]
+
+
+def batches(callbacks: list[Any]) -> Any:
+    return lambda model: model.fit(Batches(), epochs=EPOCHS, verbose=0, callbacks=callbacks)
+
+
+def long_passes(callbacks: list[Any]) -> Any:
+    return plain(callbacks, batch_size=4, steps_per_epoch=4)
+
+
+def endless(callbacks: list[Any]) -> Any:
+    def fit(model: keras.Model) -> Any:
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).repeat().batch(6)
+        return model.fit(data, epochs=EPOCHS, steps_per_epoch=4, verbose=0, callbacks=callbacks)
+
+    return fit
+
+
+def batches_shuffled_inside(callbacks: list[Any]) -> Any:
+    return plain(callbacks, batch_size=6, shuffle="batch")
+
+
+def validated(callbacks: list[Any]) -> Any:
+    return plain(callbacks, batch_size=6, validation_split=0.2)
+
+
+INPUTS = (
+    *(shuffled_pipeline, batches, long_passes, endless, batches_shuffled_inside),
+    validated,
+)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fit", INPUTS)
+def test_resuming_is_exact_with_every_kind_of_input(world, fit, tmp_path):
+    exact(world, dropout, fit, tmp_path, 9)
+
+
+class Scaled(keras.callbacks.Callback):
+    """A user's callback with a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+        self.seen = np.zeros(2)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"factor": self.factor, "seen": self.seen}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.factor, self.seen = state["factor"], state["seen"].copy()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.factor *= 0.9
+        self.seen += 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.05 * self.factor + 0.001 * float(self.seen.sum())
+
+
+def deciding() -> list[Any]:
+    """Each counts something: in this training the rate falls and the best weights come back."""
+    return [
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5),
+        keras.callbacks.EarlyStopping(
+            "loss", patience=2, min_delta=10.0, restore_best_weights=True
+        ),
+    ]
+
+
+def setting() -> list[Any]:
+    return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7), Scaled()]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("own", [deciding, setting, lambda: [Draws()]])
+@pytest.mark.parametrize("first", [False, True])
+def test_callbacks_go_on_where_they_were(world, own, first, tmp_path):
+    def fit(saving: list[Any]) -> Any:
+        return plain([*saving, *own()] if first else [*own(), *saving], batch_size=6)
+
+    exact(world, dropout, fit, tmp_path, 8)
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_changes_nothing(world, tmp_path):
+    fit = plain([Checkpoint(tmp_path, every_steps=1)], batch_size=6)
+    without = outcome(*run(world, dropout, plain([], batch_size=6), seed=1))
+    assert outcome(*run(world, dropout, fit, seed=1)) == without
+
+
+@pytest.mark.ranks(2)
+def test_only_the_chief_needs_the_directory(world, tmp_path):
+    fit = plain([Checkpoint(tmp_path / "runs" / "a", every_steps=2)], batch_size=6)
+    run(world, dropout, fit, seed=1)
+    assert (tmp_path / "runs").exists() == world.is_chief()
+
+
+@pytest.mark.ranks(2)
+def test_a_complete_training_is_not_done_again(world, tmp_path):
+    model, _ = run(world, averaged, plain([Checkpoint(tmp_path)], batch_size=6), seed=1)
+    weights = [np.asarray(w) for w in model.get_weights()]
+    again, history = run(world, averaged, plain([Checkpoint(tmp_path)], batch_size=6), seed=2)
+    assert history.epoch == list(range(EPOCHS))
+    for one, other in zip(weights, again.get_weights()):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_one_rank_saves_and_ends_all(world, number, tmp_path):
+    class Kill(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 0 and world.rank() == world.size() - 1:
+                os.kill(os.getpid(), number)
+
+    undisturbed = plain([Checkpoint(tmp_path / "whole")], batch_size=6)
+    whole = outcome(*run(world, dropout, undisturbed, seed=1))
+    before = signal.getsignal(number)
+    fit = plain([Checkpoint(tmp_path, every_steps=1), Kill()], batch_size=6)
+    with pytest.raises(world.Preempted) as ended:
+        run(world, dropout, fit, seed=1)
+    assert (ended.value.code, ended.value.signal) == (75, number)
+    assert signal.getsignal(number) == before
+    if world.is_chief():
+        steps = -(-ROWS // (6 * world.size()))
+        assert Store(tmp_path).steps()[-1] == steps + 1
+    resumed = run(world, dropout, plain([Checkpoint(tmp_path)], batch_size=6), seed=2)
+    assert outcome(*resumed) == whole
+
+
+@pytest.mark.ranks(2)
+def test_another_model_is_refused_everywhere(world, tmp_path):
+    run(world, dropout, plain([Checkpoint(tmp_path)], batch_size=6), seed=1)
+    wider = lambda: model_of([keras.layers.Dense(9)])  # noqa: E731
+    with pytest.raises(world.CheckpointError, match=r"expected float32 \(6, 9\), found float32"):
+        run(world, wider, plain([Checkpoint(tmp_path)], batch_size=6), seed=1)
+
+
+@pytest.mark.ranks(2)
+def test_another_kind_of_input_is_refused_within_an_epoch(world, tmp_path):
+    fit = plain([Checkpoint(tmp_path, every_steps=2), StopAfter(3)], batch_size=6)
+    with pytest.raises(Stop):
+        run(world, dropout, fit, seed=1)
+    with pytest.raises(world.CheckpointError, match=r"a pass over samples.*by batches"):
+        run(world, dropout, batches([Checkpoint(tmp_path)]), seed=1)
+
+
+@pytest.mark.ranks(1)
+def test_a_model_that_was_not_distributed_is_refused(world, tmp_path):
+    with pytest.raises(world.ModelError, match=r"hvdtrain.distribute\(model\)"):
+        dropout().fit(X, Y, verbose=0, callbacks=[Checkpoint(tmp_path)])
+
+
+@pytest.mark.ranks(2)
+def test_two_checkpoints_are_refused(world, tmp_path):
+    two = [Checkpoint(tmp_path / "a"), Checkpoint(tmp_path / "b")]
+    with pytest.raises(world.ModelError, match=r"2 hvdtrain\.Checkpoint callbacks"):
+        run(world, dropout, plain(two, batch_size=6), seed=1)
