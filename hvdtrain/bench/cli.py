@@ -13,7 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.options import MODELS, AllreduceOptions, StartupOptions, TrainingOptions
+from hvdtrain.bench.options import (
+    MODELS,
+    AllreduceOptions,
+    CheckpointOptions,
+    StartupOptions,
+    TrainingOptions,
+)
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.errors import ConfigurationError
 
@@ -35,6 +41,7 @@ it held. docs/performance.md says how to read the figures.
 _MODULES = {
     "allreduce": ("hvdtrain.bench.allreduce", AllreduceOptions),
     "training": ("hvdtrain.bench.training", TrainingOptions),
+    "checkpoint": ("hvdtrain.bench.checkpoint", CheckpointOptions),
     "startup": ("hvdtrain.bench.startup", StartupOptions),
 }
 
@@ -68,6 +75,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, summary in _TRAINING_COUNTS.items():
         name = flag[2:].replace("-", "_")
         _add_count(training, flag, getattr(TrainingOptions, name), summary)
+    checkpoint = _add(benchmarks, "checkpoint", "how long a checkpoint keeps training waiting")
+    checkpoint.add_argument(
+        "--directory",
+        default="",
+        metavar="DIR",
+        help="where to write and remove them; default the folder for temporary files",
+    )
+    for flag, summary in _CHECKPOINT_COUNTS.items():
+        name = flag[2:].replace("-", "_")
+        _add_count(checkpoint, flag, getattr(CheckpointOptions, name), summary)
     startup = _add(benchmarks, "startup", "what hvdtrain run costs over a bare mpirun")
     _add_count(startup, "--runs", StartupOptions.runs, "starts of each kind")
 
@@ -80,6 +97,12 @@ _TRAINING_COUNTS = {
     "--memory-steps": "steps over which the resident set is compared",
     "--intra-op-threads": "TensorFlow's threads within an operation, on each rank",
     "--inter-op-threads": "TensorFlow's threads for operations side by side, on each rank",
+}
+
+_CHECKPOINT_COUNTS = {
+    "--checkpoints": "how many are written",
+    "--between-steps": "steps from one to the next",
+    "--batch-size": "samples a rank and step",
 }
 
 
@@ -109,7 +132,8 @@ def run(arguments: argparse.Namespace) -> int:
     if inside or name == "startup":
         measure_here(name, options)
         return 0
-    from hvdtrain.launch.job import Job, run_job
+    from hvdtrain.launch.attempts import run_job
+    from hvdtrain.launch.job import Job
 
     job = Job(
         program=(sys.executable, "-m", "hvdtrain.bench", name, json.dumps(options)),
@@ -134,6 +158,11 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     options = {
         field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given
     }
+    if options.get("directory"):
+        folder = Path(options["directory"]).absolute()
+        if not folder.is_dir():
+            raise ConfigurationError(f"--directory {folder}: there is no such folder.")
+        options["directory"] = str(folder)
     for name in ("json", "plot"):
         if options.get(name):
             path = Path(options[name]).absolute()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MODELS", "AllreduceOptions", "StartupOptions", "TrainingOptions"]
+__all__ = ["MODELS", "AllreduceOptions", "CheckpointOptions", "StartupOptions", "TrainingOptions"]
 
 MODELS = ("lenet", "mlp")
 
@@ -52,6 +52,25 @@ class TrainingOptions:
     memory_steps: int = 100
     intra_op_threads: int = 1
     inter_op_threads: int = 1
+    json: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """``hvdtrain bench checkpoint``.
+
+    Attributes:
+        directory: Where checkpoints are written and removed; empty for a temporary folder.
+        checkpoints: How many.
+        between_steps: Steps from one to the next.
+        batch_size: Samples a rank and step.
+        json: Path for the results, empty for none.
+    """
+
+    directory: str = ""
+    checkpoints: int = 5
+    between_steps: int = 20
+    batch_size: int = 16
     json: str = ""
 
 

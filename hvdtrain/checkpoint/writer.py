@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from hvdtrain.checkpoint.store import Snapshot, Store
 from hvdtrain.errors import CheckpointError
@@ -23,6 +24,8 @@ class Writer:
         self._error: CheckpointError | None = None
         self.written: int | None = None
         """Step of the newest checkpoint that is safely on disk, None before the first."""
+        self.written_s: list[float] = []
+        """How long each write took that succeeded."""
 
     @property
     def busy(self) -> bool:
@@ -49,6 +52,7 @@ class Writer:
         return error
 
     def _write(self, snapshot: Snapshot) -> None:
+        start = time.monotonic()
         try:
             self._store.write(snapshot)
         except CheckpointError as error:
@@ -58,3 +62,4 @@ class Writer:
             self._error = CheckpointError(f"{type(error).__name__}: {error}")
         else:
             self.written = snapshot.step
+            self.written_s.append(time.monotonic() - start)

@@ -135,7 +135,7 @@ class Loops:
             steps_per_execution=self._model.steps_per_execution,
         )
         self._validation = validation
-        keeping = session.keeping(epochs_, sharded.unit, self._seed) if session else nullcontext()
+        keeping = session.keeping(epochs_, sharded, self._seed) if session else nullcontext()
         try:
             with keeping:
                 return self._guard(

@@ -24,6 +24,7 @@ USAGE_ERRORS = {
     "ranks": (["allreduce", "-np", "0"], "got '0', expected a whole number above 0"),
     "engine": (["allreduce", "--engine", "nccl"], "nccl"),
     "models": (["training", "--models", "lenet,vgg"], "got 'vgg', expected names out of"),
+    "directory": (["checkpoint", "--directory", "/nonexistent"], "there is no such folder"),
     "folder": (["allreduce", "--json", "/nonexistent/x.json"], "there is no folder /nonexistent"),
 }
 
@@ -39,7 +40,7 @@ def test_usage_errors_exit_2(
 def test_help_names_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("allreduce", "training", "startup"))
+    assert all(name in shown for name in ("allreduce", "training", "checkpoint", "startup"))
 
 
 def test_startup_refuses_to_run_inside_a_job(
@@ -111,6 +112,20 @@ def test_training_measures_one_rank_and_two(run_command, tmp_path: Path) -> None
     best = max(row["joint_samples_per_s"]) / one_rank
     assert row["speedup"] == pytest.approx(best)
     assert row["efficiency_percent"] == pytest.approx(50 * best)
+
+
+@pytest.mark.mpi
+def test_checkpoint_tells_waiting_from_writing(run_command, tmp_path: Path) -> None:
+    path, folder = tmp_path / "out.json", tmp_path / "disk"
+    folder.mkdir()
+    argv = [*BENCH, "checkpoint", "-np", "2", "--checkpoints", "2", "--between-steps", "2"]
+    done = run_command([*argv, "--directory", str(folder), "--json", str(path)], timeout_s=100)
+    assert done.returncode == 0, done
+    found = json.loads(path.read_text())
+    assert found["bytes"] > 3 * 4 * 20_000_000, "weights and Adam's two moments"
+    assert len(found["paused_s"]) == len(found["written_s"]) >= 1
+    assert min(found["paused_s"] + found["written_s"]) > 0
+    assert list(folder.iterdir()) == [], "it tidies up"
 
 
 @pytest.mark.mpi

@@ -207,6 +207,11 @@ class ShardedInput:
         self.joint_rows_known = joint_rows_known
         self.notice = notice
 
+    @property
+    def follows_global_seed(self) -> bool:
+        """Whether the order of a pass depends on TensorFlow's seed when the input was made."""
+        return False
+
     def begin(
         self, position: Position, *, ranks: int | None = None, repeatable: bool = False
     ) -> Pass:

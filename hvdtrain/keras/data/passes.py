@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import DataError
 
-__all__ = ["PipelinePasses", "Reshuffling", "reshuffling"]
+__all__ = ["PipelinePasses", "Reshuffling", "reshuffling", "shuffles"]
 
 _IGNORE_EXTERNAL_STATE = 1  # ExternalStatePolicy of tf.data: what is kept never leaves the process
 _COUNT = "_hvdtrain_passes_begun"
@@ -86,6 +86,12 @@ def reshuffling(dataset: Any) -> Reshuffling:
         at_first=all(above <= _DRAW_AT_ONCE | _DRAW_AT_FIRST for above in seen),
         repeatable=all(above <= _DRAW_AT_ONCE | _DRAW_LATER for above in seen),
     )
+
+
+def shuffles(dataset: Any) -> bool:
+    """Whether a part of the dataset that can be seen shuffles, be it always alike."""
+    kind = type(dataset).__name__
+    return kind == "_ShuffleDataset" or any(shuffles(part) for part in dataset._inputs())
 
 
 def _look(dataset: Any, above: frozenset[str]) -> list[frozenset[str]]:

@@ -18,7 +18,7 @@ from hvdtrain.keras.data.agreement import REMEDIES, raise_if_different
 from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, Report, ShardedInput, ShardPlan
 from hvdtrain.keras.data.joint_stream import JointStream
 from hvdtrain.keras.data.partition import joint_steps
-from hvdtrain.keras.data.passes import PipelinePasses
+from hvdtrain.keras.data.passes import PipelinePasses, shuffles
 from hvdtrain.keras.data.position import Position
 
 __all__ = ["NOTICE", "ShardedPipeline", "TfDataSource"]
@@ -47,6 +47,7 @@ class TfDataSource:
     def __init__(self, dataset: tf.data.Dataset, *, class_weight: Any, plan: ShardPlan) -> None:
         self.plan = plan
         self._passes = PipelinePasses(dataset)
+        self.shuffles = shuffles(dataset)
         self._class_weight = class_weight
         self._dataset = dataset = self._weighted(dataset)
         self._spec = structures.as_tuple(dataset.element_spec)
@@ -240,6 +241,11 @@ class ShardedPipeline(ShardedInput):
     def repeatable(self) -> bool:
         """Whether the order of a pass can be restored."""
         return self._pipeline.repeatable
+
+    @property
+    def follows_global_seed(self) -> bool:
+        """Whether the pipeline shuffles."""
+        return self._pipeline.shuffles
 
     def catch_up(self, *, epochs: int, passes: int) -> None:
         """Draw the orders of the passes before."""

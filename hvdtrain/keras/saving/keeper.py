@@ -24,6 +24,7 @@ from hvdtrain.keras.saving.resume import Resume
 from hvdtrain.keras.saving.schedule import Schedule
 from hvdtrain.keras.saving.signals import CaughtSignals
 from hvdtrain.keras.saving.state import TrainingState
+from hvdtrain.tensorflow import seeds
 
 __all__ = ["Keeper"]
 
@@ -82,6 +83,8 @@ class Keeper:
         # Of the chief: when the ranks last met, and when a checkpoint was last taken.
         self._met = (self._first_step, time.monotonic())
         self._taken_s = time.monotonic()
+        self.paused_s: list[float] = []
+        """For how long each checkpoint kept training from going on."""
         self._overdue = False
         self._complained = False
         self._preempted = False
@@ -158,6 +161,11 @@ class Keeper:
         self._meet(self._step, due=False)
 
     @property
+    def written_s(self) -> Sequence[float]:
+        """How long each write took; on the chief."""
+        return () if self._writer is None else self._writer.written_s
+
+    @property
     def _chief(self) -> bool:
         return self._writer is not None
 
@@ -209,6 +217,7 @@ class Keeper:
             epoch_step: Steps of it that are done.
             logs: Of the epoch that has just ended, if one has.
         """
+        start = time.monotonic()
         ranks = self._state.gather_own()
         if self._writer is None:
             return
@@ -221,6 +230,7 @@ class Keeper:
             place=self._epochs.place(epoch_step=epoch_step),
             unit=self._unit,
             seed=self._seed,
+            tensorflow_seed=seeds.current_seed(),
             presharded=self._presharded,
             samples=sum(int(ranks[f"rank/{rank}/samples"]) for rank in range(self._size)),
             callbacks=kept,
@@ -231,6 +241,7 @@ class Keeper:
             Snapshot(step=self._step, state=progress.to_json(), model=model, ranks=ranks)
         )
         self._taken_s = time.monotonic()
+        self.paused_s.append(self._taken_s - start)
         self._overdue = False
 
     def _history(self, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:

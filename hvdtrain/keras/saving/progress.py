@@ -25,7 +25,8 @@ class Progress:
         epoch: The epoch in work, or the next one where no step of one is done; from 0.
         place: Where the data stands.
         unit: What positions count: samples or batches.
-        seed: Of all orders of the data.
+        seed: Of all orders of the data that hvdtrain chooses.
+        tensorflow_seed: TensorFlow's global seed, or None; orders of ``tf.data`` follow from it.
         presharded: Whether each rank had data of its own.
         samples: Seen by all ranks since the beginning.
         callbacks: By class, what each keeps.
@@ -37,6 +38,7 @@ class Progress:
     place: Place
     unit: str
     seed: int
+    tensorflow_seed: int | None
     presharded: bool
     samples: int
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

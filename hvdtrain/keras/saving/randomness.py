@@ -39,7 +39,9 @@ def random_state() -> dict[str, np.ndarray]:
 def restore_random_state(state: Mapping[str, np.ndarray]) -> None:
     """Let this process draw what it would have drawn after ``random_state``."""
     # Keras first: making its generator draws from Python's.
-    if state["keras"][0] != _ABSENT:
+    if state["keras"][0] == _ABSENT:
+        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
+    else:
         generator = seed_generator.global_seed_generator()
         generator.state.assign(state["keras"].astype(generator.state.dtype))
     seed = int(state["tensorflow seed"])

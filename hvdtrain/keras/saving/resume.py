@@ -12,10 +12,12 @@ import numpy as np
 from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import CheckpointError
+from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.epochs import Epochs
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks, restore_callbacks
 from hvdtrain.keras.saving.progress import Progress
 from hvdtrain.keras.saving.state import TrainingState
+from hvdtrain.tensorflow import seeds
 
 __all__ = ["Resume", "find"]
 
@@ -77,18 +79,30 @@ class Resume:
         self._collectives = collectives
         self._restored = False
 
-    def place(self, epochs: Epochs, unit: str) -> None:
+    def place(self, epochs: Epochs, data: ShardedInput) -> None:
         """Set where the data begins.
+
+        Args:
+            epochs: Of the ``fit`` that begins.
+            data: What it reads.
 
         Raises:
             CheckpointError: The checkpoint was taken within an epoch over another kind of data.
         """
         progress = self.progress
-        if progress.place.position is not None and progress.unit != unit:
+        if progress.place.position is not None and progress.unit != data.unit:
             raise CheckpointError(
                 f"The checkpoint was taken within a pass over {progress.unit}, and the data given "
-                f"now is shared out by {unit}. Resume with the same kind of input, or begin anew "
-                "in another directory."
+                f"now is shared out by {data.unit}. Resume with the same kind of input, or begin "
+                "anew in another directory."
+            )
+        seed = seeds.current_seed()
+        if progress.within_epoch and data.follows_global_seed and progress.tensorflow_seed != seed:
+            self._say(
+                f"the tf.data pipeline shuffles, and TensorFlow's global seed was "
+                f"{progress.tensorflow_seed} when this training began and is {seed} now: the rest "
+                "of this epoch has another order, so that some samples come twice and others not. "
+                "To go on exactly, call keras.utils.set_random_seed(1) at the start of the program"
             )
         epochs.resume(progress.place, progress.epoch)
 
@@ -125,15 +139,16 @@ class Resume:
         kept = None if snapshot is None else kept_by_callbacks(snapshot.model)
         arrays = _broadcast_arrays(kept, self._collectives)
         for lost in restore_callbacks(callbacks, progress.callbacks, arrays):
-            if self._collectives.rank == 0:
-                print(
-                    f"hvdtrain: the checkpoint holds the state of a callback {lost}, and fit was "
-                    "given none; training goes on without",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            self._say(
+                f"the checkpoint holds the state of a callback {lost}, and fit was given none; "
+                "training goes on without"
+            )
         # Last: what came before draws random numbers here and there.
         self._state.restore_own(None if snapshot is None else snapshot.ranks, progress.place.ranks)
+
+    def _say(self, text: str) -> None:
+        if self._collectives.rank == 0:
+            print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
 
 
 def _broadcast_arrays(

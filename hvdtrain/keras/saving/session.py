@@ -13,6 +13,7 @@ from hvdtrain.checkpoint import Store
 from hvdtrain.checkpoint.writer import Writer
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import ModelError
+from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.epochs import Epochs
 from hvdtrain.keras.saving.checkpoint import Checkpoint
 from hvdtrain.keras.saving.keeper import Keeper
@@ -79,19 +80,19 @@ class Session:
         return fresh if self._resume is None else self._resume.progress.seed
 
     @contextmanager
-    def keeping(self, epochs: Epochs, unit: str, seed: int) -> Iterator[None]:
+    def keeping(self, epochs: Epochs, data: ShardedInput, seed: int) -> Iterator[None]:
         """Within the block ``fit`` takes checkpoints.
 
         Args:
             epochs: Where it stands in its data; set to where the checkpoint was taken.
-            unit: What positions in the data count.
+            data: What it reads.
             seed: Of the data's orders.
 
         Raises:
             CheckpointError: The checkpoint belongs to another kind of data.
         """
         if self._resume is not None:
-            self._resume.place(epochs, unit)
+            self._resume.place(epochs, data)
         keeper = Keeper(
             self._asked,
             model=self._model,
@@ -101,7 +102,7 @@ class Session:
             epochs=epochs,
             writer=None if self._store is None else Writer(self._store),
             resume=self._resume,
-            unit=unit,
+            unit=data.unit,
             seed=seed,
             presharded=self._presharded,
         )

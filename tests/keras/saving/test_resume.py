@@ -116,6 +116,24 @@ def shuffled_pipeline(callbacks: list[Any]) -> Any:
     return fit
 
 
+@pytest.mark.ranks(2)
+def test_another_order_of_a_pipeline_is_told(world, tmp_path, capfd):
+    def fit(seed: int, callbacks: list[Any]) -> Any:
+        def train(model: keras.Model) -> Any:
+            tf.random.set_seed(seed)
+            data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS, seed=4).batch(6)
+            return model.fit(data, verbose=0, callbacks=callbacks)
+
+        return train
+
+    with pytest.raises(Stop):
+        run(world, dropout, fit(5, [Checkpoint(tmp_path, every_steps=1), StopAfter(3)]), seed=1)
+    assert "global seed" not in capfd.readouterr().err
+    run(world, dropout, fit(6, [Checkpoint(tmp_path)]), seed=1)
+    told = "global seed was 5 when this training began and is 6 now"
+    assert (told in capfd.readouterr().err) == world.is_chief()
+
+
 class Batches(keras.utils.PyDataset):
     def __len__(self) -> int:
         return -(-ROWS // 6)
