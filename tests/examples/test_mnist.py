@@ -70,10 +70,11 @@ def test_alone_it_needs_no_mpi(launch, tmp_path: Path) -> None:
     done = launch(
         None,
         MNIST,
-        *("--epochs", "1", "--run-dir", "results"),
+        *("--epochs", "1", "--run-dir", "results", "--checkpoint-dir", "saved"),
         env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
         timeout_s=100,
     )
     assert _test_accuracy(done) > 0.7
     assert (tmp_path / "results" / "model.keras").exists()
     assert (tmp_path / "results" / "logs").is_dir()
+    assert (tmp_path / "saved" / "step-00000063" / "manifest.json").exists()
