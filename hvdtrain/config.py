@@ -13,13 +13,16 @@ from typing import Any
 
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["COLUMNS", "LAUNCHER", "PREFIX", "Settings", "read_settings"]
+__all__ = ["COLUMNS", "LAUNCHER", "PREFIX", "REPORT_FD", "Settings", "read_settings"]
 
 PREFIX = "HVDTRAIN_"
 # Set for the ranks by ``hvdtrain run``: where it listens, its addresses with one port
 # ("10.0.0.1 192.168.1.1 4711"); and the width of the terminal that shows their output, if any.
 LAUNCHER = PREFIX + "LAUNCHER"
 COLUMNS = PREFIX + "COLUMNS"
+# The open file in which a rank's program tells how far it is, and its inode ("7:4711"), so that
+# a number that means another file by then is not written to.
+REPORT_FD = PREFIX + "REPORT_FD"
 
 
 def _positive_float(text: str) -> float:
@@ -82,6 +85,14 @@ class Settings:
     )
     share_gpus: bool = _setting(
         False, _flag, "1 lets more ranks than GPUs run on a host and share them"
+    )
+    elastic: bool = _setting(
+        False, _flag, "1 lets the ranks that are left go on when one dies; needs Open MPI 5"
+    )
+    min_np: int = _setting(
+        1,
+        _positive_int,
+        "how many ranks have to be left to go on (elastic), or to start again (--max-restarts)",
     )
     log_level: str = _setting(
         "info",

@@ -16,8 +16,13 @@
 #SBATCH --time=01:00:00
 #SBATCH --output=hvdtrain-%j.out
 #
-# A minute before the time is over ranks are asked to end (SIGTERM), and the job ends with code 75.
-#SBATCH --signal=B:USR2@60
+# 90 seconds before the time is over (Slurm may be a minute early) this script is told, and tells the
+# ranks: a program with hvdtrain.Checkpoint saves what it has and ends with code 75. Then the job goes
+# back into the queue under its own number, and goes on from the checkpoint when its turn comes.
+# HVDTRAIN_MAX_REQUEUES=0 sbatch ... forbids it; default 100.
+#SBATCH --signal=B:USR1@90
+#SBATCH --requeue
+#SBATCH --open-mode=append
 #
 # With GPUs, one for each task; remove one # of the two:
 ##SBATCH --gpus-per-task=1
@@ -57,4 +62,39 @@ fi
 # SLURM_MPI_TYPE=pmi2 (or another of `srun --mpi=list`) overrides how they find each other; with
 # Intel MPI and pmi2 set I_MPI_PMI_LIBRARY=/path/to/libpmi2.so as well.
 export SRUN_CPUS_PER_TASK="$cores"
-exec "$PYTHON" -m hvdtrain run -- "$PYTHON" "$@"
+"$PYTHON" -m hvdtrain run -- "$PYTHON" "$@" &
+launcher=$!
+
+# bash would only see a signal when the ranks have ended. A signal also ends `wait`, which then has to
+# be called again for the exit code.
+pass_on() {
+    passed_on=yes
+    kill "-$1" "$launcher" 2>/dev/null || true
+}
+for name in USR1 USR2 TERM HUP; do
+    trap "pass_on $name" "$name"
+done
+# In the background Ctrl-C would be ignored.
+trap 'pass_on TERM' INT
+while :; do
+    passed_on=
+    code=0
+    wait "$launcher" || code=$?
+    [ -n "$passed_on" ] || break
+done
+
+# 75: preempted. After scancel, or where Slurm itself takes the nodes away, it is another code (143),
+# and the job is cancelled, or back in the queue already.
+[ "$code" -eq 75 ] || exit "$code"
+restarts=${SLURM_RESTART_COUNT:-0}
+if [ "$restarts" -ge "${HVDTRAIN_MAX_REQUEUES:-100}" ]; then
+    echo "slurm/train.sh: preempted, and not queued again: it was $restarts times before" >&2
+elif ! command -v scontrol >/dev/null; then
+    echo "slurm/train.sh: preempted, and not queued again: scontrol is not on this node's PATH." \
+        "On a login node: scontrol requeue $SLURM_JOB_ID" >&2
+elif scontrol requeue "$SLURM_JOB_ID"; then
+    echo "slurm/train.sh: preempted; job $SLURM_JOB_ID is in the queue again" >&2
+else
+    echo "slurm/train.sh: preempted, and scontrol did not queue it again" >&2
+fi
+exit "$code"

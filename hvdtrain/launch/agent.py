@@ -18,27 +18,25 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
-from hvdtrain.cluster.placement import share_of_cores
 from hvdtrain.cluster.topology import Topology, read_topology
-from hvdtrain.config import LAUNCHER
+from hvdtrain.config import LAUNCHER, variable_name
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.failure import ExitCode
+from hvdtrain.launch.channel import Channel
+from hvdtrain.launch.cores import take_cores
+from hvdtrain.launch.failure import PREEMPTING, ExitCode, signal_name
 from hvdtrain.launch.guard import PASSED_ON, adopt_orphans, die_with_parent, run_guarded
 from hvdtrain.launch.memory import KillWatch
 from hvdtrain.launch.messages import Decoder, encode, keep_alive
-from hvdtrain.launch.output import LineSplitter
-from hvdtrain.launch.tree import kill_descendants, shell_code
-from hvdtrain.launch.variables import BIND, JOB, OUTPUT_DIR, parse_addresses
+from hvdtrain.launch.speech import Speech
+from hvdtrain.launch.tree import descendants, kill_descendants, process_state, shell_code
+from hvdtrain.launch.variables import JOB, parse_addresses
 
 __all__ = ["main"]
 
 CONNECT_TIMEOUT_S = 20.0
-# Long enough for the launcher to let the other ranks end first.
-FAREWELL_TIMEOUT_S = 60.0
 # When nobody says how long: without a launcher, and when mpirun or srun ends the rank.
 ORPHAN_GRACE_S = 5.0
 TOLD_GRACE_S = 2.0
@@ -91,7 +89,6 @@ class Agent:
     """One rank's program and what is known about it."""
 
     def __init__(self, topology: Topology, hub: socket.socket, environ: Mapping[str, str]) -> None:
-        self._rank = topology.rank
         self._topology = topology
         self._hub: socket.socket | None = hub
         self._environ = environ
@@ -100,10 +97,12 @@ class Agent:
         self._signals: list[int] = []
         self._deadline: float | None = None
         self._dismissed = False
-        self._log: IO[str] | None = None
+        self._bidden = False
+        self._elastic = environ.get(variable_name("elastic")) == "1"
         self._memory = KillWatch()
         self._child: subprocess.Popen[bytes] | None = None
-        self._splitters: dict[Any, tuple[str, LineSplitter]] = {}
+        self._channel = Channel()
+        self._speech = Speech(self._selector, self._send)
         self._selector.register(hub, selectors.EVENT_READ, self._read_hub)
         self._send(
             "hello",
@@ -123,24 +122,21 @@ class Agent:
         adopt_orphans()
         self._selector.register(lifeline, selectors.EVENT_READ, self._lose_guard)
         try:
-            self._open_log()
+            self._speech.keep(self._topology.rank, self._environ)
             self._start(program)
         except OSError as error:
             return self._refuse(program, error)
         self._watch()
         return self._finish()
 
-    def _open_log(self) -> None:
-        folder = self._environ.get(OUTPUT_DIR)
-        if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            path = Path(folder, f"rank-{self._rank}.log")
-            self._log = path.open("w", encoding="utf-8", buffering=1)
-
     def _start(self, program: Sequence[str]) -> None:
         self._child = subprocess.Popen(
             program,
-            env={**self._take_cores(), **self._environ},
+            env={
+                **take_cores(self._topology, self._environ),
+                **self._environ,
+                **self._channel.variables,
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -148,35 +144,17 @@ class Agent:
             close_fds=False,  # Hydra hands its PMI connection on as an open file
             preexec_fn=die_with_parent,
         )
-        for name in ("stdout", "stderr"):
-            pipe = getattr(self._child, name)
-            os.set_blocking(pipe.fileno(), False)
-            self._splitters[pipe] = (name, LineSplitter())
-            self._selector.register(pipe, selectors.EVENT_READ, self._read_output)
-
-    def _take_cores(self) -> dict[str, str]:
-        """Bind this process to its rank's share of the cores; the variables that go with it.
-
-        Every library would otherwise compute with as many threads as the host has cores.
-        """
-        if not hasattr(os, "sched_getaffinity"):
-            return {}
-        cores = sorted(os.sched_getaffinity(0))
-        # Where Slurm gave the job fewer, but binds nobody, it can't be told which they are.
-        allowed = min(len(cores), int(self._environ.get("SLURM_CPUS_ON_NODE", len(cores))))
-        place = self._topology
-        share = share_of_cores(place.local_rank, place.local_size, allowed) or (0, 0)
-        if place.local_size <= allowed == len(cores) and self._environ.get(BIND) != "0":
-            os.sched_setaffinity(0, cores[share[0] : share[1] + 1])
-        threads = str(share[1] - share[0] + 1)
-        return {"TF_NUM_INTRAOP_THREADS": threads, "OMP_NUM_THREADS": threads}
+        self._channel.handed_over()
+        self._selector.register(self._channel, selectors.EVENT_READ, self._read_reports)
+        self._speech.listen(self._child)
 
     def _refuse(self, program: Sequence[str], error: OSError) -> int:
         """Report a program that can't be started, with the code that a shell would give."""
         name = error.filename or (program[0] if program else "")
-        self._pass_on("stderr", f"{name}: {error.strerror}")
+        self._speech.pass_on("stderr", f"{name}: {error.strerror}")
         code = 127 if isinstance(error, FileNotFoundError) else 126
-        return self._say_end(code)
+        self._say_end(code)
+        return self._await_dismissal(code)
 
     def _watch(self) -> None:
         assert self._child is not None
@@ -194,30 +172,13 @@ class Agent:
         for key, _ in self._selector.select(timeout_s):
             key.data(key.fileobj)
 
-    def _read_output(self, pipe: IO[bytes]) -> None:
-        try:
-            data = os.read(pipe.fileno(), 1 << 16)
-        except BlockingIOError:
-            return
-        name, splitter = self._splitters[pipe]
-        before = splitter.status
-        for line in splitter.feed(data, final=not data):
-            self._pass_on(name, line)
-        if splitter.status != before:
-            self._send("status", text=splitter.status)
-        if not data:
-            self._selector.unregister(pipe)
-            del self._splitters[pipe]
-
-    def _pass_on(self, name: str, line: str) -> None:
-        # The file first: what the launcher shows is on disk.
-        if self._log is not None:
-            try:
-                self._log.write(line + "\n")
-            except OSError as error:
-                self._log = None
-                self._send("line", stream="stderr", text=f"hvdtrain run: no log: {error}")
-        self._send("line", stream=name, text=line)
+    def _read_reports(self, channel: Channel) -> None:
+        reports = channel.read()
+        if reports is None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(channel)
+        for report in reports or ():
+            self._send("report", **report)
 
     def _read_hub(self, hub: socket.socket) -> None:
         try:
@@ -228,6 +189,8 @@ class Agent:
         for message in messages:
             if message["kind"] == "stop":
                 self._stop(int(message["signal"]), float(message["grace_s"]))
+            elif message["kind"] == "look":
+                self._look()
             elif message["kind"] == "bye":
                 self._dismissed = True
         if not data:
@@ -248,6 +211,21 @@ class Agent:
         self._dismissed = True
         self._stop(signal.SIGTERM, ORPHAN_GRACE_S)
 
+    def _look(self) -> None:
+        """For a rank that hangs: whether it is stopped, and the stacks of its threads."""
+        assert self._child is not None
+        pid = self._reporting()
+        states = {process_state(one) for one in (self._child.pid, pid) if one is not None}
+        self._send("looked", stopped=not states.isdisjoint("tT"))
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGQUIT)
+
+    def _reporting(self) -> int | None:
+        """The process of the program that reports, and is ready to be asked."""
+        pid = self._channel.pid
+        return pid if pid in descendants(os.getpid()) else None
+
     def _act_on_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
@@ -257,10 +235,17 @@ class Agent:
 
     def _stop(self, number: int, grace_s: float | None) -> None:
         """Signal the program; with ``grace_s`` it is killed that many seconds later."""
+        self._bidden = True
         if self._child is None or self._child.poll() is not None:
             return
+        # Before a preemption the program is to save what it has: its own workers, which would die
+        # of the signal, are needed for that.
+        pid = self._reporting() if number in PREEMPTING else None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, number)
+            if pid is None:
+                os.killpg(self._child.pid, number)
+            else:
+                os.kill(pid, number)
         if grace_s is not None:
             deadline = time.monotonic() + grace_s
             self._deadline = min(self._deadline or deadline, deadline)
@@ -268,17 +253,32 @@ class Agent:
     def _finish(self) -> int:
         """Take in what is left of the output, end what the program left behind, report."""
         assert self._child is not None
+        code = shell_code(self._child.returncode)
+        lost = self._elastic and not self._bidden and signal_name(code) is not None
+        if lost:
+            # The others wait until mpirun tells them: what holds the output open must go.
+            kill_descendants(os.getpid())
         deadline = time.monotonic() + DRAIN_S
-        while self._splitters and time.monotonic() < deadline:
+        while self._speech.goes_on and time.monotonic() < deadline:
             self._wait(0.02)
+        self._read_reports(self._channel)
         kill_descendants(os.getpid())
-        return self._say_end(shell_code(self._child.returncode))
+        self._say_end(code)
+        if lost:
+            # mpirun goes on without this rank, and is to find nothing wrong with it.
+            return 0
+        return self._await_dismissal(code)
 
-    def _say_end(self, code: int) -> int:
+    def _say_end(self, code: int) -> None:
         kills = asdict(self._memory.kills()) if code != 0 else None
         self._send("end", code=code, kills=kills)
-        deadline = time.monotonic() + FAREWELL_TIMEOUT_S
-        while not self._dismissed and self._hub is not None and time.monotonic() < deadline:
+
+    def _await_dismissal(self, code: int) -> int:
+        """Stay until the launcher lets go: mpirun and srun would end the ranks that still work.
+
+        A launcher that is gone has lost its connection, which keeps itself alive.
+        """
+        while not self._dismissed and self._hub is not None:
             self._wait(0.05)
             # mpirun's impatience ends the waiting; the launcher has been told.
             self._dismissed = self._dismissed or bool(self._signals)

@@ -19,6 +19,7 @@ from hvdtrain.launch.where import add_where
 
 __all__ = ["add_arguments", "arguments_of_file", "run"]
 
+HANG_SHARE = 0.9
 _EPILOG = """\
 examples:
   hvdtrain run -np 2 -- python train.py --epochs 3
@@ -26,8 +27,8 @@ examples:
   hvdtrain run -- python train.py               in a Slurm job: on all its tasks
 
 exit codes: 0 when every rank ended well; else that of the rank that failed first, or 128 + n if
-signal n ended it or the job; 2 unusable arguments, 75 preempted (SIGUSR1, SIGUSR2), 124 ranks
-that wait for one that hangs, 125 the job can't be started.
+signal n ended it or the job; 2 unusable arguments, 75 preempted (SIGUSR1, SIGUSR2), 124 a rank
+hangs, 125 the job can't be started. With --max-restarts that of the last attempt.
 """
 
 
@@ -75,6 +76,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="from asking ranks to end to killing them; default %(default)g",
     )
+    ranks.add_argument(
+        "--preempt-grace-s",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="the same after SIGUSR1 and SIGUSR2, for a checkpoint; default %(default)g",
+    )
+    failures = parser.add_argument_group("failures")
+    failures.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="start the job again after a failure that this can mend, up to N times; default 0",
+    )
+    failures.add_argument(
+        "--hang-timeout-s",
+        type=_seconds,
+        metavar="S",
+        help="for a training step before the job counts as hanging; 0 for as long as it likes; "
+        "default 0.9 x --timeout-s",
+    )
     parser.add_argument(
         "--config", metavar="FILE", help="options from a TOML file; those given here win"
     )
@@ -98,8 +121,10 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: A setting can't be used, no program was named, or hosts don't fit.
     """
+    from hvdtrain.launch.attempts import run_job
     from hvdtrain.launch.failure import ExitCode
-    from hvdtrain.launch.job import Job, run_job
+    from hvdtrain.launch.job import Job
+    from hvdtrain.launch.supervisor import Patience
 
     environ = _environment(arguments, os.environ)
     # Every rank would fail at the same value; say it once instead.
@@ -114,8 +139,15 @@ def run(arguments: argparse.Namespace) -> int:
         extra=tuple(name for name, _ in arguments.env),
         output_dir=arguments.output_dir,
         chief_only=arguments.chief_only,
-        grace_s=arguments.grace_s,
-        start_timeout_s=arguments.start_timeout_s,
+        patience=Patience(
+            start_s=arguments.start_timeout_s,
+            grace_s=arguments.grace_s,
+            preempt_grace_s=arguments.preempt_grace_s,
+            hang_s=_hang_timeout_s(arguments.hang_timeout_s, settings.timeout_s),
+        ),
+        elastic=settings.elastic,
+        max_restarts=arguments.max_restarts,
+        min_np=settings.min_np,
         dry_run=arguments.dry_run,
     )
     try:
@@ -177,6 +209,17 @@ def _variable(text: str) -> tuple[str, str | None]:
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected NAME or NAME=VALUE")
     return name, value if equals else None
+
+
+def _hang_timeout_s(given: float | None, timeout_s: float) -> float:
+    """Shortly before ranks give up waiting for each other, while all can say where they are."""
+    return HANG_SHARE * timeout_s if given is None else given
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, 0 or more")
+    return int(text)
 
 
 def _seconds(text: str) -> float:

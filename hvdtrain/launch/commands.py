@@ -46,12 +46,14 @@ class Plan:
         program: What mpirun or srun starts for each of them.
         local: Whether all of them run on this host.
         oversubscribed: Whether ranks of some host share its cores.
+        elastic: Whether the ranks go on without one that is lost; for Open MPI 5.
     """
 
     places: tuple[Place, ...]
     program: tuple[str, ...]
     local: bool
     oversubscribed: bool = False
+    elastic: bool = False
 
     @property
     def hosts(self) -> dict[str, int]:
@@ -180,10 +182,12 @@ def _openmpi_hosts(
     plan: Plan, mpirun: Mpirun, names: Sequence[str], hostfile: Path
 ) -> tuple[str, ...]:
     mca = "--mca" if mpirun.family == "openmpi4" else "--prtemca"
-    alone = (mca, "ras", _ALLOCATIONS, mca, "plm", _REMOTE_STARTERS)
+    alone: tuple[str, ...] = (mca, "ras", _ALLOCATIONS, mca, "plm", _REMOTE_STARTERS)
     # Open MPI binds each rank to one core by default (one of many, on most hosts), and refuses
     # more ranks than cores. Each agent takes its rank's share of the cores instead.
     mapping = ("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none")
+    if plan.elastic:
+        alone = ("--with-ft", "ulfm", *alone)
     prefix = mpirun.path.parent.parent
     # Version 4 puts its folder before the user's PATH; the system's has another Python in it.
     where: tuple[str, ...] = ("--noprefix",) if prefix == _SYSTEM_PREFIX else ()

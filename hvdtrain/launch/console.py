@@ -33,6 +33,10 @@ class Console:
         self._chief_only = chief_only
         self._status = ""
 
+    def show_all(self) -> None:
+        """From now on show every rank: what goes wrong is not the chief's affair alone."""
+        self._chief_only = False
+
     def line(self, rank: int, host: str, stream: str, text: str) -> None:
         """One line of a rank."""
         if self._chief_only and rank != 0:

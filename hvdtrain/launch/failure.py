@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hvdtrain.launch.memory import Kills
 
 __all__ = [
+    "PREEMPTING",
     "End",
     "ExitCode",
     "begins_traceback",
@@ -17,6 +18,8 @@ __all__ = [
     "exception_name",
     "exit_code",
     "first_failure",
+    "follows",
+    "signal_name",
 ]
 
 
@@ -26,6 +29,10 @@ class ExitCode:
     PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same job again may well succeed
     HANG = 124  # as timeout(1)
     CANNOT_START = 125  # as timeout(1), env(1), docker run
+
+
+# What says that the time of a job is nearly over, as long as it can still save what it has.
+PREEMPTING = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +84,18 @@ def first_failure(ends: Sequence[End]) -> End | None:
     """The failure that the others follow from."""
     failures = sorted((end for end in ends if end.code != 0), key=lambda end: end.failed_at)
     for unlikely in (
-        lambda end: exception_name(end.stderr) == _FOLLOWS or (end.bidden and not _own_words(end)),
+        lambda end: follows(end) or (end.bidden and not _own_words(end)),
         lambda end: end.code is None,
         lambda end: end.bidden,
     ):
         likely = [end for end in failures if not unlikely(end)]
         failures = likely or failures
     return failures[0] if failures else None
+
+
+def follows(end: End) -> bool:
+    """Whether a rank ended, by its own account, because another one had."""
+    return exception_name(end.stderr) == _FOLLOWS
 
 
 def exit_code(first: End | None) -> int:
@@ -93,6 +105,14 @@ def exit_code(first: End | None) -> int:
     if exception_name(first.stderr) == _HANGS:
         return ExitCode.HANG
     return _KILLED if first.code is None else first.code
+
+
+def signal_name(code: int) -> str | None:
+    """The signal that a shell's exit code tells of; None where the program ended by itself."""
+    try:
+        return signal.Signals(code - 128).name
+    except ValueError:
+        return None
 
 
 def describe(first: End) -> str:
@@ -112,11 +132,7 @@ def _how(end: End) -> str:
             "the connection to it was lost; its host died, or its processes were killed (as those "
             "of a container may be that runs out of memory)"
         )
-    if end.code > 128:
-        try:
-            name = signal.Signals(end.code - 128).name
-        except ValueError:
-            return f"exit code {end.code}"
+    if (name := signal_name(end.code)) is not None:
         who = _who_killed(end.kills or Kills()) if end.code == _KILLED else ""
         return f"ended by signal {end.code - 128} ({name}){who}"
     if exception_name(end.stderr) == _HANGS:

@@ -17,6 +17,7 @@ from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import End, begins_traceback
 from hvdtrain.launch.memory import Kills
 from hvdtrain.launch.messages import Decoder, encode, keep_alive
+from hvdtrain.launch.reports import Reports, read_report
 from hvdtrain.launch.tracebacks import HOLD_S, Tracebacks
 
 __all__ = ["Hub"]
@@ -46,6 +47,13 @@ class Hub:
         console: Where their lines go.
         local: Take connections from this host alone.
         hold_s: How long a rank may take to fail after its traceback.
+
+    Attributes:
+        job: The secret that agents say hello with.
+        ends: Of the ranks that have ended, in this order, without those that were forgiven.
+        forgiven: Ranks that the others do without.
+        reports: How far the ranks are.
+        stopped: Of the ranks that answered ``look``: whether they are stopped.
     """
 
     def __init__(
@@ -54,7 +62,11 @@ class Hub:
         self.job = secrets.token_hex(16)
         self.ranks = ranks
         self.ends: list[End] = []
+        self.forgiven: list[int] = []
+        self.reports = Reports()
+        self.stopped: dict[int, bool] = {}
         self._console = console
+        self._order: bytes | None = None
         self._connected: dict[int, _Rank] = {}
         self._tracebacks = Tracebacks(self.ends, self._print_error, hold_s=hold_s)
         self._listener = _listen(local)
@@ -84,11 +96,26 @@ class Hub:
         self._tracebacks.review()
 
     def stop(self, number: int, grace_s: float) -> None:
-        """Have every rank's program get signal ``number``, and SIGKILL ``grace_s`` later."""
+        """Have every rank's program get signal ``number``, and SIGKILL ``grace_s`` later.
+
+        Ranks that say hello after this are told, too.
+        """
+        self._order = encode("stop", signal=number, grace_s=grace_s)
         for rank in self._connected.values():
             if rank.end is None:
-                rank.bidden = True
-                self._tell(rank, encode("stop", signal=number, grace_s=grace_s))
+                self._bid(rank, self._order)
+
+    def look(self) -> None:
+        """Have every rank's program print where it is, and learn in ``stopped`` which can't."""
+        self.stopped.clear()
+        for rank in self._connected.values():
+            if rank.end is None:
+                self._tell(rank, encode("look"))
+
+    def forgive(self, end: End) -> None:
+        """Count a rank's end for nothing: the others go on."""
+        self.ends.remove(end)
+        self.forgiven.append(end.rank)
 
     def dismiss(self) -> None:
         """Let the agents of ended programs end, too."""
@@ -107,6 +134,10 @@ class Hub:
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self.selector.close()
+
+    def _bid(self, rank: _Rank, order: bytes) -> None:
+        rank.bidden = True
+        self._tell(rank, order)
 
     def _tell(self, rank: _Rank, data: bytes) -> None:
         try:
@@ -140,6 +171,8 @@ class Hub:
         self._connected[rank.number] = rank
         self.selector.register(connection, selectors.EVENT_READ, lambda _: self._hear(rank))
         self._take_in(rank, messages[1:])
+        if self._order is not None:
+            self._bid(rank, self._order)
 
     def _is_ours(self, message: dict[str, Any]) -> bool:
         return (
@@ -171,6 +204,11 @@ class Hub:
                 self._show(rank, message["stream"], message["text"])
             elif kind == "status":
                 self._console.status(rank.number, message["text"])
+            elif kind == "report":
+                if (report := read_report(message)) is not None:
+                    self.reports.note(rank.number, report, time.monotonic())
+            elif kind == "looked":
+                self.stopped[rank.number] = bool(message.get("stopped"))
             elif kind == "told":
                 rank.bidden = True
             elif kind == "end" and rank.end is None:

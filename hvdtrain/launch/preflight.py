@@ -18,9 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hvdtrain.launch.allreduce import Measured
+from hvdtrain.launch.attempts import run_job
 from hvdtrain.launch.facts import Question
 from hvdtrain.launch.failure import ExitCode
-from hvdtrain.launch.job import Job, run_job
+from hvdtrain.launch.job import Job
 from hvdtrain.launch.reach import (
     Answer,
     Failure,
@@ -30,6 +31,7 @@ from hvdtrain.launch.reach import (
     srun_probe,
     ssh_probe,
 )
+from hvdtrain.launch.supervisor import Patience
 from hvdtrain.launch.where import is_this_host, own_addresses
 
 __all__ = ["ask", "measure_allreduce"]
@@ -102,7 +104,7 @@ def measure_allreduce(
         hosts=hosts,
         hostfile=hostfile,
         share_gpus=True,
-        start_timeout_s=START_TIMEOUT_S,
+        patience=Patience(start_s=START_TIMEOUT_S),
         chief_only=True,
     )
     output, complaints = io.StringIO(), io.StringIO()

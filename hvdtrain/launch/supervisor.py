@@ -7,32 +7,51 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from types import FrameType
-from typing import IO, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
 
-from hvdtrain.cluster.listing import listing
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.failure import ExitCode, describe, exit_code, first_failure
+from hvdtrain.launch.elastic import describe_loss, is_loss
+from hvdtrain.launch.failure import PREEMPTING, End
+from hvdtrain.launch.hang import describe_hang, hangs
 from hvdtrain.launch.hub import Hub
+from hvdtrain.launch.interrupts import ENDING
 from hvdtrain.launch.output import LineSplitter
 from hvdtrain.launch.tree import kill_descendants, shell_code
+from hvdtrain.launch.verdict import Ending, Outcome, judge, preempted
 
-__all__ = ["Supervisor"]
+__all__ = ["Patience", "Supervisor"]
 
 STEP_S = 0.05
 # After a rank has failed the others, which learn of it from each other, may end by themselves.
 SETTLE_S = 0.5
 # mpirun and srun tidy up after the last rank.
 STARTER_TIMEOUT_S = 5.0
+# Agents answer and ranks print their stacks.
+LOOK_S = 2.0
 KEPT_LINES = 40
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PREEMPTING = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long what may take.
+
+    Attributes:
+        start_s: For all agents to report.
+        grace_s: Between asking ranks to end and killing them.
+        preempt_grace_s: The same where they are to save what they have before.
+        hang_s: For one step, in programs that report their steps; 0 for as long as it likes.
+    """
+
+    start_s: float = 120.0
+    grace_s: float = 5.0
+    preempt_grace_s: float = 60.0
+    hang_s: float = 0.0
 
 
 class Supervisor:
@@ -41,10 +60,11 @@ class Supervisor:
     Args:
         command: Starts an agent for each rank: mpirun or srun.
         hub: Where the agents report.
-        console: For the starter's own words and the verdict.
+        console: For the starter's own words and what befalls the job.
         hosts: Of the ranks, as planned.
-        grace_s: Between asking ranks to end and killing them.
-        start_timeout_s: For all agents to report.
+        patience: How long what may take.
+        received: Signals as they arrive, noted by somebody else.
+        min_np: Ranks that go on without those that are lost, at least; None for all.
     """
 
     def __init__(
@@ -54,36 +74,58 @@ class Supervisor:
         console: Console,
         *,
         hosts: Mapping[int, str],
-        grace_s: float,
-        start_timeout_s: float,
+        patience: Patience,
+        received: Sequence[int],
+        min_np: int | None = None,
     ) -> None:
         self._command = command
         self._hub = hub
         self._console = console
         self._hosts = hosts
-        self._grace_s = grace_s
-        self._start_timeout_s = start_timeout_s
+        self._patience = patience
+        self._received = received
+        self._min_np = min_np
         self._name = os.path.basename(command.argv[0])
-        self._received: list[int] = []
         self._acted_on = 0
         self._words: deque[str] = deque(maxlen=KEPT_LINES)
+        self._started_at = time.monotonic()
         self._stop_at: float | None = None
         self._give_up_at: float | None = None
         self._late = False
+        self._judged: set[int] = set()
+        self._looking_since: float | None = None
+        self._hang = ""
 
-    def run(self) -> int:
-        """Run the job; returns the exit code of ``hvdtrain run``.
+    def run(self) -> Outcome:
+        """Run the job and see it to its end.
 
         Raises:
             LaunchError: mpirun or srun can't be started.
         """
-        with self._caught_signals():
-            starter = self._start()
-            try:
-                self._watch(starter)
-            finally:
-                self._end(starter)
-        return self._verdict(starter.returncode)
+        starter = self._start()
+        try:
+            self._watch(starter)
+        finally:
+            ended_at = time.monotonic()
+            self._end(starter)
+        return judge(
+            Ending(
+                hosts=self._hosts,
+                seen=self._hub.hosts(),
+                ends=self._hub.ends,
+                reports=self._hub.reports,
+                received=self._received,
+                hang=self._hang,
+                starter=self._command.argv[0],
+                # It has its own opinion of a job that goes on without one of its ranks.
+                starter_code=0 if self._hub.forgiven else shell_code(starter.returncode),
+                words=self._words,
+                late=self._late,
+                start_timeout_s=self._patience.start_s,
+                started_at=self._started_at,
+                ended_at=ended_at,
+            )
+        )
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:
@@ -113,7 +155,7 @@ class Supervisor:
         data = os.read(pipe.fileno(), 1 << 16)
         for line in splitter.feed(data, final=not data):
             self._words.append(line)
-            if self._hub.connected and not self._failed:
+            if line.strip() and self._hub.connected and not self._failed:
                 self._console.notice(f"{self._name}: {line}")
         if not data:
             self._hub.selector.unregister(pipe)
@@ -123,41 +165,91 @@ class Supervisor:
         return any(end.code != 0 for end in self._hub.ends)
 
     def _watch(self, starter: subprocess.Popen[bytes]) -> None:
-        started = time.monotonic()
         while True:
             self._hub.step(STEP_S)
             now = time.monotonic()
-            self._act_on_signals()
-            if self._failed and self._stop_at is None:
-                self._stop_at = now + SETTLE_S
-            if self._hub.connected < self._hub.ranks and now - started > self._start_timeout_s:
+            self._act_on_signals(now)
+            self._act_on_ends(now)
+            self._look_for_hang(now)
+            started = self._hub.connected == self._hub.ranks
+            if not started and now - self._started_at > self._patience.start_s:
                 self._late = True
             gone = starter.poll() is not None
             if (gone or self._late) and self._stop_at is None:
                 self._stop_at = now
             if self._stop_at is not None and now >= self._stop_at and self._give_up_at is None:
-                self._hub.stop(signal.SIGTERM, self._grace_s)
-                self._give_up_at = now + self._grace_s + STARTER_TIMEOUT_S
+                self._stop(signal.SIGTERM, self._patience.grace_s, now)
             if not self._hub.running:
-                if self._failed or self._hub.connected == self._hub.ranks or gone or self._late:
+                if self._failed or started or gone or self._late:
                     return
             elif self._give_up_at is not None and now > self._give_up_at:
                 return
             if not self._failed:
                 self._hub.dismiss()
 
-    def _act_on_signals(self) -> None:
+    def _stop(self, number: int, grace_s: float, now: float) -> None:
+        """Have all ranks end, in ``grace_s`` at the latest."""
+        self._hub.stop(number, grace_s)
+        give_up_at = now + grace_s + STARTER_TIMEOUT_S
+        self._stop_at = self._stop_at or now
+        self._give_up_at = min(self._give_up_at or give_up_at, give_up_at)
+
+    def _act_on_signals(self, now: float) -> None:
         for number in self._received[self._acted_on :]:
             self._acted_on += 1
             impatient = self._received.count(signal.SIGINT) > 1
             if impatient:
-                self._hub.stop(signal.SIGKILL, 0.0)
+                self._stop(signal.SIGKILL, 0.0, now)
+            elif number in PREEMPTING:
+                self._stop(number, self._patience.preempt_grace_s, now)
             else:
-                number = number if number in _ENDING else signal.SIGTERM
-                self._hub.stop(number, self._grace_s)
-            now = time.monotonic()
-            self._stop_at = self._stop_at or now
-            self._give_up_at = self._give_up_at or now + self._grace_s + STARTER_TIMEOUT_S
+                assert number in ENDING
+                self._stop(number, self._patience.grace_s, now)
+
+    def _act_on_ends(self, now: float) -> None:
+        """Decide how long the other ranks may go on after one has ended."""
+        for end in [end for end in self._hub.ends if end.rank not in self._judged]:
+            self._judged.add(end.rank)
+            others_s = SETTLE_S
+            if self._min_np is not None and is_loss(end) and self._stop_at is None:
+                enough = self._note_loss(end)
+                if enough:
+                    continue
+                # They learn of it, and save what they have.
+                others_s = self._patience.preempt_grace_s
+            elif preempted(self._hub.ends):
+                others_s = self._patience.preempt_grace_s
+            if end.code != 0:
+                self._stop_at = min(self._stop_at or now + others_s, now + others_s)
+
+    def _note_loss(self, end: End) -> bool:
+        """Tell of a rank that died, and whether the others go on."""
+        assert self._min_np is not None
+        left = self._hub.ranks - len(self._hub.forgiven) - 1
+        enough = left >= self._min_np
+        report = self._hub.reports.latest.get(end.rank)
+        step = report.step if report is not None else None
+        self._console.notice(describe_loss(end, step, left, enough=enough))
+        if enough:
+            self._hub.forgive(end)
+        return enough
+
+    def _look_for_hang(self, now: float) -> None:
+        reports, running = self._hub.reports, self._hub.running
+        timeout_s = self._patience.hang_s
+        hanging = self._stop_at is None and hangs(reports, running, now, timeout_s)
+        if not hanging:
+            self._looking_since = None
+        elif self._looking_since is None:
+            self._looking_since = now
+            self._console.show_all()
+            self._hub.look()
+        elif now - self._looking_since > LOOK_S:
+            hosts = {rank: host for rank, host in self._hub.hosts().items() if rank in running}
+            quiet_s = now - (reports.moved_at or now)
+            self._hang = describe_hang(reports, hosts, self._hub.stopped, quiet_s)
+            self._console.notice(self._hang)
+            self._stop(signal.SIGTERM, self._patience.grace_s, now)
 
     def _end(self, starter: subprocess.Popen[bytes]) -> None:
         """Let agents and starter go; kill what doesn't."""
@@ -178,67 +270,3 @@ class Supervisor:
         with contextlib.suppress(KeyError):
             self._hub.selector.unregister(starter.stdout)
         starter.stdout.close()
-
-    def _verdict(self, starter_code: int) -> int:
-        """Say what went wrong, if anything, and give the exit code for it."""
-        first = first_failure(self._hub.ends)
-        if self._received:
-            number = self._received[0]
-            preempted = number in _PREEMPTING
-            name = signal.Signals(number).name
-            self._console.notice(f"the job was ended by {name}")
-            return ExitCode.PREEMPTED if preempted else 128 + number
-        missing = sorted(set(self._hosts) - set(self._hub.hosts()))
-        # Ranks that were told to end because others did not start have not failed.
-        if first is not None and not (missing and first.bidden):
-            self._console.notice(describe(first))
-            return exit_code(first)
-        if missing:
-            self._explain_missing(missing)
-            return ExitCode.CANNOT_START
-        if starter_code != 0:
-            code = shell_code(starter_code)
-            self._console.notice("\n".join([f"{self._name} ended with code {code}", *self._words]))
-            return code
-        return 0
-
-    def _explain_missing(self, missing: list[int]) -> None:
-        # Seldom needed, and much of hvdtrain check comes with them.
-        from hvdtrain.launch.diagnosis import show_problem
-        from hvdtrain.launch.unstarted import unstarted
-
-        hosts = dict.fromkeys(self._hosts[rank] for rank in missing)
-        late = f" within {self._start_timeout_s:g} s" if self._late else ""
-        self._console.notice(f"rank {listing(missing)} did not start{late} on {listing(hosts)}")
-        way: Literal["srun", "ssh"] = "srun" if self._name == "srun" else "ssh"
-        problems = unstarted(self._words, list(hosts), way=way, python=sys.executable)
-        if problems:
-            self._console.notice("\n".join(map(show_problem, problems)))
-            return
-        self._console.notice(
-            "each host needs this Python and the program at the same path, and must be reached "
-            "from here (hvdtrain check tells)"
-        )
-        if self._words:
-            said = [line for line in self._words if line.strip()]
-            self._console.notice("\n".join([f"{self._name} said:", *("  " + s for s in said)]))
-
-    @contextlib.contextmanager
-    def _caught_signals(self) -> Iterator[None]:
-        """Collect the signals that arrive instead of dying of them; undone at the end."""
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self._received.append(number)
-
-        # What was ignored when this process started (nohup) stays ignored.
-        caught = [
-            number
-            for number in (*_ENDING, *_PREEMPTING)
-            if signal.getsignal(number) != signal.SIG_IGN
-        ]
-        previous = {number: signal.signal(number, note) for number in caught}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["descendants", "kill_all", "kill_descendants", "shell_code"]
+__all__ = ["descendants", "kill_all", "kill_descendants", "process_state", "shell_code"]
 
 
 def descendants(leader: int) -> list[int]:
@@ -48,13 +48,25 @@ def shell_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
+def process_state(pid: int) -> str:
+    """One letter, as ps shows it: R runs, S and D wait, T is stopped; empty where there is none."""
+    try:
+        return _fields(Path(f"/proc/{pid}/stat"))[0]
+    except OSError:
+        return ""
+
+
 def _process_table() -> dict[int, tuple[int, int]]:
     """Parent and session of every process that has not ended (Linux; elsewhere empty)."""
     table: dict[int, tuple[int, int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The second field, the program's name in parentheses, may hold anything.
-            fields = entry.read_text(errors="replace").rpartition(")")[2].split()
+            fields = _fields(entry)
             if fields[0] != "Z":
                 table[int(entry.parent.name)] = (int(fields[1]), int(fields[3]))
     return table
+
+
+def _fields(stat: Path) -> list[str]:
+    """State, parent, group, session, ...; the name before them, in parentheses, may be anything."""
+    return stat.read_text(errors="replace").rpartition(")")[2].split()

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from hvdtrain.config import LAUNCHER
 from hvdtrain.errors import LaunchError
 
-__all__ = ["BIND", "JOB", "OUTPUT_DIR", "format_addresses", "parse_addresses"]
+__all__ = ["ATTEMPT", "BIND", "JOB", "OUTPUT_DIR", "format_addresses", "parse_addresses"]
 
 # A random word that only this job knows.
 JOB = "HVDTRAIN_JOB"
 # 0 leaves the ranks to the scheduler, on all cores.
 BIND = "HVDTRAIN_BIND"
 OUTPUT_DIR = "HVDTRAIN_OUTPUT_DIR"
+# The how manieth start of the job by one hvdtrain run this is, from 1.
+ATTEMPT = "HVDTRAIN_ATTEMPT"
 
 
 def format_addresses(hosts: Sequence[str], port: int) -> str:

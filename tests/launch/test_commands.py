@@ -49,12 +49,15 @@ SECRET = "hunter2"
 HOSTFILE = Path("/tmp/hosts")
 
 
-def plan(hosts: str = "localhost:2", *, oversubscribed: bool = False) -> Plan:
+def plan(
+    hosts: str = "localhost:2", *, oversubscribed: bool = False, elastic: bool = False
+) -> Plan:
     return Plan(
         places=tuple(place(parse_hosts(hosts), None)),
         program=PROGRAM,
         local=hosts.startswith("localhost"),
         oversubscribed=oversubscribed,
+        elastic=elastic,
     )
 
 
@@ -109,6 +112,19 @@ def test_openmpi_on_several_hosts(family: Family) -> None:
         argv=("/mpi/bin/mpirun", "-np", "3", *openmpi_argv(MCA[family], *where)),
         environ={"DATA": "/d"},
     )
+
+
+def test_openmpi_5_lets_ranks_go_on_without_one() -> None:
+    argv = mpirun_command(
+        plan(elastic=True),
+        Mpirun(path=Path("/mpi/bin/mpirun"), family="openmpi5"),
+        {},
+        names=(),
+        as_root=False,
+        hostfile=HOSTFILE,
+    ).argv
+    elastic = ("--with-ft", "ulfm")
+    assert argv == ("/mpi/bin/mpirun", "-np", "2", *elastic, *openmpi_argv("--prtemca"))
 
 
 def test_hydra_on_this_host() -> None:

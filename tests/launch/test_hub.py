@@ -215,6 +215,15 @@ def test_stop_reaches_who_runs_and_dismiss_who_has_ended(desk: Desk) -> None:
     assert [end.bidden for end in desk.hub.ends if end.rank == 0] == [True]
 
 
+def test_who_comes_late_is_told_as_well(desk: Desk) -> None:
+    desk.hub.stop(10, 60.0)
+    late = desk.agent(0)
+    assert received(late) == [{"kind": "stop", "signal": 10, "grace_s": 60.0}]
+    late.sendall(encode("end", code=75))
+    desk.until(lambda: not desk.hub.running)
+    assert desk.hub.ends[0].bidden
+
+
 def test_an_agent_that_can_not_be_told_is_lost(desk: Desk) -> None:
     """Its host is gone: nothing more is heard, and what is sent comes back as an error."""
     agent = desk.agent(0)
@@ -226,6 +235,36 @@ def test_an_agent_that_can_not_be_told_is_lost(desk: Desk) -> None:
     assert desk.ends() == {0: None}
     desk.hub.step(0.01)
     desk.hub.dismiss()
+
+
+def test_reports_are_taken_in_and_nonsense_is_not(desk: Desk) -> None:
+    agent = desk.agent(1)
+    agent.sendall(encode("report", step=4, phase="training"))
+    desk.until(lambda: desk.hub.reports.step == 4)
+    agent.sendall(encode("report", step="5") + encode("report", pid=[1]) + line("well"))
+    desk.until(lambda: desk.err.getvalue() == "[1] well\n")
+    assert desk.hub.reports.latest[1].step == 4
+
+
+def test_a_look_at_all_that_run(desk: Desk) -> None:
+    stopped, ended = desk.agent(0), desk.agent(1)
+    ended.sendall(encode("end", code=0))
+    desk.until(lambda: 1 in desk.ends())
+    desk.hub.look()
+    assert (received(stopped), received(ended)) == ([{"kind": "look"}], [])
+    stopped.sendall(encode("looked", stopped=True))
+    desk.until(lambda: desk.hub.stopped == {0: True})
+
+
+def test_an_end_that_is_forgiven_is_no_failure(desk: Desk) -> None:
+    """Nor does it hide what another rank says of its own."""
+    dead, other = desk.agent(0), desk.agent(1)
+    dead.sendall(encode("end", code=137))
+    desk.until(lambda: 0 in desk.ends())
+    desk.hub.forgive(desk.hub.ends[0])
+    assert (desk.ends(), desk.hub.forgiven, desk.hub.running) == ({}, [0], [1])
+    other.sendall(b"".join(map(line, TRACE)))
+    desk.until(lambda: desk.err.getvalue().count("[1]") == len(TRACE))
 
 
 def test_held_tracebacks_are_dropped_when_somebody_failed(desk: Desk) -> None:

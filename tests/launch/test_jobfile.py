@@ -85,7 +85,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, dict[str, str]]]
         jobs.append((job, environ))
         return 0
 
-    monkeypatch.setattr("hvdtrain.launch.job.run_job", note)
+    monkeypatch.setattr("hvdtrain.launch.attempts.run_job", note)
     return jobs
 
 
@@ -114,7 +114,12 @@ def test_flags_win_over_the_file_and_the_file_over_the_environment(
     (job, environ), *more = started
     assert not more
     assert job.program == ("python", "train.py", "--config", "own.toml")
-    assert (job.ranks, job.hosts, job.oversubscribe, job.grace_s) == (3, "localhost:8", True, 2)
+    assert (job.ranks, job.hosts, job.oversubscribe, job.patience.grace_s) == (
+        3,
+        "localhost:8",
+        True,
+        2,
+    )
     assert set(job.extra) == {"DATA", "TOKEN"}
     names = ("DATA", "TOKEN", "HVDTRAIN_TIMEOUT_S", "HVDTRAIN_LOG_LEVEL")
     assert [environ[name] for name in names] == ["/file", "flag", "30", "debug"]

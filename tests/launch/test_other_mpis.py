@@ -120,6 +120,19 @@ def test_a_failing_rank_is_named_with_its_code(mpi: OtherMpi, run_command) -> No
 
 
 @pytest.mark.mpi
+def test_ranks_do_not_go_on_without_a_lost_one(mpi: OtherMpi, run_command) -> None:
+    body = (
+        "print(os.environ['HVDTRAIN_ELASTIC']); time.sleep(0.3)\nif rank: os.kill(os.getpid(), 9)"
+    )
+    argv = [*mpi.hvdtrain_run, "-np", "2", "--elastic", "--max-restarts", "1", "--"]
+    done = run_command([*argv, *program(body)], env=mpi.environ)
+    assert done.returncode == 137, done
+    assert "hvdtrain run: --elastic can't be had: only Open MPI 5" in done.stderr
+    assert "the job is started again when a rank is lost" in done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] 0", "[0] 0", "[1] 0", "[1] 0"]
+
+
+@pytest.mark.mpi
 def test_an_interrupt_leaves_nothing(
     mpi: OtherMpi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,8 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.hub import Hub
-from hvdtrain.launch.supervisor import Supervisor
+from hvdtrain.launch.interrupts import caught_signals
+from hvdtrain.launch.supervisor import Patience, Supervisor
 from hvdtrain.launch.tree import descendants
 from hvdtrain.launch.variables import JOB, format_addresses
 from tests.harness.jobs import REPOSITORY
@@ -57,7 +58,7 @@ def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
     """Supervise two ranks, on a host and another, that ``argv`` is to start."""
     out, err = io.StringIO(), io.StringIO()
     console = Console(out, err, ranks=2, with_host=False, chief_only=False)
-    with contextlib.closing(Hub(2, console, local=True)) as hub:
+    with contextlib.closing(Hub(2, console, local=True)) as hub, caught_signals() as received:
         own = {LAUNCHER: format_addresses(["127.0.0.1"], hub.port), JOB: hub.job}
         environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **own}
         supervisor = Supervisor(
@@ -65,14 +66,16 @@ def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
             hub,
             console,
             hosts={0: "node1", 1: "node2"},
-            grace_s=grace_s,
-            start_timeout_s=start_timeout_s,
+            patience=Patience(start_s=start_timeout_s, grace_s=grace_s),
+            received=received,
         )
         started = time.monotonic()
-        code = supervisor.run()
+        outcome = supervisor.run()
         seconds = time.monotonic() - started
+    for words in outcome.words:
+        console.notice(words)
     assert descendants(os.getpid()) == [], "nothing is left"
-    return Run(code, out.getvalue(), err.getvalue(), seconds)
+    return Run(outcome.code, out.getvalue(), err.getvalue(), seconds)
 
 
 def python(code: str, *arguments: str) -> tuple[str, ...]:
@@ -146,7 +149,7 @@ def test_a_starter_that_can_not_be_executed(tmp_path: Path, mode: int | None, wh
 
 
 def test_a_starter_that_fails_when_the_ranks_are_done() -> None:
-    code = BOTH + "[rank.wait() for rank in ranks]; print('can not tidy up'); sys.exit(9)"
+    code = BOTH + "[rank.wait() for rank in ranks]; print('can not tidy up\\n  '); sys.exit(9)"
     done = run(*python(code, "pass"))
     assert done.code == 9
     assert done.said() == [

@@ -1,0 +1,51 @@
+"""Which hosts can still be reached, asked before a job is started again on them."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from hvdtrain.launch.reach import ssh_probe
+from hvdtrain.launch.where import is_this_host
+
+__all__ = ["unreachable"]
+
+CONNECT_TIMEOUT_S = 10
+ANSWER_TIMEOUT_S = 20.0
+STEP_S = 0.05
+_QUESTION = ("true",)
+
+
+def unreachable(
+    hosts: Sequence[str], environ: Mapping[str, str], *, weary: Callable[[], bool]
+) -> list[str]:
+    """The hosts that ssh gets no answer from; all are asked at the same time.
+
+    Args:
+        hosts: Their names.
+        environ: Of ssh.
+        weary: Whether to ask no longer; then nothing is held against those that have not answered.
+    """
+    asked = {
+        host: subprocess.Popen(
+            ssh_probe(host, _QUESTION, environ, connect_timeout_s=CONNECT_TIMEOUT_S),
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for host in hosts
+        if not is_this_host(host)
+    }
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    while any(probe.poll() is None for probe in asked.values()):
+        if weary() or time.monotonic() > deadline:
+            break
+        time.sleep(STEP_S)
+    silent = [host for host, probe in asked.items() if probe.poll() != 0]
+    for probe in asked.values():
+        probe.kill()
+        probe.wait()
+    return [] if weary() else silent

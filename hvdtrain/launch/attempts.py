@@ -1,0 +1,191 @@
+"""Runs a job: once, or again after a failure that another start can mend."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.cluster.hosts import Host
+from hvdtrain.errors import ConfigurationError
+from hvdtrain.launch.commands import Plan
+from hvdtrain.launch.console import Console
+from hvdtrain.launch.failure import PREEMPTING, ExitCode
+from hvdtrain.launch.hub import Hub
+from hvdtrain.launch.interrupts import caught_signals
+from hvdtrain.launch.job import (
+    Job,
+    Site,
+    make_command,
+    make_plan,
+    show_plan,
+    survey,
+    words_to_agents,
+)
+from hvdtrain.launch.restarts import Limits, account, announce, decide, fitting, without
+from hvdtrain.launch.supervisor import Supervisor
+from hvdtrain.launch.verdict import Outcome
+from hvdtrain.launch.where import is_this_host
+
+__all__ = ["pause", "run_job"]
+
+STEP_S = 0.05
+
+
+def run_job(job: Job, environ: Mapping[str, str]) -> int:
+    """Run ``job`` to its end, or print its plan; returns the exit code.
+
+    Raises:
+        ConfigurationError: Hosts can't be read, the ranks don't fit on them, or are fewer than
+            what is asked for at least.
+        LaunchError: There is no usable mpirun or srun, or it can't be started.
+    """
+    site = survey(job, environ)
+    plan = make_plan(job, site, site.hosts, job.ranks)
+    if job.min_np > len(plan.places):
+        raise ConfigurationError(
+            f"--min-np {job.min_np} is more than there are ranks, {len(plan.places)}; expected at "
+            "most as many. Ask for more ranks, or fewer at least."
+        )
+    with caught_signals() as received:
+        return _Attempts(job, site, environ, received).run(plan)
+
+
+def pause(delay_s: float, received: Sequence[int]) -> bool:
+    """Wait, unless a signal is received; whether none was."""
+    until = time.monotonic() + delay_s
+    while not received and time.monotonic() < until:
+        time.sleep(STEP_S)
+    return not received
+
+
+class _Attempts:
+    """All attempts at one job; call ``run`` once, from the main thread."""
+
+    def __init__(
+        self, job: Job, site: Site, environ: Mapping[str, str], received: Sequence[int]
+    ) -> None:
+        self._job = job
+        self._site = site
+        self._environ = environ
+        self._received = received
+        self._limits = Limits(max_restarts=job.max_restarts, min_np=job.min_np)
+        self._history: list[Outcome] = []
+        self._console = Console(sys.stdout, sys.stderr, ranks=1, with_host=False, chief_only=False)
+
+    def run(self, plan: Plan) -> int:
+        """Attempt the job until it is done or nothing more can be done; returns its exit code."""
+        ranks = len(plan.places)
+        hosts: Sequence[Host] = self._site.hosts
+        if self._site.remark:
+            self._console.notice(self._site.remark)
+        while True:
+            outcome = self._attempt(plan)
+            if outcome is None:
+                return 0
+            self._history.append(outcome)
+            for words in outcome.words:
+                self._console.notice(words)
+            decision = decide(
+                self._history, self._limits, in_slurm=self._site.in_slurm, chance=random.random()
+            )
+            hosts = self._left(hosts, outcome) if decision.again else hosts
+            fits = fitting(hosts, ranks, oversubscribe=self._job.oversubscribe)
+            why_not = decision.why_not
+            if decision.again and fits < max(1, self._limits.min_np):
+                why_not = self._too_few(hosts, fits)
+            elif decision.again:
+                try:
+                    plan = make_plan(self._job, self._site, hosts, fits)
+                except ConfigurationError as error:
+                    # With fewer hosts a rank may lack a GPU.
+                    why_not = f"the job is not started again: {error}"
+            if why_not:
+                self._console.notice(why_not)
+            if not decision.again or why_not or self._received:
+                return self._over()
+            self._console.notice(
+                announce(
+                    self._history,
+                    self._limits,
+                    delay_s=decision.delay_s,
+                    hosts=list(plan.hosts),
+                    ranks=fits,
+                )
+            )
+            if not pause(decision.delay_s, self._received):
+                return self._over()
+
+    def _attempt(self, plan: Plan) -> Outcome | None:
+        """One start of the job; None where only the plan is wanted."""
+        job = self._job
+        console = self._console = Console(
+            sys.stdout,
+            sys.stderr,
+            ranks=len(plan.places),
+            with_host=len(plan.hosts) > 1,
+            chief_only=job.chief_only,
+        )
+        with (
+            contextlib.closing(Hub(len(plan.places), console, local=plan.local)) as hub,
+            tempfile.TemporaryDirectory(prefix="hvdtrain-") as scratch,
+        ):
+            words = words_to_agents(
+                job, plan, port=hub.port, secret=hub.job, attempt=len(self._history) + 1
+            )
+            command = make_command(
+                job, self._site, plan, {**self._environ, **words}, Path(scratch, "hosts")
+            )
+            if job.dry_run:
+                show_plan(plan, command, job.extra)
+                return None
+            supervisor = Supervisor(
+                command,
+                hub,
+                console,
+                hosts={entry.rank: entry.host for entry in plan.places},
+                patience=job.patience,
+                received=self._received,
+                min_np=job.min_np if plan.elastic else None,
+            )
+            return supervisor.run()
+
+    def _left(self, hosts: Sequence[Host], outcome: Outcome) -> Sequence[Host]:
+        """The hosts without those that were lost, or can't be reached any more."""
+        missing = outcome.lost_hosts or outcome.code == ExitCode.CANNOT_START
+        # Slurm knows its nodes better.
+        if not missing or self._site.in_slurm:
+            return hosts
+        # Seldom needed, and much of hvdtrain check comes with it.
+        from hvdtrain.launch.alive import unreachable
+
+        gone = [host for host in outcome.lost_hosts if not is_this_host(host)]
+        left = without(hosts, gone)
+        # One host that can't be reached keeps the ranks of all others from starting.
+        names = [host.name for host in left]
+        silent = unreachable(names, self._environ, weary=lambda: bool(self._received))
+        return without(left, silent)
+
+    def _too_few(self, hosts: Sequence[Host], fits: int) -> str:
+        gone = [host.name for host in self._site.hosts if host not in hosts]
+        there = f"{fits} ranks fit on what is left" if fits else "no host is left"
+        return (
+            f"the job is not started again: {', '.join(gone)} can't be used, {there}, and "
+            f"--min-np is {self._limits.min_np}"
+        )
+
+    def _over(self) -> int:
+        """The exit code, after a last word on what was lost."""
+        words = account(self._history)
+        if words:
+            self._console.notice(words)
+        last = self._history[-1]
+        if self._received and last.cause != "ordered":
+            # Between two attempts, when nothing runs.
+            number = self._received[0]
+            return ExitCode.PREEMPTED if number in PREEMPTING else 128 + number
+        return last.code

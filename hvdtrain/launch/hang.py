@@ -1,0 +1,75 @@
+"""Whether a job hangs, and which rank it hangs on; pure functions of what ranks reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hvdtrain.cluster.listing import listing
+from hvdtrain.launch.reports import Report, Reports
+
+__all__ = ["describe_hang", "hangs"]
+
+TRAINING = "training"
+# Tracing, XLA and the first reading of the data belong to the first step.
+FIRST_STEP_FACTOR = 4
+_MOST_OPERATIONS = 3
+
+
+def hangs(reports: Reports, running: Sequence[int], now: float, timeout_s: float) -> bool:
+    """Whether the ranks should have done a step by now.
+
+    Args:
+        reports: Of all ranks; a program that reports nothing is not judged.
+        running: Ranks that have not ended.
+        now: By the clock of ``reports``.
+        timeout_s: For one step; the first may take four times as long. 0 for as long as it likes.
+    """
+    states = [reports.latest[rank] for rank in running if rank in reports.latest]
+    if timeout_s <= 0 or reports.moved_at is None or not states:
+        return False
+    # While one writes a checkpoint the others wait for it in the next step.
+    if any(state.phase != TRAINING for state in states):
+        return False
+    factor = 1 if reports.stepped else FIRST_STEP_FACTOR
+    return now - reports.moved_at > timeout_s * factor
+
+
+def describe_hang(
+    reports: Reports, hosts: Mapping[int, str], stopped: Mapping[int, bool], quiet_s: float
+) -> str:
+    """What is known of a hang: who is missing, and where the others wait.
+
+    Args:
+        reports: Of all ranks.
+        hosts: Of the ranks that run.
+        stopped: What their agents said; ranks whose agents did not answer are absent.
+        quiet_s: How long no rank has done a step.
+    """
+    step = "" if reports.step is None else f" after step {reports.step}"
+    lines = [f"the job hangs: no rank has done a step for {quiet_s:.0f} s{step}"]
+    latest = {rank: reports.latest.get(rank, Report()) for rank in hosts}
+    silent = {rank: "its agent does not answer" for rank in hosts if rank not in stopped}
+    halted = {rank: "it is stopped (state T)" for rank in hosts if stopped.get(rank)}
+    waiting = {rank: state.waiting_in for rank, state in latest.items() if state.waiting_in}
+    absent = {rank: "it waits for no other rank" for rank in hosts if rank not in waiting}
+    missing = {**(absent if waiting else {}), **silent, **halted}
+    lines += [f"missing: rank {rank} on {hosts[rank]}: {why}" for rank, why in missing.items()]
+    operations: dict[str, list[int]] = {}
+    for rank, operation in waiting.items():
+        if rank not in missing:
+            operations.setdefault(operation, []).append(rank)
+    for operation, ranks in list(operations.items())[:_MOST_OPERATIONS]:
+        lines.append(f"rank {listing(ranks)} waits in {operation}{_next_step(latest, ranks)}")
+    if len(operations) > _MOST_OPERATIONS:
+        lines.append(f"... and in {len(operations) - _MOST_OPERATIONS} other operations")
+    if not waiting and not missing:
+        lines.append("no rank waits for another: look at the stacks for what they do instead")
+    if not missing and len(operations) > 1:
+        lines.append("the ranks are in different operations: the program differs between them")
+    return "\n".join(lines)
+
+
+def _next_step(latest: Mapping[int, Report], ranks: Sequence[int]) -> str:
+    done = {latest[rank].step for rank in ranks}
+    step = next(iter(done))
+    return f" of step {step + 1}" if len(done) == 1 and step is not None else ""

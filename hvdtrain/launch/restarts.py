@@ -1,0 +1,167 @@
+"""Whether a job that ended is started again, when, and on which hosts; pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.listing import listing
+from hvdtrain.launch.verdict import Outcome
+
+__all__ = ["Decision", "Limits", "account", "announce", "decide", "fitting", "without"]
+
+FIRST_DELAY_S = 1.0
+LONGEST_DELAY_S = 60.0
+# Jobs that failed together shall not come back together.
+SPREAD = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What was asked for.
+
+    Attributes:
+        max_restarts: How many failures may be followed by another start.
+        min_np: The fewest ranks to run on.
+    """
+
+    max_restarts: int = 0
+    min_np: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What follows an attempt.
+
+    Attributes:
+        again: Whether there is another one.
+        delay_s: After which time.
+        why_not: What to say where there is none; empty where it needs no saying.
+    """
+
+    again: bool
+    delay_s: float = 0.0
+    why_not: str = ""
+
+
+def decide(
+    history: Sequence[Outcome], limits: Limits, *, in_slurm: bool, chance: float
+) -> Decision:
+    """What follows the last attempt of ``history``.
+
+    Args:
+        history: All attempts, the last one at the end.
+        limits: What was asked for.
+        in_slurm: Whether the job is inside a Slurm job, which is preempted as a whole.
+        chance: From 0 to 1, by which the delay varies.
+    """
+    last = history[-1]
+    if last.cause in ("done", "ordered") or limits.max_restarts == 0:
+        return Decision(again=False)
+    if last.cause == "preempted" and in_slurm:
+        return Decision(again=False)
+    if last.cause == "own code":
+        return _over(f"exit code {last.code} is what the program chose to end with")
+    if last.cause == "exception" and _repeats(history):
+        return _over(f"the program raised an exception {_after(last.failed_after)} before, too")
+    if sum(map(_counts, history, _befores(history))) > limits.max_restarts:
+        return _over(f"--max-restarts {limits.max_restarts} are used up")
+    delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(_idle_attempts(history), 10))
+    return Decision(again=True, delay_s=delay_s * (1 - SPREAD * chance))
+
+
+def announce(
+    history: Sequence[Outcome],
+    limits: Limits,
+    *,
+    delay_s: float,
+    hosts: Sequence[str],
+    ranks: int,
+) -> str:
+    """What is to come, and what the last attempt lost."""
+    free = sum(not counts for counts in map(_counts, history, _befores(history)))
+    most = limits.max_restarts + 1 + free
+    number = len(history) + 1
+    on = f"on {listing(hosts, 'hosts')} ({ranks} rank{'' if ranks == 1 else 's'})"
+    return f"attempt {number} of {most} starts in {delay_s:.0f} s {on}; {_lost(history[-1])}"
+
+
+def account(history: Sequence[Outcome]) -> str:
+    """What all attempts lost; empty where there was one."""
+    if len(history) < 2:
+        return ""
+    failed = [outcome for outcome in history if outcome.cause != "done"]
+    steps = sum(_lost_steps(outcome) for outcome in failed)
+    seconds = sum(outcome.lost_s for outcome in failed)
+    return f"{len(history)} attempts; lost in all: {_steps(steps)}, {seconds:.0f} s"
+
+
+def without(hosts: Sequence[Host], gone: Collection[str]) -> list[Host]:
+    """The hosts that are left."""
+    names = {name.lower() for name in gone}
+    return [host for host in hosts if host.name.lower() not in names]
+
+
+def fitting(hosts: Sequence[Host], ranks: int, *, oversubscribe: bool) -> int:
+    """How many of ``ranks`` the hosts take."""
+    if not oversubscribe:
+        return min(ranks, sum(host.slots for host in hosts))
+    limits = [host.max_slots for host in hosts if host.max_slots is not None]
+    return min(ranks, sum(limits)) if len(limits) == len(hosts) else ranks
+
+
+def _over(why: str) -> Decision:
+    return Decision(again=False, why_not=f"the job is not started again: {why}")
+
+
+def _befores(history: Sequence[Outcome]) -> list[Sequence[Outcome]]:
+    """For each attempt those before it."""
+    return [history[:number] for number in range(len(history))]
+
+
+def _counts(outcome: Outcome, before: Sequence[Outcome]) -> bool:
+    """Whether an attempt counts against the limit; preemptions don't, if work was done between."""
+    return outcome.cause != "preempted" or not _saved_more(outcome, before)
+
+
+def _repeats(history: Sequence[Outcome]) -> bool:
+    last = history[-1]
+    return any(
+        earlier.cause == "exception" and earlier.failed_after == last.failed_after
+        for earlier in history[:-1]
+    )
+
+
+def _idle_attempts(history: Sequence[Outcome]) -> int:
+    """Attempts since the last one that saved a checkpoint later than those before."""
+    count = 0
+    for outcome, before in zip(reversed(history), reversed(_befores(history))):
+        if _saved_more(outcome, before):
+            break
+        count += 1
+    return max(count - 1, 0) if count == len(history) else count
+
+
+def _saved_more(outcome: Outcome, before: Sequence[Outcome]) -> bool:
+    earlier = max((one.saved or 0 for one in before), default=0)
+    return (outcome.saved or 0) > earlier
+
+
+def _after(step: int | None) -> str:
+    return "before its first step" if step is None else f"after step {step}"
+
+
+def _lost_steps(outcome: Outcome) -> int:
+    return max(0, (outcome.step or 0) - (outcome.saved or 0))
+
+
+def _lost(outcome: Outcome) -> str:
+    since = "the beginning: there is no checkpoint"
+    if outcome.saved is not None:
+        since = f"the checkpoint of step {outcome.saved}"
+    return f"lost: {_steps(_lost_steps(outcome))}, {outcome.lost_s:.0f} s, since {since}"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"

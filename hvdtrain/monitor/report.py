@@ -1,0 +1,174 @@
+"""Tells ``hvdtrain run`` how far this rank is: its step, its phase, its checkpoints.
+
+The launcher says with it what a failed job has lost, and notices one that hangs. Under any other
+launcher all of it does nothing. Nothing here waits, and no error of it reaches the program.
+
+What is written: one JSON object a line into the file that ``config.REPORT_FD`` names, each with all
+there is to say; see ``hvdtrain.launch.reports`` for the other side. The first call installs
+Python's own printer of stacks for SIGQUIT, by which the launcher asks a rank where it is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import stat
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hvdtrain.config import REPORT_FD
+
+__all__ = ["phase", "resumed", "saved", "step", "watch"]
+
+INTERVAL_S = 1.0
+# What a pipe takes as a whole or not at all (PIPE_BUF).
+MOST_BYTES = 4096
+_LONGEST_WORD = 500
+_STDERR = 2
+
+
+def step(step: int, epoch: int) -> None:
+    """``step`` optimizer steps of the whole training are complete, the last one in ``epoch``."""
+    reporter = _reporter or _begin()
+    reporter.step = step
+    reporter.epoch = epoch
+
+
+def phase(name: str) -> None:
+    """What the program does from now on.
+
+    Steps are expected in ``"training"`` alone: no other phase (``"compiling"``, ``"validation"``,
+    ``"checkpoint"``, ...) counts as a hang, however long it takes. Say so before something long.
+    """
+    reporter = _reporter or _begin()
+    if reporter.phase != name:
+        reporter.phase = name
+        reporter.tell()
+
+
+def saved(step: int) -> None:
+    """The checkpoint of ``step`` is complete and durable."""
+    reporter = _reporter or _begin()
+    reporter.saved = step
+    reporter.tell()
+
+
+def resumed(step: int) -> None:
+    """Training goes on from the checkpoint of ``step``."""
+    reporter = _reporter or _begin()
+    reporter.resumed = step
+    reporter.tell()
+
+
+def watch(waiting_in: Callable[[], str]) -> None:
+    """Ask ``waiting_in`` about once a second which operation this rank waits in, ``""`` for none.
+
+    It is called on a thread of its own. A later call replaces it.
+    """
+    (_reporter or _begin()).waiting_in = waiting_in
+
+
+class _Reporter:
+    """The newest state, and the file that it goes to; None for nowhere."""
+
+    def __init__(self, file: int | None) -> None:
+        self.step: int | None = None
+        self.epoch: int | None = None
+        self.phase = ""
+        self.saved: int | None = None
+        self.resumed: int | None = None
+        self.waiting_in: Callable[[], str] | None = None
+        self._file = file
+        self._pid: int | None = None
+        self._told = b""
+        # A signal handler may report while the thread that it interrupts does.
+        self._lock = threading.RLock()
+
+    def start(self) -> None:
+        """Let the launcher look into this process, and write what changes."""
+        with contextlib.suppress(Exception):
+            # A program that has its own use for the signal is not asked.
+            if signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:
+                faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True)
+                self._pid = os.getpid()
+        os.register_at_fork(after_in_child=self._fall_silent)
+        atexit.register(self.tell)
+        threading.Thread(target=self._tell_often, name="hvdtrain-report", daemon=True).start()
+
+    def tell(self) -> None:
+        """Write the state if it has changed; never waits, never raises."""
+        if self._file is None:
+            return
+        with contextlib.suppress(Exception), self._lock:
+            self._write()
+
+    def _write(self) -> None:
+        state: dict[str, Any] = {"kind": "report", "pid": self._pid}
+        for name in ("step", "epoch", "saved", "resumed"):
+            value = getattr(self, name)
+            if value is not None:
+                state[name] = int(value)
+        state["phase"] = str(self.phase)[:_LONGEST_WORD]
+        state["waiting_in"] = self._waits()[:_LONGEST_WORD]
+        line = json.dumps(state, separators=(",", ":")).encode() + b"\n"
+        if line == self._told or len(line) > MOST_BYTES or self._file is None:
+            return
+        try:
+            os.write(self._file, line)
+            self._told = line
+        except BlockingIOError:
+            pass  # whoever reads is slow; the next state will do
+        except OSError:
+            self._file = None
+
+    def _waits(self) -> str:
+        if self.waiting_in is None:
+            return ""
+        try:
+            return str(self.waiting_in())
+        except Exception:
+            return ""
+
+    def _tell_often(self) -> None:
+        pause = threading.Event()
+        while self._file is not None:
+            pause.wait(INTERVAL_S)
+            self.tell()
+
+    def _fall_silent(self) -> None:
+        """In a child of this process: the rank is its parent, and whoever held the lock is gone."""
+        self._file = None
+
+
+_reporter: _Reporter | None = None
+_beginning = threading.RLock()
+
+
+def _begin() -> _Reporter:
+    global _reporter
+    with _beginning:
+        if _reporter is None:
+            reporter = _Reporter(_open_file())
+            if reporter._file is not None:
+                reporter.start()
+            _reporter = reporter
+    return _reporter
+
+
+def _open_file() -> int | None:
+    """The launcher's pipe, which from now on is this process's alone; None where there is none."""
+    try:
+        number, inode = map(int, os.environ.get(REPORT_FD, "").split(":"))
+        found = os.fstat(number)
+        if not stat.S_ISFIFO(found.st_mode) or found.st_ino != inode:
+            return None
+        os.set_inheritable(number, False)
+        os.set_blocking(number, False)
+    except (OSError, ValueError):
+        return None
+    return number

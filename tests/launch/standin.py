@@ -1,0 +1,126 @@
+"""A training program without training: it steps together, reports, saves, resumes, is preempted.
+
+``python -m tests.launch.standin FOLDER`` on every rank. Rank 0 keeps the checkpoint, the number of
+steps done, in FOLDER/checkpoint. Each line of FOLDER/steps is a step that rank 0 completed:
+"attempt size step". What is to go wrong is given with ``--fault RANK STEP WHAT``: Python that a
+rank runs before a step, in the first attempt alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.monitor import report
+
+PREEMPTED = 75
+
+
+class Standin:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        import mpi4py
+
+        # A rank that raises an exception would wait for the others there.
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+
+        self.finalize = MPI.Finalize
+        self.arguments = arguments
+        self.comm: Any = MPI.COMM_WORLD
+        self.rank = self.comm.Get_rank()
+        self.attempt = os.environ.get("HVDTRAIN_ATTEMPT", "1")
+        self.folder = Path(arguments.folder)
+        self.told = 0
+        self.waiting = ""
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(number, self.note)
+
+    def note(self, number: int, frame: object) -> None:
+        self.told = number
+
+    def run(self) -> None:
+        report.watch(lambda: self.waiting)
+        done = self.resume()
+        report.phase("training")
+        while done < self.arguments.steps:
+            self.go_wrong(done + 1)
+            time.sleep(self.arguments.step_s)
+            stop = self.agree(done + 1)
+            done += 1
+            report.step(done, 0)
+            if self.rank == 0:
+                with (self.folder / "steps").open("a") as file:
+                    file.write(f"{self.attempt} {self.comm.Get_size()} {done}\n")
+            if stop or done % self.arguments.every == 0:
+                self.save(done)
+            if stop:
+                self.finalize()
+                sys.exit(PREEMPTED)
+        self.finalize()
+
+    def agree(self, step: int) -> bool:
+        """Whether any rank was told to stop; all learn of it in the same step."""
+        self.waiting = "allreduce(gradients)"
+        stop = self.survive(lambda: self.comm.allreduce(self.told != 0))
+        self.waiting = ""
+        return bool(stop)
+
+    def survive(self, operation: Callable[[], Any]) -> Any:
+        """``operation`` among all ranks, or among those that are left."""
+        from mpi4py import MPI
+
+        while True:
+            try:
+                return operation()
+            except MPI.Exception:
+                if not self.arguments.elastic:
+                    raise
+                self.comm.Revoke()
+                self.comm = self.comm.Shrink()
+                self.finalize = lambda: os._exit(0)
+
+    def resume(self) -> int:
+        path = self.folder / "checkpoint"
+        done = int(path.read_text()) if self.rank == 0 and path.exists() else 0
+        done = int(self.comm.bcast(done))
+        if done:
+            report.resumed(done)
+        return done
+
+    def save(self, done: int) -> None:
+        report.phase("checkpoint")
+        if self.rank == 0:
+            new = self.folder / "new"
+            new.write_text(str(done))
+            new.rename(self.folder / "checkpoint")
+            report.saved(done)
+        self.survive(lambda: self.comm.barrier())
+        report.phase("training")
+
+    def go_wrong(self, step: int) -> None:
+        for rank, at, what in self.arguments.fault:
+            first = self.attempt == "1" and "SLURM_RESTART_COUNT" not in os.environ
+            if (int(rank), int(at)) == (self.rank, step) and (first or self.arguments.always):
+                exec(what, {"os": os, "sys": sys, "time": time, "signal": signal})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--step-s", type=float, default=0.02)
+    parser.add_argument("--fault", nargs=3, action="append", default=[])
+    parser.add_argument("--elastic", action="store_true", help="go on without a lost rank")
+    parser.add_argument("--always", action="store_true", help="in every attempt")
+    Standin(parser.parse_args()).run()
+
+
+if __name__ == "__main__":
+    main()

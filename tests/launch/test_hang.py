@@ -1,0 +1,94 @@
+"""When a job hangs, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.launch.hang import FIRST_STEP_FACTOR, describe_hang, hangs
+from hvdtrain.launch.reports import Report, Reports
+
+LIMIT_S = 10.0
+BUSY = Report(phase="training", step=5)
+
+
+def noted(*states: Report, at: float = 100.0) -> Reports:
+    reports = Reports()
+    for rank, state in enumerate(states):
+        reports.note(rank, state, at)
+    return reports
+
+
+# The ranks' states, the seconds since something moved, and whether that is a hang.
+JUDGED: dict[str, tuple[list[Report], float, bool]] = {
+    "steps": ([BUSY, BUSY], 9.0, False),
+    "no-steps": ([BUSY, BUSY], 11.0, True),
+    "one-rank-only-reports": ([BUSY], 11.0, True),
+    "nobody-reports": ([], 1000.0, False),
+    "no-phase": ([Report(step=5), Report(step=5)], 1000.0, False),
+    "validation": ([Report(phase="validation", step=5)] * 2, 1000.0, False),
+    "one-writes-a-checkpoint": ([Report(phase="checkpoint", step=5), BUSY], 1000.0, False),
+    "first-step": ([Report(phase="training")] * 2, 11.0, False),
+    "first-step-for-long": ([Report(phase="training")] * 2, 10.0 * FIRST_STEP_FACTOR + 1, True),
+    "first-step-after-a-resume": ([Report(phase="training", resumed=5, step=5)] * 2, 11.0, False),
+    "step-after-a-resume": ([Report(phase="training", resumed=5, step=6)] * 2, 11.0, True),
+}
+
+
+@pytest.mark.parametrize(("states", "quiet_s", "expected"), JUDGED.values(), ids=JUDGED)
+def test_hangs(states: list[Report], quiet_s: float, expected: bool) -> None:
+    reports = noted(*states)
+    assert hangs(reports, [0, 1], 100.0 + quiet_s, LIMIT_S) is expected
+    assert not hangs(reports, [0, 1], 100.0 + quiet_s, 0.0), "0 is for as long as it likes"
+
+
+def test_ranks_that_have_ended_do_not_count() -> None:
+    reports = noted(BUSY, Report(phase="validation", step=5))
+    assert not hangs(reports, [0, 1], 111.0, LIMIT_S)
+    assert hangs(reports, [0], 111.0, LIMIT_S)
+    assert not hangs(reports, [], 111.0, LIMIT_S)
+
+
+HOSTS = {0: "a", 1: "a", 2: "b"}
+WELL = dict.fromkeys(HOSTS, False)
+
+
+def waits(operation: str = "allreduce(gradients)") -> Report:
+    return Report(phase="training", step=5, waiting_in=operation)
+
+
+def described(*states: Report, stopped: dict[int, bool] | None = None) -> list[str]:
+    head, *lines = describe_hang(
+        noted(*states), HOSTS, WELL if stopped is None else stopped, 12.4
+    ).splitlines()
+    assert head == "the job hangs: no rank has done a step for 12 s after step 5"
+    return lines
+
+
+OTHERS = "rank 0, 2 waits in allreduce(gradients) of step 6"
+
+
+def test_a_rank_that_does_something_else_is_missing() -> None:
+    lines = described(waits(), BUSY, waits())
+    assert lines == ["missing: rank 1 on a: it waits for no other rank", OTHERS]
+
+
+def test_a_stopped_rank_is_missing_whatever_it_said_last() -> None:
+    lines = described(waits(), waits(), waits(), stopped={**WELL, 1: True})
+    assert lines == ["missing: rank 1 on a: it is stopped (state T)", OTHERS]
+
+
+def test_a_rank_whose_agent_is_silent_is_missing() -> None:
+    lines = described(waits(), waits(), waits(), stopped={0: False, 2: False})
+    assert lines == ["missing: rank 1 on a: its agent does not answer", OTHERS]
+
+
+def test_nobody_is_missing() -> None:
+    (line,) = described(BUSY, BUSY, BUSY)
+    assert line.startswith("no rank waits for another")
+
+
+def test_ranks_in_different_operations() -> None:
+    lines = described(waits(), waits("barrier"), waits())
+    assert lines[0] == OTHERS
+    assert lines[1] == "rank 1 waits in barrier of step 6"
+    assert "the program differs" in lines[2]

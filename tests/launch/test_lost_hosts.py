@@ -1,0 +1,91 @@
+"""A host is lost while a job runs: it is started again on those that are left."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import HVDTRAIN, ON_CLUSTER
+from tests.testbed.cluster import Cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+
+ELASTIC = "import os; print(repr(os.environ['HVDTRAIN_ELASTIC']))"
+
+
+@pytest.fixture
+def mended(cluster: Cluster) -> Iterator[None]:
+    yield
+    cluster.mend("node2")
+
+
+def start(cluster: Cluster, *options: str) -> tuple[subprocess.Popen[str], Path]:
+    """The stand-in on three hosts, and its folder; it has done some steps."""
+    folder = cluster.folder / uuid.uuid4().hex
+    folder.mkdir()
+    standin = ["-m", "tests.launch.standin", str(folder), "--steps", "400", "--step-s", "0.03"]
+    argv = [*HVDTRAIN, "-H", "node1:1,node2:1,node3:1", *options, "--", sys.executable, *standin]
+    job = cluster.start(argv, env=ON_CLUSTER)
+    deadline = time.monotonic() + 60
+    while not (folder / "steps").exists() or len((folder / "steps").read_text()) < 100:
+        assert job.poll() is None, job.communicate(timeout=10)
+        assert time.monotonic() < deadline, "the ranks did not start"
+        time.sleep(0.1)
+    return job, folder
+
+
+@pytest.mark.parametrize("elastic", [[], ["--elastic"]], ids=["plain", "elastic"])
+def test_the_job_goes_on_without_it(cluster: Cluster, mended: None, elastic: list[str]) -> None:
+    job, folder = start(cluster, "--max-restarts", "2", "--min-np", "2", "--grace-s", "1", *elastic)
+    cluster.cut("node2")
+    _, errors = job.communicate(timeout=120)
+    assert job.returncode == 0, errors
+    assert re.search(
+        r"attempt 2 of 3 starts in 1 s on node1, node3 \(2 ranks\); "
+        r"lost: \d steps?, \d+ s, since the checkpoint of step \d+",
+        errors,
+    ), errors
+    lines = [tuple(map(int, line.split())) for line in (folder / "steps").read_text().splitlines()]
+    assert lines[-1] == (2, 2, 400)
+    assert {step for _, _, step in lines} == set(range(1, 401))
+    assert len(lines) < 400 + 10, "at most five steps were done twice"
+
+
+def test_too_few_are_left(cluster: Cluster, mended: None) -> None:
+    job, _ = start(cluster, "--max-restarts", "2", "--min-np", "3", "--grace-s", "1")
+    cluster.cut("node2")
+    _, errors = job.communicate(timeout=120)
+    assert job.returncode == 137, errors
+    assert (
+        "the job is not started again: node2 can't be used, 2 ranks fit on what is left, and "
+        "--min-np is 3"
+    ) in errors
+
+
+def test_slurm_ends_ranks_together(cluster: Cluster) -> None:
+    allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks=2"]
+    argv = [*allocate, *HVDTRAIN, "--elastic", "--", sys.executable, "-c", ELASTIC]
+    done = cluster.run(argv, env=ON_CLUSTER, timeout_s=60)
+    assert (done.returncode, done.stdout.count("'0'")) == (0, 2), done
+    assert (
+        "--elastic can't be had: ranks that srun starts end together; "
+        "the job ends (see --max-restarts) when a rank is lost"
+    ) in done.stderr, done
+
+
+def test_a_host_that_is_not_there_from_the_beginning(cluster: Cluster, mended: None) -> None:
+    cluster.cut("node2")
+    options = ["--max-restarts", "1", "--start-timeout-s", "10", "-H", "node1:1,node2:1,node3:1"]
+    argv = [*HVDTRAIN, *options, "--", sys.executable, "-c", "print('here')"]
+    done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
+    assert done.returncode == 0, done
+    assert "attempt 2 of 2 starts in 1 s on node1, node3 (2 ranks)" in done.stderr, done
+    assert sorted(done.stdout.splitlines()) == ["[0 node1] here", "[1 node3] here"]

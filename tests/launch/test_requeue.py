@@ -1,0 +1,154 @@
+"""A Slurm job whose time is over: one agreed step, one requeue, and a second run that goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness.jobs import REPOSITORY
+from tests.launch.jobs import ON_CLUSTER
+from tests.testbed.cluster import Cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+RANKS = 3
+
+
+class Job:
+    """The stand-in under ``slurm/train.sh``, one rank on each of three hosts."""
+
+    def __init__(self, cluster: Cluster, *options: str, program: str = "") -> None:
+        self.cluster = cluster
+        self.folder = Path(cluster.folder, f"requeue-{time.monotonic_ns()}")
+        self.folder.mkdir()
+        environ = {**ON_CLUSTER, "PYTHON": sys.executable, "HVDTRAIN_MAX_REQUEUES": "1"}
+        limits = ["--nodes=3", f"--ntasks={RANKS}", "--time=5", f"--output={self.folder}/out"]
+        script = str(REPOSITORY / "slurm" / "train.sh")
+        words = ["-m", "tests.launch.standin", str(self.folder), *program.split()]
+        argv = ["sbatch", "--parsable", *limits, *options, script, *words]
+        done = cluster.run(argv, env=environ, timeout_s=20)
+        assert done.returncode == 0, done
+        self.number = done.stdout.strip()
+
+    def steps(self) -> list[tuple[int, int]]:
+        """The size of the job and the step, for each that rank 0 has completed."""
+        path = self.folder / "steps"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(line.split()[1]), int(line.split()[2])) for line in lines]
+
+    def output(self) -> str:
+        path = self.folder / "out"
+        return path.read_text() if path.exists() else ""
+
+    def shown(self, field: str) -> str:
+        """What Slurm says of the job."""
+        shown = self.cluster.run(["scontrol", "show", "job", self.number], timeout_s=20).stdout
+        found = re.search(rf"\b{field}=(\S+)", shown)
+        return found[1] if found else ""
+
+    def until(self, true: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not true():
+            state = self.shown("JobState")
+            over = time.monotonic() > deadline or state in ("FAILED", "TIMEOUT", "CANCELLED")
+            assert not over, f"{state}:\n{self.output()}"
+            time.sleep(0.2)
+
+    def goes_on_once(self, steps: int, timeout_s: float = 120.0) -> None:
+        """Was preempted once, and its second run did what was left."""
+        self.start_again(timeout_s)
+        self.until(lambda: self.shown("JobState") == "COMPLETED", timeout_s)
+        assert self.shown("Restarts") == "1", self.output()
+        assert self.output().count("is in the queue again") == 1, self.output()
+        (preempted,) = re.findall(
+            r"hvdtrain run: (?:preempted|the job was ended by \w+) at step (\d+), checkpoint saved",
+            self.output(),
+        )
+        # No step was done twice, and none was left out.
+        assert [step for _, step in self.steps()] == list(range(1, steps + 1)), preempted
+        assert 0 < int(preempted) < steps
+
+    def start_again(self, timeout_s: float) -> None:
+        """Let the job's second run begin as soon as it is in the queue."""
+        self.until(lambda: self.shown("JobState") == "PENDING", timeout_s)
+        # Slurm would let it wait for two minutes, in which it tidies up after the first run.
+        stepd = f"slurmstepd: \\[{self.number}\\."
+        self.until(lambda: not self.cluster.run(["pgrep", "-f", stepd], timeout_s=20).stdout, 30)
+        changes = [f"JobId={self.number}", "StartTime=now", "TimeLimit=5"]
+        self.cluster.run(["scontrol", "update", *changes], timeout_s=20)
+
+
+# Short enough for the second run to come to its end, and too long for the first to do so.
+STEPS = 250
+PROGRAM = f"--steps {STEPS} --every 1000 --step-s 0.05"
+SIGNALLED: dict[str, list[str]] = {
+    "all-ranks": ["--signal=USR1"],
+    "the-batch-shell": ["--batch", "--signal=USR1"],
+    "both": ["--full", "--signal=USR1"],
+}
+
+
+@pytest.mark.parametrize("way", SIGNALLED)
+def test_a_signal_leads_to_one_requeue(cluster: Cluster, way: str) -> None:
+    job = Job(cluster, program=PROGRAM)
+    job.until(lambda: len(job.steps()) > 10, 60)
+    told = cluster.run(["scancel", *SIGNALLED[way], job.number], timeout_s=20)
+    assert told.returncode == 0, told
+    job.goes_on_once(STEPS)
+
+
+def test_a_signal_to_one_node_leads_to_one_requeue(cluster: Cluster) -> None:
+    job = Job(cluster, program=PROGRAM)
+    job.until(lambda: len(job.steps()) > 10, 60)
+    agents = [
+        process.pid
+        for process in cluster.processes(f"SLURM_JOB_ID={job.number}")
+        if process.host == "node2" and "hvdtrain.launch.agent" in process.argv
+    ]
+    assert agents
+    for pid in agents:
+        os.kill(pid, signal.SIGUSR1)
+    job.goes_on_once(STEPS)
+
+
+def test_a_time_limit_leads_to_one_requeue(cluster: Cluster) -> None:
+    """Slurm looks at its clock now and then, and may tell a minute early."""
+    steps = 1800
+    options = ["--time=2", "--signal=B:USR1@60"]
+    job = Job(cluster, *options, program=f"--steps {steps} --every 1000 --step-s 0.05")
+    job.until(lambda: len(job.steps()) > 10, 60)
+    job.goes_on_once(steps, timeout_s=150)
+
+
+def test_what_slurm_queues_again_is_queued_once(cluster: Cluster) -> None:
+    """As it does itself where it takes nodes away."""
+    job = Job(cluster, program=f"--steps {STEPS} --every 10 --step-s 0.05")
+    job.until(lambda: len(job.steps()) > 15, 60)
+    done = cluster.run(["scontrol", "requeue", job.number], timeout_s=20)
+    assert done.returncode == 0, done
+    job.start_again(60)
+    job.until(lambda: job.shown("JobState") == "COMPLETED", 120)
+    assert job.shown("Restarts") == "1", job.output()
+    assert "is in the queue again" not in job.output()
+    steps = [step for _, step in job.steps()]
+    assert set(steps) == set(range(1, STEPS + 1))
+    assert len(steps) < STEPS + 50, "it went on from a checkpoint"
+
+
+def test_what_is_cancelled_stays_so(cluster: Cluster) -> None:
+    job = Job(cluster, program=PROGRAM)
+    job.until(lambda: len(job.steps()) > 10, 60)
+    cluster.run(["scancel", job.number], timeout_s=20)
+    deadline = time.monotonic() + 30
+    while job.shown("JobState") != "CANCELLED":
+        assert time.monotonic() < deadline, job.output()
+        time.sleep(0.2)
+    time.sleep(3)
+    assert (job.shown("JobState"), job.shown("Restarts")) == ("CANCELLED", "0"), job.output()

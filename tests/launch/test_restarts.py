@@ -1,0 +1,136 @@
+"""Whether a job is started again, when, on which hosts, and what is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hvdtrain.cluster.hosts import parse_hosts
+from hvdtrain.launch.restarts import (
+    LONGEST_DELAY_S,
+    SPREAD,
+    Limits,
+    account,
+    announce,
+    decide,
+    fitting,
+    without,
+)
+from hvdtrain.launch.verdict import Cause, Outcome
+
+
+def after(cause: Cause, code: int = 1, **more: Any) -> Outcome:
+    return Outcome(code=code, cause=cause, **more)
+
+
+LOST = after("infrastructure", 137)
+THREE = Limits(max_restarts=3)
+
+
+def again(*history: Outcome, limits: Limits = THREE, in_slurm: bool = False) -> bool | str:
+    """Whether there is another attempt, or why not."""
+    decision = decide(history, limits, in_slurm=in_slurm, chance=0.0)
+    return decision.why_not or decision.again
+
+
+def test_what_is_started_again() -> None:
+    assert again(after("infrastructure")) is True
+    assert again(after("exception")) is True
+    assert again(after("preempted", 75)) is True
+
+
+def test_what_is_not() -> None:
+    assert again(after("done", 0)) is False
+    assert again(after("ordered", 130)) is False
+    assert "exit code 3 is what the program chose" in str(again(after("own code", 3)))
+
+
+def test_nothing_is_unless_asked_for() -> None:
+    for cause in ("infrastructure", "exception", "preempted", "own code"):
+        assert again(after(cause), limits=Limits()) is False
+
+
+def test_the_budget() -> None:
+    assert again(LOST, LOST, LOST) is True
+    assert "--max-restarts 3 are used up" in str(again(LOST, LOST, LOST, LOST))
+    assert again(LOST, limits=Limits(max_restarts=1)) is True
+
+
+def test_an_exception_at_another_step_is_tried_again() -> None:
+    first = after("exception", failed_after=40)
+    assert again(first, after("exception", failed_after=41)) is True
+    assert "after step 40 before, too" in str(again(first, first))
+    assert "after step 40" in str(again(first, LOST, first)), "whatever happened between"
+    early = after("exception", failed_after=None)
+    assert again(early) is True
+    assert "before its first step" in str(again(early, early))
+
+
+def test_preemptions_are_free_where_work_was_done() -> None:
+    run = [after("preempted", 75, saved=step) for step in range(1, 20)]
+    assert again(*run) is True
+    idle = [after("preempted", 75, saved=5)] * 5
+    assert "used up" in str(again(*idle))
+    assert again(*run, in_slurm=True) is False, "the job script asks Slurm"
+
+
+def delay(*history: Outcome, chance: float = 0.0) -> float:
+    return decide(history, Limits(max_restarts=99), in_slurm=False, chance=chance).delay_s
+
+
+def test_the_delay_grows() -> None:
+    assert [delay(*[LOST] * count) for count in range(1, 6)] == [1, 2, 4, 8, 16]
+    assert delay(*[LOST] * 50) == LONGEST_DELAY_S
+    assert delay(LOST, LOST, chance=1.0) == 2 * (1 - SPREAD)
+
+
+def test_the_delay_begins_anew_where_something_was_saved() -> None:
+    saved = after("infrastructure", saved=10)
+    assert delay(LOST, LOST, saved) == 1
+    assert delay(LOST, LOST, saved, saved) == 2, "resumed, and saved nothing more"
+    assert delay(saved, after("infrastructure", saved=20)) == 1
+
+
+def said(*history: Outcome) -> str:
+    return announce(history, THREE, delay_s=1.6, hosts=["node1", "node2"], ranks=2)
+
+
+def test_what_is_said() -> None:
+    first = after("infrastructure", step=157, saved=120, lost_s=12.3)
+    assert said(first) == (
+        "attempt 2 of 4 starts in 2 s on node1, node2 (2 ranks); "
+        "lost: 37 steps, 12 s, since the checkpoint of step 120"
+    )
+    assert said(first, LOST).startswith("attempt 3 of 4")
+    nothing = after("infrastructure", step=1, lost_s=3.0)
+    assert said(nothing).endswith("lost: 1 step, 3 s, since the beginning: there is no checkpoint")
+    free = after("preempted", 75, step=130, saved=130)
+    assert said(first, free).startswith("attempt 3 of 5"), "a preemption is one more"
+
+
+def test_the_account() -> None:
+    first = after("infrastructure", step=157, saved=120, lost_s=12.0)
+    second = after("infrastructure", step=125, saved=120, lost_s=3.0)
+    last = after("done", 0, step=300, saved=290, lost_s=50.0)
+    assert account([last]) == ""
+    assert account([first, second, last]) == "3 attempts; lost in all: 42 steps, 15 s"
+
+
+HOSTS = parse_hosts("node1:2,node2:2,node3:1")
+
+
+@pytest.mark.parametrize(
+    ("gone", "left"),
+    [([], "node1 node2 node3"), (["NODE2"], "node1 node3"), (["node1", "node2", "node3"], "")],
+)
+def test_hosts_that_are_left(gone: list[str], left: str) -> None:
+    assert [host.name for host in without(HOSTS, gone)] == left.split()
+
+
+def test_ranks_that_fit() -> None:
+    assert fitting(HOSTS, 4, oversubscribe=False) == 4
+    assert fitting(HOSTS[:1], 4, oversubscribe=False) == 2
+    assert fitting(HOSTS[:1], 4, oversubscribe=True) == 4
+    assert fitting([], 4, oversubscribe=False) == 0
+    assert fitting([], 4, oversubscribe=True) == 0

@@ -1,0 +1,54 @@
+"""What the options of ``hvdtrain run`` on failures turn into."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.cli import main
+from hvdtrain.launch.job import Job
+from hvdtrain.launch.supervisor import Patience
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch):
+    """The job that the command with these options would run."""
+    monkeypatch.delenv("HVDTRAIN_TIMEOUT_S", raising=False)
+
+    def of(*options: str) -> Job:
+        jobs: list[Job] = []
+        monkeypatch.setattr(
+            "hvdtrain.launch.attempts.run_job", lambda job, environ: jobs.append(job) or 0
+        )
+        assert main(["run", *options, "--", "python", "train.py"]) == 0
+        return jobs[0]
+
+    return of
+
+
+def test_by_default_nothing_is_started_again(job) -> None:
+    plain = job()
+    assert (plain.max_restarts, plain.min_np, plain.elastic) == (0, 1, False)
+    assert plain.patience == Patience(start_s=120, grace_s=5, preempt_grace_s=60, hang_s=540)
+
+
+def test_what_is_given_counts(job) -> None:
+    given = job("--max-restarts", "3", "--min-np", "2", "--elastic", "--preempt-grace-s", "7")
+    assert (given.max_restarts, given.min_np, given.elastic) == (3, 2, True)
+    assert given.patience.preempt_grace_s == 7
+
+
+def test_hangs_are_noticed_before_ranks_give_up(job) -> None:
+    assert job("--timeout-s", "100").patience.hang_s == 90
+    assert job("--timeout-s", "100", "--hang-timeout-s", "20").patience.hang_s == 20
+    assert job("--hang-timeout-s", "0").patience.hang_s == 0
+
+
+def test_fewer_ranks_than_at_least_are_an_error(capsys) -> None:
+    assert main(["run", "-np", "2", "--min-np", "3", "--", "true"]) == 2
+    assert "--min-np 3 is more than there are ranks, 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "many"])
+def test_restarts_are_counted_in_whole_numbers(value: str, capsys) -> None:
+    assert main(["run", f"--max-restarts={value}", "--", "true"]) == 2
+    assert f"got {value!r}, expected a whole number, 0 or more" in capsys.readouterr().err

@@ -1,0 +1,294 @@
+"""``hvdtrain run`` and the real mpirun on this host: jobs that fail, hang or are preempted."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.jobs import REPOSITORY
+from tests.launch.jobs import HVDTRAIN, with_mark
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
+RAISE = "raise ValueError('no such batch')"
+QUICK = ("--grace-s", "1")
+
+
+class Training:
+    """The stand-in under ``hvdtrain run``, in a folder of its own."""
+
+    def __init__(self, folder: Path, *options: str, program: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        standin = ["-m", "tests.launch.standin", str(folder), *program]
+        environ = {**with_mark(uuid.uuid4().hex), "OMPI_MCA_mpi_yield_when_idle": "1"}
+        self.process = subprocess.Popen(
+            [*HVDTRAIN, *options, "--", sys.executable, *standin],
+            env=environ,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def steps(self) -> list[tuple[int, int, int]]:
+        """Attempt, size and step, for each that the chief has completed."""
+        path = self.folder / "steps"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [tuple(map(int, line.split())) for line in lines]  # type: ignore[misc]
+
+    def after_steps(self, count: int, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while len(self.steps()) < count:
+            over = time.monotonic() > deadline or self.process.poll() is not None
+            assert not over, self.end()
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and output."""
+        output, _ = self.process.communicate(timeout=120)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Callable[..., Training]]:
+    started: list[Training] = []
+
+    def start(*options: str, program: tuple[str, ...] = ()) -> Training:
+        started.append(Training(tmp_path, *options, program=program))
+        return started[-1]
+
+    yield start
+    for training in started:
+        training.process.kill()
+        training.process.communicate(timeout=20)
+
+
+def said(output: str) -> list[str]:
+    """The launcher's own words."""
+    return re.findall(r"^hvdtrain run: (.*)$", output, re.MULTILINE)
+
+
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(train, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    options = ("-np", "2", "--max-restarts", "3", "--output-dir", str(logs), *QUICK)
+    training = train(*options, program=("--fault", "1", "13", f"print('dies', flush=True); {KILL}"))
+    code, output = training.end()
+    assert code == 0, output
+    steps = training.steps()
+    assert [(attempt, step) for attempt, _, step in steps] == [
+        *[(1, step) for step in range(1, 13)],
+        *[(2, step) for step in range(11, 21)],
+    ]
+    assert re.search(
+        r"attempt 2 of 4 starts in 1 s on localhost \(2 ranks\); "
+        r"lost: \d steps?, \d+ s, since the checkpoint of step 10$",
+        output,
+        re.MULTILINE,
+    ), output
+    assert re.fullmatch(r"2 attempts; lost in all: \d steps?, \d+ s", said(output)[-1])
+    assert "dies" in (logs / "rank-1.log").read_text(), "the second attempt keeps it"
+
+
+def test_an_exception_that_repeats_ends_the_job(train) -> None:
+    program = ("--always", "--fault", "0", "13", RAISE)
+    code, output = train("-np", "2", "--max-restarts", "5", *QUICK, program=program).end()
+    assert code == 1, output
+    assert output.count("starts in") == 1, output
+    assert said(output)[-2] == (
+        "the job is not started again: the program raised an exception after step 12 before, too"
+    )
+
+
+def test_the_budget_is_kept(train) -> None:
+    program = ("--always", "--fault", "1", "3", KILL)
+    code, output = train("-np", "2", "--max-restarts", "1", *QUICK, program=program).end()
+    assert code == 137, output
+    assert output.count("starts in") == 1, output
+    assert "the job is not started again: --max-restarts 1 are used up" in said(output)
+
+
+def test_an_exit_code_of_its_own_is_kept(train) -> None:
+    program = ("--fault", "1", "3", "sys.exit(3)")
+    code, output = train("-np", "2", "--max-restarts", "1", *QUICK, program=program).end()
+    assert code == 3, output
+    assert "starts in" not in output
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)]
+)
+def test_a_signal_ends_the_pause(train, number: int, code: int) -> None:
+    program = ("--always", "--fault", "1", "1", KILL)
+    training = train("-np", "2", "--max-restarts", "20", *QUICK, program=program)
+    lines = iter(training.process.stdout)
+    assert any("attempt 3 of 21 starts in 2 s" in line for line in lines)
+    time.sleep(0.2)
+    training.process.send_signal(number)
+    assert training.end()[0] == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_before_the_end_of_the_time(train, number: int) -> None:
+    training = train("-np", "3", program=("--steps", "5000", "--every", "10000"))
+    training.after_steps(5)
+    training.process.send_signal(number)
+    code, output = training.end()
+    assert code == 75, output
+    (line,) = said(output)
+    _, _, last = training.steps()[-1]
+    name = signal.Signals(number).name
+    assert line == (
+        f"the job was ended by {name} at step {last}, checkpoint saved; start it again to go on"
+    )
+    training = train("-np", "2", program=("--steps", str(last + 5)))
+    assert training.end()[0] == 0
+    assert [step for _, _, step in training.steps()] == list(range(1, last + 6))
+
+
+def test_one_rank_is_told(train) -> None:
+    tell = "os.kill(os.getpid(), signal.SIGUSR1)"
+    training = train("-np", "3", "--max-restarts", "1", program=("--fault", "2", "7", tell))
+    code, output = training.end()
+    # Nobody told hvdtrain run, so it starts the job again, and that is not held against it.
+    assert code == 0, output
+    assert said(output)[0].startswith("preempted at step 7, checkpoint saved")
+    assert "attempt 2 of 3 starts" in said(output)[1]
+    assert [step for _, _, step in training.steps()] == list(range(1, 21))
+
+
+@pytest.mark.parametrize(("grace_s", "saves"), [("60", True), ("1", False)])
+def test_the_grace_before_a_preemption(train, tmp_path: Path, grace_s: str, saves: bool) -> None:
+    """A rank may need longer than the others, but not for ever."""
+    saved, ready = tmp_path / "saved", tmp_path / "ready"
+    ready.mkdir()
+    # Neither waits for the other: Python's handlers don't run within MPI.
+    waits = f"open({str(ready)!r} + f'/{{os.getpid()}}', 'w').close(); time.sleep(100)"
+    saves_slowly = f"(time.sleep(4), open({str(saved)!r}, 'w').close(), os._exit(75))"
+    program = ("--steps", "5000")
+    for rank, action in (("0", saves_slowly), ("1", "os._exit(75)")):
+        handler = f"signal.signal(signal.SIGUSR1, lambda *_: {action})"
+        program += ("--fault", rank, "3", f"{handler}; {waits}")
+    training = train("-np", "2", "--preempt-grace-s", grace_s, program=program)
+    training.after_steps(2)
+    while len(list(ready.iterdir())) < 2:
+        time.sleep(0.02)
+    training.process.send_signal(signal.SIGUSR1)
+    code, output = training.end()
+    assert (code, saved.exists()) == (75, saves), output
+
+
+def test_ranks_that_preempt_themselves_wait_for_each_other(train, tmp_path: Path) -> None:
+    """Nobody told ``hvdtrain run``, and one of them has more to do than the others."""
+    saved = tmp_path / "saved"
+    slow = f"time.sleep(4); open({str(saved)!r}, 'w').close(); os._exit(75)"
+    program = ("--fault", "0", "3", slow, "--fault", "1", "3", "os._exit(75)")
+    code, output = train("-np", "2", "--grace-s", "0", program=program).end()
+    assert (code, saved.exists()) == (75, True), output
+
+
+def test_a_programs_workers_are_spared(train) -> None:
+    """They are needed for the steps to the checkpoint, and would die of the signal."""
+    worker = "worker = subprocess.Popen(['sleep', '100'])"
+    check = "os.write(2, str(worker.poll()).encode() + b'\\n')"
+    fault = f"import subprocess, atexit; {worker}; atexit.register(lambda: {check})"
+    training = train("-np", "2", program=("--steps", "5000", "--fault", "1", "3", fault))
+    training.after_steps(5)
+    training.process.send_signal(signal.SIGUSR1)
+    code, output = training.end()
+    assert code == 75, output
+    assert "[1] None\n" in output
+
+
+HANGS: dict[str, tuple[str, str, str]] = {
+    "stopped": (STOP, "it is stopped (state T)", "in agree"),
+    "stuck": ("time.sleep(1000)", "it waits for no other rank", "in go_wrong"),
+}
+
+
+@pytest.mark.parametrize(("fault", "why", "where"), HANGS.values(), ids=HANGS)
+def test_a_hang(train, fault: str, why: str, where: str) -> None:
+    options = ("-np", "3", "--hang-timeout-s", "3", "--chief-only", *QUICK)
+    code, output = train(*options, program=("--fault", "1", "13", fault)).end()
+    assert code == 124, output
+    lines = said(output)
+    assert re.fullmatch(r"the job hangs: no rank has done a step for \d+ s after step 12", lines[0])
+    assert re.fullmatch(r"missing: rank 1 on \S+: " + re.escape(why), lines[1]), output
+    assert lines[2:] == ["rank 0, 2 waits in allreduce(gradients) of step 13"]
+    stacks = dict.fromkeys(re.findall(r"^\[(\d)\] +File .* in agree$", output, re.MULTILINE))
+    assert set(stacks) == {"0", "2"}, "of all ranks, chief or not"
+    assert where in output
+
+
+def test_a_hang_is_started_again(train) -> None:
+    options = ("-np", "2", "--hang-timeout-s", "3", "--max-restarts", "1", *QUICK)
+    training = train(*options, program=("--fault", "1", "13", STOP))
+    code, output = training.end()
+    assert code == 0, output
+    assert training.steps()[-1] == (2, 2, 20)
+
+
+def test_what_takes_long_elsewhere_is_no_hang(train) -> None:
+    long = "from hvdtrain.monitor import report; report.phase('validation'); time.sleep(8); "
+    program = ("--fault", "1", "13", long + "report.phase('training')")
+    code, output = train("-np", "2", "--hang-timeout-s", "3", program=program).end()
+    assert (code, output) == (0, "")
+
+
+def test_the_first_step_may_take_longer(train) -> None:
+    program = ("--fault", "1", "1", "time.sleep(7)")
+    code, output = train("-np", "2", "--hang-timeout-s", "3", program=program).end()
+    assert (code, output) == (0, "")
+
+
+ELASTIC = ("-np", "3", "--elastic", *QUICK)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("fault", [KILL, "import ctypes; ctypes.string_at(0)"])
+def test_the_others_go_on(train, rank: int, fault: str) -> None:
+    program = ("--elastic", "--steps", "40", "--fault", str(rank), "13", fault)
+    code, output = train(*ELASTIC, "--min-np", "2", program=program).end()
+    assert code == 0, output
+    name = "SIGKILL" if fault == KILL else "SIGSEGV"
+    (line,) = said(output)
+    assert re.fullmatch(
+        rf"rank {rank} on \S+ was lost \({name}\)( after step \d+)?; 2 ranks go on", line
+    ), output
+
+
+def test_a_rank_that_can_not_be_spared(train) -> None:
+    """The others have time to save what they have."""
+    program = ("--elastic", "--steps", "150", "--fault", "1", "13", KILL)
+    training = train(*ELASTIC, "--min-np", "3", program=program)
+    code, output = training.end()
+    assert code == 137, output
+    assert re.search(r"rank 1 .* was lost \(SIGKILL\).*; 2 ranks left: too few", output), output
+    assert "rank 1 on" in said(output)[1]
+    # As long as they take, here to the end.
+    assert training.steps()[-1] == (1, 2, 150)
+
+
+def test_an_exception_is_no_loss(train) -> None:
+    code, output = train(*ELASTIC, program=("--elastic", "--fault", "1", "13", RAISE)).end()
+    assert code == 1, output
+    assert "go on" not in output
+    assert "ValueError: no such batch" in output
+
+
+def test_a_failure_after_a_loss_is_told(train) -> None:
+    program = ("--elastic", "--fault", "1", "13", KILL, "--fault", "2", "18", RAISE)
+    code, output = train(*ELASTIC, program=program).end()
+    assert code == 1, output
+    assert "2 ranks go on" in said(output)[0]
+    assert re.match(r"rank 2 on \S+ failed first: exit code 1", said(output)[1])
+    assert "[2] ValueError: no such batch" in output

@@ -1,0 +1,257 @@
+"""What a rank's program tells its agent: real processes, and the test at the pipe's other end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.config import REPORT_FD
+from tests.harness.jobs import REPOSITORY
+
+INTERVAL_S = 1.0
+
+
+class Program:
+    """A process with a pipe to report in."""
+
+    def __init__(self, code: str, *, inode: int | None = None) -> None:
+        self.reader, writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        number = os.fstat(writer).st_ino if inode is None else inode
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from hvdtrain.monitor import report\n" + textwrap.dedent(code)],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), REPORT_FD: f"{writer}:{number}"},
+            pass_fds=(writer,),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        os.close(writer)
+        self._data = b""
+
+    def reports(self) -> list[dict[str, Any]]:
+        """All that have come so far."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.reader, 1 << 16):
+                self._data += data
+        return [json.loads(line) for line in self._data.splitlines()]
+
+    def until(self, true: Callable[[dict[str, Any]], bool], timeout_s: float = 20.0) -> float:
+        """Wait for a newest report; how long it took."""
+        started = time.monotonic()
+        while not (reports := self.reports()) or not true(reports[-1]):
+            assert time.monotonic() - started < timeout_s, reports
+            time.sleep(0.01)
+        return time.monotonic() - started
+
+    def end(self) -> tuple[str, str]:
+        out, err = self.process.communicate(timeout=30)
+        return out, err
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=10)
+        os.close(self.reader)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Program]]:
+    with contextlib.ExitStack() as stack:
+
+        def begin(code: str, **options: Any) -> Program:
+            return stack.enter_context(contextlib.closing(Program(code, **options)))
+
+        yield begin
+
+
+WAIT = "import sys; sys.stdin.read()"
+
+
+def test_the_state_is_told(start: Callable[..., Program]) -> None:
+    program = start(f"""
+        report.resumed(40)
+        report.phase("training")
+        report.step(41, 2)
+        report.saved(41)
+        {WAIT}
+    """)
+    program.until(lambda report: report.get("saved") == 41)
+    first, *_, last = program.reports()
+    pid = program.process.pid
+    assert first == {"kind": "report", "pid": pid, "resumed": 40, "phase": "", "waiting_in": ""}
+    expected = {"step": 41, "epoch": 2, "saved": 41, "resumed": 40, "phase": "training"}
+    assert last == {"kind": "report", "pid": pid, **expected, "waiting_in": ""}
+
+
+def test_steps_are_told_now_and_then_and_the_last_at_the_end(start) -> None:
+    program = start("for step in range(100_000): report.step(step, 0)\nraise ValueError")
+    assert "ValueError" in program.end()[1]
+    reports = program.reports()
+    assert reports[-1]["step"] == 99_999
+    assert len(reports) < 20
+
+
+def test_what_changes_is_told_while_the_program_waits(start) -> None:
+    program = start(f"""
+        words = ["", "allreduce(gradients)"]
+        report.watch(lambda: words[-1])
+        {WAIT}
+    """)
+    program.until(lambda report: report["waiting_in"] == "allreduce(gradients)")
+    before = len(program.reports())
+    time.sleep(2.5 * INTERVAL_S)
+    assert len(program.reports()) == before, "nothing new is not told again"
+
+
+def test_who_is_asked_may_fail(start) -> None:
+    program = start(f"report.watch(lambda: 1 / 0); report.saved(7); {WAIT}")
+    program.until(lambda report: report.get("saved") == 7)
+    assert program.reports()[-1]["waiting_in"] == ""
+
+
+def test_nonsense_reaches_nobody(start) -> None:
+    program = start("report.step('x', object()); report.saved(None); report.phase('y'); print(1)")
+    assert program.end() == ("1\n", "")
+    assert program.reports() == []
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_another_file_of_that_number_is_left_alone(start, number: int) -> None:
+    program = start("report.saved(1); report.phase('x'); print(1)", inode=number)
+    assert program.end() == ("1\n", "")
+    assert program.reports() == []
+
+
+def test_without_the_variable_nothing_happens() -> None:
+    code = (
+        "import threading; from hvdtrain.monitor import report\n"
+        "report.step(1, 0); report.saved(1); report.phase('x'); report.watch(str)\n"
+        "import signal; print(threading.active_count(), signal.getsignal(signal.SIGQUIT).name)"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != REPORT_FD}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, env=environ, capture_output=True, timeout=30
+    )
+    assert (done.stdout, done.stderr) == (b"1 SIG_DFL\n", b"")
+
+
+def test_children_say_nothing(start) -> None:
+    program = start(f"""
+        import os, subprocess, sys
+        report.saved(1)
+        if os.fork() == 0:
+            report.saved(2)
+            os._exit(0)
+        os.wait()
+        code = "from hvdtrain.monitor import report; report.saved(3)"
+        subprocess.run([sys.executable, "-c", code], close_fds=False, check=True)
+        report.phase("over")
+        {WAIT}
+    """)
+    program.until(lambda report: report["phase"] == "over")
+    assert {report["saved"] for report in program.reports()} == {1}
+
+
+def test_nobody_reads(start) -> None:
+    """The pipe is full, and then it is gone; the program notices neither."""
+    program = start("""
+        import sys
+        for number in range(20_000): report.saved(number)
+        print("full", flush=True)
+        sys.stdin.readline()
+        for number in range(20_000): report.saved(number)
+        print("gone")
+    """)
+    assert program.process.stdout is not None
+    assert program.process.stdout.readline() == "full\n"
+    # Whole lines, however full it was.
+    assert all(report["kind"] == "report" for report in program.reports())
+    reader, program.reader = program.reader, os.open(os.devnull, os.O_RDONLY)
+    os.close(reader)
+    out, err = program.process.communicate("\n", timeout=30)
+    assert (out, err, program.process.returncode) == ("gone\n", "", 0)
+
+
+def test_stacks_are_printed_on_request(start) -> None:
+    program = start(f"""
+        def stuck():
+            {WAIT}
+        report.phase("training")
+        stuck()
+    """)
+    program.until(lambda report: report["pid"] == program.process.pid)
+    time.sleep(0.2)
+    program.process.send_signal(signal.SIGQUIT)
+    time.sleep(0.2)
+    err = program.end()[1]
+    assert program.process.returncode == 0
+    assert "in stuck" in err
+
+
+def test_who_uses_sigquit_is_not_asked(start) -> None:
+    program = start(f"""
+        import signal
+        signal.signal(signal.SIGQUIT, lambda *_: print("mine", flush=True))
+        report.phase("training")
+        {WAIT}
+    """)
+    program.until(lambda report: report["phase"] == "training")
+    assert program.reports()[-1]["pid"] is None
+    program.process.send_signal(signal.SIGQUIT)
+    time.sleep(0.2)
+    assert program.end() == ("mine\n", "")
+
+
+def test_a_signal_handler_may_report(start) -> None:
+    """Also while the code that it interrupts does."""
+    program = start("""
+        import signal
+        calls = []
+        def handle(*_):
+            calls.append(1)
+            report.phase(f"handler {len(calls)}")
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+        number = 0
+        while len(calls) < 300:
+            number += 1
+            report.saved(number)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    """)
+    while program.process.poll() is None:
+        program.reports()
+        time.sleep(0.01)
+    assert program.end()[1] == ""
+
+
+def test_a_step_costs_next_to_nothing(start) -> None:
+    program = start("""
+        import time
+        began = time.perf_counter()
+        for number in range(100_000): report.step(number, 0)
+        print((time.perf_counter() - began) / 100_000)
+    """)
+    # Some 0.1 us on a quiet machine.
+    assert float(program.end()[0]) < 20e-6
+
+
+def test_the_launcher_reads_what_is_told(start, tmp_path: Path) -> None:
+    from hvdtrain.launch.reports import Report, read_report
+
+    program = start(f"report.step(3, 1); report.phase('training'); report.saved(2); {WAIT}")
+    program.until(lambda report: report.get("saved") == 2)
+    assert read_report(program.reports()[-1]) == Report(
+        pid=program.process.pid, step=3, epoch=1, phase="training", saved=2
+    )
