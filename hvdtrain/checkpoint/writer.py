@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from hvdtrain.checkpoint.store import Snapshot, Store
 from hvdtrain.errors import CheckpointError
@@ -16,14 +17,14 @@ class Writer:
 
     Args:
         store: Where they go; used by the writing thread while ``busy``.
+        tell: Called on that thread with the step of each checkpoint that is safely on disk.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, tell: Callable[[int], None]) -> None:
         self._store = store
+        self._tell = tell
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
-        self.written: int | None = None
-        """Step of the newest checkpoint that is safely on disk, None before the first."""
         self.written_s: list[float] = []
         """How long each write took that succeeded."""
 
@@ -61,5 +62,5 @@ class Writer:
             # A thread has nobody above it who would see this.
             self._error = CheckpointError(f"{type(error).__name__}: {error}")
         else:
-            self.written = snapshot.step
             self.written_s.append(time.monotonic() - start)
+            self._tell(snapshot.step)

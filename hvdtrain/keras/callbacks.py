@@ -13,6 +13,7 @@ from hvdtrain.errors import ModelError
 from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.epochs import Epochs
 from hvdtrain.keras.replicas import average_statistics
+from hvdtrain.keras.reports import Reports
 from hvdtrain.keras.saving.checkpoint import Checkpoint
 
 __all__ = ["CHIEF_ONLY", "WarmUp", "list_callbacks", "wrap_callbacks"]
@@ -51,7 +52,7 @@ def wrap_callbacks(
         callbacks: The user's.
         collectives: The engine.
         sharded: The input, whose hooks are called.
-        epochs: Told which epoch begins.
+        epochs: Told which epoch begins; tells the launcher's reports the step.
         broadcast: Gives all ranks the chief's state; called after the user's ``on_train_begin``,
             where a callback may have restored some on the chief.
     """
@@ -60,7 +61,8 @@ def wrap_callbacks(
     others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     before = _Before(collectives, sharded, epochs)
-    return [before, *others, _After(collectives, broadcast), *checkpoints]
+    after = _After(collectives, broadcast)
+    return [before, Reports(epochs), *others, after, *checkpoints]
 
 
 class _Before(keras.callbacks.Callback):

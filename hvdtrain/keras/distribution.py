@@ -21,6 +21,7 @@ from hvdtrain.keras.optimizer import distribute_optimizer
 from hvdtrain.keras.replicas import broadcast_model, reseed_by_rank
 from hvdtrain.keras.saving.session import asked_for
 from hvdtrain.keras.steps import Steps, has_own_train_step
+from hvdtrain.monitor import report
 from hvdtrain.tensorflow.reducer import GradientReducer
 
 __all__ = ["Distribution"]
@@ -90,6 +91,7 @@ class Distribution:
         for name, method in zip(_REPLACED, methods):
             put(model, name, method)
         put(model, _MARK, self)
+        report.watch(lambda: collectives.waiting_in)
         forget_functions(model)
         broadcast_model(model, collectives)
         reseed_by_rank(model, collectives)

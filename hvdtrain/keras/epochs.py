@@ -59,8 +59,8 @@ class Epochs:
         self._ranks = ranks
         self._steps_per_epoch = steps_per_epoch
         self._block = steps_per_execution
-        self.steps_done = 0
-        """Of all epochs of this ``fit``, the block in work included."""
+        self.step = 0
+        """Steps since the training began, the block in work included."""
         self._epoch = 0
         self._epochs = 0  # ended
         self._passes = 0  # begun
@@ -91,13 +91,15 @@ class Epochs:
         """Whether nothing is left of the pass."""
         return self._pass is None or self._pass.steps == self._done
 
-    def resume(self, place: Place, epoch: int) -> None:
+    def resume(self, place: Place, *, epoch: int, step: int) -> None:
         """Begin with ``epoch`` where another run had come to.
 
         Args:
             place: As it had been told.
             epoch: The first to run.
+            step: Steps that are done since the training began.
         """
+        self.step = step
         self._resumed = place._replace(position=place.position or Position(epoch=epoch))
         self._epochs, self._passes = place.epochs, place.passes
         self._sharded.catch_up(epochs=place.epochs, passes=place.passes)
@@ -127,7 +129,7 @@ class Epochs:
             if self._pass.steps is not None:
                 taken = min(taken, self._pass.steps - self._done)
             self._done += taken
-            self.steps_done += taken
+            self.step += taken
             keras_iterator._steps_seen = step + self._block
             self._within = True
             yield step, step + self._block - 1, self._iterator

@@ -24,6 +24,7 @@ from hvdtrain.keras.saving.resume import Resume
 from hvdtrain.keras.saving.schedule import Schedule
 from hvdtrain.keras.saving.signals import CaughtSignals
 from hvdtrain.keras.saving.state import TrainingState
+from hvdtrain.monitor import report
 from hvdtrain.tensorflow import seeds
 
 __all__ = ["Keeper"]
@@ -75,23 +76,18 @@ class Keeper:
         self._unit = unit
         self._seed = seed
         self._presharded = presharded
-        self._first_step = 0 if resume is None else resume.progress.step
         self._schedule = Schedule(asked.every_steps, asked.every_s)
         self._signals = CaughtSignals()
         self._epoch = 0
-        self._step_before = self._first_step
+        self._step_before = epochs.step
         # Of the chief: when the ranks last met, and when a checkpoint was last taken.
-        self._met = (self._first_step, time.monotonic())
+        self._met = (epochs.step, time.monotonic())
         self._taken_s = time.monotonic()
         self.paused_s: list[float] = []
         """For how long each checkpoint kept training from going on."""
         self._overdue = False
         self._complained = False
         self._preempted = False
-
-    @property
-    def _step(self) -> int:
-        return self._first_step + self._epochs.steps_done
 
     def open(self) -> None:
         """Begin: signals no longer end the process, but the training after a step."""
@@ -126,7 +122,7 @@ class Keeper:
 
     def on_batch_end(self, batch: int) -> None:
         """Take a checkpoint if one is due, or if a signal has come to some rank."""
-        step, before = self._step, self._step_before
+        step, before = self._epochs.step, self._step_before
         self._step_before = step
         if not self._schedule.meets(step, before):
             return
@@ -148,7 +144,7 @@ class Keeper:
         if self._chief and self._asked.export is not None:
             self._try_export(self._asked.export)
         if last:
-            number, _ = self._meet(self._step, due=False)
+            number, _ = self._meet(self._epochs.step, due=False)
             if number:
                 self._end(number)
 
@@ -158,7 +154,7 @@ class Keeper:
             self._resume.on_train_end(self._model)
         if self._writer is not None:
             self._writer.wait()
-        self._meet(self._step, due=False)
+        self._meet(self._epochs.step, due=False)
 
     @property
     def written_s(self) -> Sequence[float]:
@@ -218,6 +214,7 @@ class Keeper:
             logs: Of the epoch that has just ended, if one has.
         """
         start = time.monotonic()
+        report.phase("checkpoint")
         ranks = self._state.gather_own()
         if self._writer is None:
             return
@@ -225,7 +222,7 @@ class Keeper:
         self._writer.wait()
         kept, arrays = callback_states(self._callbacks)
         progress = Progress(
-            step=self._step,
+            step=self._epochs.step,
             epoch=epoch,
             place=self._epochs.place(epoch_step=epoch_step),
             unit=self._unit,
@@ -238,7 +235,7 @@ class Keeper:
         )
         model = {**self._state.shared(), **arrays}
         self._writer.start(
-            Snapshot(step=self._step, state=progress.to_json(), model=model, ranks=ranks)
+            Snapshot(step=self._epochs.step, state=progress.to_json(), model=model, ranks=ranks)
         )
         self._taken_s = time.monotonic()
         self.paused_s.append(self._taken_s - start)
@@ -274,7 +271,7 @@ class Keeper:
             error = self._writer.take_error()
             if error is None:
                 self._say(
-                    f"{name} came; the checkpoint of step {self._step} is in "
+                    f"{name} came; the checkpoint of step {self._epochs.step} is in "
                     f"{self._asked.directory}. Start the program again to go on"
                 )
             else:

@@ -17,6 +17,7 @@ from hvdtrain.keras.epochs import Epochs
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks, restore_callbacks
 from hvdtrain.keras.saving.progress import Progress
 from hvdtrain.keras.saving.state import TrainingState
+from hvdtrain.monitor import report
 from hvdtrain.tensorflow import seeds
 
 __all__ = ["Resume", "find"]
@@ -104,7 +105,7 @@ class Resume:
                 "of this epoch has another order, so that some samples come twice and others not. "
                 "To go on exactly, call keras.utils.set_random_seed(1) at the start of the program"
             )
-        epochs.resume(progress.place, progress.epoch)
+        epochs.resume(progress.place, epoch=progress.epoch, step=progress.step)
 
     def on_train_begin(self, model: keras.Model, callbacks: Sequence[Any]) -> None:
         """Set the first epoch; between two epochs, restore everything."""
@@ -129,6 +130,7 @@ class Resume:
         """Give ``fit`` back what it has to return; Keras forgets that when training begins."""
         self._restored = True
         self._snapshot = None
+        report.resumed(self.progress.step)
         history = self.progress.history
         model.history.history = {name: list(v) for name, v in history["logs"].items()}
         model.history.epoch = list(history["epoch"])

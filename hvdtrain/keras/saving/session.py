@@ -19,6 +19,7 @@ from hvdtrain.keras.saving.checkpoint import Checkpoint
 from hvdtrain.keras.saving.keeper import Keeper
 from hvdtrain.keras.saving.resume import find
 from hvdtrain.keras.saving.state import TrainingState
+from hvdtrain.monitor import report
 
 __all__ = ["Session", "asked_for"]
 
@@ -100,7 +101,7 @@ class Session:
             callbacks=self._callbacks,
             state=self._state,
             epochs=epochs,
-            writer=None if self._store is None else Writer(self._store),
+            writer=None if self._store is None else Writer(self._store, report.saved),
             resume=self._resume,
             unit=data.unit,
             seed=seed,
