@@ -87,7 +87,10 @@ class Settings:
         False, _flag, "1 lets more ranks than GPUs run on a host and share them"
     )
     elastic: bool = _setting(
-        False, _flag, "1 lets the ranks that are left go on when one dies; needs Open MPI 5"
+        False,
+        _flag,
+        "1 lets the ranks that are left go on when one dies, in training loops of your own; needs "
+        "Open MPI 5",
     )
     min_np: int = _setting(
         1,

@@ -97,13 +97,13 @@ def collectives() -> Collectives:
 
 
 def rank() -> int:
-    """Number of this process in the job, from 0."""
-    return _entered().topology.rank
+    """Number of this process among those of the job, from 0; a lower one when some were lost."""
+    return _entered().collectives.rank
 
 
 def size() -> int:
-    """Number of processes in the job."""
-    return _entered().topology.size
+    """Number of processes in the job that are left."""
+    return _entered().collectives.size
 
 
 def local_rank() -> int:
@@ -125,7 +125,7 @@ def node_rank() -> int:
 
 def is_chief() -> bool:
     """Whether this is rank 0, the one that prints, logs and saves."""
-    return _entered().topology.is_chief
+    return _entered().collectives.rank == 0
 
 
 def _entered() -> _World:

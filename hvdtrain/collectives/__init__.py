@@ -6,6 +6,10 @@ host, plain ``mpi`` otherwise. The choice can be forced with ``HVDTRAIN_COLLECTI
 
 from __future__ import annotations
 
+import os
+import sys
+from types import ModuleType
+
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.config import Settings
@@ -35,4 +39,19 @@ def create(topology: Topology, settings: Settings) -> Collectives:
         most_ranks_on_a_host = world.allreduce(host.Get_size(), mpi.MAX)
         kind = "shared_memory" if most_ranks_on_a_host > 1 else "mpi"
     engine = SharedMemoryCollectives if kind == "shared_memory" else MpiCollectives
-    return engine(mpi, world, host, settings.chunk_bytes, settings.timeout_s)
+    min_np = settings.min_np if settings.elastic and _survives(mpi, topology) else None
+    return engine(mpi, world, host, settings.chunk_bytes, settings.timeout_s, min_np)
+
+
+def _survives(mpi: ModuleType, topology: Topology) -> bool:
+    """Whether the job goes on when a rank dies; the chief says so if it was asked to and can't."""
+    from hvdtrain.collectives.start import why_not_elastic
+
+    reason = why_not_elastic(mpi, os.environ)
+    if reason and topology.is_chief:
+        print(
+            f"hvdtrain: HVDTRAIN_ELASTIC=1 has no effect, a rank that dies ends the job: {reason}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return not reason

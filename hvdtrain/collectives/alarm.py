@@ -1,14 +1,15 @@
 """How ranks learn that one of them can't go on, while they wait for something else.
 
 Messages travel on a communicator of their own. A rank that waits in a collective looks for them
-every few milliseconds; nothing is sent while all is well.
+every few milliseconds; nothing is sent while all is well. Where ranks may be lost, this is also
+where it is noticed that one died. The communicator outlives that: ranks keep their first numbers.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,13 +17,29 @@ import numpy as np
 
 from hvdtrain.errors import CollectiveTimeoutError, PeerFailedError
 
-__all__ = ["Alarm"]
+__all__ = ["Alarm", "RanksLost", "is_loss"]
 
-FAILED, SEEN, LEFT, ASK, TELL = 1, 2, 3, 4, 5
+FAILED, SEEN, LEFT, ASK, TELL, STOPPED = 1, 2, 3, 4, 5, 6
 
 FAREWELL_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 3.0
 POLL_S = 0.002
+# Open MPI looks for news of ranks that died only now and then when it is called, and passes them
+# on from rank to rank in the same way.
+LOOKS = 16
+
+
+class RanksLost(Exception):
+    """The operation has to stop because a rank died; the engine catches it."""
+
+
+def is_loss(mpi: ModuleType, error: Any) -> bool:
+    """Whether an ``MPI.Exception`` says that a rank died, or that another rank has seen one die."""
+    return error.Get_error_class() in (
+        mpi.ERR_PROC_FAILED,
+        mpi.ERR_PROC_FAILED_PENDING,
+        mpi.ERR_REVOKED,
+    )
 
 
 class Alarm:
@@ -33,17 +50,30 @@ class Alarm:
         comm: A communicator of all ranks, used by nothing else.
         timeout_s: After that long ``leave`` says whom it waits for.
         operations: How many operations this rank has begun.
+        survives: Whether the others go on when a rank dies.
     """
 
     def __init__(
-        self, mpi: ModuleType, comm: Any, timeout_s: float, operations: Callable[[], int]
+        self,
+        mpi: ModuleType,
+        comm: Any,
+        timeout_s: float,
+        operations: Callable[[], int],
+        survives: bool = False,
     ) -> None:
         self._mpi = mpi
         self._comm = comm
         self._timeout_s = timeout_s
         self._operations = operations
+        self._survives = survives
         self.rank: int = comm.Get_rank()
-        self._others = [r for r in range(comm.Get_size()) if r != self.rank]
+        self.size: int = comm.Get_size()
+        self._others = [r for r in range(self.size) if r != self.rank]
+        # All that died, whether or not they have been left behind already.
+        self.lost: set[int] = set()
+        self._generation = 0
+        # Until which generation each rank has stopped its operations.
+        self._stopped: dict[int, int] = {}
         self._failure: tuple[int, str] | None = None
         self._failed_myself = False
         self._seen: set[int] = set()
@@ -63,6 +93,7 @@ class Alarm:
 
         Raises:
             PeerFailedError: A rank has failed, or has left while this one needs it.
+            RanksLost: A rank died, and this one has not stopped for that yet.
         """
         self._receive(waiting_in)
         if self._failure is not None:
@@ -71,6 +102,8 @@ class Alarm:
                 f"rank {rank} failed: {reason}. Rank {self.rank} was waiting for it in "
                 f"{waiting_in} and stops too."
             )
+        if self.interrupted and not self._have_stopped(self.rank):
+            raise RanksLost
         here = self._operations()
         gone = sorted(rank for rank, operations in self._left.items() if operations < here)
         if gone:
@@ -107,25 +140,61 @@ class Alarm:
             "work may take that long, raise HVDTRAIN_TIMEOUT_S."
         )
 
-    def fail(self, reason: str) -> None:
-        """Tell all ranks that this one failed, and wait a little until they have seen it."""
+    @property
+    def interrupted(self) -> bool:
+        """Whether ranks of this generation are lost, or have stopped because of that."""
+        return any(rank in self.lost or self._have_stopped(rank) for rank in self._others)
+
+    @property
+    def all_have_stopped(self) -> bool:
+        """Whether no rank that is left is inside an operation of this generation."""
+        return all(rank in self.lost or self._have_stopped(rank) for rank in self._others)
+
+    def stop(self) -> None:
+        """Tell the others that this rank has stopped because one was lost."""
+        self._stopped[self.rank] = self._generation
+        self._send_all(STOPPED, str(self._generation))
+
+    def go_on(self, members: Sequence[int], generation: int) -> None:
+        """From now on these are all the ranks there are."""
+        self._generation = generation
+        self._others = [rank for rank in members if rank != self.rank]
+        self._left = {rank: self._left[rank] for rank in self._others if rank in self._left}
+
+    def fail(self, reason: str) -> bool:
+        """Tell all ranks that this one failed, and wait a little until they have seen it.
+
+        Where ranks survive others, one that ended unheard would pass for dead, and they would go
+        on: then this waits as long as for any operation.
+
+        Returns:
+            Whether no rank can be left that doesn't know.
+        """
         if self._failed_myself:
-            return
+            return True
         self._failed_myself = True
         self._receive("")
         if self._failure is not None:
             # This failure only follows from the first one: let that rank know it was seen.
             self._send(self._failure[0], SEEN, "")
-            return
+            return True
         self._send_all(FAILED, reason)
         listening = set(self._others) - self._silent
-        self._wait_for(lambda: self._seen | self._left.keys() >= listening, FAREWELL_TIMEOUT_S)
 
-    def leave(self) -> bool:
+        def heard() -> bool:
+            return self._seen | self._left.keys() | self.lost >= listening
+
+        timeout_s = self._timeout_s if self._survives else FAREWELL_TIMEOUT_S
+        return self._wait_for(heard, timeout_s) and not self._silent
+
+    def leave(self, rejoin: Callable[[], None] = lambda: None) -> bool:
         """Wait at the end of the program until all ranks are there, however long that takes.
 
         Ending before would end them: mpirun takes a rank that has not finalised MPI for a failed
-        one. A rank that is gone for good ends the whole job anyway.
+        one. A rank that is gone for good ends the whole job anyway, or is left behind.
+
+        Args:
+            rejoin: Leaves lost ranks behind, together with the others, once all have stopped.
 
         Returns:
             Whether all ranks came to their end well, so that MPI may be finalised.
@@ -133,21 +202,40 @@ class Alarm:
         if self.failed:
             return False
         self._send_all(LEFT, str(self._operations()))
-        everyone = set(self._others)
 
-        def ended() -> bool:
-            return self._left.keys() >= everyone or self._failure is not None
+        def settled() -> bool:
+            return self._all_left() or self._failure is not None or self.interrupted
 
-        while not self._wait_for(ended, self._timeout_s):
-            ranks = ", ".join(str(rank) for rank in sorted(everyone - self._left.keys()))
+        while not self._all_left() and self._failure is None:
+            if not self.interrupted:
+                self._wait_at_the_end(settled)
+                continue
+            self.stop()
+            self._wait_at_the_end(
+                lambda: self._all_left() or self._failure is not None or self.all_have_stopped
+            )
+            if self.all_have_stopped and not self._all_left():
+                rejoin()
+        if self._failure is not None:
+            self._send(self._failure[0], SEEN, "")
+        return not self.lost and not self.failed
+
+    def _all_left(self) -> bool:
+        return all(rank in self._left or rank in self.lost for rank in self._others)
+
+    def _wait_at_the_end(self, done: Callable[[], bool]) -> None:
+        """Wait without end, and say from time to time for whom."""
+        while not self._wait_for(done, self._timeout_s):
+            missing = [r for r in self._others if r not in self._left and r not in self.lost]
             print(
-                f"hvdtrain: rank {self.rank} has ended its program and waits for rank {ranks}",
+                f"hvdtrain: rank {self.rank} has ended its program and waits for rank "
+                f"{', '.join(map(str, missing))}",
                 file=sys.stderr,
                 flush=True,
             )
-        if self._failure is not None:
-            self._send(self._failure[0], SEEN, "")
-        return self._left.keys() >= everyone and not self.failed
+
+    def _have_stopped(self, rank: int) -> bool:
+        return self._stopped.get(rank, -1) >= self._generation
 
     def _wait_for(self, done: Callable[[], bool], timeout_s: float) -> bool:
         """Whether ``done`` came true within the time."""
@@ -161,15 +249,28 @@ class Alarm:
 
     def _receive(self, waiting_in: str) -> None:
         status = self._mpi.Status()
-        while True:
-            message = self._comm.Improbe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status)
-            if message is None:
-                return
-            buffer = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-            message.Recv([buffer, self._mpi.BYTE])
+        looks = LOOKS if self._survives else 1
+        while looks:
+            try:
+                message = self._comm.Improbe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status)
+                if message is None:
+                    looks -= 1
+                    continue
+                buffer = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+                message.Recv([buffer, self._mpi.BYTE])
+            except self._mpi.Exception as error:
+                self._note_lost(error)
+                continue
             # A text that was too long may end within a character.
             text = buffer.tobytes().decode(errors="replace")
             self._handle(status.Get_source(), status.Get_tag(), text, waiting_in)
+
+    def _note_lost(self, error: Exception) -> None:
+        """Learn who died; looking for messages is an error until that is acknowledged."""
+        if not self._survives or not is_loss(self._mpi, error):
+            raise error
+        self._comm.Ack_failed()
+        self.lost.update(self._comm.Get_failed().Translate_ranks(None, self._comm.Get_group()))
 
     def _handle(self, source: int, tag: int, text: str, waiting_in: str) -> None:
         if tag == FAILED:
@@ -183,6 +284,8 @@ class Alarm:
             self._send(source, TELL, waiting_in)
         elif tag == TELL:
             self._told[source] = text
+        elif tag == STOPPED:
+            self._stopped[source] = int(text)
 
     def _send_all(self, tag: int, text: str) -> None:
         for rank in self._others:
@@ -191,6 +294,16 @@ class Alarm:
     def _send(self, rank: int, tag: int, text: str) -> None:
         # A message has to fit the eager protocol: nobody may be there to receive it.
         data = np.frombuffer(text.encode()[:2000] or b" ", np.uint8)
-        self._pending = [entry for entry in self._pending if not entry[0].Test()]
-        request = self._comm.Isend([data, self._mpi.BYTE], rank, tag)
-        self._pending.append((request, data))
+        self._pending = [entry for entry in self._pending if not self._is_over(entry[0])]
+        try:
+            request = self._comm.Isend([data, self._mpi.BYTE], rank, tag)
+            self._pending.append((request, data))
+        except self._mpi.Exception as error:
+            self._note_lost(error)
+
+    def _is_over(self, request: Any) -> bool:
+        try:
+            return bool(request.Test())
+        except self._mpi.Exception as error:
+            self._note_lost(error)
+            return True

@@ -3,6 +3,23 @@
 Every rank calls the same operations in the same order. An engine checks that they did: a
 difference in operation, name, shape or type raises ``MismatchError`` on every rank. Results of
 ``allreduce`` are bitwise the same on every rank. float16 and bfloat16 are summed in float32.
+
+Where the settings ask for it and MPI can do it, ranks may die at any moment, and the others go
+on: the operation in which they are missed ends without an error, and ``rank``, ``size`` and
+``members`` are others after it. An operation is either complete with what the dead ranks gave, for
+all, or done again as if those that are left had called it alone:
+
+- ``allreduce``: of what they pass; ``average`` divides by how many they are.
+- ``allgather``, ``allgather_object``: without the parts of the dead ranks.
+- ``broadcast``, ``broadcast_object``: if the root died before all had its value, ``RanksLostError``
+  on every rank, after which they may go on; with ``replicated`` the chief's value.
+- ``reduce_scatter``: shared out among them, so the shares are larger.
+- ``alltoall``: the rows for dead ranks go to nobody.
+
+Numbers of ranks in arguments are those of now. Who keeps something by rank or by size looks at
+``generation`` before using it. After the same operation it may have grown on one rank and not yet
+on another, which learns of the loss in its next operation: where all have to decide alike, they
+reduce it with "max" first.
 """
 
 from __future__ import annotations
@@ -11,6 +28,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
+
+from hvdtrain.errors import TooFewRanksError
 
 __all__ = ["OPS", "Codec", "Collectives", "ReduceOp"]
 
@@ -25,11 +44,31 @@ class Collectives(Protocol):
 
     ``name`` says in errors what an operation was for; all ranks must pass the same.
     An array that is passed in is never changed; an array that comes back belongs to the caller.
+
+    Attributes:
+        kind: Which engine this is.
+        rank: This rank's number among those that are left, from 0; that of the chief is 0.
+        size: How many ranks are left.
+        survives_losses: Whether ranks that die are left behind; otherwise they end the job.
+        generation: How often ranks have been left behind; 0 as long as all are there.
+        members: The first numbers of the ranks that are left, in order. ``members[rank]`` is this
+            rank's own, by which messages and the launcher call it.
+        too_few: Set when fewer ranks are left than ``min_np`` asks for. Operations go on; who
+            trains looks at it after each step, saves what there is to save, and raises it.
     """
 
     kind: str
     rank: int
     size: int
+    survives_losses: bool
+    generation: int
+    members: tuple[int, ...]
+    too_few: TooFewRanksError | None
+
+    @property
+    def waiting_in(self) -> str:
+        """The operation in which this rank waits for long, or ""; for other threads to ask."""
+        ...
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = "") -> np.ndarray:
         """Combine the arrays of all ranks element by element; same shape and type everywhere.
@@ -57,8 +96,13 @@ class Collectives(Protocol):
         """Concatenate along the first axis, in rank order; first dimensions may differ."""
         ...
 
-    def broadcast(self, array: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:
-        """Give every rank the array of ``root``; the others pass one of its shape and type."""
+    def broadcast(
+        self, array: np.ndarray, root: int = 0, *, name: str = "", replicated: bool = False
+    ) -> np.ndarray:
+        """Give every rank the array of ``root``; the others pass one of its shape and type.
+
+        ``replicated`` says that the value of any rank would do, should the root die.
+        """
         ...
 
     def reduce_scatter(
@@ -84,9 +128,15 @@ class Collectives(Protocol):
         ...
 
     def broadcast_object(
-        self, obj: Any, root: int = 0, *, name: str = "", codec: Codec = "json"
+        self,
+        obj: Any,
+        root: int = 0,
+        *,
+        name: str = "",
+        codec: Codec = "json",
+        replicated: bool = False,
     ) -> Any:
-        """Give every rank the object of ``root``.
+        """Give every rank the object of ``root``; ``replicated`` as in ``broadcast``.
 
         ``codec="json"`` takes what JSON can hold. ``"pickle"`` takes anything and runs code of
         the sender on the receivers: all ranks must be yours.

@@ -5,16 +5,25 @@ An engine proper supplies the ``_…`` methods at the end, which move bytes and 
 
 from __future__ import annotations
 
-import hashlib
-import math
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from hvdtrain.collectives.base import Codec, ReduceOp
+from hvdtrain.collectives.calls import (
+    Call,
+    Calls,
+    as_bytes,
+    check_root,
+    check_splits,
+    plain,
+    row_bytes,
+    type_name,
+    with_rows,
+)
 from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, check_reducible
 from hvdtrain.collectives.layout import (
     ALIGNMENT_BYTES,
@@ -31,28 +40,16 @@ from hvdtrain.errors import (
     ConfigurationError,
     HvdtrainError,
     NonFiniteError,
+    RanksLostError,
+    TooFewRanksError,
 )
 
-__all__ = ["Call", "Engine", "Reduction"]
+__all__ = ["Engine", "Reduction"]
 
+# Ranks in step are through with most operations in less.
+LONG_S = 0.01
 
-class Call:
-    """One operation as all ranks must agree on it, and as an error shows it.
-
-    They need not agree on the note.
-    """
-
-    __slots__ = ("digest", "place", "text")
-
-    def __init__(self, kind: str, name: str, detail: str, note: str = "") -> None:
-        self.text = f"{kind}({name})" if name else kind
-        if detail:
-            self.text += f" of {detail}"
-        word = hashlib.blake2b(self.text.encode(), digest_size=8).digest()
-        self.digest = int.from_bytes(word, "little") >> 1  # fits a signed 64-bit word
-        if note:
-            self.text += f" ({note})"
-        self.place = self.text if len(self.text) <= 200 else self.text[:200] + " …"
+Result = TypeVar("Result")
 
 
 class Reduction(NamedTuple):
@@ -76,17 +73,29 @@ class Engine:
     def __init__(self, rank: int, size: int, chunk_bytes: int, timeout_s: float) -> None:
         self.rank = rank
         self.size = size
+        self.survives_losses = False
+        self.generation = 0
+        self.members = tuple(range(size))
+        self.too_few: TooFewRanksError | None = None
         self.timeout_s = timeout_s
         # Whole cache lines, and at least one item of every type.
         self._chunk_bytes = -(-chunk_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self._pool = BufferPool()
-        self._calls: dict[tuple[Any, ...], Call] = {}
+        self._calls = Calls()
         self._lock = threading.Lock()
         self._operations = 0
+        # Since when this rank is in which operation; another thread may ask.
+        self._inside: tuple[float, str] | None = None
         self.broken: HvdtrainError | None = None
         self.closed = False
 
-    # Public operations: contract in base.Collectives.
+    @property
+    def waiting_in(self) -> str:
+        inside = self._inside
+        return inside[1] if inside and time.monotonic() - inside[0] > LONG_S else ""
+
+    # Public operations: contract in base.Collectives. What depends on who the ranks are stands in
+    # the attempt, which is made again when some of them are lost.
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = "") -> np.ndarray:
         return self.grouped_allreduce([array], op, name=name)[0]
@@ -110,99 +119,133 @@ class Engine:
                 "call for each type."
             )
         shapes = tuple(array.shape for array in arrays)
-        call = self._call("allreduce", name, (op, _type_name(dtype), shapes))
+        call = self._calls.get("allreduce", name, (op, type_name(dtype), shapes))
         check_reducible(dtype, op)
         chunk_items = self._chunk_bytes // accumulator_dtype(dtype).itemsize
-        layout = plan_layout(shapes, dtype.itemsize, chunk_items, self._shares)
-        with self._operation():
+
+        def attempt() -> tuple[Sequence[np.ndarray], FiniteCheck | None]:
+            layout = plan_layout(shapes, dtype.itemsize, chunk_items, self._shares)
             outputs, flat = empty_outputs(self._pool, layout, dtype)
             flat_inputs = [array.reshape(-1) for array in arrays]
             finite = FiniteCheck(dtype) if require_finite else None
             self._allreduce(Reduction(call, layout, flat_inputs, flat, op, finite))
+            return outputs, finite
+
+        outputs, finite = self._operate(call, attempt)
         if finite is not None and not finite.passed:
             raise NonFiniteError(f"The result of {call.text} holds NaN or infinity.")
         return list(outputs)
 
     def allgather(self, array: np.ndarray, *, name: str = "") -> np.ndarray:
-        array = _with_rows(array, "allgather")
+        array = with_rows(array, "allgather")
         row = array.shape[1:]
-        call = self._call("allgather", name, (_type_name(array.dtype), row))
-        with self._operation():
+        call = self._calls.get("allgather", name, (type_name(array.dtype), row))
+
+        def attempt() -> np.ndarray:
             counts = self._exchange_counts(call, [array.shape[0]])[:, 0]
             result = np.empty((int(counts.sum()), *row), array.dtype)
-            row_bytes = _row_bytes(array)
-            byte_counts = [int(count) * row_bytes for count in counts]
-            self._gather_bytes(_as_bytes(array), _as_bytes(result), byte_counts)
-        return result
+            byte_counts = [int(count) * row_bytes(array) for count in counts]
+            self._gather_bytes(as_bytes(array), as_bytes(result), byte_counts)
+            return result
 
-    def broadcast(self, array: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:
-        array = _plain(np.asarray(array), "broadcast")
-        self._check_root(root)
-        call = self._call("broadcast", name, (root, _type_name(array.dtype), array.shape))
-        result = array.copy()
-        with self._operation():
-            self._agree(call)
-            self._broadcast_bytes(_as_bytes(result), root)
-        return result
+        return self._operate(call, attempt)
+
+    def broadcast(
+        self, array: np.ndarray, root: int = 0, *, name: str = "", replicated: bool = False
+    ) -> np.ndarray:
+        array = plain(np.asarray(array), "broadcast")
+        detail = (type_name(array.dtype), array.shape)
+        call, source = self._broadcast_call("broadcast", name, root, replicated, detail)
+
+        def attempt() -> np.ndarray:
+            root = self._place_of(source)
+            self._agree(self._broadcast_call("broadcast", name, root, replicated, detail)[0])
+            result = array.copy()
+            self._broadcast_bytes(as_bytes(result), root)
+            return result
+
+        return self._operate(call, attempt, -1 if replicated else source)
 
     def reduce_scatter(
         self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = ""
     ) -> np.ndarray:
-        array = _with_rows(array, "reduce_scatter")
+        array = with_rows(array, "reduce_scatter")
         check_reducible(array.dtype, op)
-        call = self._call("reduce_scatter", name, (op, _type_name(array.dtype), array.shape))
-        with self._operation():
+        call = self._calls.get("reduce_scatter", name, (op, type_name(array.dtype), array.shape))
+
+        def attempt() -> np.ndarray:
             self._agree(call)
             return self._reduce_scatter(array, split_evenly(array.shape[0], self.size), op)
+
+        return self._operate(call, attempt)
 
     def alltoall(
         self, array: np.ndarray, splits: Sequence[int] | None = None, *, name: str = ""
     ) -> tuple[np.ndarray, list[int]]:
-        array = _with_rows(array, "alltoall")
-        splits = self._check_splits(array.shape[0], splits)
-        call = self._call("alltoall", name, (_type_name(array.dtype), array.shape[1:]))
-        with self._operation():
-            received = self._exchange_counts(call, splits)[:, self.rank]
+        array = with_rows(array, "alltoall")
+        members = self.members
+        counts = check_splits(array.shape[0], splits, len(members))
+        parts = dict(zip(members, np.split(array, np.cumsum(counts)[:-1])))
+        call = self._calls.get("alltoall", name, (type_name(array.dtype), array.shape[1:]))
+
+        def attempt() -> tuple[np.ndarray, list[int]]:
+            kept = [parts[member] for member in self.members]
+            data = array if self.members == members else np.concatenate(kept)
+            counts = [part.shape[0] for part in kept]
+            received = self._exchange_counts(call, counts)[:, self.rank]
             result = np.empty((int(received.sum()), *array.shape[1:]), array.dtype)
-            row_bytes = _row_bytes(array)
             self._alltoall_bytes(
-                _as_bytes(array),
-                [count * row_bytes for count in splits],
-                _as_bytes(result),
-                [int(count) * row_bytes for count in received],
+                as_bytes(data),
+                [count * row_bytes(array) for count in counts],
+                as_bytes(result),
+                [int(count) * row_bytes(array) for count in received],
             )
-        return result, [int(count) for count in received]
+            return result, [int(count) for count in received]
+
+        return self._operate(call, attempt)
 
     def barrier(self, *, name: str = "") -> None:
-        call = self._call("barrier", name, ())
-        with self._operation():
-            self._agree(call)
+        call = self._calls.get("barrier", name, ())
+        self._operate(call, lambda: self._agree(call))
 
     def broadcast_object(
-        self, obj: Any, root: int = 0, *, name: str = "", codec: Codec = "json"
+        self,
+        obj: Any,
+        root: int = 0,
+        *,
+        name: str = "",
+        codec: Codec = "json",
+        replicated: bool = False,
     ) -> Any:
-        self._check_root(root)
-        data = encode(obj if self.rank == root else None, codec)
-        call = self._call("broadcast_object", name, (root, codec))
-        with self._operation():
+        kind = "broadcast_object"
+        call, source = self._broadcast_call(kind, name, root, replicated, (codec,))
+        data = encode(obj if replicated or self.rank == root else None, codec)
+
+        def attempt() -> np.ndarray:
+            root = self._place_of(source)
+            call, _ = self._broadcast_call(kind, name, root, replicated, (codec,))
             counts = self._exchange_counts(call, [data.size])
             buffer = np.empty(int(counts[root, 0]), np.uint8)
             if self.rank == root:
                 buffer[:] = data
             self._broadcast_bytes(buffer, root)
-        return decode(buffer, codec)
+            return buffer
+
+        return decode(self._operate(call, attempt, -1 if replicated else source), codec)
 
     def allgather_object(
         self, obj: Any, *, name: str = "", note: str = "", codec: Codec = "json"
     ) -> list[Any]:
         data = encode(obj, codec)
-        call = self._call("allgather_object", name, (codec,), note)
-        with self._operation():
+        call = self._calls.get("allgather_object", name, (codec,), note)
+
+        def attempt() -> list[np.ndarray]:
             counts = [int(c) for c in self._exchange_counts(call, [data.size])[:, 0]]
             joined = np.empty(sum(counts), np.uint8)
             self._gather_bytes(data, joined, counts)
-        ends = np.cumsum(counts)
-        return [decode(joined[end - count : end], codec) for end, count in zip(ends, counts)]
+            return np.split(joined, np.cumsum(counts)[:-1])
+
+        return [decode(part, codec) for part in self._operate(call, attempt)]
 
     def fail(self, reason: str) -> None:
         """Nobody to tell unless an engine says otherwise."""
@@ -211,25 +254,32 @@ class Engine:
         # Freeing communicators and windows is collective, and the process is about to end.
         self.closed = True
 
-    # Checks and bookkeeping.
+    # Bookkeeping.
 
-    def _call(self, kind: str, name: str, detail: tuple[Any, ...], note: str = "") -> Call:
-        key = (kind, name, detail, note)
-        call = self._calls.get(key)
-        if call is None:
-            if len(self._calls) > 4096:
-                self._calls.clear()
-            text = ", ".join(str(part) for part in detail)
-            call = self._calls[key] = Call(kind, name, text, note)
-        return call
+    def _broadcast_call(
+        self, kind: str, name: str, root: int, replicated: bool, detail: tuple[Any, ...]
+    ) -> tuple[Call, int]:
+        """The call of a broadcast, and the member that ``root`` is."""
+        check_root(root, self.size)
+        more = ("replicated",) if replicated else ()
+        return self._calls.get(kind, name, (root, *detail, *more)), self.members[root]
 
-    @contextmanager
-    def _operation(self) -> Iterator[None]:
-        """One operation at a time; after an error between ranks none can be trusted any more."""
+    def _place_of(self, member: int) -> int:
+        """The rank that a member has now; that of the chief where it is lost."""
+        return self.members.index(member) if member in self.members else 0
+
+    def _operate(self, call: Call, attempt: Callable[[], Result], source: int = -1) -> Result:
+        """One operation at a time; after an error between ranks none can be trusted any more.
+
+        Args:
+            call: For errors, and for whoever asks what this rank waits in.
+            attempt: Carries it out.
+            source: The member without which it can't be done; -1 where any of them may be lost.
+        """
         if not self._lock.acquire(timeout=self.timeout_s):
             raise CollectiveTimeoutError(
-                f"Another thread of rank {self.rank} has been inside a collective for "
-                f"{self.timeout_s:g} s."
+                f"Another thread of rank {self.members[self.rank]} has been inside a collective "
+                f"for {self.timeout_s:g} s."
             )
         try:
             if self.closed:
@@ -239,46 +289,34 @@ class Engine:
             if self.broken is not None:
                 raise self.broken
             self._operations += 1
-            yield
+            self._inside = time.monotonic(), call.place
+            return self._carry_out(call, attempt, source)
         except BaseException as error:
             self._remember(error)
             raise
         finally:
+            self._inside = None
             self._lock.release()
 
     def _remember(self, error: BaseException) -> None:
-        if self.closed or isinstance(error, ConfigurationError):
+        # Ranks that are told that something is lost all leave the operation alike.
+        if self.closed or isinstance(error, (ConfigurationError, RanksLostError)):
             return
         if isinstance(error, HvdtrainError):
             self.broken = error
         elif self.size > 1:
             self.broken = CollectiveError(
-                f"Rank {self.rank} left an operation before its end ({type(error).__name__}: "
-                f"{error}) and is no longer in step with the other ranks. End the program."
+                f"Rank {self.members[self.rank]} left an operation before its end "
+                f"({type(error).__name__}: {error}) and is no longer in step with the other ranks. "
+                "End the program."
             )
-
-    def _check_root(self, root: int) -> None:
-        if not 0 <= root < self.size:
-            raise ConfigurationError(f"root={root} is no rank; expected 0 to {self.size - 1}.")
-
-    def _check_splits(self, rows: int, splits: Sequence[int] | None) -> list[int]:
-        if splits is None:
-            if rows % self.size:
-                raise ConfigurationError(
-                    f"alltoall without splits divides the rows evenly, and {rows} rows don't "
-                    f"divide by {self.size} ranks; pass splits."
-                )
-            return [rows // self.size] * self.size
-        counts = [int(count) for count in splits]
-        if len(counts) != self.size or sum(counts) != rows or min(counts) < 0:
-            raise ConfigurationError(
-                f"splits={counts} don't fit: expected {self.size} numbers, none negative, that "
-                f"add up to {rows} rows."
-            )
-        return counts
 
     # What an engine supplies. ``_agree``, ``_allreduce`` and ``_exchange_counts`` begin an
     # operation: they wait until every rank is there and see that all make the same call.
+
+    def _carry_out(self, call: Call, attempt: Callable[[], Result], source: int) -> Result:
+        """Make the attempt, where ranks may be lost until it has succeeded on all."""
+        return attempt()
 
     def _agree(self, call: Call) -> None:
         """Return when every rank has made the same call; raise on every rank otherwise."""
@@ -311,34 +349,3 @@ class Engine:
         receive_counts: Sequence[int],
     ) -> None:
         raise NotImplementedError
-
-
-def _with_rows(array: np.ndarray, operation: str) -> np.ndarray:
-    if array.ndim == 0:
-        raise ConfigurationError(
-            f"{operation} works along the first axis and received a scalar; pass an array of "
-            "one element."
-        )
-    return _plain(array, operation)
-
-
-def _plain(array: np.ndarray, operation: str) -> np.ndarray:
-    if array.dtype.hasobject:
-        raise ConfigurationError(
-            f"{operation}: an array of type {array.dtype} can't be sent, its bytes mean nothing to "
-            "other ranks. Pass numbers, or use broadcast_object or allgather_object."
-        )
-    return np.asarray(array, order="C")
-
-
-def _type_name(dtype: np.dtype) -> str:
-    """Its name, or where the bytes lie in the other order than this machine's, how they lie."""
-    return dtype.name if dtype.isnative else dtype.str
-
-
-def _row_bytes(array: np.ndarray) -> int:
-    return math.prod(array.shape[1:]) * array.dtype.itemsize
-
-
-def _as_bytes(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)

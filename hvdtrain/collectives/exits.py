@@ -55,7 +55,8 @@ def _on_exception(
     if collectives is None or collectives.closed:
         return
     cause = _behind(error, collectives)
-    who = f"rank {collectives.rank} of {collectives.size}"
+    # By its first number, as the launcher calls it: others may have been lost.
+    who = f"rank {collectives.alarm.rank} of {collectives.alarm.size}"
     follows = isinstance(cause, PeerFailedError)
     what = f"stops: {cause}" if follows else f"failed: {type(cause).__name__}: {cause}"
     print(f"hvdtrain: {who} {what}", file=sys.stderr, flush=True)

@@ -2,102 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hvdtrain.collectives.alarm import Alarm
 from hvdtrain.collectives.base import ReduceOp
-from hvdtrain.collectives.engine import Call, Engine, Reduction
+from hvdtrain.collectives.calls import Call
+from hvdtrain.collectives.engine import Engine, Reduction
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
-from hvdtrain.collectives.layout import Scratch, pack, split_evenly, unpack
+from hvdtrain.collectives.layout import Scratch, pack, unpack
+from hvdtrain.collectives.ordered import OrderedAllreduce
+from hvdtrain.collectives.recovery import Recovery
 from hvdtrain.collectives.waiting import Patience
 from hvdtrain.errors import MismatchError
 
-__all__ = ["MpiCollectives", "OrderedAllreduce"]
+__all__ = ["MpiCollectives"]
 
-# Up to here sending everything to everyone costs less than a second round.
-SMALL_BYTES = 16384
 # A message of MPI counts its items in 32 bits.
 MESSAGE_BYTES = 1 << 30
 
-
-class OrderedAllreduce:
-    """Allreduce of flat arrays over one communicator, combined in rank order, bitwise equal.
-
-    ``MPI_Allreduce`` promises neither, and knows no bfloat16. Here each rank gets its share of
-    every contribution (alltoall), combines it, and gives the result to all (allgather): as many
-    bytes as MPI's own ring algorithms. Small arrays go to everyone at once.
-    """
-
-    def __init__(self, mpi: ModuleType, comm: Any) -> None:
-        self._mpi = mpi
-        self._comm = comm
-        self._size: int = comm.Get_size()
-        self._rank: int = comm.Get_rank()
-        self._scratch = Scratch()
-
-    def run(self, data: np.ndarray, out: np.ndarray, op: ReduceOp, ranks: int) -> None:
-        """Combine ``data`` of all ranks into ``out``, both flat and of one type.
-
-        ``ranks`` is what ``op="average"`` divides by.
-        """
-        wide = accumulator_dtype(data.dtype)
-        small = data.nbytes * self._size <= SMALL_BYTES
-        parts = ((0, data.size),) * self._size if small else split_evenly(data.size, self._size)
-        start, stop = parts[self._rank]
-        mine = stop - start
-        received = self._scratch.take("received", data.dtype, mine * self._size)
-        if small:
-            self._allgather_small(data, received)
-        else:
-            self._alltoall(data, received, parts)
-        accumulator = self._scratch.take("accumulator", wide, mine)
-        contributions = [received[r * mine : (r + 1) * mine] for r in range(self._size)]
-        combine(contributions, op, accumulator, self._scratch.take("widened", wide, mine))
-        finish(accumulator, op, ranks)
-        np.copyto(out[start:stop], accumulator, casting="unsafe")
-        if not small:
-            self._allgather_parts(out, parts)
-
-    def _allgather_small(self, data: np.ndarray, received: np.ndarray) -> None:
-        byte = self._mpi.BYTE
-        self._comm.Allgather([data.view(np.uint8), byte], [received.view(np.uint8), byte])
-
-    def _alltoall(
-        self, data: np.ndarray, received: np.ndarray, parts: Sequence[tuple[int, int]]
-    ) -> None:
-        item, byte = data.dtype.itemsize, self._mpi.BYTE
-        start, stop = parts[self._rank]
-        mine = (stop - start) * item
-        self._comm.Alltoallv(
-            [
-                data.view(np.uint8),
-                [(b - a) * item for a, b in parts],
-                [a * item for a, _ in parts],
-                byte,
-            ],
-            [
-                received.view(np.uint8),
-                [mine] * self._size,
-                [r * mine for r in range(self._size)],
-                byte,
-            ],
-        )
-
-    def _allgather_parts(self, out: np.ndarray, parts: Sequence[tuple[int, int]]) -> None:
-        item, byte = out.dtype.itemsize, self._mpi.BYTE
-        self._comm.Allgatherv(
-            self._mpi.IN_PLACE,
-            [
-                out.view(np.uint8),
-                [(b - a) * item for a, b in parts],
-                [a * item for a, _ in parts],
-                byte,
-            ],
-        )
+Result = TypeVar("Result")
 
 
 class MpiCollectives(Engine):
@@ -109,37 +37,81 @@ class MpiCollectives(Engine):
         host: The ranks of ``comm`` that share this one's memory, in the same order.
         chunk_bytes: How much is combined at a time.
         timeout_s: How long to wait for other ranks.
+        min_np: Where MPI tells of ranks that die, the others go on without them; where fewer than
+            so many are left, ``too_few`` is set. None: a rank that dies ends the job.
     """
 
     kind = "mpi"
 
     def __init__(
-        self, mpi: ModuleType, comm: Any, host: Any, chunk_bytes: int, timeout_s: float
+        self,
+        mpi: ModuleType,
+        comm: Any,
+        host: Any,
+        chunk_bytes: int,
+        timeout_s: float,
+        min_np: int | None = None,
     ) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), chunk_bytes, timeout_s)
         self._mpi = mpi
-        self._comm = comm.Dup()
-        self.alarm = Alarm(mpi, comm.Dup(), timeout_s, lambda: self._operations)
+        survives = self.survives_losses = min_np is not None
+        self.alarm = Alarm(mpi, comm.Dup(), timeout_s, lambda: self._operations, survives)
         self._patience = Patience(self.alarm, timeout_s, host.Get_size())
-        self._ordered = OrderedAllreduce(mpi, self._comm)
+        self._recovery: Recovery | None = None
+        if min_np is not None:
+            self._recovery = Recovery(mpi, self, self.alarm, self._patience, min_np, timeout_s)
+        self._open(comm, host)
+        self.connect(comm.Dup(), self.members)
+
+    def connect(self, comm: Any, members: Sequence[int]) -> None:
+        """Set up all that depends on who the ranks are; collective over ``comm``.
+
+        Args:
+            comm: Of this engine alone.
+            members: The first numbers of its ranks.
+        """
+        self.comm = comm
+        self.rank, self.size, self.members = comm.Get_rank(), comm.Get_size(), tuple(members)
+        self._ordered = OrderedAllreduce(self._mpi, comm)
         self._scratch = Scratch()
         self._word = np.zeros(2, np.int64)
         self._agreed = np.zeros(2, np.int64)
 
+    def confirm(self, call: Call) -> None:
+        """Return when every rank holds its result of the operation."""
+        self._await(self.comm.Ibarrier(), call)
+
+    def revoke(self) -> None:
+        """End whatever any rank waits for on this engine's communicators."""
+        self.comm.Revoke()
+
     def fail(self, reason: str) -> None:
-        self.alarm.fail(reason)
+        if not self.alarm.fail(reason) and self._recovery is not None:
+            # mpirun would let the ranks that don't listen go on, or hang.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._mpi.COMM_WORLD.Abort(1)
 
     def leave(self) -> None:
         """Wait for the other ranks at the end of the program, then finalise MPI.
 
-        Where one has failed MPI is left as it is: finalising would wait for it.
+        Where one has failed or died MPI is left as it is: finalising would wait for it.
         """
-        if not self._mpi.Is_finalized() and self.alarm.leave():
+        rejoin = self._recovery.rejoin if self._recovery is not None else lambda: None
+        if not self._mpi.Is_finalized() and self.alarm.leave(rejoin):
             self._mpi.Finalize()
+
+    def _open(self, comm: Any, host: Any) -> None:
+        """Set up what stays when ranks die; collective over ``comm``."""
+
+    def _carry_out(self, call: Call, attempt: Callable[[], Result], source: int) -> Result:
+        if self._recovery is None:
+            return attempt()
+        return self._recovery.carry_out(self._operations, call, attempt, source)
 
     def _agree(self, call: Call) -> None:
         self._word[0], self._word[1] = call.digest, -call.digest
-        self._await(self._comm.Iallreduce(self._word, self._agreed, self._mpi.MAX), call)
+        self._await(self.comm.Iallreduce(self._word, self._agreed, self._mpi.MAX), call)
         if self._agreed[0] != -self._agreed[1]:
             self._raise_mismatch(call)
 
@@ -149,14 +121,14 @@ class MpiCollectives(Engine):
     def _raise_mismatch(self, call: Call) -> None:
         data = np.frombuffer(call.text.encode(), np.uint8)
         counts = np.zeros(self.size, np.int64)
-        self._comm.Allgather(np.array([data.size], np.int64), counts)
+        self.comm.Allgather(np.array([data.size], np.int64), counts)
         joined = np.empty(int(counts.sum()), np.uint8)
         self._gather_bytes(data, joined, [int(count) for count in counts])
         ends = np.cumsum(counts)
         ranks_of: dict[str, list[str]] = {}
         for rank, (end, count) in enumerate(zip(ends, counts)):
             text = joined[end - count : end].tobytes().decode()
-            ranks_of.setdefault(text, []).append(str(rank))
+            ranks_of.setdefault(text, []).append(str(self.members[rank]))
         letters = enumerate(zip(*ranks_of))
         difference = next((place for place, several in letters if len(set(several)) > 1), 0)
         calls = "; ".join(
@@ -184,13 +156,13 @@ class MpiCollectives(Engine):
         mine = np.array([call.digest, *counts], np.int64)
         everyone = np.zeros((self.size, mine.size), np.int64)
         self._agree(call)
-        self._await(self._comm.Iallgather(mine, everyone), call)
+        self.comm.Allgather(mine, everyone)
         return everyone[:, 1:]
 
     def _gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
         byte = self._mpi.BYTE
         if sum(counts) <= MESSAGE_BYTES:
-            self._comm.Allgatherv([data, byte], [out, list(counts), byte])
+            self.comm.Allgatherv([data, byte], [out, list(counts), byte])
             return
         starts = [0, *np.cumsum(counts)]
         for root, count in enumerate(counts):
@@ -201,7 +173,7 @@ class MpiCollectives(Engine):
 
     def _broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
         for start in range(0, buffer.size, MESSAGE_BYTES):
-            self._comm.Bcast([buffer[start : start + MESSAGE_BYTES], self._mpi.BYTE], root)
+            self.comm.Bcast([buffer[start : start + MESSAGE_BYTES], self._mpi.BYTE], root)
 
     def _reduce_scatter(
         self, array: np.ndarray, rows: Sequence[tuple[int, int]], op: ReduceOp
@@ -243,9 +215,9 @@ class MpiCollectives(Engine):
         requests = []
         for start in range(0, receive.size, MESSAGE_BYTES):
             block = receive[start : start + MESSAGE_BYTES]
-            requests.append(self._comm.Irecv([block, byte], source))
+            requests.append(self.comm.Irecv([block, byte], source))
         for start in range(0, send.size, MESSAGE_BYTES):
-            requests.append(self._comm.Isend([send[start : start + MESSAGE_BYTES], byte], to))
+            requests.append(self.comm.Isend([send[start : start + MESSAGE_BYTES], byte], to))
         self._mpi.Request.Waitall(requests)
 
 

@@ -15,47 +15,27 @@ memory that another rank still needs; ``_run`` says why.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.collectives.engine import Call, Reduction
+from hvdtrain.collectives.arrangement import arrange
+from hvdtrain.collectives.calls import Call
+from hvdtrain.collectives.engine import Reduction
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
 from hvdtrain.collectives.layout import pack, split_evenly, unpack
-from hvdtrain.collectives.mpi import MpiCollectives, OrderedAllreduce
+from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.collectives.ordered import OrderedAllreduce
+from hvdtrain.collectives.window import Window
 
-__all__ = ["SharedMemoryCollectives", "ring_slots"]
+__all__ = ["SharedMemoryCollectives"]
 
-LEAST_SLOTS = 4
-# Of all slots of a host. What a rank writes into memory that another has in its cache costs far
-# more where the two don't share one; so a slot should have left the caches before its next turn.
-RING_BYTES = 96 << 20
-# Where MPI libraries keep shared windows; small in many containers.
-SHARED_MEMORY = "/dev/shm"
-HEADER_BYTES = 4096
-# Counters, each on a cache line of its own: chunks packed, reduced, back from the network. For the
-# latest two calls, as a rank can be one ahead: their digests, and whether a result is not finite.
+# Counters, each on a cache line of its own: chunks packed, reduced, back from the network; and
+# operations whose result a rank holds. For the latest two calls, as a rank can be one ahead: their
+# digests, and whether a result is not finite.
 LINE_WORDS = 8
-PACKED, REDUCED, RETURNED, DIGESTS, NON_FINITE = range(0, 5 * LINE_WORDS, LINE_WORDS)
-
-
-def ring_slots(local_size: int, chunk_bytes: int, free_bytes: int | None) -> int:
-    """Slots of one rank: as many as a ring of ``RING_BYTES`` holds, and at least four.
-
-    Args:
-        local_size: Ranks on the host; one more set of slots holds the results.
-        chunk_bytes: Size of a slot.
-        free_bytes: Of the file system that backs shared memory, None if unknown. A ring that
-            would take more than half of it is made as small as it can be.
-    """
-    turn_bytes = (local_size + 1) * chunk_bytes
-    slots = max(LEAST_SLOTS, RING_BYTES // turn_bytes)
-    if free_bytes is not None and slots * turn_bytes > free_bytes // 2:
-        return LEAST_SLOTS
-    return slots
+PACKED, REDUCED, RETURNED, DIGESTS, NON_FINITE, HELD = range(0, 6 * LINE_WORDS, LINE_WORDS)
 
 
 class _Job(NamedTuple):
@@ -73,66 +53,47 @@ class SharedMemoryCollectives(MpiCollectives):
 
     kind = "shared_memory"
 
-    def __init__(
-        self, mpi: ModuleType, comm: Any, host: Any, chunk_bytes: int, timeout_s: float
-    ) -> None:
-        super().__init__(mpi, comm, host, chunk_bytes, timeout_s)
-        self._host = host
-        self._local_rank: int = host.Get_rank()
-        self._local_size: int = host.Get_size()
-        lanes = np.array([self._local_size], np.int64)
-        self._comm.Allreduce(mpi.IN_PLACE, lanes, mpi.MIN)
-        self._lanes = int(lanes[0])
-        self._hosts = self._count_hosts()
-        self._shares = self._local_size
-        self._slots = self._choose_slots()
-        self._lane_allreduce = self._join_lane()
-        self._map_window()
-        self._tickets = 0
+    def _open(self, comm: Any, host: Any) -> None:
+        first = np.array([self.rank], np.int64)
+        host.Bcast(first)
+        host_of = np.zeros(self.size, np.int64)
+        comm.Allgather(first, host_of)
+        self._host_of = host_of.tolist()
+        survives = self._recovery is not None
+        self._window = Window(self._mpi, host, self._chunk_bytes, survives)
+
+    def connect(self, comm: Any, members: Sequence[int]) -> None:
+        super().connect(comm, members)
+        where = arrange(members, self._host_of, members[self.rank])
+        self._local_rank, self._seats, self._hosts, self._lanes = where
+        self._shares = len(self._seats)
+        self._everyone = range(len(self._seats))
         self._views: dict[str, tuple[list[list[np.ndarray]], list[np.ndarray], np.ndarray]] = {}
+        self._tickets = 0
+        self._words = [self._window.words[seat] for seat in self._seats]
+        self._mine = self._words[self._local_rank]
+        self._window.clear_words(self._seats[self._local_rank])
+        self._window.sync()
+        self._lane_allreduce = self._join_lane()
         stages: list[Callable[[_Job, int], None]] = [self._pack, self._reduce]
         if self._hosts > 1:
             stages.append(self._network)
         self._stages = (*stages, self._unpack)
+        # Nobody begins before all have cleared their words.
+        comm.Barrier()
 
-    def _count_hosts(self) -> int:
-        first = np.array([self._local_rank == 0], np.int64)
-        self._comm.Allreduce(self._mpi.IN_PLACE, first, self._mpi.SUM)
-        return int(first[0])
+    def revoke(self) -> None:
+        super().revoke()
+        if self._lane_allreduce is not None:
+            self._lane_allreduce.comm.Revoke()
 
     def _join_lane(self) -> OrderedAllreduce | None:
-        """The ranks with my local rank on all hosts; hosts may have ranks beyond the lanes."""
-        in_lane = self._hosts > 1 and self._local_rank < self._lanes
+        if self._hosts == 1:
+            return None
+        in_lane = self._local_rank < self._lanes
         color = self._local_rank if in_lane else self._mpi.UNDEFINED
-        lane = self._comm.Split(color, self.rank)
+        lane = self.comm.Split(color, self.rank)
         return OrderedAllreduce(self._mpi, lane) if in_lane else None
-
-    def _choose_slots(self) -> int:
-        """How many slots each rank of this host owns; its first rank decides."""
-        free_bytes = None
-        if os.path.isdir(SHARED_MEMORY):
-            space = os.statvfs(SHARED_MEMORY)
-            free_bytes = space.f_bavail * space.f_frsize
-        slots = np.array([ring_slots(self._local_size, self._chunk_bytes, free_bytes)], np.int64)
-        self._host.Bcast(slots)
-        return int(slots[0])
-
-    def _map_window(self) -> None:
-        slots_bytes = self._slots * self._chunk_bytes
-        results_bytes = slots_bytes if self._local_rank == 0 else 0
-        nbytes = HEADER_BYTES + slots_bytes + results_bytes
-        self._window = self._mpi.Win.Allocate_shared(nbytes, 1, comm=self._host)
-        self._window.Lock_all()
-        self._memory = [
-            np.frombuffer(self._window.Shared_query(rank)[0], np.uint8)
-            for rank in range(self._local_size)
-        ]
-        self._words = [memory[:HEADER_BYTES].data.cast("q") for memory in self._memory]
-        self._mine = self._words[self._local_rank]
-        self._memory[self._local_rank][:] = 0
-        self._window.Sync()
-        self._host.Barrier()
-        self._everyone = range(self._local_size)
 
     def _slot_views(
         self, dtype: np.dtype
@@ -141,14 +102,9 @@ class SharedMemoryCollectives(MpiCollectives):
         views = self._views.get(dtype.name)
         if views is None:
             wide = accumulator_dtype(dtype)
-
-            def view(rank: int, number: int, of: np.dtype) -> np.ndarray:
-                start = HEADER_BYTES + number * self._chunk_bytes
-                usable = self._chunk_bytes // of.itemsize * of.itemsize
-                return self._memory[rank][start : start + usable].view(of)
-
-            slots = [[view(rank, n, dtype) for n in range(self._slots)] for rank in self._everyone]
-            results = [view(0, self._slots + n, wide) for n in range(self._slots)]
+            numbers = range(self._window.slots)
+            slots = [[self._window.slot(seat, n, dtype) for n in numbers] for seat in self._seats]
+            results = [self._window.result(n, wide) for n in numbers]
             views = slots, results, np.empty(results[0].size, wide)
             self._views[dtype.name] = views
         return views
@@ -163,11 +119,18 @@ class SharedMemoryCollectives(MpiCollectives):
         self._wait(PACKED, self._everyone, self._tickets, call)
         self._check_digests(call)
 
+    def confirm(self, call: Call) -> None:
+        if self._hosts > 1:
+            super().confirm(call)
+            return
+        self._signal(HELD, self._operations)
+        self._wait(HELD, self._everyone, self._operations, call)
+
     def _announce(self, call: Call) -> None:
         """Write what I am about to do where the others compare it; see ``_check_digests``."""
         self._mine[DIGESTS + self._operations % 2] = call.digest
         self._mine[NON_FINITE + self._operations % 2] = False
-        self._window.Sync()
+        self._window.sync()
 
     def _check_digests(self, call: Call) -> None:
         # A rank can be one operation ahead, which then lies in the other word of the two.
@@ -180,10 +143,10 @@ class SharedMemoryCollectives(MpiCollectives):
             words = self._words[rank]
             if words[counter] < target:
                 self._patience.until(lambda: words[counter] >= target, call.place)  # noqa: B023
-        self._window.Sync()
+        self._window.sync()
 
     def _signal(self, counter: int, value: int) -> None:
-        self._window.Sync()
+        self._window.sync()
         self._mine[counter] = value
 
     def _allreduce(self, asked: Reduction) -> None:
@@ -212,7 +175,7 @@ class SharedMemoryCollectives(MpiCollectives):
                     stage(job, step - lag)
 
     def _pack(self, job: _Job, number: int) -> None:
-        slot = job.slots[self._local_rank][number % self._slots]
+        slot = job.slots[self._local_rank][number % self._window.slots]
         for local_rank, pieces in enumerate(job.asked.layout.chunks[number].shares):
             if local_rank != self._local_rank:
                 pack(pieces, job.asked.inputs, slot)
@@ -222,8 +185,8 @@ class SharedMemoryCollectives(MpiCollectives):
         self._wait(PACKED, self._everyone, job.base + number + 1, job.asked.call)
         if number == 0:
             self._check_digests(job.asked.call)
-        result = job.results[number % self._slots]
-        packed = [slots[number % self._slots] for slots in job.slots]
+        result = job.results[number % self._window.slots]
+        packed = [slots[number % self._window.slots] for slots in job.slots]
         pieces = job.asked.layout.chunks[number].shares[self._local_rank]
         for piece in pieces:
             start, stop = piece.chunk_start, piece.chunk_stop
@@ -248,7 +211,7 @@ class SharedMemoryCollectives(MpiCollectives):
         self._wait(REDUCED, self._everyone, job.base + number + 1, job.asked.call)
         lanes = split_evenly(job.asked.layout.chunks[number].items, self._lanes)
         start, stop = lanes[self._local_rank]
-        share = job.results[number % self._slots][start:stop]
+        share = job.results[number % self._window.slots][start:stop]
         self._lane_allreduce.run(share, share, job.asked.op, self.size)
         self._look(job, share)
         self._signal(RETURNED, job.base + number + 1)
@@ -260,6 +223,6 @@ class SharedMemoryCollectives(MpiCollectives):
             self._wait(RETURNED, range(self._lanes), job.base + number + 1, job.asked.call)
         unpack(
             job.asked.layout.chunks[number].pieces,
-            job.results[number % self._slots],
+            job.results[number % self._window.slots],
             job.asked.outputs,
         )

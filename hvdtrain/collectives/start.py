@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from types import ModuleType
 
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.errors import LaunchError
 
-__all__ = ["start_mpi"]
+__all__ = ["start_mpi", "why_not_elastic"]
 
 # Only shared windows are used, which the UCX one-sided component can't serve and complains about.
 _ANY_HOSTS = {"OMPI_MCA_osc": "^ucx"}
@@ -43,6 +43,22 @@ def start_mpi(topology: Topology, environ: MutableMapping[str, str] | None = Non
         ) from None
     _check_world(MPI, topology)
     return MPI
+
+
+def why_not_elastic(mpi: ModuleType, environ: Mapping[str, str]) -> str:
+    """Why this MPI doesn't tell the others of a rank that dies; empty where it does.
+
+    Open MPI 5 does if its mpirun was asked to, which it tells the ranks in their environment.
+    """
+    vendor, version = mpi.get_vendor()
+    if vendor != "Open MPI" or version < (5,):
+        return (
+            f"only Open MPI 5 can do without a rank, and this is {vendor} "
+            f"{'.'.join(map(str, version))}"
+        )
+    if environ.get("OMPI_MCA_mpi_ft_enable", "").lower() not in ("1", "true", "yes", "y", "t"):
+        return "start it with `hvdtrain run --elastic`, or with `mpirun --with-ft ulfm`"
+    return ""
 
 
 def _check_world(mpi: ModuleType, topology: Topology) -> None:

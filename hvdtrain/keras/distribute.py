@@ -35,11 +35,19 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
         The same model.
 
     Raises:
-        ModelError: The model is not compiled or not built, or can't be distributed.
+        ModelError: The model is not compiled or not built, or can't be distributed; or the job is
+            elastic.
         MismatchError: Ranks have different models; raised on all of them.
     """
     collectives = world.collectives()
     _check_ready(model)
+    if collectives.survives_losses:
+        raise ModelError(
+            "This job was started with --elastic (HVDTRAIN_ELASTIC=1), and fit() can't go on when "
+            "ranks die: what is left of their data would be lost. Start it with --max-restarts 3 "
+            "instead, and pass hvdtrain.Checkpoint(…) to fit: then it goes on where it was. "
+            "--elastic is for training loops of your own."
+        )
     distribution = Distribution(model, collectives, presharded, world.settings().non_finite)
     if collectives.size > 1:
         check_same_model(model, collectives)

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collectives, ReduceOp
-from hvdtrain.errors import HvdtrainError, MismatchError, NonFiniteError
+from hvdtrain.errors import HvdtrainError, MismatchError, ModelError, NonFiniteError
 
 __all__ = ["GradientReducer"]
 
@@ -72,8 +72,11 @@ class GradientReducer:
         Raises:
             MismatchError: Names, shapes, types or None differ between ranks.
             NonFiniteError: A gradient holds NaN or infinity.
+            ModelError: A gradient has rows, and the job is elastic.
+            TooFewRanksError: Fewer ranks are left than an elastic job needs.
         """
         if self.collectives.size == 1:
+            self._check_enough()
             return list(gradients)
         entries = tuple(_Entry.of(name, g) for name, g in zip(names, gradients))
         averages: list[Gradient] = list(gradients)
@@ -139,6 +142,7 @@ class GradientReducer:
     def _reduce_checked(
         self, arrays: Sequence[np.ndarray], names: Sequence[str], call: str
     ) -> list[np.ndarray]:
+        self._check_enough()
         try:
             return self.collectives.grouped_allreduce(
                 arrays, "average", name=call, require_finite=self._require_finite
@@ -156,6 +160,11 @@ class GradientReducer:
         self, gradient: tf.IndexedSlices, name: str, entries: tuple[_Entry, ...]
     ) -> tf.IndexedSlices:
         size = self.collectives.size
+        if self.collectives.survives_losses:
+            raise ModelError(
+                f"The gradient of {name} is sparse (IndexedSlices), and in an elastic job "
+                "(--elastic) only dense ones can be averaged. Pass tf.convert_to_tensor(gradient)."
+            )
 
         def run(values: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             with self._remember_error():
@@ -203,6 +212,10 @@ class GradientReducer:
             if list(theirs.items()) != list(everyone[0].items()):
                 raise MismatchError(_explain(everyone[0], rank, theirs))
         self._verified.add(entries)
+
+    def _check_enough(self) -> None:
+        if self.collectives.too_few is not None:
+            raise self.collectives.too_few
 
     def _remember_error(self) -> _Remember:
         return _Remember(self)

@@ -1,10 +1,15 @@
-"""How much shared memory a host's ranks take."""
+"""The memory that a host's ranks share: how much they take, and that all of them see it."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from hvdtrain.collectives.shared_memory import ring_slots
+from hvdtrain.collectives import window
+from hvdtrain.collectives.window import Window, ring_slots
+from tests.collectives.engines import everyone, mpi_of_job
 
 MIB = 1 << 20
 
@@ -22,3 +27,53 @@ MIB = 1 << 20
 )
 def test_slots(local_size: int, chunk_bytes: int, free_bytes: int | None, expected: int) -> None:
     assert ring_slots(local_size, chunk_bytes, free_bytes) == expected
+
+
+# How each rank finds the folder for shared files, None if it is not there.
+FOLDERS = {"on-all": ("/dev/shm", "/dev/shm"), "on-none": (None, None)}
+
+
+@pytest.mark.parametrize("survives", [False, True])
+@pytest.mark.parametrize("folders", FOLDERS.values(), ids=FOLDERS)
+@pytest.mark.ranks(2)
+def test_all_see_what_one_writes(
+    survives: bool, folders: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mpi = mpi_of_job()
+    host = mpi.COMM_WORLD.Dup()
+    rank = host.Get_rank()
+    monkeypatch.setattr(window, "SHARED_MEMORY", folders[rank] or str(tmp_path / "missing"))
+    shared = Window(mpi, host, 4096, survives)
+    kind = np.dtype(np.int32)
+    for number in range(shared.slots):
+        shared.slot(rank, number, kind)[:] = 1000 * rank + number
+        if rank == 1:
+            shared.result(number, kind)[:] = 500 + number
+    shared.words[rank][3] = 7 + rank
+    shared.sync()
+    host.Barrier()
+    for number in range(shared.slots):
+        for seat in (0, 1):
+            assert (shared.slot(seat, number, kind) == 1000 * seat + number).all()
+        assert (shared.result(number, kind) == 500 + number).all()
+    assert [shared.words[seat][3] for seat in (0, 1)] == [7, 8]
+    everyone(2, "have looked")
+    shared.clear_words(rank)
+    assert shared.words[rank][3] == 0
+    assert (shared.slot(rank, 0, kind) == 1000 * rank).all()
+
+
+@pytest.mark.ranks(2)
+def test_file_that_one_rank_can_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers that share no files: then none of the ranks maps it."""
+    mpi = mpi_of_job()
+    host = mpi.COMM_WORLD.Dup()
+    original = window._map_file
+    if host.Get_rank() == 1:
+        monkeypatch.setattr(window, "_map_file", lambda path, nbytes: original("/no/such", nbytes))
+    shared = Window(mpi, host, 4096, survives=True)
+    assert shared._window is not None
+    shared.words[host.Get_rank()][0] = 5
+    shared.sync()
+    host.Barrier()
+    assert [words[0] for words in shared.words] == [5, 5]

@@ -196,7 +196,9 @@ class Keeper:
             word[2] = self._schedule.steps_ahead(step_s, now - self._taken_s)
             word[3] = error is not None and self._asked.on_error == "raise"
             self._met = (step, now)
-        number, take, ahead, failed = self._collectives.allreduce(word, "max", name="checkpoint?")
+        number, take, ahead, failed = self._collectives.allreduce(
+            word, "max", name="whether to save"
+        )
         self._schedule.look_again(step + int(ahead))
         if failed:
             reason = self._collectives.broadcast_object(str(error), name="checkpoint's error")

@@ -1,8 +1,9 @@
 """A training program, as a user would write it; what it printed is compared between runs.
 
-    program.py DIRECTORY [--kill STEP]
+    program.py DIRECTORY [--fault kill|stop|preempt]
 
-With ``--kill`` the chief gets SIGKILL after that many steps, once two checkpoints are on disk.
+After some steps one rank gets a signal, once two checkpoints are on disk; but not if the training
+began with a checkpoint.
 """
 
 import argparse
@@ -20,10 +21,11 @@ from hvdtrain.checkpoint import Store
 
 ROWS = 131
 CLASSES = 3
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SIGUSR1}
 
 parser = argparse.ArgumentParser()
 parser.add_argument("directory")
-parser.add_argument("--kill", type=int, default=0)
+parser.add_argument("--fault", choices=SIGNALS)
 arguments = parser.parse_args()
 
 
@@ -46,18 +48,21 @@ def loss(y_true: Any, y_pred: Any) -> Any:
     return keras.losses.sparse_categorical_crossentropy(y_true[:, 0], y_pred, from_logits=True)
 
 
-class Kill(keras.callbacks.Callback):
+class Fault(keras.callbacks.Callback):
+    """Sends the signal."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.steps = 0
+        self.rank = 0 if arguments.fault == "kill" else hvdtrain.size() - 1
+        self.left = 8
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.steps += 1
-        if self.steps == arguments.kill and hvdtrain.is_chief():
+        self.left -= 1
+        if self.left == 0 and hvdtrain.rank() == self.rank:
             deadline = time.monotonic() + 60
             while len(Store(arguments.directory).steps()) < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), SIGNALS[arguments.fault])
 
 
 hvdtrain.init()
@@ -77,7 +82,8 @@ model = keras.Sequential(
 optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
 model.compile(optimizer, loss=loss, metrics=[Seen()])
 hvdtrain.distribute(model)
-callbacks: list[Any] = [Kill()] if arguments.kill else []
+fresh = not Store(arguments.directory).steps()
+callbacks: list[Any] = [Fault()] if arguments.fault and fresh else []
 callbacks.append(hvdtrain.Checkpoint(arguments.directory, every_steps=1))
 history = model.fit(
     x,

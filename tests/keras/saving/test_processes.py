@@ -1,4 +1,7 @@
-"""Checkpoints of a real job that is killed, and what jobs started again make of them."""
+"""Checkpoints of a real job that is killed, and what jobs started again make of them.
+
+With ``hvdtrain run`` they are started again by themselves: ``tests/launch/test_real_training.py``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def killed(launch: Any, tmp_path: Path, tmp_path_factory: Any) -> Path:
     """The directory of a job of two ranks that was killed within its first epoch."""
     if not _killed:
         directory = tmp_path_factory.mktemp("killed")
-        done = launch(2, PROGRAM, str(directory), "--kill", "8", timeout_s=TIMEOUT_S)
+        done = launch(2, PROGRAM, str(directory), "--fault", "kill", timeout_s=TIMEOUT_S)
         assert done.returncode != 0, done.stderr
         _killed.append(directory)
     copy = tmp_path / "runs"

@@ -1,0 +1,122 @@
+"""One call of an operation: what the ranks must agree on, and which arguments are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.errors import ConfigurationError
+
+__all__ = [
+    "Call",
+    "Calls",
+    "as_bytes",
+    "check_root",
+    "check_splits",
+    "plain",
+    "row_bytes",
+    "type_name",
+    "with_rows",
+]
+
+_MOST_CALLS = 4096
+
+
+class Call:
+    """One operation as all ranks must agree on it, and as an error shows it.
+
+    They need not agree on the note.
+    """
+
+    __slots__ = ("digest", "place", "text")
+
+    def __init__(self, kind: str, name: str, detail: str, note: str = "") -> None:
+        self.text = f"{kind}({name})" if name else kind
+        if detail:
+            self.text += f" of {detail}"
+        word = hashlib.blake2b(self.text.encode(), digest_size=8).digest()
+        self.digest = int.from_bytes(word, "little") >> 1  # fits a signed 64-bit word
+        if note:
+            self.text += f" ({note})"
+        self.place = self.text if len(self.text) <= 200 else self.text[:200] + " …"
+
+
+class Calls:
+    """Makes each call once: a training loop makes the same ones over and over."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], Call] = {}
+
+    def get(self, kind: str, name: str, detail: tuple[Any, ...], note: str = "") -> Call:
+        """The call of an operation; ``detail`` is what else the ranks must agree on."""
+        key = (kind, name, detail, note)
+        call = self._made.get(key)
+        if call is None:
+            if len(self._made) > _MOST_CALLS:
+                self._made.clear()
+            text = ", ".join(str(part) for part in detail)
+            call = self._made[key] = Call(kind, name, text, note)
+        return call
+
+
+def check_root(root: int, size: int) -> None:
+    """Refuse a ``root`` that is no rank."""
+    if not 0 <= root < size:
+        raise ConfigurationError(f"root={root} is no rank; expected 0 to {size - 1}.")
+
+
+def check_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int]:
+    """How many of ``rows`` go to each of ``size`` ranks; without ``splits`` as many to each."""
+    if splits is None:
+        if rows % size:
+            raise ConfigurationError(
+                f"alltoall without splits divides the rows evenly, and {rows} rows don't "
+                f"divide by {size} ranks; pass splits."
+            )
+        return [rows // size] * size
+    counts = [int(count) for count in splits]
+    if len(counts) != size or sum(counts) != rows or min(counts) < 0:
+        raise ConfigurationError(
+            f"splits={counts} don't fit: expected {size} numbers, none negative, that "
+            f"add up to {rows} rows."
+        )
+    return counts
+
+
+def with_rows(array: np.ndarray, operation: str) -> np.ndarray:
+    """An array with a first axis whose bytes can be sent."""
+    if array.ndim == 0:
+        raise ConfigurationError(
+            f"{operation} works along the first axis and received a scalar; pass an array of "
+            "one element."
+        )
+    return plain(array, operation)
+
+
+def plain(array: np.ndarray, operation: str) -> np.ndarray:
+    """An array whose bytes can be sent."""
+    if array.dtype.hasobject:
+        raise ConfigurationError(
+            f"{operation}: an array of type {array.dtype} can't be sent, its bytes mean nothing to "
+            "other ranks. Pass numbers, or use broadcast_object or allgather_object."
+        )
+    return np.asarray(array, order="C")
+
+
+def type_name(dtype: np.dtype) -> str:
+    """Its name, or where the bytes lie in the other order than this machine's, how they lie."""
+    return dtype.name if dtype.isnative else dtype.str
+
+
+def row_bytes(array: np.ndarray) -> int:
+    """Bytes of one row of the first axis."""
+    return math.prod(array.shape[1:]) * array.dtype.itemsize
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """A flat view of the array's bytes."""
+    return array.reshape(-1).view(np.uint8)

@@ -1,0 +1,315 @@
+"""What a program sees of lost ranks: results, errors, and how its processes end."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+
+import pytest
+
+from tests.collectives.test_exits import LIMIT_S, START, _said
+from tests.harness.jobs import Completed
+
+Run = Callable[..., Completed]
+
+
+@pytest.fixture(params=["mpi", "shared_memory"])
+def elastic(request: pytest.FixtureRequest, run_command, mpirun, tmp_path) -> Run:
+    """Run a script on ranks that survive others, with each engine; ``show`` is what it prints."""
+
+    def run(np: int, body: str, *, show: str = "", env: dict[str, str] | None = None) -> Completed:
+        shown = f"\nimport json; print('=' + json.dumps({show}), flush=True)" if show else ""
+        path = tmp_path / "script.py"
+        path.write_text(START + textwrap.dedent(body) + shown)
+        argv = mpirun(np, [sys.executable, str(path)])
+        variables = {"HVDTRAIN_ELASTIC": "1", "HVDTRAIN_COLLECTIVES": request.param, **(env or {})}
+        return run_command([argv[0], "--with-ft", "ulfm", *argv[1:]], env=variables)
+
+    return run
+
+
+def _printed(done: Completed) -> list[object]:
+    lines = done.stdout.splitlines()
+    return [json.loads(line[1:]) for line in sorted(lines) if line.startswith("=")]
+
+
+@pytest.mark.parametrize("way", ["os.kill(os.getpid(), 11)", "os.kill(os.getpid(), 9)"])
+def test_lost_rank_costs_no_exit_code(elastic: Run, way: str) -> None:
+    body = f"""
+        engine.barrier()
+        if rank == 1:
+            {way}
+        total = engine.allreduce(np.ones(3), name="gradients")
+    """
+    done = elastic(3, body, show="[rank, engine.rank, engine.size, total.tolist()]")
+    assert _printed(done) == [[0, 0, 2, [2.0] * 3], [2, 1, 2, [2.0] * 3]], done
+    assert done.returncode == 0, done
+    assert done.seconds < LIMIT_S
+    assert _said(done) == {}
+
+
+def test_no_loss(elastic: Run) -> None:
+    done = elastic(2, "engine.allreduce(np.ones(3))\nengine.barrier()")
+    assert done.returncode == 0, done
+    assert done.stderr == "" or platform.machine() != "x86_64", "MPI warns of what is not used"
+
+
+def test_exit_codes_after_a_loss(elastic: Run) -> None:
+    body = """
+        if rank == 1:
+            os.kill(os.getpid(), 9)
+        engine.barrier()
+        sys.exit(3 * (rank == 2))
+    """
+    done = elastic(3, body)
+    assert done.returncode == 3, done
+    assert done.seconds < LIMIT_S
+
+
+def test_loss_while_others_have_ended(elastic: Run) -> None:
+    """The chief waits at its end; the others miss a rank, and it must help them to go on."""
+    body = """
+        engine.barrier()
+        if rank > 0:
+            time.sleep(0.5)
+        if rank == 2:
+            os.kill(os.getpid(), 9)
+        if rank > 0:
+            time.sleep(1.0)
+    """
+    done = elastic(4, body, show="rank")
+    assert _printed(done) == [0, 1, 3], done
+    assert done.returncode == 0, done
+
+
+def test_loss_in_the_last_operation(elastic: Run) -> None:
+    """Whoever died held up none of the others in it."""
+    body = """
+        engine.barrier()
+        confirm = engine.confirm
+        if rank == 1:
+            engine.confirm = lambda call: os.kill(os.getpid(), 9)
+        total = engine.allreduce(np.full(2, 1 << rank))
+    """
+    done = elastic(3, body, show="total.tolist()")
+    totals = _printed(done)
+    assert len(totals) == 2, done
+    assert totals[0] == totals[1]
+    assert totals[0] in ([7, 7], [5, 5])
+    assert done.returncode == 0, done
+
+
+LATE = """
+    import threading
+    engine.barrier()
+    original = engine.{method}
+    def late(*arguments):
+        engine.{method} = original
+        original(*arguments)
+        while True:
+            engine.alarm.check("the test")  # raises once it sees that rank 1 has died
+            time.sleep(0.01)
+    if rank == 1:
+        threading.Timer(0.5, os.kill, [os.getpid(), 9]).start()
+    if rank == 2:
+        engine.{method} = late
+    first = engine.allreduce(np.full(2, 1 << rank), name="first")
+    if rank == 1:
+        time.sleep(60)
+    second = engine.allreduce(np.full(2, 1 << rank), name="second")
+"""
+
+
+def test_loss_seen_after_others_have_gone_on(elastic: Run) -> None:
+    """Rank 2 has its result, and all know; rank 0 is in the next operation already."""
+    done = elastic(3, LATE.format(method="confirm"), show="[first.tolist(), second.tolist()]")
+    assert _printed(done) == [[[7, 7], [5, 5]]] * 2, done
+
+
+def test_loss_seen_before_all_have_a_result(elastic: Run) -> None:
+    """Rank 2 has none, and so nobody has returned: it is done again without rank 1."""
+    done = elastic(3, LATE.format(method="_allreduce"), show="[first.tolist(), second.tolist()]")
+    assert _printed(done) == [[[5, 5], [5, 5]]] * 2, done
+
+
+def test_exception_is_no_loss(elastic: Run) -> None:
+    """A mistake in the program repeats on every rank: nobody goes on without the one."""
+    body = """
+        engine.barrier()
+        if rank == 1:
+            raise ValueError("mistake")
+        engine.allreduce(np.ones(3), name="gradients")
+        print("not reached")
+    """
+    done = elastic(3, body)
+    assert done.returncode == 1, done
+    assert done.seconds < LIMIT_S
+    assert "not reached" not in done.stdout
+    said = _said(done)
+    assert said[1] == "failed: ValueError: mistake"
+    for rank in (0, 2):
+        assert said[rank].startswith("stops: rank 1 failed: ValueError: mistake (")
+
+
+def test_exception_while_others_are_busy(elastic: Run) -> None:
+    """It waits until they have heard of it; ended before, it would pass for dead."""
+    body = """
+        engine.barrier()
+        if rank == 1:
+            raise ValueError("mistake")
+        time.sleep(7)
+        engine.barrier()
+        print("not reached")
+    """
+    done = elastic(2, body)
+    assert done.returncode == 1, done
+    assert "not reached" not in done.stdout
+    assert _said(done)[0].startswith("stops: rank 1 failed: ValueError: mistake (")
+
+
+def test_exception_while_others_recover(elastic: Run) -> None:
+    """A rank dies, and the one that the others then wait for fails."""
+    body = """
+        engine.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), 9)
+        if rank == 2:
+            time.sleep(1)
+            raise ValueError("mistake")
+        engine.barrier(name="epoch")
+        print("not reached")
+    """
+    done = elastic(3, body)
+    assert done.returncode == 1, done
+    assert done.seconds < LIMIT_S
+    assert _said(done)[0].startswith("stops: rank 2 failed: ValueError: mistake (")
+
+
+def test_hung_rank(elastic: Run) -> None:
+    body = """
+        if rank == 1:
+            time.sleep(40)
+        engine.barrier(name="epoch")
+    """
+    done = elastic(3, body, env={"HVDTRAIN_TIMEOUT_S": "1"})
+    assert done.returncode != 0, done
+    assert done.seconds < LIMIT_S
+    assert "rank 1 waits in no collective" in done.stderr
+
+
+def test_busy_rank_is_waited_for(elastic: Run) -> None:
+    """It doesn't know of the loss before its next operation."""
+    body = """
+        engine.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), 9)
+        if rank == 2:
+            time.sleep(1.5)
+        total = engine.allreduce(np.ones(2))
+    """
+    done = elastic(3, body, show="total.tolist()")
+    assert _printed(done) == [[2.0, 2.0]] * 2, done
+    assert done.returncode == 0
+
+
+def test_too_few_ranks(elastic: Run) -> None:
+    """Operations go on, for a last checkpoint; then the program ends with the error."""
+    body = """
+        if rank in (0, 3):
+            os.kill(os.getpid(), 9)
+        step = engine.allreduce(np.ones(1))
+        assert engine.too_few is not None
+        saved = engine.allgather(np.array([rank]))
+        print("=" + str(saved.tolist()), flush=True)
+        raise engine.too_few
+    """
+    done = elastic(4, body, env={"HVDTRAIN_MIN_NP": "3"})
+    assert _printed(done) == [[1, 2], [1, 2]], done
+    assert done.returncode == 1
+    for text in _said(done).values():
+        assert text.startswith(
+            "stops: 2 of 4 ranks are left, rank 0, 3 died, and training should go on with at "
+            "least 3 (HVDTRAIN_MIN_NP, hvdtrain run --min-np)."
+        )
+
+
+def test_root_of_a_broadcast_dies(elastic: Run) -> None:
+    """Alike on all: what only it knew is gone, and the engine is as good as before."""
+    body = """
+        from hvdtrain.errors import RanksLostError
+        engine.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), 9)
+        if rank == 1:
+            time.sleep(0.7)
+        heard = []
+        try:
+            engine.broadcast_object("from the chief" if engine.rank == 0 else None, name="state")
+        except RanksLostError as error:
+            heard.append(str(error))
+        heard.append(engine.broadcast_object(f"of {rank}", replicated=True))
+        heard.append(engine.broadcast(np.full(2, rank), root=1).tolist())
+    """
+    done = elastic(3, body, show="heard")
+    first, second = _printed(done)
+    assert first == second
+    assert first[0].startswith("The rank whose value broadcast_object(state) of 0, json gives")
+    assert first[1:] == ["of 1", [2, 2]]
+    assert done.returncode == 0
+
+
+def test_replicated_broadcast(elastic: Run) -> None:
+    body = """
+        engine.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), 9)
+        got = [
+            engine.broadcast(np.full(2, rank), replicated=True).tolist(),
+            engine.broadcast_object(rank, replicated=True),
+        ]
+    """
+    done = elastic(3, body, show="got")
+    assert _printed(done) == [[[1, 1], 1]] * 2, done
+
+
+def test_waiting_in(elastic: Run) -> None:
+    """Another thread sees what this one waits in, and nothing while it doesn't."""
+    body = """
+        import threading
+        seen = []
+        engine.barrier()
+        def look():
+            seen.append(engine.waiting_in)
+            time.sleep(0.5)
+            seen.append(engine.waiting_in)
+        if rank == 0:
+            watcher = threading.Thread(target=look)
+            watcher.start()
+        else:
+            time.sleep(1)
+        engine.barrier(name="epoch")
+        seen.append(engine.waiting_in)
+    """
+    done = elastic(2, body, show="seen")
+    assert _printed(done) == [["", "barrier(epoch)", ""], [""]], done
+
+
+def test_not_to_be_had(launch) -> None:
+    """Without `--with-ft ulfm` a lost rank ends the job, and the chief says so at the start."""
+    body = """
+        engine.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), 9)
+        engine.barrier()
+    """
+    done = launch(2, START + textwrap.dedent(body), env={"HVDTRAIN_ELASTIC": "1"})
+    assert done.returncode == 128 + 9
+    lines = re.findall("^hvdtrain: HVDTRAIN_ELASTIC.*$", done.stderr, re.M)
+    assert lines == [
+        "hvdtrain: HVDTRAIN_ELASTIC=1 has no effect, a rank that dies ends the job: start it with "
+        "`hvdtrain run --elastic`, or with `mpirun --with-ft ulfm`"
+    ]

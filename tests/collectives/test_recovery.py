@@ -1,0 +1,89 @@
+"""What becomes of operations when ranks are lost, and how the rest is arranged; pure."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from hvdtrain.collectives.arrangement import Arrangement, arrange
+from hvdtrain.collectives.recovery import Stand, Verdict, judge
+from hvdtrain.collectives.start import why_not_elastic
+from hvdtrain.errors import CollectiveError
+
+
+def _stand(member: int, operation: int, held: int, source: int = -1) -> Stand:
+    return Stand(member=member, operation=operation, held=held, source=source)
+
+
+@pytest.mark.parametrize(
+    ("stands", "expected"),
+    [
+        pytest.param([(0, 5, 4), (2, 5, 4)], Verdict(4, 0), id="nobody-has-the-result"),
+        pytest.param([(0, 5, 5), (2, 5, 4)], Verdict(4, 0), id="one-has-it-and-does-it-again"),
+        pytest.param([(0, 5, 5), (2, 5, 5)], Verdict(5, 0), id="all-have-it"),
+        pytest.param([(0, 6, 5), (2, 5, 5)], Verdict(5, 0), id="one-is-in-the-next"),
+        pytest.param([(0, 0, 0), (2, 1, 0)], Verdict(0, 0), id="before-the-first"),
+        pytest.param([(0, 5, 5), (2, 6, 5)], Verdict(5, 0), id="one-has-left"),
+        pytest.param([(1, 5, 4, 0), (2, 5, 4, 0)], Verdict(4, 5), id="source-is-lost"),
+        pytest.param([(1, 5, 4, 2), (2, 5, 4, 2)], Verdict(4, 0), id="source-is-there"),
+        pytest.param([(1, 4, 4), (2, 5, 4, 0)], Verdict(4, 5), id="source-is-lost-one-is-late"),
+        pytest.param([(1, 5, 5, 0), (2, 5, 5, 0)], Verdict(5, 0), id="lost-source-was-heard"),
+        pytest.param([(1, 5, 5, 0), (2, 6, 5)], Verdict(5, 0), id="lost-source-of-the-last-one"),
+    ],
+)
+def test_verdict(stands: list[tuple[int, ...]], expected: Verdict) -> None:
+    given = [_stand(*stand) for stand in stands]
+    for order in itertools.permutations(given):
+        assert judge(order) == expected
+
+
+def test_rank_that_is_too_far_ahead() -> None:
+    with pytest.raises(CollectiveError, match="Expected all in operation 5 or before it"):
+        judge([_stand(0, 6, 5), _stand(1, 5, 4)])
+
+
+def _place(local_rank: int, seats: tuple[int, ...], hosts: int, lanes: int) -> Arrangement:
+    return Arrangement(local_rank=local_rank, seats=seats, hosts=hosts, lanes=lanes)
+
+
+@pytest.mark.parametrize(
+    ("members", "host_of", "me", "expected"),
+    [
+        pytest.param([0, 1, 2], [0, 0, 0], 1, _place(1, (0, 1, 2), 1, 3), id="one-host"),
+        pytest.param([0, 2], [0, 0, 0], 2, _place(1, (0, 2), 1, 2), id="one-is-lost"),
+        pytest.param([1, 2], [0, 0, 0], 1, _place(0, (1, 2), 1, 2), id="the-first-is-lost"),
+        pytest.param([0, 1, 2, 3], [0, 0, 2, 2], 3, _place(1, (0, 1), 2, 2), id="two-hosts"),
+        pytest.param([0, 2, 3], [0, 0, 2, 2], 3, _place(1, (0, 1), 2, 1), id="fewer-lanes"),
+        pytest.param([0, 1, 3], [0, 1, 0, 1], 3, _place(1, (0, 1), 2, 1), id="mixed"),
+        pytest.param([2, 3], [0, 0, 2, 2], 3, _place(1, (0, 1), 1, 2), id="a-host-is-lost"),
+        pytest.param([3], [0, 0, 2, 2], 3, _place(0, (1,), 1, 1), id="alone"),
+    ],
+)
+def test_arrangement(
+    members: list[int], host_of: list[int], me: int, expected: Arrangement
+) -> None:
+    assert arrange(members, host_of, me) == expected
+
+
+TOLD = {"OMPI_MCA_mpi_ft_enable": "1"}
+
+
+@pytest.mark.parametrize(
+    ("vendor", "environ", "expected"),
+    [
+        (("Open MPI", (5, 0, 11)), TOLD, ""),
+        (("Open MPI", (5, 0, 11)), {"OMPI_MCA_mpi_ft_enable": "true"}, ""),
+        (("Open MPI", (5, 0, 11)), {}, "start it with"),
+        (("Open MPI", (5, 0, 11)), {"OMPI_MCA_mpi_ft_enable": "0"}, "start it with"),
+        (("Open MPI", (4, 1, 4)), TOLD, "only Open MPI 5 can do without a rank, and this is Open"),
+        (("MPICH", (5, 0, 2)), TOLD, "this is MPICH 5.0.2"),
+    ],
+)
+def test_where_ranks_survive(
+    vendor: tuple[str, tuple[int, ...]], environ: dict[str, str], expected: str
+) -> None:
+    reason = why_not_elastic(SimpleNamespace(get_vendor=lambda: vendor), environ)
+    assert expected in reason
+    assert bool(reason) == bool(expected)

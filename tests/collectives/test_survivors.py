@@ -1,0 +1,160 @@
+"""Ranks that die in operations, between them, and while the others recover: those left go on."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.collectives.survivors import Death, Plan
+from tests.harness.jobs import REPOSITORY, Completed
+from tests.testbed.cluster import Cluster
+
+# Far more than recovery takes, for machines that are busy with other things.
+LIMIT_S = 10.0
+
+ENGINES = [
+    pytest.param("mpi", (0, 0, 0, 0), id="mpi"),
+    pytest.param("shared_memory", (0, 0, 0, 0), id="one-host"),
+    pytest.param("shared_memory", (0, 0, 1, 1), id="two-hosts"),
+]
+
+
+@pytest.fixture
+def survive(run_command, mpirun) -> Callable[[Plan], list[dict[str, Any]]]:
+    """Run a plan; returns what the ranks that came to the end said, after the common checks."""
+
+    def run(plan: Plan, returncode: int = 0) -> list[dict[str, Any]]:
+        module = [sys.executable, "-m", "tests.collectives.survivors", plan.to_json()]
+        argv = mpirun(len(plan.hosts), module)
+        done = run_command([argv[0], "--with-ft", "ulfm", *argv[1:]], timeout_s=90)
+        assert done.returncode == returncode, done
+        return accounts(done, plan)
+
+    return run
+
+
+def accounts(done: Completed, plan: Plan) -> list[dict[str, Any]]:
+    """What each survivor said, by rank; fails where they don't agree."""
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    said = sorted((json.loads(line) for line in lines), key=lambda account: account["me"])
+    mortal = {death.rank for death in plan.deaths}
+    alive = [account["me"] for account in said]
+    assert set(range(len(plan.hosts))) - mortal <= set(alive), done
+    first = said[0]
+    for account in said:
+        assert len(account["done"]) == plan.operations
+        assert account["done"] == first["done"], "the ranks have different results"
+        assert account["members"] == first["members"]
+        assert account["generation"] == first["generation"]
+        assert account["rank"] == account["members"].index(account["me"])
+    left = set(range(len(plan.hosts)))
+    for name, members, _ in first["done"]:
+        if members is not None:
+            assert set(members) <= left, f"a dead rank had a part in {name}"
+            assert members == sorted(members)
+            left = set(members)
+    assert left >= set(first["members"]) >= set(alive)
+    return said
+
+
+def _dead(said: Sequence[dict[str, Any]], size: int) -> set[int]:
+    return set(range(size)) - set(said[0]["members"])
+
+
+@pytest.mark.parametrize(("kind", "hosts"), ENGINES)
+@pytest.mark.parametrize("turn", range(3))
+def test_any_moment(survive, kind: str, hosts: tuple[int, ...], turn: int) -> None:
+    """Two ranks die at random moments, one of them the chief."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    deaths = tuple(
+        Death(rank=rank, after_s=chance.uniform(0.0, 0.4)) for rank in (0, chance.choice((1, 2, 3)))
+    )
+    said = survive(Plan(kind=kind, hosts=hosts, deaths=deaths, operations=900))
+    longest_s = max(account["longest_s"] for account in said)
+    print(f"{longest_s * 1000:.0f} ms in the longest operation, {said[0]['generation']} recoveries")
+    assert longest_s < LIMIT_S
+
+
+STAGES = {
+    "mpi": (
+        *("_allreduce", "_agree", "confirm", "_exchange_counts", "_gather_bytes"),
+        *("_broadcast_bytes", "_reduce_scatter", "_alltoall_bytes", "_operate"),
+    ),
+    "one-host": ("_agree", "_pack", "_reduce", "_unpack", "_look", "_signal", "confirm"),
+    "two-hosts": ("_agree", "_pack", "_reduce", "_network", "_unpack", "_look", "confirm"),
+}
+
+
+def _stages() -> list[Any]:
+    hosts = {"mpi": (0, 0, 0), "one-host": (0, 0, 0), "two-hosts": (0, 0, 1, 1)}
+    return [
+        pytest.param(
+            "mpi" if name == "mpi" else "shared_memory", hosts[name], stage, id=f"{name}-{stage}"
+        )
+        for name, stages in STAGES.items()
+        for stage in stages
+    ]
+
+
+@pytest.mark.parametrize(("kind", "hosts", "stage"), _stages())
+def test_each_stage(survive, kind: str, hosts: tuple[int, ...], stage: str) -> None:
+    """The last rank dies on the way in, the chief some operations later."""
+    deaths = (
+        Death(rank=len(hosts) - 1, where=stage, call=2),
+        Death(rank=0, where=stage, call=6),
+    )
+    said = survive(Plan(kind=kind, hosts=hosts, deaths=deaths, operations=60))
+    assert _dead(said, len(hosts)) == {0, len(hosts) - 1}
+    assert said[0]["generation"] == 2
+
+
+@pytest.mark.parametrize(("kind", "hosts"), ENGINES)
+@pytest.mark.parametrize(
+    "step",
+    ["_stop", "revoke", "stop", "_reunite", "_shrink", "connect", "_agree_that", "go_on", "rest"],
+)
+def test_death_in_recovery(survive, kind: str, hosts: tuple[int, ...], step: str) -> None:
+    """While the ranks go on without the second, the chief dies as well."""
+    second = Death(rank=0, where=step)
+    if step == "rest":
+        second = Death(rank=0, where="_carry_out", call=11)
+    deaths = (Death(rank=1, where="_carry_out", call=10), second)
+    said = survive(Plan(kind=kind, hosts=hosts, deaths=deaths, operations=40))
+    assert _dead(said, len(hosts)) == {0, 1}
+    assert said[0]["generation"] in (1, 2)
+
+
+@pytest.mark.parametrize("kind", ["mpi", "shared_memory"])
+def test_on_two_hosts(cluster: Cluster, kind: str) -> None:
+    """Over a network, where one of the dead leaves a host with a single rank."""
+    hostfile = cluster.folder / "two"
+    hostfile.write_text("node1 slots=2\nnode2 slots=2\n")
+    plan = Plan(
+        kind=kind,
+        hosts=(0, 0, 1, 1),
+        deaths=(Death(rank=3, after_s=0.3), Death(rank=0, after_s=0.6)),
+        operations=900,
+    )
+    mpirun = [f"{sys.prefix}/bin/mpirun", "--with-ft", "ulfm", "--prefix", sys.prefix]
+    where = ["--hostfile", str(hostfile), "--bind-to", "none", "-np", "4"]
+    passed_on = [word for name in ("PYTHONPATH", "OMPI_MCA_osc") for word in ("-x", name)]
+    program = [sys.executable, "-m", "tests.collectives.survivors", plan.to_json()]
+    environ = {
+        "PYTHONPATH": str(REPOSITORY),
+        "OMPI_MCA_osc": "^ucx",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    done = cluster.run([*mpirun, *where, *passed_on, *program], env=environ, timeout_s=100)
+    assert done.returncode == 0, done
+    said = accounts(done, plan)
+    longest_s = max(account["longest_s"] for account in said)
+    print(f"{longest_s * 1000:.0f} ms in the longest operation, {said[0]['generation']} recoveries")
+    assert longest_s < LIMIT_S

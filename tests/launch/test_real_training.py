@@ -1,0 +1,48 @@
+"""A real training under ``hvdtrain run`` that loses a rank goes on by itself, and exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.jobs import REPOSITORY
+from tests.launch.jobs import HVDTRAIN
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
+
+PROGRAM = REPOSITORY / "tests/keras/saving/program.py"
+TOLD = {
+    "kill": ["rank 0 on", "failed first: ended by signal 9 (SIGKILL)", "lost: "],
+    "stop": ["stopped (state T)", "rank 0 waits in allreduce("],
+    "preempt": ["SIGUSR1 came; the checkpoint of step", "preempted"],
+}
+_whole: list[str] = []
+
+
+@pytest.fixture
+def train(run_command: Any, tmp_path: Path) -> Any:
+    """Run the program; what its chief printed, and the rest."""
+
+    def run(*options: str, fault: tuple[str, ...] = ()) -> tuple[str, str]:
+        python = ["python", str(PROGRAM), str(tmp_path / "runs"), *fault]
+        done = run_command([*HVDTRAIN, *options, "--", *python], timeout_s=280)
+        assert done.returncode == 0, done
+        return done.stdout, done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("fault", TOLD)
+def test_a_training_goes_on_by_itself(train, fault, tmp_path):
+    stdout, stderr = train(
+        *("-np", "2", "--max-restarts", "1", "--hang-timeout-s", "5", "--grace-s", "2"),
+        fault=("--fault", fault),
+    )
+    for text in (*TOLD[fault], "attempt 2", "training goes on from the checkpoint of step"):
+        assert text in stderr, stderr
+    if not _whole:
+        (tmp_path / "runs").rename(tmp_path / "before")
+        _whole.append(train("-np", "2")[0])
+    assert stdout == _whole[0]
