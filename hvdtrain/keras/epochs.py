@@ -68,7 +68,7 @@ class Epochs:
         self._pass: Pass | None = None
         self._iterator: Any = None
         self._done = 0  # steps of the pass, the block in work included
-        self._within = False  # a block is in work
+        self._within = 0  # steps of the block in work, 0 between two
 
     def place(self, *, epoch_step: int) -> Place:
         """Where the data stands after the block of steps in work.
@@ -109,6 +109,11 @@ class Epochs:
         self._epoch = epoch
         self._epochs += 1
 
+    def run_out(self) -> None:
+        """Note that the block in work was none: data of unknown length has come to its end."""
+        self.step -= self._within
+        self._done -= self._within
+
     def take_over(self, keras_iterator: TFEpochIterator) -> None:
         """Let ``fit``'s own iterator yield the steps of this object."""
         keras_iterator.__class__ = _EpochIterator
@@ -131,9 +136,9 @@ class Epochs:
             self._done += taken
             self.step += taken
             keras_iterator._steps_seen = step + self._block
-            self._within = True
+            self._within = taken
             yield step, step + self._block - 1, self._iterator
-            self._within = False
+            self._within = 0
             step += self._block
 
     def _begin_pass(self) -> int:
@@ -148,7 +153,7 @@ class Epochs:
         self._passes += 1
         self._iterator = iter(self._pass.dataset)
         self._done = 0
-        self._within = False
+        self._within = 0
         return first_step
 
     def _steps_before(self, resumed: Place, left: int | None) -> int:
@@ -167,3 +172,7 @@ class _EpochIterator(TFEpochIterator):
 
     def _enumerate_iterator(self) -> Iterator[tuple[int, int, Any]]:
         return self.hvdtrain_epochs.steps(self)
+
+    def _interrupted_warning(self) -> None:
+        self.hvdtrain_epochs.run_out()
+        super()._interrupted_warning()

@@ -158,6 +158,15 @@ def endless(callbacks: list[Any]) -> Any:
     return fit
 
 
+def of_unknown_length(callbacks: list[Any]) -> Any:
+    def fit(model: keras.Model) -> Any:
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6)
+        data = data.filter(lambda x, y: True)
+        return model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+
+    return fit
+
+
 def batches_shuffled_inside(callbacks: list[Any]) -> Any:
     return plain(callbacks, batch_size=6, shuffle="batch")
 
@@ -167,8 +176,8 @@ def validated(callbacks: list[Any]) -> Any:
 
 
 INPUTS = (
-    *(shuffled_pipeline, batches, long_passes, endless, batches_shuffled_inside),
-    validated,
+    *(shuffled_pipeline, batches, long_passes, endless, of_unknown_length),
+    *(batches_shuffled_inside, validated),
 )
 
 
@@ -176,6 +185,18 @@ INPUTS = (
 @pytest.mark.parametrize("fit", INPUTS)
 def test_resuming_is_exact_with_every_kind_of_input(world, fit, tmp_path):
     exact(world, dropout, fit, tmp_path, 9)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fit", INPUTS)
+def test_steps_are_counted(world, fit, tmp_path):
+    run(world, dropout, fit([Checkpoint(tmp_path)]), seed=1)
+    if world.is_chief():
+        state = Store(tmp_path).newest().state
+        # A pass of nine steps ends within the third epoch of four.
+        counts = {long_passes: (9, ROWS), endless: (12, 12 * 12), validated: (15, 3 * 53)}
+        assert (state["step"], state["samples"]) == counts.get(fit, (18, 3 * ROWS))
+        assert (state["epoch"], state["place"]["epochs"]) == (EPOCHS, EPOCHS)
 
 
 class Scaled(keras.callbacks.Callback):
