@@ -92,8 +92,9 @@ class _Reporter:
     def start(self) -> None:
         """Let the launcher look into this process, and write what changes."""
         with contextlib.suppress(Exception):
-            # A program that has its own use for the signal is not asked.
-            if signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:
+            # A program that has its own use for the signal is not asked. What was started in the
+            # background by a script ignores it, without having chosen that.
+            if signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
                 faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True)
                 self._pid = os.getpid()
         os.register_at_fork(after_in_child=self._fall_silent)

@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,17 +22,30 @@ RANKS = 3
 
 
 class Job:
-    """The stand-in under ``slurm/train.sh``, one rank on each of three hosts."""
+    """A program under ``slurm/train.sh``, one rank on each of three hosts.
 
-    def __init__(self, cluster: Cluster, *options: str, program: str = "") -> None:
+    Args:
+        cluster: Where.
+        options: For sbatch.
+        program: Arguments of the program, after a folder.
+        words: The program itself; the stand-in unless told.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *options: str,
+        program: str = "",
+        words: Sequence[str] = ("-m", "tests.launch.standin"),
+    ) -> None:
         self.cluster = cluster
         self.folder = Path(cluster.folder, f"requeue-{time.monotonic_ns()}")
         self.folder.mkdir()
         environ = {**ON_CLUSTER, "PYTHON": sys.executable, "HVDTRAIN_MAX_REQUEUES": "1"}
         limits = ["--nodes=3", f"--ntasks={RANKS}", "--time=5", f"--output={self.folder}/out"]
         script = str(REPOSITORY / "slurm" / "train.sh")
-        words = ["-m", "tests.launch.standin", str(self.folder), *program.split()]
-        argv = ["sbatch", "--parsable", *limits, *options, script, *words]
+        argv = ["sbatch", "--parsable", *limits, *options, script]
+        argv += [*words, str(self.folder), *program.split()]
         done = cluster.run(argv, env=environ, timeout_s=20)
         assert done.returncode == 0, done
         self.number = done.stdout.strip()
@@ -125,6 +138,21 @@ def test_a_time_limit_leads_to_one_requeue(cluster: Cluster) -> None:
     job = Job(cluster, *options, program=f"--steps {steps} --every 1000 --step-s 0.05")
     job.until(lambda: len(job.steps()) > 10, 60)
     job.goes_on_once(steps, timeout_s=150)
+
+
+def test_a_real_training_goes_on_in_the_second_run(cluster: Cluster) -> None:
+    """A signal comes to one rank within the first epoch; each sample of it is seen once."""
+    program = str(REPOSITORY / "tests/keras/saving/program.py")
+    job = Job(cluster, program="--fault preempt", words=[program])
+    job.start_again(180)
+    job.until(lambda: job.shown("JobState") == "COMPLETED", 180)
+    output = job.output()
+    assert job.shown("Restarts") == "1", output
+    assert output.count("SIGUSR1 came; the checkpoint of step") == 1, output
+    assert output.count("is in the queue again") == 1, output
+    assert "training goes on from the checkpoint of step" in output
+    assert "least [1.0, 1.0, 1.0]" in output
+    assert "most [1.0, 1.0, 1.0]" in output
 
 
 def test_what_slurm_queues_again_is_queued_once(cluster: Cluster) -> None:

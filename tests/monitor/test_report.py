@@ -136,15 +136,29 @@ def test_another_file_of_that_number_is_left_alone(start, number: int) -> None:
 
 def test_without_the_variable_nothing_happens() -> None:
     code = (
-        "import threading; from hvdtrain.monitor import report\n"
+        "import signal, threading; from hvdtrain.monitor import report\n"
+        "signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # in the background it may be ignored\n"
         "report.step(1, 0); report.saved(1); report.phase('x'); report.watch(str)\n"
-        "import signal; print(threading.active_count(), signal.getsignal(signal.SIGQUIT).name)"
+        "print(threading.active_count(), signal.getsignal(signal.SIGQUIT).name)"
     )
     environ = {name: value for name, value in os.environ.items() if name != REPORT_FD}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, env=environ, capture_output=True, timeout=30
     )
     assert (done.stdout, done.stderr) == (b"1 SIG_DFL\n", b"")
+
+
+def test_a_program_in_the_background_shows_its_stacks_too(start) -> None:
+    """A script's ``program &`` ignores SIGQUIT, as its children do."""
+    program = start(
+        "import signal, sys; signal.signal(signal.SIGQUIT, signal.SIG_IGN)\n"
+        "report.phase('x'); sys.stdin.read()"
+    )
+    program.until(lambda report: report["pid"] == program.process.pid)
+    program.process.send_signal(signal.SIGQUIT)
+    program.process.stdin.close()
+    program.process.stdin = None
+    assert "most recent call first" in program.end()[1]
 
 
 def test_children_say_nothing(start) -> None:

@@ -269,6 +269,19 @@ def test_a_complete_training_is_not_done_again(world, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.ranks(2)
+def test_the_model_is_exported_on_demand(world, tmp_path):
+    path = tmp_path / "models" / "last.keras"
+    checkpoint = Checkpoint(tmp_path / "runs", export=path)
+    model, _ = run(world, dropout, plain([checkpoint], batch_size=6), seed=1)
+    assert path.exists() == world.is_chief()
+    if world.is_chief():
+        exported = keras.models.load_model(path)
+        for one, other in zip(model.get_weights(), exported.get_weights()):
+            np.testing.assert_array_equal(one, other)
+        assert [file.name for file in path.parent.iterdir()] == ["last.keras"]
+
+
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_to_one_rank_saves_and_ends_all(world, number, tmp_path):
