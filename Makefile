@@ -9,14 +9,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NP ?= 2
+CHAOS_S ?= 120
 
 .DEFAULT_GOAL := help
-.PHONY: help train test environments lint format clean
+.PHONY: help train test chaos environments lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train         learn handwritten digits on $(NP) MPI ranks (NP=4 for more)"
 	@echo "make test          run the tests, alone and on 2 to 4 ranks"
+	@echo "make chaos         train on four hosts among random faults (CHAOS_S=1200 for 20 minutes)"
 	@echo "make environments  get other MPIs for the tests (NAMES=horovod for Horovod)"
 	@echo "make lint          check style and types"
 	@echo "make format        let ruff rewrite the style"
@@ -27,6 +29,9 @@ train: $(VENV)/.train
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+chaos: $(VENV)/.dev
+	HVDTRAIN_TEST_CHAOS_S=$(CHAOS_S) $(BIN)/python -m pytest tests/launch/chaos.py
 
 environments: $(VENV)/.dev
 	$(BIN)/python -m tests.environments $(NAMES)

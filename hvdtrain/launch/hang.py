@@ -47,11 +47,13 @@ def describe_hang(
     """
     step = "" if reports.step is None else f" after step {reports.step}"
     lines = [f"the job hangs: no rank has done a step for {quiet_s:.0f} s{step}"]
-    latest = {rank: reports.latest.get(rank, Report()) for rank in hosts}
-    silent = {rank: "its agent does not answer" for rank in hosts if rank not in stopped}
-    halted = {rank: "it is stopped (state T)" for rank in hosts if stopped.get(rank)}
+    # Agents connect in any order.
+    ranks_here = sorted(hosts)
+    latest = {rank: reports.latest.get(rank, Report()) for rank in ranks_here}
+    silent = {rank: "its agent does not answer" for rank in ranks_here if rank not in stopped}
+    halted = {rank: "it is stopped (state T)" for rank in ranks_here if stopped.get(rank)}
     waiting = {rank: state.waiting_in for rank, state in latest.items() if state.waiting_in}
-    absent = {rank: "it waits for no other rank" for rank in hosts if rank not in waiting}
+    absent = {rank: "it waits for no other rank" for rank in ranks_here if rank not in waiting}
     missing = {**(absent if waiting else {}), **silent, **halted}
     lines += [f"missing: rank {rank} on {hosts[rank]}: {why}" for rank, why in missing.items()]
     operations: dict[str, list[int]] = {}

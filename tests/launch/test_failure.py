@@ -269,7 +269,8 @@ def test_pythons_own_tracebacks_are_understood(code: str) -> None:
 def test_what_ranks_say_at_their_end_is_understood(
     error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = SimpleNamespace(closed=False, rank=0, size=4, broken=error, fail=lambda reason: None)
+    alarm = SimpleNamespace(rank=0, size=4)
+    engine = SimpleNamespace(closed=False, alarm=alarm, broken=error, fail=lambda reason: None)
     monkeypatch.setattr(exits, "_current", engine)
     monkeypatch.setattr(exits, "FOLLOWER_PAUSE_S", 0.0)
     monkeypatch.setattr(exits, "_end_within", lambda seconds: None)

@@ -92,3 +92,10 @@ def test_ranks_in_different_operations() -> None:
     assert lines[0] == OTHERS
     assert lines[1] == "rank 1 waits in barrier of step 6"
     assert "the program differs" in lines[2]
+
+
+def test_ranks_are_listed_in_order_though_agents_connect_in_any() -> None:
+    reports = noted(waits(), BUSY, waits())
+    hosts = {2: "b", 0: "a", 1: "a"}
+    lines = describe_hang(reports, hosts, WELL, 12.4).splitlines()
+    assert lines[-1].startswith("rank 0, 2 waits in allreduce(gradients)")
