@@ -69,6 +69,7 @@ class Epochs:
         self._iterator: Any = None
         self._done = 0  # steps of the pass, the block in work included
         self._within = 0  # steps of the block in work, 0 between two
+        self._ran_out = False  # the pass had fewer steps than it could tell
 
     def place(self, *, epoch_step: int) -> Place:
         """Where the data stands after the block of steps in work.
@@ -89,7 +90,7 @@ class Epochs:
     @property
     def ended(self) -> bool:
         """Whether nothing is left of the pass."""
-        return self._pass is None or self._pass.steps == self._done
+        return self._pass is None or self._pass.steps == self._done or self._ran_out
 
     def resume(self, place: Place, *, epoch: int, step: int) -> None:
         """Begin with ``epoch`` where another run had come to.
@@ -113,6 +114,8 @@ class Epochs:
         """Note that the block in work was none: data of unknown length has come to its end."""
         self.step -= self._within
         self._done -= self._within
+        self._within = 0
+        self._ran_out = True
 
     def take_over(self, keras_iterator: TFEpochIterator) -> None:
         """Let ``fit``'s own iterator yield the steps of this object."""
@@ -121,7 +124,7 @@ class Epochs:
 
     def steps(self, keras_iterator: Any) -> Iterator[tuple[int, int, Any]]:
         """First and last step of each block, and the iterator that it takes its batches from."""
-        goes_on = self._steps_per_epoch is not None and not self._within and not self.ended
+        goes_on = self._steps_per_epoch is not None and not self.ended
         step = 0 if goes_on else self._begin_pass()
         assert self._pass is not None
         limit = self._steps_per_epoch
@@ -153,7 +156,7 @@ class Epochs:
         self._passes += 1
         self._iterator = iter(self._pass.dataset)
         self._done = 0
-        self._within = 0
+        self._ran_out = False
         return first_step
 
     def _steps_before(self, resumed: Place, left: int | None) -> int:

@@ -32,6 +32,10 @@ def plain(callbacks: list[Any], **options: Any) -> Any:
     return fit
 
 
+def arrays(callbacks: list[Any]) -> Any:
+    return plain(callbacks, batch_size=6)
+
+
 def dropout() -> keras.Model:
     return model_of([keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.4)])
 
@@ -84,26 +88,25 @@ def exact(world: Any, make: Any, fit: Any, tmp_path: Any, stop: int) -> None:
 @pytest.mark.parametrize("make", [accumulating, averaged, scaled_loss, several_steps])
 def test_resuming_is_exact(world, make, stop, tmp_path):
     """In the first and in the second epoch, which have six steps."""
-    exact(world, make, lambda callbacks: plain(callbacks, batch_size=6), tmp_path, stop)
+    exact(world, make, arrays, tmp_path, stop)
 
 
 @pytest.mark.ranks(1, 3)
 def test_resuming_is_exact_on_any_number_of_ranks(world, tmp_path):
-    exact(world, accumulating, lambda callbacks: plain(callbacks, batch_size=6), tmp_path, 3)
+    exact(world, accumulating, arrays, tmp_path, 3)
 
 
 @pytest.mark.ranks(2)
 def test_resuming_twice_is_exact(world, tmp_path):
-    fit = lambda callbacks: plain(callbacks, batch_size=6)  # noqa: E731
     saving = [Checkpoint(tmp_path, every_steps=1), StopAfter(2)]
     with pytest.raises(Stop):
-        run(world, dropout, fit(saving), seed=1)
-    exact(world, dropout, fit, tmp_path, 3)
+        run(world, dropout, arrays(saving), seed=1)
+    exact(world, dropout, arrays, tmp_path, 3)
 
 
 @pytest.mark.ranks(2)
 def test_resuming_after_the_last_step_of_an_epoch_is_exact(world, tmp_path):
-    exact(world, dropout, lambda callbacks: plain(callbacks, batch_size=6), tmp_path, 6)
+    exact(world, dropout, arrays, tmp_path, 6)
 
 
 def shuffled_pipeline(callbacks: list[Any]) -> Any:
@@ -197,6 +200,23 @@ def test_steps_are_counted(world, fit, tmp_path):
         counts = {long_passes: (9, ROWS), endless: (12, 12 * 12), validated: (15, 3 * 53)}
         assert (state["step"], state["samples"]) == counts.get(fit, (18, 3 * ROWS))
         assert (state["epoch"], state["place"]["epochs"]) == (EPOCHS, EPOCHS)
+
+
+@pytest.mark.ranks(2)
+def test_after_data_of_unknown_length_ran_out_a_pass_begins(world, tmp_path):
+    """Its six steps end within the second epoch of four; the third begins another pass."""
+
+    def fit(callbacks: list[Any]) -> Any:
+        def train(model: keras.Model) -> Any:
+            data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6).filter(lambda x, y: True)
+            return model.fit(data, epochs=3, steps_per_epoch=4, verbose=0, callbacks=callbacks)
+
+        return train
+
+    whole = outcome(*run(world, dropout, fit([Checkpoint(tmp_path / "whole")]), seed=1))
+    with pytest.raises(Stop):
+        run(world, dropout, fit([Checkpoint(tmp_path), StopAfter(7)]), seed=1)
+    assert outcome(*run(world, dropout, fit([Checkpoint(tmp_path)]), seed=9)) == whole
 
 
 class Scaled(keras.callbacks.Callback):
@@ -308,7 +328,10 @@ def test_a_signal_to_one_rank_saves_and_ends_all(world, number, tmp_path):
 @pytest.mark.ranks(2)
 def test_another_model_is_refused_everywhere(world, tmp_path):
     run(world, dropout, plain([Checkpoint(tmp_path)], batch_size=6), seed=1)
-    wider = lambda: model_of([keras.layers.Dense(9)])  # noqa: E731
+
+    def wider() -> keras.Model:
+        return model_of([keras.layers.Dense(9)])
+
     with pytest.raises(world.CheckpointError, match=r"expected float32 \(6, 9\), found float32"):
         run(world, wider, plain([Checkpoint(tmp_path)], batch_size=6), seed=1)
 
