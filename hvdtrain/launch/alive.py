@@ -47,5 +47,5 @@ def unreachable(
     silent = [host for host, probe in asked.items() if probe.poll() != 0]
     for probe in asked.values():
         probe.kill()
-        probe.wait()
+        probe.wait(timeout=ANSWER_TIMEOUT_S)
     return [] if weary() else silent

@@ -57,7 +57,7 @@ def start(tmp_path: Path) -> Iterator:
     yield start
     for process in running:
         process.kill()
-        process.communicate()
+        process.communicate(timeout=30)
 
 
 def test_a_second_job_is_refused_by_name(start, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_wait_for_one_that_ends(start, tmp_path: Path) -> None:
     timer = threading.Timer(0.5, holder.kill)
     timer.start()
     store.write(snapshot(1, step=1))
-    timer.join()
+    timer.join(30)
     assert store.steps() == [0, 1]
 
 
@@ -100,7 +100,7 @@ def test_children_of_a_dead_one_dont_block(start, tmp_path: Path) -> None:
     holder, child = start("forks")
     try:
         holder.kill()
-        holder.wait()
+        holder.wait(timeout=30)
         os.kill(int(child), 0)
         Store(tmp_path, lock_timeout_s=0.2).write(snapshot(1, step=1))
     finally:
@@ -139,7 +139,7 @@ def test_stores_of_one_process_share_the_directory(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(30)
     assert check(first.newest()) == 9
 
 
@@ -165,7 +165,7 @@ def test_a_reader_beside_a_writer_always_finds_the_newest(tmp_path: Path) -> Non
         assert found is not None
         assert check(found) >= before
         reads += 1
-    writer.join()
+    writer.join(30)
     assert published == 150
     assert reads > 10
     assert not notices

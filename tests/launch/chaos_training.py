@@ -12,26 +12,12 @@ import keras
 import numpy as np
 
 import hvdtrain
+from tests.keras.saving.seen import Seen
 
 ROWS = 240
 BATCH_SIZE = 2
 
 directory, epochs, step_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-
-
-class Seen(keras.metrics.Metric):
-    """How often each sample of the epoch was computed with: the least and the most."""
-
-    def __init__(self) -> None:
-        super().__init__(name="seen")
-        self.counts = self.add_weight(shape=(ROWS,), initializer="zeros", name="counts")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        ids = keras.ops.cast(y_true[:, 1], "int32")
-        self.counts.assign_add(keras.ops.sum(keras.ops.one_hot(ids, ROWS), axis=0))
-
-    def result(self) -> dict[str, Any]:
-        return {"least": keras.ops.min(self.counts), "most": keras.ops.max(self.counts)}
 
 
 def loss(y_true: Any, y_pred: Any) -> Any:
@@ -49,7 +35,7 @@ random = np.random.default_rng(1)
 x = random.normal(size=(ROWS, 5)).astype("float32")
 y = np.stack([x @ np.arange(5.0), np.arange(ROWS)], axis=1).astype("float32")
 model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
-model.compile(keras.optimizers.Adam(0.01), loss=loss, metrics=[Seen()])
+model.compile(keras.optimizers.Adam(0.01), loss=loss, metrics=[Seen(ROWS)])
 hvdtrain.distribute(model)
 history = model.fit(
     x,

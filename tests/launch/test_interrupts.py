@@ -38,4 +38,4 @@ def test_a_pause_ends_with_a_signal() -> None:
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
         timer.start()
         assert not pause(1000.0, received)
-        timer.join()
+        timer.join(30)

@@ -18,6 +18,7 @@ import numpy as np
 
 import hvdtrain
 from hvdtrain.checkpoint import Store
+from tests.keras.saving.seen import Seen
 
 ROWS = 131
 CLASSES = 3
@@ -27,21 +28,6 @@ parser = argparse.ArgumentParser()
 parser.add_argument("directory")
 parser.add_argument("--fault", choices=SIGNALS)
 arguments = parser.parse_args()
-
-
-class Seen(keras.metrics.Metric):
-    """How often each sample of the epoch was computed with: the least and the most."""
-
-    def __init__(self) -> None:
-        super().__init__(name="seen")
-        self.counts = self.add_weight(shape=(ROWS,), initializer="zeros", name="counts")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        ids = keras.ops.cast(y_true[:, 1], "int32")
-        self.counts.assign_add(keras.ops.sum(keras.ops.one_hot(ids, ROWS), axis=0))
-
-    def result(self) -> dict[str, Any]:
-        return {"least": keras.ops.min(self.counts), "most": keras.ops.max(self.counts)}
 
 
 def loss(y_true: Any, y_pred: Any) -> Any:
@@ -80,7 +66,7 @@ model = keras.Sequential(
     ]
 )
 optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
-model.compile(optimizer, loss=loss, metrics=[Seen()])
+model.compile(optimizer, loss=loss, metrics=[Seen(ROWS)])
 hvdtrain.distribute(model)
 fresh = not Store(arguments.directory).steps()
 callbacks: list[Any] = [Fault()] if arguments.fault and fresh else []
