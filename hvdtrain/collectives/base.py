@@ -63,6 +63,7 @@ class Collectives(Protocol):
     survives_losses: bool
     generation: int
     members: tuple[int, ...]
+    contributed: tuple[int, ...]
     too_few: TooFewRanksError | None
 
     @property

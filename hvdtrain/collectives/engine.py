@@ -75,7 +75,7 @@ class Engine:
         self.size = size
         self.survives_losses = False
         self.generation = 0
-        self.members = tuple(range(size))
+        self.members = self.contributed = tuple(range(size))
         self.too_few: TooFewRanksError | None = None
         self.timeout_s = timeout_s
         # Whole cache lines, and at least one item of every type.

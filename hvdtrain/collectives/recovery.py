@@ -98,6 +98,7 @@ class Survivor(Protocol):
     comm: Any
     generation: int
     members: tuple[int, ...]
+    contributed: tuple[int, ...]
     too_few: TooFewRanksError | None
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
@@ -163,8 +164,10 @@ class Recovery:
         try:
             while operation != self._verdict.orphaned:
                 try:
+                    members = self._engine.members
                     result = attempt()
                     self._held = operation
+                    self._engine.contributed = members
                     self._engine.confirm(call)
                     return result
                 except (self._mpi.Exception, RanksLost) as error:
