@@ -33,7 +33,8 @@ class StepLog(keras.callbacks.Callback):
     number of ranks. Validation and the time between epochs do not count. The epoch's results are
     those that ``fit`` reports: exact over all ranks after ``hvdtrain.distribute``.
 
-    Other ranks print nothing. Without ``hvdtrain.init()`` it works for the one process there is.
+    Other ranks print nothing; in an elastic job that has lost its chief the new one goes on after
+    its first step. Without ``hvdtrain.init()`` it works for the one process there is.
     Pass ``verbose=0`` to ``fit``, or Keras prints its own progress as well.
 
     Args:
@@ -50,8 +51,7 @@ class StepLog(keras.callbacks.Callback):
                 f"StepLog(every={every!r}) can't print; expected a whole number above 0."
             )
         self._every = every
-        self._size = 1
-        self._chief = True
+        self._measures = False  # whether what led up to the step in work is known
         self._first_step = 0
         self._resumes = False
         self._epoch = 0
@@ -63,9 +63,6 @@ class StepLog(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         columns = terminal_columns(sys.stdout)
-        if world.is_initialized():
-            self._size = world.size()
-            self._chief = world.is_chief()
         self._line = StatusLine(sys.stdout, columns)
         self._resumes = True
 
@@ -74,25 +71,31 @@ class StepLog(keras.callbacks.Callback):
         self._seen = _Seen()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        measured, self._measures = self._measures, _is_chief()
+        begins = self._measures and not measured
         if self._resumes:
             # By now training stands where it was resumed, perhaps within an epoch.
             self._resumes = False
             self._first_step = _iterations(self.model) - batch
+            begins = True
+        if begins:
+            # Also when the chief was lost: what this rank tells begins with its first step as such.
             self._seen = _Seen.of(self.model, batch) if batch else _Seen()
-            self._marked_s = time.perf_counter()
-        elif self._seen.steps == 0:
+        if begins or self._seen.steps == 0:
             self._marked_s = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if not self._chief:
+        if not self._measures:
+            # Reading the loss would keep this rank waiting for its device.
+            self._seen = _Seen(steps=self._done(batch))
             return
         now_s = time.perf_counter()
         before, self._seen = self._seen, _Seen.of(self.model, self._done(batch))
-        self._interval.add(before, self._seen, now_s - self._marked_s)
+        self._interval.add(before, self._seen, now_s - self._marked_s, _ranks())
         self._marked_s = now_s
         step = self._first_step + self._seen.steps
         if step // self._every > (self._first_step + before.steps) // self._every:
-            self._line.print(self._interval.describe(step, self._size, logs))
+            self._line.print(self._interval.describe(step, logs))
             self._interval = _Interval()
         if now_s - self._drawn_s > _REDRAW_S and not self._keras_draws():
             self._drawn_s = now_s
@@ -100,7 +103,7 @@ class StepLog(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._first_step += self._seen.steps
-        if not self._chief:
+        if not _is_chief():
             return
         self._line.clear()
         results = ", ".join(
@@ -115,7 +118,9 @@ class StepLog(keras.callbacks.Callback):
 
     def _done(self, batch: int) -> int:
         """Steps of this epoch; Keras counts the last steps_per_execution as if it were full."""
-        return min(batch + 1, (self.params or {}).get("steps") or batch + 1)
+        done, total = batch + 1, (self.params or {}).get("steps") or 0
+        # An epoch in which ranks were lost may have more steps than Keras knows.
+        return total if 0 < done - total < self.model.steps_per_execution else done
 
     def _bar(self, done: int) -> str:
         total = (self.params or {}).get("steps")
@@ -155,24 +160,35 @@ class _Interval:
     def __init__(self) -> None:
         self._steps = 0
         self._rows = 0.0
+        self._examples = 0.0  # of all ranks
         self._loss_sum = 0.0
         self._seconds = 0.0
 
-    def add(self, before: _Seen, now: _Seen, seconds: float) -> None:
+    def add(self, before: _Seen, now: _Seen, seconds: float, ranks: int) -> None:
         self._steps += now.steps - before.steps
         self._rows += now.rows - before.rows
+        self._examples += (now.rows - before.rows) * ranks
         self._loss_sum += now.loss_sum - before.loss_sum
         self._seconds += seconds
 
-    def describe(self, step: int, size: int, logs: Any) -> str:
+    def describe(self, step: int, logs: Any) -> str:
         per_batch = f"{self._seconds / self._steps:.3f} sec/batch"
         if self._rows <= 0:
             # A train_step of the user's that keeps no loss metric: what it reports, if anything.
             loss = float((logs or {}).get("loss", math.nan))
             return f"step {step}, loss = {loss:.2f} ({per_batch})"
         loss = self._loss_sum / self._rows
-        rate = self._rows * size / max(self._seconds, 1e-9)
+        rate = self._examples / max(self._seconds, 1e-9)
         return f"step {step}, loss = {loss:.2f} ({rate:.1f} examples/sec; {per_batch})"
+
+
+def _is_chief() -> bool:
+    """In an elastic job another rank may be it from some step on."""
+    return not world.is_initialized() or world.is_chief()
+
+
+def _ranks() -> int:
+    return world.size() if world.is_initialized() else 1
 
 
 def _iterations(model: keras.Model) -> int:

@@ -95,6 +95,22 @@ def test_several_steps_in_one_execution_print_one_line(capsys) -> None:
     assert kinds == ["step 4", "step 8", "step 12", "epoch 1/1"]
 
 
+def test_steps_count_on_where_an_epoch_has_more_than_keras_knows(capsys) -> None:
+    """As one in which ranks are lost: what they had left falls to the others."""
+
+    class KnowsFewer(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+            self.params["steps"] = 7
+
+    callbacks = [KnowsFewer(), hvdtrain.StepLog(5)]
+    _model().fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    kinds = [_kind(line) for line in capsys.readouterr().out.splitlines()]
+    assert kinds == [
+        *("step 5", "step 10", "epoch 1/2"),
+        *("step 15", "step 20", "step 25", "epoch 2/2"),
+    ]
+
+
 def test_every_must_be_a_number_above_0() -> None:
     for every in (0, -1, 2.5):
         with pytest.raises(hvdtrain.ConfigurationError, match="expected a whole number above 0"):
@@ -128,6 +144,58 @@ def test_only_the_chief_prints_and_counts_all_ranks(launch) -> None:
     # 16 rows a step; the last line counts no step with fewer.
     assert float(match[3]) * float(match[4]) == pytest.approx(16, rel=0.05)
     assert float(match[4]) > 0.1
+
+
+# The chief is lost in step 9, the second of an epoch; the loss is another number on each rank.
+LOSES_ITS_CHIEF = """
+import os, signal, time
+import keras, numpy as np, tensorflow as tf
+import hvdtrain
+
+hvdtrain.init()
+first_rank = hvdtrain.rank()
+steps = tf.Variable(0)
+
+def work(step):
+    if step == 9 and first_rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.05)
+
+class Own(keras.Sequential):
+    def train_step(self, data):
+        tf.numpy_function(work, [steps.assign_add(1)], [])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self(data)) * 0.0 + tf.cast(first_rank + steps, tf.float32)
+        tape = hvdtrain.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self._loss_tracker.update_state(loss, sample_weight=4.0)
+        return {"loss": self._loss_tracker.result()}
+
+model = Own([keras.Input((1,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x = np.zeros((28, 1), "float32")
+model.fit(x, batch_size=4, epochs=3, verbose=0, callbacks=[hvdtrain.StepLog(2)])
+"""
+
+
+def test_another_chief_goes_on(elastic) -> None:
+    done = elastic(LOSES_ITS_CHIEF)
+    assert done.returncode == 0, done
+    lines = [line for line in done.stdout.splitlines() if "step" in line or "epoch" in line]
+    told = [(line.split("]")[0], _kind(line.split("] ")[1])) for line in lines]
+    # Only who was the chief throughout a step tells of it.
+    assert told == [
+        *[("[0", kind) for kind in ("step 2", "step 4", "step 6", "epoch 1/3", "step 8")],
+        *[("[1", kind) for kind in ("step 10", "step 12", "step 14", "epoch 2/3")],
+        *[("[1", kind) for kind in ("step 16", "step 18", "step 20", "epoch 3/3")],
+    ]
+    said = [match for match in (STEP.search(line) for line in lines) if match]
+    # Of steps 1 and 2, and so on, on rank 0; then of 10 alone, and of 11 and 12, on rank 1.
+    assert [float(match[2]) for match in said[:6]] == [1.5, 3.5, 5.5, 7.5, 11.0, 12.5]
+    # Each rank has 4 rows a step; the first line is that of a slow step.
+    for match, ranks in zip(said[1:], [*[3] * 3, *[2] * 6]):
+        assert float(match[3]) * float(match[4]) == pytest.approx(4 * ranks, rel=0.05)
 
 
 def test_lines_and_bars_share_a_terminal(tmp_path: Path) -> None:
