@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         RanksLostError,
         TooFewRanksError,
     )
-    from hvdtrain.keras.callbacks import WarmUp
-    from hvdtrain.keras.distribute import DistributedOptimizer, distribute, scale_learning_rate
+    from hvdtrain.keras.distribute import DistributedOptimizer, distribute
+    from hvdtrain.keras.learning_rate import WarmUp, scale_learning_rate
     from hvdtrain.keras.saving.checkpoint import Checkpoint
     from hvdtrain.monitor.progress import StepLog
     from hvdtrain.tensorflow.tape import DistributedGradientTape, broadcast_variables
@@ -94,9 +94,9 @@ _HOME = {
     "broadcast_variables": "hvdtrain.tensorflow.tape",
     "DistributedOptimizer": "hvdtrain.keras.distribute",
     "distribute": "hvdtrain.keras.distribute",
-    "scale_learning_rate": "hvdtrain.keras.distribute",
+    "scale_learning_rate": "hvdtrain.keras.learning_rate",
     "Checkpoint": "hvdtrain.keras.saving.checkpoint",
-    "WarmUp": "hvdtrain.keras.callbacks",
+    "WarmUp": "hvdtrain.keras.learning_rate",
     "StepLog": "hvdtrain.monitor.progress",
 }
 

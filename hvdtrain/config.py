@@ -89,8 +89,7 @@ class Settings:
     elastic: bool = _setting(
         False,
         _flag,
-        "1 lets the ranks that are left go on when one dies, in training loops of your own; needs "
-        "Open MPI 5",
+        "1 lets the ranks that are left go on when one dies; needs Open MPI 5",
     )
     min_np: int = _setting(
         1,

@@ -32,6 +32,8 @@ def synchronize_batch_normalization(layer: Any, collectives: Collectives, counts
     do: with n_r, m_r, v_r of rank r, m = sum(n_r m_r) / n and v = sum(n_r (v_r + (m_r - m)^2)) / n.
     """
     local_moments = type(layer)._moments
+    elastic = collectives.survives_losses
+    divide = tf.math.divide_no_nan if elastic else tf.math.divide
 
     def moments(inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
         synchronized, layer.synchronized = layer.synchronized, False
@@ -50,11 +52,28 @@ def synchronize_batch_normalization(layer: Any, collectives: Collectives, counts
         n = stacked[:, :1]
         means, variances = stacked[:, 1 : 1 + channels], stacked[:, 1 + channels :]
         total = tf.reduce_sum(n)
-        joint_mean = tf.reduce_sum(n * means, axis=0) / total
-        joint_variance = tf.reduce_sum(n * (variances + (means - joint_mean) ** 2), axis=0) / total
-        return tf.reshape(joint_mean, shape), tf.reshape(joint_variance, shape)
+        joint_mean = divide(tf.reduce_sum(n * means, axis=0), total)
+        joint_variance = divide(
+            tf.reduce_sum(n * (variances + (means - joint_mean) ** 2), axis=0), total
+        )
+        joint = tf.reshape(joint_mean, shape), tf.reshape(joint_variance, shape)
+        return _unless_empty(layer, total, joint) if elastic else joint
 
     object.__setattr__(layer, "_moments", moments)
+
+
+def _unless_empty(
+    layer: Any, total: tf.Tensor, joint: tuple[tf.Tensor, tf.Tensor]
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The moments; the moving ones, which they then leave as they are, of a batch without rows.
+
+    The ranks that had the rows of a step may be lost in it.
+    """
+    mean, variance = joint
+    return (
+        tf.where(total > 0, mean, tf.cast(layer.moving_mean, mean.dtype)),
+        tf.where(total > 0, variance, tf.cast(layer.moving_variance, variance.dtype)),
+    )
 
 
 def _count(layer: Any, inputs: tf.Tensor, mask: Any, dtype: Any) -> tf.Tensor:

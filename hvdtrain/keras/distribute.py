@@ -13,7 +13,7 @@ from hvdtrain.keras.optimizer import distribute_optimizer
 from hvdtrain.keras.replicas import check_same_model
 from hvdtrain.tensorflow.reducer import GradientReducer
 
-__all__ = ["DistributedOptimizer", "distribute", "scale_learning_rate"]
+__all__ = ["DistributedOptimizer", "distribute"]
 
 
 def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
@@ -35,20 +35,19 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
         The same model.
 
     Raises:
-        ModelError: The model is not compiled or not built, or can't be distributed; or the job is
-            elastic.
+        ModelError: The model is not compiled or not built, or can't be distributed; or ranks have
+            data of their own in an elastic job.
         MismatchError: Ranks have different models; raised on all of them.
     """
     collectives = world.collectives()
     _check_ready(model)
-    if collectives.survives_losses:
+    if presharded and collectives.survives_losses:
         raise ModelError(
-            "This job was started with --elastic (HVDTRAIN_ELASTIC=1), and fit() can't go on when "
-            "ranks die: what is left of their data would be lost. Start it with --max-restarts 3 "
-            "instead, and pass hvdtrain.Checkpoint(…) to fit: then it goes on where it was. "
-            "--elastic is for training loops of your own."
+            "In an elastic job (--elastic) every rank must be given the whole data, so that the "
+            "others can do what is left of a lost rank's part. Leave presharded=True out, or use "
+            "--max-restarts in place of --elastic."
         )
-    distribution = Distribution(model, collectives, presharded, world.settings().non_finite)
+    distribution = Distribution(model, collectives, presharded, world.settings())
     if collectives.size > 1:
         check_same_model(model, collectives)
         distribution.install()
@@ -70,14 +69,6 @@ def DistributedOptimizer(optimizer: Any) -> Any:
         return optimizer
     reducer = GradientReducer(collectives, world.settings().non_finite)
     return distribute_optimizer(optimizer, reducer)
-
-
-def scale_learning_rate(rate: float) -> float:
-    """``rate`` times the number of ranks, as the joint batch is that many times larger.
-
-    The linear scaling rule of Goyal et al. (2017), "Accurate, Large Minibatch SGD".
-    """
-    return rate * world.size()
 
 
 def _check_ready(model: Any) -> None:

@@ -10,13 +10,17 @@ from typing import Any
 import keras
 
 from hvdtrain.collectives.base import Collectives
+from hvdtrain.config import Settings
 from hvdtrain.keras.batch_normalization import (
     RowFlag,
     synchronize_batch_normalization,
     synchronized_layers,
 )
 from hvdtrain.keras.callbacks import list_callbacks
+from hvdtrain.keras.inputs import Inputs
+from hvdtrain.keras.learning_rate import follow_size, prepare_to_follow
 from hvdtrain.keras.loops import Loops, forget_functions, put
+from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.optimizer import distribute_optimizer
 from hvdtrain.keras.replicas import broadcast_model, reseed_by_rank
 from hvdtrain.keras.saving.session import asked_for
@@ -47,16 +51,17 @@ class Distribution:
         model: Compiled and built.
         collectives: The engine.
         presharded: Whether each rank passes data of its own.
-        non_finite: What NaN or infinity in a gradient does: see ``GradientReducer``.
+        settings: Of this job.
     """
 
     def __init__(
-        self, model: keras.Model, collectives: Collectives, presharded: bool, non_finite: str
+        self, model: keras.Model, collectives: Collectives, presharded: bool, settings: Settings
     ) -> None:
         self._model = model
         self._collectives = collectives
+        self._membership = Membership(collectives, settings.min_np, [self._follow])
         self._presharded = presharded
-        self._reducer = GradientReducer(collectives, non_finite)
+        self._reducer = GradientReducer(collectives, settings.non_finite)
         self._noticed: set[str] = set()
 
     def install(self) -> None:
@@ -67,17 +72,25 @@ class Distribution:
         flag = RowFlag()
         jit = self._choose_jit()
         distribute_optimizer(model.optimizer, self._reducer)
+        if self._membership.elastic:
+            prepare_to_follow(model.optimizer)
         for layer in synchronized_layers(model):
             synchronize_batch_normalization(layer, collectives, flag)
         steps = Steps(model, self._reducer, jit, flag)
-        loops = Loops(
-            model,
+        inputs = Inputs(
             collectives,
-            reducer=self._reducer,
-            steps=steps,
+            self._membership,
             seed=seed,
             presharded=self._presharded,
             notice=self._notice,
+        )
+        loops = Loops(
+            model,
+            collectives,
+            membership=self._membership,
+            inputs=inputs,
+            reducer=self._reducer,
+            steps=steps,
         )
         methods = (
             steps.train,
@@ -111,6 +124,9 @@ class Distribution:
         put(self._model, "fit", fit)
         put(self._model, _MARK, self)
 
+    def _follow(self, change: Change) -> None:
+        follow_size(self._model.optimizer, len(change.before), len(change.now))
+
     def _remove_earlier(self) -> None:
         if _MARK in vars(self._model):
             for name in (*_REPLACED, _MARK):
@@ -136,6 +152,6 @@ class Distribution:
         return jit
 
     def _notice(self, text: str | None) -> None:
-        if text and self._collectives.rank == 0 and text not in self._noticed:
+        if text and self._membership.rank == 0 and text not in self._noticed:
             self._noticed.add(text)
             print(f"hvdtrain: {text}", file=sys.stderr, flush=True)

@@ -3,11 +3,14 @@
 Keras counts steps from 0 and asks its iterator for one more until a number known beforehand is
 reached. Here an epoch may begin in its middle, where training is resumed, and its end follows from
 what is left of the data.
+
+Where ranks may be lost, what they had taken in a step is done again by the others, unless their
+gradients went into it. Then the rest of the pass is shared out among those that are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
@@ -15,8 +18,9 @@ from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.base import Pass
 from hvdtrain.keras.data.position import Position
+from hvdtrain.keras.membership import Change, Membership
 
-__all__ = ["Epochs"]
+__all__ = ["Epochs", "Place"]
 
 
 class Place(NamedTuple):
@@ -37,26 +41,52 @@ class Place(NamedTuple):
     ranks: int
 
 
+class _Taken(NamedTuple):
+    """What the members took in one step, in the order of their ranks: places in the pass's order.
+
+    As a step and the pass that it belongs to, of which few are ever needed.
+    """
+
+    pass_: Pass
+    step: int
+    members: tuple[int, ...]
+
+    def places_of(self, lost: Collection[int]) -> list[int]:
+        """What those took who are in ``lost``."""
+        return [
+            place
+            for rank, member in enumerate(self.members)
+            if member in lost
+            for place in self.pass_.position.places(self.pass_.share(self.step, rank))
+        ]
+
+
 class Epochs:
     """Where ``fit`` stands in its data.
 
     Args:
         sharded: This rank's share.
-        ranks: How many ranks there are.
+        membership: Who takes part.
         steps_per_epoch: As in ``fit``.
         steps_per_execution: Of the model; Keras runs so many steps in one go.
+        accumulates: Whether the gradients of several steps are applied together.
     """
 
     def __init__(
         self,
         sharded: ShardedInput,
+        membership: Membership,
         *,
-        ranks: int,
         steps_per_epoch: int | None,
         steps_per_execution: int,
+        accumulates: bool,
     ) -> None:
-        self._sharded = sharded
-        self._ranks = ranks
+        self.sharded = sharded
+        """This rank's share, another one after ranks were lost."""
+        self._membership = membership
+        self._accumulates = accumulates
+        self._unapplied: list[_Taken] = []  # steps whose gradients wait for those of others
+        self._missed: set[int] = set()  # places in the pass's order
         self._steps_per_epoch = steps_per_epoch
         self._block = steps_per_execution
         self.step = 0
@@ -84,8 +114,54 @@ class Epochs:
             epoch_step=epoch_step,
             epochs=self._epochs - within,
             passes=self._passes - goes_on,
-            ranks=self._ranks,
+            ranks=self._membership.size,
         )
+
+    def note_contributions(self, contributed: Sequence[Collection[int] | None]) -> None:
+        """Call after each block of steps where ranks may be lost.
+
+        Args:
+            contributed: For each of its steps the members whose gradients were applied with it;
+                None where none were.
+        """
+        assert self._pass is not None
+        members = self._membership.members
+        for step, those in enumerate(contributed, self._done - self._within):
+            self._unapplied.append(_Taken(self._pass, step, members))
+            if those is None and self._accumulates:
+                continue
+            for taken in self._unapplied:
+                lacking = [] if those is None else set(taken.members).difference(those)
+                self._missed.update(taken.places_of(lacking) if lacking else ())
+            self._unapplied = []
+
+    def share_out_anew(self, change: Change) -> None:
+        """Give what is left of the pass to the ranks that are left."""
+        membership = self._membership
+        for taken in self._unapplied:
+            self._missed.update(taken.places_of(change.lost))
+        self._unapplied = [
+            taken._replace(members=tuple(m if m in change.now else -1 for m in taken.members))
+            for taken in self._unapplied
+        ]
+        self.sharded = self.sharded.reshard(rank=membership.rank, size=membership.size)
+        if self._pass is None or (self.ended and not self._missed):
+            return
+        position = self._pass.after(self._done).missing(self._missed)
+        self._missed = set()
+        self._read(self.sharded.begin(position, repeatable=True))
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Of the epochs that begin now; None where that isn't known."""
+        return self._steps_per_epoch or self.sharded.steps
+
+    @property
+    def steps_left(self) -> int | None:
+        """Of the epoch in work, where that is known and it ends with its pass."""
+        if self._steps_per_epoch is not None or self._pass is None or self._pass.steps is None:
+            return None
+        return self._pass.steps - self._done
 
     @property
     def ended(self) -> bool:
@@ -103,7 +179,7 @@ class Epochs:
         self.step = step
         self._resumed = place._replace(position=place.position or Position(epoch=epoch))
         self._epochs, self._passes = place.epochs, place.passes
-        self._sharded.catch_up(epochs=place.epochs, passes=place.passes)
+        self.sharded.catch_up(epochs=place.epochs, passes=place.passes)
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Call before Keras' loop over the steps of ``epoch``."""
@@ -147,25 +223,32 @@ class Epochs:
     def _begin_pass(self) -> int:
         """Start the next pass; returns how many steps of the epoch are done."""
         first_step = 0
+        # A rank lost from now on has taken these with it: they are no places of the next pass.
+        self._unapplied = []
+        elastic = self._membership.elastic
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed.position is not None:
-            self._pass = self._sharded.begin(resumed.position, ranks=resumed.ranks)
-            first_step = self._steps_before(resumed, self._pass.steps)
+            begun = self.sharded.begin(resumed.position, ranks=resumed.ranks, repeatable=elastic)
+            first_step = self._steps_before(resumed, begun.steps)
         else:
-            self._pass = self._sharded.begin(Position(epoch=self._epoch))
+            begun = self.sharded.begin(Position(epoch=self._epoch), repeatable=elastic)
         self._passes += 1
-        self._iterator = iter(self._pass.dataset)
+        self._read(begun)
+        return first_step
+
+    def _read(self, begun: Pass) -> None:
+        self._pass = begun
+        self._iterator = iter(begun.dataset)
         self._done = 0
         self._ran_out = False
-        return first_step
 
     def _steps_before(self, resumed: Place, left: int | None) -> int:
         """What Keras is to count as done, with the number of ranks that there is now."""
         if not resumed.epoch_step:
             return 0
-        if self._steps_per_epoch is None and self._sharded.steps is not None:
-            return max(0, self._sharded.steps - (left or 0))
-        return -(-resumed.epoch_step * resumed.ranks // self._ranks)
+        if self._steps_per_epoch is None and self.sharded.steps is not None:
+            return max(0, self.sharded.steps - (left or 0))
+        return -(-resumed.epoch_step * resumed.ranks // self._membership.size)
 
 
 class _EpochIterator(TFEpochIterator):

@@ -13,10 +13,14 @@ import tensorflow as tf
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.callbacks import list_callbacks, wrap_callbacks
-from hvdtrain.keras.data import ShardedInput, shard_input
+from hvdtrain.keras.chief import Succession
+from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.epochs import Epochs
+from hvdtrain.keras.inputs import Inputs
+from hvdtrain.keras.learning_rate import WarmUp
+from hvdtrain.keras.membership import Follower, Membership
 from hvdtrain.keras.metrics import joint_metrics
-from hvdtrain.keras.optimizer import is_distributed
+from hvdtrain.keras.optimizer import accumulates, is_distributed
 from hvdtrain.keras.predictions import join_predictions
 from hvdtrain.keras.replicas import average_statistics, broadcast_model
 from hvdtrain.keras.saving.session import Session, asked_for
@@ -44,11 +48,10 @@ class Loops:
     Args:
         model: Compiled, built, its optimizer distributed.
         collectives: The engine.
+        membership: Who takes part.
+        inputs: Shares out the data.
         reducer: Of the gradients; keeps the errors that TensorFlow hides.
         steps: What Keras' loops run on each batch.
-        seed: Of the data's orders, the same on all ranks.
-        presharded: Whether each rank passes data of its own.
-        notice: Tells the user something, once.
     """
 
     def __init__(
@@ -56,20 +59,17 @@ class Loops:
         model: keras.Model,
         collectives: Collectives,
         *,
+        membership: Membership,
+        inputs: Inputs,
         reducer: GradientReducer,
         steps: Steps,
-        seed: int,
-        presharded: bool,
-        notice: Callable[[str | None], None],
     ) -> None:
         self._model = model
         self._collectives = collectives
+        self._membership = membership
         self._reducer = reducer
+        self._inputs = inputs
         self._steps = steps
-        self._seed = seed
-        self._presharded = presharded
-        self._notice = notice
-        self._chief = collectives.rank == 0
         self._optimizer = model.optimizer
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
         self._results = model._get_metrics_result_or_logs
@@ -106,14 +106,15 @@ class Loops:
                 asked,
                 self._model,
                 self._collectives,
+                self._membership,
                 listed,
                 self._steps.samples,
-                presharded=self._presharded,
+                presharded=self._inputs.presharded,
             )
-            self._seed = session.seed(self._seed)
+            self._inputs.seed = session.seed(self._inputs.seed)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = _split((x, y, sample_weight), validation_split)
-        sharded = self._shard(
+        sharded = self._inputs.share(
             x,
             y,
             sample_weight,
@@ -122,30 +123,40 @@ class Loops:
             shuffle=shuffle,
             class_weight=class_weight,
         )
+        self._inputs.check_repeatable(sharded)
         validation = None
         if validation_data is not None:
             val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
             size = validation_batch_size or batch_size
-            validation = self._shard(val_x, val_y, val_weight, size, validation_steps)
+            validation = self._inputs.share(val_x, val_y, val_weight, size, validation_steps)
         self._prepare(sharded)
         epochs_ = self._epochs = Epochs(
-            sharded,
-            ranks=self._collectives.size,
+            sharded.reshard(rank=self._membership.rank, size=self._membership.size),
+            self._membership,
             steps_per_epoch=steps_per_epoch,
             steps_per_execution=self._model.steps_per_execution,
+            accumulates=accumulates(self._model.optimizer),
         )
         self._validation = validation
-        keeping = session.keeping(epochs_, sharded, self._seed) if session else nullcontext()
+        succession = Succession(listed, self._collectives, self._membership, verbose)
+        followers: list[Follower] = [epochs_.share_out_anew, succession.take_over]
+        followers += [entry.follow for entry in listed if isinstance(entry, WarmUp)]
+        keeping = session.keeping(epochs_, self._inputs.seed) if session else nullcontext()
         try:
-            with keeping:
+            with keeping, self._membership.followed_by(followers), self._reducer.going_on():
                 return self._guard(
                     self._fit,
                     sharded.dataset,
                     epochs=epochs,
                     shuffle=False,  # the dataset is in this epoch's order already
-                    verbose=verbose if self._chief else 0,
+                    verbose=verbose if self._is_chief else 0,
                     callbacks=wrap_callbacks(
-                        listed, self._collectives, sharded, epochs_, self._broadcast
+                        succession,
+                        self._collectives,
+                        self._membership,
+                        epochs_,
+                        self._reducer.contributions,
+                        self._broadcast,
                     ),
                     validation_data=validation.dataset if validation else None,
                     initial_epoch=initial_epoch,
@@ -174,22 +185,25 @@ class Loops:
         within_fit = options.get("_use_cached_eval_dataset", False)
         if within_fit and self._validation is not None:
             sharded = self._validation
+            if self._membership.elastic:
+                options["_use_cached_eval_dataset"] = False  # it would hold the share of before
         else:
             self._check_still_ours()
-            sharded = self._shard(x, y, sample_weight, batch_size, steps)
+            sharded = self._inputs.share(x, y, sample_weight, batch_size, steps)
             self._prepare(sharded)
-        sharded.on_epoch_begin(0)
-        result = self._guard(
-            self._evaluate,
-            sharded.dataset,
-            verbose=verbose if self._chief else 0,
-            steps=steps,
-            callbacks=callbacks,
-            return_dict=return_dict,
-            **options,
-        )
-        sharded.on_epoch_end()
-        return result
+
+        def run(dataset: tf.data.Dataset) -> Any:
+            return self._guard(
+                self._evaluate,
+                dataset,
+                verbose=verbose if self._is_chief else 0,
+                steps=steps,
+                callbacks=callbacks,
+                return_dict=return_dict,
+                **options,
+            )
+
+        return self._inputs.whole_pass(sharded, run)
 
     def predict(
         self,
@@ -200,23 +214,27 @@ class Loops:
         callbacks: Any = None,
     ) -> Any:
         """``keras.Model.predict``: every rank gets the whole result, in the order of the input."""
-        sharded = self._shard(x, None, None, batch_size, steps)
-        put(self._model, "predict_step", self._steps.predict)
-        self._model.predict_function = None
-        sharded.on_epoch_begin(0)
-        try:
+        sharded = self._inputs.share(x, None, None, batch_size, steps)
+
+        def run(dataset: tf.data.Dataset) -> Any:
             mine = self._guard(
                 self._predict,
-                sharded.dataset,
-                verbose=verbose if self._chief else 0,
+                dataset,
+                verbose=verbose if self._is_chief else 0,
                 steps=steps,
                 callbacks=callbacks,
             )
+            return join_predictions(
+                mine, self._collectives, interleaved=not self._inputs.presharded
+            )
+
+        put(self._model, "predict_step", self._steps.predict)
+        self._model.predict_function = None
+        try:
+            return self._inputs.whole_pass(sharded, run)
         finally:
             vars(self._model).pop("predict_step", None)
             self._model.predict_function = None
-        sharded.on_epoch_end()
-        return join_predictions(mine, self._collectives, interleaved=not self._presharded)
 
     def joint_results(self, logs: Any) -> Any:
         """Metrics of all ranks, at the end of an epoch or of an evaluation."""
@@ -239,34 +257,6 @@ class Loops:
 
     # What they share.
 
-    def _shard(
-        self,
-        x: Any,
-        y: Any,
-        sample_weight: Any,
-        batch_size: int | None,
-        steps: int | None,
-        *,
-        shuffle: Any = False,
-        class_weight: Any = None,
-    ) -> ShardedInput:
-        sharded = shard_input(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            steps=steps,
-            rank=self._collectives.rank,
-            size=self._collectives.size,
-            seed=self._seed,
-            collectives=self._collectives,
-            presharded=self._presharded,
-        )
-        self._notice(sharded.notice)
-        return sharded
-
     def _prepare(self, sharded: ShardedInput) -> None:
         """Build metrics and losses before the first step: every rank must have all of them."""
         if sharded.joint_rows_known != self._steps.joint_rows_known:
@@ -274,6 +264,10 @@ class Loops:
             forget_functions(self._model)
         batch_spec = sharded.dataset.element_spec[0]
         self._model._symbolic_build(data_batch=batch_spec)
+
+    @property
+    def _is_chief(self) -> bool:
+        return self._membership.rank == 0
 
     def _broadcast(self) -> None:
         broadcast_model(self._model, self._collectives)

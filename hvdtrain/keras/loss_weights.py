@@ -7,6 +7,10 @@ weight w_r that makes (1/N) sum(w_r L_r) the loss of the joint batch:
 - losses weighted by ``mean_with_sample_weight``: w_r = N s_r / s, with s_r the sum of weights
 - losses that are sums: w_r = N; regularisation, which is no sum over samples, keeps weight 1
 
+Where ranks may be lost, N is the number that there was at first: the sum over those that are left
+is then divided by the sum of their w_r, so that N cancels out. Losses that are sums have w_r = 1
+there, and their gradients are added up.
+
 Masks make a mean run over the unmasked values only; then rows_r counts those.
 """
 
@@ -18,9 +22,10 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError
+from hvdtrain.keras.optimizer import Weighting
 from hvdtrain.tensorflow.reducer import GradientReducer
 
-__all__ = ["reduction_of", "valid_values", "weight_of_rank"]
+__all__ = ["LossWeights", "reduction_of", "valid_values"]
 
 _MEANS = ("sum_over_batch_size", "mean")
 
@@ -49,39 +54,65 @@ def _kind(loss: Any) -> str:
     return "weights" if reduction == "mean_with_sample_weight" else "sum"
 
 
-def weight_of_rank(
-    kind: str,
-    reducer: GradientReducer,
-    rows: tf.Tensor,
-    joint_rows: tf.Tensor | None,
-    sample_weight: Any,
-) -> tf.Tensor:
-    """w_r as a float32 scalar; communicates where the others' part is not known.
+class LossWeights:
+    """w_r of this rank, step by step.
 
     Args:
-        kind: From ``reduction_of``.
-        rows: What this rank contributes: rows, or unmasked values.
-        joint_rows: The same over all ranks, or None.
-        sample_weight: As Keras' loss gets it.
+        reducer: Adds up what the other ranks can't know.
     """
-    size = tf.constant(reducer.collectives.size, tf.float32)
-    mine = tf.cast(rows, tf.float32)
-    if kind == "sum":
-        return tf.where(mine > 0, size, 0.0)
-    if kind == "weights" and sample_weight is not None:
-        weights = [tf.cast(w, tf.float32) for w in keras.tree.flatten(sample_weight)]
-        if len(weights) > 1:
-            raise ModelError(
-                "Losses with reduction='mean_with_sample_weight' and one sample weight for each "
-                "output don't add up over ranks; use one sample weight for all outputs."
-            )
-        mine = tf.where(mine > 0, tf.reduce_sum(weights[0]), 0.0)
-        joint_rows = None
-    if joint_rows is None:
-        total = reducer.reduce(mine, "sum", "rows of all ranks")
-    else:
-        total = tf.cast(joint_rows, tf.float32)
-    return size * mine / tf.maximum(total, 1e-30)
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer = reducer
+        self._size = reducer.collectives.size
+        self._elastic = reducer.collectives.survives_losses
+
+    def weight(
+        self,
+        kind: str,
+        rows: tf.Tensor,
+        joint_rows: tf.Tensor | None = None,
+        sample_weight: Any = None,
+    ) -> tf.Tensor:
+        """w_r as a float32 scalar; communicates where the others' part is not known.
+
+        Args:
+            kind: From ``reduction_of``.
+            rows: What this rank contributes: rows, or unmasked values.
+            joint_rows: The same over all ranks, or None.
+            sample_weight: As Keras' loss gets it.
+        """
+        size = tf.constant(self._size, tf.float32)
+        mine = tf.cast(rows, tf.float32)
+        if kind == "sum":
+            return tf.where(mine > 0, tf.ones_like(size) if self._elastic else size, 0.0)
+        if kind == "weights" and sample_weight is not None:
+            weights = [tf.cast(w, tf.float32) for w in keras.tree.flatten(sample_weight)]
+            if len(weights) > 1:
+                raise ModelError(
+                    "Losses with reduction='mean_with_sample_weight' and one sample weight for "
+                    "each output don't add up over ranks; use one sample weight for all outputs."
+                )
+            mine = tf.where(mine > 0, tf.reduce_sum(weights[0]), 0.0)
+            joint_rows = None
+        if joint_rows is None:
+            total = self._reducer.reduce(mine, "sum", "rows of all ranks")
+        else:
+            total = tf.cast(joint_rows, tf.float32)
+        return size * mine / tf.maximum(total, 1e-30)
+
+    def weighting(self, kind: str, weight: tf.Tensor, factor: tf.Tensor | None) -> Weighting:
+        """How an optimizer turns gradients of a weighted loss into those of the joint batch.
+
+        Args:
+            kind: From ``reduction_of``.
+            weight: From ``weight``.
+            factor: What the optimizer still has to multiply the gradients with, if anything.
+        """
+        if not self._elastic:
+            return Weighting(factor=factor)
+        if kind == "sum":
+            return Weighting(factor=factor, op="sum")
+        return Weighting(factor=factor, weight=weight)
 
 
 def valid_values(outputs: Any) -> tf.Tensor | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,9 +18,32 @@ from hvdtrain.errors import ModelError
 from hvdtrain.tensorflow.reducer import GradientReducer
 from hvdtrain.tensorflow.tape import variable_name
 
-__all__ = ["distribute_optimizer", "gradient_weight", "is_distributed", "plain_optimizers"]
+__all__ = [
+    "Weighting",
+    "accumulates",
+    "distribute_optimizer",
+    "is_distributed",
+    "plain_optimizers",
+    "waiting_weight",
+    "weighting",
+]
 
 _MARK = "_hvdtrain_reducer"
+
+
+class Weighting(NamedTuple):
+    """What becomes of the gradients of one step on their way into the optimizer.
+
+    Attributes:
+        factor: Multiplies them before they are accumulated; None for 1.
+        weight: What this rank's gradients have been multiplied with in all, for jobs in which
+            ranks may be lost; see ``GradientReducer.average``.
+        op: How those of the ranks are combined.
+    """
+
+    factor: tf.Tensor | None = None
+    weight: tf.Tensor | None = None
+    op: Literal["average", "sum"] = "average"
 
 
 class _AveragesGradients:
@@ -29,12 +52,14 @@ class _AveragesGradients:
     _hvdtrain_reducer: GradientReducer
     _hvdtrain_names: Sequence[str]
     _hvdtrain_missing: Sequence[str]
-    _hvdtrain_weight: tf.Tensor | None = None
+    _hvdtrain_weighting = Weighting()
+    # The sum of the weights of accumulated gradients, where ranks may be lost.
+    _hvdtrain_waiting: keras.Variable | None = None
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        weight = self._hvdtrain_weight
-        if weight is not None:
-            grads = [g if g is None else g * tf.cast(weight, g.dtype) for g in grads]
+        factor = self._hvdtrain_weighting.factor
+        if factor is not None:
+            grads = [g if g is None else g * tf.cast(factor, g.dtype) for g in grads]
         super().apply(grads, trainable_variables)  # type: ignore[misc]
 
     def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:
@@ -56,12 +81,31 @@ class _AveragesGradients:
         self._hvdtrain_names = [variable_name(variable) for variable in trainable_variables]
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
+    def _backend_increment_gradient_accumulators(self, grads: Any, acc_grads: Any) -> None:
+        weight = self._hvdtrain_weighting.weight
+        if self._hvdtrain_waiting is not None and weight is not None:
+            self._hvdtrain_waiting.assign_add(weight)
+        super()._backend_increment_gradient_accumulators(grads, acc_grads)  # type: ignore[misc]
+
     def _clip_gradients(self, grads: Any) -> Any:
         missing = list(self._hvdtrain_missing)
+        how = self._hvdtrain_weighting
         averages = self._hvdtrain_reducer.average(
-            [*grads, *[None] * len(missing)], [*self._hvdtrain_names, *missing]
+            [*grads, *[None] * len(missing)],
+            [*self._hvdtrain_names, *missing],
+            weight=self._hvdtrain_accumulate(how.weight),
+            op=how.op,
         )
         return super()._clip_gradients(averages[: len(grads)])  # type: ignore[misc]
+
+    def _hvdtrain_accumulate(self, weight: tf.Tensor | None) -> tf.Tensor | None:
+        """The mean weight of the gradients that are applied now."""
+        waiting = self._hvdtrain_waiting
+        if weight is None or waiting is None:
+            return weight
+        total = tf.convert_to_tensor(waiting) + weight
+        waiting.assign(tf.zeros_like(total))
+        return total / float(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
 
 
 class _AgreesOnFinite:
@@ -106,16 +150,27 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 @contextmanager
-def gradient_weight(optimizer: Any, weight: tf.Tensor) -> Iterator[None]:
-    """Within the block gradients are multiplied by ``weight`` before they are accumulated."""
+def weighting(optimizer: Any, how: Weighting) -> Iterator[None]:
+    """Within the block gradients that are applied are treated so."""
     inner = plain_optimizers(optimizer)
     for leaf in inner:
-        object.__setattr__(leaf, "_hvdtrain_weight", weight)
+        object.__setattr__(leaf, "_hvdtrain_weighting", how)
     try:
         yield
     finally:
         for leaf in inner:
-            object.__setattr__(leaf, "_hvdtrain_weight", None)
+            object.__setattr__(leaf, "_hvdtrain_weighting", Weighting())
+
+
+def accumulates(optimizer: Any) -> bool:
+    """Whether gradients of several steps are applied together."""
+    return any(leaf.gradient_accumulation_steps for leaf in plain_optimizers(optimizer))
+
+
+def waiting_weight(optimizer: Any) -> list[keras.Variable]:
+    """What a plain optimizer keeps beside its accumulated gradients; one variable or none."""
+    waiting = getattr(optimizer, "_hvdtrain_waiting", None)
+    return [] if waiting is None else [waiting]
 
 
 def plain_optimizers(optimizer: Any) -> list[Any]:
@@ -137,3 +192,7 @@ def _mix_in(optimizer: Any, mixin: type, reducer: GradientReducer) -> None:
         optimizer.__class__ = type(plain.__name__, (mixin, plain), names)
     # Not through Keras' own __setattr__, which would track it as part of what is saved.
     object.__setattr__(optimizer, _MARK, reducer)
+    if mixin is _AveragesGradients and reducer.collectives.survives_losses:
+        accumulates = optimizer.gradient_accumulation_steps
+        waiting = keras.Variable(0.0, dtype="float32", trainable=False) if accumulates else None
+        object.__setattr__(optimizer, "_hvdtrain_waiting", waiting)

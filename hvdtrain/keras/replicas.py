@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import MismatchError
@@ -145,16 +146,17 @@ def average_statistics(model: keras.Model, collectives: Collectives) -> None:
     """
     if collectives.size == 1:
         return
-    by_dtype: dict[np.dtype, list[tuple[Any, np.ndarray]]] = {}
+    averaged: list[tuple[Any, np.ndarray]] = []
     for variable in layer_statistics(model):
         value = np.asarray(variable.numpy())
-        by_dtype.setdefault(value.dtype, []).append((variable, value))
-    for dtype, entries in by_dtype.items():
-        if dtype.kind in "iub":
-            for variable, value in entries:
-                variable.assign(collectives.broadcast(value, name="layer statistics"))
-            continue
-        values = [value for _, value in entries]
-        averages = collectives.grouped_allreduce(values, "average", name="layer statistics")
-        for (variable, _), average in zip(entries, averages):
-            variable.assign(average)
+        if value.dtype.kind in "iub":
+            chiefs = collectives.broadcast(value, name="layer statistics", replicated=True)
+            variable.assign(chiefs)
+        else:
+            # In float64 the mean of equal numbers is that number, for any number of ranks.
+            averaged.append((variable, value.astype(np.float64)))
+    means = collectives.grouped_allreduce(
+        [value for _, value in averaged], "average", name="layer statistics"
+    )
+    for (variable, _), mean in zip(averaged, means):
+        variable.assign(mean.astype(tf.as_dtype(variable.dtype).as_numpy_dtype))

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.batch_normalization import RowFlag
-from hvdtrain.keras.loss_weights import reduction_of, valid_values, weight_of_rank
-from hvdtrain.keras.optimizer import gradient_weight
+from hvdtrain.keras.loss_weights import LossWeights, reduction_of, valid_values
+from hvdtrain.keras.optimizer import weighting
 from hvdtrain.tensorflow.reducer import GradientReducer
 
 __all__ = ["Steps", "has_own_train_step"]
@@ -47,7 +47,9 @@ class Steps:
         self, model: keras.Model, reducer: GradientReducer, jit: bool, flag: RowFlag
     ) -> None:
         self._model = model
-        self._reducer = reducer
+        self._weights = LossWeights(reducer)
+        self._elastic = reducer.collectives.survives_losses
+        self._contributions = reducer.contributions
         self._flag = flag
         self._variables = [variable.path for variable in model.trainable_variables]
         self._plain_train_step = model.train_step
@@ -61,6 +63,8 @@ class Steps:
     def train(self, data: Any) -> Any:
         """``train_step`` on an element of a sharded dataset, or on a batch of this rank."""
         self._check_variables()
+        if self._elastic and _is_share(data):
+            tf.numpy_function(self._contributions.begin_step, [], [])
         share = self._open(data)
         self._flag.set(share.rows)
         self.samples.assign_add(tf.cast(share.rows, tf.int64))
@@ -90,14 +94,17 @@ class Steps:
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(share.batch)
         kind = reduction_of(model)
-        weight = weight_of_rank(kind, self._reducer, share.rows, share.joint_rows, sample_weight)
+        self._check_reduction(kind)
+        weight = self._weights.weight(kind, share.rows, share.joint_rows, sample_weight)
         gradients, valid = self._forward_backward(x, y, sample_weight, weight)
         if valid is not None and kind == "mean":
             live = tf.where(share.rows > 0, valid, 0.0)
-            exact = weight_of_rank(kind, self._reducer, live, None, None)
+            exact = self._weights.weight(kind, live)
             factor = tf.where(weight > 0, exact / weight, 0.0)
             gradients = [g if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
-        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+            weight = exact
+        with weighting(model.optimizer, self._weights.weighting(kind, weight, None)):
+            model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return model.get_metrics_result()
 
     def _differentiate(self, x: Any, y: Any, sample_weight: Any, weight: tf.Tensor) -> Any:
@@ -122,9 +129,18 @@ class Steps:
 
     def _train_own(self, share: _Share) -> Any:
         """A ``train_step`` of the user's: its gradients are weighted when they are applied."""
-        weight = weight_of_rank("mean", self._reducer, share.rows, share.joint_rows, None)
-        with gradient_weight(self._model.optimizer, weight):
+        weight = self._weights.weight("mean", share.rows, share.joint_rows)
+        how = self._weights.weighting("mean", weight, factor=weight)
+        with weighting(self._model.optimizer, how):
             return self._plain_train_step(share.batch)
+
+    def _check_reduction(self, kind: str) -> None:
+        if self._elastic and kind == "sum" and self._model.losses:
+            raise ModelError(
+                "In an elastic job (--elastic) losses with reduction='sum' and regularization "
+                "can't be told apart when a rank is lost. Use reduction='sum_over_batch_size', or "
+                "--max-restarts in place of --elastic."
+            )
 
     def _open(self, data: Any) -> _Share:
         if _is_share(data):

@@ -22,10 +22,13 @@ def stack_ranks(collectives: Collectives, tensor: tf.Tensor, name: str) -> tf.Te
         name: For errors.
 
     Returns:
-        A tensor of shape ``(size, *tensor.shape)``. Its gradient is the sum over all ranks of
-        what arrives for this rank's part, so that a loss averaged over the ranks is
-        differentiated as one function of all their inputs.
+        A tensor of shape ``(size, *tensor.shape)``; in an elastic job the first dimension is not
+        known before, as ranks may be lost. Its gradient is the sum over all ranks of what arrives
+        for this rank's part, so that a loss averaged over the ranks is differentiated as one
+        function of all their inputs.
     """
+    if collectives.survives_losses:
+        return _stack_survivors(collectives, tensor, name)
 
     @tf.custom_gradient
     def stacked(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
@@ -39,6 +42,35 @@ def stack_ranks(collectives: Collectives, tensor: tf.Tensor, name: str) -> tf.Te
                 return collectives.reduce_scatter(array, "sum", name=f"gradient of {name}")[0]
 
             return _call(scatter, upstream, value.shape)
+
+        return result, gradient
+
+    return stacked(tensor)
+
+
+def _stack_survivors(collectives: Collectives, tensor: tf.Tensor, name: str) -> tf.Tensor:
+    """The same where ranks may be lost between the two passes.
+
+    The gradient has a row for each rank that gave its part to the forward pass; among those this
+    rank finds its own row, whatever its number has become since.
+    """
+
+    @tf.custom_gradient
+    def stacked(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        def gather(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            rows = collectives.allgather(array[np.newaxis], name=name)
+            me = collectives.members[collectives.rank]
+            return rows, np.array(collectives.contributed.index(me), np.int32)
+
+        result, row = tf.numpy_function(gather, [value], [value.dtype, tf.int32])
+        result.set_shape([None, *value.shape])
+        row.set_shape([])
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            def add(array: np.ndarray) -> np.ndarray:
+                return collectives.allreduce(array, "sum", name=f"gradient of {name}")
+
+            return _call(add, upstream, [None, *value.shape])[row]
 
         return result, gradient
 

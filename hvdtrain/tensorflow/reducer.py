@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collectives, ReduceOp
-from hvdtrain.errors import HvdtrainError, MismatchError, ModelError, NonFiniteError
+from hvdtrain.errors import HvdtrainError, MismatchError, NonFiniteError
+from hvdtrain.tensorflow.contributions import Contributions
+from hvdtrain.tensorflow.rows import pack_rows, unpack_rows
 
 __all__ = ["GradientReducer"]
 
@@ -56,27 +59,37 @@ class GradientReducer:
 
     def __init__(self, collectives: Collectives, non_finite: str = "error") -> None:
         self.collectives = collectives
+        self.contributions = Contributions()
+        self._goes_on = False
         # TensorFlow turns errors of Python functions into its own; here is the original.
         self.error: HvdtrainError | None = None
         self._require_finite = non_finite == "error"
         self._verified: set[tuple[_Entry, ...]] = set()
 
-    def average(self, gradients: Sequence[Gradient], names: Sequence[str]) -> list[Gradient]:
-        """The mean of each gradient over the ranks.
+    def average(
+        self,
+        gradients: Sequence[Gradient],
+        names: Sequence[str],
+        weight: tf.Tensor | None = None,
+        op: Literal["average", "sum"] = "average",
+    ) -> list[Gradient]:
+        """The mean of each gradient over the ranks, or their sum.
 
         Args:
             gradients: Tensors, ``IndexedSlices`` (their rows travel, the tables don't) or None;
                 None must be None on every rank, and stays None.
             names: Of the variables, for errors.
+            weight: What this rank's gradients have been multiplied with, a scalar whose mean over
+                all ranks is 1. Where ranks were lost it no longer is, and the sums are divided by
+                the sum of the weights. None where every rank counts the same.
+            op: ``"sum"`` to add them up; then without ``weight``.
 
         Raises:
             MismatchError: Names, shapes, types or None differ between ranks.
             NonFiniteError: A gradient holds NaN or infinity.
-            ModelError: A gradient has rows, and the job is elastic.
             TooFewRanksError: Fewer ranks are left than an elastic job needs.
         """
-        if self.collectives.size == 1:
-            self._check_enough()
+        if self.collectives.size == 1 and not self.collectives.survives_losses:
             return list(gradients)
         entries = tuple(_Entry.of(name, g) for name, g in zip(names, gradients))
         averages: list[Gradient] = list(gradients)
@@ -85,19 +98,20 @@ class GradientReducer:
         dense: dict[tf.DType, list[int]] = {}
         for index, gradient in enumerate(gradients):
             if isinstance(gradient, tf.IndexedSlices):
-                averages[index] = self._average_rows(gradient, names[index], entries)
+                averages[index] = self._average_rows(gradient, names[index], entries, weight, op)
             elif gradient is not None:
                 dense.setdefault(gradient.dtype, []).append(index)
         for dtype, indices in dense.items():
             group = [gradients[index] for index in indices]
-            reduced = self._average_dense(group, [names[i] for i in indices], dtype, entries)
+            of = [names[i] for i in indices]
+            reduced = self._average_dense(group, of, dtype, entries, weight, op)
             for index, average in zip(indices, reduced):
                 averages[index] = average
         return averages
 
     def reduce(self, value: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
         """Combine one small tensor over the ranks; for flags and counts."""
-        if self.collectives.size == 1:
+        if self.collectives.size == 1 and not self.collectives.survives_losses:
             return value
 
         def run(array: np.ndarray) -> np.ndarray:
@@ -107,6 +121,15 @@ class GradientReducer:
         result = tf.numpy_function(run, [value], value.dtype)
         result.set_shape(value.shape)
         return result
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Within the block too few ranks are no error: whoever trains sees to it between steps."""
+        self._goes_on = True
+        try:
+            yield
+        finally:
+            self._goes_on = False
 
     def _agree_on_nothing(self, entries: tuple[_Entry, ...]) -> None:
         """Without any gradient, see that the other ranks have none either."""
@@ -123,16 +146,25 @@ class GradientReducer:
         names: Sequence[str],
         dtype: tf.DType,
         entries: tuple[_Entry, ...],
+        weight: tf.Tensor | None,
+        op: ReduceOp,
     ) -> list[tf.Tensor]:
         lacking = _lacking(entries)
         call = f"gradients, {lacking}" if lacking else "gradients"
+        weights = [] if weight is None else [tf.cast(weight, dtype)]
 
         def run(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
             with self._remember_error():
                 self._verify(entries)
-                return tuple(self._reduce_checked(arrays, names, call))
+                averages = self._reduce_checked(arrays, names, call, op)
+                self.contributions.add(self.collectives.contributed)
+                if weights:
+                    scale = _scale_without_lost(float(averages.pop()), dtype)
+                    if scale != 1.0:
+                        averages = [average * average.dtype.type(scale) for average in averages]
+                return tuple(averages)
 
-        reduced = tf.numpy_function(run, group, [dtype] * len(group))
+        reduced = tf.numpy_function(run, [*group, *weights], [dtype] * len(group))
         if len(group) == 1 and not isinstance(reduced, (list, tuple)):
             reduced = [reduced]
         for average, gradient in zip(reduced, group):
@@ -140,12 +172,12 @@ class GradientReducer:
         return list(reduced)
 
     def _reduce_checked(
-        self, arrays: Sequence[np.ndarray], names: Sequence[str], call: str
+        self, arrays: Sequence[np.ndarray], names: Sequence[str], call: str, op: ReduceOp
     ) -> list[np.ndarray]:
         self._check_enough()
         try:
             return self.collectives.grouped_allreduce(
-                arrays, "average", name=call, require_finite=self._require_finite
+                arrays, op, name=call, require_finite=self._require_finite
             )
         except NonFiniteError:
             bad = [
@@ -157,26 +189,35 @@ class GradientReducer:
             raise
 
     def _average_rows(
-        self, gradient: tf.IndexedSlices, name: str, entries: tuple[_Entry, ...]
+        self,
+        gradient: tf.IndexedSlices,
+        name: str,
+        entries: tuple[_Entry, ...],
+        weight: tf.Tensor | None,
+        op: ReduceOp,
     ) -> tf.IndexedSlices:
-        size = self.collectives.size
-        if self.collectives.survives_losses:
-            raise ModelError(
-                f"The gradient of {name} is sparse (IndexedSlices), and in an elastic job "
-                "(--elastic) only dense ones can be averaged. Pass tf.convert_to_tensor(gradient)."
-            )
+        dtype = gradient.dtype
+        one = tf.ones([], dtype) if weight is None else tf.cast(weight, dtype)
 
-        def run(values: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        def run(
+            values: np.ndarray, indices: np.ndarray, weight: np.ndarray
+        ) -> tuple[np.ndarray, np.ndarray]:
             with self._remember_error():
                 self._verify(entries)
-                rows = self.collectives.allgather(values, name=f"rows of {name}")
-                where = self.collectives.allgather(indices, name=f"indices of {name}")
+                self._check_enough()
+                packed = pack_rows(values, indices, weight)
+                joined = self.collectives.allgather(packed, name=f"rows of {name}")
+                self.contributions.add(self.collectives.contributed)
+                rows, where, weights = unpack_rows(joined, values, indices)
                 if self._require_finite and not np.isfinite(rows).all():
                     self._raise_non_finite([] if np.isfinite(values).all() else [name])
-                return rows * rows.dtype.type(1.0 / size), where
+                if op == "average":
+                    scale = _scale_without_lost(float(np.mean(weights)), dtype) / len(weights)
+                    rows = rows * rows.dtype.type(scale)
+                return rows, where
 
         values, indices = tf.numpy_function(
-            run, [gradient.values, gradient.indices], [gradient.dtype, gradient.indices.dtype]
+            run, [gradient.values, gradient.indices, one], [dtype, gradient.indices.dtype]
         )
         values.set_shape([None, *gradient.values.shape[1:]])
         indices.set_shape([None])
@@ -214,7 +255,7 @@ class GradientReducer:
         self._verified.add(entries)
 
     def _check_enough(self) -> None:
-        if self.collectives.too_few is not None:
+        if not self._goes_on and self.collectives.too_few is not None:
             raise self.collectives.too_few
 
     def _remember_error(self) -> _Remember:
@@ -233,6 +274,20 @@ class _Remember:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, HvdtrainError):
             self._reducer.error = error
+
+
+def _scale_without_lost(mean_weight: float, dtype: tf.DType) -> float:
+    """What makes a mean of weighted gradients one over the ranks that had a part in it.
+
+    Rounding alone is not made up for: it would change what no rank was missing from.
+    """
+    if mean_weight <= 0 or abs(mean_weight - 1.0) <= 8 * float(_epsilon(dtype)):
+        return 1.0
+    return 1.0 / mean_weight
+
+
+def _epsilon(dtype: tf.DType) -> float:
+    return 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(dtype.as_numpy_dtype).eps)
 
 
 def _lacking(entries: Sequence[_Entry]) -> str:

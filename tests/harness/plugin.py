@@ -10,6 +10,10 @@
     Fixtures that run a script under mpirun (``np=None``: alone), or any program, in a folder of
     their own, and return what it printed, its exit code and its time. Nothing outlives them.
 
+``elastic(script, ...)``
+    Fixture that runs a script's text on three ranks of ``hvdtrain run --elastic``, some of which it
+    may kill, and returns the same.
+
 ``world``
     Fixture: ``hvdtrain`` after ``hvdtrain.init()``, alone or on every rank.
 
@@ -156,6 +160,24 @@ def launch(run_command: Launch, tmp_path: Path) -> Launch:
 
 
 @pytest.fixture
+def elastic(run_command: Launch, tmp_path: Path) -> Launch:
+    """Run a Python script, given as its text, on three ranks that go on when some of them die.
+
+    ``options`` are those of ``hvdtrain run``.
+    """
+
+    def run(script: str, *options: str, arguments: Sequence[str] = ()) -> Completed:
+        _need_mpirun()
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(script))
+        command = [sys.executable, "-m", "hvdtrain", "run", "-np", "3", "--elastic"]
+        program = [sys.executable, str(path), *arguments]
+        return run_command([*command, "--grace-s", "2", *options, "--", *program], timeout_s=200)
+
+    return run
+
+
+@pytest.fixture
 def mpirun() -> Callable[[int, Sequence[str]], list[str]]:
     """The command that starts a program on so many ranks, for tests that run it in their way."""
     _need_mpirun()
@@ -187,7 +209,7 @@ class _OuterPlugin:
         """Quick tests first, then those that start jobs, then 2, 3, ... ranks."""
 
         def order(item: pytest.Item) -> int:
-            if {"launch", "mpirun"} & set(getattr(item, "fixturenames", ())):
+            if {"elastic", "launch", "mpirun"} & set(getattr(item, "fixturenames", ())):
                 item.add_marker("mpi")
             return _size(item) if _size(item) > 1 else int(bool(item.get_closest_marker("mpi")))
 

@@ -1,7 +1,5 @@
 """Averaged gradients under any optimizer, any precision and a train step of one's own."""
 
-from typing import Any
-
 import keras
 import numpy as np
 import pytest
@@ -37,7 +35,9 @@ def test_gradients_are_averaged_and_not_only_when_the_batches_are_alike(world):
 @pytest.mark.ranks(2)
 def test_without_the_reducer_ranks_would_drift_apart(world, monkeypatch):
     """The check that ranks are alike can fail: it does when nothing is averaged."""
-    monkeypatch.setattr(GradientReducer, "average", lambda self, gradients, names: list(gradients))
+    monkeypatch.setattr(
+        GradientReducer, "average", lambda self, gradients, *_, **__: list(gradients)
+    )
     model = classifier()
     world.distribute(model)
     train_arrays(model, 4)
@@ -106,7 +106,8 @@ def test_sparse_gradients_travel_as_rows(world, monkeypatch):
     model.compile("sgd", "mse")
     world.distribute(model)
     model.fit(np.arange(16).reshape(8, 2), np.zeros(8), batch_size=4, verbose=0)
-    assert sizes == [(8, 3)]
+    # The rows of the batch, and one that says what the rank counts for: 3 numbers and an index.
+    assert sizes == [(8 + 1, 3 * 4 + 4)]
 
 
 @pytest.mark.ranks(2)
@@ -161,23 +162,6 @@ def test_accumulation_reduces_once_for_all_its_steps(world, monkeypatch, loss_sc
     world.distribute(model)
     model.fit(X[:48], Y[:48], batch_size=3, verbose=0)
     assert len(calls) == 2  # 8 steps, 4 to an update
-
-
-@pytest.mark.ranks(2)
-def test_warm_up_reaches_the_scaled_rate(world):
-    rates = []
-
-    class Watch(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            rates.append(float(self.model.optimizer.learning_rate.numpy()))
-
-    model = classifier(optimizer=keras.optimizers.SGD(world.scale_learning_rate(0.1)))
-    world.distribute(model)
-    warm_up = world.WarmUp(initial=0.1, epochs=2)
-    model.fit(X[:48], Y[:48], batch_size=6, epochs=3, verbose=0, callbacks=[warm_up, Watch()])
-    assert rates[0] == pytest.approx(0.1)
-    assert rates[4] == pytest.approx(0.15)
-    assert rates[8:] == [pytest.approx(0.2)] * 4
 
 
 @pytest.mark.ranks(2)

@@ -151,3 +151,84 @@ def test_different_shapes_are_an_error() -> None:
     engine = new_engine(EngineCase(kind="shared_memory", hosts=(0, 0)))
     with pytest.raises(MismatchError, match=r"allgather\(moments\)"):
         stack_ranks(engine, tf.ones([2 + (engine.rank == 1)]), "moments")
+
+
+SURVIVE = """
+import os, signal, sys
+import keras, numpy as np, tensorflow as tf
+import hvdtrain
+from hvdtrain import world
+from hvdtrain.keras.batch_normalization import RowFlag, synchronize_batch_normalization
+from hvdtrain.tensorflow.ops import stack_ranks
+
+hvdtrain.init()
+first_rank, dies = hvdtrain.rank(), int(sys.argv[1])
+collectives = world.collectives()
+traces = []
+
+def leave(dying):
+    if dying and first_rank == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+@tf.function
+def step(mine, dying):
+    traces.append(1)
+    with tf.GradientTape() as tape:
+        tape.watch(mine)
+        stack = stack_ranks(collectives, mine, "test")
+        assert stack.shape.as_list() == [None, 2]
+        loss = (first_rank + 1.0) * tf.reduce_sum(stack**3)  # another on each rank
+    tf.numpy_function(leave, [dying], [])
+    gradient = tape.gradient(loss, mine)
+    assert gradient.shape.as_list() == [2]
+    return stack, gradient
+
+everyone = [[rank + 2.0, -rank - 1.0] for rank in range(3)]
+left = [rank for rank in range(3) if rank != dies]
+
+def check(dying, gave, backward):
+    stack, gradient = step(tf.constant(everyone[first_rank]), tf.constant(dying))
+    np.testing.assert_array_equal(stack, [everyone[rank] for rank in gave])
+    factor = 3.0 * sum(rank + 1.0 for rank in backward)
+    np.testing.assert_allclose(gradient, factor * np.square(everyone[first_rank]))
+
+check(False, range(3), range(3))
+check(True, range(3), left)
+assert hvdtrain.size() == 2
+check(False, left, left)
+assert len(traces) == 1
+
+# Moments of those that are left; and of none, where all who had rows were lost.
+layer = keras.layers.BatchNormalization(synchronized=True, momentum=0.5)
+layer.build((None, 3))
+rows = RowFlag()
+synchronize_batch_normalization(layer, collectives, rows)
+x = np.random.default_rng(1).normal(size=(3, 5, 3)).astype("float32") + 4.0
+
+@tf.function
+def normalise(mine, count):
+    rows.set(count)
+    with tf.GradientTape() as tape:
+        tape.watch(mine)
+        loss = tf.reduce_sum(layer(mine, training=True) ** 3)
+    return tape.gradient(loss, mine)
+
+there = np.concatenate(x[left])
+assert np.isfinite(normalise(x[first_rank], tf.constant(5.0))).all()
+np.testing.assert_allclose(layer.moving_mean, 0.5 * there.mean(0), rtol=1e-5)
+np.testing.assert_allclose(layer.moving_variance, 0.5 + 0.5 * there.var(0), rtol=1e-4)
+before = [variable.numpy() for variable in layer.variables]
+assert np.isfinite(normalise(x[first_rank], tf.constant(0.0))).all()
+for one, other in zip(layer.variables, before):
+    np.testing.assert_allclose(one, other, rtol=1e-6)
+print("rank", first_rank, "is now", hvdtrain.rank())
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_is_lost_between_the_forward_and_the_backward_pass(elastic, dies: int) -> None:
+    done = elastic(SURVIVE, arguments=[str(dies)])
+    assert done.returncode == 0, done
+    for now, rank in enumerate(rank for rank in range(3) if rank != dies):
+        assert f"rank {rank} is now {now}" in done.stdout

@@ -173,6 +173,9 @@ class ArraySource:
 
         @tf.autograph.experimental.do_not_convert
         def fetch(indices: tf.Tensor, rows: tf.Tensor, joint_rows: tf.Tensor) -> tuple[Any, ...]:
+            if self.plan.collectives.survives_losses:
+                # Another number of ranks may leave another last batch: the same graph takes both.
+                indices = tf.raw_ops.PlaceholderWithDefault(input=indices, shape=[None])
             return self.gather_batch(indices), rows, joint_rows
 
         with tf.device("CPU:0"):

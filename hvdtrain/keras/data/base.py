@@ -265,21 +265,24 @@ class ShardedInput:
         """The elements of ``begin``: ``steps`` joint steps, or as many as there turn out to be."""
         raise NotImplementedError
 
-    def reshard(self, *, rank: int, size: int, collectives: Collectives) -> ShardedInput:
-        """The same input, shared out anew among other ranks. Communicates with nobody.
+    def reshard(self, *, rank: int, size: int) -> ShardedInput:
+        """The same input, shared out among as many ranks as there are now.
+
+        Communicates with nobody. Where they are as many as before it is this object.
 
         Args:
             rank: This rank among them.
             size: How many they are.
-            collectives: Their connection.
 
         Raises:
             DataError: Every rank has its own data, and there are not as many as before.
         """
         source = copy.copy(self._source)
+        if (source.plan.rank, source.plan.size) == (rank, size):
+            return self
         if source.plan.presharded:
             self._check_same_ranks(source.plan.size, size)
-        source.plan = replace(source.plan, rank=rank, size=size, collectives=collectives)
+        source.plan = replace(source.plan, rank=rank, size=size)
         if source.plan.presharded or source.units is None:
             return source.shard(self.steps)
         return source.shard(joint_steps(source.units, source.each, size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,32 +53,32 @@ class Position:
             raise self._nonsense("missed places that rise and lie below start")
 
     def after(self, units: int) -> Position:
-        """The position when ``units`` more of what is left are done, from the front."""
-        return self.without(units, ())
-
-    def without(self, units: int, lost: Sequence[int]) -> Position:
-        """As ``after``, but some of these ``units`` were not done: they come next.
-
-        Args:
-            units: How many of what was left were given out.
-            lost: Which of them are still to be done: numbers below ``units``, counted in what was
-                left.
+        """The position when ``units`` more of what is left are done, from the front.
 
         Raises:
-            DataError: ``lost`` names others than these.
+            DataError: Not a number of units.
         """
-        if not _is_count(units) or not all(_is_count(i) and i < units for i in lost):
-            raise DataError(
-                f"Units {list(lost)} can't be lost of {units} that were given out. Expected "
-                f"numbers from 0 to {units} - 1."
-            )
+        if not _is_count(units):
+            raise DataError(f"{units!r} units can't be done; expected a whole number, at least 0.")
         behind = min(units, len(self.missed))
-        missed = {self.missed[i] if i < behind else self.start + i - behind for i in lost}
         return dataclasses.replace(
-            self,
-            start=self.start + units - behind,
-            missed=tuple(sorted(missed.union(self.missed[behind:]))),
+            self, start=self.start + units - behind, missed=self.missed[behind:]
         )
+
+    def places(self, units: Iterable[int]) -> list[int]:
+        """Where in the pass's order these units lie, counted in what is left here."""
+        behind = len(self.missed)
+        return [
+            self.missed[unit] if unit < behind else self.start + unit - behind for unit in units
+        ]
+
+    def missing(self, places: Iterable[int]) -> Position:
+        """The same position, except that the units at these places were not done after all.
+
+        Raises:
+            DataError: They are not done here.
+        """
+        return dataclasses.replace(self, missed=tuple(sorted({*self.missed, *places})))
 
     def left_of(self, units: int) -> int:
         """How many are left of a pass of ``units``."""

@@ -100,6 +100,14 @@ class Checkpoint(keras.callbacks.Callback):
         last = epoch + 1 >= int((self.params or {}).get("epochs", 1))
         self.keeper.on_epoch_end(epoch, logs or {}, last=last)
 
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self.keeper is not None:
+            self.keeper.on_test_begin()
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.keeper is not None:
+            self.keeper.on_test_batch_end()
+
     def on_train_end(self, logs: Any = None) -> None:
         assert self.keeper is not None
         self.keeper.on_train_end()

@@ -16,6 +16,7 @@ from hvdtrain.checkpoint.writer import Writer
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import CheckpointError, Preempted
 from hvdtrain.keras.epochs import Epochs
+from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.saving.callback_states import callback_states
 from hvdtrain.keras.saving.checkpoint import Checkpoint
 from hvdtrain.keras.saving.export import export_model
@@ -24,6 +25,7 @@ from hvdtrain.keras.saving.resume import Resume
 from hvdtrain.keras.saving.schedule import Schedule
 from hvdtrain.keras.saving.signals import CaughtSignals
 from hvdtrain.keras.saving.state import TrainingState
+from hvdtrain.keras.saving.validation import Validation
 from hvdtrain.monitor import report
 from hvdtrain.tensorflow import seeds
 
@@ -40,12 +42,12 @@ class Keeper:
         asked: The user's callback.
         model: Compiled, built and distributed.
         collectives: The engine.
+        membership: Who takes part; followed, as another rank may become the chief.
         callbacks: All of the user's, in their order.
         state: Of the model.
         epochs: Where ``fit`` stands in its data.
-        writer: On the chief.
+        writer: Used on the chief alone.
         resume: What training goes on from, or None.
-        unit: What positions in the data count.
         seed: Of all orders of the data.
         presharded: Whether each rank has data of its own.
     """
@@ -56,30 +58,32 @@ class Keeper:
         *,
         model: keras.Model,
         collectives: Collectives,
+        membership: Membership,
         callbacks: Sequence[Any],
         state: TrainingState,
         epochs: Epochs,
-        writer: Writer | None,
+        writer: Writer,
         resume: Resume | None,
-        unit: str,
         seed: int,
         presharded: bool,
     ) -> None:
         self._asked = asked
         self._model = model
         self._collectives = collectives
+        self._membership = membership
         self._callbacks = callbacks
         self._state = state
         self._epochs = epochs
         self._writer = writer
         self._resume = resume
-        self._unit = unit
         self._seed = seed
         self._presharded = presharded
         self._schedule = Schedule(asked.every_steps, asked.every_s)
         self._signals = CaughtSignals()
         self._epoch = 0
+        self._epoch_step = 0  # steps of it that are done
         self._step_before = epochs.step
+        self._validation: Validation | None = None
         # Of the chief: when the ranks last met, and when a checkpoint was last taken.
         self._met = (epochs.step, time.monotonic())
         self._taken_s = time.monotonic()
@@ -95,9 +99,17 @@ class Keeper:
 
     def close(self) -> None:
         """End, however ``fit`` ended."""
-        if self._writer is not None:
-            self._writer.wait(CLOSE_TIMEOUT_S)
+        self._writer.wait(CLOSE_TIMEOUT_S)
         self._signals.release(handled=self._preempted)
+
+    def take_over(self, change: Change) -> None:
+        """Write from now on, if the chief is lost and this rank comes after it."""
+        if self._chief and change.before[0] in change.lost:
+            # Whether the newest one has come to the disk is not known here.
+            self._overdue = True
+            self._met = (self._epochs.step, time.monotonic())
+            self._taken_s = time.monotonic()
+            self._say(f"checkpoints are written to {self._asked.directory} by another rank now")
 
     def on_train_begin(self) -> None:
         """Resume if there is something to resume from."""
@@ -115,15 +127,21 @@ class Keeper:
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Note the epoch; the first time, finish resuming."""
-        self._epoch = epoch
+        self._epoch, self._epoch_step = epoch, 0
+        self._validation = None
         if self._resume is not None:
             self._resume.on_epoch_begin(self._model, self._callbacks)
+            self._epoch_step = self._resume.progress.place.epoch_step
             self._resume = None
 
     def on_batch_end(self, batch: int) -> None:
         """Take a checkpoint if one is due, or if a signal has come to some rank."""
         step, before = self._epochs.step, self._step_before
         self._step_before = step
+        self._epoch_step = batch + 1
+        if self._membership.too_few is not None:
+            self._save_for_good(epoch=self._epoch, epoch_step=batch + 1)
+            return
         if not self._schedule.meets(step, before):
             return
         number, take = self._meet(step, due=self._schedule.is_due(step, before))
@@ -137,10 +155,13 @@ class Keeper:
 
         At the very end Keras may overwrite weights by their averages: that comes after this.
         """
-        last = last or self._model.stop_training
+        last = last or self._model.stop_training or self._membership.too_few is not None
         if not last and not self._schedule.every_epoch:
             return
-        self._take(epoch=epoch + 1, epoch_step=0, logs=logs)
+        if self._membership.elastic and (last or self._membership.too_few is not None):
+            self._save_for_good(epoch=epoch + 1, epoch_step=0, logs=logs)
+        else:
+            self._take(epoch=epoch + 1, epoch_step=0, logs=logs)
         if self._chief and self._asked.export is not None:
             self._try_export(self._asked.export)
         if last:
@@ -148,26 +169,45 @@ class Keeper:
             if number:
                 self._end(number)
 
+    def on_test_begin(self) -> None:
+        """Keep what ranks have of their own, which a validation overwrites, to the last step."""
+        swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in self._callbacks)
+        # While averages take the place of the weights there is nothing that could be saved.
+        if self._validation is None and not swaps:
+            self._validation = Validation(self._state.gather_own(), self._membership.members)
+
+    def on_test_batch_end(self) -> None:
+        """If a signal has come to some rank, take a checkpoint of the last training step, and end.
+
+        The validation begins anew when training goes on.
+        """
+        validation = self._validation
+        if validation is None or validation.members != self._membership.members:
+            return
+        number = validation.look(self._signals.received, self._collectives)
+        if number and not self._membership.renew():
+            self._write(validation.ranks, epoch=self._epoch, epoch_step=self._epoch_step)
+            self._end(number)
+
     def on_train_end(self) -> None:
         """Return when the last checkpoint is on disk, or can't be."""
         if self._resume is not None:
             self._resume.on_train_end(self._model)
-        if self._writer is not None:
-            self._writer.wait()
+        self._writer.wait()
         self._meet(self._epochs.step, due=False)
 
     @property
     def written_s(self) -> Sequence[float]:
         """How long each write took; on the chief."""
-        return () if self._writer is None else self._writer.written_s
+        return self._writer.written_s
 
     @property
     def _chief(self) -> bool:
-        return self._writer is not None
+        return self._membership.rank == 0
 
     @property
     def _size(self) -> int:
-        return self._collectives.size
+        return self._membership.size
 
     def _meet(self, step: int, *, due: bool) -> tuple[int, bool]:
         """Exchange a word with the other ranks; collective.
@@ -185,7 +225,7 @@ class Keeper:
         word = np.zeros(4, np.int64)
         word[0] = self._signals.received
         error = None
-        if self._writer is not None:
+        if self._chief:
             error = self._writer.take_error()
             now = time.monotonic()
             late = self._schedule.is_late(now - self._taken_s)
@@ -201,7 +241,10 @@ class Keeper:
         )
         self._schedule.look_again(step + int(ahead))
         if failed:
-            reason = self._collectives.broadcast_object(str(error), name="checkpoint's error")
+            text = str(error or "The chief could not save a checkpoint.")
+            reason = self._collectives.broadcast_object(
+                text, name="checkpoint's error", replicated=True
+            )
             raise CheckpointError(reason)
         if error is not None:
             self._complain(error)
@@ -218,7 +261,24 @@ class Keeper:
         start = time.monotonic()
         report.phase("checkpoint")
         ranks = self._state.gather_own()
-        if self._writer is None:
+        while self._membership.renew():
+            ranks = self._state.gather_own()
+        self._write(ranks, epoch=epoch, epoch_step=epoch_step, logs=logs)
+        if self._chief:
+            self._taken_s = time.monotonic()
+            self.paused_s.append(self._taken_s - start)
+            self._overdue = False
+
+    def _write(
+        self,
+        ranks: Mapping[str, np.ndarray],
+        *,
+        epoch: int,
+        epoch_step: int,
+        logs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Copy the rest and hand all of it to the writer; on the chief."""
+        if not self._chief:
             return
         # Its arrays are copied over by the next ones.
         self._writer.wait()
@@ -227,7 +287,7 @@ class Keeper:
             step=self._epochs.step,
             epoch=epoch,
             place=self._epochs.place(epoch_step=epoch_step),
-            unit=self._unit,
+            unit=self._epochs.sharded.unit,
             seed=self._seed,
             tensorflow_seed=seeds.current_seed(),
             presharded=self._presharded,
@@ -239,9 +299,19 @@ class Keeper:
         self._writer.start(
             Snapshot(step=self._epochs.step, state=progress.to_json(), model=model, ranks=ranks)
         )
-        self._taken_s = time.monotonic()
-        self.paused_s.append(self._taken_s - start)
-        self._overdue = False
+
+    def _save_for_good(
+        self, *, epoch: int, epoch_step: int, logs: Mapping[str, Any] | None = None
+    ) -> None:
+        """As ``_take``, and return when it is on disk, whichever rank it is that writes."""
+        while True:
+            self._take(epoch=epoch, epoch_step=epoch_step, logs=logs)
+            self._writer.wait()
+            self._collectives.barrier(name="checkpoint is saved")
+            chief = self._membership.members[0]
+            self._membership.renew()
+            if self._membership.members[0] == chief:
+                return
 
     def _history(self, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:
         """What ``fit`` will return for the epochs so far; Keras notes the last one after this."""
@@ -268,7 +338,7 @@ class Keeper:
     def _end(self, number: int) -> None:
         """Leave the program after a signal, once the checkpoint is on disk; collective."""
         name = signal.Signals(number).name
-        if self._writer is not None:
+        if self._chief:
             self._writer.wait()
             error = self._writer.take_error()
             if error is None:

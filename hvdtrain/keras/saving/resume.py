@@ -11,9 +11,9 @@ import numpy as np
 
 from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.collectives.base import Collectives
-from hvdtrain.errors import CheckpointError
-from hvdtrain.keras.data import ShardedInput
+from hvdtrain.errors import CheckpointError, RanksLostError
 from hvdtrain.keras.epochs import Epochs
+from hvdtrain.keras.learning_rate import follow_saved
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks, restore_callbacks
 from hvdtrain.keras.saving.progress import Progress
 from hvdtrain.keras.saving.state import TrainingState
@@ -21,6 +21,8 @@ from hvdtrain.monitor import report
 from hvdtrain.tensorflow import seeds
 
 __all__ = ["Resume", "find"]
+
+_CHIEF_LOST = "The rank that reads the checkpoint was lost meanwhile. Start the job again."
 
 
 def find(store: Store | None, state: TrainingState, collectives: Collectives) -> Resume | None:
@@ -40,7 +42,9 @@ def find(store: Store | None, state: TrainingState, collectives: Collectives) ->
     """
     snapshot = None
     answer: dict[str, Any] = {}
-    if store is not None:
+    if store is None:
+        answer["error"] = _CHIEF_LOST  # heard only if the chief is lost meanwhile
+    else:
         try:
             snapshot = store.newest()
             if snapshot is not None:
@@ -80,17 +84,16 @@ class Resume:
         self._collectives = collectives
         self._restored = False
 
-    def place(self, epochs: Epochs, data: ShardedInput) -> None:
+    def place(self, epochs: Epochs) -> None:
         """Set where the data begins.
 
         Args:
             epochs: Of the ``fit`` that begins.
-            data: What it reads.
 
         Raises:
             CheckpointError: The checkpoint was taken within an epoch over another kind of data.
         """
-        progress = self.progress
+        progress, data = self.progress, epochs.sharded
         if progress.place.position is not None and progress.unit != data.unit:
             raise CheckpointError(
                 f"The checkpoint was taken within a pass over {progress.unit}, and the data given "
@@ -138,6 +141,8 @@ class Resume:
     def _restore(self, model: keras.Model, callbacks: Sequence[Any]) -> None:
         snapshot, progress = self._snapshot, self.progress
         self._state.restore_shared(None if snapshot is None else snapshot.model)
+        ranks = progress.place.ranks
+        follow_saved(model.optimizer, ranks, self._collectives.size)
         kept = None if snapshot is None else kept_by_callbacks(snapshot.model)
         arrays = _broadcast_arrays(kept, self._collectives)
         for lost in restore_callbacks(callbacks, progress.callbacks, arrays):
@@ -146,7 +151,10 @@ class Resume:
                 "training goes on without"
             )
         # Last: what came before draws random numbers here and there.
-        self._state.restore_own(None if snapshot is None else snapshot.ranks, progress.place.ranks)
+        self._state.restore_own(None if snapshot is None else snapshot.ranks, ranks)
+        there = self._collectives.allreduce(np.array(snapshot is not None), "max", name="restored")
+        if not there:
+            raise RanksLostError(_CHIEF_LOST)
 
     def _say(self, text: str) -> None:
         if self._collectives.rank == 0:

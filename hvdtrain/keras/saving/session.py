@@ -13,8 +13,8 @@ from hvdtrain.checkpoint import Store
 from hvdtrain.checkpoint.writer import Writer
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.epochs import Epochs
+from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.saving.checkpoint import Checkpoint
 from hvdtrain.keras.saving.keeper import Keeper
 from hvdtrain.keras.saving.resume import find
@@ -47,6 +47,7 @@ class Session:
         asked: The user's callback.
         model: Compiled, built and distributed.
         collectives: The engine.
+        membership: Who takes part.
         callbacks: All of the user's, in their order.
         samples: Counts what this rank has trained on.
         presharded: Whether each rank has data of its own.
@@ -60,6 +61,7 @@ class Session:
         asked: Checkpoint,
         model: keras.Model,
         collectives: Collectives,
+        membership: Membership,
         callbacks: Sequence[Any],
         samples: keras.Variable,
         *,
@@ -68,49 +70,51 @@ class Session:
         self._asked = asked
         self._model = model
         self._collectives = collectives
+        self._membership = membership
         self._callbacks = callbacks
         self._presharded = presharded
         self._state = TrainingState(model, collectives, samples)
-        self._store: Store | None = None
-        if collectives.rank == 0:
-            self._store = Store(asked.directory, keep=asked.keep, notice=_say)
-        self._resume = find(self._store, self._state, collectives)
+        membership.renew()
+        # Another rank than the chief uses its own only if it becomes the chief.
+        self._store = Store(asked.directory, keep=asked.keep, notice=_say)
+        reader = self._store if membership.rank == 0 else None
+        self._resume = find(reader, self._state, collectives)
 
     def seed(self, fresh: int) -> int:
         """The seed of the data's orders: that of the checkpoint, else ``fresh``."""
         return fresh if self._resume is None else self._resume.progress.seed
 
     @contextmanager
-    def keeping(self, epochs: Epochs, data: ShardedInput, seed: int) -> Iterator[None]:
+    def keeping(self, epochs: Epochs, seed: int) -> Iterator[None]:
         """Within the block ``fit`` takes checkpoints.
 
         Args:
             epochs: Where it stands in its data; set to where the checkpoint was taken.
-            data: What it reads.
             seed: Of the data's orders.
 
         Raises:
             CheckpointError: The checkpoint belongs to another kind of data.
         """
         if self._resume is not None:
-            self._resume.place(epochs, data)
+            self._resume.place(epochs)
         keeper = Keeper(
             self._asked,
             model=self._model,
             collectives=self._collectives,
             callbacks=self._callbacks,
             state=self._state,
+            membership=self._membership,
             epochs=epochs,
-            writer=None if self._store is None else Writer(self._store, report.saved),
+            writer=Writer(self._store, report.saved),
             resume=self._resume,
-            unit=data.unit,
             seed=seed,
             presharded=self._presharded,
         )
         self._asked.keeper = keeper
         keeper.open()
         try:
-            yield
+            with self._membership.followed_by([keeper.take_over]):
+                yield
         finally:
             self._asked.keeper = None
             self._model._initial_epoch = None

@@ -18,9 +18,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collectives
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, RanksLostError
 from hvdtrain.keras.metrics import reduction_of_metric
-from hvdtrain.keras.optimizer import plain_optimizers
+from hvdtrain.keras.optimizer import plain_optimizers, waiting_weight
 from hvdtrain.keras.replicas import (
     broadcast_model,
     layer_statistics,
@@ -77,6 +77,8 @@ class TrainingState:
 
     def gather_own(self) -> dict[str, np.ndarray]:
         """What each rank has for itself, under ``rank/<r>/``, on the chief; collective.
+
+        Where a rank is lost meanwhile something is missing: see ``Membership.renew``.
 
         Metrics are part of it, so that this belongs after a step and before they are reset.
         """
@@ -149,6 +151,10 @@ class TrainingState:
             )
             splits = [1] * collectives.size
         received, _ = collectives.alltoall(rows, splits, name="what ranks had of their own")
+        if not len(received):
+            raise RanksLostError(
+                "The rank that reads the checkpoint was lost. Start the job again."
+            )
         mine = _split(received[0], template)
         for own in self._own_variables(accumulated=True):
             own.variable.assign(mine[own.key].astype(_numpy_dtype(own.variable)))
@@ -252,7 +258,7 @@ def _rule_of_metric(variable: Any) -> _Rule:
 
 
 def _accumulators(optimizer: Any) -> Sequence[Any]:
-    return getattr(optimizer, "_accumulated_gradients", ())
+    return [*getattr(optimizer, "_accumulated_gradients", ()), *waiting_weight(optimizer)]
 
 
 def _is_accumulating(optimizer: Any) -> bool:

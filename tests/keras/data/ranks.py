@@ -27,6 +27,8 @@ TIMEOUT_S = 60.0
 class ThreadCollectives:
     """``allgather_object`` between threads; the only operation that sharding needs."""
 
+    survives_losses = False
+
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[str]) -> None:
         self.rank = rank
         self.size = size

@@ -132,7 +132,7 @@ def test_what_a_lost_rank_had_taken_comes_first(make, options) -> None:
     # Rank 1 died in the second step, which the others had not completed either.
     lost = [unit for rank in range(3) for unit in begun.share(1, rank)]
     assert len(lost) == begun.units_in(1, 1)
-    position = begun.position.without(begun.units_in(0, 2), begun.share(1, 1))
+    position = begun.after(2).missing(begun.position.places(begun.share(1, 1)))
     shares = shard_on_ranks(2, make, **options)
     found = flat(joint(shares, _begin(shares, position)))
     assert found == expected[1][4:8] + flat(expected[2:])
@@ -147,7 +147,7 @@ def test_survivors_share_out_anew_in_the_same_process(make, options) -> None:
         share = _shard(collectives, make, options)
         begun = share.begin(Position(epoch=EPOCH - 1), repeatable=True)
         before = [step.ids for step in read(begun, limit=2)]
-        position = begun.position.without(begun.units_in(0, 2), begun.share(1, 2))
+        position = begun.after(2).missing(begun.position.places(begun.share(1, 2)))
         return share, before, position
 
     share_of: list[Any] = on_ranks(3, train)
@@ -155,8 +155,7 @@ def test_survivors_share_out_anew_in_the_same_process(make, options) -> None:
     del order[-4:]  # what rank 2 did in the second step is lost
     for _ in range(2):  # another rank may die before the first step
         shares = [
-            share.reshard(rank=rank, size=2, collectives=None)
-            for rank, (share, _, _) in enumerate(share_of[:2])
+            share.reshard(rank=rank, size=2) for rank, (share, _, _) in enumerate(share_of[:2])
         ]
         passes = _begin(shares, share_of[0][2], repeatable=True)
         found = flat(joint(shares, passes))
@@ -265,7 +264,7 @@ def test_data_of_their_own_keeps_the_number_of_ranks() -> None:
     with pytest.raises(DataError, match=r"had 3 ranks and has 2.*presharded=True.*start 3 ranks"):
         share.begin(Position(epoch=0), ranks=3)
     with pytest.raises(DataError, match="had 2 ranks and has 1"):
-        share.reshard(rank=0, size=1, collectives=None)
+        share.reshard(rank=0, size=1)
     with pytest.raises(DataError, match="presharded=True"):
         share.begin(Position(epoch=0)).share(0, 1)
     with pytest.raises(DataError, match="presharded=True"):

@@ -22,7 +22,7 @@ def test_what_is_left() -> None:
     assert _left(position.after(1), 8) == [4, 6, 7]
     assert _left(position.after(3), 8) == [7]
     assert position.after(3) == Position(epoch=3, start=7)
-    assert _left(position.without(3, [0, 2]), 8) == [1, 6, 7]
+    assert _left(position.after(3).missing(position.places([0, 2])), 8) == [1, 6, 7]
     assert position.after(4).left_of(8) == 0
 
 
@@ -38,7 +38,7 @@ def test_any_history_does_every_unit_once() -> None:
             taken = draw.randint(1, len(left))
             lost = draw.sample(range(taken), draw.randint(0, taken) if draw.random() < 0.3 else 0)
             done += [unit for place, unit in enumerate(left[:taken]) if place not in lost]
-            position = position.without(taken, lost)
+            position = position.after(taken).missing(position.places(lost))
             # What was lost comes first, with what was missed before; then the rest in its order.
             assert set(_left(position, units)) == set(left) - set(done)
             assert _left(position, units) == sorted(_left(position, units))
@@ -88,10 +88,15 @@ def test_nonsense_is_no_position(value) -> None:
         Position.from_json(value)
 
 
-@pytest.mark.parametrize(("units", "lost"), [(2, [2]), (2, [-1]), (-1, []), (0, [0])])
-def test_only_what_was_given_out_can_be_lost(units: int, lost: list[int]) -> None:
-    with pytest.raises(DataError, match="can't be lost"):
-        Position(epoch=0).without(units, lost)
+@pytest.mark.parametrize("places", [[2], [-1], [0, 7]])
+def test_only_what_was_given_out_can_be_missing(places: list[int]) -> None:
+    with pytest.raises(DataError, match="is no position in the data"):
+        Position(epoch=0).after(2).missing(places)
+
+
+def test_less_than_nothing_can_not_be_done() -> None:
+    with pytest.raises(DataError, match="-1 units"):
+        Position(epoch=0).after(-1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

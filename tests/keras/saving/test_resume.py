@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import keras
@@ -322,6 +323,36 @@ def test_a_signal_to_one_rank_saves_and_ends_all(world, number, tmp_path):
         steps = -(-ROWS // (6 * world.size()))
         assert Store(tmp_path).steps()[-1] == steps + 1
     resumed = run(world, dropout, plain([Checkpoint(tmp_path)], batch_size=6), seed=2)
+    assert outcome(*resumed) == whole
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("make", [dropout, accumulating])
+def test_a_signal_within_validation_ends_it_and_it_begins_anew(world, make, tmp_path):
+    class Kill(keras.callbacks.Callback):
+        begun = ended = 0
+
+        def on_test_begin(self, logs: Any = None) -> None:
+            self.begun += 1
+
+        def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+            time.sleep(0.05)  # a second or more in all, half of which is time to notice it
+            if (self.begun, batch, world.rank()) == (2, 1, world.size() - 1):
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+        def on_test_end(self, logs: Any = None) -> None:
+            self.ended += 1
+
+    def fit(name: str, *others: Any) -> Any:
+        options = {"validation_data": (X, Y), "validation_batch_size": 1, "batch_size": 6}
+        return plain([Checkpoint(tmp_path / name), *others], **options)
+
+    whole = outcome(*run(world, make, fit("whole"), seed=1))
+    kill = Kill()
+    with pytest.raises(world.Preempted):
+        run(world, make, fit("runs", kill), seed=1)
+    assert (kill.begun, kill.ended) == (2, 1)
+    resumed = run(world, make, fit("runs"), seed=2)
     assert outcome(*resumed) == whole
 
 

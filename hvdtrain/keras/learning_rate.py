@@ -1,0 +1,153 @@
+"""The learning rate and the number of ranks: scaled by it, warmed up, followed when some are lost.
+
+The rule of Goyal et al. (2017), "Accurate, Large Minibatch SGD": the rate is proportional to the
+joint batch. A program follows it by calling ``scale_learning_rate``; where it has, the rate also
+follows when ranks of an elastic job are lost and the joint batch becomes smaller. A rate that was
+not scaled stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from hvdtrain import world
+from hvdtrain.errors import ModelError
+from hvdtrain.keras.membership import Change
+from hvdtrain.keras.optimizer import plain_optimizers
+
+__all__ = ["WarmUp", "follow_saved", "follow_size", "prepare_to_follow", "scale_learning_rate"]
+
+_FACTOR = "_hvdtrain_rate_factor"
+
+_program_scales = False
+"""Whether the program has made its learning rate proportional to the number of ranks."""
+
+
+def scale_learning_rate(rate: float) -> float:
+    """``rate`` times the number of ranks, as the joint batch is that many times larger.
+
+    The linear scaling rule of Goyal et al. (2017), "Accurate, Large Minibatch SGD". In an elastic
+    job the optimizer's rate then also follows when ranks are lost: it is multiplied by how many
+    there are now over how many there were before. What a schedule gives is multiplied likewise.
+    """
+    global _program_scales
+    _program_scales = True
+    return rate * world.size()
+
+
+def prepare_to_follow(optimizer: Any) -> None:
+    """Let ``follow_size`` reach what ``optimizer`` computes; before its step is traced.
+
+    A schedule's values go through a factor, which is 1 until then. The schedule itself stays the
+    optimizer's own, and so does what is saved. Doing it twice changes nothing.
+    """
+    if not _program_scales:
+        return
+    for plain in plain_optimizers(optimizer):
+        if not isinstance(plain._learning_rate, keras.Variable) and not hasattr(plain, _FACTOR):
+            _multiply_rate(plain)
+
+
+def follow_size(optimizer: Any, before: int, now: int) -> None:
+    """Change the learning rate after the number of ranks, where the program has scaled it.
+
+    Args:
+        optimizer: One that ``prepare_to_follow`` has seen.
+        before: How many ranks there were.
+        now: How many are left.
+    """
+    follow_saved(optimizer, before, now)
+    if not _program_scales:
+        return
+    for plain in plain_optimizers(optimizer):
+        factor = getattr(plain, _FACTOR, None)
+        if factor is not None:
+            factor.assign(factor * (now / before))
+
+
+def follow_saved(optimizer: Any, before: int, now: int) -> None:
+    """The same for an optimizer whose state has just been restored from a checkpoint.
+
+    That holds a rate which is a plain number, as it was with ``before`` ranks. A rate that is
+    computed is not in it: it is the program's, which has scaled it for the ranks of now.
+    """
+    if not _program_scales:
+        return
+    for plain in plain_optimizers(optimizer):
+        if isinstance(plain._learning_rate, keras.Variable):
+            plain._learning_rate.assign(plain._learning_rate * (now / before))
+
+
+def _multiply_rate(optimizer: Any) -> None:
+    """Put a variable factor before the rate that a plain optimizer computes in each step."""
+    factor = keras.Variable(1.0, dtype="float32", trainable=False, name="rate_factor")
+    computed = optimizer._get_current_learning_rate
+
+    def multiplied() -> Any:
+        return keras.ops.multiply(computed(), factor)
+
+    # Not through Keras' own __setattr__, which would track the factor as part of what is saved.
+    object.__setattr__(optimizer, _FACTOR, factor)
+    object.__setattr__(optimizer, "_get_current_learning_rate", multiplied)
+
+
+class WarmUp(keras.callbacks.Callback):
+    """Raises the learning rate linearly over the first epochs, as large joint batches need.
+
+    With N ranks a joint batch is N times as large, and the learning rate is usually multiplied by
+    N; started at once that diverges. Goyal et al. (2017), "Accurate, Large Minibatch SGD", section
+    2.2: go linearly from the rate of one process to N times that within five epochs.
+
+    Example::
+
+        model.compile(optimizer=keras.optimizers.SGD(hvdtrain.scale_learning_rate(0.01)), ...)
+        model.fit(..., callbacks=[hvdtrain.WarmUp(initial=0.01, epochs=5)])
+
+    Args:
+        initial: The learning rate to start from.
+        epochs: In how many epochs the optimizer's own rate is reached; above 0.
+
+    Raises:
+        ModelError: When training begins, if the optimizer follows a schedule.
+    """
+
+    def __init__(self, *, initial: float, epochs: float = 5) -> None:
+        super().__init__()
+        if not epochs > 0 or not initial >= 0:
+            raise ModelError(
+                f"WarmUp takes epochs above 0 and an initial rate of at least 0; received "
+                f"epochs={epochs}, initial={initial}."
+            )
+        self._initial = initial
+        self._epochs = epochs
+        self._target = 0.0
+        self._epoch = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        optimizer = self.model.optimizer
+        plain = getattr(optimizer, "inner_optimizer", optimizer)
+        if isinstance(plain._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+            raise ModelError(
+                "WarmUp sets the learning rate itself, and this optimizer follows a schedule. "
+                "Use a schedule that warms up, as keras.optimizers.schedules.CosineDecay can, or a "
+                "plain number."
+            )
+        self._target = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+
+    def follow(self, change: Change) -> None:
+        """Aim at the rate of the ranks that are left, where the program has scaled it."""
+        if _program_scales:
+            self._target *= len(change.now) / len(change.before)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        steps = (self.params or {}).get("steps") or 1
+        done = (self._epoch + batch / steps) / self._epochs
+        if done < 1 or (done < 1 + 1 / steps):
+            share = min(done, 1.0)
+            rate = self._initial + share * (self._target - self._initial)
+            self.model.optimizer.learning_rate = rate

@@ -1,0 +1,246 @@
+"""A program of several trainings, in each of which a rank dies; for an elastic job.
+
+    elastic_fit.py SCENARIOS    (JSON: a list of dictionaries, as Scenario)
+
+Every sample has a weight of its own, and a step with the sample adds -1 to it: so the weights say
+how often each was trained on, whoever died when. The ranks that come to the end print one line of
+JSON: what each training gave.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdtrain
+
+ROWS = 101
+BATCH = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One training.
+
+    Attributes:
+        dies: First number of the rank that dies.
+        moment: "step", "test step", "epoch end" and so on: a hook; or "seconds".
+        turn: In which of them, from 0; or after how many seconds.
+        delay_s: How long after that moment.
+        data: "arrays", "pipeline", "batches" (a PyDataset) or "filtered" (of unknown length).
+        layer: "dense", or "embedding" for sparse gradients.
+        accumulate: Steps whose gradients are applied together.
+        fit: Further arguments of ``fit``.
+        compile: Further arguments of ``compile``.
+        validate: After each epoch, on all samples.
+        checkpoint: A directory.
+        files: A directory in which the chief's callbacks write.
+    """
+
+    dies: int
+    moment: str = "step"
+    turn: float = 3
+    delay_s: float = 0.0
+    data: str = "arrays"
+    layer: str = "dense"
+    accumulate: int | None = None
+    epochs: int = 2
+    fit: dict[str, Any] | None = None
+    compile: dict[str, Any] | None = None
+    validate: bool = False
+    checkpoint: str | None = None
+    files: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+class Total(keras.losses.Loss):
+    """The sum of the outputs, each of which is the weight of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__(reduction="sum")
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return y_pred[:, 0]
+
+
+class Batches(keras.utils.PyDataset):
+    """The samples as batches."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        super().__init__()
+        self._x, self._y = x, y
+
+    def __len__(self) -> int:
+        return -(-ROWS // BATCH)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        part = slice(index * BATCH, (index + 1) * BATCH)
+        return self._x[part], self._y[part]
+
+
+class Watch(keras.callbacks.Callback):
+    """Kills its own process at the right moment, and notes what the others see."""
+
+    def __init__(self, scenario: Scenario, me: int) -> None:
+        super().__init__()
+        self._scenario = scenario
+        self._mortal = me == scenario.dies
+        self._turns = 0
+        self._size = hvdtrain.size()
+        self._last_s = 0.0
+        self.steps = 0
+        self.pauses_s: list[float] = []
+        self.longest_s = 0.0
+        """The longest pause between two steps that had a loss in it."""
+        self.exact: list[bool] = []
+        """For each epoch whether the validation saw all samples, and each once."""
+
+    def _moment(self, name: str) -> None:
+        if self._mortal and name == self._scenario.moment:
+            if self._turns == self._scenario.turn:
+                self._die_after(self._scenario.delay_s)
+            self._turns += 1
+
+    def _die_after(self, delay_s: float) -> None:
+        if not delay_s:
+            os.kill(os.getpid(), signal.SIGKILL)
+        timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self._mortal and self._scenario.moment == "seconds":
+            self._die_after(self._scenario.turn)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._last_s = 0.0
+        self._moment("epoch begin")
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._moment("step")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        now_s = time.monotonic()
+        pause_s = now_s - self._last_s if self._last_s else 0.0
+        if hvdtrain.size() != self._size:
+            self._size = hvdtrain.size()
+            self.longest_s = max(self.longest_s, pause_s)
+        elif pause_s:
+            self.pauses_s.append(pause_s)
+        self._last_s = now_s
+        self.steps += 1
+        self._moment("step end")
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._moment("test step")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._moment("epoch end")
+        visits = -np.asarray(self.model.get_weights()[0]).reshape(-1)
+        if logs and "val_loss" in logs:
+            # Keras reports sums as means over the batches: here of one row each.
+            self.exact.append(abs(logs["val_loss"] + float(np.mean(visits))) < 1e-4)
+
+
+def model_of(scenario: Scenario) -> keras.Model:
+    """Compiled: one weight for each sample, and a learning rate by which a visit counts 1."""
+    if scenario.layer == "embedding":
+        layers = [
+            keras.Input((1,), dtype="int32"),
+            keras.layers.Embedding(ROWS, 1, embeddings_initializer="zeros"),
+            keras.layers.Flatten(),
+        ]
+    else:
+        layers = [
+            keras.Input((ROWS,)),
+            keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
+        ]
+    model = keras.Sequential(layers)
+    rate = float(scenario.accumulate or 1)
+    optimizer = keras.optimizers.SGD(rate, gradient_accumulation_steps=scenario.accumulate)
+    model.compile(optimizer, Total(), **(scenario.compile or {}))
+    return model
+
+
+def data_of(scenario: Scenario) -> dict[str, Any]:
+    """What ``fit`` trains on."""
+    x = np.eye(ROWS, dtype="float32")
+    if scenario.layer == "embedding":
+        x = np.arange(ROWS, dtype="int32")[:, np.newaxis]
+    y = np.zeros((ROWS, 1), "float32")
+    if scenario.data == "batches":
+        return {"x": Batches(x, y)}
+    if scenario.data in ("pipeline", "filtered"):
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=5).batch(BATCH)
+        if scenario.data == "filtered":
+            dataset = dataset.filter(lambda x, y: tf.shape(x)[0] > 0)
+        return {"x": dataset}
+    return {"x": x, "y": y, "batch_size": BATCH}
+
+
+def train(scenario: Scenario, me: int) -> dict[str, Any]:
+    """One training; returns what came of it on this rank."""
+    keras.utils.set_random_seed(3)
+    model = model_of(scenario)
+    hvdtrain.distribute(model)
+    watch = Watch(scenario, me)
+    callbacks: list[Any] = [watch]
+    if scenario.checkpoint:
+        callbacks.append(hvdtrain.Checkpoint(scenario.checkpoint, every_steps=2))
+    if scenario.files:
+        folder = Path(scenario.files)
+        callbacks.append(keras.callbacks.CSVLogger(folder / "log.csv"))
+        best = keras.callbacks.ModelCheckpoint(
+            folder / "best-{epoch}.keras", monitor="loss", mode="max", save_best_only=True
+        )
+        callbacks.append(best)
+    validation = None
+    if scenario.validate:
+        validation = data_of(Scenario(dies=-1, layer=scenario.layer))
+        validation = (validation["x"], validation["y"])
+    history = model.fit(
+        **data_of(scenario),
+        epochs=scenario.epochs,
+        verbose=0,
+        callbacks=callbacks,
+        validation_data=validation,
+        validation_batch_size=1,
+        **(scenario.fit or {}),
+    )
+    weights = np.asarray(model.get_weights()[0]).reshape(-1)
+    return {
+        "visits": sorted(set((-weights).tolist())),
+        "lacking": int(np.sum(-weights < scenario.epochs)),
+        "size": hvdtrain.size(),
+        "steps": watch.steps,
+        "exact": watch.exact,
+        "loss": history.history["loss"],
+        "pause_s": float(np.median(watch.pauses_s)),
+        "longest_s": watch.longest_s,
+    }
+
+
+def main(scenarios: list[Scenario]) -> None:
+    """All of them, one after another."""
+    hvdtrain.init()
+    me = hvdtrain.rank()
+    results = [train(scenario, me) for scenario in scenarios]
+    print(json.dumps({"me": me, "rank": hvdtrain.rank(), "results": results}), flush=True)
+
+
+if __name__ == "__main__":
+    main([Scenario(**entry) for entry in json.loads(sys.argv[1])])

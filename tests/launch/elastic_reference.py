@@ -1,0 +1,126 @@
+"""A program of several trainings in which a rank dies, each compared with one on a single process.
+
+    elastic_reference.py FOLDER TRAININGS    (JSON: a list of [kind, who dies, in which step])
+
+Every rank notes the samples that it computes with. What all of them have noted for a step, without
+what the dead rank took with it, is given to the single process as one batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdtrain
+
+ROWS, BATCH, EPOCHS = 53, 5, 3
+_rng = np.random.default_rng(8)
+X = _rng.normal(size=(ROWS, 6)).astype("float32")
+Y = _rng.normal(size=ROWS).astype("float32")
+WEIGHTS = _rng.uniform(0.2, 2.0, ROWS).astype("float32")
+
+
+class OwnStep(keras.Sequential):
+    """A train_step as a user writes one."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y, *_ = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True), training=True)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class Squares(keras.losses.Loss):
+    """Squared errors of targets that come with the number of their sample."""
+
+    def __init__(self, reduction: str, notes: Path | None) -> None:
+        super().__init__(reduction=reduction)
+        self._notes = notes
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        errors = (y_true[:, 0] - y_pred[:, 0]) ** 2
+        if self._notes is None:
+            return errors
+        with tf.control_dependencies([tf.numpy_function(self._note, [y_true[:, 1]], [])]):
+            return tf.identity(errors)
+
+    def _note(self, numbers: np.ndarray) -> None:
+        with self._notes.open("a") as file:  # type: ignore[union-attr]
+            file.write(json.dumps([int(number) for number in numbers]) + "\n")
+
+
+class Die(keras.callbacks.Callback):
+    """Kills this process before a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._left = step
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._left -= 1
+
+
+def model_of(kind: str, notes: Path | None) -> keras.Model:
+    """Compiled; the same weights each time."""
+    keras.utils.set_random_seed(3)
+    layers = [keras.Input((6,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
+    model = (OwnStep if kind == "own step" else keras.Sequential)(layers)
+    reduction = {"weights": "mean_with_sample_weight", "sum": "sum"}.get(kind, "mean")
+    optimizer: Any = keras.optimizers.Adam(0.01)
+    if kind == "weights":
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.5)
+    if kind == "scaled rate":
+        optimizer = keras.optimizers.SGD(hvdtrain.scale_learning_rate(0.01), momentum=0.9)
+    model.compile(optimizer, Squares(reduction, notes))
+    return model
+
+
+def train(kind: str, me: int, dies: int, step: int, folder: Path) -> None:
+    """One training and its comparison."""
+    folder.mkdir(exist_ok=True)
+    size = hvdtrain.size()
+    model = model_of(kind, folder / f"{me}.txt")
+    hvdtrain.distribute(model)
+    targets = np.stack([Y, np.arange(ROWS)], axis=1).astype("float32")
+    options = {"sample_weight": WEIGHTS} if kind == "weights" else {}
+    callbacks = [Die(step)] if me == dies else []
+    model.fit(
+        X, targets, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=callbacks, **options
+    )
+
+    notes = [path.read_text().splitlines() for path in sorted(folder.glob("*.txt"))]
+    assert len(notes) == size
+    alone = model_of(kind, None)
+    seen: list[int] = []
+    for number in range(max(map(len, notes))):
+        if kind == "scaled rate":
+            # The step in which a rank is lost has the rate with which it was begun.
+            alone.optimizer.learning_rate = 0.01 * (size if number <= step else size - 1)
+        lines = [lines[number] for lines in notes if number < len(lines)]
+        batch = sorted({sample for line in lines for sample in json.loads(line)})
+        seen += batch
+        weights = WEIGHTS[batch] if kind == "weights" else None
+        alone.train_on_batch(X[batch], targets[batch], sample_weight=weights)
+    assert sorted(seen) == sorted(list(range(ROWS)) * EPOCHS), "each sample once in each epoch"
+    for one, other in zip(model.get_weights(), alone.get_weights()):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+    print(f"{kind}: rank {me} is equal after {number + 1} steps", flush=True)
+
+
+if __name__ == "__main__":
+    hvdtrain.init()
+    first_rank = hvdtrain.rank()
+    for position, (kind, dies, step) in enumerate(json.loads(sys.argv[2])):
+        train(kind, first_rank, dies, step, Path(sys.argv[1]) / str(position))

@@ -1,0 +1,183 @@
+"""``fit`` in an elastic job: whoever dies when, each sample of each epoch is trained on once."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.checkpoint import Store
+from tests.launch.elastic_fit import BATCH, Scenario
+from tests.launch.jobs import HVDTRAIN
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(400)]
+
+PROGRAM = Path(__file__).with_name("elastic_fit.py")
+
+
+@pytest.fixture
+def run_on(run_command: Any) -> Callable[..., Any]:
+    def run(program: Path, arguments: Sequence[str], ranks: int, *options: str) -> Any:
+        command = [*HVDTRAIN, "-np", str(ranks), "--elastic", "--grace-s", "2", *options]
+        return run_command(
+            [*command, "--", sys.executable, str(program), *arguments], timeout_s=300
+        )
+
+    return run
+
+
+@pytest.fixture
+def train(run_on: Any) -> Callable[..., Any]:
+    def run(scenarios: Sequence[Scenario], ranks: int, *options: str) -> Any:
+        plan = json.dumps([scenario.to_json() for scenario in scenarios])
+        return run_on(PROGRAM, [plan], ranks, *options)
+
+    return run
+
+
+def accounts(done: Any, scenarios: Sequence[Scenario], ranks: int) -> list[dict[str, Any]]:
+    """What the chief of the end tells of each training, after what holds for all of them."""
+    assert done.returncode == 0, done
+    said = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if "{" in line]
+    dead = {scenario.dies for scenario in scenarios}
+    assert {account["me"] for account in said} == set(range(ranks)) - dead, done
+    for number, scenario in enumerate(scenarios):
+        results = [account["results"][number] for account in said]
+        for result in results:
+            left_over = result["steps"] % (scenario.accumulate or 1)
+            if left_over:
+                # Gradients that wait for more steps when training ends are never applied.
+                assert result["visits"] in ([1, 2], [2]), (scenario, result)
+                assert result["lacking"] <= left_over * BATCH * (result["size"]), (scenario, result)
+            elif "steps_per_epoch" in (scenario.fit or {}):
+                # A pass goes on through the epochs, and the last is not read to its end.
+                assert max(result["visits"]) - min(result["visits"]) <= 1, (scenario, result)
+            else:
+                assert result["visits"] == [scenario.epochs], (scenario, result)
+            assert result["size"] == ranks - number - 1, (scenario, result)
+            for name in ("steps", "loss", "exact"):
+                assert result[name] == results[0][name], (scenario, name)
+    return list(said[0]["results"])
+
+
+# Each job starts with one rank more than it has trainings, and loses one in each.
+JOBS: dict[str, list[Scenario]] = {
+    "steps": [
+        Scenario(dies=1),
+        Scenario(dies=0, moment="step end", turn=4),
+        Scenario(dies=2, turn=8, compile={"steps_per_execution": 3}),
+    ],
+    "data": [
+        Scenario(dies=0, data="pipeline"),
+        Scenario(dies=2, data="batches", fit={"steps_per_epoch": 3}, turn=10, epochs=5),
+        Scenario(dies=3, data="filtered"),
+    ],
+    "gradients": [
+        Scenario(dies=2, layer="embedding"),
+        Scenario(dies=0, accumulate=2, turn=4),
+        Scenario(dies=1, accumulate=3, turn=5, compile={"jit_compile": True}),
+    ],
+    "evaluation": [
+        Scenario(dies=1, moment="test step", validate=True),
+        Scenario(dies=0, moment="test step", data="pipeline", validate=True),
+        Scenario(dies=2, moment="epoch end", turn=0, validate=True),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_sample_is_seen_once(train: Any, name: str) -> None:
+    scenarios = JOBS[name]
+    told = accounts(train(scenarios, 4), scenarios, 4)
+    for scenario, result in zip(scenarios, told):
+        if scenario.validate:
+            assert result["exact"] == [True] * scenario.epochs, (scenario, result)
+
+
+def test_at_any_moment(train: Any) -> None:
+    """Four of five ranks die, the chief first, wherever they happen to be."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    dies = [0, *chance.sample([1, 2, 3, 4], 3)]
+    moments = ["step", "step end", "test step", "epoch end"]
+    chance.shuffle(moments)
+    scenarios = [
+        Scenario(
+            dies=rank,
+            moment=moment,
+            turn=chance.randrange(1 if moment == "epoch end" else 6),
+            delay_s=chance.uniform(0.0, 0.05),
+            data=chance.choice(["arrays", "pipeline", "batches"]),
+            validate=True,
+        )
+        for rank, moment in zip(dies, moments)
+    ]
+    told = accounts(train(scenarios, 5), scenarios, 5)
+    for scenario, result in zip(scenarios, told):
+        assert result["exact"] == [True] * scenario.epochs, (scenario, result)
+
+
+def test_another_rank_takes_over_from_the_chief(train: Any, tmp_path: Path) -> None:
+    """What the chief alone writes: checkpoints, Keras' own callbacks."""
+    folders = [tmp_path / name for name in ("step", "save")]
+    for folder in folders:
+        folder.mkdir()
+    chance = random.Random()
+    where = [{"files": str(folder), "checkpoint": str(folder / "saved")} for folder in folders]
+    scenarios = [
+        Scenario(dies=0, moment="step", turn=12, epochs=3, **where[0]),
+        # While the snapshot is gathered, or written.
+        Scenario(dies=1, moment="step end", turn=5, delay_s=chance.uniform(0.0, 0.02), **where[1]),
+    ]
+    told = accounts(train(scenarios, 3), scenarios, 3)
+    for scenario, folder, result in zip(scenarios, folders, told):
+        with (folder / "log.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [int(row["epoch"]) for row in rows] == list(range(scenario.epochs)), rows
+        # The loss falls, and the best that is asked for is the highest: that of the first epoch.
+        assert [path.name for path in folder.glob("best-*")] == ["best-1.keras"]
+        newest = Store(folder / "saved").newest()
+        assert newest is not None
+        assert newest.step == result["steps"], "the end of the training is saved"
+        assert newest.state["place"]["ranks"] == result["size"]
+
+
+def test_too_few_ranks_save_and_end_and_a_new_job_goes_on(train: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    scenario = Scenario(dies=1, moment="step", turn=4, checkpoint=str(folder), epochs=2)
+    done = train([scenario], 3, "--min-np", "3", "--preempt-grace-s", "30")
+    assert done.returncode == 137, done
+    assert "too few" in done.stderr
+    newest = Store(folder).newest()
+    assert newest is not None
+    assert newest.step == 5, "the step in which the rank died was completed without it"
+    again = Scenario(dies=-1, checkpoint=str(folder), epochs=2)
+    done = train([again], 2)
+    said = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if "{" in line]
+    assert [account["results"][0]["visits"] for account in said] == [[2.0]] * 2, done
+
+
+@pytest.mark.parametrize(
+    "trainings",
+    [
+        # Four ranks take 20 samples in a step: the third of an epoch of 53 is an uneven one.
+        [("mean", 1, 1), ("weights", 0, 1), ("scaled rate", 3, 4)],
+        [("own step", 2, 2), ("sum", 0, 3), ("mean", 1, 5)],
+    ],
+    ids=["even", "uneven"],
+)
+def test_the_weights_are_those_of_one_process(
+    run_on: Any, tmp_path: Path, trainings: list[tuple[str, int, int]]
+) -> None:
+    arguments = [str(tmp_path), json.dumps(trainings)]
+    done = run_on(PROGRAM.with_name("elastic_reference.py"), arguments, 4)
+    assert done.returncode == 0, done
+    for number, (kind, *_) in enumerate(trainings):
+        assert done.stdout.count(f"{kind}: rank") == 3 - number, done
