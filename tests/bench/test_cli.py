@@ -17,6 +17,7 @@ TINY_TRAINING = [
     *("training", "--models", "lenet", "--batch-size", "2", "--steps", "3"),
     *("--warmup-steps", "2", "--runs", "2", "--memory-steps", "4"),
 ]
+TINY_RECOVERY = ["recovery", "--batch-size", "2", "--between-steps", "3"]
 
 USAGE_ERRORS = {
     "nothing": ([], "BENCHMARK"),
@@ -24,6 +25,8 @@ USAGE_ERRORS = {
     "ranks": (["allreduce", "-np", "0"], "got '0', expected a whole number above 0"),
     "engine": (["allreduce", "--engine", "nccl"], "nccl"),
     "models": (["training", "--models", "lenet,vgg"], "got 'vgg', expected names out of"),
+    "model": (["recovery", "--model", "vgg"], "vgg"),
+    "nobody left": (["recovery", "-np", "1"], "kills all ranks but one"),
     "directory": (["checkpoint", "--directory", "/nonexistent"], "there is no such folder"),
     "folder": (["allreduce", "--json", "/nonexistent/x.json"], "there is no folder /nonexistent"),
 }
@@ -40,7 +43,8 @@ def test_usage_errors_exit_2(
 def test_help_names_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("allreduce", "training", "checkpoint", "startup"))
+    names = ("allreduce", "training", "checkpoint", "recovery", "startup")
+    assert all(name in shown for name in names)
 
 
 def test_startup_refuses_to_run_inside_a_job(
@@ -59,8 +63,27 @@ def test_another_number_of_ranks_than_the_job_has_is_refused(
     assert "-np 3 was asked for inside a job of 2 ranks" in capsys.readouterr().err
 
 
-def _pretend_to_be_a_rank(monkeypatch: pytest.MonkeyPatch, *, ranks: int) -> None:
-    for name, value in {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": ranks}.items():
+@pytest.mark.parametrize(
+    ("ranks", "here", "told"),
+    [(1, 1, "this job has 1 rank"), (4, 2, "of this job's 4 ranks 2 are on this host")],
+)
+def test_recovery_refuses_jobs_in_which_it_measures_nothing(
+    ranks: int,
+    here: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _pretend_to_be_a_rank(monkeypatch, ranks=ranks, here=here)
+    assert main(["bench", "recovery"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def _pretend_to_be_a_rank(
+    monkeypatch: pytest.MonkeyPatch, *, ranks: int, here: int | None = None
+) -> None:
+    sizes = {"SIZE": ranks, "LOCAL_SIZE": ranks if here is None else here}
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, **sizes}.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
 
 
@@ -126,6 +149,33 @@ def test_checkpoint_tells_waiting_from_writing(run_command, tmp_path: Path) -> N
     assert len(found["paused_s"]) == len(found["written_s"]) >= 1
     assert min(found["paused_s"] + found["written_s"]) > 0
     assert list(folder.iterdir()) == [], "it tidies up"
+
+
+@pytest.mark.mpi
+def test_recovery_kills_all_ranks_but_one(run_command, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    argv = [*BENCH, *TINY_RECOVERY, "-np", "3", "--json", str(path)]
+    done = run_command(argv, timeout_s=150)
+    assert done.returncode == 0, done
+    assert done.stdout.count("hvdtrain bench recovery: 3 ranks") == 1
+    # Printed by another rank than began, which died.
+    assert "[1]" not in done.stdout
+    assert "rank 0, the chief" in done.stdout
+    found = json.loads(path.read_text())
+    assert found["ranks"] == 3
+    assert [(loss["rank"], loss["ranks"]) for loss in found["losses"]] == [(0, 3), (2, 2)]
+    for loss in found["losses"]:
+        assert min(loss["normal_step_s"], loss["next_step_s"], loss["step_after_s"]) > 0
+    assert len(found["limits"]) == 2
+
+
+@pytest.mark.mpi
+def test_recovery_names_why_a_job_is_not_elastic(launch) -> None:
+    done = launch(
+        2, "import sys; from hvdtrain.cli import main; sys.exit(main())", "bench", *TINY_RECOVERY
+    )
+    assert done.returncode != 0, done
+    assert "start it with `hvdtrain run --elastic`" in done.stdout + done.stderr
 
 
 @pytest.mark.mpi

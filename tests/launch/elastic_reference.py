@@ -79,6 +79,8 @@ def model_of(kind: str, notes: Path | None) -> keras.Model:
     model = (OwnStep if kind == "own step" else keras.Sequential)(layers)
     reduction = {"weights": "mean_with_sample_weight", "sum": "sum"}.get(kind, "mean")
     optimizer: Any = keras.optimizers.Adam(0.01)
+    if kind == "accumulating":
+        optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
     if kind == "weights":
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.5)
     if kind == "scaled rate":
@@ -102,6 +104,8 @@ def train(kind: str, me: int, dies: int, step: int, folder: Path) -> None:
 
     notes = [path.read_text().splitlines() for path in sorted(folder.glob("*.txt"))]
     assert len(notes) == size
+    if kind == "accumulating" and step % 2:
+        notes[_with_length(notes, step)].pop()  # its gradients waited for those of this step
     alone = model_of(kind, None)
     seen: list[int] = []
     for number in range(max(map(len, notes))):
@@ -117,6 +121,11 @@ def train(kind: str, me: int, dies: int, step: int, folder: Path) -> None:
     for one, other in zip(model.get_weights(), alone.get_weights()):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
     print(f"{kind}: rank {me} is equal after {number + 1} steps", flush=True)
+
+
+def _with_length(notes: list[list[str]], length: int) -> int:
+    """Whose notes end before that step: those of the dead rank."""
+    return next(number for number, lines in enumerate(notes) if len(lines) == length)
 
 
 if __name__ == "__main__":

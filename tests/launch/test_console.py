@@ -90,6 +90,20 @@ def test_the_chief_alone_and_untagged() -> None:
     assert (out.getvalue(), err.getvalue()) == ("out 0\n", "err 0\n")
 
 
+def test_another_rank_is_the_chief_when_it_was_lost() -> None:
+    out, err = Terminal(), io.StringIO()
+    console = make(out, err, ranks=3, chief_only=True)
+    console.status(0, "1/9")
+    console.leave_behind(2)
+    assert out.screen() == ["1/9"]
+    console.leave_behind(0)
+    assert out.screen() == [""], "a dead rank's status goes"
+    for rank in (0, 1, 2):
+        console.line(rank, "node1", "stdout", f"out {rank}")
+        console.status(rank, f"{rank}/9")
+    assert out.screen() == ["out 1", "1/9"]
+
+
 @pytest.mark.parametrize("chief_only", [False, True])
 def test_the_status_stays_below_the_lines(chief_only: bool) -> None:
     terminal = Terminal()
