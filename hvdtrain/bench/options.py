@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MODELS", "AllreduceOptions", "CheckpointOptions", "StartupOptions", "TrainingOptions"]
+__all__ = [
+    "MODELS",
+    "AllreduceOptions",
+    "CheckpointOptions",
+    "RecoveryOptions",
+    "StartupOptions",
+    "TrainingOptions",
+]
 
 MODELS = ("lenet", "mlp")
 
@@ -71,6 +78,23 @@ class CheckpointOptions:
     checkpoints: int = 5
     between_steps: int = 20
     batch_size: int = 16
+    json: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryOptions:
+    """``hvdtrain bench recovery``.
+
+    Attributes:
+        model: A name out of ``MODELS``.
+        between_steps: Steps from one loss to the next.
+        batch_size: Samples a rank and step.
+        json: Path for the results, empty for none.
+    """
+
+    model: str = "lenet"
+    between_steps: int = 20
+    batch_size: int = 64
     json: str = ""
 
 

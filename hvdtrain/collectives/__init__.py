@@ -31,7 +31,7 @@ def create(topology: Topology, settings: Settings) -> Collectives:
     from hvdtrain.collectives.shared_memory import SharedMemoryCollectives
     from hvdtrain.collectives.start import start_mpi
 
-    mpi = start_mpi(topology)
+    mpi = start_mpi(topology, timeout_s=settings.timeout_s)
     world = mpi.COMM_WORLD
     host = world.Split_type(mpi.COMM_TYPE_SHARED, topology.rank)
     kind = settings.collectives

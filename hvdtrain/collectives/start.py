@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from types import ModuleType
 
 from hvdtrain.cluster.topology import Topology
@@ -18,8 +20,18 @@ _ANY_HOSTS = {"OMPI_MCA_osc": "^ucx"}
 _ONE_HOST = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
 
 
-def start_mpi(topology: Topology, environ: MutableMapping[str, str] | None = None) -> ModuleType:
+def start_mpi(
+    topology: Topology,
+    environ: MutableMapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> ModuleType:
     """Initialise MPI and return ``mpi4py.MPI``; the user's own MPI settings stay.
+
+    Args:
+        topology: What the launcher says.
+        environ: Where MPI's settings go.
+        timeout_s: How long to wait for the other ranks. Then this process prints where it waits,
+            and ends with exit code 1.
 
     Raises:
         LaunchError: There is no MPI to load, it counts other ranks than the launcher, or it
@@ -34,7 +46,8 @@ def start_mpi(topology: Topology, environ: MutableMapping[str, str] | None = Non
 
         # hvdtrain ends MPI itself: a rank that fails must not wait in MPI_Finalize for the others.
         mpi4py.rc.finalize = False
-        from mpi4py import MPI
+        with _ending_after(timeout_s):
+            from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"The launcher started {topology.size} ranks, but no MPI library could be loaded "
@@ -43,6 +56,27 @@ def start_mpi(topology: Topology, environ: MutableMapping[str, str] | None = Non
         ) from None
     _check_world(MPI, topology)
     return MPI
+
+
+@contextmanager
+def _ending_after(timeout_s: float | None) -> Iterator[None]:
+    """End this process if the block takes longer.
+
+    MPI starts without letting go of Python's lock, so no thread of Python's could do that; and it
+    waits for all ranks, of which one may be stopped or elsewhere in its program.
+    """
+    if timeout_s is None:
+        yield
+        return
+    try:
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+    except (AttributeError, OSError, RuntimeError, ValueError):  # a stderr that is no file
+        yield
+        return
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def why_not_elastic(mpi: ModuleType, environ: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import TextIO
 
@@ -31,15 +32,26 @@ class Console:
         self._width = len(str(max(ranks - 1, 0)))
         self._with_host = with_host
         self._chief_only = chief_only
+        self._lost: set[int] = set()
         self._status = ""
 
     def show_all(self) -> None:
         """From now on show every rank: what goes wrong is not the chief's affair alone."""
         self._chief_only = False
 
+    def leave_behind(self, rank: int) -> None:
+        """The others go on without this rank; the first that is left is the chief."""
+        if rank == self._chief:
+            self.status(rank, "")
+        self._lost.add(rank)
+
+    @property
+    def _chief(self) -> int:
+        return next(rank for rank in itertools.count() if rank not in self._lost)
+
     def line(self, rank: int, host: str, stream: str, text: str) -> None:
         """One line of a rank."""
-        if self._chief_only and rank != 0:
+        if self._chief_only and rank != self._chief:
             return
         if self._chief_only:
             self._print(stream, text)
@@ -56,7 +68,7 @@ class Console:
 
     def status(self, rank: int, text: str) -> None:
         """What a rank draws over and over; the chief's is shown, on a terminal."""
-        if rank == 0 and self._coloured["stdout"]:
+        if rank == self._chief and self._coloured["stdout"]:
             self._status = text
             self._write("stdout", _ERASE + text)
 

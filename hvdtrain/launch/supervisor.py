@@ -232,6 +232,7 @@ class Supervisor:
         self._console.notice(describe_loss(end, step, left, enough=enough))
         if enough:
             self._hub.forgive(end)
+            self._console.leave_behind(end.rank)
         return enough
 
     def _look_for_hang(self, now: float) -> None:

@@ -65,7 +65,7 @@ def test_another_number_of_ranks_than_the_job_has_is_refused(
 
 @pytest.mark.parametrize(
     ("ranks", "here", "told"),
-    [(1, 1, "this job has 1 rank"), (4, 2, "of this job's 4 ranks 2 are on this host")],
+    [(1, 1, "received one with 1 rank."), (4, 2, "received one with 2 of 4 ranks on this host")],
 )
 def test_recovery_refuses_jobs_in_which_it_measures_nothing(
     ranks: int,
@@ -175,7 +175,7 @@ def test_recovery_names_why_a_job_is_not_elastic(launch) -> None:
         2, "import sys; from hvdtrain.cli import main; sys.exit(main())", "bench", *TINY_RECOVERY
     )
     assert done.returncode != 0, done
-    assert "start it with `hvdtrain run --elastic`" in done.stdout + done.stderr
+    assert "this one ends: start it with `hvdtrain run --elastic`" in done.stdout + done.stderr
 
 
 @pytest.mark.mpi

@@ -36,9 +36,9 @@ def slow_disk(tmp_path: Path) -> Iterator[Path]:
     )
 
 
-def remount(path: Path, mode: str) -> None:
-    """Make the disk at ``path`` read-only (``ro``), or writable again (``rw``)."""
-    subprocess.run(["mount", "-o", f"remount,{mode}", path], check=True, timeout=30)
+def remount(path: Path, option: str) -> None:
+    """Make the disk at ``path`` read-only (``ro``), writable again (``rw``), or another size."""
+    subprocess.run(["mount", "-o", f"remount,{option}", path], check=True, timeout=30)
 
 
 def _mounted(command: list[str], path: Path) -> Iterator[Path]:

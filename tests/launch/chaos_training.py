@@ -1,51 +1,67 @@
-"""What the chaos test trains: slow steps, and an account of every sample.
+"""What the chaos test trains: an account of every sample, and of every step.
 
-chaos_training.py DIRECTORY EPOCHS STEP_S
+chaos_training.py FOLDER ROWS EPOCHS BATCH_SIZE STEP_S
+
+FOLDER/disk/runs gets the checkpoints, FOLDER/steps a line for each step: when it was done, and
+which it was. While there is a file FOLDER/slow, steps take STEP_S longer.
+
+Beside what it learns each sample has a weight of its own, to which a step with the sample adds the
+learning rate: so the weights say how often each was trained on, whichever ranks are there no more.
 """
 
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
 import hvdtrain
-from tests.keras.saving.seen import Seen
+from tests.launch.elastic_fit import Total
 
-ROWS = 240
-BATCH_SIZE = 2
-
-directory, epochs, step_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-
-
-def loss(y_true: Any, y_pred: Any) -> Any:
-    return keras.losses.mean_squared_error(y_true[:, :1], y_pred)
+folder, step_s = Path(sys.argv[1]), float(sys.argv[5])
+rows, epochs, batch_size = map(int, sys.argv[2:5])
+# A power of two: so often added that the sum is exact.
+RATE = 2.0**-6
 
 
 class Slowly(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        time.sleep(step_s)
+        if hvdtrain.is_chief():
+            with (folder / "steps").open("a") as file:
+                file.write(f"{time.time():.2f} {int(self.model.optimizer.iterations)}\n")
+        if (folder / "slow").exists():
+            time.sleep(step_s)
 
 
 hvdtrain.init()
 keras.utils.set_random_seed(7)
 random = np.random.default_rng(1)
-x = random.normal(size=(ROWS, 5)).astype("float32")
-y = np.stack([x @ np.arange(5.0), np.arange(ROWS)], axis=1).astype("float32")
-model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
-model.compile(keras.optimizers.Adam(0.01), loss=loss, metrics=[Seen(ROWS)])
+features = random.normal(size=(rows, 5)).astype("float32")
+x = {"features": features, "sample": np.eye(rows, dtype="float32")}
+y = {
+    "line": features @ np.arange(5.0, dtype="float32")[:, np.newaxis],
+    "visits": np.zeros((rows, 1)),
+}
+
+inputs = {"features": keras.Input((5,)), "sample": keras.Input((rows,))}
+line = keras.layers.Dense(1, name="line")(inputs["features"])
+counter = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", name="visits")
+model = keras.Model(inputs, {"line": line, "visits": counter(inputs["sample"])})
+losses = {"line": keras.losses.MeanSquaredError(reduction="sum"), "visits": Total()}
+model.compile(keras.optimizers.SGD(RATE), losses)
 hvdtrain.distribute(model)
 history = model.fit(
     x,
     y,
-    batch_size=BATCH_SIZE,
+    batch_size=batch_size,
     epochs=epochs,
     verbose=0,
-    callbacks=[Slowly(), hvdtrain.Checkpoint(directory, every_s=1.0)],
+    callbacks=[Slowly(), hvdtrain.Checkpoint(folder / "disk/runs", every_s=1.0)],
 )
 if hvdtrain.is_chief():
-    print(
-        json.dumps({name: [float(v) for v in entries] for name, entries in history.history.items()})
-    )
+    visits = -counter.get_weights()[0] / RATE
+    loss = [float(value) for value in history.history["line_loss"]]
+    print(json.dumps({"visits": [float(visits.min()), float(visits.max())], "loss": loss}))

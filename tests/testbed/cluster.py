@@ -179,6 +179,10 @@ class Cluster:
             for pid in sorted(carrying(marker))
         ]
 
+    def root(self, host: str) -> Path:
+        """The files of a host as this machine reaches them; follow no absolute link below it."""
+        return Path(f"/proc/{self._machines[host].keeper.pid}/root")
+
     def cut(self, host: str) -> None:
         """Cut the link of a host; it goes on running, alone."""
         network.set_link(self._machines[_HEAD], host, "down")

@@ -211,7 +211,7 @@ class ShardedArrays(ShardedInput):
         self._epoch = 0
         super().__init__(
             source,
-            source.dataset(lambda: Position(epoch=self._epoch), source.units, steps),
+            lambda: source.dataset(lambda: Position(epoch=self._epoch), source.units, steps),
             steps=steps,
             joint_rows_known=not source.plan.presharded,
         )

@@ -194,7 +194,7 @@ class ShardedInput:
     def __init__(
         self,
         source: Source,
-        dataset: Any,
+        make_dataset: Callable[[], tf.data.Dataset],
         *,
         steps: int | None,
         joint_rows_known: bool,
@@ -202,10 +202,15 @@ class ShardedInput:
     ) -> None:
         self._source = source
         self.unit = source.unit
-        self.dataset = dataset
+        self._make_dataset = make_dataset
         self.steps = steps
         self.joint_rows_known = joint_rows_known
         self.notice = notice
+
+    @functools.cached_property
+    def dataset(self) -> tf.data.Dataset:
+        """As the class says; made when it is first asked for, which takes some milliseconds."""
+        return self._make_dataset()
 
     @property
     def follows_global_seed(self) -> bool:

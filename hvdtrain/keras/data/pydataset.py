@@ -181,7 +181,9 @@ class ShardedPyDataset(ShardedInput):
         )
         super().__init__(
             source,
-            source.to_dataset(lambda: source.elements(Position(epoch=self._epoch), steps), steps),
+            lambda: source.to_dataset(
+                lambda: source.elements(Position(epoch=self._epoch), steps), steps
+            ),
             steps=steps,
             joint_rows_known=False,
         )

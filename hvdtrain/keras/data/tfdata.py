@@ -226,7 +226,7 @@ class ShardedPipeline(ShardedInput):
         self._recorder = self._record if self._compares else None
         super().__init__(
             source,
-            source.whole_pass(steps, self._recorder),
+            lambda: source.whole_pass(steps, self._recorder),
             steps=steps,
             joint_rows_known=not plan.presharded,
             notice=NOTICE if self._compares else None,

@@ -90,7 +90,7 @@ class Keeper:
         self.paused_s: list[float] = []
         """For how long each checkpoint kept training from going on."""
         self._overdue = False
-        self._complained = False
+        self._complained_after: int | None = None  # so many checkpoints that were written
         self._preempted = False
 
     def open(self) -> None:
@@ -353,9 +353,10 @@ class Keeper:
         raise Preempted(number)
 
     def _complain(self, error: CheckpointError) -> None:
-        """Once: a full disk stays full for long."""
-        if not self._complained:
-            self._complained = True
+        """Once until a checkpoint could be saved again: a full disk stays full for long."""
+        written = len(self._writer.written_s)
+        if self._complained_after != written:
+            self._complained_after = written
             self._say(f"no checkpoint could be saved, training goes on: {error}")
 
     def _say(self, text: str) -> None:

@@ -19,6 +19,16 @@ TRAINING = """
     model.compile("adam", "mse")
     hvdtrain.distribute(model)
     directory, every, on_error = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    # In these steps another program fills the disk, and in those it makes room.
+    fills, frees = ((20, 60), (40, 80)) if "filled" in sys.argv else ((), ())
+
+    def fill(path):
+        with open(path, "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
 
     class Watch(keras.callbacks.Callback):
         steps = 0
@@ -28,6 +38,10 @@ TRAINING = """
             self.steps += 1
             names = os.listdir(directory) if hvdtrain.is_chief() else []
             self.while_writing += any(name.startswith(".writing") for name in names)
+            if hvdtrain.is_chief() and self.steps in fills:
+                fill(directory + "/filler")
+            if hvdtrain.is_chief() and self.steps in frees:
+                os.unlink(directory + "/filler")
             time.sleep(0.01)
 
     watch = Watch()
@@ -60,6 +74,14 @@ def test_a_disk_that_takes_nothing_is_told_once(launch, small_disk, damage):
     assert done.stderr.count("no checkpoint could be saved, training goes on") == 1
     assert ("No space left" if damage == "full" else "Read-only file system") in done.stderr
     assert done.stdout.startswith("100 steps")
+
+
+def test_a_disk_that_fills_again_is_told_again(launch, small_disk):
+    remount(small_disk, "size=16m")
+    done = launch(2, TRAINING, str(small_disk), "10", "warn", "filled", timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no checkpoint could be saved, training goes on") == 2, done.stderr
+    assert Store(small_disk).steps() == [100]
 
 
 def test_a_full_disk_ends_training_if_asked_to(launch, small_disk):
