@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from hvdtrain.collectives.layout import Scratch, pack, unpack
 from hvdtrain.collectives.ordered import OrderedAllreduce
 from hvdtrain.collectives.recovery import Recovery
 from hvdtrain.collectives.waiting import Patience
+from hvdtrain.collectives.watchdog import Watchdog
 from hvdtrain.errors import MismatchError
 
 __all__ = ["MpiCollectives"]
@@ -57,11 +59,14 @@ class MpiCollectives(Engine):
         survives = self.survives_losses = min_np is not None
         self.alarm = Alarm(mpi, comm.Dup(), timeout_s, lambda: self._operations, survives)
         self._patience = Patience(self.alarm, timeout_s, host.Get_size())
+        self._moved_s = 0.0  # when MPI last ended a call that moves data
         self._recovery: Recovery | None = None
         if min_np is not None:
             self._recovery = Recovery(mpi, self, self.alarm, self._patience, min_np, timeout_s)
         self._open(comm, host)
         self.connect(comm.Dup(), self.members)
+        self._watchdog = Watchdog(self._inside_mpi, self.rank, timeout_s)
+        self._watchdog.start()
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
         """Set up all that depends on who the ranks are; collective over ``comm``.
@@ -100,6 +105,17 @@ class MpiCollectives(Engine):
         rejoin = self._recovery.rejoin if self._recovery is not None else lambda: None
         if not self._mpi.Is_finalized() and self.alarm.leave(rejoin):
             self._mpi.Finalize()
+
+    def close(self) -> None:
+        super().close()
+        self._watchdog.close()
+
+    def _inside_mpi(self) -> tuple[float, str] | None:
+        """Since when this rank is in an operation without waiting for others to come."""
+        inside = self._inside
+        if inside is None or self._patience.waits:
+            return None
+        return max(inside[0], self._patience.waited_until_s, self._moved_s), inside[1]
 
     def _open(self, comm: Any, host: Any) -> None:
         """Set up what stays when ranks die; collective over ``comm``."""
@@ -148,6 +164,7 @@ class MpiCollectives(Engine):
             reduced = self._scratch.take("reduced", dtype, chunk.items)
             pack(chunk.pieces, asked.inputs, packed)
             self._ordered.run(packed, reduced, asked.op, self.size)
+            self._moved_s = time.monotonic()
             if asked.finite is not None:
                 asked.finite.look(reduced)
             unpack(chunk.pieces, reduced, asked.outputs)
@@ -174,6 +191,7 @@ class MpiCollectives(Engine):
     def _broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
         for start in range(0, buffer.size, MESSAGE_BYTES):
             self.comm.Bcast([buffer[start : start + MESSAGE_BYTES], self._mpi.BYTE], root)
+            self._moved_s = time.monotonic()
 
     def _reduce_scatter(
         self, array: np.ndarray, rows: Sequence[tuple[int, int]], op: ReduceOp
@@ -208,6 +226,7 @@ class MpiCollectives(Engine):
         for shift in range(1, self.size):
             to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
             self._exchange(sends[to], to, receives[source], source, byte)
+            self._moved_s = time.monotonic()
 
     def _exchange(
         self, send: np.ndarray, to: int, receive: np.ndarray, source: int, byte: Any

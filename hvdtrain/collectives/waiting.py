@@ -30,6 +30,10 @@ class Patience:
     def __init__(self, alarm: Alarm, timeout_s: float, local_size: int) -> None:
         self._alarm = alarm
         self._timeout_s = timeout_s
+        self.waits = False
+        """Whether this rank waits here, and will give up by itself."""
+        self.waited_until_s = 0.0
+        """When it last did, by the monotonic clock."""
         self._spins = SPINS if local_size <= (os.cpu_count() or 1) else 1
 
     def until(self, ready: Callable[[], bool], waiting_in: str) -> None:
@@ -45,6 +49,14 @@ class Patience:
         for _ in range(self._spins):
             if ready():
                 return
+        self.waits = True
+        try:
+            self._wait(ready, waiting_in)
+        finally:
+            self.waited_until_s = time.monotonic()
+            self.waits = False
+
+    def _wait(self, ready: Callable[[], bool], waiting_in: str) -> None:
         start = time.monotonic()
         next_check = start + ALARM_INTERVAL_S
         pause = FIRST_PAUSE_S

@@ -18,12 +18,12 @@ import os
 import signal
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hvdtrain.config import REPORT_FD
 
-__all__ = ["phase", "resumed", "saved", "step", "watch"]
+__all__ = ["during", "phase", "resumed", "saved", "step", "watch"]
 
 INTERVAL_S = 1.0
 # What a pipe takes as a whole or not at all (PIPE_BUF).
@@ -49,6 +49,17 @@ def phase(name: str) -> None:
     if reporter.phase != name:
         reporter.phase = name
         reporter.tell()
+
+
+@contextlib.contextmanager
+def during(name: str) -> Iterator[None]:
+    """Within the block the program is in the phase ``name``; afterwards in the one before."""
+    before = (_reporter or _begin()).phase
+    phase(name)
+    try:
+        yield
+    finally:
+        phase(before)
 
 
 def saved(step: int) -> None:

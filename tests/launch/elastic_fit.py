@@ -40,6 +40,7 @@ class Scenario:
         moment: "step", "test step", "epoch end" and so on: a hook; or "seconds".
         turn: In which of them, from 0; or after how many seconds.
         delay_s: How long after that moment.
+        by: The signal of which it dies.
         data: "arrays", "pipeline", "batches" (a PyDataset) or "filtered" (of unknown length).
         layer: "dense", or "embedding" for sparse gradients.
         accumulate: Steps whose gradients are applied together.
@@ -54,6 +55,7 @@ class Scenario:
     moment: str = "step"
     turn: float = 3
     delay_s: float = 0.0
+    by: int = signal.SIGKILL
     data: str = "arrays"
     layer: str = "dense"
     accumulate: int | None = None
@@ -119,8 +121,8 @@ class Watch(keras.callbacks.Callback):
 
     def _die_after(self, delay_s: float) -> None:
         if not delay_s:
-            os.kill(os.getpid(), signal.SIGKILL)
-        timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL))
+            os.kill(os.getpid(), self._scenario.by)
+        timer = threading.Timer(delay_s, os.kill, (os.getpid(), self._scenario.by))
         timer.daemon = True
         timer.start()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -114,6 +115,7 @@ def test_at_any_moment(train: Any) -> None:
             moment=moment,
             turn=chance.randrange(1 if moment == "epoch end" else 6),
             delay_s=chance.uniform(0.0, 0.05),
+            by=chance.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT]),
             data=chance.choice(["arrays", "pipeline", "batches"]),
             validate=True,
         )

@@ -269,3 +269,18 @@ def test_the_launcher_reads_what_is_told(start, tmp_path: Path) -> None:
     assert read_report(program.reports()[-1]) == Report(
         pid=program.process.pid, step=3, epoch=1, phase="training", saved=2
     )
+
+
+def test_a_phase_within_another(start):
+    program = start(
+        """
+        report.phase("training")
+        with report.during("checkpoint"):
+            pass
+        import sys; sys.stdin.read()
+        """
+    )
+    program.until(lambda report: report["phase"] == "training")
+    program.until(lambda _: len(program.reports()) >= 3)
+    phases = [report["phase"] for report in program.reports()]
+    assert phases == ["training", "checkpoint", "training"]

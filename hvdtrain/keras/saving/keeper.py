@@ -158,7 +158,7 @@ class Keeper:
         last = last or self._model.stop_training or self._membership.too_few is not None
         if not last and not self._schedule.every_epoch:
             return
-        if self._membership.elastic and (last or self._membership.too_few is not None):
+        if last and self._membership.elastic:
             self._save_for_good(epoch=epoch + 1, epoch_step=0, logs=logs)
         else:
             self._take(epoch=epoch + 1, epoch_step=0, logs=logs)
@@ -259,11 +259,11 @@ class Keeper:
             logs: Of the epoch that has just ended, if one has.
         """
         start = time.monotonic()
-        report.phase("checkpoint")
-        ranks = self._state.gather_own()
-        while self._membership.renew():
+        with report.during("checkpoint"):
             ranks = self._state.gather_own()
-        self._write(ranks, epoch=epoch, epoch_step=epoch_step, logs=logs)
+            while self._membership.renew():
+                ranks = self._state.gather_own()
+            self._write(ranks, epoch=epoch, epoch_step=epoch_step, logs=logs)
         if self._chief:
             self._taken_s = time.monotonic()
             self.paused_s.append(self._taken_s - start)

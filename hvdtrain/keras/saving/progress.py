@@ -28,7 +28,7 @@ class Progress:
         seed: Of all orders of the data that hvdtrain chooses.
         tensorflow_seed: TensorFlow's global seed, or None; orders of ``tf.data`` follow from it.
         presharded: Whether each rank had data of its own.
-        samples: Seen by all ranks since the beginning.
+        samples: Seen since the beginning by the ranks that are left.
         callbacks: By class, what each keeps.
         history: What ``fit`` returns for the epochs so far: "epoch", numbers, and "logs", lists.
     """

@@ -1,0 +1,67 @@
+"""Ends a process that hangs inside MPI.
+
+Ranks meet before an operation moves data, and that wait has a time-out of its own. What then moves
+the data are calls of MPI, which end when it is moved and offer no way to give up: should a rank
+stop just then, or the network, the others would stay in them for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+__all__ = ["Inside", "Watchdog"]
+
+# Whoever can give up by itself has done so by then.
+MARGIN_S = 10.0
+LOOK_S = 1.0
+EXIT_CODE = 1
+
+Inside = Callable[[], tuple[float, str] | None]
+
+
+class Watchdog:
+    """Looks at where this rank is, about once a second, on a thread of its own.
+
+    Args:
+        inside: Since when the rank is in a call of MPI, by the monotonic clock, and in which
+            operation; None for nowhere, or where it would give up by itself.
+        rank: For the error.
+        timeout_s: How long it may be there; some seconds are added.
+    """
+
+    def __init__(self, inside: Inside, rank: int, timeout_s: float) -> None:
+        self._inside = inside
+        self._rank = rank
+        self._limit_s = timeout_s + MARGIN_S
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Begin to look."""
+        threading.Thread(target=self._look, name="hvdtrain watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            inside = self._inside()
+            if inside is not None and time.monotonic() - inside[0] > self._limit_s:
+                self._end(inside[1])
+
+    def _end(self, operation: str) -> NoReturn:
+        print(
+            f"hvdtrain: rank {self._rank} was {self._limit_s:.0f} s inside MPI in {operation}, "
+            "which all ranks had begun: one of them, or the network, stopped in the middle of it. "
+            "Start the job again.",
+            file=sys.stderr,
+            flush=True,
+        )
+        sys.stdout.flush()
+        # Neither an exception nor the end of the interpreter would get out of that call.
+        os._exit(EXIT_CODE)

@@ -1,0 +1,32 @@
+"""A rank that stops while MPI moves data, which MPI itself waits out for ever."""
+
+from __future__ import annotations
+
+import pytest
+
+SCRIPT = """
+import os, signal
+import numpy as np
+import hvdtrain
+from hvdtrain import world
+
+hvdtrain.init()
+engine = world.collectives()
+engine.allreduce(np.ones(3))
+if hvdtrain.rank() == 1:
+    # All have met for the operation by then.
+    engine._ordered.run = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+engine.allreduce(np.ones(100_000), name="gradients")
+print("went on")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(120)
+def test_the_others_do_not_wait_for_ever(launch) -> None:
+    done = launch(
+        2, SCRIPT, env={"HVDTRAIN_TIMEOUT_S": "2", "HVDTRAIN_COLLECTIVES": "mpi"}, timeout_s=90
+    )
+    assert done.returncode != 0
+    assert "hvdtrain: rank 0 was 12 s inside MPI in allreduce(gradients)" in done.stderr
+    assert "went on" not in done.stdout
