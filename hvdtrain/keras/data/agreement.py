@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data.base import Report
+from hvdtrain.keras.data.source import Report
 
 __all__ = ["REMEDIES", "agree", "agreed_steps", "compare", "differences", "raise_if_different"]
 

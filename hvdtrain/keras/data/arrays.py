@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import adapters, structures
-from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, Report, ShardedInput, ShardPlan
+from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, ShardedInput
 from hvdtrain.keras.data.partition import (
     Shuffle,
     epoch_order,
@@ -21,6 +21,7 @@ from hvdtrain.keras.data.partition import (
     units_left,
 )
 from hvdtrain.keras.data.position import Position
+from hvdtrain.keras.data.source import Report, ShardPlan
 
 __all__ = ["ArraySource", "ShardedArrays"]
 

@@ -15,9 +15,10 @@ import tensorflow as tf
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import adapters, structures
 from hvdtrain.keras.data.agreement import REMEDIES, raise_if_different
-from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, Report, ShardedInput, ShardPlan
+from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, ShardedInput
 from hvdtrain.keras.data.partition import epoch_order, joint_steps, units_left
 from hvdtrain.keras.data.position import Position
+from hvdtrain.keras.data.source import Report, ShardPlan
 
 __all__ = ["PyDatasetSource", "ShardedPyDataset"]
 

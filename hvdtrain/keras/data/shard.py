@@ -11,9 +11,10 @@ from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import adapters, agreement
 from hvdtrain.keras.data.arrays import ArraySource
-from hvdtrain.keras.data.base import Report, ShardedInput, ShardPlan, Source
+from hvdtrain.keras.data.base import ShardedInput
 from hvdtrain.keras.data.partition import Shuffle
 from hvdtrain.keras.data.pydataset import PyDatasetSource
+from hvdtrain.keras.data.source import Report, ShardPlan, Source
 from hvdtrain.keras.data.tfdata import TfDataSource
 
 __all__ = ["shard_input"]

@@ -15,11 +15,12 @@ import tensorflow as tf
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import adapters, structures
 from hvdtrain.keras.data.agreement import REMEDIES, raise_if_different
-from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, Report, ShardedInput, ShardPlan
+from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, ShardedInput
 from hvdtrain.keras.data.joint_stream import JointStream
 from hvdtrain.keras.data.partition import joint_steps
 from hvdtrain.keras.data.passes import PipelinePasses, shuffles
 from hvdtrain.keras.data.position import Position
+from hvdtrain.keras.data.source import Report, ShardPlan
 
 __all__ = ["NOTICE", "ShardedPipeline", "TfDataSource"]
 

@@ -4,7 +4,7 @@ import pytest
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data.agreement import agreed_steps, compare, differences
-from hvdtrain.keras.data.base import Report
+from hvdtrain.keras.data.source import Report
 
 
 def _report(rows: int = 10, **changes) -> Report:
