@@ -170,11 +170,11 @@ class Keeper:
                 self._end(number)
 
     def on_test_begin(self) -> None:
-        """Keep what ranks have of their own, which a validation overwrites, to the last step."""
+        """Keep what this rank has of its own, of which a validation overwrites the metrics."""
         swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in self._callbacks)
         # While averages take the place of the weights there is nothing that could be saved.
         if self._validation is None and not swaps:
-            self._validation = Validation(self._state.gather_own(), self._membership.members)
+            self._validation = Validation(self._state.copy_own())
 
     def on_test_batch_end(self) -> None:
         """If a signal has come to some rank, take a checkpoint of the last training step, and end.
@@ -182,11 +182,11 @@ class Keeper:
         The validation begins anew when training goes on.
         """
         validation = self._validation
-        if validation is None or validation.members != self._membership.members:
+        if validation is None:
             return
         number = validation.look(self._signals.received, self._collectives)
-        if number and not self._membership.renew():
-            self._write(validation.ranks, epoch=self._epoch, epoch_step=self._epoch_step)
+        if number:
+            self._take(epoch=self._epoch, epoch_step=self._epoch_step, earlier=validation.own)
             self._end(number)
 
     def on_train_end(self) -> None:
@@ -250,19 +250,27 @@ class Keeper:
             self._complain(error)
         return int(number), bool(take)
 
-    def _take(self, *, epoch: int, epoch_step: int, logs: Mapping[str, Any] | None = None) -> None:
+    def _take(
+        self,
+        *,
+        epoch: int,
+        epoch_step: int,
+        logs: Mapping[str, Any] | None = None,
+        earlier: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         """Copy everything and hand it to the writer; collective.
 
         Args:
             epoch: The one in work, or the next.
             epoch_step: Steps of it that are done.
             logs: Of the epoch that has just ended, if one has.
+            earlier: What this rank had of its own then, if that is not now.
         """
         start = time.monotonic()
         with report.during("checkpoint"):
-            ranks = self._state.gather_own()
+            ranks = self._state.gather_own(earlier)
             while self._membership.renew():
-                ranks = self._state.gather_own()
+                ranks = self._state.gather_own(earlier)
             self._write(ranks, epoch=epoch, epoch_step=epoch_step, logs=logs)
         if self._chief:
             self._taken_s = time.monotonic()

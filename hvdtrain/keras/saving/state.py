@@ -75,14 +75,21 @@ class TrainingState:
             copies[key] = buffer
         return copies
 
-    def gather_own(self) -> dict[str, np.ndarray]:
+    def copy_own(self) -> dict[str, np.ndarray]:
+        """What this rank has for itself now, but for accumulated gradients; for ``gather_own``."""
+        return {key: array.copy() for key, array in self._own_values(accumulated=False).items()}
+
+    def gather_own(self, earlier: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
         """What each rank has for itself, under ``rank/<r>/``, on the chief; collective.
 
         Where a rank is lost meanwhile something is missing: see ``Membership.renew``.
 
         Metrics are part of it, so that this belongs after a step and before they are reset.
+
+        Args:
+            earlier: From ``copy_own``; takes the place of what has changed since.
         """
-        mine = self._own_values()
+        mine = {**self._own_values(), **(earlier or {})}
         collectives = self._collectives
         rows = _join(mine)[np.newaxis]
         to_chief = [1] + [0] * (collectives.size - 1)

@@ -17,14 +17,11 @@ class Validation:
     """One validation, which begins after the last step of an epoch.
 
     Attributes:
-        ranks: What each rank had of its own when it began, of which a validation overwrites the
-            metrics; on the chief.
-        members: Who took part then.
+        own: What this rank had of its own when it began.
     """
 
-    def __init__(self, ranks: Mapping[str, np.ndarray], members: tuple[int, ...]) -> None:
-        self.ranks = ranks
-        self.members = members
+    def __init__(self, own: Mapping[str, np.ndarray]) -> None:
+        self.own = own
         self._schedule = Schedule(None, None)
         self._steps = 0
         self._begun_s = time.monotonic()
