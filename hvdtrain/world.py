@@ -19,6 +19,7 @@ from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.collectives import Collectives, create
 from hvdtrain.config import Settings, read_settings
 from hvdtrain.errors import NotInitializedError
+from hvdtrain.monitor import report
 
 __all__ = [
     "collectives",
@@ -146,6 +147,7 @@ def _enter() -> _World:
 
         # From here on a rank that fails ends the others too.
         exits.install(collectives)
+    report.phase("started")
     # Reached only when asked for: this imports TensorFlow.
     from hvdtrain.tensorflow import devices, seeds
 

@@ -28,7 +28,7 @@ ALLOWED = {
     "cluster": _BASE,
     "launch": {"cluster", *_BASE},
     "collectives": {"cluster", *_BASE},
-    "world": {"collectives", "cluster", "tensorflow", *_BASE},
+    "world": {"collectives", "cluster", "monitor", "tensorflow", *_BASE},
     "monitor": _RANKS,
     "checkpoint": {"errors"},
     "tensorflow": _RANKS,

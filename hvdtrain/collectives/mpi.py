@@ -65,7 +65,7 @@ class MpiCollectives(Engine):
             self._recovery = Recovery(mpi, self, self.alarm, self._patience, min_np, timeout_s)
         self._open(comm, host)
         self.connect(comm.Dup(), self.members)
-        self._watchdog = Watchdog(self._inside_mpi, self.rank, timeout_s)
+        self._watchdog = Watchdog(self._inside_mpi, self.rank, self.size, timeout_s)
         self._watchdog.start()
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from hvdtrain.errors import CollectiveTimeoutError
+
 __all__ = ["Inside", "Watchdog"]
 
 # Whoever can give up by itself has done so by then.
@@ -31,12 +33,13 @@ class Watchdog:
         inside: Since when the rank is in a call of MPI, by the monotonic clock, and in which
             operation; None for nowhere, or where it would give up by itself.
         rank: For the error.
+        size: Likewise.
         timeout_s: How long it may be there; some seconds are added.
     """
 
-    def __init__(self, inside: Inside, rank: int, timeout_s: float) -> None:
+    def __init__(self, inside: Inside, rank: int, size: int, timeout_s: float) -> None:
         self._inside = inside
-        self._rank = rank
+        self._who = f"rank {rank} of {size}"
         self._limit_s = timeout_s + MARGIN_S
         self._closed = threading.Event()
 
@@ -56,9 +59,9 @@ class Watchdog:
 
     def _end(self, operation: str) -> NoReturn:
         print(
-            f"hvdtrain: rank {self._rank} was {self._limit_s:.0f} s inside MPI in {operation}, "
-            "which all ranks had begun: one of them, or the network, stopped in the middle of it. "
-            "Start the job again.",
+            f"hvdtrain: {self._who} failed: {CollectiveTimeoutError.__name__}: it was "
+            f"{self._limit_s:.0f} s inside MPI in {operation}, which all ranks had begun: one of "
+            "them, or the network, stopped in the middle of it. Start the job again.",
             file=sys.stderr,
             flush=True,
         )

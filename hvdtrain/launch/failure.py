@@ -64,6 +64,9 @@ _BEGINNINGS = ("Traceback (most recent call last)", _CRASH)
 # What a rank says that ended because another one had: never the first failure.
 _FOLLOWS = "PeerFailedError"
 _HANGS = "CollectiveTimeoutError"
+# What faulthandler prints of a rank that the others did not meet in MPI's start, where Python can
+# say nothing; see hvdtrain.collectives.start.
+_TIMED_OUT, _STARTING = "Timeout (", " in start_mpi"
 # What hvdtrain.collectives.exits adds to a traceback. It knows better: TensorFlow turns errors
 # between ranks into some of its own.
 _VERDICT = re.compile(r"hvdtrain: rank \d+ of \d+ (?:stops|failed: (\w+)):")
@@ -186,11 +189,14 @@ def _own_words(end: End) -> bool:
 
 def exception_name(lines: Sequence[str]) -> str:
     """The class of the exception that ends the last traceback; empty where there is none."""
-    within = False
+    within = timed_out = False
     found = ""
     for line in lines:
+        timed_out = timed_out or line.startswith(_TIMED_OUT)
         if begins_traceback(line):
             within = True
+        elif timed_out and line.endswith(_STARTING):
+            found = _HANGS
         elif verdict := _VERDICT.match(line):
             found = verdict[1] or _FOLLOWS
         elif within and (match := re.match(r"(?:\w+\.)*(\w+)(?::|$)", line)):

@@ -211,7 +211,7 @@ class Supervisor:
         for end in [end for end in self._hub.ends if end.rank not in self._judged]:
             self._judged.add(end.rank)
             others_s = SETTLE_S
-            if self._min_np is not None and is_loss(end) and self._stop_at is None:
+            if self._elastic and is_loss(end) and self._stop_at is None:
                 enough = self._note_loss(end)
                 if enough:
                     continue
@@ -221,6 +221,12 @@ class Supervisor:
                 others_s = self._patience.preempt_grace_s
             if end.code != 0:
                 self._stop_at = min(self._stop_at or now + others_s, now + others_s)
+
+    @property
+    def _elastic(self) -> bool:
+        """Whether ranks go on without one that is lost: not before all have come to MPI's start."""
+        there = set(range(self._hub.ranks)).difference(self._hub.forgiven)
+        return self._min_np is not None and there <= self._hub.reports.latest.keys()
 
     def _note_loss(self, end: End) -> bool:
         """Tell of a rank that died, and whether the others go on."""

@@ -28,5 +28,6 @@ def test_the_others_do_not_wait_for_ever(launch) -> None:
         2, SCRIPT, env={"HVDTRAIN_TIMEOUT_S": "2", "HVDTRAIN_COLLECTIVES": "mpi"}, timeout_s=90
     )
     assert done.returncode != 0
-    assert "hvdtrain: rank 0 was 12 s inside MPI in allreduce(gradients)" in done.stderr
+    told = "hvdtrain: rank 0 of 2 failed: CollectiveTimeoutError: it was 12 s inside MPI in"
+    assert f"{told} allreduce(gradients)" in done.stderr
     assert "went on" not in done.stdout

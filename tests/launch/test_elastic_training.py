@@ -98,3 +98,26 @@ def test_what_could_not_go_on_is_refused_on_every_rank(elastic):
     assert done.stdout.count("reshuffle_each_iteration=False") == 3
     assert done.stdout.count("reduction='sum' and regularization") == 3, done
     assert "no error" not in done.stdout
+
+
+STARTING = """
+import os, signal, sys
+import pathlib
+import hvdtrain
+
+first_time = pathlib.Path(sys.argv[1])
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1" and not first_time.exists():
+    first_time.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+hvdtrain.init()
+print("rank", hvdtrain.rank(), "of", hvdtrain.size())
+"""
+
+
+def test_a_rank_lost_while_they_start_ends_the_attempt(elastic, tmp_path):
+    done = elastic(STARTING, "--max-restarts", "1", arguments=(str(tmp_path / "once"),))
+    assert done.returncode == 0, done
+    assert "rank 1 on" in done.stderr
+    assert "go on" not in done.stderr, "nobody can, before MPI has started"
+    assert "attempt 2 of 2" in done.stderr
+    assert done.stdout.count("of 3") == 3

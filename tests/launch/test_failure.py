@@ -108,6 +108,13 @@ def test_first_failure(ends: list[End], rank: int | None) -> None:
     assert (found.rank if found else None) == rank
 
 
+# As faulthandler prints it.
+NEVER_MET = (
+    "Timeout (0:01:00)!",
+    "Thread 0x00007f5250b3cb80 (most recent call first):",
+    '  File "/home/me/hvdtrain/collectives/start.py", line 50 in start_mpi',
+    '  File "/home/me/hvdtrain/world.py", line 64 in init',
+)
 TIMEOUT = trace("hvdtrain.errors.CollectiveTimeoutError: rank 3 did not arrive within 5 s")
 CODES: dict[str, tuple[End | None, int]] = {
     "no-failure": (None, 0),
@@ -119,6 +126,8 @@ CODES: dict[str, tuple[End | None, int]] = {
     "timeout-through-tensorflow": (end(0, 1, WRAPPED_TIMEOUT), 124),
     "timeout-caught-before": (end(0, 1, (*TIMEOUT, *VALUE)), 1),
     "timeout-only-spoken-of": (end(0, 9, ("CollectiveTimeoutError: who?",)), 9),
+    "timeout-in-the-start": (end(0, 1, NEVER_MET), 124),
+    "timeout-of-the-program": (end(0, 1, NEVER_MET[:2]), 1),
     "timeout-without-dots": (end(0, 1, trace("CollectiveTimeoutError")), 124),
 }
 
