@@ -119,13 +119,11 @@ class _After(keras.callbacks.Callback):
         self._broadcast = broadcast
 
     def on_train_begin(self, logs: Any = None) -> None:
-        chief = self._membership.members[0]
         self._broadcast()
         self.model._initial_epoch = self._collectives.broadcast_object(
             self.model._initial_epoch, name="initial epoch"
         )
-        self._membership.renew()
-        if self._membership.members[0] != chief:
+        if self._membership.lose_chief():
             raise RanksLostError(
                 "The chief was lost while it gave the others its state as training began. Start "
                 "the job again."

@@ -25,8 +25,7 @@ CHIEF_ONLY = (
 
 _HOOKS = (
     *("on_train_begin", "on_train_end", "on_test_begin", "on_test_end"),
-    *("on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_batch_end"),
-    *("on_test_batch_begin", "on_test_batch_end"),
+    *("on_train_batch_begin", "on_train_batch_end", "on_test_batch_begin", "on_test_batch_end"),
 )
 
 
@@ -120,9 +119,13 @@ class _Deputy(keras.callbacks.Callback):
         if self._epoch is not None:
             callback.on_epoch_begin(self._epoch)
 
-    def note_epoch(self, epoch: int | None) -> None:
-        """Remember which epoch is in work."""
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.call("on_epoch_begin", epoch, logs)
         self._epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.call("on_epoch_end", epoch, logs)
+        self._epoch = None
 
     def call(self, hook: str, *args: Any, **options: Any) -> None:
         """Hand a hook on, once this acts."""
@@ -133,10 +136,6 @@ class _Deputy(keras.callbacks.Callback):
 def _handed_on(hook: str) -> Callable[..., None]:
     def call(self: _Deputy, *args: Any, **options: Any) -> None:
         self.call(hook, *args, **options)
-        if hook == "on_epoch_begin":
-            self.note_epoch(args[0])
-        elif hook == "on_epoch_end":
-            self.note_epoch(None)
 
     call.__name__ = hook
     return call

@@ -30,6 +30,11 @@ class Change(NamedTuple):
         """Who is no longer there."""
         return tuple(member for member in self.before if member not in self.now)
 
+    @property
+    def of_chief(self) -> bool:
+        """Whether another rank is the chief now."""
+        return self.before[0] != self.now[0]
+
 
 Follower = Callable[[Change], None]
 
@@ -82,6 +87,12 @@ class Membership:
             yield
         finally:
             del self._followers[-len(followers) :]
+
+    def lose_chief(self) -> bool:
+        """As ``renew``; returns whether the chief is among those that were lost."""
+        before = self.members
+        self.renew()
+        return Change(before, self.members).of_chief
 
     def renew(self) -> bool:
         """See whether ranks were lost since the last time; collective where that can be.

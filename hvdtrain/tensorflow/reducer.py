@@ -89,7 +89,7 @@ class GradientReducer:
             NonFiniteError: A gradient holds NaN or infinity.
             TooFewRanksError: Fewer ranks are left than an elastic job needs.
         """
-        if self.collectives.size == 1 and not self.collectives.survives_losses:
+        if self._alone:
             return list(gradients)
         entries = tuple(_Entry.of(name, g) for name, g in zip(names, gradients))
         averages: list[Gradient] = list(gradients)
@@ -111,7 +111,7 @@ class GradientReducer:
 
     def reduce(self, value: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
         """Combine one small tensor over the ranks; for flags and counts."""
-        if self.collectives.size == 1 and not self.collectives.survives_losses:
+        if self._alone:
             return value
 
         def run(array: np.ndarray) -> np.ndarray:
@@ -253,6 +253,11 @@ class GradientReducer:
             if list(theirs.items()) != list(everyone[0].items()):
                 raise MismatchError(_explain(everyone[0], rank, theirs))
         self._verified.add(entries)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether there is nobody to reduce with, and never was."""
+        return self.collectives.size == 1 and not self.collectives.survives_losses
 
     def _check_enough(self) -> None:
         if not self._goes_on and self.collectives.too_few is not None:

@@ -55,7 +55,8 @@ class Squares(keras.losses.Loss):
             return tf.identity(errors)
 
     def _note(self, numbers: np.ndarray) -> None:
-        with self._notes.open("a") as file:  # type: ignore[union-attr]
+        assert self._notes is not None
+        with self._notes.open("a") as file:
             file.write(json.dumps([int(number) for number in numbers]) + "\n")
 
 

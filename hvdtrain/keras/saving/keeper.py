@@ -104,7 +104,7 @@ class Keeper:
 
     def take_over(self, change: Change) -> None:
         """Write from now on, if the chief is lost and this rank comes after it."""
-        if self._chief and change.before[0] in change.lost:
+        if self._chief and change.of_chief:
             # Whether the newest one has come to the disk is not known here.
             self._overdue = True
             self._met = (self._epochs.step, time.monotonic())
@@ -316,9 +316,7 @@ class Keeper:
             self._take(epoch=epoch, epoch_step=epoch_step, logs=logs)
             self._writer.wait()
             self._collectives.barrier(name="checkpoint is saved")
-            chief = self._membership.members[0]
-            self._membership.renew()
-            if self._membership.members[0] == chief:
+            if not self._membership.lose_chief():
                 return
 
     def _history(self, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:
