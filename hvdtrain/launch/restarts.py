@@ -84,7 +84,7 @@ def announce(
     most = limits.max_restarts + 1 + free
     number = len(history) + 1
     on = f"on {listing(hosts, 'hosts')} ({ranks} rank{'' if ranks == 1 else 's'})"
-    return f"attempt {number} of {most} starts in {delay_s:.0f} s {on}; {_lost(history[-1])}"
+    return f"attempt {number} of {most} starts in {delay_s:.0f} s {on}; {_lost(history)}"
 
 
 def account(history: Sequence[Outcome]) -> str:
@@ -156,10 +156,16 @@ def _lost_steps(outcome: Outcome) -> int:
     return max(0, (outcome.step or 0) - (outcome.saved or 0))
 
 
-def _lost(outcome: Outcome) -> str:
-    since = "the beginning: there is no checkpoint"
+def _lost(history: Sequence[Outcome]) -> str:
+    """What the last attempt lost."""
+    outcome = history[-1]
+    earlier = max((one.saved or 0 for one in history), default=0)
     if outcome.saved is not None:
         since = f"the checkpoint of step {outcome.saved}"
+    elif outcome.step is None and earlier:
+        since = f"its start; the newest checkpoint is of step {earlier}"
+    else:
+        since = "the beginning: there is no checkpoint"
     return f"lost: {_steps(_lost_steps(outcome))}, {outcome.lost_s:.0f} s, since {since}"
 
 

@@ -105,6 +105,10 @@ def test_what_is_said() -> None:
     assert said(first, LOST).startswith("attempt 3 of 4")
     nothing = after("infrastructure", step=1, lost_s=3.0)
     assert said(nothing).endswith("lost: 1 step, 3 s, since the beginning: there is no checkpoint")
+    unresumed = after("infrastructure", lost_s=5.0)
+    assert said(first, unresumed).endswith(
+        "lost: 0 steps, 5 s, since its start; the newest checkpoint is of step 120"
+    )
     free = after("preempted", 75, step=130, saved=130)
     assert said(first, free).startswith("attempt 3 of 5"), "a preemption is one more"
 
