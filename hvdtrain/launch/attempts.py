@@ -26,7 +26,15 @@ from hvdtrain.launch.job import (
     survey,
     words_to_agents,
 )
-from hvdtrain.launch.restarts import Limits, account, announce, decide, fitting, without
+from hvdtrain.launch.restarts import (
+    Limits,
+    account,
+    announce,
+    decide,
+    fitting,
+    remains,
+    without,
+)
 from hvdtrain.launch.supervisor import Supervisor
 from hvdtrain.launch.verdict import Outcome
 from hvdtrain.launch.where import is_this_host
@@ -179,10 +187,10 @@ class _Attempts:
         )
 
     def _over(self) -> int:
-        """The exit code, after a last word on what was lost."""
-        words = account(self._history)
-        if words:
-            self._console.notice(words)
+        """The exit code, after a last word on what was lost and what is left."""
+        for words in (account(self._history), remains(self._history)):
+            if words:
+                self._console.notice(words)
         last = self._history[-1]
         if self._received and last.cause != "ordered":
             # Between two attempts, when nothing runs.

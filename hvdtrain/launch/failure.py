@@ -61,6 +61,8 @@ class End:
 _KILLED = 128 + signal.SIGKILL
 _CRASH = "Fatal Python error:"
 _BEGINNINGS = ("Traceback (most recent call last)", _CRASH)
+# A crash lists all extension modules: thousands of characters that nobody needs at the end.
+_MODULES = "Extension modules:"
 # What a rank says that ended because another one had: never the first failure.
 _FOLLOWS = "PeerFailedError"
 _HANGS = "CollectiveTimeoutError"
@@ -209,7 +211,7 @@ def _excerpt(lines: Sequence[str]) -> list[str]:
     starts = [index for index, line in enumerate(lines) if begins_traceback(line)]
     if not starts:
         return list(lines[-_FEW_LINES:])
-    shown = list(lines[starts[0] :])
+    shown = [line for line in lines[starts[0] :] if not line.startswith(_MODULES)]
     if len(shown) <= _MOST_LINES:
         return shown
     half = _MOST_LINES // 2

@@ -9,7 +9,7 @@ from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.listing import listing
 from hvdtrain.launch.verdict import Outcome
 
-__all__ = ["Decision", "Limits", "account", "announce", "decide", "fitting", "without"]
+__all__ = ["Decision", "Limits", "account", "announce", "decide", "fitting", "remains", "without"]
 
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 60.0
@@ -97,6 +97,13 @@ def account(history: Sequence[Outcome]) -> str:
     return f"{len(history)} attempts; lost in all: {_steps(steps)}, {seconds:.0f} s"
 
 
+def remains(history: Sequence[Outcome]) -> str:
+    """What a job that failed leaves to go on from; empty where nothing, or where it is told."""
+    if history[-1].cause in ("done", "ordered", "preempted") or not (newest := _newest(history)):
+        return ""
+    return f"the newest checkpoint is of step {newest}; the next start goes on from it"
+
+
 def without(hosts: Sequence[Host], gone: Collection[str]) -> list[Host]:
     """The hosts that are left."""
     names = {name.lower() for name in gone}
@@ -144,8 +151,12 @@ def _idle_attempts(history: Sequence[Outcome]) -> int:
 
 
 def _saved_more(outcome: Outcome, before: Sequence[Outcome]) -> bool:
-    earlier = max((one.saved or 0 for one in before), default=0)
-    return (outcome.saved or 0) > earlier
+    return (outcome.saved or 0) > _newest(before)
+
+
+def _newest(history: Sequence[Outcome]) -> int:
+    """Step of the newest checkpoint; 0 for none."""
+    return max((outcome.saved or 0 for outcome in history), default=0)
 
 
 def _after(step: int | None) -> str:
@@ -159,11 +170,10 @@ def _lost_steps(outcome: Outcome) -> int:
 def _lost(history: Sequence[Outcome]) -> str:
     """What the last attempt lost."""
     outcome = history[-1]
-    earlier = max((one.saved or 0 for one in history), default=0)
     if outcome.saved is not None:
         since = f"the checkpoint of step {outcome.saved}"
-    elif outcome.step is None and earlier:
-        since = f"its start; the newest checkpoint is of step {earlier}"
+    elif outcome.step is None and (newest := _newest(history)):
+        since = f"its start; the newest checkpoint is of step {newest}"
     else:
         since = "the beginning: there is no checkpoint"
     return f"lost: {_steps(_lost_steps(outcome))}, {outcome.lost_s:.0f} s, since {since}"

@@ -15,6 +15,7 @@ from hvdtrain.launch.restarts import (
     announce,
     decide,
     fitting,
+    remains,
     without,
 )
 from hvdtrain.launch.verdict import Cause, Outcome
@@ -119,6 +120,16 @@ def test_the_account() -> None:
     last = after("done", 0, step=300, saved=290, lost_s=50.0)
     assert account([last]) == ""
     assert account([first, second, last]) == "3 attempts; lost in all: 42 steps, 15 s"
+
+
+def test_what_is_left_to_go_on_from() -> None:
+    saved = after("infrastructure", step=157, saved=120)
+    told = "the newest checkpoint is of step 120; the next start goes on from it"
+    assert remains([saved]) == told
+    assert remains([saved, LOST]) == told
+    assert remains([LOST]) == ""
+    for cause, code in (("done", 0), ("ordered", 130), ("preempted", 75)):
+        assert remains([after(cause, code, step=157, saved=120)]) == "", "told by their own words"
 
 
 HOSTS = parse_hosts("node1:2,node2:2,node3:1")

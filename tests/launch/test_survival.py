@@ -104,9 +104,10 @@ def test_an_exception_that_repeats_ends_the_job(train) -> None:
     code, output = train("-np", "2", "--max-restarts", "5", *QUICK, program=program).end()
     assert code == 1, output
     assert output.count("starts in") == 1, output
-    assert said(output)[-2] == (
+    assert said(output)[-3] == (
         "the job is not started again: the program raised an exception after step 12 before, too"
     )
+    assert said(output)[-1] == "the newest checkpoint is of step 10; the next start goes on from it"
 
 
 def test_the_budget_is_kept(train) -> None:
@@ -223,7 +224,8 @@ def test_a_hang(train, fault: str, why: str, where: str) -> None:
     lines = said(output)
     assert re.fullmatch(r"the job hangs: no rank has done a step for \d+ s after step 12", lines[0])
     assert re.fullmatch(r"missing: rank 1 on \S+: " + re.escape(why), lines[1]), output
-    assert lines[2:] == ["rank 0, 2 waits in allreduce(gradients) of step 13"]
+    assert lines[2] == "rank 0, 2 waits in allreduce(gradients) of step 13"
+    assert lines[3:] == ["the newest checkpoint is of step 10; the next start goes on from it"]
     stacks = dict.fromkeys(re.findall(r"^\[(\d)\] +File .* in agree$", output, re.MULTILINE))
     assert set(stacks) == {"0", "2"}, "of all ranks, chief or not"
     assert where in output
@@ -281,7 +283,7 @@ def test_a_rank_that_can_not_be_spared(train) -> None:
 def test_an_exception_is_no_loss(train) -> None:
     code, output = train(*ELASTIC, program=("--elastic", "--fault", "1", "13", RAISE)).end()
     assert code == 1, output
-    assert "go on" not in output
+    assert "ranks go on" not in output
     assert "ValueError: no such batch" in output
 
 
