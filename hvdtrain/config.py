@@ -13,7 +13,16 @@ from typing import Any
 
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["COLUMNS", "LAUNCHER", "PREFIX", "REPORT_FD", "Settings", "read_settings"]
+__all__ = [
+    "COLUMNS",
+    "LAUNCHER",
+    "PREFIX",
+    "REPORT_FD",
+    "Settings",
+    "read_settings",
+    "variable_name",
+    "written_default",
+]
 
 PREFIX = "HVDTRAIN_"
 # Set for the ranks by ``hvdtrain run``: where it listens, its addresses with one port
@@ -23,6 +32,8 @@ COLUMNS = PREFIX + "COLUMNS"
 # The open file in which a rank's program tells how far it is, and its inode ("7:4711"), so that
 # a number that means another file by then is not written to.
 REPORT_FD = PREFIX + "REPORT_FD"
+
+_WITH_SERVERS = ("async-ps", "sync-ps")
 
 
 def _positive_float(text: str) -> float:
@@ -37,6 +48,30 @@ def _positive_int(text: str) -> int:
     if value <= 0:
         raise ValueError("expected a whole number above 0")
     return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError("expected a whole number, 0 or more")
+    return int(text)
+
+
+def _count_or_none(text: str) -> int | None:
+    if text != "none" and not text.isdecimal():
+        raise ValueError("expected a whole number, 0 or more, or none")
+    return None if text == "none" else int(text)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    if text in ("", "last"):
+        return ()
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise ValueError("expected numbers of ranks like 2,3, or last")
+    ranks = sorted(map(int, words))
+    if len(set(ranks)) < len(ranks):
+        raise ValueError("expected each rank once")
+    return tuple(ranks)
 
 
 def _flag(text: str) -> bool:
@@ -57,14 +92,44 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-def _setting(default: Any, parse: Callable[[str], Any], help: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "help": help})
+def _setting(
+    default: Any, parse: Callable[[str], Any], help: str, *, written: str | None = None
+) -> Any:
+    """A setting; ``written`` is its default as a user would write it, where that isn't plain."""
+    return field(default=default, metadata={"parse": parse, "help": help, "written": written})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a rank can be told; each field is read from ``HVDTRAIN_<NAME IN CAPITALS>``."""
 
+    mode: str = _setting(
+        "allreduce",
+        _one_of("allreduce", *_WITH_SERVERS),
+        "how ranks train together: allreduce (they average gradients), or with parameter servers, "
+        "async-ps, sync-ps",
+    )
+    num_ps: int = _setting(
+        1, _positive_int, "how many ranks are parameter servers, in modes that have them"
+    )
+    ps_ranks: tuple[int, ...] = _setting(
+        (),
+        _ranks,
+        "which ranks they are, like 2,3; last: the last ones, as many as --num-ps says",
+        written="last",
+    )
+    staleness_bound: int | None = _setting(
+        None,
+        _count_or_none,
+        "async-ps: how many steps a worker may be ahead of the slowest; 0 makes it synchronous",
+        written="none",
+    )
+    staleness_scaling: bool = _setting(
+        False, _flag, "1 divides the learning rate by the gradient's staleness, in async-ps"
+    )
+    backup_workers: int = _setting(
+        0, _count, "sync-ps: how many of the slowest workers' gradients a step does without"
+    )
     collectives: str = _setting(
         "auto",
         _one_of("auto", "mpi", "shared_memory"),
@@ -102,10 +167,37 @@ class Settings:
         "how much hvdtrain itself prints on the chief",
     )
 
+    @property
+    def has_servers(self) -> bool:
+        """Whether some ranks are parameter servers."""
+        return self.mode in _WITH_SERVERS
+
+    @property
+    def gathers(self) -> bool:
+        """Whether servers make an update of several workers' gradients."""
+        return self.mode == "sync-ps" or (self.mode == "async-ps" and self.staleness_bound == 0)
+
+    def gradients_in_update(self, workers: int) -> int:
+        """How many ranks' gradients one update of the weights is made of, of so many workers."""
+        if not self.has_servers:
+            return workers
+        if not self.gathers:
+            return 1
+        return workers - (self.backup_workers if self.mode == "sync-ps" else 0)
+
 
 def variable_name(name: str) -> str:
     """The environment variable that holds the setting ``name``."""
     return PREFIX + name.upper()
+
+
+def written_default(entry: dataclasses.Field[Any]) -> str:
+    """The default of a setting as its flag or its variable would hold it."""
+    if entry.metadata["written"] is not None:
+        return str(entry.metadata["written"])
+    if isinstance(entry.default, bool):
+        return "1" if entry.default else "0"
+    return f"{entry.default:g}" if isinstance(entry.default, float) else str(entry.default)
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:
@@ -123,8 +215,9 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         try:
             values[entry.name] = entry.metadata["parse"](text)
         except ValueError as error:
+            name, default = variable_name(entry.name), written_default(entry)
             raise ConfigurationError(
-                f"{variable_name(entry.name)}={text!r} can't be used: {error}. "
-                f"It means: {entry.metadata['help']}. Unset it for the default, {entry.default!r}."
+                f"{name}={text!r} can't be used: {error}. It means: {entry.metadata['help']}. "
+                f"Unset it for the default, {default}."
             ) from None
     return Settings(**values)

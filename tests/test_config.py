@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from hvdtrain.config import Settings, read_settings, variable_name
+from hvdtrain.config import Settings, read_settings, variable_name, written_default
 from hvdtrain.errors import ConfigurationError
 
 
@@ -22,6 +22,15 @@ def test_an_empty_environment_gives_the_defaults():
         ("share_gpus", "yes", True),
         ("share_gpus", "0", False),
         ("log_level", "warning", "warning"),
+        ("mode", "sync-ps", "sync-ps"),
+        ("num_ps", "3", 3),
+        ("ps_ranks", "3, 2", (2, 3)),
+        ("ps_ranks", "last", ()),
+        ("ps_ranks", "", ()),
+        ("staleness_bound", "0", 0),
+        ("staleness_bound", "none", None),
+        ("staleness_scaling", "1", True),
+        ("backup_workers", "2", 2),
     ],
 )
 def test_a_variable_sets_its_setting_and_no_other(name, text, value):
@@ -41,12 +50,33 @@ def test_a_variable_sets_its_setting_and_no_other(name, text, value):
         ("non_finite", ""),
         ("share_gpus", "maybe"),
         ("log_level", "INFO"),
+        ("mode", "async"),
+        ("num_ps", "0"),
+        ("ps_ranks", "2,"),
+        ("ps_ranks", "-1"),
+        ("ps_ranks", "2,2"),
+        ("staleness_bound", "-1"),
+        ("staleness_bound", ""),
+        ("backup_workers", "-1"),
+        ("backup_workers", "none"),
     ],
 )
 def test_what_cannot_be_used_is_shown_with_its_variable(name, text):
     variable = variable_name(name)
     with pytest.raises(ConfigurationError, match=f"{variable}='{text}'.*Unset it"):
         read_settings({variable: text})
+
+
+@pytest.mark.parametrize("entry", dataclasses.fields(Settings), ids=lambda entry: entry.name)
+def test_a_default_that_is_shown_can_be_given(entry: "dataclasses.Field[object]"):
+    assert entry.metadata["parse"](written_default(entry)) == entry.default
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_servers"), [("allreduce", False), ("async-ps", True), ("sync-ps", True)]
+)
+def test_the_mode_says_whether_there_are_servers(mode, has_servers):
+    assert Settings(mode=mode).has_servers == has_servers
 
 
 def test_every_setting_says_what_it_means():

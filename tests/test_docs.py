@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hvdtrain
-from hvdtrain.config import Settings, variable_name
+from hvdtrain.config import Settings, variable_name, written_default
 from tests.harness.jobs import REPOSITORY
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -26,8 +26,7 @@ def _settings_table() -> str:
     rows = []
     for entry in dataclasses.fields(Settings):
         flag = "--" + entry.name.replace("_", "-")
-        default = int(entry.default) if isinstance(entry.default, bool) else entry.default
-        shown = f"{default:g}" if isinstance(default, float) else default
+        shown = written_default(entry)
         meaning = entry.metadata["help"].replace("|", "\\|")
         rows.append(f"| `{flag}` | `{variable_name(entry.name)}` | `{shown}` | {meaning} |")
     return "\n".join(rows)

@@ -148,6 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     if inside or name == "startup":
         measure_here(name, options)
         return 0
+    from hvdtrain.config import Settings
     from hvdtrain.launch.attempts import run_job
     from hvdtrain.launch.job import Job
 
@@ -160,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
         ranks=ranks,
         hosts=f"localhost:{ranks}",
         chief_only=True,
-        elastic=elastic,
+        settings=Settings(elastic=elastic),
     )
     # TensorFlow's notes about the processor would stand between the tables.
     return run_job(job, {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ})

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from hvdtrain.cluster.topology import slurm_task_counts
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["Host", "merge_hosts", "parse_hostfile", "parse_hosts", "slurm_hosts"]
+__all__ = ["Host", "merge_hosts", "parse_hostfile", "parse_hosts", "read_names", "slurm_hosts"]
 
 _LIST_EXPECTED = (
     "Expected hosts with the number of ranks that each takes (1 where none is given), like "
@@ -117,7 +117,7 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[Host] | None:
         return None
     tasks = environ.get("SLURM_TASKS_PER_NODE")
     try:
-        names = [name for name, _ in _read_list(nodes)]
+        names = [name for name, _ in read_names(nodes)]
         counts = _task_counts(tasks) if tasks else [1] * len(names)
         if len(names) != len(counts):
             # srun -N1 in a job of two nodes: the list is the job's, the counts are the step's.
@@ -147,7 +147,21 @@ def merge_hosts(hosts: Iterable[Host]) -> list[Host]:
     return list(merged.values())
 
 
-# What follows raises ValueError with the reason only; the functions above say where it is.
+def read_names(text: str) -> list[tuple[str, str | None]]:
+    """The hosts that ``text`` names, each with what stands behind its colon, if anything does.
+
+    Raises:
+        ValueError: With the reason only; the caller says where it is.
+    """
+    hosts: list[tuple[str, str | None]] = []
+    # Commas inside brackets separate numbers.
+    for entry in re.split(r",(?![^\[\]]*\])", text):
+        names, behind = _read_entry(entry.strip())
+        hosts += [(name, behind) for name in names]
+    return hosts
+
+
+# What follows raises ValueError, too.
 
 
 def _read_line(line: str) -> list[Host]:
@@ -174,24 +188,19 @@ def _read_line(line: str) -> list[Host]:
 
 
 def _read_list(text: str) -> list[tuple[str, int | None]]:
-    """Names and slots of hosts separated by commas; those inside brackets separate numbers."""
-    hosts: list[tuple[str, int | None]] = []
-    for entry in re.split(r",(?![^\[\]]*\])", text):
-        hosts += _read_entry(entry.strip())
-    return hosts
+    """Names and slots of hosts separated by commas."""
+    return [(name, None if slots is None else _count(slots)) for name, slots in read_names(text)]
 
 
-def _read_entry(text: str) -> list[tuple[str, int | None]]:
+def _read_entry(text: str) -> tuple[list[str], str | None]:
     bracketed = re.fullmatch(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", text)
     if bracketed is not None:
-        count = bracketed[2]
-        return [(_ipv6(bracketed[1]), None if count is None else _count(count))]
+        return [_ipv6(bracketed[1])], bracketed[2]
     if text.count(":") > 1:
         # fe80::1:4 is an address of its own; slots need the brackets.
-        return [(_ipv6(text), None)]
-    names, colon, count = text.partition(":")
-    slots = _count(count) if colon else None
-    return [(name, slots) for name in _expand(names)]
+        return [_ipv6(text)], None
+    names, colon, behind = text.partition(":")
+    return _expand(names), behind if colon else None
 
 
 def _ipv6(text: str) -> str:

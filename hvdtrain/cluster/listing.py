@@ -1,13 +1,18 @@
-"""Lists of hosts or ranks in messages, which must stay readable for a thousand of them."""
+"""Hosts and ranks in messages, which must stay readable for a thousand of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["listing"]
+__all__ = ["counted", "listing"]
 
 # Shown before the rest is counted.
 _LISTED = 8
+
+
+def counted(number: int, thing: str) -> str:
+    """So many of a thing: "1 rank", "2 ranks"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def listing(things: Iterable[object], what: str = "") -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.cluster.hosts import Host, merge_hosts
-from hvdtrain.cluster.listing import listing
+from hvdtrain.cluster.listing import counted, listing
 from hvdtrain.errors import ConfigurationError
 
 __all__ = ["Place", "Role", "place", "share_of_cores", "table"]
 
-Role = Literal["chief", "worker"]
+Role = Literal["chief", "worker", "ps"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +27,10 @@ class Place:
         local_rank: Number of the process on its host, from 0.
         local_size: Processes on its host.
         node_rank: Index of its host among the hosts that got ranks.
-        role: ``"chief"`` for rank 0, ``"worker"`` for the others.
-        gpu: Index of its GPU on the host; ``None`` where the host isn't known to have any.
+        role: ``"ps"`` for a parameter server; else ``"chief"`` for rank 0, ``"worker"`` for the
+            others.
+        gpu: Index of its GPU on the host; ``None`` where the host isn't known to have any, and
+            for parameter servers.
         cores: First and last core, both included, of its share of the host; ``None`` where the
             number of cores isn't known.
     """
@@ -45,6 +49,7 @@ def place(
     hosts: Sequence[Host],
     ranks: int | None,
     *,
+    servers: Collection[int] = (),
     oversubscribe: bool = False,
     share_gpus: bool = False,
     cores: Mapping[str, int] | None = None,
@@ -55,6 +60,7 @@ def place(
     Args:
         hosts: Where ranks can run, in this order.
         ranks: How many ranks; ``None`` for as many as there are slots.
+        servers: Those ranks that are parameter servers. They compute nothing that a GPU is for.
         oversubscribe: Whether more ranks than slots may run. The surplus is dealt out in turns,
             one rank a host, up to each host's ``max_slots``.
         share_gpus: Whether more ranks than GPUs may run on a host; they take the GPUs in turns.
@@ -73,11 +79,11 @@ def place(
     used = [(host.name, count) for host, count in zip(hosts, counts) if count > 0]
     cores = _by_lower_name(cores)
     gpus = _by_lower_name(gpus)
-    if not share_gpus:
-        _check_gpus(used, gpus)
     places: list[Place] = []
     for node_rank, (name, count) in enumerate(used):
+        free = itertools.count()
         for local_rank in range(count):
+            role = _role(len(places), servers)
             places.append(
                 Place(
                     rank=len(places),
@@ -85,11 +91,13 @@ def place(
                     local_rank=local_rank,
                     local_size=count,
                     node_rank=node_rank,
-                    role="worker" if places else "chief",
-                    gpu=_gpu(local_rank, gpus.get(name.lower(), 0)),
+                    role=role,
+                    gpu=None if role == "ps" else _gpu(next(free), gpus.get(name.lower(), 0)),
                     cores=share_of_cores(local_rank, count, cores.get(name.lower(), 0)),
                 )
             )
+    if not share_gpus:
+        _check_gpus(places, gpus)
     return places
 
 
@@ -153,7 +161,7 @@ def _check_room(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe:
     most = sum(limits) if len(limits) == len(hosts) else None
     fits = most is None or ranks <= most
     if not oversubscribe:
-        has = listing((_counted(host.name, host.slots, "slot") for host in hosts), "hosts")
+        has = listing((f"{host.name} has {counted(host.slots, 'slot')}" for host in hosts), "hosts")
         raise ConfigurationError(
             f"{ranks} ranks don't fit: {has}, {slots} in all. Ask for {slots}, name more hosts"
             + (", or pass --oversubscribe." if fits else ".")
@@ -166,22 +174,30 @@ def _check_room(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe:
         )
 
 
-def _check_gpus(used: Sequence[tuple[str, int]], gpus: Mapping[str, int]) -> None:
+def _check_gpus(places: Sequence[Place], gpus: Mapping[str, int]) -> None:
+    training = Counter(entry.host for entry in places if entry.role != "ps")
+    what = "ranks" if training.total() == len(places) else "workers"
     short = [
-        _counted(name, gpus[name.lower()], "GPU") + f" for {count} ranks"
-        for name, count in used
+        f"{name} has {counted(gpus[name.lower()], 'GPU')} for {count} {what}"
+        for name, count in training.items()
         if 0 < gpus.get(name.lower(), 0) < count
     ]
     if short:
         raise ConfigurationError(
-            f"There are more ranks than GPUs: {listing(short, 'hosts')}. Start one rank a GPU; or "
-            "let ranks share, with --share-gpus; or compute on the CPU, with "
+            f"There are more {what} than GPUs: {listing(short, 'hosts')}. Start one a GPU; or "
+            "let them share, with --share-gpus; or compute on the CPU, with "
             "CUDA_VISIBLE_DEVICES=-1."
         )
 
 
-def _gpu(local_rank: int, gpus: int) -> int | None:
-    return local_rank % gpus if gpus > 0 else None
+def _role(rank: int, servers: Collection[int]) -> Role:
+    if rank in servers:
+        return "ps"
+    return "worker" if rank else "chief"
+
+
+def _gpu(number: int, gpus: int) -> int | None:
+    return number % gpus if gpus > 0 else None
 
 
 def _by_lower_name(numbers: Mapping[str, int] | None) -> dict[str, int]:
@@ -193,7 +209,3 @@ def _span(cores: tuple[int, int] | None) -> str:
         return "-"
     first, last = cores
     return str(first) if first == last else f"{first}-{last}"
-
-
-def _counted(name: str, number: int, thing: str) -> str:
-    return f"{name} has {number} {thing}{'' if number == 1 else 's'}"

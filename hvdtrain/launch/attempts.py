@@ -54,9 +54,9 @@ def run_job(job: Job, environ: Mapping[str, str]) -> int:
     """
     site = survey(job, environ)
     plan = make_plan(job, site, site.hosts, job.ranks)
-    if job.min_np > len(plan.places):
+    if (least := job.settings.min_np) > len(plan.places):
         raise ConfigurationError(
-            f"--min-np {job.min_np} is more than there are ranks, {len(plan.places)}; expected at "
+            f"--min-np {least} is more than there are ranks, {len(plan.places)}; expected at "
             "most as many. Ask for more ranks, or fewer at least."
         )
     with caught_signals() as received:
@@ -81,7 +81,7 @@ class _Attempts:
         self._site = site
         self._environ = environ
         self._received = received
-        self._limits = Limits(max_restarts=job.max_restarts, min_np=job.min_np)
+        self._limits = Limits(max_restarts=job.max_restarts, min_np=job.settings.min_np)
         self._history: list[Outcome] = []
         self._console = Console(sys.stdout, sys.stderr, ranks=1, with_host=False, chief_only=False)
 
@@ -108,9 +108,10 @@ class _Attempts:
                 why_not = self._too_few(hosts, fits)
             elif decision.again:
                 try:
-                    plan = make_plan(self._job, self._site, hosts, fits)
+                    more_before = plan if fits < ranks else None
+                    plan = make_plan(self._job, self._site, hosts, fits, more_before=more_before)
                 except ConfigurationError as error:
-                    # With fewer hosts a rank may lack a GPU.
+                    # With fewer hosts a rank may lack a GPU, or the job its last worker.
                     why_not = f"the job is not started again: {error}"
             if why_not:
                 self._console.notice(why_not)
@@ -158,7 +159,7 @@ class _Attempts:
                 hosts={entry.rank: entry.host for entry in plan.places},
                 patience=job.patience,
                 received=self._received,
-                min_np=job.min_np if plan.elastic else None,
+                min_np=self._limits.min_np if plan.elastic else None,
             )
             return supervisor.run()
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config import Settings, read_settings, variable_name
+from hvdtrain.config import Settings, read_settings, variable_name, written_default
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.launch.jobfile import read_jobfile
 from hvdtrain.launch.variables import BIND
-from hvdtrain.launch.where import add_where
+from hvdtrain.launch.where import TF_CONFIG, add_cluster, add_where, named_cluster
 
 __all__ = ["add_arguments", "arguments_of_file", "run"]
 
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     where = parser.add_argument_group("where")
     add_where(where)
+    add_cluster(where)
     where.add_argument("--oversubscribe", action="store_true", help="more ranks than slots may run")
     where.add_argument(
         "--no-bind", action="store_true", help="let ranks run on all cores of their host"
@@ -129,13 +130,18 @@ def run(arguments: argparse.Namespace) -> int:
     environ = _environment(arguments, os.environ)
     # Every rank would fail at the same value; say it once instead.
     settings = read_settings(environ)
+    cluster = named_cluster(arguments, settings, environ)
+    if cluster is not None:
+        # It would tell every rank that it is this process's task.
+        environ.pop(TF_CONFIG, None)
     job = Job(
         program=tuple(_program(arguments.program)),
         ranks=arguments.num_proc,
         hosts=arguments.hosts,
         hostfile=arguments.hostfile,
+        cluster=cluster,
         oversubscribe=arguments.oversubscribe,
-        share_gpus=settings.share_gpus,
+        settings=settings,
         extra=tuple(name for name, _ in arguments.env),
         output_dir=arguments.output_dir,
         chief_only=arguments.chief_only,
@@ -145,9 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
             preempt_grace_s=arguments.preempt_grace_s,
             hang_s=_hang_timeout_s(arguments.hang_timeout_s, settings.timeout_s),
         ),
-        elastic=settings.elastic,
         max_restarts=arguments.max_restarts,
-        min_np=settings.min_np,
         dry_run=arguments.dry_run,
     )
     try:
@@ -173,7 +177,7 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
             raise argparse.ArgumentTypeError(f"got {text!r}: {error}") from None
         return text
 
-    shown = f"{summary}; default {entry.default}"
+    shown = f"{summary}; default {written_default(entry)}"
     group.add_argument(flag, type=checked, metavar="VALUE", help=shown)
 
 

@@ -10,6 +10,8 @@ from hvdtrain.launch.reports import Report, Reports
 __all__ = ["describe_hang", "hangs"]
 
 TRAINING = "training"
+# A parameter server makes no steps of its own.
+SERVING = "serving"
 # Tracing, XLA and the first reading of the data belong to the first step.
 FIRST_STEP_FACTOR = 4
 _MOST_OPERATIONS = 3
@@ -24,7 +26,8 @@ def hangs(reports: Reports, running: Sequence[int], now: float, timeout_s: float
         now: By the clock of ``reports``.
         timeout_s: For one step; the first may take four times as long. 0 for as long as it likes.
     """
-    states = [reports.latest[rank] for rank in running if rank in reports.latest]
+    latest = [reports.latest[rank] for rank in running if rank in reports.latest]
+    states = [state for state in latest if state.phase != SERVING]
     if timeout_s <= 0 or reports.moved_at is None or not states:
         return False
     # While one writes a checkpoint the others wait for it in the next step.

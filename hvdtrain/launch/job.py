@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import shutil
@@ -10,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdtrain.cluster.classic import ClassicCluster, arrange
 from hvdtrain.cluster.hosts import Host, slurm_hosts
 from hvdtrain.cluster.placement import place, table
-from hvdtrain.config import COLUMNS, LAUNCHER, variable_name
+from hvdtrain.cluster.roles import assign_roles, remaining
+from hvdtrain.config import COLUMNS, LAUNCHER, Settings, variable_name
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import (
     Command,
@@ -52,15 +55,14 @@ class Job:
         ranks: How many; None for as many as the hosts have slots.
         hosts: The value of ``-H``; None if not given.
         hostfile: Path of a hostfile; None if not given.
+        cluster: The hosts of workers and parameter servers, instead of both; None if not given.
         oversubscribe: Allow more ranks than slots.
-        share_gpus: Allow more ranks than GPUs on a host.
+        settings: What the ranks are told, too.
         extra: Names of further variables for the ranks; their values are in the environment.
         output_dir: Folder for a file per rank; None for none.
         chief_only: Show the chief's output alone.
         patience: How long what may take.
-        elastic: Let ranks go on without one that is lost, where that is to be had.
         max_restarts: How many failures may be followed by another start.
-        min_np: The fewest ranks to run on.
         dry_run: Only print the plan.
     """
 
@@ -68,15 +70,14 @@ class Job:
     ranks: int | None = None
     hosts: str | None = None
     hostfile: str | None = None
+    cluster: ClassicCluster | None = None
     oversubscribe: bool = False
-    share_gpus: bool = False
+    settings: Settings = field(default_factory=Settings)
     extra: tuple[str, ...] = ()
     output_dir: str | None = None
     chief_only: bool = False
     patience: Patience = field(default_factory=Patience)
-    elastic: bool = False
     max_restarts: int = 0
-    min_np: int = 1
     dry_run: bool = False
 
 
@@ -86,6 +87,8 @@ class Site:
 
     Attributes:
         hosts: That were named, or Slurm's, or this one.
+        ps_ranks: Which ranks are parameter servers where all hosts are there; empty for those
+            that the settings say.
         in_slurm: Whether they are those of a Slurm job; ranks start through srun there.
         mpirun: Which there is.
         elastic: Whether ranks go on without one that is lost.
@@ -94,6 +97,7 @@ class Site:
     """
 
     hosts: tuple[Host, ...]
+    ps_ranks: tuple[int, ...]
     in_slurm: bool
     mpirun: Mpirun
     elastic: bool
@@ -108,7 +112,7 @@ def survey(job: Job, environ: Mapping[str, str]) -> Site:
         ConfigurationError: Hosts can't be read.
         LaunchError: There is no usable mpirun.
     """
-    named = named_hosts(job.hosts, job.hostfile)
+    named, ps_ranks = _named(job)
     slurm = None if named else slurm_hosts(environ)
     hosts = named or slurm
     if hosts is None:
@@ -118,37 +122,61 @@ def survey(job: Job, environ: Mapping[str, str]) -> Site:
             )
         hosts = [Host(name="localhost", slots=job.ranks)]
     mpirun = find_mpirun(_python().parent, environ)
-    why = why_not(mpirun, in_slurm=slurm is not None) if job.elastic else ""
+    why = why_not(mpirun, in_slurm=slurm is not None) if job.settings.elastic else ""
     instead = "is started again" if job.max_restarts else "ends (see --max-restarts)"
     return Site(
         hosts=tuple(hosts),
+        ps_ranks=ps_ranks,
         in_slurm=slurm is not None,
         mpirun=mpirun,
-        elastic=job.elastic and not why,
+        elastic=job.settings.elastic and not why,
         gpus=_gpus(environ),
         remark=f"--elastic can't be had: {why}; the job {instead} when a rank is lost" * bool(why),
     )
 
 
-def make_plan(job: Job, site: Site, hosts: Sequence[Host], ranks: int | None) -> Plan:
-    """Which rank of ``job`` runs where.
+def _named(job: Job) -> tuple[list[Host] | None, tuple[int, ...]]:
+    """The hosts that are named, and the ranks of those servers that are."""
+    if job.cluster is not None:
+        return arrange(job.cluster)
+    return named_hosts(job.hosts, job.hostfile), job.settings.ps_ranks
+
+
+def make_plan(
+    job: Job,
+    site: Site,
+    hosts: Sequence[Host],
+    ranks: int | None,
+    *,
+    more_before: Plan | None = None,
+) -> Plan:
+    """Which rank of ``job`` runs where, and as what.
 
     Args:
         job: What was asked for.
         site: Where it can run.
         hosts: Those of the site that are left.
         ranks: How many; None for as many as there are slots.
+        more_before: The last plan, if fewer ranks are left now than the job began with. Servers
+            that were asked for by number or host then stay on the hosts that they have in it.
 
     Raises:
-        ConfigurationError: The ranks don't fit.
+        ConfigurationError: The ranks don't fit, or there are too few for all roles.
     """
+    ps_ranks = site.ps_ranks
+    if more_before is not None and ps_ranks and job.settings.has_servers:
+        left = remaining(more_before.places, hosts, ranks, oversubscribe=job.oversubscribe)
+        hosts, ps_ranks = arrange(left)
+    size = sum(host.slots for host in hosts) if ranks is None else ranks
+    roles = assign_roles(size, dataclasses.replace(job.settings, ps_ranks=ps_ranks))
     cores = available_cores()
     here = [host.name for host in hosts if is_this_host(host.name)]
     places = place(
         hosts,
         ranks,
+        servers=roles.servers,
         oversubscribe=job.oversubscribe,
-        share_gpus=job.share_gpus,
+        share_gpus=job.settings.share_gpus,
         cores=dict.fromkeys(here, cores),
         gpus=dict.fromkeys(here, site.gpus),
     )
@@ -171,9 +199,7 @@ def make_command(
         ConfigurationError: A host that mpirun can't be told.
         LaunchError: There is no usable srun.
     """
-    # The ranks go by what there is; on and off are words that agents understand.
-    elastic = {variable_name("elastic"): "1" if site.elastic else "0"} if job.elastic else {}
-    environ = rank_environment({**environ, **elastic}, [_python().parent])
+    environ = rank_environment({**environ, **_decided(job, site, plan)}, [_python().parent])
     if site.in_slurm:
         return _through_srun(plan, site.mpirun, environ, hostfile)
     hostfile.write_text(hostfile_text(plan))
@@ -185,6 +211,18 @@ def make_command(
         as_root=os.geteuid() == 0,
         hostfile=hostfile,
     )
+
+
+def _decided(job: Job, site: Site, plan: Plan) -> dict[str, str]:
+    """Settings that say what there is, where that is not what was asked for."""
+    settings = {}
+    if job.settings.elastic:
+        # On and off are words that agents understand.
+        settings[variable_name("elastic")] = "1" if site.elastic else "0"
+    if job.settings.has_servers:
+        servers = [str(entry.rank) for entry in plan.places if entry.role == "ps"]
+        settings[variable_name("ps_ranks")] = ",".join(servers)
+    return settings
 
 
 def _python() -> Path:

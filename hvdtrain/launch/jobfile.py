@@ -57,7 +57,7 @@ def _arguments(path: Path, key: str, value: Any) -> list[str]:
     # With the value in the same word, what no flag takes can't pass for the program.
     if isinstance(value, (str, int, float)):
         return [f"--{name}={value}"]
-    if texts and name == "hosts":
+    if texts and name in ("hosts", "worker-hosts", "ps-hosts"):
         return [f"--{name}={','.join(value)}"]
     if texts and name == "env":
         return [f"--{name}={entry}" for entry in value]

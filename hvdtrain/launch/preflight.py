@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from hvdtrain.config import Settings
 from hvdtrain.launch.allreduce import Measured
 from hvdtrain.launch.attempts import run_job
 from hvdtrain.launch.facts import Question
@@ -103,7 +104,7 @@ def measure_allreduce(
         ranks=ranks,
         hosts=hosts,
         hostfile=hostfile,
-        share_gpus=True,
+        settings=Settings(share_gpus=True),
         patience=Patience(start_s=START_TIMEOUT_S),
         chief_only=True,
     )

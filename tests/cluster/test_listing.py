@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.cluster.listing import listing
+from hvdtrain.cluster.listing import counted, listing
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,7 @@ def test_eight_are_named(count: int, text: str) -> None:
 def test_the_rest_has_a_name() -> None:
     hosts = (f"node{number}" for number in range(10))
     assert listing(hosts, "hosts").endswith(", node7, 2 more hosts")
+
+
+def test_one_thing_and_several() -> None:
+    assert [counted(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]

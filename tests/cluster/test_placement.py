@@ -197,6 +197,19 @@ def test_gpus(gpus: dict[str, int] | None, share: bool, expected: list[int | Non
     assert [entry.gpu for entry in places] == expected
 
 
+def test_servers() -> None:
+    """They have no use for a GPU, and leave theirs to workers."""
+    places = place([host("a", 4), B2], None, servers=(1, 5), gpus={"a": 3, "b": 1})
+    assert [entry.role for entry in places] == ["chief", "ps", "worker", "worker", "worker", "ps"]
+    assert [entry.gpu for entry in places] == [0, None, 1, 2, 0, None]
+    assert [entry.local_rank for entry in places] == [0, 1, 2, 3, 0, 1]
+    with pytest.raises(ConfigurationError, match=r"more workers than GPUs: a has 2 GPUs for 3 wor"):
+        place([host("a", 4), B2], None, servers=(1, 5), gpus={"a": 2, "b": 1})
+    shared = place([host("a", 4)], None, servers=(1,), gpus={"a": 2}, share_gpus=True)
+    assert [entry.gpu for entry in shared] == [0, None, 1, 0]
+    assert table(places).splitlines()[2] == "   1  a              1  ps        -      -"
+
+
 def test_more_ranks_than_gpus() -> None:
     hosts = [host("a", 4), host("B", 2), host("c", 1)]
     with pytest.raises(ConfigurationError) as raised:

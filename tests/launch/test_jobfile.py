@@ -27,6 +27,7 @@ FILES = {
     "text": ('hosts = "a:4,b:4"', ["--hosts=a:4,b:4"]),
     "short-name": ('H = "node[01-04]:2"', ["--hosts=node[01-04]:2"]),
     "hosts-one-by-one": ('hosts = ["a:4", "b:4"]', ["--hosts=a:4,b:4"]),
+    "tasks-one-by-one": ('ps-hosts = ["a:1", "b:1"]', ["--ps-hosts=a:1,b:1"]),
     "true": ("oversubscribe = true", ["--oversubscribe"]),
     "false": ("oversubscribe = false", []),
     "list": ('env = ["A=1", "B"]', ["--env=A=1", "--env=B"]),

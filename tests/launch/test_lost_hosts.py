@@ -89,3 +89,37 @@ def test_a_host_that_is_not_there_from_the_beginning(cluster: Cluster, mended: N
     assert done.returncode == 0, done
     assert "attempt 2 of 2 starts in 1 s on node1, node3 (2 ranks)" in done.stderr, done
     assert sorted(done.stdout.splitlines()) == ["[0 node1] here", "[1 node3] here"]
+
+
+SERVES = """
+from hvdtrain.cluster import read_topology
+from hvdtrain.cluster.roles import assign_roles
+from hvdtrain.config import read_settings
+import os
+me = read_topology(os.environ)
+print("serves" if me.rank in assign_roles(me.size, read_settings(os.environ)).servers else "trains")
+"""
+
+
+@pytest.mark.parametrize("lost", ["node2", "node3"], ids=["worker", "server"])
+def test_a_server_stays_on_its_host(cluster: Cluster, lost: str) -> None:
+    tasks = ["--worker-hosts", "node1:2222,node2:2222", "--ps-hosts", "node3:2222,node1:2223"]
+    options = ["--mode", "async-ps", "--max-restarts", "1", "--start-timeout-s", "10", *tasks]
+    cluster.cut(lost)
+    try:
+        argv = [*HVDTRAIN, *options, "--", sys.executable, "-c", SERVES]
+        done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
+    finally:
+        cluster.mend(lost)
+    assert done.returncode == 0, done
+    left = ["[2 node3] serves"] if lost == "node2" else ["[2 node2] trains"]
+    assert sorted(done.stdout.splitlines()) == ["[0 node1] trains", "[1 node1] serves", *left]
+
+
+def test_without_a_server_nothing_goes_on(cluster: Cluster, mended: None) -> None:
+    cluster.cut("node2")
+    hosts = ["-H", "node1:1,node2:1", "--mode", "async-ps", "--ps-ranks", "1"]
+    argv = [*HVDTRAIN, *hosts, "--max-restarts", "1", "--start-timeout-s", "10", "--", "true"]
+    done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
+    assert done.returncode not in (0, None), done
+    assert "not started again: all servers are lost with node2, and what is left has" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -87,6 +88,27 @@ def test_variables_and_settings_reach_the_ranks(hvdtrain_run) -> None:
     assert done.returncode == 0, done
     assert sorted(done.stdout.splitlines()) == sorted(
         [f"[{rank}] {text}" for rank in (0, 1) for text in ("7.0 True error", "a b c")]
+    )
+
+
+def test_every_rank_learns_its_role(hvdtrain_run) -> None:
+    """By the settings, as under any launcher; here the tasks' hosts say which ranks serve."""
+    tasks = {"worker": ["localhost:2222", "localhost"], "ps": ["localhost:2224"]}
+    done = hvdtrain_run(
+        *("--mode", "sync-ps", "--backup-workers", "1"),
+        body="""
+        from hvdtrain.cluster.roles import assign_roles
+        from hvdtrain.config import read_settings
+        settings = read_settings(os.environ)
+        roles = assign_roles(3, settings)
+        print(settings.mode, settings.backup_workers, settings.ps_ranks, roles.workers)
+        print("TF_CONFIG" in os.environ)
+        """,
+        env={"TF_CONFIG": json.dumps({"cluster": tasks, "task": {"type": "worker", "index": 0}})},
+    )
+    assert done.returncode == 0, done
+    assert sorted(done.stdout.splitlines()) == sorted(
+        [f"[{rank}] {text}" for rank in range(3) for text in ("sync-ps 1 (2,) (0, 1)", "False")]
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.cli import main
+from hvdtrain.config import Settings
 from hvdtrain.launch.job import Job
 from hvdtrain.launch.supervisor import Patience
 
@@ -27,13 +28,14 @@ def job(monkeypatch: pytest.MonkeyPatch):
 
 def test_by_default_nothing_is_started_again(job) -> None:
     plain = job()
-    assert (plain.max_restarts, plain.min_np, plain.elastic) == (0, 1, False)
+    assert (plain.max_restarts, plain.settings) == (0, Settings())
     assert plain.patience == Patience(start_s=120, grace_s=5, preempt_grace_s=60, hang_s=540)
 
 
 def test_what_is_given_counts(job) -> None:
     given = job("--max-restarts", "3", "--min-np", "2", "--elastic", "--preempt-grace-s", "7")
-    assert (given.max_restarts, given.min_np, given.elastic) == (3, 2, True)
+    assert given.max_restarts == 3
+    assert given.settings == Settings(min_np=2, elastic=True)
     assert given.patience.preempt_grace_s == 7
 
 

@@ -1,0 +1,125 @@
+"""Which ranks train, and which hold the variables for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hvdtrain.cluster.classic import ClassicCluster
+from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.listing import counted, listing
+from hvdtrain.cluster.placement import Place, place
+from hvdtrain.config import Settings
+from hvdtrain.errors import ConfigurationError
+
+__all__ = ["Roles", "assign_roles", "remaining"]
+
+_NUM_PS = "(--num-ps, HVDTRAIN_NUM_PS)"
+_PS_RANKS = "(--ps-ranks, HVDTRAIN_PS_RANKS)"
+_BACKUP_WORKERS = "(--backup-workers, HVDTRAIN_BACKUP_WORKERS)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """Which ranks train and which hold the variables.
+
+    Attributes:
+        workers: By rank; worker 0 is the chief, and is rank 0.
+        servers: The parameter servers by rank; empty where ranks average among themselves.
+    """
+
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+
+
+def assign_roles(size: int, settings: Settings) -> Roles:
+    """Who is what among ``size`` ranks, the same on every rank and in the launcher.
+
+    Raises:
+        ConfigurationError: The ranks don't suffice for the settings; the message has the numbers.
+    """
+    if not settings.has_servers:
+        return Roles(workers=tuple(range(size)), servers=())
+    if settings.elastic:
+        raise ConfigurationError(
+            f"In mode {settings.mode} ranks can't go on without one that dies. Leave --elastic "
+            "(HVDTRAIN_ELASTIC) out, or --mode."
+        )
+    if settings.ps_ranks:
+        _check_ranks(settings.ps_ranks, size)
+    elif settings.num_ps >= size:
+        raise ConfigurationError(_no_worker(size, settings.num_ps))
+    servers = settings.ps_ranks or tuple(range(size - settings.num_ps, size))
+    workers = tuple(rank for rank in range(size) if rank not in servers)
+    if settings.mode == "sync-ps" and settings.backup_workers >= len(workers):
+        raise ConfigurationError(
+            f"{counted(settings.backup_workers, 'backup worker')} {_BACKUP_WORKERS} leave no "
+            f"gradient to step with: {counted(size, 'rank')} less "
+            f"{counted(len(servers), 'parameter server')} are {counted(len(workers), 'worker')}; "
+            f"expected at most {len(workers) - 1}. Start more ranks, or do without fewer workers."
+        )
+    return Roles(workers=workers, servers=servers)
+
+
+def remaining(
+    before: Sequence[Place], hosts: Sequence[Host], ranks: int | None, *, oversubscribe: bool
+) -> ClassicCluster:
+    """Who is what, on which host, after hosts were lost and fewer ranks are left.
+
+    Servers that were put on certain hosts stay there, though their ranks have other numbers then;
+    all other ranks are workers.
+
+    Args:
+        before: The places until then.
+        hosts: Those that are left, as they were spelled.
+        ranks: As for ``place``.
+        oversubscribe: As for ``place``.
+
+    Raises:
+        ConfigurationError: All workers are lost, or all servers.
+    """
+    counts = Counter(entry.host for entry in place(hosts, ranks, oversubscribe=oversubscribe))
+    served = Counter(entry.host for entry in before if entry.role == "ps")
+    serving = Counter({host: min(count, served[host]) for host, count in counts.items()})
+    left = ClassicCluster(
+        workers=tuple((counts - serving).elements()), servers=tuple(serving.elements())
+    )
+    if not left.workers or not left.servers:
+        lost, there = ("workers", "servers") if left.servers else ("servers", "workers")
+        were = _hosts(entry for entry in before if (entry.role == "ps") == (lost == "servers"))
+        raise ConfigurationError(
+            f"all {lost} are lost with {were}, and what is left has only {there}; expected at "
+            "least one worker and one parameter server"
+        )
+    return left
+
+
+def _check_ranks(servers: Sequence[int], size: int) -> None:
+    named = f"Parameter servers are to be on {_ranks(servers)} {_PS_RANKS}"
+    if servers[-1] >= size:
+        raise ConfigurationError(
+            f"{named}, but the last of {counted(size, 'rank')} is rank {size - 1}; expected ranks "
+            f"that there are, other than 0: start {servers[-1] + 1} ranks or more, or name others."
+        )
+    if 0 in servers:
+        raise ConfigurationError(
+            f"{named}, but rank 0 is the chief, which is worker 0 and trains; expected other ranks."
+        )
+
+
+def _no_worker(size: int, servers: int) -> str:
+    fewer = ", or take fewer servers" if servers > 1 else ""
+    return (
+        f"{counted(size, 'rank')} with {counted(servers, 'parameter server')} {_NUM_PS} "
+        f"leave{'s' if size == 1 else ''} no worker; expected at least one worker and one server: "
+        f"start {servers + 1} ranks or more{fewer}."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {listing(ranks, 'ranks')}"
+
+
+def _hosts(places: Iterable[Place]) -> str:
+    return listing(dict.fromkeys(entry.host for entry in places), "hosts")
