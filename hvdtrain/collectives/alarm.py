@@ -88,8 +88,12 @@ class Alarm:
         """Whether this rank or another has failed."""
         return self._failed_myself or self._failure is not None
 
-    def check(self, waiting_in: str) -> None:
-        """Look for messages; ``waiting_in`` says where this rank is.
+    def check(self, waiting_in: str, needs_all: bool = False) -> None:
+        """Look for messages.
+
+        Args:
+            waiting_in: Where this rank is.
+            needs_all: Whether that is no operation, and no rank may leave meanwhile.
 
         Raises:
             PeerFailedError: A rank has failed, or has left while this one needs it.
@@ -105,7 +109,9 @@ class Alarm:
         if self.interrupted and not self._have_stopped(self.rank):
             raise RanksLost
         here = self._operations()
-        gone = sorted(rank for rank, operations in self._left.items() if operations < here)
+        gone = sorted(
+            rank for rank, operations in self._left.items() if needs_all or operations < here
+        )
         if gone:
             ranks = ", ".join(str(rank) for rank in gone)
             raise PeerFailedError(

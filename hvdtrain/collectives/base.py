@@ -29,6 +29,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from hvdtrain.collectives.messages import Messages
 from hvdtrain.errors import TooFewRanksError
 
 __all__ = ["OPS", "Codec", "Collectives", "ReduceOp"]
@@ -150,6 +151,14 @@ class Collectives(Protocol):
         """The objects of all ranks in rank order; ``codec`` as in ``broadcast_object``.
 
         ``note`` is for the error of ranks that make different calls; it may differ itself.
+        """
+        ...
+
+    def messages(self) -> Messages:
+        """A way to send messages to single ranks, by their first numbers; collective.
+
+        Raises:
+            ConfigurationError: There are no other ranks.
         """
         ...
 

@@ -33,6 +33,7 @@ from hvdtrain.collectives.layout import (
     plan_layout,
     split_evenly,
 )
+from hvdtrain.collectives.messages import Messages
 from hvdtrain.collectives.objects import decode, encode
 from hvdtrain.errors import (
     CollectiveError,
@@ -246,6 +247,9 @@ class Engine:
             return np.split(joined, np.cumsum(counts)[:-1])
 
         return [decode(part, codec) for part in self._operate(call, attempt)]
+
+    def messages(self) -> Messages:
+        raise NotImplementedError
 
     def fail(self, reason: str) -> None:
         """Nobody to tell unless an engine says otherwise."""

@@ -7,27 +7,32 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "MESSAGE_BYTES",
     "BufferPool",
     "Chunk",
     "Layout",
     "Piece",
     "Scratch",
     "empty_outputs",
+    "join_bytes",
     "pack",
     "plan_layout",
+    "split_bytes",
     "split_evenly",
     "unpack",
 ]
 
 # TensorFlow takes over a NumPy array without copying it only at this alignment.
 ALIGNMENT_BYTES = 64
+# A message of MPI counts its items in 32 bits.
+MESSAGE_BYTES = 1 << 30
 # What is done to a piece, one thing after the other, stays within the core's own cache.
 PIECE_BYTES = 256 << 10
 
@@ -135,6 +140,23 @@ def split_evenly(items: int, parts: int) -> tuple[tuple[int, int], ...]:
     share, rest = divmod(items, parts)
     starts = [part * share + min(part, rest) for part in range(parts + 1)]
     return tuple((starts[part], starts[part + 1]) for part in range(parts))
+
+
+def join_bytes(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """All of them as one row of bytes."""
+    rows = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays.values()]
+    return np.concatenate(rows)
+
+
+def split_bytes(row: np.ndarray, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What ``join_bytes`` made of arrays like these."""
+    parts = {}
+    start = 0
+    for key, array in like.items():
+        part = row[start : start + array.nbytes]
+        parts[key] = part.view(array.dtype).reshape(array.shape)
+        start += array.nbytes
+    return parts
 
 
 class Scratch:

@@ -15,7 +15,8 @@ from hvdtrain.collectives.base import ReduceOp
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.engine import Engine, Reduction
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
-from hvdtrain.collectives.layout import Scratch, pack, unpack
+from hvdtrain.collectives.layout import MESSAGE_BYTES, Scratch, pack, unpack
+from hvdtrain.collectives.messages import Messages
 from hvdtrain.collectives.ordered import OrderedAllreduce
 from hvdtrain.collectives.recovery import Recovery
 from hvdtrain.collectives.waiting import Patience
@@ -23,9 +24,6 @@ from hvdtrain.collectives.watchdog import Watchdog
 from hvdtrain.errors import MismatchError
 
 __all__ = ["MpiCollectives"]
-
-# A message of MPI counts its items in 32 bits.
-MESSAGE_BYTES = 1 << 30
 
 Result = TypeVar("Result")
 
@@ -58,7 +56,8 @@ class MpiCollectives(Engine):
         self._mpi = mpi
         survives = self.survives_losses = min_np is not None
         self.alarm = Alarm(mpi, comm.Dup(), timeout_s, lambda: self._operations, survives)
-        self._patience = Patience(self.alarm, timeout_s, host.Get_size())
+        self._timeout_s, self._local_size = timeout_s, host.Get_size()
+        self._patience = Patience(self.alarm, timeout_s, self._local_size)
         self._moved_s = 0.0  # when MPI last ended a call that moves data
         self._recovery: Recovery | None = None
         if min_np is not None:
@@ -81,6 +80,10 @@ class MpiCollectives(Engine):
         self._scratch = Scratch()
         self._word = np.zeros(2, np.int64)
         self._agreed = np.zeros(2, np.int64)
+
+    def messages(self) -> Messages:
+        # Not the communicator of the operations: their messages must not be taken for others.
+        return Messages(self._mpi, self.comm.Dup(), self.alarm, self._timeout_s, self._local_size)
 
     def confirm(self, call: Call) -> None:
         """Return when every rank holds its result of the operation."""

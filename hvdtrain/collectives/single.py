@@ -8,6 +8,8 @@ import numpy as np
 
 from hvdtrain.collectives.base import ReduceOp
 from hvdtrain.collectives.engine import Call, Engine, Reduction
+from hvdtrain.collectives.messages import Messages
+from hvdtrain.errors import ConfigurationError
 
 __all__ = ["SingleCollectives"]
 
@@ -19,6 +21,12 @@ class SingleCollectives(Engine):
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=1, chunk_bytes=1 << 20, timeout_s=600.0)
+
+    def messages(self) -> Messages:
+        raise ConfigurationError(
+            "A process that is alone was to send messages to other ranks; expected two ranks or "
+            "more. Start more with mpirun, srun or hvdtrain run."
+        )
 
     def _agree(self, call: Call) -> None:
         pass

@@ -25,11 +25,15 @@ class Patience:
         timeout_s: After that many seconds waiting is an error.
         local_size: Ranks on this host; where they outnumber the cores nobody spins, because the
             rank that is waited for needs the core.
+        needs_all: See ``Alarm.check``.
     """
 
-    def __init__(self, alarm: Alarm, timeout_s: float, local_size: int) -> None:
+    def __init__(
+        self, alarm: Alarm, timeout_s: float, local_size: int, needs_all: bool = False
+    ) -> None:
         self._alarm = alarm
         self._timeout_s = timeout_s
+        self._needs_all = needs_all
         self.waits = False
         """Whether this rank waits here, and will give up by itself."""
         self.waited_until_s = 0.0
@@ -66,6 +70,6 @@ class Patience:
             now = time.monotonic()
             if now >= next_check:
                 next_check = now + ALARM_INTERVAL_S
-                self._alarm.check(waiting_in)
+                self._alarm.check(waiting_in, self._needs_all)
                 if now - start > self._timeout_s:
                     self._alarm.time_out(waiting_in, self._timeout_s)

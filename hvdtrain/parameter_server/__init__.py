@@ -1,0 +1,1 @@
+"""Ranks that hold a model's variables and apply the gradients that others send."""

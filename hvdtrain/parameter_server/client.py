@@ -1,0 +1,193 @@
+"""A worker's side: sends gradients to all servers, and takes the weights that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdtrain.collectives.layout import BufferPool
+from hvdtrain.collectives.messages import Messages
+from hvdtrain.errors import MismatchError
+from hvdtrain.parameter_server.gradients import Gradient, pack_gradients
+from hvdtrain.parameter_server.protocol import (
+    DATA,
+    REPLY,
+    REPLY_DATA,
+    REQUEST,
+    Kind,
+    Reply,
+    Request,
+)
+from hvdtrain.parameter_server.shards import Shard, Spec, numpy_dtype
+
+__all__ = ["Client"]
+
+
+@dataclass
+class _Server:
+    """What a worker knows of a server: its rank, its shard, and what it said last."""
+
+    rank: int
+    shard: Shard
+    step: int = 0
+    version: int = 0
+
+
+class Client:
+    """One worker's way to the servers of one ``fit``.
+
+    Weights come as arrays of all trainable variables. They stay as they are as long as somebody
+    holds one of them.
+
+    Args:
+        messages: To the servers.
+        specs: Of all trainable variables.
+        servers: By rank.
+        shards: What each of them holds.
+    """
+
+    def __init__(
+        self,
+        messages: Messages,
+        specs: Sequence[Spec],
+        servers: Sequence[int],
+        shards: Sequence[Shard],
+    ) -> None:
+        self._messages = messages
+        self._specs = specs
+        self._servers = [_Server(rank, shard) for rank, shard in zip(servers, shards)]
+        self._pool = BufferPool()
+        self.pushed = 0
+        """How many gradients went to the servers."""
+        self.stopped = False
+        """Whether another worker has ended the training."""
+
+    def load(self, weights: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> None:
+        """Give the servers what training begins with; the chief does.
+
+        Args:
+            weights: Of all variables.
+            states: Of the optimizer, a flat buffer for each server.
+        """
+        data = []
+        for server, state in zip(self._servers, states):
+            buffer = self._pool.take(server.shard.nbytes)
+            server.shard.pack(weights, buffer)
+            data.append([buffer, state])
+        self._ask(self._to_all(Kind.LOAD), "load", data)
+
+    def pull(self) -> list[np.ndarray]:
+        """The newest weights; the first time when the chief has loaded some."""
+        return self._ask(self._to_all(Kind.PULL), "pull")
+
+    def push(
+        self, gradients: Sequence[Gradient] | None, *, weight: float, learning_rate: float
+    ) -> list[np.ndarray]:
+        """Give a gradient to the servers, and take the weights for the next step.
+
+        Args:
+            gradients: Of all variables; None where this step has none that counts.
+            weight: What the gradient counts for, where it is averaged with those of others.
+            learning_rate: The optimizer's, as the chief has it; NaN elsewhere.
+
+        Raises:
+            MismatchError: A server can't use it.
+        """
+        data = None
+        if gradients is not None:
+            data = [self._pack(server.shard, gradients) for server in self._servers]
+            self.pushed += 1
+        requests = [
+            Request(
+                Kind.PUSH,
+                step=server.step,
+                version=server.version,
+                counts=gradients is not None,
+                weight=weight,
+                learning_rate=learning_rate,
+            )
+            for server in self._servers
+        ]
+        return self._ask(requests, "push", data)
+
+    def done(
+        self, *, stop: bool = False, states: Sequence[np.ndarray] | None = None
+    ) -> list[np.ndarray]:
+        """Say that no gradient will come any more, and wait for all other workers to say so.
+
+        Args:
+            stop: Whether the others are to end as well.
+            states: For the chief, filled with the optimizer's state on each server.
+
+        Returns:
+            The last weights.
+        """
+        requests = [request._replace(stop=stop) for request in self._to_all(Kind.DONE)]
+        return self._ask(requests, "end", more=states, endless=True)
+
+    def _pack(self, shard: Shard, gradients: Sequence[Gradient]) -> list[np.ndarray]:
+        flat = self._pool.take(shard.nbytes)
+        parts = pack_gradients(shard, self._specs, gradients, flat)
+        return [parts.kinds, *parts.blocks()]
+
+    def _to_all(self, kind: Kind) -> list[Request]:
+        return [Request(kind)] * len(self._servers)
+
+    def _ask(
+        self,
+        requests: Sequence[Request],
+        what: str,
+        data: Sequence[Sequence[np.ndarray]] | None = None,
+        *,
+        more: Sequence[np.ndarray] | None = None,
+        endless: bool = False,
+    ) -> list[np.ndarray]:
+        """Send requests, each with its data, and take the answers: weights, and perhaps more.
+
+        All is received at once: a server does nothing else until its answer has been taken, so
+        that whoever took one after another could wait for a server that waits for it.
+        """
+        messages = self._messages
+        pending = []
+        answers = [Reply.buffer() for _ in self._servers]
+        buffers = [self._pool.take(server.shard.nbytes) for server in self._servers]
+        kept = []  # what is sent must live until it has been
+        for number, (server, request) in enumerate(zip(self._servers, requests)):
+            pending += messages.start_receive(answers[number], server.rank, REPLY)
+            for buffer in (buffers[number], *(more[number : number + 1] if more else ())):
+                pending += messages.start_receive(buffer, server.rank, REPLY_DATA)
+            words = request.pack()
+            kept.append(words)
+            pending += messages.start_send(words, server.rank, REQUEST)
+            for block in data[number] if data is not None else ():
+                pending += messages.start_send(block, server.rank, DATA)
+        messages.wait(pending, f"{what}, for the parameter servers", endless=endless)
+        replies = [Reply.unpack(answer) for answer in answers]
+        for server, reply in zip(self._servers, replies):
+            server.step, server.version = reply.step, reply.version
+            self.stopped = self.stopped or reply.stop
+        for server, reply in zip(self._servers, replies):
+            if reply.refusal:
+                raise MismatchError(f"The parameter server, rank {server.rank}: {reply.refusal}")
+        return self._assemble(buffers)
+
+    def _assemble(self, buffers: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """All variables; without a copy where one server has the whole."""
+        weights: dict[int, np.ndarray] = {}
+        for server, buffer in zip(self._servers, buffers):
+            for piece, view in zip(server.shard.pieces, server.shard.views(buffer)):
+                spec = self._specs[piece.variable]
+                if view.size == spec.size:
+                    weights[piece.variable] = view
+                    continue
+                if piece.variable not in weights:
+                    weights[piece.variable] = np.empty(spec.shape, view.dtype)
+                flat = weights[piece.variable].reshape(-1)
+                flat[piece.start : piece.stop] = view.reshape(-1)
+        # Variables without elements are on no server.
+        return [
+            weights[number] if number in weights else np.empty(spec.shape, numpy_dtype(spec.dtype))
+            for number, spec in enumerate(self._specs)
+        ]

@@ -1,0 +1,146 @@
+"""Gradients on their way to a server: dense ones as they lie in its shard, sparse ones as rows.
+
+What a shard's pieces have is told first, one number for each; the rest needs no words: neighbours
+that are dense travel together, from one flat buffer to another.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdtrain.errors import MismatchError
+from hvdtrain.parameter_server.shards import Piece, Shard, Spec, numpy_dtype, take_rows
+
+__all__ = ["Gradient", "Parts", "Rows", "pack_gradients"]
+
+# What a piece has: so many rows, or one of these.
+_NONE, _DENSE = -1, -2
+
+
+class Rows(NamedTuple):
+    """The rows that a sparse gradient has values for.
+
+    ``indices`` int64 of shape (n,), perhaps with repetitions; ``values`` of shape (n, ...).
+    """
+
+    indices: np.ndarray
+    values: np.ndarray
+
+
+Gradient = np.ndarray | Rows | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Gradients of a shard's pieces, or room for them.
+
+    Attributes:
+        shard: The shard.
+        kinds: What each piece has, int64.
+        flat: Those of dense pieces, in a buffer of the shard.
+        rows: Those of sparse pieces, by the piece's number.
+    """
+
+    shard: Shard
+    kinds: np.ndarray
+    flat: np.ndarray
+    rows: Mapping[int, Rows] = field(default_factory=dict)
+
+    @classmethod
+    def expect(cls, shard: Shard, kinds: np.ndarray, flat: np.ndarray) -> Parts:
+        """Room for what was told with ``kinds``.
+
+        Raises:
+            MismatchError: No worker with this model can have told that.
+        """
+        sparse = {n: int(kind) for n, kind in enumerate(kinds) if kind >= 0}
+        if (kinds < _DENSE).any() or any(len(shard.pieces[n].shape) < 1 for n in sparse):
+            raise MismatchError(
+                f"Gradients of kinds {kinds.tolist()} came for {len(shard.pieces)} pieces of "
+                "variables. All ranks must train the same model."
+            )
+        rows = {}
+        for number, count in sparse.items():
+            piece = shard.pieces[number]
+            values = np.empty((count, *piece.shape[1:]), numpy_dtype(piece.dtype))
+            rows[number] = Rows(np.empty(count, np.int64), values)
+        return cls(shard=shard, kinds=kinds, flat=flat, rows=rows)
+
+    @property
+    def missing(self) -> list[int]:
+        """Numbers of the pieces without a gradient."""
+        return np.flatnonzero(self.kinds == _NONE).tolist()
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """All memory that travels, in its order."""
+        pieces = self.shard.pieces
+        for dense, run in itertools.groupby(range(len(pieces)), lambda n: self.kinds[n] == _DENSE):
+            numbers = list(run)
+            if dense:
+                first, last = pieces[numbers[0]], pieces[numbers[-1]]
+                yield self.flat[first.offset : last.offset + last.nbytes]
+        for rows in self.rows.values():
+            if len(rows.indices):
+                yield from rows
+
+    def dense(self) -> Iterator[np.ndarray]:
+        """The gradients of dense pieces."""
+        for kind, view in zip(self.kinds, self.shard.views(self.flat)):
+            if kind == _DENSE:
+                yield view
+
+    def check(self) -> None:
+        """See that sparse gradients are of rows that there are.
+
+        Raises:
+            MismatchError: They aren't.
+        """
+        for number, rows in self.rows.items():
+            limit = self.shard.pieces[number].shape[0]
+            if len(rows.indices) and not 0 <= rows.indices.min() <= rows.indices.max() < limit:
+                raise MismatchError(
+                    f"A sparse gradient has rows {rows.indices.min()} to {rows.indices.max()} of "
+                    f"a piece with {limit}."
+                )
+
+
+def pack_gradients(
+    shard: Shard, specs: Sequence[Spec], gradients: Sequence[Gradient], flat: np.ndarray
+) -> Parts:
+    """A shard's part of gradients.
+
+    Args:
+        shard: Of the variables.
+        specs: Of all variables.
+        gradients: Of each whole variable, by its number.
+        flat: Where dense ones go, a buffer of the shard.
+    """
+    kinds = np.full(len(shard.pieces), _DENSE, np.int64)
+    rows = {}
+    for number, (piece, view) in enumerate(zip(shard.pieces, shard.views(flat))):
+        gradient, spec = gradients[piece.variable], specs[piece.variable]
+        if gradient is None:
+            kinds[number] = _NONE
+        elif isinstance(gradient, Rows) and _has_whole_rows(piece, spec):
+            rows[number] = Rows(*take_rows(piece, spec, *gradient))
+            kinds[number] = len(rows[number].indices)
+        else:
+            whole = _whole(gradient, spec) if isinstance(gradient, Rows) else gradient
+            view.reshape(-1)[...] = whole.reshape(-1)[piece.start : piece.stop]
+    return Parts(shard=shard, kinds=kinds, flat=flat, rows=rows)
+
+
+def _has_whole_rows(piece: Piece, spec: Spec) -> bool:
+    return bool(spec.shape) and piece.start % spec.row == 0 == piece.stop % spec.row
+
+
+def _whole(rows: Rows, spec: Spec) -> np.ndarray:
+    """A sparse gradient with all its zeros."""
+    whole = np.zeros(spec.shape, rows.values.dtype)
+    np.add.at(whole, rows.indices, rows.values)
+    return whole

@@ -1,0 +1,154 @@
+"""Which optimizers can work on shards of variables, and the one that a shard gets."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import ModelError
+
+__all__ = [
+    "accumulated_steps",
+    "check_optimizer",
+    "own_optimizer",
+    "paced",
+    "plain_optimizer",
+    "stays_whole",
+]
+
+# Of these it is known that an element's update depends on nothing but its own gradient, value
+# and state, and on the step. Subclasses may do anything.
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta",
+                "Ftrl", "Lion")  # fmt: skip
+
+
+class _Paced:
+    """Mixed into a shard's optimizer: its learning rate is another one for the step at hand."""
+
+    _hvdtrain_factor: tf.Tensor | None = None
+    _hvdtrain_steps = 1
+
+    def _get_current_learning_rate(self) -> Any:
+        schedule = getattr(self, "_learning_rate", None)
+        if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            # Keras' schedules count the steps whose gradients are accumulated, too.
+            steps = self._hvdtrain_steps
+            rate = schedule(self._iterations * steps + (steps - 1))  # type: ignore[attr-defined]
+        else:
+            rate = super()._get_current_learning_rate()  # type: ignore[misc]
+        factor = self._hvdtrain_factor
+        if factor is None:
+            return rate
+        rate = tf.convert_to_tensor(rate)
+        return rate * tf.cast(factor, rate.dtype)
+
+
+def check_optimizer(optimizer: Any, servers: int) -> None:
+    """See that parameter servers can apply gradients as ``optimizer`` would.
+
+    Raises:
+        ModelError: They can't.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ModelError(
+            f"Expected a Keras 3 optimizer, received {type(optimizer).__name__}. Optimizers of "
+            "tf_keras or keras.optimizers.legacy must be replaced by those of keras.optimizers."
+        )
+    plain = plain_optimizer(optimizer)
+    if isinstance(getattr(plain, "optimizers", None), (list, tuple)):
+        raise ModelError(
+            f"Received {type(plain).__name__}, which has an optimizer for each group of "
+            "variables; parameter servers expected a single one. Compile the model with one "
+            "optimizer, or train without parameter servers."
+        )
+    if plain.global_clipnorm and servers > 1:
+        raise ModelError(
+            f"Received global_clipnorm={plain.global_clipnorm} and {servers} parameter servers, "
+            "none of which sees all gradients and so their norm. Use clipnorm or clipvalue, or "
+            "one parameter server."
+        )
+
+
+def plain_optimizer(optimizer: Any) -> Any:
+    """The one that updates variables; within a ``LossScaleOptimizer`` the inner one."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def accumulated_steps(optimizer: Any) -> int:
+    """How many steps of a worker make one update."""
+    return int(plain_optimizer(optimizer).gradient_accumulation_steps or 1)
+
+
+def stays_whole(optimizer: Any, variables: Sequence[Any]) -> set[int]:
+    """Numbers of the variables of which one server must hold all.
+
+    That is so where an update looks at more than one element: in optimizers that are not known to
+    do otherwise, where each gradient is clipped by its norm, and under a constraint.
+    """
+    plain = plain_optimizer(optimizer)
+    elementwise = type(plain) in {getattr(keras.optimizers, name) for name in _ELEMENTWISE}
+    if not elementwise or plain.clipnorm:
+        return set(range(len(variables)))
+    return {i for i, variable in enumerate(variables) if variable.constraint is not None}
+
+
+def own_optimizer(optimizer: Any, pieces: Sequence[Any], wholes: Sequence[Any]) -> Any:
+    """Another optimizer like ``optimizer``, built on pieces of variables, with a state of its own.
+
+    It takes gradients as they are: accumulating and unscaling is done before.
+
+    Args:
+        optimizer: The model's.
+        pieces: The Keras variables to build on.
+        wholes: For each the model's variable that it is a piece of.
+
+    Raises:
+        ModelError: Its configuration doesn't tell how to make another.
+    """
+    plain = plain_optimizer(optimizer)
+    kind = type(plain)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    paced_kind: Any = type(kind.__name__, (_Paced, kind), names)
+    try:
+        with warnings.catch_warnings():
+            # The function that gives the learning rate is handed over as it is.
+            warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
+            config = plain.get_config()
+        for done_before in ("gradient_accumulation_steps", "loss_scale_factor"):
+            if done_before in config:
+                config[done_before] = None
+        if not isinstance(plain._learning_rate, keras.Variable):
+            # A schedule or a function keeps no state, and might not survive being serialized.
+            config["learning_rate"] = plain._learning_rate
+        own = paced_kind.from_config(config)
+    except Exception as error:
+        raise ModelError(
+            f"A parameter server could not make a {kind.__name__} of its own: expected "
+            f"get_config() to hold what its constructor takes, received {error!r}. Complete its "
+            "get_config()."
+        ) from error
+    object.__setattr__(own, "_hvdtrain_steps", accumulated_steps(optimizer))
+    # What the configuration doesn't hold: it is told by the model's variables and their names.
+    excluded = [
+        piece for piece, whole in zip(pieces, wholes) if not plain._use_weight_decay(whole.value)
+    ]
+    if excluded:
+        own.exclude_from_weight_decay(var_list=excluded)
+    own.build(list(pieces))
+    return own
+
+
+@contextmanager
+def paced(optimizer: Any, factor: tf.Tensor) -> Iterator[None]:
+    """Within the block the learning rate of an ``own_optimizer`` is multiplied by ``factor``."""
+    # Not through Keras' own __setattr__, which would track it as part of what is saved.
+    object.__setattr__(optimizer, "_hvdtrain_factor", factor)
+    try:
+        yield
+    finally:
+        object.__setattr__(optimizer, "_hvdtrain_factor", None)

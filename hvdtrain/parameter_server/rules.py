@@ -1,0 +1,117 @@
+"""Who may go on when, and which gradients count; pure bookkeeping of one server.
+
+``FreeRunning`` applies each gradient as it comes. With a bound it is stale synchronous parallel
+(Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server").
+``Rounds`` waits for the gradients of a step; with backup workers it takes the first ones (Chen et
+al. 2016, arXiv 1604.00981).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+__all__ = ["FreeRunning", "Rounds", "Rule"]
+
+
+class Rule(Protocol):
+    """What a server asks."""
+
+    gathers: bool
+    """Whether gradients wait for those of other workers, and are applied together."""
+
+    def push(self, worker: int, step: int) -> bool:
+        """Note a worker's gradient; whether it counts, or comes too late."""
+        ...
+
+    def complete(self) -> bool:
+        """Whether what was gathered is to be applied now; if so, a new step begins."""
+        ...
+
+    def may_go_on(self, worker: int) -> bool:
+        """Whether a worker may have weights for its next step."""
+        ...
+
+    def next_step(self, worker: int) -> int:
+        """The number of that step."""
+        ...
+
+    def leave(self, worker: int) -> None:
+        """A worker will push nothing more."""
+        ...
+
+
+class FreeRunning:
+    """Workers go on without each other.
+
+    Args:
+        workers: By rank.
+        bound: How many steps a worker may be ahead of the slowest; None for any number.
+    """
+
+    gathers = False
+
+    def __init__(self, workers: Collection[int], bound: int | None) -> None:
+        self._pushed = dict.fromkeys(workers, 0)
+        self._active = set(workers)
+        self._bound = bound
+
+    def push(self, worker: int, step: int) -> bool:
+        self._pushed[worker] += 1
+        return True
+
+    def complete(self) -> bool:
+        return False
+
+    def may_go_on(self, worker: int) -> bool:
+        if self._bound is None:
+            return True
+        slowest = min((self._pushed[other] for other in self._active), default=0)
+        return self._pushed[worker] - slowest <= self._bound
+
+    def next_step(self, worker: int) -> int:
+        return self._pushed[worker]
+
+    def leave(self, worker: int) -> None:
+        self._active.discard(worker)
+
+
+class Rounds:
+    """Workers make each step together.
+
+    Args:
+        workers: By rank.
+        wanted: How many of them make a step: the first ones. All if not given.
+    """
+
+    gathers = True
+
+    def __init__(self, workers: Collection[int], wanted: int | None = None) -> None:
+        self._active = set(workers)
+        self._wanted = len(workers) if wanted is None else wanted
+        self._step = 0
+        self._taken: set[int] = set()
+
+    def push(self, worker: int, step: int) -> bool:
+        if step != self._step:
+            return False
+        self._taken.add(worker)
+        return True
+
+    def complete(self) -> bool:
+        # Who has ended after it pushed still counts, and nobody waits for who ended before.
+        waited_for = len(self._active | self._taken)
+        if not self._taken or len(self._taken) < min(self._wanted, waited_for):
+            return False
+        self._step += 1
+        self._taken = set()
+        return True
+
+    def may_go_on(self, worker: int) -> bool:
+        return worker not in self._taken
+
+    def next_step(self, worker: int) -> int:
+        return self._step
+
+    def leave(self, worker: int) -> None:
+        self._active.discard(worker)

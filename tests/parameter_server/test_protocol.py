@@ -1,0 +1,46 @@
+"""What workers and servers say to each other, as bytes and back."""
+
+import math
+
+import numpy as np
+import pytest
+
+from hvdtrain.parameter_server.protocol import Kind, Reply, Request
+
+
+def arrived(message):
+    """What the other side makes of it, which has room for one message of this kind."""
+    buffer = type(message).buffer()
+    packed = message.pack()
+    assert (packed.dtype, packed.shape) == (buffer.dtype, buffer.shape) == (np.uint8, packed.shape)
+    buffer[...] = packed
+    return type(message).unpack(buffer)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_request(kind):
+    request = Request(kind, 3, 1 << 40, counts=True, weight=0.1, learning_rate=1e-30, stop=True)
+    assert arrived(request) == request
+    assert isinstance(arrived(request).kind, Kind)
+
+
+def test_request_without_a_learning_rate():
+    found = arrived(Request(Kind.PUSH, step=1))
+    assert math.isnan(found.learning_rate)
+    assert found._replace(learning_rate=0.0) == Request(Kind.PUSH, step=1, learning_rate=0.0)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("refusal", ["", "no", "nö, 不行, нет", "x" * 1000])
+def test_reply(stop, refusal):
+    reply = Reply(7, 1 << 50, stop, refusal)
+    assert arrived(reply) == reply
+
+
+def test_refusal_that_is_too_long():
+    assert arrived(Reply(0, 0, False, "x" * 50_000)).refusal == "x" * 1000
+
+
+def test_refusal_that_is_cut_within_a_character():
+    """333 characters of three bytes, and the first byte of the next one."""
+    assert arrived(Reply(0, 0, False, "不" * 500)).refusal == "不" * 333 + "\ufffd"
