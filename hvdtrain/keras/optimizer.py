@@ -21,9 +21,13 @@ from hvdtrain.tensorflow.tape import variable_name
 __all__ = [
     "Weighting",
     "accumulates",
+    "accumulators",
     "distribute_optimizer",
     "is_distributed",
+    "mark",
+    "mix_in",
     "plain_optimizers",
+    "unmix",
     "waiting_weight",
     "weighting",
 ]
@@ -134,13 +138,17 @@ def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         distribute_optimizer(optimizer.inner_optimizer, reducer)
-        _mix_in(optimizer, _AgreesOnFinite, reducer)
+        mix_in(optimizer, _AgreesOnFinite, reducer)
     elif _inner_optimizers(optimizer):
         for inner in _inner_optimizers(optimizer):
             distribute_optimizer(inner, reducer)
-        object.__setattr__(optimizer, _MARK, reducer)
+        mark(optimizer, reducer)
     else:
-        _mix_in(optimizer, _AveragesGradients, reducer)
+        mix_in(optimizer, _AveragesGradients, reducer)
+        if reducer.collectives.survives_losses:
+            accumulates = optimizer.gradient_accumulation_steps
+            waiting = keras.Variable(0.0, dtype="float32", trainable=False) if accumulates else None
+            object.__setattr__(optimizer, "_hvdtrain_waiting", waiting)
     return optimizer
 
 
@@ -173,26 +181,49 @@ def waiting_weight(optimizer: Any) -> list[keras.Variable]:
     return [] if waiting is None else [waiting]
 
 
+def accumulators(optimizer: Any) -> list[Any]:
+    """What a plain optimizer keeps of gradients that wait for those of later steps."""
+    return [*getattr(optimizer, "_accumulated_gradients", ()), *waiting_weight(optimizer)]
+
+
 def plain_optimizers(optimizer: Any) -> list[Any]:
     """Those that update weights, within a ``LossScaleOptimizer`` or a ``MultiOptimizer``."""
     outer = getattr(optimizer, "inner_optimizer", optimizer)
     return _inner_optimizers(outer) or [outer]
 
 
+def mix_in(optimizer: Any, mixin: type, way: Any) -> None:
+    """Make the optimizer's class a subclass of ``mixin``, under the same name.
+
+    Args:
+        optimizer: Changed in place.
+        mixin: Finds ``way`` as ``_hvdtrain_reducer``.
+        way: To the other ranks.
+    """
+    plain = type(optimizer)
+    if not issubclass(plain, mixin):
+        names = {
+            "__module__": plain.__module__,
+            "__qualname__": plain.__qualname__,
+            "_hvdtrain_plain_class": plain,
+        }
+        optimizer.__class__ = type(plain.__name__, (mixin, plain), names)
+    mark(optimizer, way)
+
+
+def unmix(optimizer: Any) -> None:
+    """Give an optimizer, and those within it, the classes that they had before ``mix_in``."""
+    for entry in (optimizer, *plain_optimizers(optimizer)):
+        entry.__class__ = getattr(type(entry), "_hvdtrain_plain_class", type(entry))
+
+
+def mark(optimizer: Any, way: Any) -> None:
+    """Note that an optimizer is distributed, and by what way."""
+    # Not through Keras' own __setattr__, which would track it as part of what is saved.
+    object.__setattr__(optimizer, _MARK, way)
+
+
 def _inner_optimizers(optimizer: Any) -> list[Any]:
     """Those of a ``MultiOptimizer``."""
     inner = getattr(optimizer, "optimizers", None)
     return list(inner) if isinstance(inner, (list, tuple)) else []
-
-
-def _mix_in(optimizer: Any, mixin: type, reducer: GradientReducer) -> None:
-    plain = type(optimizer)
-    if not issubclass(plain, mixin):
-        names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-        optimizer.__class__ = type(plain.__name__, (mixin, plain), names)
-    # Not through Keras' own __setattr__, which would track it as part of what is saved.
-    object.__setattr__(optimizer, _MARK, reducer)
-    if mixin is _AveragesGradients and reducer.collectives.survives_losses:
-        accumulates = optimizer.gradient_accumulation_steps
-        waiting = keras.Variable(0.0, dtype="float32", trainable=False) if accumulates else None
-        object.__setattr__(optimizer, "_hvdtrain_waiting", waiting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -11,10 +11,12 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import MismatchError
+from hvdtrain.keras.optimizer import accumulators, plain_optimizers
 
 __all__ = [
     "average_statistics",
     "broadcast_model",
+    "broadcast_weights",
     "check_same_model",
     "layer_statistics",
     "reseed_by_rank",
@@ -88,9 +90,22 @@ def _plain(loss: Any) -> Any:
 
 
 def broadcast_model(model: keras.Model, collectives: Collectives) -> None:
-    """Give all ranks the chief's weights, optimizer state and metrics; not its random seeds."""
+    """Give all ranks the chief's weights, optimizer state and metrics; not its random seeds.
+
+    Nor its gradients that wait for an update: others have those of their own samples.
+    """
+    waiting = [v for leaf in plain_optimizers(model.optimizer) for v in accumulators(leaf)]
+    own = {id(variable) for variable in waiting if variable is not None}
+    state = [variable for variable in model.optimizer.variables if id(variable) not in own]
+    broadcast_weights(model, collectives, [*state, *model.metrics_variables])
+
+
+def broadcast_weights(
+    model: keras.Model, collectives: Collectives, more: Sequence[Any] = ()
+) -> None:
+    """Give all ranks the chief's weights, and ``more`` variables; not its random seeds."""
     seeds = {id(generator.state) for generator in seed_generators(model)}
-    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    variables = [*model.variables, *more]
     unique = {id(variable): variable for variable in variables if id(variable) not in seeds}
     for index, variable in enumerate(unique.values()):
         value = np.asarray(variable.numpy())

@@ -115,7 +115,7 @@ class GradientReducer:
             return value
 
         def run(array: np.ndarray) -> np.ndarray:
-            with self._remember_error():
+            with self.remember_error():
                 return self.collectives.allreduce(array, op, name=name)
 
         result = tf.numpy_function(run, [value], value.dtype)
@@ -135,7 +135,7 @@ class GradientReducer:
         """Without any gradient, see that the other ranks have none either."""
 
         def run() -> None:
-            with self._remember_error():
+            with self.remember_error():
                 self._verify(entries)
 
         tf.numpy_function(run, [], [])
@@ -154,7 +154,7 @@ class GradientReducer:
         weights = [] if weight is None else [tf.cast(weight, dtype)]
 
         def run(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-            with self._remember_error():
+            with self.remember_error():
                 self._verify(entries)
                 averages = self._reduce_checked(arrays, names, call, op)
                 self.contributions.add(self.collectives.contributed)
@@ -202,7 +202,7 @@ class GradientReducer:
         def run(
             values: np.ndarray, indices: np.ndarray, weight: np.ndarray
         ) -> tuple[np.ndarray, np.ndarray]:
-            with self._remember_error():
+            with self.remember_error():
                 self._verify(entries)
                 self._check_enough()
                 packed = pack_rows(values, indices, weight)
@@ -263,13 +263,12 @@ class GradientReducer:
         if not self._goes_on and self.collectives.too_few is not None:
             raise self.collectives.too_few
 
-    def _remember_error(self) -> _Remember:
+    def remember_error(self) -> _Remember:
+        """Keeps an error of the block for whoever catches TensorFlow's version of it."""
         return _Remember(self)
 
 
 class _Remember:
-    """Keeps an error of hvdtrain for whoever catches TensorFlow's version of it."""
-
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
 

@@ -18,9 +18,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collectives
+from hvdtrain.collectives.layout import join_bytes, split_bytes
 from hvdtrain.errors import CheckpointError, RanksLostError
 from hvdtrain.keras.metrics import reduction_of_metric
-from hvdtrain.keras.optimizer import plain_optimizers, waiting_weight
+from hvdtrain.keras.optimizer import accumulators, plain_optimizers
 from hvdtrain.keras.replicas import (
     broadcast_model,
     layer_statistics,
@@ -91,13 +92,13 @@ class TrainingState:
         """
         mine = {**self._own_values(), **(earlier or {})}
         collectives = self._collectives
-        rows = _join(mine)[np.newaxis]
+        rows = join_bytes(mine)[np.newaxis]
         to_chief = [1] + [0] * (collectives.size - 1)
         received, _ = collectives.alltoall(rows, to_chief, name="what ranks have of their own")
         return {
             f"rank/{rank}/{key}": array
             for rank, row in enumerate(received)
-            for key, array in _split(row, mine).items()
+            for key, array in split_bytes(row, mine).items()
         }
 
     def check(self, saved: Mapping[str, np.ndarray]) -> None:
@@ -146,13 +147,13 @@ class TrainingState:
         """
         template = self._own_values(accumulated=True)
         collectives = self._collectives
-        nbytes = _join(template).size
+        nbytes = join_bytes(template).size
         rows = np.zeros((0, nbytes), np.uint8)
         splits = [0] * collectives.size
         if saved is not None:
             rows = np.stack(
                 [
-                    _join(self._part(saved, template, ranks, rank))
+                    join_bytes(self._part(saved, template, ranks, rank))
                     for rank in range(collectives.size)
                 ]
             )
@@ -162,7 +163,7 @@ class TrainingState:
             raise RanksLostError(
                 "The rank that reads the checkpoint was lost. Start the job again."
             )
-        mine = _split(received[0], template)
+        mine = split_bytes(received[0], template)
         for own in self._own_variables(accumulated=True):
             own.variable.assign(mine[own.key].astype(_numpy_dtype(own.variable)))
         if collectives.rank < ranks:
@@ -194,7 +195,7 @@ class TrainingState:
             ("metrics", model.metrics_variables, _rule_of_metric),
         ]
         if accumulated:
-            waiting = [v for o in plain_optimizers(model.optimizer) for v in _accumulators(o)]
+            waiting = [v for o in plain_optimizers(model.optimizer) for v in accumulators(o)]
             kinds.append(("accumulated", waiting, lambda _: "average"))
         found = [
             _Own(f"{kind}/{number:04d}", variable, rule(variable))
@@ -264,10 +265,6 @@ def _rule_of_metric(variable: Any) -> _Rule:
     return "chief"
 
 
-def _accumulators(optimizer: Any) -> Sequence[Any]:
-    return [*getattr(optimizer, "_accumulated_gradients", ()), *waiting_weight(optimizer)]
-
-
 def _is_accumulating(optimizer: Any) -> bool:
     steps = optimizer.gradient_accumulation_steps
     # Unlike ``iterations``, which counts updates.
@@ -297,20 +294,3 @@ def _view(variable: Any) -> np.ndarray:
     except (TypeError, ValueError):
         # bfloat16 and the like have no name in Python's protocol.
         return np.asarray(tensor.numpy())
-
-
-def _join(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """All of them as one row of bytes."""
-    rows = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays.values()]
-    return np.concatenate(rows)
-
-
-def _split(row: np.ndarray, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What ``_join`` made of arrays like these."""
-    parts = {}
-    start = 0
-    for key, array in like.items():
-        part = row[start : start + array.nbytes]
-        parts[key] = part.view(array.dtype).reshape(array.shape)
-        start += array.nbytes
-    return parts
