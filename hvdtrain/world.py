@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.collectives import Collectives, create
 from hvdtrain.config import Settings, read_settings
@@ -30,6 +31,7 @@ __all__ = [
     "local_size",
     "node_rank",
     "rank",
+    "roles",
     "settings",
     "shutdown",
     "size",
@@ -41,6 +43,7 @@ __all__ = [
 class _World:
     topology: Topology
     settings: Settings
+    roles: Roles
     collectives: Collectives
 
 
@@ -87,6 +90,11 @@ def topology() -> Topology:
     return _entered().topology
 
 
+def roles() -> Roles:
+    """Which ranks train, and which are parameter servers."""
+    return _entered().roles
+
+
 def settings() -> Settings:
     """The settings that ``init()`` found in the environment."""
     return _entered().settings
@@ -98,13 +106,19 @@ def collectives() -> Collectives:
 
 
 def rank() -> int:
-    """Number of this process among those of the job, from 0; a lower one when some were lost."""
-    return _entered().collectives.rank
+    """Number of this process among those that train, from 0; a lower one when some were lost.
+
+    Parameter servers are counted after them.
+    """
+    world = _entered()
+    rank = world.collectives.rank
+    return [*world.roles.workers, *world.roles.servers].index(rank) if world.roles.servers else rank
 
 
 def size() -> int:
-    """Number of processes in the job that are left."""
-    return _entered().collectives.size
+    """Number of processes that train and are left; parameter servers don't count."""
+    world = _entered()
+    return len(world.roles.workers) if world.roles.servers else world.collectives.size
 
 
 def local_rank() -> int:
@@ -141,6 +155,7 @@ def _entered() -> _World:
 def _enter() -> _World:
     topology = read_topology(os.environ)
     settings = read_settings(os.environ)
+    roles = assign_roles(topology.size, settings)
     collectives = create(topology, settings)
     if topology.size > 1:
         from hvdtrain.collectives import exits
@@ -152,7 +167,9 @@ def _enter() -> _World:
     from hvdtrain.tensorflow import devices, seeds
 
     host = _host_id()
-    mine = {"host": host, "gpus": devices.visible_gpus(socket.gethostname(), os.environ)}
+    serves = topology.rank in roles.servers
+    gpus = None if serves else devices.visible_gpus(socket.gethostname(), os.environ)
+    mine = {"host": host, "gpus": gpus}
     everyone: list[dict[str, Any]] = collectives.allgather_object(mine, name="hvdtrain.init()")
     if topology.node_rank is None:
         index = _host_index([entry["host"] for entry in everyone], topology.rank)
@@ -162,7 +179,7 @@ def _enter() -> _World:
         seeds.set_unless_set(
             collectives.broadcast_object(secrets.randbits(31), name="seed of hvdtrain.init()")
         )
-    return _World(topology=topology, settings=settings, collectives=collectives)
+    return _World(topology=topology, settings=settings, roles=roles, collectives=collectives)
 
 
 def _host_id() -> str:

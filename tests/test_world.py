@@ -19,6 +19,7 @@ ACCESSORS = [
     world.local_size,
     world.node_rank,
     world.rank,
+    world.roles,
     world.settings,
     world.size,
     world.topology,

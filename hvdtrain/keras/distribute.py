@@ -12,6 +12,7 @@ from hvdtrain.keras.distribution import Distribution
 from hvdtrain.keras.optimizer import distribute_optimizer
 from hvdtrain.keras.replicas import check_same_model
 from hvdtrain.tensorflow.reducer import GradientReducer
+from hvdtrain.tensorflow.tape import check_averages
 
 __all__ = ["DistributedOptimizer", "distribute"]
 
@@ -41,13 +42,20 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
     """
     collectives = world.collectives()
     _check_ready(model)
+    if collectives.rank not in world.roles().servers and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
     if presharded and collectives.survives_losses:
         raise ModelError(
             "In an elastic job (--elastic) every rank must be given the whole data, so that the "
             "others can do what is left of a lost rank's part. Leave presharded=True out, or use "
             "--max-restarts in place of --elastic."
         )
-    distribution = Distribution(model, collectives, presharded, world.settings())
+    settings = world.settings()
+    distribution = Distribution(model, collectives, presharded, settings)
+    if settings.has_servers:
+        from hvdtrain.keras.served.distribution import ServedDistribution
+
+        distribution = ServedDistribution(model, collectives, presharded, settings, world.roles())
     if collectives.size > 1:
         check_same_model(model, collectives)
         distribution.install()
@@ -63,7 +71,11 @@ def DistributedOptimizer(optimizer: Any) -> Any:
 
     Returns:
         The same optimizer, which is saved and loaded as the plain one.
+
+    Raises:
+        ModelError: Not a Keras 3 optimizer, or some ranks are parameter servers.
     """
+    check_averages("DistributedOptimizer")
     collectives = world.collectives()
     if collectives.size == 1:
         return optimizer
@@ -87,6 +99,3 @@ def _check_ready(model: Any) -> None:
             "Begin it with keras.Input(shape=…), or call model.build(input_shape) or model(x[:1]) "
             "before hvdtrain.distribute(model)."
         )
-    optimizer = model.optimizer
-    if not optimizer.built:
-        optimizer.build(model.trainable_variables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -36,6 +37,7 @@ _MARK = "_hvdtrain_distribution"
 _REPLACED = (
     "train_step",
     "test_step",
+    "train_on_batch",
     "fit",
     "evaluate",
     "predict",
@@ -92,18 +94,15 @@ class Distribution:
             reducer=self._reducer,
             steps=steps,
         )
-        methods = (
-            steps.train,
-            steps.test,
-            loops.fit,
-            loops.evaluate,
-            loops.predict,
-            loops.joint_results,
-            loops.adopt,
+        self._replace(
+            train_step=steps.train,
+            test_step=steps.test,
+            fit=loops.fit,
+            evaluate=loops.evaluate,
+            predict=loops.predict,
+            _get_metrics_result_or_logs=loops.joint_results,
+            _maybe_symbolic_build=loops.adopt,
         )
-        for name, method in zip(_REPLACED, methods):
-            put(model, name, method)
-        put(model, _MARK, self)
         report.watch(lambda: collectives.waiting_in)
         forget_functions(model)
         broadcast_model(model, collectives)
@@ -122,6 +121,13 @@ class Distribution:
             return self._model.fit(*args, **options)
 
         put(self._model, "fit", fit)
+        put(self._model, _MARK, self)
+
+    def _replace(self, **methods: Callable[..., Any]) -> None:
+        """Put methods in the place of the model's own."""
+        assert methods.keys() <= set(_REPLACED)
+        for name, method in methods.items():
+            put(self._model, name, method)
         put(self._model, _MARK, self)
 
     def _follow(self, change: Change) -> None:

@@ -28,13 +28,16 @@ _program_scales = False
 def scale_learning_rate(rate: float) -> float:
     """``rate`` times the number of ranks, as the joint batch is that many times larger.
 
+    With parameter servers it is times as many workers as one update is made of: all of them but
+    for backup workers, or one where each gradient is applied by itself.
+
     The linear scaling rule of Goyal et al. (2017), "Accurate, Large Minibatch SGD". In an elastic
     job the optimizer's rate then also follows when ranks are lost: it is multiplied by how many
     there are now over how many there were before. What a schedule gives is multiplied likewise.
     """
     global _program_scales
     _program_scales = True
-    return rate * world.size()
+    return rate * world.settings().gradients_in_update(world.size())
 
 
 def prepare_to_follow(optimizer: Any) -> None:

@@ -27,7 +27,7 @@ from hvdtrain.keras.saving.session import Session, asked_for
 from hvdtrain.keras.steps import Steps
 from hvdtrain.tensorflow.reducer import GradientReducer
 
-__all__ = ["Loops", "forget_functions", "put"]
+__all__ = ["Loops", "forget_functions", "put", "split_validation"]
 
 
 def put(model: keras.Model, name: str, value: Any) -> None:
@@ -52,6 +52,8 @@ class Loops:
         inputs: Shares out the data.
         reducer: Of the gradients; keeps the errors that TensorFlow hides.
         steps: What Keras' loops run on each batch.
+        whole: Shares out what is evaluated or predicted; as ``inputs`` if not given.
+        begin: Gives all ranks the chief's state as training begins.
     """
 
     def __init__(
@@ -63,12 +65,16 @@ class Loops:
         inputs: Inputs,
         reducer: GradientReducer,
         steps: Steps,
+        whole: Inputs | None = None,
+        begin: Callable[[], None] | None = None,
     ) -> None:
         self._model = model
         self._collectives = collectives
         self._membership = membership
         self._reducer = reducer
         self._inputs = inputs
+        self._whole = whole or inputs
+        self._begin = begin or (lambda: broadcast_model(model, collectives))
         self._steps = steps
         self._optimizer = model.optimizer
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
@@ -97,7 +103,7 @@ class Loops:
         validation_freq: Any = 1,
     ) -> Any:
         """``keras.Model.fit`` on all ranks; ``batch_size`` is per rank."""
-        self._check_still_ours()
+        self.check_still_ours()
         listed = list_callbacks(callbacks)
         asked = asked_for(listed)
         session = None
@@ -113,7 +119,9 @@ class Loops:
             )
             self._inputs.seed = session.seed(self._inputs.seed)
         if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = _split((x, y, sample_weight), validation_split)
+            (x, y, sample_weight), validation_data = split_validation(
+                (x, y, sample_weight), validation_split
+            )
         sharded = self._inputs.share(
             x,
             y,
@@ -128,7 +136,7 @@ class Loops:
         if validation_data is not None:
             val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
             size = validation_batch_size or batch_size
-            validation = self._inputs.share(val_x, val_y, val_weight, size, validation_steps)
+            validation = self._whole.share(val_x, val_y, val_weight, size, validation_steps)
         self._prepare(sharded)
         epochs_ = self._epochs = Epochs(
             sharded.reshard(rank=self._membership.rank, size=self._membership.size),
@@ -156,7 +164,7 @@ class Loops:
                         self._membership,
                         epochs_,
                         self._reducer.contributions,
-                        self._broadcast,
+                        self._begin,
                     ),
                     validation_data=validation.dataset if validation else None,
                     initial_epoch=initial_epoch,
@@ -188,8 +196,8 @@ class Loops:
             if self._membership.elastic:
                 options["_use_cached_eval_dataset"] = False  # it would hold the share of before
         else:
-            self._check_still_ours()
-            sharded = self._inputs.share(x, y, sample_weight, batch_size, steps)
+            self.check_still_ours()
+            sharded = self._whole.share(x, y, sample_weight, batch_size, steps)
             self._prepare(sharded)
 
         def run(dataset: tf.data.Dataset) -> Any:
@@ -203,7 +211,7 @@ class Loops:
                 **options,
             )
 
-        return self._inputs.whole_pass(sharded, run)
+        return self._whole.whole_pass(sharded, run)
 
     def predict(
         self,
@@ -214,7 +222,7 @@ class Loops:
         callbacks: Any = None,
     ) -> Any:
         """``keras.Model.predict``: every rank gets the whole result, in the order of the input."""
-        sharded = self._inputs.share(x, None, None, batch_size, steps)
+        sharded = self._whole.share(x, None, None, batch_size, steps)
 
         def run(dataset: tf.data.Dataset) -> Any:
             mine = self._guard(
@@ -224,14 +232,12 @@ class Loops:
                 steps=steps,
                 callbacks=callbacks,
             )
-            return join_predictions(
-                mine, self._collectives, interleaved=not self._inputs.presharded
-            )
+            return join_predictions(mine, self._collectives, interleaved=not self._whole.presharded)
 
         put(self._model, "predict_step", self._steps.predict)
         self._model.predict_function = None
         try:
-            return self._inputs.whole_pass(sharded, run)
+            return self._whole.whole_pass(sharded, run)
         finally:
             vars(self._model).pop("predict_step", None)
             self._model.predict_function = None
@@ -269,10 +275,12 @@ class Loops:
     def _is_chief(self) -> bool:
         return self._membership.rank == 0
 
-    def _broadcast(self) -> None:
-        broadcast_model(self._model, self._collectives)
+    def check_still_ours(self) -> None:
+        """See that the model was not compiled since.
 
-    def _check_still_ours(self) -> None:
+        Raises:
+            ModelError: It was.
+        """
         optimizer = self._model.optimizer
         if optimizer is not self._optimizer or not is_distributed(optimizer):
             raise ModelError(
@@ -292,7 +300,8 @@ class Loops:
             raise error from None
 
 
-def _split(arrays: Any, validation_split: float) -> Any:
+def split_validation(arrays: Any, validation_split: float) -> Any:
+    """What ``fit`` trains on, and what it validates with."""
     from keras.src.trainers.data_adapters import array_slicing
 
     return array_slicing.train_validation_split(arrays, validation_split=validation_split)

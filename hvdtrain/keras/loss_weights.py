@@ -25,7 +25,7 @@ from hvdtrain.errors import ModelError
 from hvdtrain.keras.optimizer import Weighting
 from hvdtrain.tensorflow.reducer import GradientReducer
 
-__all__ = ["LossWeights", "reduction_of", "valid_values"]
+__all__ = ["LossWeights", "contribution", "reduction_of", "valid_values"]
 
 _MEANS = ("sum_over_batch_size", "mean")
 
@@ -52,6 +52,26 @@ def _kind(loss: Any) -> str:
     if reduction in _MEANS:
         return "mean"
     return "weights" if reduction == "mean_with_sample_weight" else "sum"
+
+
+def contribution(kind: str, rows: tf.Tensor, sample_weight: Any = None) -> tf.Tensor:
+    """What a batch counts for beside others of the joint batch; a float32 scalar.
+
+    Args:
+        kind: From ``reduction_of``.
+        rows: Rows, or unmasked values.
+        sample_weight: As Keras' loss gets it.
+    """
+    mine = tf.cast(rows, tf.float32)
+    if kind != "weights" or sample_weight is None:
+        return mine
+    weights = [tf.cast(w, tf.float32) for w in keras.tree.flatten(sample_weight)]
+    if len(weights) > 1:
+        raise ModelError(
+            "Losses with reduction='mean_with_sample_weight' and one sample weight for "
+            "each output don't add up over ranks; use one sample weight for all outputs."
+        )
+    return tf.where(mine > 0, tf.reduce_sum(weights[0]), 0.0)
 
 
 class LossWeights:
@@ -82,17 +102,10 @@ class LossWeights:
             sample_weight: As Keras' loss gets it.
         """
         size = tf.constant(self._size, tf.float32)
-        mine = tf.cast(rows, tf.float32)
+        mine = contribution(kind, rows, sample_weight)
         if kind == "sum":
             return tf.where(mine > 0, tf.ones_like(size) if self._elastic else size, 0.0)
         if kind == "weights" and sample_weight is not None:
-            weights = [tf.cast(w, tf.float32) for w in keras.tree.flatten(sample_weight)]
-            if len(weights) > 1:
-                raise ModelError(
-                    "Losses with reduction='mean_with_sample_weight' and one sample weight for "
-                    "each output don't add up over ranks; use one sample weight for all outputs."
-                )
-            mine = tf.where(mine > 0, tf.reduce_sum(weights[0]), 0.0)
             joint_rows = None
         if joint_rows is None:
             total = self._reducer.reduce(mine, "sum", "rows of all ranks")

@@ -41,13 +41,19 @@ class Steps:
         reducer: Averages gradients.
         jit: Compile forward and backward pass with XLA.
         flag: Told whether the batch in work counts.
+        weights: What this rank's loss counts for; as one of ``reducer``'s ranks if not given.
     """
 
     def __init__(
-        self, model: keras.Model, reducer: GradientReducer, jit: bool, flag: RowFlag
+        self,
+        model: keras.Model,
+        reducer: GradientReducer,
+        jit: bool,
+        flag: RowFlag,
+        weights: LossWeights | None = None,
     ) -> None:
         self._model = model
-        self._weights = LossWeights(reducer)
+        self._weights = weights or LossWeights(reducer)
         self._elastic = reducer.collectives.survives_losses
         self._contributions = reducer.contributions
         self._flag = flag

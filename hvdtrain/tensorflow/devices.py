@@ -48,15 +48,15 @@ def visible_gpus(host: str, environ: Mapping[str, str]) -> list[str]:
     return [f"{host} GPU {number}" for number in numbers]
 
 
-def assign_gpus(visible: Sequence[Sequence[str]], *, share: bool) -> list[int | None]:
+def assign_gpus(visible: Sequence[Sequence[str] | None], *, share: bool) -> list[int | None]:
     """Give every rank one GPU of those it sees.
 
     Args:
-        visible: For each rank the ids of the GPUs that it sees.
+        visible: For each rank the ids of the GPUs that it sees; None for one that needs none.
         share: Whether ranks may share a GPU when there are not enough.
 
     Returns:
-        For each rank the index of its GPU in its own list, or None where it sees none. Where all
+        For each rank the index of its GPU in its own list, or None where it gets none. Where all
         ranks of a host see the same GPUs, that is the local rank.
 
     Raises:
@@ -76,13 +76,13 @@ def assign_gpus(visible: Sequence[Sequence[str]], *, share: bool) -> list[int | 
     return chosen
 
 
-def bind(topology: Topology, settings: Settings, visible: Sequence[Sequence[str]]) -> None:
+def bind(topology: Topology, settings: Settings, visible: Sequence[Sequence[str] | None]) -> None:
     """Make this rank's GPU the only one that TensorFlow uses; memory is taken as it is needed.
 
     Args:
         topology: Who this process is.
         settings: ``share_gpus`` and ``log_level`` count here.
-        visible: What ``visible_gpus`` returned on each rank.
+        visible: What ``visible_gpus`` returned on each rank; None for one that needs no GPU.
 
     Raises:
         LaunchError: There are more ranks than GPUs, or TensorFlow uses its GPUs already.
@@ -90,6 +90,8 @@ def bind(topology: Topology, settings: Settings, visible: Sequence[Sequence[str]
     index = assign_gpus(visible, share=settings.share_gpus)[topology.rank]
     if topology.is_chief and settings.log_level in ("debug", "info"):
         _report_missing(visible)
+    if visible[topology.rank] is None:
+        tf.config.set_visible_devices([], "GPU")
     if index is None:
         return
     gpu = tf.config.list_physical_devices("GPU")[index]
@@ -106,11 +108,11 @@ def bind(topology: Topology, settings: Settings, visible: Sequence[Sequence[str]
         ) from None
 
 
-def _report_missing(visible: Sequence[Sequence[str]]) -> None:
-    without = [rank for rank, gpus in enumerate(visible) if not gpus]
+def _report_missing(visible: Sequence[Sequence[str] | None]) -> None:
+    without = [rank for rank, gpus in enumerate(visible) if gpus is not None and not gpus]
     if not without:
         return
-    if len(without) == len(visible):
+    if not any(visible):
         text = "no GPU found; computing on the CPU"
     else:
         ranks = ", ".join(map(str, without))

@@ -8,9 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain import world
+from hvdtrain.errors import ModelError
 from hvdtrain.tensorflow.reducer import GradientReducer
 
-__all__ = ["DistributedGradientTape", "broadcast_variables"]
+__all__ = ["DistributedGradientTape", "broadcast_variables", "check_averages"]
 
 
 class DistributedGradientTape:
@@ -59,7 +60,12 @@ class DistributedGradientTape:
 
 
 def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
-    """Give every rank the values that ``root`` has; call it before the first step."""
+    """Give every rank the values that ``root`` has; call it before the first step.
+
+    Raises:
+        ModelError: Some ranks are parameter servers.
+    """
+    check_averages("broadcast_variables")
     collectives = world.collectives()
     if collectives.size == 1:
         return
@@ -73,11 +79,30 @@ def variable_name(variable: Any) -> str:
     return str(getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor")
 
 
+def check_averages(what: str) -> None:
+    """See that all ranks train, so that they can average among themselves.
+
+    Args:
+        what: Of hvdtrain's names, the one that was called.
+
+    Raises:
+        ModelError: Some are parameter servers.
+    """
+    settings = world.settings()
+    if settings.has_servers:
+        raise ModelError(
+            f"hvdtrain.{what} is for ranks that all train, and in mode {settings.mode} some are "
+            "parameter servers, which take gradients in model.fit alone. Train with "
+            "hvdtrain.distribute(model) and model.fit, or leave --mode out."
+        )
+
+
 _reducers: dict[int, GradientReducer] = {}
 
 
 def _shared_reducer() -> GradientReducer:
     """One reducer for all tapes of an engine, so that signatures are compared once."""
+    check_averages("DistributedGradientTape")
     collectives = world.collectives()
     reducer = _reducers.get(id(collectives))
     if reducer is None:

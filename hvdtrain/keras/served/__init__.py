@@ -1,0 +1,1 @@
+"""Training through parameter servers: what ``fit`` is on workers, and on servers."""

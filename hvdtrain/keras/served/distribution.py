@@ -1,0 +1,177 @@
+"""What ``distribute`` puts into a model that trains through parameter servers."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from typing import Any
+
+import keras
+
+from hvdtrain.cluster.roles import Roles
+from hvdtrain.collectives.base import Collectives
+from hvdtrain.collectives.single import SingleCollectives
+from hvdtrain.config import Settings
+from hvdtrain.keras.batch_normalization import RowFlag, synchronized_layers
+from hvdtrain.keras.distribution import Distribution
+from hvdtrain.keras.inputs import Inputs
+from hvdtrain.keras.loops import Loops, forget_functions
+from hvdtrain.keras.membership import Membership
+from hvdtrain.keras.optimizer import mark, unmix
+from hvdtrain.keras.replicas import broadcast_weights, reseed_by_rank
+from hvdtrain.keras.served.exchange import Exchange, refuse_training
+from hvdtrain.keras.served.fit import ServedFit, Shares, check_callbacks
+from hvdtrain.keras.served.membership import Apart
+from hvdtrain.keras.served.optimizer import check_averages, leave_updates_to_servers
+from hvdtrain.keras.served.weights import OwnWeights
+from hvdtrain.keras.steps import Steps
+from hvdtrain.monitor import report
+from hvdtrain.parameter_server.optimizers import check_optimizer, stays_whole
+from hvdtrain.parameter_server.shards import cut, specs_of
+from hvdtrain.tensorflow.reducer import GradientReducer
+
+__all__ = ["ServedDistribution"]
+
+
+class ServedDistribution(Distribution):
+    """As ``Distribution``, for jobs in which some ranks are parameter servers.
+
+    Within ``fit`` a worker is by itself but for the servers; outside of it all ranks, servers
+    too, evaluate and predict together.
+
+    Args:
+        model: Compiled and built.
+        collectives: Of all ranks.
+        presharded: Whether each worker passes data of its own.
+        settings: Of this job.
+        roles: Of the ranks.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        collectives: Collectives,
+        presharded: bool,
+        settings: Settings,
+        roles: Roles,
+    ) -> None:
+        super().__init__(model, collectives, presharded, settings)
+        self._settings = settings
+        self._roles = roles
+        self._alone = SingleCollectives()
+        self._reducer = GradientReducer(self._alone)
+
+    def install(self) -> None:
+        """Let the model train; collective."""
+        model, collectives = self._model, self._collectives
+        self._remove_earlier()
+        seed = collectives.broadcast_object(random.getrandbits(31), name="seed")
+        if synchronized_layers(model):
+            self._notice(
+                "BatchNormalization(synchronized=True) normalizes each worker's batch by itself "
+                "where there are parameter servers."
+            )
+        messages = collectives.messages()
+        report.watch(lambda: messages.waiting_in or collectives.waiting_in)
+        served = ServedFit(
+            model, collectives, messages, settings=self._settings, shares=self._share()
+        )
+        weights = OwnWeights(self._reducer, gathers=self._settings.gathers)
+        steps = Steps(model, self._reducer, self._choose_jit(), RowFlag(), weights)
+        together = Loops(
+            model,
+            collectives,
+            membership=self._membership,
+            inputs=self._inputs(collectives, self._membership, seed),
+            reducer=self._reducer,
+            steps=steps,
+        )
+        if collectives.rank in self._roles.servers:
+            mark(model.optimizer, None)
+            self._replace_methods(steps, served, together)
+        else:
+            exchange = Exchange(
+                model,
+                self._reducer,
+                is_chief=collectives.rank == 0,
+                require_finite=self._settings.non_finite == "error",
+            )
+            leave_updates_to_servers(model.optimizer, exchange)
+            apart = self._loops_apart(steps, served, exchange, seed)
+            self._replace_methods(steps, served, together, apart, exchange)
+        forget_functions(model)
+        broadcast_weights(model, collectives)
+        reseed_by_rank(model, collectives)
+
+    def _loops_apart(self, steps: Steps, served: ServedFit, exchange: Exchange, seed: int) -> Loops:
+        """What a worker runs within ``fit``."""
+        workers = self._roles.workers
+        apart = Apart(workers.index(self._collectives.rank), len(workers))
+        return Loops(
+            self._model,
+            self._alone,
+            membership=apart,
+            inputs=self._inputs(self._alone, apart, seed),
+            reducer=self._reducer,
+            steps=steps,
+            whole=self._inputs(self._alone, Membership(self._alone, min_np=1), seed),
+            begin=lambda: served.begin(exchange),
+        )
+
+    def _replace_methods(
+        self,
+        steps: Steps,
+        served: ServedFit,
+        together: Loops,
+        apart: Loops | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """Put hvdtrain's methods into the model.
+
+        Args:
+            steps: What Keras' loops run on each batch.
+            served: What ``fit`` is.
+            together: What all ranks run outside of ``fit``.
+            apart: What a worker runs within it; None on a server.
+            exchange: Of a worker with the servers; None on a server.
+        """
+        signature = inspect.signature(together.fit)
+
+        def fit(*args: Any, **options: Any) -> Any:
+            together.check_still_ours()
+            arguments = signature.bind(*args, **options)
+            check_callbacks(arguments.arguments.get("callbacks"))
+            if apart is None or exchange is None:
+                return served.serve()
+            return served.train(apart, exchange, arguments)
+
+        def now() -> Loops:
+            within = exchange is not None and exchange.client is not None
+            return apart if apart is not None and within else together
+
+        self._replace(
+            train_step=steps.train,
+            train_on_batch=lambda *args, **options: refuse_training(),
+            test_step=steps.test,
+            fit=fit,
+            evaluate=lambda *args, **options: now().evaluate(*args, **options),
+            predict=lambda *args, **options: now().predict(*args, **options),
+            _get_metrics_result_or_logs=lambda logs: now().joint_results(logs),
+            _maybe_symbolic_build=lambda *args, **options: now().adopt(*args, **options),
+        )
+
+    def _inputs(self, between: Collectives, membership: Membership, seed: int) -> Inputs:
+        return Inputs(
+            between, membership, seed=seed, presharded=self._presharded, notice=self._notice
+        )
+
+    def _share(self) -> Shares:
+        """Cut the model's variables for the servers."""
+        model, servers = self._model, len(self._roles.servers)
+        unmix(model.optimizer)  # what can be cut goes by its class
+        check_optimizer(model.optimizer, servers)
+        check_averages(model.optimizer)
+        variables = model.trainable_variables
+        specs = specs_of(variables)
+        shards = cut(specs, servers, stays_whole(model.optimizer, variables))
+        return Shares(roles=self._roles, specs=specs, shards=shards)

@@ -1,0 +1,252 @@
+"""``fit`` in a job with parameter servers: workers train, servers serve, and all return."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.cluster.roles import Roles
+from hvdtrain.collectives.base import Collectives
+from hvdtrain.collectives.messages import Messages
+from hvdtrain.config import Settings
+from hvdtrain.errors import CollectiveError, ModelError
+from hvdtrain.keras.callbacks import list_callbacks
+from hvdtrain.keras.chief import CHIEF_ONLY
+from hvdtrain.keras.loops import Loops, split_validation
+from hvdtrain.keras.replicas import broadcast_weights
+from hvdtrain.keras.saving.session import asked_for
+from hvdtrain.keras.served.exchange import Exchange
+from hvdtrain.monitor import report
+from hvdtrain.parameter_server.client import Client
+from hvdtrain.parameter_server.counts import Counts
+from hvdtrain.parameter_server.holding import Holding, put_states, take_states
+from hvdtrain.parameter_server.rules import FreeRunning, Rounds, Rule
+from hvdtrain.parameter_server.server import Server
+from hvdtrain.parameter_server.shards import Shard, Spec
+
+__all__ = ["ServedFit", "Shares", "check_callbacks"]
+
+# They decide by validation results, or for all: the chief's decide.
+_OF_CHIEF = (
+    *CHIEF_ONLY,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.ReduceLROnPlateau,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Who holds what.
+
+    Attributes:
+        roles: Of the ranks.
+        specs: Of the trainable variables.
+        shards: Of each server.
+    """
+
+    roles: Roles
+    specs: Sequence[Spec]
+    shards: Sequence[Shard]
+
+
+class ServedFit:
+    """Takes the place of a model's ``fit``.
+
+    Args:
+        model: Compiled and built.
+        collectives: Of all ranks.
+        messages: Between workers and servers.
+        settings: Of this job.
+        shares: Who holds what.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        collectives: Collectives,
+        messages: Messages,
+        *,
+        settings: Settings,
+        shares: Shares,
+    ) -> None:
+        self._model = model
+        self._collectives = collectives
+        self._messages = messages
+        self._settings = settings
+        self._shares = shares
+
+    def serve(self) -> Any:
+        """What ``fit`` is on a server."""
+        report.phase("serving")
+        roles = self._shares.roles
+        shard = self._shares.shards[roles.servers.index(self._collectives.rank)]
+        holding = Holding(self._model.optimizer, shard, self._model.trainable_variables)
+        server = Server(
+            self._messages,
+            holding,
+            shard,
+            workers=roles.workers,
+            rule=self._rule(),
+            scale_by_staleness=self._settings.staleness_scaling,
+        )
+        server.serve()
+        history = keras.callbacks.History()
+        history.set_model(self._model)
+        history.history = self._end(0, server.counts, {})
+        return history
+
+    def train(self, loops: Loops, exchange: Exchange, arguments: inspect.BoundArguments) -> Any:
+        """What ``fit`` is on a worker.
+
+        Args:
+            loops: What it runs by itself.
+            exchange: Of its steps.
+            arguments: Of ``fit``.
+        """
+        given = arguments.arguments
+        callbacks = list_callbacks(given.get("callbacks"))
+        if not self._is_chief:
+            # Who validates is the chief; the others go on training meanwhile.
+            callbacks = [entry for entry in callbacks if not isinstance(entry, _OF_CHIEF)]
+            _train_alone(given)
+        shares = self._shares
+        client = Client(self._messages, shares.specs, shares.roles.servers, shares.shards)
+
+        def finish() -> None:
+            exchange.assign(self._finish(client))
+
+        given["callbacks"] = [_WithOthers(client, exchange.pull, finish), *callbacks]
+        exchange.client = client
+        try:
+            history = loops.fit(*arguments.args, **arguments.kwargs)
+        finally:
+            exchange.client = None
+        self._end(client.pushed, None, history.history)
+        return history
+
+    def begin(self, exchange: Exchange) -> None:
+        """Give the servers what the chief has, and all workers what the servers have."""
+        client = exchange.reach()
+        if self._is_chief:
+            weights = [np.asarray(v.numpy()) for v in self._model.trainable_variables]
+            client.load(weights, take_states(self._model.optimizer, self._shares.shards))
+        exchange.pull()
+
+    def _finish(self, client: Client) -> list[np.ndarray]:
+        """Wait for the others; the last weights, and on the chief the optimizer's last state."""
+        if not self._is_chief:
+            return client.done()
+        states = [
+            np.empty_like(state)
+            for state in take_states(self._model.optimizer, self._shares.shards)
+        ]
+        weights = client.done(stop=bool(self._model.stop_training), states=states)
+        put_states(self._model.optimizer, self._shares.shards, states)
+        return weights
+
+    def _end(self, pushed: int, counts: Counts | None, history: dict[str, Any]) -> dict[str, Any]:
+        """See that no gradient was lost, and leave all ranks alike; collective.
+
+        Returns:
+            The chief's history.
+        """
+        mine = {"pushed": pushed, "counts": None if counts is None else counts.to_json()}
+        everyone = self._collectives.allgather_object(mine, name="gradients of parameter servers")
+        sent = sum(entry["pushed"] for entry in everyone)
+        served = [Counts.from_json(e["counts"]) for e in everyone if e["counts"] is not None]
+        for rank, server in zip(self._shares.roles.servers, served):
+            if server.taken + server.late != sent:
+                raise CollectiveError(
+                    f"Workers sent {sent} gradients, and the parameter server of rank {rank} has "
+                    f"{server.taken} and dropped {server.late}; this is an error of hvdtrain."
+                )
+        broadcast_weights(self._model, self._collectives)
+        if self._is_chief:
+            print(
+                f"hvdtrain: {_account(sent, served, len(self._shares.roles.workers))}",
+                file=sys.stderr,
+                flush=True,
+            )
+        values = {key: [np.asarray(v).tolist() for v in rows] for key, rows in history.items()}
+        report.phase("after fit")
+        return dict(self._collectives.broadcast_object(values, name="history"))
+
+    def _rule(self) -> Rule:
+        workers = self._shares.roles.workers
+        if self._settings.gathers:
+            return Rounds(workers, self._settings.gradients_in_update(len(workers)))
+        return FreeRunning(workers, self._settings.staleness_bound)
+
+    @property
+    def _is_chief(self) -> bool:
+        return self._collectives.rank == 0
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """See that the callbacks of ``fit`` can do their work; on all ranks.
+
+    Raises:
+        ModelError: They can't.
+    """
+    if asked_for(list_callbacks(callbacks)) is not None:
+        raise ModelError(
+            "With parameter servers hvdtrain.Checkpoint can't be used. Use "
+            "keras.callbacks.ModelCheckpoint, or leave --mode out."
+        )
+
+
+def _train_alone(given: dict[str, Any]) -> None:
+    """Take validation out of the arguments of ``fit``, with the data that belong to it."""
+    part = given.pop("validation_split", 0.0)
+    if part and given.pop("validation_data", None) is None:
+        names = ("x", "y", "sample_weight")
+        arrays, _ = split_validation(tuple(given.get(name) for name in names), part)
+        given.update(zip(names, arrays))
+    given["validation_data"] = None
+
+
+class _WithOthers(keras.callbacks.Callback):
+    """Ends the training when another worker has ended it for all, and waits for the others.
+
+    Before the user's callbacks: what these give the model as training ends is to stay.
+
+    Args:
+        client: Is told so by the servers.
+        pull: Takes the newest weights.
+        finish: Takes the last weights.
+    """
+
+    def __init__(
+        self, client: Client, pull: Callable[[], None], finish: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._client = client
+        self._pull = pull
+        self._finish = finish
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        # Those of the last step are old when a validation has been between.
+        self._pull()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._client.stopped:
+            self.model.stop_training = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._finish()
+
+
+def _account(sent: int, served: Sequence[Counts], workers: int) -> str:
+    first = served[0]
+    late = f", {first.late} of them too late" if first.late else ""
+    return (
+        f"{workers} workers sent {sent} gradients{late}; staleness {first.mean_staleness:.1f} on "
+        f"average, {first.percentile_of_staleness(95)} at the 95th percentile, "
+        f"{max(first.staleness, default=0)} at most"
+    )

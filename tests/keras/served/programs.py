@@ -1,0 +1,95 @@
+"""Programs of several ranks, some of which are parameter servers, and what they said."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import Any
+
+from tests.harness.jobs import Completed
+
+__all__ = ["facts", "program", "servers"]
+
+_PRELUDE = """
+    import json
+    import os
+    import time
+    from pathlib import Path
+
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import hvdtrain
+    from hvdtrain import world
+
+    hvdtrain.init()
+    keras.utils.set_random_seed(3)
+    RANK = world.collectives().rank
+    IS_SERVER = RANK in world.roles().servers
+    LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(480, 8)).astype("float32")
+    Y = (X @ rng.normal(size=(8, 3))).argmax(1)
+
+
+    def classifier(optimizer, *layers, **options):
+        inner = layers or (keras.layers.Dense(16, "relu"), keras.layers.Dense(3))
+        model = keras.Sequential([keras.Input((8,)), *inner])
+        options.setdefault("metrics", ["accuracy"])
+        model.compile(optimizer, options.pop("loss", LOSS), **options)
+        return hvdtrain.distribute(model)
+
+
+    def tell(what, **facts):
+        # In one piece: lines of several ranks must not run into each other.
+        os.write(1, (json.dumps({"what": what, "rank": RANK, **facts}) + "\\n").encode())
+
+
+    def like_chief(model):
+        ways = world.collectives()
+        mine = [np.asarray(variable.numpy()) for variable in model.weights]
+        chiefs = [ways.broadcast(value.copy(), name="the chief's") for value in mine]
+        return all(np.array_equal(*pair) for pair in zip(mine, chiefs))
+
+
+    def wait_for(name):
+        # Without an end: the harness has one.
+        while not Path(name).exists():
+            time.sleep(0.02)
+
+
+    class At(keras.callbacks.Callback):
+        \"\"\"Calls a function of the batch, before or after it.\"\"\"
+
+        def __init__(self, begin=None, end=None):
+            super().__init__()
+            self.begin, self.end = begin, end
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if self.begin:
+                self.begin(batch)
+
+        def on_train_batch_end(self, batch, logs=None):
+            if self.end:
+                self.end(batch)
+
+"""
+
+
+def program(text: str) -> str:
+    """The text of a program that begins with what all of them need."""
+    return textwrap.dedent(_PRELUDE) + textwrap.dedent(text)
+
+
+def servers(mode: str, count: int = 1, **settings: Any) -> dict[str, str]:
+    """The environment of such a job."""
+    others = {f"HVDTRAIN_{name.upper()}": str(value) for name, value in settings.items()}
+    return {"HVDTRAIN_MODE": mode, "HVDTRAIN_NUM_PS": str(count), **others}
+
+
+def facts(done: Completed, what: str) -> list[dict[str, Any]]:
+    """What the ranks told of something, in the order of ranks."""
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    told = [entry for entry in map(json.loads, lines) if entry.pop("what") == what]
+    return sorted(told, key=lambda entry: entry["rank"])

@@ -1,0 +1,96 @@
+"""What can't train through parameter servers ends in an error on every rank that says why."""
+
+import pytest
+
+from tests.keras.served.programs import facts, program, servers
+
+MISTAKES = """
+    def refused(case, call):
+        try:
+            call()
+        except hvdtrain.HvdtrainError as error:
+            tell("refused", case=case, error=type(error).__name__, text=str(error))
+
+
+    def average():
+        classifier(keras.optimizers.SGD(use_ema=True))
+
+    def norm():
+        classifier(keras.optimizers.SGD(global_clipnorm=1.0))
+
+    def checkpoint():
+        good.fit(X, Y, verbose=0, callbacks=[hvdtrain.Checkpoint("runs")])
+
+    def batch():
+        good.train_on_batch(X[:8], Y[:8])
+
+    def tiny():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile("sgd", "mse")
+        hvdtrain.distribute(model)
+
+    refused("use_ema", average)
+    refused("global_clipnorm", norm)
+    refused("too many servers", tiny)
+    good = classifier("sgd")
+    refused("Checkpoint", checkpoint)
+    refused("train_on_batch", batch)
+    # All of that has left no rank behind.
+    good.fit(X, Y, verbose=0)
+    refused("train_on_batch after fit", batch)
+"""
+
+
+def test_mistakes_that_every_rank_sees(launch):
+    said = {
+        "use_ema": "use_ema=True",
+        "global_clipnorm": "global_clipnorm=1.0 and 2 parameter servers",
+        "too many servers": "2 parameter servers can't hold something each",
+        "Checkpoint": "ModelCheckpoint",
+        "train_on_batch": "Call model.fit",
+        "train_on_batch after fit": "Call model.fit",
+    }
+    done = launch(4, program(MISTAKES), timeout_s=100, env=servers("async-ps", 2))
+    assert done.returncode == 0
+    told = facts(done, "refused")
+    for case, text in said.items():
+        entries = [entry for entry in told if entry["case"] == case]
+        assert [entry["rank"] for entry in entries] == [0, 1, 2, 3], case
+        assert all(text in entry["text"] for entry in entries)
+
+
+FAILS = """
+    def fail(batch):
+        if batch == 3 and RANK == 1:
+            raise ValueError("bad batch")
+
+    sums = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    case = os.environ["CASE"]
+    model = classifier("sgd", loss=sums if case == "sums" else LOSS)
+    x = X * np.nan if case == "nan" and RANK == 1 else X
+    callbacks = [At(end=fail)] if case == "exception" else []
+    model.fit(x, Y, batch_size=8, verbose=0, callbacks=callbacks)
+    tell("went on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "text"),
+    [
+        ("nan", "async-ps", "NonFiniteError: A gradient is not finite: sequential/dense/kernel"),
+        ("exception", "async-ps", "ValueError: bad batch"),
+        ("exception", "sync-ps", "ValueError: bad batch"),
+        ("sums", "sync-ps", "ModelError: Losses with reduction='sum'"),
+    ],
+)
+def test_trouble_in_fit_ends_all(launch, case, mode, text):
+    done = launch(3, program(FAILS), timeout_s=100, env=servers(mode) | {"CASE": case})
+    assert done.returncode == 1
+    assert not facts(done, "went on")
+    failed, stopped = (
+        {rank for rank in range(3) if f"hvdtrain: rank {rank} of 3 {how}" in done.stderr}
+        for how in (f"failed: {text}", "stops: rank ")
+    )
+    assert 1 in failed
+    assert 2 in stopped
+    assert failed | stopped == {0, 1, 2}  # sums are refused by both workers

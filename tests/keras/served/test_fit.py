@@ -1,0 +1,274 @@
+"""``fit`` through parameter servers that wait for nobody: data, validation, callbacks."""
+
+import re
+
+import pytest
+
+from tests.keras.served.programs import facts, program, servers
+
+TRAINS = program("""
+    plain = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(3)]
+    )
+    plain.compile("sgd", LOSS, metrics=["accuracy"])
+
+
+    class Validates(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            found = {}
+            if hvdtrain.is_chief():
+                plain.set_weights(self.model.get_weights())
+                found = plain.evaluate(*VALIDATION, batch_size=7, verbose=0, return_dict=True)
+            mine = {name[4:]: value for name, value in logs.items() if name.startswith("val_")}
+            assert mine.keys() == found.keys(), (mine, found)
+            for name, value in found.items():
+                assert abs(mine[name] - value) < 1e-5, (epoch, name, mine[name], value)
+
+
+    model = classifier(keras.optimizers.Adam(0.02))
+    tell("place", number=hvdtrain.rank(), size=hvdtrain.size(), chief=hvdtrain.is_chief())
+    VALIDATION = X[431:], Y[431:]
+    data = {"validation_data": VALIDATION}
+    for data in ({"validation_data": VALIDATION, "x": X[:431], "y": Y[:431]},
+                 {"validation_split": 49 / 480, "x": X, "y": Y}):
+        history = model.fit(
+            **data, batch_size=8, epochs=4, verbose=0, callbacks=[Validates()]
+        ).history
+        plain.set_weights(model.get_weights())
+        mine = model.evaluate(X, Y, batch_size=9, verbose=0)
+        assert np.allclose(mine, plain.evaluate(X, Y, verbose=0), atol=1e-5)
+        predicted = model.predict(X, batch_size=11, verbose=0)
+        assert np.allclose(predicted, plain.predict(X, verbose=0), atol=1e-5)
+        tell("trained", alike=like_chief(model), history=history, evaluated=mine)
+""")
+
+
+def test_it_learns_and_all_ranks_end_alike(launch):
+    done = launch(4, TRAINS, timeout_s=150, env=servers("async-ps", 2))
+    assert done.returncode == 0
+    assert facts(done, "place") == [
+        {"rank": rank, "number": rank, "size": 2, "chief": rank == 0} for rank in range(4)
+    ]
+    trained = facts(done, "trained")
+    assert len(trained) == 8
+    for run in (trained[0::2], trained[1::2]):
+        chief, worker, *served = run
+        assert all(entry["alike"] for entry in run)
+        assert all(entry["evaluated"] == chief["evaluated"] for entry in run)
+        assert all(entry["history"] == chief["history"] for entry in served)
+        assert set(chief["history"]) == {"accuracy", "loss", "val_accuracy", "val_loss"}
+        assert set(worker["history"]) == {"accuracy", "loss"}
+        assert chief["evaluated"][1] > 0.9
+    # 431 rows, or what is left of 480 by the split: 54 steps with 8 rows or less from two workers.
+    assert re.findall(r"2 workers sent (\d+) gradients", done.stderr) == ["216", "216"]
+
+
+INPUTS = program("""
+    class Sequence(keras.utils.PyDataset):
+        def __len__(self):
+            return 15
+
+        def __getitem__(self, index):
+            return X[index * 8 : index * 8 + 8], Y[index * 8 : index * 8 + 8]
+
+
+    class OwnStep(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+
+    def generate():
+        for start in range(0, 15 * 8, 8):
+            yield X[start : start + 8], Y[start : start + 8]
+
+
+    def train(what, model, *data, **options):
+        before = model.get_weights()
+        model.fit(*data, epochs=2, verbose=0, **options)
+        changed = not np.array_equal(model.get_weights()[0], before[0])
+        tell(what, alike=like_chief(model), changed=changed)
+
+
+    arrays = {"x": X[:120], "y": Y[:120], "batch_size": 8}
+    spec = tf.TensorSpec((8, 8)), tf.TensorSpec((8,), tf.int64)
+    stream = tf.data.Dataset.from_generator(generate, output_signature=spec)
+    known = stream.apply(tf.data.experimental.assert_cardinality(15))
+    plain = classifier("sgd")
+    train("arrays", plain, **arrays)
+    train("tf.data", plain, known)
+    train("unknown length", plain, stream)
+    train("steps", plain, known.repeat(), steps_per_epoch=3)
+    train("PyDataset", plain, Sequence())
+    train("weights", plain, **arrays, sample_weight=rng.random(120))
+    train("classes", plain, **arrays, class_weight={0: 2.0})
+    train("several", classifier("sgd", steps_per_execution=3), **arrays)
+    train("jit", classifier("sgd", jit_compile=True), **arrays)
+    own = OwnStep([keras.Input((8,)), keras.layers.Dense(3)])
+    own.compile("sgd", LOSS)
+    train("own", hvdtrain.distribute(own), **arrays)
+    layers = (keras.layers.Dense(6), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3))
+    train("layers", classifier("sgd", *layers, keras.layers.Dense(3)), **arrays)
+    vector = keras.metrics.F1Score(average=None)
+    one_hot = keras.losses.CategoricalCrossentropy(from_logits=True)
+    model = classifier("sgd", loss=one_hot, metrics=[vector])
+    train("vector", model, X[:120], np.eye(3)[Y[:120]], batch_size=8)
+    mine = hvdtrain.distribute(plain, presharded=True)
+    rows = 40 + 24 * RANK  # a server's are not looked at
+    train("presharded", mine, X[:rows], Y[:rows], batch_size=8)
+""")
+
+# Two workers and two epochs of 15 batches; where one has the last, the other has none.
+COUNTS = {
+    "arrays": 32,
+    "tf.data": 30,
+    "unknown length": 30,
+    "steps": 12,
+    "PyDataset": 30,
+    "weights": 32,
+    "classes": 32,
+    "several": 32,
+    "jit": 32,
+    "own": 32,
+    "layers": 32,
+    "vector": 32,
+    "presharded": 2 * (5 + 8),
+}
+
+
+@pytest.mark.parametrize("mode", ["async-ps", "sync-ps"])
+def test_every_batch_is_pushed_once(launch, mode):
+    done = launch(3, INPUTS, timeout_s=200, env=servers(mode))
+    assert done.returncode == 0
+    for what in COUNTS:
+        told = facts(done, what)
+        assert [entry["rank"] for entry in told] == [0, 1, 2], what
+        assert all(entry["alike"] and entry["changed"] for entry in told), what
+    sent = re.findall(r"2 workers sent (\d+) gradients", done.stderr)
+    assert dict(zip(COUNTS, map(int, sent))) == COUNTS
+
+
+CALLBACKS = program("""
+    def keep(model, kept):
+        return At(end=lambda batch: kept.append(model.get_weights()))
+
+
+    def same(one, other):
+        return all(np.array_equal(*pair) for pair in zip(one, other))
+
+
+    def train(what, callbacks, epochs):
+        model = classifier(keras.optimizers.SGD(0.1, momentum=0.0))
+        kept = []
+        history = model.fit(
+            X, Y, batch_size=60, epochs=epochs, verbose=0, shuffle=False,
+            validation_split=0.5, callbacks=[*callbacks, keep(model, kept)],
+        ).history
+        final = model.get_weights()
+        unchanged = [n + 1 for n, weights in enumerate(kept) if same(weights, final)]
+        tell(
+            what, alike=like_chief(model), steps=len(kept), epochs=len(history["loss"]),
+            unchanged_after=min(unchanged, default=None), rate=float(model.optimizer.learning_rate),
+        )
+
+
+    train("scheduler", [keras.callbacks.LearningRateScheduler(lambda n, lr: 0.1 * (n == 0))], 3)
+    plateau = keras.callbacks.ReduceLROnPlateau(factor=0.0, patience=1, min_delta=1e9)
+    train("plateau", [plateau], 4)
+    stopping = keras.callbacks.EarlyStopping(
+        patience=2, min_delta=1e9, restore_best_weights=True
+    )
+    train("stopping", [stopping], 50)
+""")
+
+
+def test_the_chiefs_callbacks_decide_for_all(launch):
+    done = launch(3, CALLBACKS, timeout_s=150, env=servers("sync-ps"))
+    assert done.returncode == 0
+    # An epoch has two steps. After how many of them the weights are what they are at the end,
+    # and how many there are, which the chief decides; others may have begun one more by then.
+    for what, unchanged_after, steps in [
+        ("scheduler", 2, 6),  # no rate but in the first epoch
+        ("plateau", 4, 8),  # no rate once the second epoch was no better
+        ("stopping", 2, 6),  # the best were those of the first epoch
+    ]:
+        chief, worker, server = facts(done, what)
+        assert all(entry["alike"] for entry in (chief, worker, server))
+        assert chief["unchanged_after"] == worker["unchanged_after"] == unchanged_after
+        assert chief["steps"] == steps <= worker["steps"] <= steps + 1
+        assert chief["epochs"] == server["epochs"] == steps // 2
+        assert chief["rate"] == pytest.approx(0.1 if what == "stopping" else 0.0)
+
+
+SLOW = program("""
+    model = classifier("sgd")
+
+    def late(batch):
+        if RANK == 1:
+            time.sleep(0.05)
+
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[At(begin=late)])
+    tell("done", alike=like_chief(model))
+""")
+
+
+@pytest.mark.parametrize("bound", [1, 2])
+def test_staleness_is_bounded(launch, bound):
+    done = launch(4, SLOW, env=servers("async-ps", staleness_bound=bound))
+    assert done.returncode == 0
+    assert [entry["alike"] for entry in facts(done, "done")] == [True] * 4
+    told = re.findall(r"3 workers sent 60 gradients; staleness .* (\d+) at most", done.stderr)
+    # While one computes, each of the others can go from bound steps behind it to bound + 1 before.
+    assert 1 <= int(told[0]) <= 2 * (2 * bound + 1)
+
+
+# Rank 1 pushes, the chief pushes four times, rank 1 pushes again; each gradient is 1.
+SCALED = program("""
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((1,)), layer])
+    model.compile(keras.optimizers.SGD(1.0), lambda y, predicted: predicted)
+    hvdtrain.distribute(model, presharded=True)
+    if RANK == 0:
+        at = At(begin=lambda n: wait_for("first"), end=lambda n: n == 3 and Path("all").touch())
+    else:
+        at = At(begin=lambda n: n and wait_for("all"), end=lambda n: Path("first").touch())
+    rows = 8 if RANK == 0 else 4
+    model.fit(np.ones((rows, 1)), np.ones((rows, 1)), batch_size=2, verbose=0, callbacks=[at])
+    tell("done", weight=model.get_weights()[0].item())
+""")
+
+
+@pytest.mark.parametrize(("scaling", "weight"), [(0, -6.0), (1, -5.25)])
+def test_staleness_is_told_and_divides_the_learning_rate(launch, scaling, weight):
+    done = launch(3, SCALED, env=servers("async-ps", staleness_scaling=scaling))
+    assert done.returncode == 0
+    assert [entry["weight"] for entry in facts(done, "done")] == [weight] * 3
+    assert "2 workers sent 6 gradients; staleness " in done.stderr
+    assert ", 4 at the 95th percentile, 4 at most" in done.stderr
+
+
+BACKUP = program("""
+    model = classifier("sgd")
+
+    def begin(batch):
+        if RANK == 2:
+            wait_for("others are done")
+
+    def end(batch):
+        if RANK == 0 and batch == 19:
+            Path("others are done").touch()
+
+    history = model.fit(X, Y, batch_size=8, verbose=0, callbacks=[At(begin, end)]).history
+    tell("done", alike=like_chief(model), history=history)
+""")
+
+
+def test_nobody_waits_for_a_backup_worker(launch):
+    done = launch(4, BACKUP, env=servers("sync-ps", backup_workers=1), timeout_s=100)
+    assert done.returncode == 0
+    assert [entry["alike"] for entry in facts(done, "done")] == [True] * 4
+    assert "3 workers sent 60 gradients, 1 of them too late; staleness 0.0" in done.stderr

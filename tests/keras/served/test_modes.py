@@ -1,0 +1,51 @@
+"""Where workers wait for each other, training is that of one process on the joint batch."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.harness.jobs import clean_environment, run_job
+from tests.keras.served import oracle
+from tests.keras.served.programs import servers
+
+PROGRAM = Path(oracle.__file__)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A folder with what plain Keras makes of the joint batches."""
+    folder = tmp_path_factory.mktemp("alone")
+
+    command = [sys.executable, os.fspath(PROGRAM), os.fspath(folder)]
+    done = run_job(command, folder=folder, timeout_s=200, environment=clean_environment())
+    assert done.returncode == 0, done
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("ranks", "environment", "tolerance"),
+    [
+        # What a rank counts for is a float32 there.
+        pytest.param(2, {}, 1e-6, id="allreduce"),
+        pytest.param(3, servers("sync-ps"), 1e-10, id="sync-ps"),
+        pytest.param(4, servers("sync-ps", 2), 1e-10, id="sync-ps, 2 servers"),
+        pytest.param(3, servers("async-ps", staleness_bound=0), 1e-10, id="bound 0"),
+        pytest.param(4, servers("async-ps", 2, staleness_bound=0), 1e-10, id="bound 0, 2 servers"),
+    ],
+)
+def test_training_equals_one_process(launch, tmp_path, alone, ranks, environment, tolerance):
+    done = launch(ranks, PROGRAM, str(tmp_path), timeout_s=200, env=environment)
+    assert done.returncode == 0
+    for case in oracle.CASES:
+        assert done.stdout.count(f"{case}: rank ") == ranks
+        with np.load(alone / f"{case}.npz") as expected, np.load(tmp_path / f"{case}.npz") as got:
+            assert got.files == expected.files
+            for name in expected.files:
+                scale = np.abs(expected[name]).max()
+                allowed = tolerance * scale
+                error = np.abs(got[name] - expected[name]).max()
+                assert error <= allowed, f"{case}: variable {name} is off by {error:.1e}"
+    assert " not as " not in done.stdout

@@ -1,0 +1,61 @@
+"""Training with parameter servers on hosts of their own, over ssh and under Slurm."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import HVDTRAIN, ON_CLUSTER
+from tests.testbed.cluster import Cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+PROGRAM = """
+import socket
+
+import keras
+import numpy as np
+
+import hvdtrain
+from hvdtrain import world
+
+hvdtrain.init()
+keras.utils.set_random_seed(1)
+x = np.random.default_rng(0).normal(size=(240, 6)).astype("float32")
+y = x @ np.arange(6, dtype="float32")[:, np.newaxis]
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+model.compile(keras.optimizers.SGD(0.05), "mse")
+hvdtrain.distribute(model)
+model.fit(x, y, batch_size=8, epochs=6, verbose=0)
+serves = world.collectives().rank in world.roles().servers
+role = "serves" if serves else "trains"
+print(socket.gethostname(), role, f"{model.evaluate(x, y, verbose=0):.4f}", flush=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["ssh", "slurm"])
+@pytest.mark.parametrize("mode", ["async-ps", "sync-ps"])
+def test_servers_on_hosts_of_their_own(cluster: Cluster, way: str, mode: str) -> None:
+    program = Path(cluster.folder, "served.py")
+    program.write_text(PROGRAM)
+    words = ["--mode", mode, "--num-ps", "2"]
+    start = ["salloc", "--quiet", "--nodes=4", "--ntasks=4", "--overcommit"]
+    if way == "ssh":
+        tasks = {"worker": ["node1:2222", "node2:2222"], "ps": ["node3:2222", "node4:2222"]}
+        Path(cluster.folder, "cluster.json").write_text(json.dumps(tasks))
+        words = ["--mode", mode, "--cluster", f"{cluster.folder}/cluster.json"]
+        start = []
+    argv = [*start, *HVDTRAIN, *words, "--", sys.executable, str(program)]
+    done = cluster.run(argv, env=ON_CLUSTER, timeout_s=200)
+    assert done.returncode == 0, done
+    assert "2 workers sent 180 gradients" in done.stderr, done
+    lines = sorted(line for line in done.stdout.splitlines() if " node" in line)
+    roles = [re.sub(r"^\[\d node\d\] | [\d.]+$", "", line) for line in lines]
+    assert roles == ["node1 trains", "node2 trains", "node3 serves", "node4 serves"], done
+    losses = {float(line.split()[-1]) for line in lines}
+    assert len(losses) == 1, "all ranks have the same weights"
+    assert losses.pop() < 0.5, done
