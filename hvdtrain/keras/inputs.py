@@ -26,6 +26,8 @@ class Inputs:
         seed: Of the data's orders, the same on all ranks.
         presharded: Whether each rank passes data of its own.
         notice: Tells the user something, once.
+        watches: Whether this rank's own data count for nothing: what it evaluates and predicts is
+            that of the others, at whose side it does every step.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class Inputs:
         seed: int,
         presharded: bool,
         notice: Callable[[str | None], None],
+        watches: bool = False,
     ) -> None:
         self._collectives = collectives
         self._membership = membership
         self.seed = seed
         self.presharded = presharded
         self._notice = notice
+        self._watches = watches
 
     def share(
         self,
@@ -102,7 +106,13 @@ class Inputs:
         while True:
             sharded = sharded.reshard(rank=self._membership.rank, size=self._membership.size)
             sharded.on_epoch_begin(0)
-            result = run(sharded.dataset)
+            dataset = sharded.dataset
+            result = run(dataset.map(_without_rows) if self._watches else dataset)
             sharded.on_epoch_end()
             if not self._membership.renew():
                 return result
+
+
+def _without_rows(batch: Any, rows: tf.Tensor, joint_rows: tf.Tensor) -> Any:
+    """An element of a share in which nothing counts."""
+    return batch, tf.zeros_like(rows), joint_rows

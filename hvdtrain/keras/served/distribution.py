@@ -161,8 +161,14 @@ class ServedDistribution(Distribution):
         )
 
     def _inputs(self, between: Collectives, membership: Membership, seed: int) -> Inputs:
+        serves = self._collectives.rank in self._roles.servers
         return Inputs(
-            between, membership, seed=seed, presharded=self._presharded, notice=self._notice
+            between,
+            membership,
+            seed=seed,
+            presharded=self._presharded,
+            notice=self._notice,
+            watches=serves and self._presharded,
         )
 
     def _share(self) -> Shares:

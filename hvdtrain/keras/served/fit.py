@@ -98,7 +98,7 @@ class ServedFit:
         server.serve()
         history = keras.callbacks.History()
         history.set_model(self._model)
-        history.history = self._end(0, server.counts, {})
+        self._end(0, server.counts, history)
         return history
 
     def train(self, loops: Loops, exchange: Exchange, arguments: inspect.BoundArguments) -> Any:
@@ -127,7 +127,7 @@ class ServedFit:
             history = loops.fit(*arguments.args, **arguments.kwargs)
         finally:
             exchange.client = None
-        self._end(client.pushed, None, history.history)
+        self._end(client.pushed, None, history)
         return history
 
     def begin(self, exchange: Exchange) -> None:
@@ -150,14 +150,18 @@ class ServedFit:
         put_states(self._model.optimizer, self._shares.shards, states)
         return weights
 
-    def _end(self, pushed: int, counts: Counts | None, history: dict[str, Any]) -> dict[str, Any]:
+    def _end(self, pushed: int, counts: Counts | None, history: Any) -> None:
         """See that no gradient was lost, and leave all ranks alike; collective.
 
-        Returns:
-            The chief's history.
+        Args:
+            pushed: How many this rank has sent.
+            counts: What became of them on this server; None on a worker.
+            history: Of this worker; becomes the chief's on a server.
         """
-        mine = {"pushed": pushed, "counts": None if counts is None else counts.to_json()}
-        everyone = self._collectives.allgather_object(mine, name="gradients of parameter servers")
+        gradients = {"pushed": pushed, "counts": None if counts is None else counts.to_json()}
+        everyone = self._collectives.allgather_object(
+            gradients, name="gradients of parameter servers"
+        )
         sent = sum(entry["pushed"] for entry in everyone)
         served = [Counts.from_json(e["counts"]) for e in everyone if e["counts"] is not None]
         for rank, server in zip(self._shares.roles.servers, served):
@@ -173,9 +177,13 @@ class ServedFit:
                 file=sys.stderr,
                 flush=True,
             )
-        values = {key: [np.asarray(v).tolist() for v in rows] for key, rows in history.items()}
+        mine = history.history.items()
+        logs = {name: [np.asarray(value).tolist() for value in values] for name, values in mine}
+        chiefs = {"epoch": getattr(history, "epoch", []), "logs": logs}
+        chiefs = self._collectives.broadcast_object(chiefs, name="history")
+        if counts is not None:
+            history.epoch, history.history = chiefs["epoch"], chiefs["logs"]
         report.phase("after fit")
-        return dict(self._collectives.broadcast_object(values, name="history"))
 
     def _rule(self) -> Rule:
         workers = self._shares.roles.workers

@@ -33,13 +33,14 @@ TRAINS = program("""
                  {"validation_split": 49 / 480, "x": X, "y": Y}):
         history = model.fit(
             **data, batch_size=8, epochs=4, verbose=0, callbacks=[Validates()]
-        ).history
+        )
         plain.set_weights(model.get_weights())
         mine = model.evaluate(X, Y, batch_size=9, verbose=0)
         assert np.allclose(mine, plain.evaluate(X, Y, verbose=0), atol=1e-5)
         predicted = model.predict(X, batch_size=11, verbose=0)
         assert np.allclose(predicted, plain.predict(X, verbose=0), atol=1e-5)
-        tell("trained", alike=like_chief(model), history=history, evaluated=mine)
+        tell("trained", alike=like_chief(model), history=history.history, epochs=history.epoch,
+             evaluated=mine)
 """)
 
 
@@ -56,6 +57,7 @@ def test_it_learns_and_all_ranks_end_alike(launch):
         assert all(entry["alike"] for entry in run)
         assert all(entry["evaluated"] == chief["evaluated"] for entry in run)
         assert all(entry["history"] == chief["history"] for entry in served)
+        assert all(entry["epochs"] == [0, 1, 2, 3] for entry in run)
         assert set(chief["history"]) == {"accuracy", "loss", "val_accuracy", "val_loss"}
         assert set(worker["history"]) == {"accuracy", "loss"}
         assert chief["evaluated"][1] > 0.9
@@ -120,6 +122,10 @@ INPUTS = program("""
     mine = hvdtrain.distribute(plain, presharded=True)
     rows = 40 + 24 * RANK  # a server's are not looked at
     train("presharded", mine, X[:rows], Y[:rows], batch_size=8)
+    losses = [float(LOSS(Y[:rows], mine(X[:rows]))) * rows for rows in (40, 64)]
+    found = mine.evaluate(X[:rows], Y[:rows], batch_size=8, verbose=0)[0]
+    predicted = mine.predict(X[:rows], batch_size=8, verbose=0)
+    tell("evaluated", off=abs(found - sum(losses) / 104), rows=len(predicted))
 """)
 
 # Two workers and two epochs of 15 batches; where one has the last, the other has none.
@@ -150,6 +156,9 @@ def test_every_batch_is_pushed_once(launch, mode):
         assert all(entry["alike"] and entry["changed"] for entry in told), what
     sent = re.findall(r"2 workers sent (\d+) gradients", done.stderr)
     assert dict(zip(COUNTS, map(int, sent))) == COUNTS
+    evaluated = facts(done, "evaluated")
+    assert [entry["rows"] for entry in evaluated] == [104] * 3, "a server's own are not counted"
+    assert max(entry["off"] for entry in evaluated) < 1e-5
 
 
 CALLBACKS = program("""
