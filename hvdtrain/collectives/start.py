@@ -18,6 +18,9 @@ _ANY_HOSTS = {"OMPI_MCA_osc": "^ucx"}
 # Looking for interconnects takes Open MPI a second that ranks on one host have no use for. Version
 # 5 knows shared memory by the name that version 4 has for it as well.
 _ONE_HOST = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
+# Open MPI's collectives in two levels (coll/han), its first choice from two hosts on, forget the
+# errors of their parts: while a rank dies they return success without the data.
+_ELASTIC = {"OMPI_MCA_coll_han_priority": "0"}
 
 
 def start_mpi(
@@ -38,8 +41,12 @@ def start_mpi(
             can't be called from TensorFlow's threads.
     """
     environ = os.environ if environ is None else environ
-    one_host = topology.local_size == topology.size
-    for name, value in {**_ANY_HOSTS, **(_ONE_HOST if one_host else {})}.items():
+    settings = dict(_ANY_HOSTS)
+    if topology.local_size == topology.size:
+        settings.update(_ONE_HOST)
+    if _tells_of_losses(environ):
+        settings.update(_ELASTIC)
+    for name, value in settings.items():
         environ.setdefault(name, value)
     try:
         import mpi4py
@@ -90,9 +97,14 @@ def why_not_elastic(mpi: ModuleType, environ: Mapping[str, str]) -> str:
             f"only Open MPI 5 can do without a rank, and this is {vendor} "
             f"{'.'.join(map(str, version))}"
         )
-    if environ.get("OMPI_MCA_mpi_ft_enable", "").lower() not in ("1", "true", "yes", "y", "t"):
+    if not _tells_of_losses(environ):
         return "start it with `hvdtrain run --elastic`, or with `mpirun --with-ft ulfm`"
     return ""
+
+
+def _tells_of_losses(environ: Mapping[str, str]) -> bool:
+    """Whether Open MPI's mpirun was started with ``--with-ft ulfm``."""
+    return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "y", "t")
 
 
 def _check_world(mpi: ModuleType, topology: Topology) -> None:

@@ -3,8 +3,8 @@
     mpirun -np 4 python -m tests.collectives.survivors '{"kind": "mpi", "deaths": ...}'
 
 Rank r contributes the bit 1 << r everywhere, so that a result tells who had a part in it. Each rank
-that comes to the end prints one line of JSON: for every operation the members it was done with, and
-a digest of the result where that is the same on all ranks.
+that comes to the end writes a JSON file into the plan's folder: for every operation the members it
+was done with, and a digest of the result where that is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ class Death:
 class Plan:
     """What the program does; ``hosts`` holds the pretended host of each rank."""
 
+    folder: str
     kind: str
     hosts: tuple[int, ...]
     deaths: tuple[Death, ...]
@@ -100,20 +102,16 @@ def main(plan: Plan) -> None:
         done.append([name, members, digest])
         longest_s = max(longest_s, time.monotonic() - begun)
         time.sleep(plan.pause_s)
-    print(
-        json.dumps(
-            {
-                "me": me,
-                "done": done,
-                "members": engine.members,
-                "rank": engine.rank,
-                "generation": engine.generation,
-                "too_few": str(engine.too_few) if engine.too_few else None,
-                "longest_s": longest_s,
-            }
-        ),
-        flush=True,
-    )
+    account = {
+        "me": me,
+        "done": done,
+        "members": engine.members,
+        "rank": engine.rank,
+        "generation": engine.generation,
+        "too_few": str(engine.too_few) if engine.too_few else None,
+        "longest_s": longest_s,
+    }
+    Path(plan.folder, f"{me}.json").write_text(json.dumps(account))
 
 
 def _prepare(death: Death, engine: Any) -> None:
@@ -123,7 +121,7 @@ def _prepare(death: Death, engine: Any) -> None:
     if death.after_s is not None:
         threading.Timer(death.after_s, die).start()
         return
-    owners = (engine, engine._recovery, engine.alarm)
+    owners = (engine, engine._recovery, engine.alarm, engine._ordered)
     owner = next(part for part in owners if hasattr(part, death.where))
     original = getattr(owner, death.where)
     calls = 0

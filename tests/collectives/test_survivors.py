@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,22 +19,24 @@ from tests.testbed.cluster import Cluster
 # Far more than recovery takes, for machines that are busy with other things.
 LIMIT_S = 10.0
 
+TWO_HOSTS = (0, 0, 1, 1)
 ENGINES = [
     pytest.param("mpi", (0, 0, 0, 0), id="mpi"),
     pytest.param("shared_memory", (0, 0, 0, 0), id="one-host"),
-    pytest.param("shared_memory", (0, 0, 1, 1), id="two-hosts"),
+    pytest.param("shared_memory", TWO_HOSTS, id="two-hosts"),
 ]
 
 
 @pytest.fixture
-def survive(run_command, mpirun) -> Callable[[Plan], list[dict[str, Any]]]:
+def survive(run_command, mpirun, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """Run a plan; returns what the ranks that came to the end said, after the common checks."""
 
-    def run(plan: Plan, returncode: int = 0) -> list[dict[str, Any]]:
+    def run(**asked: Any) -> list[dict[str, Any]]:
+        plan = Plan(folder=str(tmp_path), **asked)
         module = [sys.executable, "-m", "tests.collectives.survivors", plan.to_json()]
         argv = mpirun(len(plan.hosts), module)
         done = run_command([argv[0], "--with-ft", "ulfm", *argv[1:]], timeout_s=90)
-        assert done.returncode == returncode, done
+        assert done.returncode == 0, done
         return accounts(done, plan)
 
     return run
@@ -40,8 +44,8 @@ def survive(run_command, mpirun) -> Callable[[Plan], list[dict[str, Any]]]:
 
 def accounts(done: Completed, plan: Plan) -> list[dict[str, Any]]:
     """What each survivor said, by rank; fails where they don't agree."""
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    said = sorted((json.loads(line) for line in lines), key=lambda account: account["me"])
+    files = sorted(Path(plan.folder).glob("*.json"))
+    said = [json.loads(file.read_text()) for file in files]
     mortal = {death.rank for death in plan.deaths}
     alive = [account["me"] for account in said]
     assert set(range(len(plan.hosts))) - mortal <= set(alive), done
@@ -76,7 +80,7 @@ def test_any_moment(survive, kind: str, hosts: tuple[int, ...], turn: int) -> No
     deaths = tuple(
         Death(rank=rank, after_s=chance.uniform(0.0, 0.4)) for rank in (0, chance.choice((1, 2, 3)))
     )
-    said = survive(Plan(kind=kind, hosts=hosts, deaths=deaths, operations=900))
+    said = survive(kind=kind, hosts=hosts, deaths=deaths, operations=900)
     longest_s = max(account["longest_s"] for account in said)
     print(f"{longest_s * 1000:.0f} ms in the longest operation, {said[0]['generation']} recoveries")
     assert longest_s < LIMIT_S
@@ -93,7 +97,7 @@ STAGES = {
 
 
 def _stages() -> list[Any]:
-    hosts = {"mpi": (0, 0, 0), "one-host": (0, 0, 0), "two-hosts": (0, 0, 1, 1)}
+    hosts = {"mpi": (0, 0, 0), "one-host": (0, 0, 0), "two-hosts": TWO_HOSTS}
     return [
         pytest.param(
             "mpi" if name == "mpi" else "shared_memory", hosts[name], stage, id=f"{name}-{stage}"
@@ -110,7 +114,7 @@ def test_each_stage(survive, kind: str, hosts: tuple[int, ...], stage: str) -> N
         Death(rank=len(hosts) - 1, where=stage, call=2),
         Death(rank=0, where=stage, call=6),
     )
-    said = survive(Plan(kind=kind, hosts=hosts, deaths=deaths, operations=60))
+    said = survive(kind=kind, hosts=hosts, deaths=deaths, operations=60)
     assert _dead(said, len(hosts)) == {0, len(hosts) - 1}
     assert said[0]["generation"] == 2
 
@@ -126,7 +130,7 @@ def test_death_in_recovery(survive, kind: str, hosts: tuple[int, ...], step: str
     if step == "rest":
         second = Death(rank=0, where="_carry_out", call=11)
     deaths = (Death(rank=1, where="_carry_out", call=10), second)
-    said = survive(Plan(kind=kind, hosts=hosts, deaths=deaths, operations=40))
+    said = survive(kind=kind, hosts=hosts, deaths=deaths, operations=40)
     assert _dead(said, len(hosts)) == {0, 1}
     assert said[0]["generation"] in (1, 2)
 
@@ -134,14 +138,26 @@ def test_death_in_recovery(survive, kind: str, hosts: tuple[int, ...], step: str
 @pytest.mark.parametrize("kind", ["mpi", "shared_memory"])
 def test_on_two_hosts(cluster: Cluster, kind: str) -> None:
     """Over a network, where one of the dead leaves a host with a single rank."""
+    deaths = (Death(rank=3, after_s=0.3), Death(rank=0, after_s=0.6))
+    said = _survive_on_two_hosts(cluster, kind=kind, deaths=deaths, operations=900)
+    longest_s = max(account["longest_s"] for account in said)
+    print(f"{longest_s * 1000:.0f} ms in the longest operation, {said[0]['generation']} recoveries")
+    assert longest_s < LIMIT_S
+
+
+@pytest.mark.parametrize("part", [1, 6])
+def test_within_a_collective_of_mpi(cluster: Cluster, part: int) -> None:
+    """The others' MPI must not take the collective for done: its last part has none after it."""
+    deaths = (Death(rank=3, where="_allgather_small", call=part),)
+    said = _survive_on_two_hosts(cluster, kind="mpi", deaths=deaths, operations=40)
+    assert _dead(said, 4) == {3}
+
+
+def _survive_on_two_hosts(cluster: Cluster, **asked: Any) -> list[dict[str, Any]]:
+    folder = tempfile.mkdtemp(dir=cluster.folder)
+    plan = Plan(folder=folder, hosts=TWO_HOSTS, **asked)
     hostfile = cluster.folder / "two"
     hostfile.write_text("node1 slots=2\nnode2 slots=2\n")
-    plan = Plan(
-        kind=kind,
-        hosts=(0, 0, 1, 1),
-        deaths=(Death(rank=3, after_s=0.3), Death(rank=0, after_s=0.6)),
-        operations=900,
-    )
     mpirun = [f"{sys.prefix}/bin/mpirun", "--with-ft", "ulfm", "--prefix", sys.prefix]
     where = ["--hostfile", str(hostfile), "--bind-to", "none", "-np", "4"]
     passed_on = [word for name in ("PYTHONPATH", "OMPI_MCA_osc") for word in ("-x", name)]
@@ -154,7 +170,4 @@ def test_on_two_hosts(cluster: Cluster, kind: str) -> None:
     }
     done = cluster.run([*mpirun, *where, *passed_on, *program], env=environ, timeout_s=100)
     assert done.returncode == 0, done
-    said = accounts(done, plan)
-    longest_s = max(account["longest_s"] for account in said)
-    print(f"{longest_s * 1000:.0f} ms in the longest operation, {said[0]['generation']} recoveries")
-    assert longest_s < LIMIT_S
+    return accounts(done, plan)
