@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -76,9 +76,7 @@ class Messages:
         """
         requests = list(pending)
         patience = self._endless if endless else self._patience
-        self._inside = waiting_in
-        patience.until(lambda: self._mpi.Request.Testall(requests), waiting_in)
-        self._inside = ""
+        self._wait_until(lambda: self._mpi.Request.Testall(requests), patience, waiting_in)
 
     def receive_any(self, buffer: np.ndarray, tag: int, waiting_in: str) -> int:
         """Wait for a message from whichever rank; returns which.
@@ -101,10 +99,15 @@ class Messages:
                 found.append(message)
             return bool(found)
 
-        self._patience.until(came, waiting_in)
+        self._wait_until(came, self._patience, waiting_in)
         source = int(status.Get_source())
         found[0].Recv([buffer.view(np.uint8), self._mpi.BYTE])
         return source
+
+    def _wait_until(self, ready: Callable[[], bool], patience: Patience, waiting_in: str) -> None:
+        self._inside = waiting_in
+        patience.until(ready, waiting_in)
+        self._inside = ""
 
 
 def _parts(data: np.ndarray) -> list[np.ndarray]:

@@ -51,11 +51,15 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
             "--max-restarts in place of --elastic."
         )
     settings = world.settings()
-    distribution = Distribution(model, collectives, presharded, settings)
     if settings.has_servers:
         from hvdtrain.keras.served.distribution import ServedDistribution
 
-        distribution = ServedDistribution(model, collectives, presharded, settings, world.roles())
+        roles = world.roles()
+        distribution: Distribution = ServedDistribution(
+            model, collectives, presharded, settings, roles
+        )
+    else:
+        distribution = Distribution(model, collectives, presharded, settings)
     if collectives.size > 1:
         check_same_model(model, collectives)
         distribution.install()

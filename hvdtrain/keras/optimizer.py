@@ -19,11 +19,13 @@ from hvdtrain.tensorflow.reducer import GradientReducer
 from hvdtrain.tensorflow.tape import variable_name
 
 __all__ = [
+    "KeepsWeights",
     "Weighting",
     "accumulates",
     "accumulators",
     "distribute_optimizer",
     "is_distributed",
+    "keep_weights",
     "mark",
     "mix_in",
     "plain_optimizers",
@@ -50,15 +52,48 @@ class Weighting(NamedTuple):
     op: Literal["average", "sum"] = "average"
 
 
-class _AveragesGradients:
+class KeepsWeights:
+    """Knows what gradients count for, those that are accumulated, too, after ``keep_weights``."""
+
+    _hvdtrain_weighting = Weighting()
+    # The sum of the weights of accumulated gradients.
+    _hvdtrain_waiting: keras.Variable | None = None
+
+    def _backend_increment_gradient_accumulators(self, grads: Any, acc_grads: Any) -> None:
+        weight = self._hvdtrain_weighting.weight
+        if self._hvdtrain_waiting is not None and weight is not None:
+            self._hvdtrain_waiting.assign_add(weight)
+        super()._backend_increment_gradient_accumulators(grads, acc_grads)  # type: ignore[misc]
+
+    def _hvdtrain_take_weight(self) -> tf.Tensor | None:
+        """The mean weight of the gradients that are applied now."""
+        waiting, weight = self._hvdtrain_waiting, self._hvdtrain_weighting.weight
+        if weight is None or waiting is None:
+            return weight
+        total = tf.convert_to_tensor(waiting) + weight
+        waiting.assign(tf.zeros_like(total))
+        return total / float(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
+
+
+def keep_weights(optimizer: Any, dtype: str) -> None:
+    """Let an optimizer that accumulates gradients know what they count for.
+
+    Args:
+        optimizer: A plain one with ``KeepsWeights`` mixed in.
+        dtype: Of the weights.
+    """
+    accumulates = optimizer.gradient_accumulation_steps
+    waiting = keras.Variable(0.0, dtype=dtype, trainable=False) if accumulates else None
+    # Not through Keras' own __setattr__, which would track it as part of what is saved.
+    object.__setattr__(optimizer, "_hvdtrain_waiting", waiting)
+
+
+class _AveragesGradients(KeepsWeights):
     """Mixed into the class of a plain optimizer; saved as the plain class."""
 
     _hvdtrain_reducer: GradientReducer
     _hvdtrain_names: Sequence[str]
     _hvdtrain_missing: Sequence[str]
-    _hvdtrain_weighting = Weighting()
-    # The sum of the weights of accumulated gradients, where ranks may be lost.
-    _hvdtrain_waiting: keras.Variable | None = None
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         factor = self._hvdtrain_weighting.factor
@@ -85,31 +120,15 @@ class _AveragesGradients:
         self._hvdtrain_names = [variable_name(variable) for variable in trainable_variables]
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
-    def _backend_increment_gradient_accumulators(self, grads: Any, acc_grads: Any) -> None:
-        weight = self._hvdtrain_weighting.weight
-        if self._hvdtrain_waiting is not None and weight is not None:
-            self._hvdtrain_waiting.assign_add(weight)
-        super()._backend_increment_gradient_accumulators(grads, acc_grads)  # type: ignore[misc]
-
     def _clip_gradients(self, grads: Any) -> Any:
         missing = list(self._hvdtrain_missing)
-        how = self._hvdtrain_weighting
         averages = self._hvdtrain_reducer.average(
             [*grads, *[None] * len(missing)],
             [*self._hvdtrain_names, *missing],
-            weight=self._hvdtrain_accumulate(how.weight),
-            op=how.op,
+            weight=self._hvdtrain_take_weight(),
+            op=self._hvdtrain_weighting.op,
         )
         return super()._clip_gradients(averages[: len(grads)])  # type: ignore[misc]
-
-    def _hvdtrain_accumulate(self, weight: tf.Tensor | None) -> tf.Tensor | None:
-        """The mean weight of the gradients that are applied now."""
-        waiting = self._hvdtrain_waiting
-        if weight is None or waiting is None:
-            return weight
-        total = tf.convert_to_tensor(waiting) + weight
-        waiting.assign(tf.zeros_like(total))
-        return total / float(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
 
 
 class _AgreesOnFinite:
@@ -146,9 +165,7 @@ def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
     else:
         mix_in(optimizer, _AveragesGradients, reducer)
         if reducer.collectives.survives_losses:
-            accumulates = optimizer.gradient_accumulation_steps
-            waiting = keras.Variable(0.0, dtype="float32", trainable=False) if accumulates else None
-            object.__setattr__(optimizer, "_hvdtrain_waiting", waiting)
+            keep_weights(optimizer, "float32")
     return optimizer
 
 

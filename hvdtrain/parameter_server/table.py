@@ -11,14 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError
+from hvdtrain.parameter_server.gradients import Rows
 from hvdtrain.parameter_server.optimizers import own_optimizer, paced
 from hvdtrain.parameter_server.shards import ALIGNMENT_BYTES, Piece, Shard
 from hvdtrain.parameter_server.states import assign_state, read_state
 
-__all__ = ["Rows", "Table"]
-
-# Indices of rows, int32 or int64 of shape (n,), and their gradients, of shape (n, ...).
-Rows = tuple[np.ndarray, np.ndarray]
+__all__ = ["Table"]
 
 # Where the buffers are; on a GPU's way there and back the copies would cost more than is won.
 _DEVICE = "/CPU:0"

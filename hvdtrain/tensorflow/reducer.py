@@ -21,7 +21,7 @@ from hvdtrain.errors import HvdtrainError, MismatchError, NonFiniteError
 from hvdtrain.tensorflow.contributions import Contributions
 from hvdtrain.tensorflow.rows import pack_rows, unpack_rows
 
-__all__ = ["GradientReducer"]
+__all__ = ["GradientReducer", "name_non_finite"]
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None: TensorFlow has no common type
 
@@ -180,12 +180,7 @@ class GradientReducer:
                 arrays, op, name=call, require_finite=self._require_finite
             )
         except NonFiniteError:
-            bad = [
-                f"{name} ({'NaN' if np.isnan(array).any() else 'infinity'})"
-                for name, array in zip(names, arrays)
-                if not np.isfinite(array).all()
-            ]
-            self._raise_non_finite(bad)
+            self._raise_non_finite(name_non_finite(names, arrays))
             raise
 
     def _average_rows(
@@ -278,6 +273,15 @@ class _Remember:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, HvdtrainError):
             self._reducer.error = error
+
+
+def name_non_finite(names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[str]:
+    """The names of the arrays that hold NaN or infinity, with which of them it is."""
+    return [
+        f"{name} ({'NaN' if np.isnan(array).any() else 'infinity'})"
+        for name, array in zip(names, arrays)
+        if not np.isfinite(array).all()
+    ]
 
 
 def _scale_without_lost(mean_weight: float, dtype: tf.DType) -> float:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdtrain.errors import ModelError, NonFiniteError
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, Rows
-from hvdtrain.tensorflow.reducer import GradientReducer
+from hvdtrain.tensorflow.reducer import GradientReducer, name_non_finite
 
 __all__ = ["Exchange", "refuse_training"]
 
@@ -112,13 +112,9 @@ class Exchange:
         return self.reach().push(gradients, weight=weight, learning_rate=rate)
 
     def _check_finite(self, gradients: Sequence[Gradient]) -> None:
-        bad = []
-        for variable, gradient in zip(self._variables, gradients):
-            values = gradient.values if isinstance(gradient, Rows) else gradient
-            if values is not None and not np.isfinite(values).all():
-                kind = "NaN" if np.isnan(values).any() else "infinity"
-                bad.append(f"{variable.path} ({kind})")
-        if bad:
+        names = [v.path for v, gradient in zip(self._variables, gradients) if gradient is not None]
+        values = [g.values if isinstance(g, Rows) else g for g in gradients if g is not None]
+        if bad := name_non_finite(names, values):
             raise NonFiniteError(
                 f"A gradient is not finite: {', '.join(bad[:5])}. It was not sent to the parameter "
                 "servers. Lower the learning rate, clip gradients or look at the data of this "

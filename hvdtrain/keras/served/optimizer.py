@@ -12,19 +12,16 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.optimizer import Weighting, mix_in, plain_optimizers
+from hvdtrain.keras.optimizer import KeepsWeights, keep_weights, mix_in, plain_optimizers
 from hvdtrain.keras.served.exchange import Exchange
 
 __all__ = ["check_averages", "leave_updates_to_servers"]
 
 
-class _LeavesUpdates:
+class _LeavesUpdates(KeepsWeights):
     """Mixed into the class of a plain optimizer; saved as the plain class."""
 
     _hvdtrain_reducer: Exchange
-    _hvdtrain_weighting = Weighting()
-    # What accumulated gradients count for, where there are any.
-    _hvdtrain_waiting: keras.Variable | None = None
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         weight = self._hvdtrain_weighting.weight
@@ -32,12 +29,6 @@ class _LeavesUpdates:
             # Batches of one step needn't be equal.
             grads = [g if g is None else g * tf.cast(weight, g.dtype) for g in grads]
         super().apply(grads, trainable_variables)  # type: ignore[misc]
-
-    def _backend_increment_gradient_accumulators(self, grads: Any, acc_grads: Any) -> None:
-        weight = self._hvdtrain_weighting.weight
-        if self._hvdtrain_waiting is not None and weight is not None:
-            self._hvdtrain_waiting.assign_add(weight)
-        super()._backend_increment_gradient_accumulators(grads, acc_grads)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
         return grads
@@ -49,11 +40,8 @@ class _LeavesUpdates:
         self, grads: Any, trainable_variables: Any, learning_rate: Any
     ) -> None:
         settable = isinstance(self._learning_rate, keras.Variable)  # type: ignore[attr-defined]
-        waiting, weight = self._hvdtrain_waiting, self._hvdtrain_weighting.weight
-        if waiting is not None and weight is not None:
-            steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
-            weight = (tf.convert_to_tensor(waiting) + weight) / float(steps)
-            waiting.assign(0.0)
+        weight = self._hvdtrain_take_weight()
+        if self._hvdtrain_waiting is not None and weight is not None:
             grads = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in grads]
         self._hvdtrain_reducer.step(
             grads,
@@ -93,6 +81,4 @@ def leave_updates_to_servers(optimizer: Any, exchange: Exchange) -> None:
         mix_in(optimizer, _CountsOverflows, exchange)
     for leaf in plain_optimizers(optimizer):
         mix_in(leaf, _LeavesUpdates, exchange)
-        accumulates = leaf.gradient_accumulation_steps
-        waiting = keras.Variable(0.0, dtype="float64", trainable=False) if accumulates else None
-        object.__setattr__(leaf, "_hvdtrain_waiting", waiting)
+        keep_weights(leaf, "float64")
