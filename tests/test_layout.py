@@ -34,7 +34,7 @@ ALLOWED = {
     "tensorflow": _RANKS,
     "parameter_server": _RANKS,
     "keras": {"parameter_server", "tensorflow", "checkpoint", "monitor", *_RANKS},
-    "bench": {"keras", "tensorflow", "launch", *_RANKS},
+    "bench": {"keras", "parameter_server", "tensorflow", "launch", *_RANKS},
     "__main__": {"cli"},
     "cli": {"launch", "cluster", "bench", *_BASE},
 }

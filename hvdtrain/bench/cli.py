@@ -18,6 +18,7 @@ from hvdtrain.bench.options import (
     AllreduceOptions,
     CheckpointOptions,
     RecoveryOptions,
+    ServersOptions,
     StartupOptions,
     TrainingOptions,
 )
@@ -29,6 +30,9 @@ __all__ = ["add_arguments", "measure_here", "run"]
 DEFAULT_RANKS = 2
 # Two losses: the chief's, and that of another rank.
 RECOVERY_RANKS = 3
+# Two workers and a parameter server.
+SERVERS_RANKS = 3
+_RANKS = {"recovery": RECOVERY_RANKS, "servers": SERVERS_RANKS}
 
 _EPILOG = """\
 Outside MPI the ranks are started on this host, as `hvdtrain run` does. Inside a job (mpirun, srun,
@@ -47,6 +51,7 @@ _MODULES = {
     "training": ("hvdtrain.bench.training", TrainingOptions),
     "checkpoint": ("hvdtrain.bench.checkpoint", CheckpointOptions),
     "recovery": ("hvdtrain.bench.recovery", RecoveryOptions),
+    "servers": ("hvdtrain.bench.servers", ServersOptions),
     "startup": ("hvdtrain.bench.startup", StartupOptions),
 }
 
@@ -90,9 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, summary in _CHECKPOINT_COUNTS.items():
         name = flag[2:].replace("-", "_")
         _add_count(checkpoint, flag, getattr(CheckpointOptions, name), summary)
-    recovery = _add(
-        benchmarks, "recovery", "how long ranks that die keep the others", RECOVERY_RANKS
-    )
+    recovery = _add(benchmarks, "recovery", "how long ranks that die keep the others")
     recovery.add_argument(
         "--model",
         choices=MODELS,
@@ -101,6 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_count(recovery, "--between-steps", RecoveryOptions.between_steps, "from loss to loss")
     _add_count(recovery, "--batch-size", RecoveryOptions.batch_size, "samples a rank and step")
+    servers = _add(benchmarks, "servers", "updates a second of a parameter server, and its memory")
+    _add_count(servers, "--updates", ServersOptions.updates, "updates of each worker in a run")
+    _add_count(servers, "--runs", ServersOptions.runs, "runs with the same workers")
     startup = _add(benchmarks, "startup", "what hvdtrain run costs over a bare mpirun")
     _add_count(startup, "--runs", StartupOptions.runs, "starts of each kind")
 
@@ -153,7 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdtrain.launch.job import Job
 
     elastic = name == "recovery"
-    ranks = arguments.num_proc or (RECOVERY_RANKS if elastic else DEFAULT_RANKS)
+    ranks = arguments.num_proc or _ranks(name)
     if elastic:
         _check_recovery(ranks)
     job = Job(
@@ -224,9 +230,11 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def _add(
-    benchmarks: Any, name: str, summary: str, ranks: int = DEFAULT_RANKS
-) -> argparse.ArgumentParser:
+def _ranks(name: str) -> int:
+    return _RANKS.get(name, DEFAULT_RANKS)
+
+
+def _add(benchmarks: Any, name: str, summary: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = benchmarks.add_parser(
         name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
     )
@@ -235,7 +243,7 @@ def _add(
         "--num-proc",
         type=_count,
         metavar="N",
-        help=f"ranks to start on this host; default {ranks}, inside a job its own",
+        help=f"ranks to start on this host; default {_ranks(name)}, inside a job its own",
     )
     parser.add_argument("--json", default="", metavar="FILE", help="write the results there, too")
     return parser

@@ -9,6 +9,7 @@ __all__ = [
     "AllreduceOptions",
     "CheckpointOptions",
     "RecoveryOptions",
+    "ServersOptions",
     "StartupOptions",
     "TrainingOptions",
 ]
@@ -95,6 +96,21 @@ class RecoveryOptions:
     model: str = "lenet"
     between_steps: int = 20
     batch_size: int = 64
+    json: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServersOptions:
+    """``hvdtrain bench servers``.
+
+    Attributes:
+        updates: Of each worker in a run.
+        runs: With the same workers.
+        json: Path for the results, empty for none.
+    """
+
+    updates: int = 200
+    runs: int = 5
     json: str = ""
 
 

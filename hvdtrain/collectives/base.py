@@ -162,6 +162,19 @@ class Collectives(Protocol):
         """
         ...
 
+    def share(self, nbytes: int) -> dict[int, np.ndarray]:
+        """Get memory that the other ranks of this host see; collective.
+
+        Args:
+            nbytes: How much of it belongs to this rank; may differ between ranks, or be 0.
+
+        Returns:
+            By rank the memory of all ranks of this host, uint8, zero at first, aligned to 64
+            bytes. What is written before another write is seen before that. Empty where ranks
+            can't share memory.
+        """
+        ...
+
     def fail(self, reason: str) -> None:
         """Tell every other rank that this one can't go on; they raise ``PeerFailedError``.
 

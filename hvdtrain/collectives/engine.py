@@ -251,6 +251,10 @@ class Engine:
     def messages(self) -> Messages:
         raise NotImplementedError
 
+    def share(self, nbytes: int) -> dict[int, np.ndarray]:
+        """Nobody to share with unless an engine says otherwise."""
+        return {}
+
     def fail(self, reason: str) -> None:
         """Nobody to tell unless an engine says otherwise."""
 

@@ -15,12 +15,13 @@ from hvdtrain.collectives.base import ReduceOp
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.engine import Engine, Reduction
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
-from hvdtrain.collectives.layout import MESSAGE_BYTES, Scratch, pack, unpack
+from hvdtrain.collectives.layout import ALIGNMENT_BYTES, MESSAGE_BYTES, Scratch, pack, unpack
 from hvdtrain.collectives.messages import Messages
 from hvdtrain.collectives.ordered import OrderedAllreduce
 from hvdtrain.collectives.recovery import Recovery
 from hvdtrain.collectives.waiting import Patience
 from hvdtrain.collectives.watchdog import Watchdog
+from hvdtrain.collectives.window import map_together
 from hvdtrain.errors import MismatchError
 
 __all__ = ["MpiCollectives"]
@@ -57,6 +58,7 @@ class MpiCollectives(Engine):
         survives = self.survives_losses = min_np is not None
         self.alarm = Alarm(mpi, comm.Dup(), timeout_s, lambda: self._operations, survives)
         self._timeout_s, self._local_size = timeout_s, host.Get_size()
+        self._host = host
         self._patience = Patience(self.alarm, timeout_s, self._local_size)
         self._moved_s = 0.0  # when MPI last ended a call that moves data
         self._recovery: Recovery | None = None
@@ -84,6 +86,13 @@ class MpiCollectives(Engine):
     def messages(self) -> Messages:
         # Not the communicator of the operations: their messages must not be taken for others.
         return Messages(self._mpi, self.comm.Dup(), self.alarm, self._timeout_s, self._local_size)
+
+    def share(self, nbytes: int) -> dict[int, np.ndarray]:
+        # Whole cache lines: ranks don't write to one another's.
+        whole = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        ranks, sizes = zip(*self._host.allgather((self.rank, whole)))
+        memory = map_together(self._mpi, self._host, sizes)
+        return {} if memory is None else dict(zip(ranks, memory))
 
     def confirm(self, call: Call) -> None:
         """Return when every rank holds its result of the operation."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Window", "ring_slots"]
+__all__ = ["Window", "map_together", "ring_slots"]
 
 LEAST_SLOTS = 4
 # Of all slots of a host. What a rank writes into memory that another has in its cache costs far
@@ -63,7 +63,7 @@ class Window:
         sizes = [HEADER_BYTES + slots_bytes] * host.Get_size()
         sizes[0] += slots_bytes  # the results
         self._window: Any = None
-        memory = _map_together(mpi, host, sizes) if survives else None
+        memory = map_together(mpi, host, sizes) if survives else None
         if memory is None:
             self._window = mpi.Win.Allocate_shared(sizes[host.Get_rank()], 1, comm=host)
             self._window.Lock_all()
@@ -106,10 +106,11 @@ def _choose_slots(host: Any, chunk_bytes: int) -> int:
     return int(slots[0])
 
 
-def _map_together(mpi: ModuleType, host: Any, sizes: Sequence[int]) -> list[np.ndarray] | None:
-    """The parts of a file that all ranks of the host map; None where that can't be done.
+def map_together(mpi: ModuleType, host: Any, sizes: Sequence[int]) -> list[np.ndarray] | None:
+    """Memory that all ranks of the host see, a part for each; None where that can't be had.
 
-    The file has no name any more when this returns, so it is gone with the last of the ranks.
+    Collective. It is a file that has no name any more when this returns, so that it is gone with
+    the last of the ranks.
     """
     first = host.Get_rank() == 0
     path: str = host.bcast(_new_file(sum(sizes)) if first else "", 0)

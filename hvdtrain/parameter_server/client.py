@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from hvdtrain.parameter_server.protocol import (
     Reply,
     Request,
 )
+from hvdtrain.parameter_server.published import Published
 from hvdtrain.parameter_server.shards import Shard, Spec, numpy_dtype
 
 __all__ = ["Client"]
@@ -27,10 +28,11 @@ __all__ = ["Client"]
 
 @dataclass
 class _Server:
-    """What a worker knows of a server: its rank, its shard, and what it said last."""
+    """What a worker knows of a server: where it is, its shard, and what it said last."""
 
     rank: int
     shard: Shard
+    published: Published | None  # where its weights are read; None where it sends them
     step: int = 0
     version: int = 0
 
@@ -46,6 +48,7 @@ class Client:
         specs: Of all trainable variables.
         servers: By rank.
         shards: What each of them holds.
+        published: By rank the weights of those servers that let this worker read them.
     """
 
     def __init__(
@@ -54,10 +57,13 @@ class Client:
         specs: Sequence[Spec],
         servers: Sequence[int],
         shards: Sequence[Shard],
+        published: Mapping[int, Published],
     ) -> None:
         self._messages = messages
         self._specs = specs
-        self._servers = [_Server(rank, shard) for rank, shard in zip(servers, shards)]
+        self._servers = [
+            _Server(rank, shard, published.get(rank)) for rank, shard in zip(servers, shards)
+        ]
         self._pool = BufferPool()
         self.pushed = 0
         """How many gradients went to the servers."""
@@ -156,7 +162,8 @@ class Client:
         kept = []  # what is sent must live until it has been
         for number, (server, request) in enumerate(zip(self._servers, requests)):
             pending += messages.start_receive(answers[number], server.rank, REPLY)
-            for buffer in (buffers[number], *(more[number : number + 1] if more else ())):
+            comes = [] if server.published is not None else [buffers[number]]
+            for buffer in (*comes, *(more[number : number + 1] if more else ())):
                 pending += messages.start_receive(buffer, server.rank, REPLY_DATA)
             words = request.pack()
             kept.append(words)
@@ -171,6 +178,10 @@ class Client:
         for server, reply in zip(self._servers, replies):
             if reply.refusal:
                 raise MismatchError(f"The parameter server, rank {server.rank}: {reply.refusal}")
+        for server, buffer in zip(self._servers, buffers):
+            if server.published is not None:
+                # Of the reply's version, or newer.
+                server.version = server.published.read(buffer)
         return self._assemble(buffers)
 
     def _assemble(self, buffers: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -15,6 +15,7 @@ from hvdtrain.errors import ModelError
 __all__ = [
     "accumulated_steps",
     "check_optimizer",
+    "is_elementwise",
     "own_optimizer",
     "paced",
     "plain_optimizer",
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 # Of these it is known that an element's update depends on nothing but its own gradient, value
-# and state, and on the step. Subclasses may do anything.
+# and state, and on the step, and that no gradient is kept. Subclasses may do anything.
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta",
                 "Ftrl", "Lion")  # fmt: skip
 
@@ -84,15 +85,19 @@ def accumulated_steps(optimizer: Any) -> int:
     return int(plain_optimizer(optimizer).gradient_accumulation_steps or 1)
 
 
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether elements are known to be updated without a look at others, or at older gradients."""
+    kind = type(plain_optimizer(optimizer))
+    return kind in {getattr(keras.optimizers, name) for name in _ELEMENTWISE}
+
+
 def stays_whole(optimizer: Any, variables: Sequence[Any]) -> set[int]:
     """Numbers of the variables of which one server must hold all.
 
     That is so where an update looks at more than one element: in optimizers that are not known to
     do otherwise, where each gradient is clipped by its norm, and under a constraint.
     """
-    plain = plain_optimizer(optimizer)
-    elementwise = type(plain) in {getattr(keras.optimizers, name) for name in _ELEMENTWISE}
-    if not elementwise or plain.clipnorm:
+    if not is_elementwise(optimizer) or plain_optimizer(optimizer).clipnorm:
         return set(range(len(variables)))
     return {i for i, variable in enumerate(variables) if variable.constraint is not None}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from hvdtrain.parameter_server.protocol import (
     Reply,
     Request,
 )
+from hvdtrain.parameter_server.published import Published
 from hvdtrain.parameter_server.rules import Rule
 from hvdtrain.parameter_server.shards import Shard
 
@@ -67,6 +68,8 @@ class Server:
         messages: To the workers.
         variables: Of the shard, with their optimizer.
         shard: Which these are.
+        published: Where their weights are put.
+        readers: Workers that read them there; all others get them in messages.
         workers: By rank; the first is the chief.
         rule: Who may go on when.
         scale_by_staleness: Divide the learning rate of each update by the gradient's staleness
@@ -79,6 +82,8 @@ class Server:
         variables: Variables,
         shard: Shard,
         *,
+        published: Published,
+        readers: Collection[int],
         workers: Sequence[int],
         rule: Rule,
         scale_by_staleness: bool,
@@ -94,10 +99,10 @@ class Server:
         self._stop = False
         self._version = 0
         self._waiting: dict[int, bool] = {}  # for weights; whether that is the end
-        pool = BufferPool()  # aligned
-        self._weights = pool.take(shard.nbytes)
-        self._weights_version = -1
-        self._flat = pool.take(shard.nbytes)
+        self._published = published
+        self._published_version = -1
+        self._readers = frozenset(readers)
+        self._flat = BufferPool().take(shard.nbytes)  # aligned
         self._gathered = Gathering()
         self.counts = Counts()
         """What became of the gradients."""
@@ -198,22 +203,23 @@ class Server:
         for worker, ends in list(self._waiting.items()):
             if not self._active if ends else self._rule.may_go_on(worker):
                 del self._waiting[worker]
-                self._copy_weights()
+                self._publish()
                 chief = worker == self._workers[0]
-                state = [self._variables.state()] if ends and chief else []
-                self._reply(worker, [self._weights, *state])
+                self._reply(worker, [self._variables.state()] if ends and chief else [])
 
-    def _copy_weights(self) -> None:
-        if self._weights_version != self._version:
-            self._variables.weights(self._weights)
-            self._weights_version = self._version
+    def _publish(self) -> None:
+        if self._published_version != self._version:
+            self._published.write(self._variables.weights, self._version)
+            self._published_version = self._version
 
     def _refuse(self, worker: int, refusal: str) -> None:
         self._waiting.pop(worker, None)
         # As many messages as it waits for; it doesn't look at what they hold.
-        self._reply(worker, [self._weights], refusal)
+        self._reply(worker, [], refusal)
 
-    def _reply(self, worker: int, data: Sequence[np.ndarray], refusal: str = "") -> None:
+    def _reply(self, worker: int, more: Sequence[np.ndarray], refusal: str = "") -> None:
+        """Send words, the weights to who doesn't read them here, and ``more``."""
+        data = [*more] if worker in self._readers else [self._published.newest, *more]
         words = Reply(self._rule.next_step(worker), self._version, self._stop, refusal).pack()
         pending = self._messages.start_send(words, worker, REPLY)
         for part in data:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.parameter_server.gradients import Rows
-from hvdtrain.parameter_server.optimizers import own_optimizer, paced
+from hvdtrain.parameter_server.optimizers import is_elementwise, own_optimizer, paced
 from hvdtrain.parameter_server.shards import ALIGNMENT_BYTES, Piece, Shard
 from hvdtrain.parameter_server.states import assign_state, read_state
 
@@ -45,6 +45,8 @@ class Table:
         with tf.device(_DEVICE):
             self._variables = [_piece_of(v, piece) for v, piece in zip(wholes, shard.pieces)]
             self._optimizer = own_optimizer(optimizer, self._variables, wholes)
+        keeps = not is_elementwise(optimizer)
+        self._copied = [keeps or variable.overwrite_with_gradient for variable in self._variables]
         read_state(self._optimizer, shard)  # fails now rather than at the first checkpoint
         flat = tf.TensorSpec([shard.nbytes], tf.uint8)
         self._assign = tf.function(self._assign_all, [flat], autograph=False)
@@ -137,7 +139,7 @@ class Table:
                 gradients = [
                     _slices(*pairs[n], self._shard.pieces[n].shape)
                     if n in pairs
-                    else _value_in(flat, self._shard.pieces[n])
+                    else _value_in(flat, self._shard.pieces[n], copied=self._copied[n])
                     for n in present
                 ]
                 if present:
@@ -188,12 +190,14 @@ def _piece_of(whole: Any, piece: Piece) -> keras.Variable:
     return variable
 
 
-def _value_in(flat: tf.Tensor, piece: Piece) -> tf.Tensor:
-    """What a flat buffer holds for ``piece``, in memory of its own.
+def _value_in(flat: tf.Tensor, piece: Piece, copied: bool = True) -> tf.Tensor:
+    """What a flat buffer holds for ``piece``; unless ``copied``, in the buffer's own memory.
 
     A variable may keep the memory of what it is assigned, while the buffer goes to other uses.
     """
-    part = tf.raw_ops.DeepCopy(x=tf.slice(flat, [piece.offset], [piece.nbytes]))
+    part = tf.slice(flat, [piece.offset], [piece.nbytes])
+    if copied:
+        part = tf.raw_ops.DeepCopy(x=part)
     dtype = tf.as_dtype(piece.dtype)
     if dtype.size > 1:
         part = tf.reshape(part, [-1, dtype.size])

@@ -9,6 +9,7 @@ from hvdtrain import world as state
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.counts import Counts
 from hvdtrain.parameter_server.holding import Holding, put_states, take_states
+from hvdtrain.parameter_server.published import share_weights
 from hvdtrain.parameter_server.rules import FreeRunning, Rounds
 from hvdtrain.parameter_server.server import Server
 from hvdtrain.parameter_server.shards import cut, specs_of
@@ -89,9 +90,10 @@ def serve(work, rule, *, optimizer=None, scale_by_staleness=False):
     optimizer.build(variables)
     specs = specs_of(variables)
     shards = cut(specs, len(servers))
+    weights = share_weights(collectives, servers, shards)
     messages, signals = collectives.messages(), collectives.messages()
     if collectives.rank in WORKERS:
-        client = Client(messages, specs, servers, shards)
+        client = Client(messages, specs, servers, shards, weights.published)
         said = work(Worker(collectives.rank, client, signals, optimizer, shards))
     else:
         shard = shards[servers.index(collectives.rank)]
@@ -100,6 +102,8 @@ def serve(work, rule, *, optimizer=None, scale_by_staleness=False):
             messages,
             holding,
             shard,
+            published=weights.published[collectives.rank],
+            readers=weights.readers,
             workers=WORKERS,
             rule=rule(),
             scale_by_staleness=scale_by_staleness,

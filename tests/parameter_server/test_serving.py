@@ -19,9 +19,12 @@ one_or_two_servers = pytest.mark.ranks(3, 4)
 
 
 @one_or_two_servers
+@pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("bound", [None, 1])
-def test_every_gradient_is_applied_once(world, bound):
-    """Also when one worker has more of them than the other."""
+def test_every_gradient_is_applied_once(world, monkeypatch, bound, shares):
+    """Also when one worker has more of them than the other; and where no memory is shared."""
+    if not shares:
+        monkeypatch.setattr(state.collectives(), "share", lambda nbytes: {})
 
     def work(worker):
         worker.begin()

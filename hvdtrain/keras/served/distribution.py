@@ -27,6 +27,7 @@ from hvdtrain.keras.served.weights import OwnWeights
 from hvdtrain.keras.steps import Steps
 from hvdtrain.monitor import report
 from hvdtrain.parameter_server.optimizers import check_optimizer, stays_whole
+from hvdtrain.parameter_server.published import share_weights
 from hvdtrain.parameter_server.shards import cut, specs_of
 from hvdtrain.tensorflow.reducer import GradientReducer
 
@@ -172,7 +173,7 @@ class ServedDistribution(Distribution):
         )
 
     def _share(self) -> Shares:
-        """Cut the model's variables for the servers."""
+        """Cut the model's variables for the servers; collective."""
         model, servers = self._model, len(self._roles.servers)
         unmix(model.optimizer)  # what can be cut goes by its class
         check_optimizer(model.optimizer, servers)
@@ -180,4 +181,5 @@ class ServedDistribution(Distribution):
         variables = model.trainable_variables
         specs = specs_of(variables)
         shards = cut(specs, servers, stays_whole(model.optimizer, variables))
-        return Shares(roles=self._roles, specs=specs, shards=shards)
+        weights = share_weights(self._collectives, self._roles.servers, shards)
+        return Shares(roles=self._roles, specs=specs, shards=shards, weights=weights)

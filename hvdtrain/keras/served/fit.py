@@ -26,6 +26,7 @@ from hvdtrain.monitor import report
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.counts import Counts
 from hvdtrain.parameter_server.holding import Holding, put_states, take_states
+from hvdtrain.parameter_server.published import SharedWeights
 from hvdtrain.parameter_server.rules import FreeRunning, Rounds, Rule
 from hvdtrain.parameter_server.server import Server
 from hvdtrain.parameter_server.shards import Shard, Spec
@@ -48,11 +49,13 @@ class Shares:
         roles: Of the ranks.
         specs: Of the trainable variables.
         shards: Of each server.
+        weights: Which of their weights are read where they lie.
     """
 
     roles: Roles
     specs: Sequence[Spec]
     shards: Sequence[Shard]
+    weights: SharedWeights
 
 
 class ServedFit:
@@ -84,13 +87,16 @@ class ServedFit:
     def serve(self) -> Any:
         """What ``fit`` is on a server."""
         report.phase("serving")
-        roles = self._shares.roles
-        shard = self._shares.shards[roles.servers.index(self._collectives.rank)]
+        roles, weights = self._shares.roles, self._shares.weights
+        rank = self._collectives.rank
+        shard = self._shares.shards[roles.servers.index(rank)]
         holding = Holding(self._model.optimizer, shard, self._model.trainable_variables)
         server = Server(
             self._messages,
             holding,
             shard,
+            published=weights.published[rank],
+            readers=weights.readers,
             workers=roles.workers,
             rule=self._rule(),
             scale_by_staleness=self._settings.staleness_scaling,
@@ -116,7 +122,13 @@ class ServedFit:
             callbacks = [entry for entry in callbacks if not isinstance(entry, _OF_CHIEF)]
             _train_alone(given)
         shares = self._shares
-        client = Client(self._messages, shares.specs, shares.roles.servers, shares.shards)
+        client = Client(
+            self._messages,
+            shares.specs,
+            shares.roles.servers,
+            shares.shards,
+            shares.weights.published,
+        )
 
         def finish() -> None:
             exchange.assign(self._finish(client))

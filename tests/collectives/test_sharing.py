@@ -1,0 +1,63 @@
+"""Memory that the ranks of a host see, and those of other hosts don't."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdtrain.collectives import window
+from hvdtrain.collectives.single import SingleCollectives
+from tests.collectives.engines import EngineCase, shared_engine
+
+HOSTS = {2: (0, 0), 3: (0, 1, 0)}
+
+
+def _engine(rank_count: int):
+    return shared_engine(EngineCase(kind="mpi", hosts=HOSTS[rank_count]))
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_one_rank_writes_others_of_its_host_see(rank_count: int) -> None:
+    engine = _engine(rank_count)
+    hosts = HOSTS[rank_count]
+    memory = engine.share(1000 * engine.rank + 1)
+    here = [rank for rank in range(rank_count) if hosts[rank] == hosts[engine.rank]]
+    if engine.rank == 0 or len(here) > 1:
+        assert sorted(memory) == here
+    for rank, part in memory.items():
+        assert part.dtype == np.uint8
+        assert 1000 * rank < part.size <= 1000 * rank + 64
+        assert part.ctypes.data % 64 == 0
+        assert not part.any()
+    engine.barrier()
+    memory[engine.rank][:] = 7 + engine.rank
+    engine.barrier()
+    for rank, part in memory.items():
+        assert (part == 7 + rank).all()
+
+
+@pytest.mark.ranks(2)
+def test_each_has_memory_of_its_own(rank_count: int) -> None:
+    engine = _engine(rank_count)
+    first, second = engine.share(100), engine.share(100)
+    first[engine.rank][:] = 1
+    engine.barrier()
+    assert not any(part.any() for part in second.values())
+
+
+@pytest.mark.ranks(2)
+def test_where_ranks_cannot_share(rank_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are told alike: one of them has no place for the file."""
+    engine = _engine(rank_count)
+    if engine.rank == 1:
+        monkeypatch.setattr(window, "_map_file", lambda path, nbytes: None)
+    assert engine.share(100) == {}
+
+
+@pytest.mark.ranks(2)
+def test_nothing_to_share(rank_count: int) -> None:
+    assert _engine(rank_count).share(0) == {}
+
+
+def test_alone() -> None:
+    assert SingleCollectives().share(100) == {}
