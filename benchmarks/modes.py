@@ -1,0 +1,83 @@
+"""The modes that the benchmarks compare, and how a program is run in one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MODES", "WORKERS", "Mode", "save_figure", "train"]
+
+WORKERS = 3
+JOB_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How ``hvdtrain run`` is told to train with three workers.
+
+    Attributes:
+        label: For people.
+        ranks: Of the job, servers included.
+        flags: Of ``hvdtrain run``.
+    """
+
+    label: str
+    ranks: int
+    flags: tuple[str, ...]
+
+
+MODES: Mapping[str, Mode] = {
+    "allreduce": Mode("allreduce", WORKERS, ()),
+    "async-ps": Mode("async-ps", WORKERS + 1, ("--mode", "async-ps")),
+    "bounded": Mode(
+        "async-ps, bound 4", WORKERS + 1, ("--mode", "async-ps", "--staleness-bound", "4")
+    ),
+    "sync-ps": Mode("sync-ps", WORKERS + 1, ("--mode", "sync-ps")),
+    "backup": Mode(
+        "sync-ps, 1 backup worker",
+        WORKERS + 1,
+        ("--mode", "sync-ps", "--backup-workers", "1"),
+    ),
+}
+
+
+def train(mode: Mode, program: str, arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """Run a program of this folder in a mode; returns what its ranks wrote, by rank.
+
+    The program gets a folder as its first argument, into which ranks write JSON files.
+    """
+    here = Path(__file__).resolve().parent
+    run = [Path(sys.executable).with_name("hvdtrain"), "run", "-np", str(mode.ranks), *mode.flags]
+    python = os.pathsep.join([str(here.parent / "examples"), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [*run, "--", sys.executable, here / program, folder, *arguments]
+        environ = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "PYTHONPATH": python}
+        done = subprocess.run(
+            [str(word) for word in argv],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=JOB_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(f"{done.stdout}\n{mode.label} ended with {done.returncode}")
+        return [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure; the same figures give the same file."""
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = "hvdtrain"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    print(f"written to {path}")
