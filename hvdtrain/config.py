@@ -105,9 +105,12 @@ class Settings:
 
     mode: str = _setting(
         "allreduce",
-        _one_of("allreduce", *_WITH_SERVERS),
-        "how ranks train together: allreduce (they average gradients), or with parameter servers, "
-        "async-ps, sync-ps",
+        _one_of("allreduce", "towers", *_WITH_SERVERS),
+        "how ranks train together: allreduce (they average gradients), towers (so, with several "
+        "devices each), or with parameter servers, async-ps, sync-ps",
+    )
+    devices_per_rank: int = _setting(
+        1, _positive_int, "towers: on how many devices a rank computes, on each a part of its batch"
     )
     num_ps: int = _setting(
         1, _positive_int, "how many ranks are parameter servers, in modes that have them"
@@ -151,6 +154,15 @@ class Settings:
     share_gpus: bool = _setting(
         False, _flag, "1 lets more ranks than GPUs run on a host and share them"
     )
+    soft_placement: bool = _setting(
+        True,
+        _flag,
+        "1 lets TensorFlow compute elsewhere what the device that was asked for can't; otherwise "
+        "that is an error",
+    )
+    log_device_placement: bool = _setting(
+        False, _flag, "1 lets TensorFlow print on which device it computes what"
+    )
     elastic: bool = _setting(
         False,
         _flag,
@@ -171,6 +183,11 @@ class Settings:
     def has_servers(self) -> bool:
         """Whether some ranks are parameter servers."""
         return self.mode in _WITH_SERVERS
+
+    @property
+    def towers(self) -> int:
+        """On how many devices a rank that trains computes."""
+        return self.devices_per_rank if self.mode == "towers" else 1
 
     @property
     def gathers(self) -> bool:
@@ -204,8 +221,8 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     """Read all settings from ``environ``.
 
     Raises:
-        ConfigurationError: A value can't be parsed; the message names the variable, what it
-            held and what it accepts.
+        ConfigurationError: A value can't be parsed, and the message names the variable, what it
+            held and what it accepts; or values contradict each other.
     """
     values: dict[str, Any] = {}
     for entry in dataclasses.fields(Settings):
@@ -220,4 +237,16 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
                 f"{name}={text!r} can't be used: {error}. It means: {entry.metadata['help']}. "
                 f"Unset it for the default, {default}."
             ) from None
-    return Settings(**values)
+    settings = Settings(**values)
+    _check(settings)
+    return settings
+
+
+def _check(settings: Settings) -> None:
+    """See that no setting asks for what the mode doesn't have."""
+    if settings.devices_per_rank != settings.towers:
+        raise ConfigurationError(
+            f"{settings.devices_per_rank} devices a rank (--devices-per-rank, "
+            f"{variable_name('devices_per_rank')}) are for --mode towers, and this is mode "
+            f"{settings.mode}. Give --mode towers ({variable_name('mode')}), or leave it out."
+        )

@@ -52,7 +52,7 @@ _world: _World | None = None
 
 
 def init() -> None:
-    """Find out who this process is, reach the other ranks, and take this rank's GPU.
+    """Find out who this process is, reach the other ranks, and take this rank's GPU, or its GPUs.
 
     Call it at the start of the program, before anything uses TensorFlow's devices. Further calls
     do nothing. Where TensorFlow's global seed is not set yet, all ranks get the same one, so that
@@ -166,6 +166,7 @@ def _enter() -> _World:
     # Reached only when asked for: this imports TensorFlow.
     from hvdtrain.tensorflow import devices, seeds
 
+    devices.set_placement(settings)
     host = _host_id()
     serves = topology.rank in roles.servers
     gpus = None if serves else devices.visible_gpus(socket.gethostname(), os.environ)

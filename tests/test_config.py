@@ -22,7 +22,10 @@ def test_an_empty_environment_gives_the_defaults():
         ("share_gpus", "yes", True),
         ("share_gpus", "0", False),
         ("log_level", "warning", "warning"),
+        ("soft_placement", "0", False),
+        ("log_device_placement", "1", True),
         ("mode", "sync-ps", "sync-ps"),
+        ("mode", "towers", "towers"),
         ("num_ps", "3", 3),
         ("ps_ranks", "3, 2", (2, 3)),
         ("ps_ranks", "last", ()),
@@ -51,6 +54,8 @@ def test_a_variable_sets_its_setting_and_no_other(name, text, value):
         ("share_gpus", "maybe"),
         ("log_level", "INFO"),
         ("mode", "async"),
+        ("devices_per_rank", "0"),
+        ("devices_per_rank", "all"),
         ("num_ps", "0"),
         ("ps_ranks", "2,"),
         ("ps_ranks", "-1"),
@@ -73,10 +78,20 @@ def test_a_default_that_is_shown_can_be_given(entry: "dataclasses.Field[object]"
 
 
 @pytest.mark.parametrize(
-    ("mode", "has_servers"), [("allreduce", False), ("async-ps", True), ("sync-ps", True)]
+    ("mode", "has_servers"),
+    [("allreduce", False), ("towers", False), ("async-ps", True), ("sync-ps", True)],
 )
 def test_the_mode_says_whether_there_are_servers(mode, has_servers):
     assert Settings(mode=mode).has_servers == has_servers
+
+
+def test_several_devices_a_rank_are_for_towers():
+    variables = {"HVDTRAIN_MODE": "towers", "HVDTRAIN_DEVICES_PER_RANK": "4"}
+    assert read_settings(variables).towers == 4
+    assert read_settings({"HVDTRAIN_MODE": "towers"}).towers == 1
+    for mode in ("allreduce", "sync-ps"):
+        with pytest.raises(ConfigurationError, match=f"4 devices a rank .* this is mode {mode}"):
+            read_settings({**variables, "HVDTRAIN_MODE": mode})
 
 
 def test_every_setting_says_what_it_means():

@@ -29,7 +29,7 @@ class Place:
         node_rank: Index of its host among the hosts that got ranks.
         role: ``"ps"`` for a parameter server; else ``"chief"`` for rank 0, ``"worker"`` for the
             others.
-        gpu: Index of its GPU on the host; ``None`` where the host isn't known to have any, and
+        gpus: Indices of its GPUs on the host; empty where the host isn't known to have any, and
             for parameter servers.
         cores: First and last core, both included, of its share of the host; ``None`` where the
             number of cores isn't known.
@@ -41,7 +41,7 @@ class Place:
     local_size: int
     node_rank: int
     role: Role
-    gpu: int | None
+    gpus: tuple[int, ...]
     cores: tuple[int, int] | None
 
 
@@ -52,6 +52,7 @@ def place(
     servers: Collection[int] = (),
     oversubscribe: bool = False,
     share_gpus: bool = False,
+    gpus_each: int = 1,
     cores: Mapping[str, int] | None = None,
     gpus: Mapping[str, int] | None = None,
 ) -> list[Place]:
@@ -64,6 +65,7 @@ def place(
         oversubscribe: Whether more ranks than slots may run. The surplus is dealt out in turns,
             one rank a host, up to each host's ``max_slots``.
         share_gpus: Whether more ranks than GPUs may run on a host; they take the GPUs in turns.
+        gpus_each: How many GPUs a rank takes.
         cores: Number of cores by host name, where known. Ranks get equal shares, differing by
             at most one core; where there are more ranks than cores, they take them in turns.
         gpus: Number of GPUs by host name, where known.
@@ -81,7 +83,7 @@ def place(
     gpus = _by_lower_name(gpus)
     places: list[Place] = []
     for node_rank, (name, count) in enumerate(used):
-        free = itertools.count()
+        turns = itertools.count()
         for local_rank in range(count):
             role = _role(len(places), servers)
             places.append(
@@ -92,12 +94,13 @@ def place(
                     local_size=count,
                     node_rank=node_rank,
                     role=role,
-                    gpu=None if role == "ps" else _gpu(next(free), gpus.get(name.lower(), 0)),
+                    gpus=()
+                    if role == "ps"
+                    else _gpus(next(turns), gpus_each, gpus.get(name.lower(), 0)),
                     cores=share_of_cores(local_rank, count, cores.get(name.lower(), 0)),
                 )
             )
-    if not share_gpus:
-        _check_gpus(places, gpus)
+    _check_gpus(places, gpus, gpus_each, share=share_gpus)
     return places
 
 
@@ -105,7 +108,7 @@ def table(places: Iterable[Place]) -> str:
     """The places as text, one line a rank under a line of titles; ``-`` where nothing is known."""
     rows = [("rank", "host", "local rank", "role", "GPU", "cores")]
     for entry in places:
-        gpu = "-" if entry.gpu is None else str(entry.gpu)
+        gpu = ",".join(map(str, entry.gpus)) or "-"
         row = (str(entry.rank), entry.host, str(entry.local_rank), entry.role, gpu)
         rows.append((*row, _span(entry.cores)))
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -174,14 +177,23 @@ def _check_room(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe:
         )
 
 
-def _check_gpus(places: Sequence[Place], gpus: Mapping[str, int]) -> None:
+def _check_gpus(
+    places: Sequence[Place], gpus: Mapping[str, int], each: int, *, share: bool
+) -> None:
     training = Counter(entry.host for entry in places if entry.role != "ps")
     what = "ranks" if training.total() == len(places) else "workers"
     short = [
         f"{name} has {counted(gpus[name.lower()], 'GPU')} for {count} {what}"
         for name, count in training.items()
-        if 0 < gpus.get(name.lower(), 0) < count
+        if 0 < gpus.get(name.lower(), 0) < (each if share else count * each)
     ]
+    if short and each > 1:
+        raise ConfigurationError(
+            f"There are too few GPUs for {each} a rank (--devices-per-rank): "
+            f"{listing(short, 'hosts')}. Start fewer ranks or ask for fewer devices"
+            + ("" if share else "; or let ranks share, with --share-gpus")
+            + "; or compute on the CPU, with CUDA_VISIBLE_DEVICES=-1."
+        )
     if short:
         raise ConfigurationError(
             f"There are more {what} than GPUs: {listing(short, 'hosts')}. Start one a GPU; or "
@@ -196,8 +208,10 @@ def _role(rank: int, servers: Collection[int]) -> Role:
     return "worker" if rank else "chief"
 
 
-def _gpu(number: int, gpus: int) -> int | None:
-    return number % gpus if gpus > 0 else None
+def _gpus(turn: int, each: int, gpus: int) -> tuple[int, ...]:
+    """Those of the rank whose turn it is, of so many on its host."""
+    first = turn * each
+    return tuple(sorted({number % gpus for number in range(first, first + each)} if gpus else ()))
 
 
 def _by_lower_name(numbers: Mapping[str, int] | None) -> dict[str, int]:

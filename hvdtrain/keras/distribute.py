@@ -60,7 +60,7 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
         )
     else:
         distribution = Distribution(model, collectives, presharded, settings)
-    if collectives.size > 1:
+    if collectives.size > 1 or settings.towers > 1:
         check_same_model(model, collectives)
         distribution.install()
     else:

@@ -18,6 +18,8 @@ from hvdtrain.keras.batch_normalization import (
     synchronized_layers,
 )
 from hvdtrain.keras.callbacks import list_callbacks
+from hvdtrain.keras.compute import Compute, OneDevice, Towers
+from hvdtrain.keras.compute.base import has_own
 from hvdtrain.keras.inputs import Inputs
 from hvdtrain.keras.learning_rate import follow_size, prepare_to_follow
 from hvdtrain.keras.loops import Loops, forget_functions, put
@@ -25,8 +27,9 @@ from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.optimizer import distribute_optimizer
 from hvdtrain.keras.replicas import broadcast_model, reseed_by_rank
 from hvdtrain.keras.saving.session import asked_for
-from hvdtrain.keras.steps import Steps, has_own_train_step
+from hvdtrain.keras.steps import Steps
 from hvdtrain.monitor import report
+from hvdtrain.tensorflow.devices import tower_devices
 from hvdtrain.tensorflow.reducer import GradientReducer
 
 __all__ = ["Distribution"]
@@ -64,6 +67,7 @@ class Distribution:
         self._membership = Membership(collectives, settings.min_np, [self._follow])
         self._presharded = presharded
         self._reducer = GradientReducer(collectives, settings.non_finite)
+        self._devices = tower_devices(settings.towers)
         self._noticed: set[str] = set()
 
     def install(self) -> None:
@@ -72,13 +76,13 @@ class Distribution:
         self._remove_earlier()
         seed = collectives.broadcast_object(random.getrandbits(31), name="seed")
         flag = RowFlag()
-        jit = self._choose_jit()
+        compute = self._choose_compute()
         distribute_optimizer(model.optimizer, self._reducer)
         if self._membership.elastic:
             prepare_to_follow(model.optimizer)
-        for layer in synchronized_layers(model):
+        for layer in self._choose_synchronized():
             synchronize_batch_normalization(layer, collectives, flag)
-        steps = Steps(model, self._reducer, jit, flag)
+        steps = Steps(model, self._reducer, compute, flag)
         inputs = Inputs(
             collectives,
             self._membership,
@@ -138,18 +142,38 @@ class Distribution:
             for name in (*_REPLACED, _MARK):
                 vars(self._model).pop(name, None)
 
+    def _choose_synchronized(self) -> list[Any]:
+        """The layers that are to normalize with the samples of all ranks."""
+        layers = synchronized_layers(self._model)
+        if layers and len(self._devices) > 1:
+            self._notice(
+                "BatchNormalization(synchronized=True) normalizes each tower's part of a batch by "
+                "itself, as one tower's pass comes after another's."
+            )
+            return []
+        return layers
+
+    def _choose_compute(self) -> Compute:
+        jit = self._choose_jit()
+        if len(self._devices) > 1:
+            return Towers(self._model, self._devices)
+        return OneDevice(self._model, jit)
+
     def _choose_jit(self) -> bool:
         """Take compilation away from Keras, which would compile the communication as well."""
         model = self._model
         jit = bool(model.jit_compile)
         model.jit_compile = False
+        if jit and len(self._devices) > 1:
+            self._notice("XLA compiles for one device; with towers this runs without jit_compile.")
+            return False
         if jit and synchronized_layers(model):
             self._notice(
                 "BatchNormalization(synchronized=True) talks to other ranks within the forward "
                 "pass, which XLA can't; this model runs without jit_compile."
             )
             return False
-        if jit and has_own_train_step(model):
+        if jit and has_own(model, "train_step"):
             self._notice(
                 "This model has a train_step of its own, which can't be split around the "
                 "communication; it runs without jit_compile."

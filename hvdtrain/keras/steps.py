@@ -1,11 +1,10 @@
 """The steps that Keras' loops run on each batch, on one rank of several.
 
-Forward and backward pass may be compiled by XLA; what communicates stays outside.
+What devices compute of a batch stands apart, and may be compiled by XLA; here is what communicates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -13,11 +12,13 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.batch_normalization import RowFlag
-from hvdtrain.keras.loss_weights import LossWeights, reduction_of, valid_values
+from hvdtrain.keras.compute import Compute
+from hvdtrain.keras.compute.base import has_own, rows_of
+from hvdtrain.keras.loss_weights import LossWeights, reduction_of
 from hvdtrain.keras.optimizer import weighting
 from hvdtrain.tensorflow.reducer import GradientReducer
 
-__all__ = ["Steps", "has_own_train_step"]
+__all__ = ["Steps"]
 
 
 class _Share(NamedTuple):
@@ -28,18 +29,13 @@ class _Share(NamedTuple):
     joint_rows: tf.Tensor | None
 
 
-def has_own_train_step(model: keras.Model) -> bool:
-    """Whether the model's class defines its own ``train_step``."""
-    return type(model).train_step is not keras.Model.train_step
-
-
 class Steps:
     """train_step, test_step and predict_step for one model.
 
     Args:
         model: Compiled and built.
         reducer: Averages gradients.
-        jit: Compile forward and backward pass with XLA.
+        compute: With the batches of this rank.
         flag: Told whether the batch in work counts.
         weights: What this rank's loss counts for; as one of ``reducer``'s ranks if not given.
     """
@@ -48,7 +44,7 @@ class Steps:
         self,
         model: keras.Model,
         reducer: GradientReducer,
-        jit: bool,
+        compute: Compute,
         flag: RowFlag,
         weights: LossWeights | None = None,
     ) -> None:
@@ -56,15 +52,13 @@ class Steps:
         self._weights = weights or LossWeights(reducer)
         self._elastic = reducer.collectives.survives_losses
         self._contributions = reducer.contributions
+        self._compute = compute
         self._flag = flag
         self._variables = [variable.path for variable in model.trainable_variables]
         self._plain_train_step = model.train_step
         self.joint_rows_known = False
         self.samples = keras.Variable(0, dtype="int64", trainable=False, name="samples")
         """How many samples this rank has trained on."""
-        self._forward_backward = self._maybe_jit(self._differentiate, jit)
-        self._plain_test_step = self._maybe_jit(model.test_step, jit)
-        self._plain_predict_step = self._maybe_jit(model.predict_step, jit)
 
     def train(self, data: Any) -> Any:
         """``train_step`` on an element of a sharded dataset, or on a batch of this rank."""
@@ -76,7 +70,7 @@ class Steps:
         self.samples.assign_add(tf.cast(share.rows, tf.int64))
         try:
             with _CountRows(self._model, share.rows):
-                if has_own_train_step(self._model):
+                if has_own(self._model, "train_step"):
                     return self._train_own(share)
                 return self._train_plain(share)
         finally:
@@ -86,13 +80,13 @@ class Steps:
         """``test_step``; a batch that doesn't count leaves the metrics alone."""
         share = self._open(data)
         with _CountRows(self._model, share.rows):
-            return self._plain_test_step(share.batch)
+            return self._compute.test(share.batch)
 
     def predict(self, data: Any) -> Any:
         """``predict_step``; beside the outputs how many rows of the batch count."""
         share = self._open(data)
-        outputs = self._plain_predict_step(share.batch)
-        counts = tf.stack([tf.cast(share.rows, tf.int64), tf.cast(_rows(share.batch), tf.int64)])
+        outputs = self._compute.predict(share.batch)
+        counts = tf.stack([tf.cast(share.rows, tf.int64), tf.cast(rows_of(share.batch), tf.int64)])
         return {"outputs": outputs, "rows": counts[tf.newaxis]}
 
     def _train_plain(self, share: _Share) -> Any:
@@ -102,7 +96,7 @@ class Steps:
         kind = reduction_of(model)
         self._check_reduction(kind)
         weight = self._weights.weight(kind, share.rows, share.joint_rows, sample_weight)
-        gradients, valid = self._forward_backward(x, y, sample_weight, weight)
+        gradients, valid = self._compute.differentiate(x, y, sample_weight, weight)
         if valid is not None and kind == "mean":
             live = tf.where(share.rows > 0, valid, 0.0)
             exact = self._weights.weight(kind, live)
@@ -112,26 +106,6 @@ class Steps:
         with weighting(model.optimizer, self._weights.weighting(kind, weight, None)):
             model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return model.get_metrics_result()
-
-    def _differentiate(self, x: Any, y: Any, sample_weight: Any, weight: tf.Tensor) -> Any:
-        """Forward and backward pass, metrics; gradients of the weighted, scaled loss."""
-        model = self._model
-        with tf.GradientTape() as tape:
-            y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
-            loss = model._compute_loss(
-                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
-            )
-            model._loss_tracker.update_state(loss, sample_weight=_rows(x))
-            factor = tf.cast(weight, loss.dtype)
-            if reduction_of(model) == "sum":
-                extra = tf.add_n(model.losses) if model.losses else tf.zeros([], loss.dtype)
-                weighted = factor * (loss - extra) + extra
-            else:
-                weighted = factor * loss
-            scaled = model.optimizer.scale_loss(weighted)
-        gradients = tape.gradient(scaled, model.trainable_weights)
-        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        return gradients, valid_values(y_pred)
 
     def _train_own(self, share: _Share) -> Any:
         """A ``train_step`` of the user's: its gradients are weighted when they are applied."""
@@ -153,7 +127,7 @@ class Steps:
             batch, rows, joint_rows = data
             return _Share(batch, rows, joint_rows if self.joint_rows_known else None)
         # train_on_batch and its like: this rank's own batch.
-        return _Share(data, _rows(data), None)
+        return _Share(data, rows_of(data), None)
 
     def _check_variables(self) -> None:
         now = [variable.path for variable in self._model.trainable_variables]
@@ -164,11 +138,6 @@ class Steps:
                 f"{', '.join(changed)}. Add layers and set `trainable` first, then compile the "
                 "model and call hvdtrain.distribute(model) again."
             )
-
-    def _maybe_jit(self, step: Callable[..., Any], jit: bool) -> Callable[..., Any]:
-        if not jit:
-            return step
-        return tf.function(step, jit_compile=True, reduce_retracing=True)
 
 
 class _CountRows:
@@ -214,8 +183,3 @@ def _is_share(data: Any) -> bool:
         and tf.is_tensor(data[1])
         and data[1].shape.rank == 0
     )
-
-
-def _rows(structure: Any) -> tf.Tensor:
-    first = next(leaf for leaf in keras.tree.flatten(structure) if leaf is not None)
-    return tf.shape(first)[0]

@@ -168,6 +168,12 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
     if isinstance(entry.default, bool):
         summary = summary.removeprefix("1 ")
         group.add_argument(flag, action="store_const", const="1", help=summary)
+        if entry.default:
+            opposite = "--no-" + flag.removeprefix("--")
+            text = f"the opposite; default {flag}"
+            group.add_argument(
+                opposite, action="store_const", const="0", dest=entry.name, help=text
+            )
         return
 
     def checked(text: str) -> str:

@@ -177,6 +177,7 @@ def make_plan(
         servers=roles.servers,
         oversubscribe=job.oversubscribe,
         share_gpus=job.settings.share_gpus,
+        gpus_each=job.settings.towers,
         cores=dict.fromkeys(here, cores),
         gpus=dict.fromkeys(here, site.gpus),
     )

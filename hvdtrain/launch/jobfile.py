@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 
 __all__ = ["read_jobfile"]
 
 # Short names that people know from the command line.
 _SHORT = {"np": "num-proc", "H": "hosts", "x": "env"}
+# What is on unless it is turned off.
+_ON = {
+    entry.name.replace("_", "-") for entry in dataclasses.fields(Settings) if entry.default is True
+}
 
 
 def read_jobfile(path: Path) -> list[str]:
     """The options in the file as arguments: ``grace-s = 10`` as ``--grace-s=10``.
 
     Names are those of the flags, with dashes or underscores. ``true`` stands for a flag without
-    a value; ``hosts`` may be a list, ``env`` a list or a table of names and values.
+    a value, ``false`` for none, or for the ``--no-`` of one that is on by default; ``hosts`` may
+    be a list, ``env`` a list or a table of names and values.
 
     Raises:
         ConfigurationError: The file can't be read, is no TOML, or holds what no flag takes.
@@ -53,7 +60,8 @@ def _arguments(path: Path, key: str, value: Any) -> list[str]:
         )
     texts = isinstance(value, list) and all(isinstance(entry, str) for entry in value)
     if isinstance(value, bool):
-        return [f"--{name}"] if value else []
+        off = [f"--no-{name}"] if name in _ON else []
+        return [f"--{name}"] if value else off
     # With the value in the same word, what no flag takes can't pass for the program.
     if isinstance(value, (str, int, float)):
         return [f"--{name}={value}"]

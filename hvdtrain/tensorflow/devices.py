@@ -1,4 +1,4 @@
-"""Which GPU each process owns.
+"""Which GPU each process owns, or which GPUs, and where TensorFlow computes.
 
 Launchers disagree about what a process sees. Under mpirun every rank of a host sees all GPUs;
 under ``srun --gpus-per-task=1`` each sees one of its own, which all of them call number 0, and
@@ -18,12 +18,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
 
-__all__ = ["assign_gpus", "bind", "visible_gpus"]
+__all__ = ["assign_gpus", "bind", "set_placement", "tower_devices", "visible_gpus"]
 
 
 def visible_gpus(host: str, environ: Mapping[str, str]) -> list[str]:
@@ -48,64 +49,109 @@ def visible_gpus(host: str, environ: Mapping[str, str]) -> list[str]:
     return [f"{host} GPU {number}" for number in numbers]
 
 
-def assign_gpus(visible: Sequence[Sequence[str] | None], *, share: bool) -> list[int | None]:
-    """Give every rank one GPU of those it sees.
+def assign_gpus(
+    visible: Sequence[Sequence[str] | None], *, share: bool, each: int = 1
+) -> list[tuple[int, ...]]:
+    """Give every rank GPUs of those it sees.
 
     Args:
         visible: For each rank the ids of the GPUs that it sees; None for one that needs none.
         share: Whether ranks may share a GPU when there are not enough.
+        each: How many GPUs a rank gets.
 
     Returns:
-        For each rank the index of its GPU in its own list, or None where it gets none. Where all
-        ranks of a host see the same GPUs, that is the local rank.
+        For each rank the indices of its GPUs in its own list; empty where it gets none. Where all
+        ranks of a host see the same GPUs and get one each, that is the local rank.
 
     Raises:
-        LaunchError: A rank sees only GPUs that other ranks own, and ``share`` is off.
+        LaunchError: A rank sees fewer GPUs than it gets, or too few that other ranks don't own
+            and ``share`` is off.
     """
     owners: dict[str, list[int]] = collections.defaultdict(list)
-    chosen: list[int | None] = []
+    chosen: list[tuple[int, ...]] = []
     for rank, gpus in enumerate(visible):
         if not gpus:
-            chosen.append(None)
+            chosen.append(())
             continue
-        index = min(range(len(gpus)), key=lambda i: (len(owners[gpus[i]]), i))
-        if owners[gpus[index]] and not share:
-            raise LaunchError(_no_gpu_left(rank, gpus, owners))
-        owners[gpus[index]].append(rank)
-        chosen.append(index)
+        if len(gpus) < each:
+            raise LaunchError(_too_few_gpus(rank, len(gpus), each))
+        indices = sorted(range(len(gpus)), key=lambda i: (len(owners[gpus[i]]), i))[:each]
+        if any(owners[gpus[index]] for index in indices) and not share:
+            raise LaunchError(_no_gpu_left(rank, gpus, owners, each))
+        for index in indices:
+            owners[gpus[index]].append(rank)
+        chosen.append(tuple(sorted(indices)))
     return chosen
 
 
 def bind(topology: Topology, settings: Settings, visible: Sequence[Sequence[str] | None]) -> None:
-    """Make this rank's GPU the only one that TensorFlow uses; memory is taken as it is needed.
+    """Make this rank's GPUs the only ones that TensorFlow uses; memory is taken as it is needed.
+
+    Towers without GPUs get as many logical CPU devices.
 
     Args:
         topology: Who this process is.
-        settings: ``share_gpus`` and ``log_level`` count here.
+        settings: ``share_gpus``, the number of towers and ``log_level`` count here.
         visible: What ``visible_gpus`` returned on each rank; None for one that needs no GPU.
 
     Raises:
-        LaunchError: There are more ranks than GPUs, or TensorFlow uses its GPUs already.
+        LaunchError: There are too few GPUs for the ranks, or TensorFlow uses its devices already.
     """
-    index = assign_gpus(visible, share=settings.share_gpus)[topology.rank]
+    chosen = assign_gpus(visible, share=settings.share_gpus, each=settings.towers)
+    indices = chosen[topology.rank]
     if topology.is_chief and settings.log_level in ("debug", "info"):
         _report_missing(visible)
     if visible[topology.rank] is None:
         tf.config.set_visible_devices([], "GPU")
-    if index is None:
-        return
-    gpu = tf.config.list_physical_devices("GPU")[index]
+    physical = tf.config.list_physical_devices("GPU")
+    gpus = [physical[index] for index in indices]
     try:
-        if tf.config.get_visible_devices("GPU") != [gpu]:
-            tf.config.set_visible_devices(gpu, "GPU")
-        if not tf.config.experimental.get_memory_growth(gpu):
-            tf.config.experimental.set_memory_growth(gpu, True)
+        if gpus:
+            _use_gpus(gpus)
+        elif settings.towers > 1:
+            _divide_cpu(settings.towers)
     except RuntimeError as error:
+        what = f"GPU {', '.join(map(str, indices))}" if gpus else f"{settings.towers} CPU devices"
         raise LaunchError(
-            f"GPU {index} can't be given to rank {topology.rank}, because this program has used "
+            f"{what} can't be given to rank {topology.rank}, because this program has used "
             f"TensorFlow's devices already ({error}). Call hvdtrain.init() first, before any "
             "tensor, variable or model is made."
         ) from None
+
+
+def set_placement(settings: Settings) -> None:
+    """Tell TensorFlow whether devices are a wish or an order, and whether to print them.
+
+    Raises:
+        LaunchError: TensorFlow uses its devices already, and can't be told to print them.
+    """
+    tf.config.set_soft_device_placement(settings.soft_placement)
+    if not settings.log_device_placement:
+        return
+    # TensorFlow itself would print nothing then, and not say so.
+    if context.context()._context_handle is not None:
+        raise LaunchError(
+            "The placement on devices can't be printed (--log-device-placement), because this "
+            "program has used TensorFlow's devices already. Call hvdtrain.init() first, before any "
+            "tensor, variable or model is made."
+        )
+    tf.debugging.set_log_device_placement(True)
+
+
+def tower_devices(count: int) -> list[str]:
+    """The names of the devices that ``bind`` got for so many towers.
+
+    Raises:
+        LaunchError: The program has taken some of them away since.
+    """
+    devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    if len(devices) < count:
+        raise LaunchError(
+            f"{count} towers (--devices-per-rank) need as many devices, but TensorFlow has "
+            f"{len(devices)}: {', '.join(device.name for device in devices)}. Leave the choice of "
+            "devices to hvdtrain.init(); don't set visible or logical devices after it."
+        )
+    return [device.name for device in devices[:count]]
 
 
 def _report_missing(visible: Sequence[Sequence[str] | None]) -> None:
@@ -120,10 +166,42 @@ def _report_missing(visible: Sequence[Sequence[str] | None]) -> None:
     print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
 
 
-def _no_gpu_left(rank: int, gpus: Sequence[str], owners: Mapping[str, Sequence[int]]) -> str:
+def _use_gpus(gpus: Sequence[tf.config.PhysicalDevice]) -> None:
+    if tf.config.get_visible_devices("GPU") != gpus:
+        tf.config.set_visible_devices(gpus, "GPU")
+    for gpu in gpus:
+        if not tf.config.experimental.get_memory_growth(gpu):
+            tf.config.experimental.set_memory_growth(gpu, True)
+
+
+def _divide_cpu(count: int) -> None:
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    if len(tf.config.get_logical_device_configuration(cpu) or ()) != count:
+        parts = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+        tf.config.set_logical_device_configuration(cpu, parts)
+
+
+def _too_few_gpus(rank: int, gpus: int, each: int) -> str:
+    return (
+        f"Rank {rank} sees {gpus} GPU{'s' * (gpus > 1)}, but is to compute on {each} (--mode "
+        f"towers --devices-per-rank {each}). Give it {each} GPUs; or ask for {gpus}, with "
+        f"HVDTRAIN_DEVICES_PER_RANK={gpus}; or compute on the CPU, with CUDA_VISIBLE_DEVICES=-1."
+    )
+
+
+def _no_gpu_left(
+    rank: int, gpus: Sequence[str], owners: Mapping[str, Sequence[int]], each: int
+) -> str:
     taken = "; ".join(
         f"{gpu}: rank {', '.join(map(str, owners[gpu]))}" for gpu in gpus if owners.get(gpu)
     )
+    if each > 1:
+        return (
+            f"There are too few GPUs for {each} a rank (--devices-per-rank): rank {rank} sees "
+            f"{len(gpus)}, and some of them have owners ({taken}). Start fewer ranks, or ask for "
+            "fewer devices; or let ranks share, with HVDTRAIN_SHARE_GPUS=1 (hvdtrain run "
+            "--share-gpus); or compute on the CPU, with CUDA_VISIBLE_DEVICES=-1."
+        )
     return (
         f"There are more ranks than GPUs: rank {rank} sees {len(gpus)}, and all of them have "
         f"owners ({taken}). Start one rank a GPU; or let ranks share, with HVDTRAIN_SHARE_GPUS=1 "

@@ -62,9 +62,9 @@ def test_a_whole_plan() -> None:
     on_a = {"host": "a", "local_size": 2, "node_rank": 0}
     on_c = {"host": "c", "local_size": 1, "node_rank": 1}
     assert [dataclasses.asdict(entry) for entry in places] == [
-        {"rank": 0, **on_a, "local_rank": 0, "role": "chief", "gpu": 0, "cores": (0, 3)},
-        {"rank": 1, **on_a, "local_rank": 1, "role": "worker", "gpu": 1, "cores": (4, 7)},
-        {"rank": 2, **on_c, "local_rank": 0, "role": "worker", "gpu": None, "cores": None},
+        {"rank": 0, **on_a, "local_rank": 0, "role": "chief", "gpus": (0,), "cores": (0, 3)},
+        {"rank": 1, **on_a, "local_rank": 1, "role": "worker", "gpus": (1,), "cores": (4, 7)},
+        {"rank": 2, **on_c, "local_rank": 0, "role": "worker", "gpus": (), "cores": None},
     ]
 
 
@@ -194,19 +194,19 @@ GPUS = {
 @pytest.mark.parametrize(("gpus", "share", "expected"), GPUS.values(), ids=GPUS)
 def test_gpus(gpus: dict[str, int] | None, share: bool, expected: list[int | None]) -> None:
     places = place([host("a", 4), host("b", 1)], None, gpus=gpus, share_gpus=share)
-    assert [entry.gpu for entry in places] == expected
+    assert [entry.gpus for entry in places] == [() if gpu is None else (gpu,) for gpu in expected]
 
 
 def test_servers() -> None:
     """They have no use for a GPU, and leave theirs to workers."""
     places = place([host("a", 4), B2], None, servers=(1, 5), gpus={"a": 3, "b": 1})
     assert [entry.role for entry in places] == ["chief", "ps", "worker", "worker", "worker", "ps"]
-    assert [entry.gpu for entry in places] == [0, None, 1, 2, 0, None]
+    assert [entry.gpus for entry in places] == [(0,), (), (1,), (2,), (0,), ()]
     assert [entry.local_rank for entry in places] == [0, 1, 2, 3, 0, 1]
     with pytest.raises(ConfigurationError, match=r"more workers than GPUs: a has 2 GPUs for 3 wor"):
         place([host("a", 4), B2], None, servers=(1, 5), gpus={"a": 2, "b": 1})
     shared = place([host("a", 4)], None, servers=(1,), gpus={"a": 2}, share_gpus=True)
-    assert [entry.gpu for entry in shared] == [0, None, 1, 0]
+    assert [entry.gpus for entry in shared] == [(0,), (), (1,), (0,)]
     assert table(places).splitlines()[2] == "   1  a              1  ps        -      -"
 
 
@@ -219,9 +219,38 @@ def test_more_ranks_than_gpus() -> None:
     assert "--share-gpus" in message
     assert "CUDA_VISIBLE_DEVICES=-1" in message, "says what to do"
     # What counts are the ranks that a host gets, not its slots.
-    assert [entry.gpu for entry in place(hosts, 2, gpus={"a": 2, "b": 1})] == [0, 1]
+    assert [entry.gpus for entry in place(hosts, 2, gpus={"a": 2, "b": 1})] == [(0,), (1,)]
     with pytest.raises(ConfigurationError, match="a has 2 GPUs for 3 ranks"):
         place([host("a", 2)], 3, oversubscribe=True, gpus={"a": 2})
+
+
+# GPUs by host, whether to share, GPUs of each rank on a (2 ranks) and b (1 rank), with 2 a rank.
+PAIRS = {
+    "just-enough": ({"a": 4, "b": 2}, False, [(0, 1), (2, 3), (0, 1)]),
+    "unknown": (None, False, [(), (), ()]),
+    "one-host-known": ({"a": 5}, False, [(0, 1), (2, 3), ()]),
+    "shared": ({"a": 2, "b": 2}, True, [(0, 1), (0, 1), (0, 1)]),
+    "shared-unevenly": ({"a": 3}, True, [(0, 1), (0, 2), ()]),
+}
+
+
+@pytest.mark.parametrize(("gpus", "share", "expected"), PAIRS.values(), ids=PAIRS)
+def test_several_gpus_a_rank(
+    gpus: dict[str, int] | None, share: bool, expected: list[tuple[int, ...]]
+) -> None:
+    places = place([A2, host("b", 1)], None, gpus=gpus, share_gpus=share, gpus_each=2)
+    assert [entry.gpus for entry in places] == expected
+
+
+def test_too_few_gpus_for_several_a_rank() -> None:
+    too_few = r"few GPUs for 2 a rank \(--devices-per-rank\): a has 3 GPUs for 2 ranks\. .*--share"
+    with pytest.raises(ConfigurationError, match=too_few):
+        place([A2], None, gpus={"a": 3}, gpus_each=2)
+    with pytest.raises(ConfigurationError, match=r"a has 1 GPU for 2 ranks\.") as raised:
+        place([A2], None, gpus={"a": 1}, gpus_each=2, share_gpus=True)
+    assert "--share-gpus" not in str(raised.value), "it is given"
+    pairs = table(place([A2], None, gpus={"a": 4}, gpus_each=2)).splitlines()
+    assert pairs[2] == "   1  a              1  worker  2,3      -"
 
 
 # Ranks, cores of the host, cores of each rank.

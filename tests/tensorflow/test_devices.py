@@ -30,7 +30,8 @@ CASES = {
 @pytest.mark.parametrize(("visible", "expected"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("share", [False, True])
 def test_every_rank_gets_a_gpu_of_its_own(visible, expected, share: bool) -> None:
-    assert assign_gpus(visible, share=share) == expected
+    indices = [() if index is None else (index,) for index in expected]
+    assert assign_gpus(visible, share=share) == indices
 
 
 TOO_MANY = {
@@ -45,7 +46,29 @@ def test_more_ranks_than_gpus(visible, rank: int, shared: list[int]) -> None:
     with pytest.raises(LaunchError, match=rf"rank {rank} sees .*HVDTRAIN_SHARE_GPUS=1") as raised:
         assign_gpus(visible, share=False)
     assert visible[rank][0] in str(raised.value)
-    assert assign_gpus(visible, share=True) == shared
+    assert assign_gpus(visible, share=True) == [(index,) for index in shared]
+
+
+PAIRS = {
+    "mpirun-all-visible": ([HOST_A] * 2, False, [(0, 1), (2, 3)]),
+    "two-hosts": ([HOST_A, HOST_B], False, [(0, 1), (0, 1)]),
+    "two-each-by-slurm": ([HOST_A[:2], HOST_A[2:]], False, [(0, 1), (0, 1)]),
+    "some-hosts-without": ([HOST_B, []], False, [(0, 1), ()]),
+    "shared": ([HOST_A[:3]] * 2, True, [(0, 1), (0, 2)]),
+}
+
+
+@pytest.mark.parametrize(("visible", "share", "expected"), PAIRS.values(), ids=PAIRS)
+def test_several_gpus_a_rank(visible, share: bool, expected) -> None:
+    assert assign_gpus(visible, share=share, each=2) == expected
+
+
+def test_too_few_gpus_for_several_a_rank() -> None:
+    with pytest.raises(LaunchError, match=r"2 a rank .*rank 1 sees 3.*owners \(GPU-a0: rank 0; "):
+        assign_gpus([HOST_A[:3]] * 2, share=False, each=2)
+    for share in (False, True):
+        with pytest.raises(LaunchError, match=r"Rank 1 sees 2 GPUs, .* 3 .*DEVICES_PER_RANK=2"):
+            assign_gpus([HOST_A, HOST_B], share=share, each=3)
 
 
 needs_no_gpu = pytest.mark.skipif(

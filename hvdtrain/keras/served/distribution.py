@@ -78,7 +78,7 @@ class ServedDistribution(Distribution):
             model, collectives, messages, settings=self._settings, shares=self._share()
         )
         weights = OwnWeights(self._reducer, gathers=self._settings.gathers)
-        steps = Steps(model, self._reducer, self._choose_jit(), RowFlag(), weights)
+        steps = Steps(model, self._reducer, self._choose_compute(), RowFlag(), weights)
         together = Loops(
             model,
             collectives,

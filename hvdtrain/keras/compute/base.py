@@ -1,0 +1,69 @@
+"""What the steps of training, evaluation and prediction need from the devices of a rank."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.keras.loss_weights import reduction_of
+
+__all__ = ["Compute", "call", "has_own", "rows_of", "scaled_loss"]
+
+
+class Compute(Protocol):
+    """Computes with the batches of this rank; talks to no other."""
+
+    def differentiate(
+        self, x: Any, y: Any, sample_weight: Any, weight: tf.Tensor
+    ) -> tuple[list[Any], tf.Tensor | None]:
+        """Forward and backward pass, and metrics.
+
+        Args:
+            x: As ``fit`` gets it.
+            y: As ``fit`` gets it.
+            sample_weight: As ``fit`` gets it.
+            weight: What the loss counts for; see ``LossWeights``.
+
+        Returns:
+            For each trainable weight the gradient of the weighted loss, scaled as the optimizer
+            wants it; and how many values of the outputs are unmasked, None where nothing is.
+        """
+
+    def test(self, batch: Any) -> Any:
+        """The model's ``test_step``."""
+
+    def predict(self, batch: Any) -> Any:
+        """The model's ``predict_step``."""
+
+
+def has_own(model: keras.Model, step: str) -> bool:
+    """Whether the model's class defines this step itself: ``train_step`` or another."""
+    return getattr(type(model), step) is not getattr(keras.Model, step)
+
+
+def call(model: keras.Model, x: Any, *, training: bool) -> Any:
+    """The model's outputs, as Keras' own steps ask for them."""
+    return model(x, training=training) if model._call_has_training_arg else model(x)
+
+
+def scaled_loss(
+    model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, weight: tf.Tensor
+) -> tf.Tensor:
+    """The loss as ``differentiate`` needs it; the model's tracker sees it as it is."""
+    loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+    model._loss_tracker.update_state(loss, sample_weight=rows_of(x))
+    factor = tf.cast(weight, loss.dtype)
+    if reduction_of(model) == "sum":
+        extra = tf.add_n(model.losses) if model.losses else tf.zeros([], loss.dtype)
+        weighted = factor * (loss - extra) + extra
+    else:
+        weighted = factor * loss
+    return model.optimizer.scale_loss(weighted)
+
+
+def rows_of(structure: Any) -> tf.Tensor:
+    """How many samples a batch has; an int32 scalar."""
+    first = next(leaf for leaf in keras.tree.flatten(structure) if leaf is not None)
+    return tf.shape(first)[0]

@@ -1,0 +1,232 @@
+"""One process that computes on several devices trains as it would on one."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.harness.jobs import Completed
+from tests.keras.compute import oracle
+from tests.keras.served.programs import facts, program
+
+PROGRAM = Path(oracle.__file__)
+BETWEEN_RANKS = ("clip and decay", "loss scale", "embedding", "masked", "sample weights")
+
+
+def towers(devices: int, **settings: object) -> dict[str, str]:
+    """The environment of such a job."""
+    others = {f"HVDTRAIN_{name.upper()}": str(value) for name, value in settings.items()}
+    return {"HVDTRAIN_MODE": "towers", "HVDTRAIN_DEVICES_PER_RANK": str(devices), **others}
+
+
+def test_training_equals_one_device(launch):
+    done = launch(None, PROGRAM, timeout_s=200, env=towers(3))
+    assert done.returncode == 0
+    for case in oracle.CASES:
+        (found,) = facts(done, case)
+        for what in ("weights", "history", "scores", "predictions"):
+            assert found[what] <= 1e-12, f"{case}: {what}"
+
+
+def test_ranks_with_towers_equal_one_device(launch):
+    done = launch(2, PROGRAM, *BETWEEN_RANKS, timeout_s=200, env=towers(2))
+    assert done.returncode == 0
+    for case in BETWEEN_RANKS:
+        # What a rank counts for is a float32 where it isn't known beforehand.
+        tolerance = 1e-6 if case == "masked" else 1e-12
+        for found in facts(done, case):
+            assert found["weights"] <= tolerance, case
+            assert found["predictions"] <= tolerance, case
+
+
+LAYERS = program("""
+    class Tracks(keras.layers.Layer):
+        \"\"\"Notes the mean of its inputs, and how often it was called in training.\"\"\"
+
+        def build(self, shape):
+            self.mean = self.add_weight(shape=(), trainable=False, initializer="zeros")
+            self.calls = self.add_weight(shape=(), dtype="int32", trainable=False,
+                                         initializer="zeros")
+
+        def call(self, x, training=False):
+            if training:
+                self.mean.assign(tf.reduce_mean(x))
+                self.calls.assign_add(1)
+            return x
+
+
+    class Kept(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+            if hasattr(y_pred, "numpy"):  # it is built without values first
+                seen.append(y_pred.numpy())
+            return super().compute_loss(x, y, y_pred, sample_weight)
+
+
+    def step(rows, *layers, **options):
+        \"\"\"The model after a step on so many rows, and what it gave in that.\"\"\"
+        x = keras.Input((8,))
+        inner = keras.Sequential([keras.Input((8,)), *layers])
+        nothing = keras.layers.Dense(8, kernel_initializer="zeros")(x)  # it can be trained
+        model = Kept(x, keras.layers.add([inner(x), nothing]))
+        model.compile(keras.optimizers.SGD(0.0), "mse", **options)
+        hvdtrain.distribute(model)
+        del seen[:]
+        model.fit(X[:rows], X[:rows], batch_size=rows, shuffle=False, verbose=0)
+        return seen[-1]
+
+
+    seen = []
+    for rows in (7, 2, 1):
+        # With 3 towers 7 rows are cut into 2, 2 and 3, and of 1 or 2 the first gets none.
+        cuts = [rows * tower // 3 for tower in range(4)]
+        parts = [X[a:b] for a, b in zip(cuts, cuts[1:]) if b > a]
+        tracks = Tracks()
+        step(rows, tracks, run_eagerly=True)
+        assert int(tracks.calls) == 1
+        np.testing.assert_allclose(tracks.mean, X[:rows].mean(), rtol=1e-4)
+        normalize = keras.layers.BatchNormalization(momentum=0.9)
+        given = step(rows, normalize, run_eagerly=True)
+        expected = [(part - part.mean(0)) / np.sqrt(part.var(0) + 1e-3) for part in parts]
+        np.testing.assert_allclose(given, np.concatenate(expected), atol=1e-4)
+        variance = sum(part.var(0) * len(part) / rows for part in parts)
+        np.testing.assert_allclose(normalize.moving_variance, 0.9 + 0.1 * variance, rtol=1e-4)
+        assert all(np.isfinite(variable.numpy()).all() for variable in normalize.variables)
+    X[:] = 1.0
+    dropped = step(9, keras.layers.Dropout(0.5), run_eagerly=True)
+    tell("dropout", masks=len({row.tobytes() for row in dropped}))
+""")
+
+
+def test_layers_that_track_their_batches(launch):
+    done = launch(None, LAYERS, timeout_s=120, env=towers(3))
+    assert done.returncode == 0
+    # Of 2 to the 8th masks; towers with the same random numbers would have three of them.
+    assert facts(done, "dropout")[0]["masks"] > 3
+
+
+PLACED = program("""
+    model = classifier("sgd")
+    model.fit(X[:16], Y[:16], batch_size=8, verbose=0)
+    model.predict(X[:4], verbose=0)
+""")
+
+
+def placed(done: Completed, operation: str) -> set[str]:
+    """On which devices it was computed, as TensorFlow says."""
+    return set(re.findall(rf"\({operation}\): \S+/device:(\S+)", done.stdout))
+
+
+@pytest.mark.parametrize("soft", [0, 1])
+def test_towers_compute_on_devices_of_their_own(launch, soft):
+    settings = {"log_device_placement": 1, "soft_placement": soft}
+    done = launch(None, PLACED, timeout_s=120, env=towers(3, **settings))
+    assert done.returncode == 0
+    three = {"CPU:0", "CPU:1", "CPU:2"}
+    assert placed(done, "Relu") == three, "forward"
+    assert placed(done, "ReluGrad") == three, "backward"
+    assert placed(done, "ResourceApplyGradientDescent") <= {"CPU:0"}
+    quiet = launch(None, PLACED, timeout_s=120, env=towers(3))
+    assert "/device:" not in quiet.stdout
+
+
+RESUMED = program("""
+    import sys
+
+    epochs, folder = int(sys.argv[1]), sys.argv[2]
+    model = classifier(keras.optimizers.Adam(0.01))
+    model.fit(X[:50], Y[:50], batch_size=16, epochs=epochs, shuffle=False, verbose=0,
+              callbacks=[hvdtrain.Checkpoint(folder)])
+    np.savez(folder + "/weights.npz", *model.get_weights())
+""")
+
+
+def test_training_goes_on_with_another_number_of_devices(launch, tmp_path):
+    stopped, whole = str(tmp_path / "stopped"), str(tmp_path / "whole")
+    assert launch(None, RESUMED, "1", stopped, env=towers(2)).returncode == 0
+    resumed = launch(None, RESUMED, "2", stopped, env=towers(3))
+    assert "training goes on from the checkpoint of step 4" in resumed.stderr
+    assert launch(None, RESUMED, "2", whole).returncode == 0
+    got, expected = np.load(f"{stopped}/weights.npz"), np.load(f"{whole}/weights.npz")
+    for name in expected.files:
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+REFUSED = program("""
+    from tests.keras.features import OwnStep
+
+
+    class Scalar(keras.layers.Layer):
+        def call(self, x):
+            return tf.reduce_mean(x)
+
+
+    class AddsRows(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(tf.reduce_mean(x, axis=1))
+            return x
+
+
+    def refused(what, make):
+        try:
+            make()
+        except hvdtrain.ModelError as error:
+            tell(what, error=str(error))
+
+
+    def own_step():
+        model = OwnStep()
+        model(X[:1])
+        model.compile("sgd", LOSS)
+        hvdtrain.distribute(model)
+
+
+    def fixed():
+        model = keras.Sequential([keras.Input((8,), batch_size=4), keras.layers.Dense(3)])
+        model.compile("sgd", LOSS)
+        hvdtrain.distribute(model)
+
+
+    def fit(*layers):
+        model = classifier("sgd", *layers, loss="mse", metrics=[])
+        model.fit(X[:16], X[:16], batch_size=8, verbose=0)
+
+
+    refused("own step", own_step)
+    refused("fixed", fixed)
+    refused("scalar", lambda: fit(keras.layers.Dense(8), Scalar()))
+    refused("rows", lambda: fit(keras.layers.Dense(8), AddsRows()))
+    classifier("sgd", keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(3),
+               jit_compile=True).fit(X, Y, batch_size=8, verbose=0)
+""")
+
+
+def test_what_cannot_be_cut_is_an_error_on_all_ranks(launch):
+    done = launch(2, REFUSED, timeout_s=120, env=towers(2))
+    assert done.returncode == 0
+    expected = {
+        "own step": r"OwnStep has a train_step of its own, .* start one rank a device",
+        "fixed": r"Input 0 .* takes batches of 4 and no others, .* start one rank a device",
+        "scalar": r"An output of the model is a single number",
+        "rows": r"add_loss was given values of the shape \(\w+,\), .* expected a scalar",
+    }
+    for what, message in expected.items():
+        told = facts(done, what)
+        assert [entry["rank"] for entry in told] == [0, 1], what
+        assert all(re.search(message, entry["error"]) for entry in told), told
+    for notice in ("normalizes each tower's part", "with towers this runs without jit_compile"):
+        assert done.stderr.count(notice) == 1
+
+
+def test_init_comes_before_the_devices_are_used(launch):
+    used = """
+        import tensorflow as tf
+        tf.zeros(3)
+        import hvdtrain
+        hvdtrain.init()
+    """
+    for settings in (towers(2), {"HVDTRAIN_LOG_DEVICE_PLACEMENT": "1"}):
+        done = launch(None, used, env=settings)
+        assert done.returncode != 0
+        assert "LaunchError" in done.stderr
+        assert "Call hvdtrain.init() first" in done.stderr
