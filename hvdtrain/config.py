@@ -106,11 +106,11 @@ class Settings:
     mode: str = _setting(
         "allreduce",
         _one_of("allreduce", "towers", *_WITH_SERVERS),
-        "how ranks train together: allreduce (they average gradients), towers (so, with several "
-        "devices each), or with parameter servers, async-ps, sync-ps",
+        "allreduce: ranks average gradients; towers: so, on several devices each; async-ps, "
+        "sync-ps: through parameter servers",
     )
     devices_per_rank: int = _setting(
-        1, _positive_int, "towers: on how many devices a rank computes, on each a part of its batch"
+        1, _positive_int, "towers: on how many devices a rank computes parts of its batch"
     )
     num_ps: int = _setting(
         1, _positive_int, "how many ranks are parameter servers, in modes that have them"
@@ -157,11 +157,10 @@ class Settings:
     soft_placement: bool = _setting(
         True,
         _flag,
-        "1 lets TensorFlow compute elsewhere what the device that was asked for can't; otherwise "
-        "that is an error",
+        "1 lets TensorFlow compute elsewhere what a device can't",
     )
     log_device_placement: bool = _setting(
-        False, _flag, "1 lets TensorFlow print on which device it computes what"
+        False, _flag, "1 lets TensorFlow print what it computes on which device"
     )
     elastic: bool = _setting(
         False,

@@ -30,6 +30,8 @@ FILES = {
     "tasks-one-by-one": ('ps-hosts = ["a:1", "b:1"]', ["--ps-hosts=a:1,b:1"]),
     "true": ("oversubscribe = true", ["--oversubscribe"]),
     "false": ("oversubscribe = false", []),
+    "off": ("soft-placement = false\nshare-gpus = false", ["--no-soft-placement"]),
+    "on": ("soft-placement = true", ["--soft-placement"]),
     "list": ('env = ["A=1", "B"]', ["--env=A=1", "--env=B"]),
     "short-list": ('x = ["A"]', ["--env=A"]),
     "table": ('[env]\nA = 1\nB = "x y"\nC = ""', ["--env=A=1", "--env=B=x y", "--env=C="]),
