@@ -43,6 +43,13 @@ def _positive_float(text: str) -> float:
     return value
 
 
+def _amount(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError("expected a number, 0 or more")
+    return value
+
+
 def _positive_int(text: str) -> int:
     value = int(text)
     if value <= 0:
@@ -127,6 +134,11 @@ class Settings:
     staleness_scaling: bool = _setting(
         False, _flag, "1 divides the learning rate by the gradient's staleness, in async-ps"
     )
+    dc_asgd: float = _setting(
+        0.0,
+        _amount,
+        "async-ps: lambda of delay compensation, which corrects stale gradients; 0 for none",
+    )
     backup_workers: int = _setting(
         0, _count, "sync-ps: how many of the slowest workers' gradients a step does without"
     )
@@ -177,6 +189,11 @@ class Settings:
         """Whether servers make an update of several workers' gradients."""
         return self.mode == "sync-ps" or (self.mode == "async-ps" and self.staleness_bound == 0)
 
+    @property
+    def applies_singly(self) -> bool:
+        """Whether servers apply each gradient as it comes."""
+        return self.has_servers and not self.gathers
+
     def gradients_in_update(self, workers: int) -> int:
         """How many ranks' gradients one update of the weights is made of, of so many workers."""
         if not self.has_servers:
@@ -205,7 +222,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
 
     Raises:
         ConfigurationError: A value can't be parsed; the message names the variable, what it
-            held and what it accepts.
+            held and what it accepts. Or two settings contradict each other.
     """
     values: dict[str, Any] = {}
     for entry in dataclasses.fields(Settings):
@@ -220,4 +237,17 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
                 f"{name}={text!r} can't be used: {error}. It means: {entry.metadata['help']}. "
                 f"Unset it for the default, {default}."
             ) from None
-    return Settings(**values)
+    settings = Settings(**values)
+    _check_together(settings)
+    return settings
+
+
+def _check_together(settings: Settings) -> None:
+    if settings.applies_singly or not settings.dc_asgd:
+        return
+    bound = " with a staleness bound of 0" if settings.mode == "async-ps" else ""
+    raise ConfigurationError(
+        f"--dc-asgd {settings.dc_asgd:g} ({variable_name('dc_asgd')}) needs parameter servers that "
+        f"apply each gradient as it comes, and in mode {settings.mode}{bound} there are none. Give "
+        "--mode async-ps without --staleness-bound 0, or leave --dc-asgd out."
+    )

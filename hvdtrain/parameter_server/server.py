@@ -11,6 +11,7 @@ import numpy as np
 from hvdtrain.collectives.layout import BufferPool
 from hvdtrain.collectives.messages import Messages
 from hvdtrain.errors import MismatchError
+from hvdtrain.parameter_server.compensation import Compensation
 from hvdtrain.parameter_server.counts import Counts
 from hvdtrain.parameter_server.gathering import Gathering
 from hvdtrain.parameter_server.gradients import Parts
@@ -71,6 +72,8 @@ class Server:
         rule: Who may go on when.
         scale_by_staleness: Divide the learning rate of each update by the gradient's staleness
             (Zhang et al. 2016, arXiv 1511.05950), where that is above 1.
+        delay_compensation: Strength of ``Compensation`` for gradients that are applied one by one;
+            0 for none.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Server:
         workers: Sequence[int],
         rule: Rule,
         scale_by_staleness: bool,
+        delay_compensation: float = 0.0,
     ) -> None:
         self._messages = messages
         self._variables = variables
@@ -99,6 +103,8 @@ class Server:
         self._weights_version = -1
         self._flat = pool.take(shard.nbytes)
         self._gathered = Gathering()
+        compensates = delay_compensation > 0
+        self._compensation = Compensation(delay_compensation, shard) if compensates else None
         self.counts = Counts()
         """What became of the gradients."""
 
@@ -152,7 +158,11 @@ class Server:
             self.counts.taken += 1
             self._complete()
         else:
-            self._apply(parts, self._version - request.version)
+            staleness = self._version - request.version
+            if self._compensation is not None and staleness:
+                self._copy_weights()
+                parts = self._compensation.correct(worker, parts, self._weights)
+            self._apply(parts, staleness)
             self.counts.taken += 1
 
     def _leave(self, worker: int, request: Request) -> None:
@@ -199,6 +209,8 @@ class Server:
             if not self._active if ends else self._rule.may_go_on(worker):
                 del self._waiting[worker]
                 self._copy_weights()
+                if self._compensation is not None:
+                    self._compensation.sent(worker, self._weights)
                 chief = worker == self._workers[0]
                 state = [self._variables.state()] if ends and chief else []
                 self._reply(worker, [self._weights, *state])

@@ -94,6 +94,7 @@ class ServedFit:
             workers=roles.workers,
             rule=self._rule(),
             scale_by_staleness=self._settings.staleness_scaling,
+            delay_compensation=self._settings.dc_asgd,
         )
         server.serve()
         history = keras.callbacks.History()

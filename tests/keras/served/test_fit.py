@@ -251,11 +251,20 @@ SCALED = program("""
 """)
 
 
-@pytest.mark.parametrize(("scaling", "weight"), [(0, -6.0), (1, -5.25)])
-def test_staleness_is_told_and_divides_the_learning_rate(launch, scaling, weight):
-    done = launch(3, SCALED, env=servers("async-ps", staleness_scaling=scaling))
+@pytest.mark.parametrize(
+    ("settings", "weight"),
+    [
+        ({}, -6.0),
+        ({"staleness_scaling": 1}, -5.25),
+        # The chief's first comes when the weight is -1, rank 1's second when it is -4.9.
+        ({"dc_asgd": 0.1}, -1 - (1 - 0.1) - 3 - (1 - 0.1 * 3.9)),
+    ],
+)
+def test_staleness_is_told_and_made_up_for(launch, settings, weight):
+    done = launch(3, SCALED, env=servers("async-ps", **settings))
     assert done.returncode == 0
-    assert [entry["weight"] for entry in facts(done, "done")] == [weight] * 3
+    found = [entry["weight"] for entry in facts(done, "done")]
+    assert found == pytest.approx([weight] * 3, rel=1e-6)
     assert "2 workers sent 6 gradients; staleness " in done.stderr
     assert ", 4 at the 95th percentile, 4 at most" in done.stderr
 
