@@ -34,6 +34,8 @@ COLUMNS = PREFIX + "COLUMNS"
 REPORT_FD = PREFIX + "REPORT_FD"
 
 _WITH_SERVERS = ("async-ps", "sync-ps")
+# Settings that ask for servers that apply each gradient as it comes.
+_SINGLE_GRADIENTS = ("dc_asgd", "push_every")
 
 
 def _positive_float(text: str) -> float:
@@ -139,6 +141,11 @@ class Settings:
         _amount,
         "async-ps: lambda of delay compensation, which corrects stale gradients; 0 for none",
     )
+    push_every: int = _setting(
+        1,
+        _positive_int,
+        "async-ps: how many steps a worker makes by itself before it sends their gradients' sum",
+    )
     backup_workers: int = _setting(
         0, _count, "sync-ps: how many of the slowest workers' gradients a step does without"
     )
@@ -243,11 +250,15 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
 
 
 def _check_together(settings: Settings) -> None:
-    if settings.applies_singly or not settings.dc_asgd:
+    if settings.applies_singly:
         return
     bound = " with a staleness bound of 0" if settings.mode == "async-ps" else ""
-    raise ConfigurationError(
-        f"--dc-asgd {settings.dc_asgd:g} ({variable_name('dc_asgd')}) needs parameter servers that "
-        f"apply each gradient as it comes, and in mode {settings.mode}{bound} there are none. Give "
-        "--mode async-ps without --staleness-bound 0, or leave --dc-asgd out."
-    )
+    for entry in dataclasses.fields(Settings):
+        value = getattr(settings, entry.name)
+        if entry.name in _SINGLE_GRADIENTS and value != entry.default:
+            flag = "--" + entry.name.replace("_", "-")
+            raise ConfigurationError(
+                f"{flag} {value:g} ({variable_name(entry.name)}) needs parameter servers that "
+                f"apply each gradient as it comes, and in mode {settings.mode}{bound} there are "
+                f"none. Give --mode async-ps without --staleness-bound 0, or leave {flag} out."
+            )

@@ -60,6 +60,7 @@ def test_a_variable_sets_its_setting_and_no_other(name, text, value):
         ("dc_asgd", "-0.1"),
         ("dc_asgd", "inf"),
         ("dc_asgd", "nan"),
+        ("push_every", "0"),
         ("backup_workers", "-1"),
         ("backup_workers", "none"),
     ],
@@ -72,6 +73,7 @@ def test_what_cannot_be_used_is_shown_with_its_variable(name, text):
 
 _ONE_BY_ONE = {
     "dc_asgd": ("0.04", 0.04),
+    "push_every": ("3", 3),
 }
 
 

@@ -37,6 +37,10 @@ class Variables(Protocol):
 
     state_bytes: int
 
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        ...
+
     def set_learning_rate(self, rate: float) -> None:
         """From the next update on."""
         ...
@@ -72,6 +76,7 @@ class Server:
         rule: Who may go on when.
         scale_by_staleness: Divide the learning rate of each update by the gradient's staleness
             (Zhang et al. 2016, arXiv 1511.05950), where that is above 1.
+        tells_learning_rate: Let workers know that of the next update.
         delay_compensation: Strength of ``Compensation`` for gradients that are applied one by one;
             0 for none.
     """
@@ -85,6 +90,7 @@ class Server:
         workers: Sequence[int],
         rule: Rule,
         scale_by_staleness: bool,
+        tells_learning_rate: bool = False,
         delay_compensation: float = 0.0,
     ) -> None:
         self._messages = messages
@@ -92,6 +98,7 @@ class Server:
         self._shard = shard
         self._rule = rule
         self._scale_by_staleness = scale_by_staleness
+        self._tells_learning_rate = tells_learning_rate
         self._workers = tuple(workers)
         self._active = set(workers)
         self._loaded = False
@@ -226,7 +233,9 @@ class Server:
         self._reply(worker, [self._weights], refusal)
 
     def _reply(self, worker: int, data: Sequence[np.ndarray], refusal: str = "") -> None:
-        words = Reply(self._rule.next_step(worker), self._version, self._stop, refusal).pack()
+        rate = self._variables.learning_rate() if self._tells_learning_rate else math.nan
+        step = self._rule.next_step(worker)
+        words = Reply(step, self._version, self._stop, refusal, rate).pack()
         pending = self._messages.start_send(words, worker, REPLY)
         for part in data:
             pending += self._messages.start_send(part, worker, REPLY_DATA)

@@ -95,6 +95,7 @@ class ServedDistribution(Distribution):
                 self._reducer,
                 is_chief=collectives.rank == 0,
                 require_finite=self._settings.non_finite == "error",
+                push_every=self._settings.push_every,
             )
             leave_updates_to_servers(model.optimizer, exchange)
             apart = self._loops_apart(steps, served, exchange, seed)

@@ -94,6 +94,7 @@ class ServedFit:
             workers=roles.workers,
             rule=self._rule(),
             scale_by_staleness=self._settings.staleness_scaling,
+            tells_learning_rate=self._settings.push_every > 1,
             delay_compensation=self._settings.dc_asgd,
         )
         server.serve()
@@ -120,14 +121,12 @@ class ServedFit:
         client = Client(self._messages, shares.specs, shares.roles.servers, shares.shards)
 
         def finish() -> None:
+            exchange.send_rest()
             exchange.assign(self._finish(client))
 
         given["callbacks"] = [_WithOthers(client, exchange.pull, finish), *callbacks]
-        exchange.client = client
-        try:
+        with exchange.using(client):
             history = loops.fit(*arguments.args, **arguments.kwargs)
-        finally:
-            exchange.client = None
         self._end(client.pushed, None, history)
         return history
 
