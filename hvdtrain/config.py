@@ -71,6 +71,12 @@ def _count_or_none(text: str) -> int | None:
     return None if text == "none" else int(text)
 
 
+def _folder_or_none(text: str) -> str | None:
+    if not text:
+        raise ValueError("expected a folder, or none")
+    return None if text == "none" else text
+
+
 def _ranks(text: str) -> tuple[int, ...]:
     if text in ("", "last"):
         return ()
@@ -148,6 +154,12 @@ class Settings:
     )
     backup_workers: int = _setting(
         0, _count, "sync-ps: how many of the slowest workers' gradients a step does without"
+    )
+    update_log: str | None = _setting(
+        None,
+        _folder_or_none,
+        "folder where each parameter server writes down its updates, in server-RANK.jsonl",
+        written="none",
     )
     collectives: str = _setting(
         "auto",

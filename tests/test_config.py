@@ -31,6 +31,8 @@ def test_an_empty_environment_gives_the_defaults():
         ("staleness_bound", "none", None),
         ("staleness_scaling", "1", True),
         ("backup_workers", "2", 2),
+        ("update_log", "logs", "logs"),
+        ("update_log", "none", None),
     ],
 )
 def test_a_variable_sets_its_setting_and_no_other(name, text, value):
@@ -63,6 +65,7 @@ def test_a_variable_sets_its_setting_and_no_other(name, text, value):
         ("push_every", "0"),
         ("backup_workers", "-1"),
         ("backup_workers", "none"),
+        ("update_log", ""),
     ],
 )
 def test_what_cannot_be_used_is_shown_with_its_variable(name, text):

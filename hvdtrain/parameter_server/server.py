@@ -26,6 +26,7 @@ from hvdtrain.parameter_server.protocol import (
 )
 from hvdtrain.parameter_server.rules import Rule
 from hvdtrain.parameter_server.shards import Shard
+from hvdtrain.parameter_server.update_log import Origin, UpdateLog
 
 __all__ = ["Server", "Variables"]
 
@@ -79,6 +80,7 @@ class Server:
         tells_learning_rate: Let workers know that of the next update.
         delay_compensation: Strength of ``Compensation`` for gradients that are applied one by one;
             0 for none.
+        log: Is told of each update.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Server:
         scale_by_staleness: bool,
         tells_learning_rate: bool = False,
         delay_compensation: float = 0.0,
+        log: UpdateLog | None = None,
     ) -> None:
         self._messages = messages
         self._variables = variables
@@ -110,6 +113,9 @@ class Server:
         self._weights_version = -1
         self._flat = pool.take(shard.nbytes)
         self._gathered = Gathering()
+        self._gathered_of: list[Origin] = []
+        self._pushes = dict.fromkeys(workers, 0)
+        self._log = log
         compensates = delay_compensation > 0
         self._compensation = Compensation(delay_compensation, shard) if compensates else None
         self.counts = Counts()
@@ -156,12 +162,17 @@ class Server:
             self._variables.set_learning_rate(request.learning_rate)
         in_time = self._rule.push(worker, request.step)
         self._waiting[worker] = False
+        origin = Origin(worker, self._pushes[worker], request.version, request.weight)
+        self._pushes[worker] += 1
         if parts is None:
             self._complete()
         elif not in_time:
             self.counts.late += 1
+            if self._log is not None:
+                self._log.late(origin)
         elif self._rule.gathers:
             self._gathered.add(parts, request.weight)
+            self._gathered_of.append(origin)
             self.counts.taken += 1
             self._complete()
         else:
@@ -169,7 +180,7 @@ class Server:
             if self._compensation is not None and staleness:
                 self._copy_weights()
                 parts = self._compensation.correct(worker, parts, self._weights)
-            self._apply(parts, staleness)
+            self._apply(parts, staleness, [origin])
             self.counts.taken += 1
 
     def _leave(self, worker: int, request: Request) -> None:
@@ -183,11 +194,20 @@ class Server:
         """Apply what was gathered, if it is all that there will be."""
         if self._rule.complete():
             mean = self._gathered.mean()
+            made_of, self._gathered_of = self._gathered_of, []
             if mean is not None:
-                self._apply(mean, 0)
+                self._apply(mean, 0, made_of)
 
-    def _apply(self, gradients: Parts, staleness: int) -> None:
+    def _apply(self, gradients: Parts, staleness: int, made_of: Sequence[Origin]) -> None:
         factor = 1.0 / max(1, staleness) if self._scale_by_staleness else 1.0
+        if self._log is not None:
+            self._log.update(
+                self._version + 1,
+                made_of,
+                staleness=staleness,
+                learning_rate=self._variables.learning_rate(),
+                factor=factor,
+            )
         self._variables.apply(gradients, factor)
         self._version += 1
         self.counts.update(staleness)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -29,6 +31,7 @@ from hvdtrain.parameter_server.holding import Holding, put_states, take_states
 from hvdtrain.parameter_server.rules import FreeRunning, Rounds, Rule
 from hvdtrain.parameter_server.server import Server
 from hvdtrain.parameter_server.shards import Shard, Spec
+from hvdtrain.parameter_server.update_log import UpdateLog
 
 __all__ = ["ServedFit", "Shares", "check_callbacks"]
 
@@ -87,17 +90,19 @@ class ServedFit:
         roles = self._shares.roles
         shard = self._shares.shards[roles.servers.index(self._collectives.rank)]
         holding = Holding(self._model.optimizer, shard, self._model.trainable_variables)
-        server = Server(
-            self._messages,
-            holding,
-            shard,
-            workers=roles.workers,
-            rule=self._rule(),
-            scale_by_staleness=self._settings.staleness_scaling,
-            tells_learning_rate=self._settings.push_every > 1,
-            delay_compensation=self._settings.dc_asgd,
-        )
-        server.serve()
+        with self._update_log(shard) as log:
+            server = Server(
+                self._messages,
+                holding,
+                shard,
+                workers=roles.workers,
+                rule=self._rule(),
+                scale_by_staleness=self._settings.staleness_scaling,
+                tells_learning_rate=self._settings.push_every > 1,
+                delay_compensation=self._settings.dc_asgd,
+                log=log,
+            )
+            server.serve()
         history = keras.callbacks.History()
         history.set_model(self._model)
         self._end(0, server.counts, history)
@@ -184,6 +189,14 @@ class ServedFit:
         if counts is not None:
             history.epoch, history.history = chiefs["epoch"], chiefs["logs"]
         report.phase("after fit")
+
+    def _update_log(self, shard: Shard) -> AbstractContextManager[UpdateLog | None]:
+        folder, rank = self._settings.update_log, self._collectives.rank
+        if folder is None:
+            return nullcontext()
+        pieces = [[self._shares.specs[p.variable].path, p.start, p.stop] for p in shard.pieces]
+        header = {"server": rank, "workers": self._shares.roles.workers, "pieces": pieces}
+        return UpdateLog(Path(folder) / f"server-{rank}.jsonl", header)
 
     def _rule(self) -> Rule:
         workers = self._shares.roles.workers
