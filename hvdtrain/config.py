@@ -34,12 +34,21 @@ COLUMNS = PREFIX + "COLUMNS"
 REPORT_FD = PREFIX + "REPORT_FD"
 
 _WITH_SERVERS = ("async-ps", "sync-ps")
+# Settings that ask for servers that apply each gradient as it comes.
+_SINGLE_GRADIENTS = ("dc_asgd", "push_every")
 
 
 def _positive_float(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise ValueError("expected a number above 0")
+    return value
+
+
+def _amount(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError("expected a number, 0 or more")
     return value
 
 
@@ -60,6 +69,12 @@ def _count_or_none(text: str) -> int | None:
     if text != "none" and not text.isdecimal():
         raise ValueError("expected a whole number, 0 or more, or none")
     return None if text == "none" else int(text)
+
+
+def _folder_or_none(text: str) -> str | None:
+    if not text:
+        raise ValueError("expected a folder, or none")
+    return None if text == "none" else text
 
 
 def _ranks(text: str) -> tuple[int, ...]:
@@ -130,8 +145,24 @@ class Settings:
     staleness_scaling: bool = _setting(
         False, _flag, "1 divides the learning rate by the gradient's staleness, in async-ps"
     )
+    dc_asgd: float = _setting(
+        0.0,
+        _amount,
+        "async-ps: lambda of delay compensation, which corrects stale gradients; 0 for none",
+    )
+    push_every: int = _setting(
+        1,
+        _positive_int,
+        "async-ps: how many steps a worker makes by itself before it sends their gradients' sum",
+    )
     backup_workers: int = _setting(
         0, _count, "sync-ps: how many of the slowest workers' gradients a step does without"
+    )
+    update_log: str | None = _setting(
+        None,
+        _folder_or_none,
+        "folder where each parameter server writes down its updates, in server-RANK.jsonl",
+        written="none",
     )
     collectives: str = _setting(
         "auto",
@@ -193,6 +224,11 @@ class Settings:
         """Whether servers make an update of several workers' gradients."""
         return self.mode == "sync-ps" or (self.mode == "async-ps" and self.staleness_bound == 0)
 
+    @property
+    def applies_singly(self) -> bool:
+        """Whether servers apply each gradient as it comes."""
+        return self.has_servers and not self.gathers
+
     def gradients_in_update(self, workers: int) -> int:
         """How many ranks' gradients one update of the weights is made of, of so many workers."""
         if not self.has_servers:
@@ -237,15 +273,30 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
                 f"Unset it for the default, {default}."
             ) from None
     settings = Settings(**values)
-    _check(settings)
+    _check_towers(settings)
+    _check_servers(settings)
     return settings
 
 
-def _check(settings: Settings) -> None:
-    """See that no setting asks for what the mode doesn't have."""
+def _check_towers(settings: Settings) -> None:
     if settings.devices_per_rank != settings.towers:
         raise ConfigurationError(
             f"{settings.devices_per_rank} devices a rank (--devices-per-rank, "
             f"{variable_name('devices_per_rank')}) are for --mode towers, and this is mode "
             f"{settings.mode}. Give --mode towers ({variable_name('mode')}), or leave it out."
         )
+
+
+def _check_servers(settings: Settings) -> None:
+    if settings.applies_singly:
+        return
+    bound = " with a staleness bound of 0" if settings.mode == "async-ps" else ""
+    for entry in dataclasses.fields(Settings):
+        value = getattr(settings, entry.name)
+        if entry.name in _SINGLE_GRADIENTS and value != entry.default:
+            flag = "--" + entry.name.replace("_", "-")
+            raise ConfigurationError(
+                f"{flag} {value:g} ({variable_name(entry.name)}) needs parameter servers that "
+                f"apply each gradient as it comes, and in mode {settings.mode}{bound} there are "
+                f"none. Give --mode async-ps without --staleness-bound 0, or leave {flag} out."
+            )

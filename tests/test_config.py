@@ -34,6 +34,8 @@ def test_an_empty_environment_gives_the_defaults():
         ("staleness_bound", "none", None),
         ("staleness_scaling", "1", True),
         ("backup_workers", "2", 2),
+        ("update_log", "logs", "logs"),
+        ("update_log", "none", None),
     ],
 )
 def test_a_variable_sets_its_setting_and_no_other(name, text, value):
@@ -62,14 +64,47 @@ def test_a_variable_sets_its_setting_and_no_other(name, text, value):
         ("ps_ranks", "2,2"),
         ("staleness_bound", "-1"),
         ("staleness_bound", ""),
+        ("dc_asgd", "-0.1"),
+        ("dc_asgd", "inf"),
+        ("dc_asgd", "nan"),
+        ("push_every", "0"),
         ("backup_workers", "-1"),
         ("backup_workers", "none"),
+        ("update_log", ""),
     ],
 )
 def test_what_cannot_be_used_is_shown_with_its_variable(name, text):
     variable = variable_name(name)
     with pytest.raises(ConfigurationError, match=f"{variable}='{text}'.*Unset it"):
         read_settings({variable: text})
+
+
+_ONE_BY_ONE = {
+    "dc_asgd": ("0.04", 0.04),
+    "push_every": ("3", 3),
+}
+
+
+@pytest.mark.parametrize("name", _ONE_BY_ONE)
+@pytest.mark.parametrize(
+    ("mode", "bound", "where"),
+    [
+        ("allreduce", "none", "mode allreduce"),
+        ("sync-ps", "3", "mode sync-ps"),
+        ("async-ps", "0", "mode async-ps with a staleness bound of 0"),
+        ("async-ps", "1", None),
+        ("async-ps", "none", None),
+    ],
+)
+def test_what_needs_gradients_one_by_one(name, mode, bound, where):
+    text, value = _ONE_BY_ONE[name]
+    environ = {"HVDTRAIN_MODE": mode, "HVDTRAIN_STALENESS_BOUND": bound, variable_name(name): text}
+    if where is None:
+        assert getattr(read_settings(environ), name) == value
+        return
+    flag = f"--{name.replace('_', '-')} {text} .{variable_name(name)}."
+    with pytest.raises(ConfigurationError, match=f"{flag} needs .* in {where} there are none"):
+        read_settings(environ)
 
 
 @pytest.mark.parametrize("entry", dataclasses.fields(Settings), ids=lambda entry: entry.name)

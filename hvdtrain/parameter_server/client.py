@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,6 +70,8 @@ class Client:
         """How many gradients went to the servers."""
         self.stopped = False
         """Whether another worker has ended the training."""
+        self.learning_rate = math.nan
+        """What the servers use next; NaN where they don't tell."""
 
     def load(self, weights: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> None:
         """Give the servers what training begins with; the chief does.
@@ -175,6 +178,7 @@ class Client:
         for server, reply in zip(self._servers, replies):
             server.step, server.version = reply.step, reply.version
             self.stopped = self.stopped or reply.stop
+        self.learning_rate = replies[0].learning_rate
         for server, reply in zip(self._servers, replies):
             if reply.refusal:
                 raise MismatchError(f"The parameter server, rank {server.rank}: {reply.refusal}")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from hvdtrain.collectives.kernels import accumulator_dtype
 from hvdtrain.errors import MismatchError
-from hvdtrain.parameter_server.gradients import Parts, Rows
+from hvdtrain.parameter_server.gradients import Parts, Rows, merge_rows
 
 __all__ = ["Gathering"]
 
@@ -39,7 +37,7 @@ class Gathering:
         if first is None:
             self._first = parts
             self._dense = [_weighted(values, weight).copy() for values in parts.dense()]
-            self._rows = {n: _merge([_weighted_rows(r, weight)]) for n, r in parts.rows.items()}
+            self._rows = {n: merge_rows([_weighted_rows(r, weight)]) for n, r in parts.rows.items()}
         elif first.missing != parts.missing or first.rows.keys() != parts.rows.keys():
             raise MismatchError(
                 "Workers have gradients for different variables, or sparse ones where others have "
@@ -50,7 +48,7 @@ class Gathering:
                 total += _weighted(values, weight)
             for number, rows in parts.rows.items():
                 both = [self._rows[number], _weighted_rows(rows, weight)]
-                self._rows[number] = _merge(both)
+                self._rows[number] = merge_rows(both)
         self._weight += weight
 
     def mean(self) -> Parts | None:
@@ -82,13 +80,3 @@ def _weighted(values: np.ndarray, weight: float) -> np.ndarray:
 
 def _weighted_rows(rows: Rows, weight: float) -> Rows:
     return Rows(rows.indices, _weighted(rows.values, weight))
-
-
-def _merge(several: Sequence[Rows]) -> Rows:
-    """Each row once, so that there are never more than the piece has."""
-    indices = np.concatenate([rows.indices for rows in several])
-    unique, places = np.unique(indices, return_inverse=True)
-    values = np.concatenate([rows.values for rows in several])
-    merged = np.zeros((len(unique), *values.shape[1:]), values.dtype)
-    np.add.at(merged, places, values)
-    return Rows(unique, merged)

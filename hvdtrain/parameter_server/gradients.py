@@ -16,7 +16,7 @@ import numpy as np
 from hvdtrain.errors import MismatchError
 from hvdtrain.parameter_server.shards import Piece, Shard, Spec, numpy_dtype, take_rows
 
-__all__ = ["Gradient", "Parts", "Rows", "pack_gradients"]
+__all__ = ["Gradient", "Parts", "Rows", "merge_rows", "pack_gradients"]
 
 # What a piece has: so many rows, or one of these.
 _NONE, _DENSE = -1, -2
@@ -133,6 +133,16 @@ def pack_gradients(
             whole = _whole(gradient, spec) if isinstance(gradient, Rows) else gradient
             view.reshape(-1)[...] = whole.reshape(-1)[piece.start : piece.stop]
     return Parts(shard=shard, kinds=kinds, flat=flat, rows=rows)
+
+
+def merge_rows(several: Sequence[Rows]) -> Rows:
+    """The sum of sparse gradients; each row once, in order."""
+    indices = np.concatenate([rows.indices for rows in several])
+    unique, places = np.unique(indices, return_inverse=True)
+    values = np.concatenate([rows.values for rows in several])
+    merged = np.zeros((len(unique), *values.shape[1:]), values.dtype)
+    np.add.at(merged, places, values)
+    return Rows(unique, merged)
 
 
 def _has_whole_rows(piece: Piece, spec: Spec) -> bool:

@@ -29,6 +29,10 @@ class Holding:
         self._table = Table(optimizer, shard, variables)
         self.state_bytes = join_bytes(self._table.state()).size
 
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return self._table.learning_rate
+
     def set_learning_rate(self, rate: float) -> None:
         """From the next update on."""
         if self._table.learning_rate != np.float32(rate):

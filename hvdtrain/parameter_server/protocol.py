@@ -25,7 +25,7 @@ REPLY_DATA = 4
 REFUSAL_BYTES = 1000
 
 REQUEST_FORMAT = "<qqq?dd?"
-REPLY_FORMAT = f"<qq?h{REFUSAL_BYTES}s"
+REPLY_FORMAT = f"<qq?dh{REFUSAL_BYTES}s"
 
 
 class Kind(enum.IntEnum):
@@ -86,24 +86,27 @@ class Reply(NamedTuple):
         stop: Whether training is to end.
         refusal: What was wrong with the request; empty where nothing was. Otherwise the weights
             are not to be used.
+        learning_rate: Of the next update; NaN where workers don't need it.
     """
 
     step: int
     version: int
     stop: bool = False
     refusal: str = ""
+    learning_rate: float = float("nan")
 
     def pack(self) -> np.ndarray:
         """As bytes."""
         text = self.refusal.encode()[:REFUSAL_BYTES]
-        return _pack(REPLY_FORMAT, (self.step, self.version, self.stop, len(text), text))
+        values = (self.step, self.version, self.stop, self.learning_rate, len(text), text)
+        return _pack(REPLY_FORMAT, values)
 
     @classmethod
     def unpack(cls, data: np.ndarray) -> Reply:
         """From ``pack``'s bytes."""
-        step, version, stop, length, text = struct.unpack(REPLY_FORMAT, data.tobytes())
+        step, version, stop, rate, length, text = struct.unpack(REPLY_FORMAT, data.tobytes())
         # A text that was too long may end within a character.
-        return cls(step, version, stop, text[:length].decode(errors="replace"))
+        return cls(step, version, stop, text[:length].decode(errors="replace"), rate)
 
     @classmethod
     def buffer(cls) -> np.ndarray:

@@ -110,7 +110,11 @@ class SharedWeights(NamedTuple):
 
 
 def share_weights(
-    collectives: Collectives, servers: Sequence[int], shards: Sequence[Shard]
+    collectives: Collectives,
+    servers: Sequence[int],
+    shards: Sequence[Shard],
+    *,
+    readable: bool = True,
 ) -> SharedWeights:
     """Set up memory for the weights of all servers; collective.
 
@@ -118,10 +122,12 @@ def share_weights(
         collectives: The engine.
         servers: By rank.
         shards: What each of them holds.
+        readable: Let workers of a server's host read them.
     """
     sizes = {server: shard.nbytes for server, shard in zip(servers, shards)}
     me = collectives.rank
-    memory = collectives.share(published_bytes(sizes[me]) if me in sizes else 0)
+    mine = published_bytes(sizes[me]) if me in sizes else 0
+    memory = collectives.share(mine) if readable else {}
     published = {
         server: Published(memory[server], nbytes)
         for server, nbytes in sizes.items()

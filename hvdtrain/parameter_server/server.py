@@ -11,6 +11,7 @@ import numpy as np
 from hvdtrain.collectives.layout import BufferPool
 from hvdtrain.collectives.messages import Messages
 from hvdtrain.errors import MismatchError
+from hvdtrain.parameter_server.compensation import Compensation
 from hvdtrain.parameter_server.counts import Counts
 from hvdtrain.parameter_server.gathering import Gathering
 from hvdtrain.parameter_server.gradients import Parts
@@ -26,6 +27,7 @@ from hvdtrain.parameter_server.protocol import (
 from hvdtrain.parameter_server.published import Published
 from hvdtrain.parameter_server.rules import Rule
 from hvdtrain.parameter_server.shards import Shard
+from hvdtrain.parameter_server.update_log import Origin, UpdateLog
 
 __all__ = ["Server", "Variables"]
 
@@ -36,6 +38,10 @@ class Variables(Protocol):
     """What a server has of the model; see ``hvdtrain.parameter_server.holding``."""
 
     state_bytes: int
+
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        ...
 
     def set_learning_rate(self, rate: float) -> None:
         """From the next update on."""
@@ -74,6 +80,11 @@ class Server:
         rule: Who may go on when.
         scale_by_staleness: Divide the learning rate of each update by the gradient's staleness
             (Zhang et al. 2016, arXiv 1511.05950), where that is above 1.
+        tells_learning_rate: Let workers know that of the next update.
+        delay_compensation: Strength of ``Compensation`` for gradients that are applied one by one;
+            0 for none. It takes that nobody reads weights here, which may be newer than those of
+            the answer.
+        log: Is told of each update.
     """
 
     def __init__(
@@ -87,12 +98,16 @@ class Server:
         workers: Sequence[int],
         rule: Rule,
         scale_by_staleness: bool,
+        tells_learning_rate: bool = False,
+        delay_compensation: float = 0.0,
+        log: UpdateLog | None = None,
     ) -> None:
         self._messages = messages
         self._variables = variables
         self._shard = shard
         self._rule = rule
         self._scale_by_staleness = scale_by_staleness
+        self._tells_learning_rate = tells_learning_rate
         self._workers = tuple(workers)
         self._active = set(workers)
         self._loaded = False
@@ -104,6 +119,11 @@ class Server:
         self._readers = frozenset(readers)
         self._flat = BufferPool().take(shard.nbytes)  # aligned
         self._gathered = Gathering()
+        self._gathered_of: list[Origin] = []
+        self._pushes = dict.fromkeys(workers, 0)
+        self._log = log
+        compensates = delay_compensation > 0
+        self._compensation = Compensation(delay_compensation, shard) if compensates else None
         self.counts = Counts()
         """What became of the gradients."""
 
@@ -148,16 +168,25 @@ class Server:
             self._variables.set_learning_rate(request.learning_rate)
         in_time = self._rule.push(worker, request.step)
         self._waiting[worker] = False
+        origin = Origin(worker, self._pushes[worker], request.version, request.weight)
+        self._pushes[worker] += 1
         if parts is None:
             self._complete()
         elif not in_time:
             self.counts.late += 1
+            if self._log is not None:
+                self._log.late(origin)
         elif self._rule.gathers:
             self._gathered.add(parts, request.weight)
+            self._gathered_of.append(origin)
             self.counts.taken += 1
             self._complete()
         else:
-            self._apply(parts, self._version - request.version)
+            staleness = self._version - request.version
+            if self._compensation is not None and staleness:
+                self._publish()
+                parts = self._compensation.correct(worker, parts, self._published.newest)
+            self._apply(parts, staleness, [origin])
             self.counts.taken += 1
 
     def _leave(self, worker: int, request: Request) -> None:
@@ -171,11 +200,20 @@ class Server:
         """Apply what was gathered, if it is all that there will be."""
         if self._rule.complete():
             mean = self._gathered.mean()
+            made_of, self._gathered_of = self._gathered_of, []
             if mean is not None:
-                self._apply(mean, 0)
+                self._apply(mean, 0, made_of)
 
-    def _apply(self, gradients: Parts, staleness: int) -> None:
+    def _apply(self, gradients: Parts, staleness: int, made_of: Sequence[Origin]) -> None:
         factor = 1.0 / max(1, staleness) if self._scale_by_staleness else 1.0
+        if self._log is not None:
+            self._log.update(
+                self._version + 1,
+                made_of,
+                staleness=staleness,
+                learning_rate=self._variables.learning_rate(),
+                factor=factor,
+            )
         self._variables.apply(gradients, factor)
         self._version += 1
         self.counts.update(staleness)
@@ -204,6 +242,8 @@ class Server:
             if not self._active if ends else self._rule.may_go_on(worker):
                 del self._waiting[worker]
                 self._publish()
+                if self._compensation is not None:
+                    self._compensation.sent(worker, self._published.newest)
                 chief = worker == self._workers[0]
                 self._reply(worker, [self._variables.state()] if ends and chief else [])
 
@@ -220,7 +260,9 @@ class Server:
     def _reply(self, worker: int, more: Sequence[np.ndarray], refusal: str = "") -> None:
         """Send words, the weights to who doesn't read them here, and ``more``."""
         data = [*more] if worker in self._readers else [self._published.newest, *more]
-        words = Reply(self._rule.next_step(worker), self._version, self._stop, refusal).pack()
+        rate = self._variables.learning_rate() if self._tells_learning_rate else math.nan
+        step = self._rule.next_step(worker)
+        words = Reply(step, self._version, self._stop, refusal, rate).pack()
         pending = self._messages.start_send(words, worker, REPLY)
         for part in data:
             pending += self._messages.start_send(part, worker, REPLY_DATA)

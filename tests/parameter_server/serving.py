@@ -56,6 +56,23 @@ class Worker:
         put_states(self.optimizer, self._shards, states)
         return weights
 
+    def take_turns(self, order, act):
+        """Call ``act`` with the number of each turn that is this worker's, once both are here.
+
+        Args:
+            order: Whose each turn is.
+            act: Nobody else does anything meanwhile.
+        """
+        other = 1 - self.rank
+        self.tell(other)
+        self.hear(other)
+        for turn, whose in enumerate(order):
+            if whose == self.rank:
+                act(turn)
+                self.tell(other)
+            else:
+                self.hear(other)
+
     def tell(self, other):
         """Let another worker go on."""
         self._signals.wait(self._signals.start_send(np.ones(1), other, 1), "the test")
@@ -71,7 +88,7 @@ def went(weights):
     return float(values[0])
 
 
-def serve(work, rule, *, optimizer=None, scale_by_staleness=False):
+def serve(work, rule, *, optimizer=None, scale_by_staleness=False, **options):
     """Let ranks 0 and 1 ``work`` and the others serve.
 
     Args:
@@ -79,6 +96,7 @@ def serve(work, rule, *, optimizer=None, scale_by_staleness=False):
         rule: Makes the rule of a server.
         optimizer: Of the model.
         scale_by_staleness: As for ``Server``.
+        options: More of them.
 
     Returns:
         What ``work`` returned on each worker, and the servers' counts.
@@ -90,7 +108,9 @@ def serve(work, rule, *, optimizer=None, scale_by_staleness=False):
     optimizer.build(variables)
     specs = specs_of(variables)
     shards = cut(specs, len(servers))
-    weights = share_weights(collectives, servers, shards)
+    weights = share_weights(
+        collectives, servers, shards, readable="delay_compensation" not in options
+    )
     messages, signals = collectives.messages(), collectives.messages()
     if collectives.rank in WORKERS:
         client = Client(messages, specs, servers, shards, weights.published)
@@ -107,6 +127,7 @@ def serve(work, rule, *, optimizer=None, scale_by_staleness=False):
             workers=WORKERS,
             rule=rule(),
             scale_by_staleness=scale_by_staleness,
+            **options,
         )
         server.serve()
         said = server.counts.to_json()

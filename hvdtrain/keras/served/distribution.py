@@ -96,6 +96,7 @@ class ServedDistribution(Distribution):
                 self._reducer,
                 is_chief=collectives.rank == 0,
                 require_finite=self._settings.non_finite == "error",
+                push_every=self._settings.push_every,
             )
             leave_updates_to_servers(model.optimizer, exchange)
             apart = self._loops_apart(steps, served, exchange, seed)
@@ -181,5 +182,11 @@ class ServedDistribution(Distribution):
         variables = model.trainable_variables
         specs = specs_of(variables)
         shards = cut(specs, servers, stays_whole(model.optimizer, variables))
-        weights = share_weights(self._collectives, self._roles.servers, shards)
+        weights = share_weights(
+            self._collectives,
+            self._roles.servers,
+            shards,
+            # What is read may be newer than the answer's, and to compensate a server must know it.
+            readable=not self._settings.dc_asgd,
+        )
         return Shares(roles=self._roles, specs=specs, shards=shards, weights=weights)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import keras
@@ -11,11 +12,15 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError, NonFiniteError
+from hvdtrain.parameter_server.accruing import Accrued
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, Rows
 from hvdtrain.tensorflow.reducer import GradientReducer, name_non_finite
 
 __all__ = ["Exchange", "refuse_training"]
+
+# From a step's numbers to its gradients; None where it has none that count.
+Find = Callable[[np.ndarray, Sequence[np.ndarray]], list[Gradient] | None]
 
 
 class Exchange:
@@ -26,6 +31,8 @@ class Exchange:
         reducer: Keeps the errors that TensorFlow hides.
         is_chief: Whether the learning rate here is the one that counts.
         require_finite: Refuse gradients with NaN or infinity.
+        push_every: Send gradients after so many steps, their sum. In those between, the model
+            takes a step of plain gradient descent by itself, as in Downpour (Dean et al. 2012).
     """
 
     def __init__(
@@ -35,18 +42,34 @@ class Exchange:
         *,
         is_chief: bool,
         require_finite: bool,
+        push_every: int,
     ) -> None:
         self._variables = list(model.trainable_variables)
         self._places = {id(variable): n for n, variable in enumerate(self._variables)}
         self._reducer = reducer
         self._is_chief = is_chief
         self._require_finite = require_finite
+        self._push_every = push_every
+        self._accrued = Accrued(push_every)
         self.client: Client | None = None
         """To the servers, within ``fit``."""
 
+    @contextmanager
+    def using(self, client: Client) -> Iterator[None]:
+        """Within the block the model trains, through ``client``."""
+        self.client, self._accrued = client, Accrued(self._push_every)
+        try:
+            yield
+        finally:
+            self.client = None
+
     def pull(self) -> None:
-        """Take the newest weights."""
-        self.assign(self.reach().pull())
+        """Take the newest weights, after the last gradients have been sent."""
+        self.assign(self.send_rest() or self.reach().pull())
+
+    def send_rest(self) -> list[np.ndarray] | None:
+        """Send what waits for gradients of more steps; returns weights if there was any."""
+        return self._push_accrued(math.nan) if self._accrued.steps else None
 
     def assign(self, weights: Sequence[np.ndarray]) -> None:
         """Give the model other weights, of all trainable variables."""
@@ -81,20 +104,49 @@ class Exchange:
         rate = tf.cast(learning_rate, tf.float64) if tells else tf.constant(math.nan, tf.float64)
         counts = tf.constant(1.0, tf.float64) if weight is None else weight
 
-        def run(counts: np.ndarray, rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-            with self._reducer.remember_error():
-                found = _gradients(len(self._variables), places, sparse, arrays)
-                if float(counts) <= 0:
-                    return self._push(None, 0.0, float(rate))
-                if self._require_finite:
-                    self._check_finite(found)
-                return self._push(found, float(counts), float(rate))
+        def find(counts: np.ndarray, arrays: Sequence[np.ndarray]) -> list[Gradient] | None:
+            found = _gradients(len(self._variables), places, sparse, arrays)
+            if float(counts) <= 0:
+                return None
+            if self._require_finite:
+                self._check_finite(found)
+            return found
 
-        self._run(run, [counts, rate, *flat])
+        if self._push_every == 1:
+            self._send(find, counts, rate, flat)
+        else:
+            complete, servers_rate = self._accrue(find, counts, flat)
+            rate_now = rate if tells else servers_rate
+
+            def go_on() -> None:
+                tf.cond(counts > 0, lambda: _descend(gradients, variables, rate_now), lambda: None)
+
+            tf.cond(complete, lambda: self._run(self._push_accrued, [rate]), go_on)
 
     def skip_step(self) -> None:
         """Tell the servers that this step has no gradients."""
-        self._run(lambda: self._push(None, 0.0, math.nan), [])
+        self.step([], [], weight=tf.constant(0.0, tf.float64), learning_rate=None)
+
+    def _send(self, find: Find, counts: Any, rate: Any, flat: Sequence[Any]) -> None:
+        def run(counts: np.ndarray, rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+            with self._reducer.remember_error():
+                return self._push(find(counts, arrays), float(counts), float(rate))
+
+        self._run(run, [counts, rate, *flat])
+
+    def _accrue(self, find: Find, counts: Any, flat: Sequence[Any]) -> tuple[Any, Any]:
+        """Whether it is time to send, and the servers' learning rate."""
+
+        def run(counts: np.ndarray, *arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            with self._reducer.remember_error():
+                self._accrued.add(find(counts, arrays))
+                rate = self.reach().learning_rate
+                return np.array(self._accrued.complete), np.array(rate, np.float64)
+
+        complete, rate = tf.numpy_function(run, [counts, *flat], [tf.bool, tf.float64])
+        complete.set_shape([])
+        rate.set_shape([])
+        return complete, rate
 
     def _run(self, function: Any, inputs: Sequence[Any]) -> None:
         """Run Python that returns weights, as part of the step."""
@@ -110,6 +162,10 @@ class Exchange:
         self, gradients: Sequence[Gradient] | None, weight: float, rate: float
     ) -> list[np.ndarray]:
         return self.reach().push(gradients, weight=weight, learning_rate=rate)
+
+    def _push_accrued(self, rate: float | np.ndarray) -> list[np.ndarray]:
+        with self._reducer.remember_error():
+            return self._push(self._accrued.take(), 1.0, float(rate))
 
     def _check_finite(self, gradients: Sequence[Gradient]) -> None:
         names = [v.path for v, gradient in zip(self._variables, gradients) if gradient is not None]
@@ -138,6 +194,16 @@ def refuse_training() -> NoReturn:
         "With parameter servers a model trains in fit alone: there is nobody to take the gradients "
         "of train_on_batch, or of a training loop of your own. Call model.fit, or leave --mode out."
     )
+
+
+def _descend(gradients: Sequence[Any], variables: Sequence[Any], rate: tf.Tensor) -> None:
+    """A step of plain gradient descent."""
+    for gradient, variable in zip(gradients, variables):
+        change = tf.math.scalar_mul(tf.cast(rate, gradient.dtype), gradient)
+        if isinstance(change, tf.IndexedSlices):
+            variable.value.scatter_sub(change)
+        else:
+            variable.assign_sub(change)
 
 
 def _gradients(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -30,6 +32,7 @@ from hvdtrain.parameter_server.published import SharedWeights
 from hvdtrain.parameter_server.rules import FreeRunning, Rounds, Rule
 from hvdtrain.parameter_server.server import Server
 from hvdtrain.parameter_server.shards import Shard, Spec
+from hvdtrain.parameter_server.update_log import UpdateLog
 
 __all__ = ["ServedFit", "Shares", "check_callbacks"]
 
@@ -91,17 +94,21 @@ class ServedFit:
         rank = self._collectives.rank
         shard = self._shares.shards[roles.servers.index(rank)]
         holding = Holding(self._model.optimizer, shard, self._model.trainable_variables)
-        server = Server(
-            self._messages,
-            holding,
-            shard,
-            published=weights.published[rank],
-            readers=weights.readers,
-            workers=roles.workers,
-            rule=self._rule(),
-            scale_by_staleness=self._settings.staleness_scaling,
-        )
-        server.serve()
+        with self._update_log(shard) as log:
+            server = Server(
+                self._messages,
+                holding,
+                shard,
+                published=weights.published[rank],
+                readers=weights.readers,
+                workers=roles.workers,
+                rule=self._rule(),
+                scale_by_staleness=self._settings.staleness_scaling,
+                tells_learning_rate=self._settings.push_every > 1,
+                delay_compensation=self._settings.dc_asgd,
+                log=log,
+            )
+            server.serve()
         history = keras.callbacks.History()
         history.set_model(self._model)
         self._end(0, server.counts, history)
@@ -131,14 +138,12 @@ class ServedFit:
         )
 
         def finish() -> None:
+            exchange.send_rest()
             exchange.assign(self._finish(client))
 
         given["callbacks"] = [_WithOthers(client, exchange.pull, finish), *callbacks]
-        exchange.client = client
-        try:
+        with exchange.using(client):
             history = loops.fit(*arguments.args, **arguments.kwargs)
-        finally:
-            exchange.client = None
         self._end(client.pushed, None, history)
         return history
 
@@ -196,6 +201,14 @@ class ServedFit:
         if counts is not None:
             history.epoch, history.history = chiefs["epoch"], chiefs["logs"]
         report.phase("after fit")
+
+    def _update_log(self, shard: Shard) -> AbstractContextManager[UpdateLog | None]:
+        folder, rank = self._settings.update_log, self._collectives.rank
+        if folder is None:
+            return nullcontext()
+        pieces = [[self._shares.specs[p.variable].path, p.start, p.stop] for p in shard.pieces]
+        header = {"server": rank, "workers": self._shares.roles.workers, "pieces": pieces}
+        return UpdateLog(Path(folder) / f"server-{rank}.jsonl", header)
 
     def _rule(self) -> Rule:
         workers = self._shares.roles.workers

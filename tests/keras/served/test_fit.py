@@ -128,34 +128,36 @@ INPUTS = program("""
     tell("evaluated", off=abs(found - sum(losses) / 104), rows=len(predicted))
 """)
 
-# Two workers and two epochs of 15 batches; where one has the last, the other has none.
+# Two workers and two epochs of 15 batches; where one has the last, the other has none. How many
+# pushes there are, and if each is of four steps.
 COUNTS = {
-    "arrays": 32,
-    "tf.data": 30,
-    "unknown length": 30,
-    "steps": 12,
-    "PyDataset": 30,
-    "weights": 32,
-    "classes": 32,
-    "several": 32,
-    "jit": 32,
-    "own": 32,
-    "layers": 32,
-    "vector": 32,
-    "presharded": 2 * (5 + 8),
+    "arrays": (32, 8),
+    "tf.data": (30, 8),
+    "unknown length": (30, 8),
+    "steps": (12, 4),
+    "PyDataset": (30, 8),
+    "weights": (32, 8),
+    "classes": (32, 8),
+    "several": (32, 8),
+    "jit": (32, 8),
+    "own": (32, 8),
+    "layers": (32, 8),
+    "vector": (32, 8),
+    "presharded": (2 * (5 + 8), 2 * (2 + 2)),
 }
 
 
-@pytest.mark.parametrize("mode", ["async-ps", "sync-ps"])
-def test_every_batch_is_pushed_once(launch, mode):
-    done = launch(3, INPUTS, timeout_s=200, env=servers(mode))
+@pytest.mark.parametrize(("mode", "every"), [("async-ps", 1), ("async-ps", 4), ("sync-ps", 1)])
+def test_every_batch_is_pushed_once(launch, mode, every):
+    done = launch(3, INPUTS, timeout_s=200, env=servers(mode, push_every=every))
     assert done.returncode == 0
     for what in COUNTS:
         told = facts(done, what)
         assert [entry["rank"] for entry in told] == [0, 1, 2], what
         assert all(entry["alike"] and entry["changed"] for entry in told), what
     sent = re.findall(r"2 workers sent (\d+) gradients", done.stderr)
-    assert dict(zip(COUNTS, map(int, sent))) == COUNTS
+    expected = {what: counts[every > 1] for what, counts in COUNTS.items()}
+    assert dict(zip(COUNTS, map(int, sent))) == expected
     evaluated = facts(done, "evaluated")
     assert [entry["rows"] for entry in evaluated] == [104] * 3, "a server's own are not counted"
     assert max(entry["off"] for entry in evaluated) < 1e-5
@@ -251,11 +253,20 @@ SCALED = program("""
 """)
 
 
-@pytest.mark.parametrize(("scaling", "weight"), [(0, -6.0), (1, -5.25)])
-def test_staleness_is_told_and_divides_the_learning_rate(launch, scaling, weight):
-    done = launch(3, SCALED, env=servers("async-ps", staleness_scaling=scaling))
+@pytest.mark.parametrize(
+    ("settings", "weight"),
+    [
+        ({}, -6.0),
+        ({"staleness_scaling": 1}, -5.25),
+        # The chief's first comes when the weight is -1, rank 1's second when it is -4.9.
+        ({"dc_asgd": 0.1}, -1 - (1 - 0.1) - 3 - (1 - 0.1 * 3.9)),
+    ],
+)
+def test_staleness_is_told_and_made_up_for(launch, settings, weight):
+    done = launch(3, SCALED, env=servers("async-ps", **settings))
     assert done.returncode == 0
-    assert [entry["weight"] for entry in facts(done, "done")] == [weight] * 3
+    found = [entry["weight"] for entry in facts(done, "done")]
+    assert found == pytest.approx([weight] * 3, rel=1e-6)
     assert "2 workers sent 6 gradients; staleness " in done.stderr
     assert ", 4 at the 95th percentile, 4 at most" in done.stderr
 
