@@ -148,12 +148,12 @@ class Settings:
     dc_asgd: float = _setting(
         0.0,
         _amount,
-        "async-ps: lambda of delay compensation, which corrects stale gradients; 0 for none",
+        "async-ps: lambda with which stale gradients are corrected",
     )
     push_every: int = _setting(
         1,
         _positive_int,
-        "async-ps: how many steps a worker makes by itself before it sends their gradients' sum",
+        "async-ps: steps of a worker whose gradients it sends as a sum",
     )
     backup_workers: int = _setting(
         0, _count, "sync-ps: how many of the slowest workers' gradients a step does without"
@@ -161,7 +161,7 @@ class Settings:
     update_log: str | None = _setting(
         None,
         _folder_or_none,
-        "folder where each parameter server writes down its updates, in server-RANK.jsonl",
+        "folder in which each parameter server logs its updates",
         written="none",
     )
     collectives: str = _setting(

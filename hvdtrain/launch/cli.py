@@ -105,6 +105,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     settings = parser.add_argument_group("settings of the ranks (docs/settings.md)")
     for entry in dataclasses.fields(Settings):
         _add_setting(settings, entry)
+    settings.add_argument(
+        "--reject-nan",
+        dest="non_finite",
+        action="store_const",
+        const="error",
+        help="the same as --non-finite error",
+    )
 
 
 def arguments_of_file(arguments: argparse.Namespace) -> list[str]:

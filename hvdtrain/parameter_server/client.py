@@ -10,10 +10,10 @@ import numpy as np
 
 from hvdtrain.collectives.layout import BufferPool
 from hvdtrain.collectives.messages import Messages
-from hvdtrain.errors import MismatchError
 from hvdtrain.parameter_server.gradients import Gradient, pack_gradients
 from hvdtrain.parameter_server.protocol import (
     DATA,
+    REFUSALS,
     REPLY,
     REPLY_DATA,
     REQUEST,
@@ -103,6 +103,7 @@ class Client:
 
         Raises:
             MismatchError: A server can't use it.
+            NonFiniteError: It holds NaN or infinity, which a server doesn't take.
         """
         data = None
         if gradients is not None:
@@ -181,7 +182,8 @@ class Client:
         self.learning_rate = replies[0].learning_rate
         for server, reply in zip(self._servers, replies):
             if reply.refusal:
-                raise MismatchError(f"The parameter server, rank {server.rank}: {reply.refusal}")
+                error = REFUSALS[reply.error]
+                raise error(f"The parameter server, rank {server.rank}: {reply.refusal}")
         for server, buffer in zip(self._servers, buffers):
             if server.published is not None:
                 # Of the reply's version, or newer.

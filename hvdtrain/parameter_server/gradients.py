@@ -108,6 +108,14 @@ class Parts:
                     f"a piece with {limit}."
                 )
 
+    def non_finite(self) -> list[int]:
+        """Numbers of the pieces whose gradient has NaN or infinity."""
+        values = {number: rows.values for number, rows in self.rows.items()}
+        for number, view in enumerate(self.shard.views(self.flat)):
+            if self.kinds[number] == _DENSE:
+                values[number] = view
+        return sorted(number for number, array in values.items() if not np.isfinite(array).all())
+
 
 def pack_gradients(
     shard: Shard, specs: Sequence[Spec], gradients: Sequence[Gradient], flat: np.ndarray

@@ -27,6 +27,7 @@ class Holding:
 
     def __init__(self, optimizer: Any, shard: Shard, variables: Sequence[Any]) -> None:
         self._table = Table(optimizer, shard, variables)
+        self.paths: Sequence[str] = [variables[piece.variable].path for piece in shard.pieces]
         self.state_bytes = join_bytes(self._table.state()).size
 
     def learning_rate(self) -> float:

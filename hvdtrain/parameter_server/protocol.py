@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["DATA", "REPLY", "REPLY_DATA", "REQUEST", "Kind", "Reply", "Request"]
+from hvdtrain.errors import CollectiveError, MismatchError, NonFiniteError
+
+__all__ = ["DATA", "REFUSALS", "REPLY", "REPLY_DATA", "REQUEST", "Kind", "Reply", "Request"]
 
 # Tags.
 REQUEST = 1
@@ -21,11 +23,14 @@ DATA = 2
 REPLY = 3
 REPLY_DATA = 4
 
+# What a request may be refused with.
+REFUSALS: tuple[type[CollectiveError], ...] = (MismatchError, NonFiniteError)
+
 # Small enough to arrive without anybody waiting for it.
 REFUSAL_BYTES = 1000
 
 REQUEST_FORMAT = "<qqq?dd?"
-REPLY_FORMAT = f"<qq?dh{REFUSAL_BYTES}s"
+REPLY_FORMAT = f"<qq?dbh{REFUSAL_BYTES}s"
 
 
 class Kind(enum.IntEnum):
@@ -87,6 +92,7 @@ class Reply(NamedTuple):
         refusal: What was wrong with the request; empty where nothing was. Otherwise the weights
             are not to be used.
         learning_rate: Of the next update; NaN where workers don't need it.
+        error: Which of ``REFUSALS`` a refusal is.
     """
 
     step: int
@@ -94,19 +100,20 @@ class Reply(NamedTuple):
     stop: bool = False
     refusal: str = ""
     learning_rate: float = float("nan")
+    error: int = 0
 
     def pack(self) -> np.ndarray:
         """As bytes."""
         text = self.refusal.encode()[:REFUSAL_BYTES]
-        values = (self.step, self.version, self.stop, self.learning_rate, len(text), text)
-        return _pack(REPLY_FORMAT, values)
+        numbers = (self.step, self.version, self.stop, self.learning_rate, self.error)
+        return _pack(REPLY_FORMAT, (*numbers, len(text), text))
 
     @classmethod
     def unpack(cls, data: np.ndarray) -> Reply:
         """From ``pack``'s bytes."""
-        step, version, stop, rate, length, text = struct.unpack(REPLY_FORMAT, data.tobytes())
+        step, version, stop, rate, error, length, text = struct.unpack(REPLY_FORMAT, data.tobytes())
         # A text that was too long may end within a character.
-        return cls(step, version, stop, text[:length].decode(errors="replace"), rate)
+        return cls(step, version, stop, text[:length].decode(errors="replace"), rate, error)
 
     @classmethod
     def buffer(cls) -> np.ndarray:

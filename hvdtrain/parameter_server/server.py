@@ -10,13 +10,14 @@ import numpy as np
 
 from hvdtrain.collectives.layout import BufferPool
 from hvdtrain.collectives.messages import Messages
-from hvdtrain.errors import MismatchError
+from hvdtrain.errors import CollectiveError, MismatchError, NonFiniteError
 from hvdtrain.parameter_server.compensation import Compensation
 from hvdtrain.parameter_server.counts import Counts
 from hvdtrain.parameter_server.gathering import Gathering
 from hvdtrain.parameter_server.gradients import Parts
 from hvdtrain.parameter_server.protocol import (
     DATA,
+    REFUSALS,
     REPLY,
     REPLY_DATA,
     REQUEST,
@@ -38,6 +39,8 @@ class Variables(Protocol):
     """What a server has of the model; see ``hvdtrain.parameter_server.holding``."""
 
     state_bytes: int
+    paths: Sequence[str]
+    """Of the variables that the shard's pieces belong to."""
 
     def learning_rate(self) -> float:
         """Of the next update."""
@@ -84,6 +87,7 @@ class Server:
         delay_compensation: Strength of ``Compensation`` for gradients that are applied one by one;
             0 for none. It takes that nobody reads weights here, which may be newer than those of
             the answer.
+        require_finite: Refuse gradients with NaN or infinity.
         log: Is told of each update.
     """
 
@@ -100,6 +104,7 @@ class Server:
         scale_by_staleness: bool,
         tells_learning_rate: bool = False,
         delay_compensation: float = 0.0,
+        require_finite: bool = True,
         log: UpdateLog | None = None,
     ) -> None:
         self._messages = messages
@@ -122,6 +127,7 @@ class Server:
         self._gathered_of: list[Origin] = []
         self._pushes = dict.fromkeys(workers, 0)
         self._log = log
+        self._require_finite = require_finite
         compensates = delay_compensation > 0
         self._compensation = Compensation(delay_compensation, shard) if compensates else None
         self.counts = Counts()
@@ -146,8 +152,8 @@ class Server:
             request = Request.unpack(words)
             try:
                 handlers[request.kind](worker, request)
-            except MismatchError as error:
-                self._refuse(worker, str(error))
+            except REFUSALS as error:
+                self._refuse(worker, error)
             self._answer()
 
     def _load(self, worker: int, request: Request) -> None:
@@ -252,17 +258,19 @@ class Server:
             self._published.write(self._variables.weights, self._version)
             self._published_version = self._version
 
-    def _refuse(self, worker: int, refusal: str) -> None:
+    def _refuse(self, worker: int, error: CollectiveError) -> None:
         self._waiting.pop(worker, None)
         # As many messages as it waits for; it doesn't look at what they hold.
-        self._reply(worker, [], refusal)
+        self._reply(worker, [], str(error), REFUSALS.index(type(error)))
 
-    def _reply(self, worker: int, more: Sequence[np.ndarray], refusal: str = "") -> None:
+    def _reply(
+        self, worker: int, more: Sequence[np.ndarray], refusal: str = "", error: int = 0
+    ) -> None:
         """Send words, the weights to who doesn't read them here, and ``more``."""
         data = [*more] if worker in self._readers else [self._published.newest, *more]
         rate = self._variables.learning_rate() if self._tells_learning_rate else math.nan
         step = self._rule.next_step(worker)
-        words = Reply(step, self._version, self._stop, refusal, rate).pack()
+        words = Reply(step, self._version, self._stop, refusal, rate, error).pack()
         pending = self._messages.start_send(words, worker, REPLY)
         for part in data:
             pending += self._messages.start_send(part, worker, REPLY_DATA)
@@ -274,7 +282,23 @@ class Server:
         parts = Parts.expect(self._shard, kinds, self._flat)
         self._receive(worker, list(parts.blocks()))
         parts.check()
+        if self._require_finite:
+            self._check_finite(worker, parts)
         return parts
+
+    def _check_finite(self, worker: int, parts: Parts) -> None:
+        """See that gradients are numbers.
+
+        Raises:
+            NonFiniteError: They aren't.
+        """
+        if bad := parts.non_finite():
+            names = dict.fromkeys(self._variables.paths[number] for number in bad)
+            raise NonFiniteError(
+                f"Rank {worker} sent a gradient with NaN or infinity: {', '.join([*names][:5])}. "
+                "It was not applied. Lower the learning rate, clip gradients or look at the data "
+                "of that rank; HVDTRAIN_NON_FINITE=ignore lets such values through."
+            )
 
     def _receive(self, worker: int, buffers: Sequence[np.ndarray]) -> None:
         messages = self._messages

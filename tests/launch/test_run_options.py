@@ -39,6 +39,12 @@ def test_what_is_given_counts(job) -> None:
     assert given.patience.preempt_grace_s == 7
 
 
+def test_gradients_that_are_not_finite_are_refused_on_request(job, monkeypatch) -> None:
+    monkeypatch.setenv("HVDTRAIN_NON_FINITE", "ignore")
+    assert job().settings.non_finite == "ignore"
+    assert job("--reject-nan").settings.non_finite == "error"
+
+
 def test_hangs_are_noticed_before_ranks_give_up(job) -> None:
     assert job("--timeout-s", "100").patience.hang_s == 90
     assert job("--timeout-s", "100", "--hang-timeout-s", "20").patience.hang_s == 20

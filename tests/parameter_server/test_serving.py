@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain import world as state
 from hvdtrain.collectives import messages as messages_module
-from hvdtrain.errors import MismatchError
+from hvdtrain.errors import MismatchError, NonFiniteError
 from hvdtrain.parameter_server import gradients as gradients_module
 from hvdtrain.parameter_server.gradients import Rows
 from tests.parameter_server.serving import SHAPES, START, WORKERS, free, rounds, serve, went
@@ -126,6 +126,43 @@ def test_gradient_of_rows_that_there_are_not(world, monkeypatch):
     said, (counts,) = serve(work, free())
     assert said == [2.0, 2.0]
     assert counts.taken == 2
+
+
+@one_server
+@pytest.mark.parametrize(("rule", "total"), [(free(), 2.0), (rounds(), 1.0)])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_gradient_that_is_not_finite(world, rule, total, bad):
+    """It is refused and changes nothing; its worker may send another in its place."""
+
+    def work(worker):
+        worker.begin()
+        dense = [np.full(shape, -1.0, "float32") for shape in SHAPES]
+        dense[1][3] = bad
+        rows = Rows(np.array([2, 1499]), np.array([[-1, -1], [-1, bad]], "float32"))
+        if worker.rank == 1:
+            for gradients in (dense, [rows, None, None]):
+                said = "rank 2: Rank 1 sent a gradient with NaN or infinity: variable"
+                with pytest.raises(NonFiniteError, match=said):
+                    worker.client.push(gradients, weight=1.0, learning_rate=math.nan)
+        worker.push()
+        return worker.done()
+
+    said, (counts,) = serve(work, rule)
+    assert said == [total] * 2
+    assert counts.taken == 2
+
+
+@one_or_two_servers
+def test_values_that_are_not_finite_where_they_may_be(world):
+    def work(worker):
+        worker.begin()
+        if worker.rank == 1:
+            worker.push(math.nan)
+        return bool(np.isnan(worker.last()[0]).all())
+
+    said, served = serve(work, free(), require_finite=False)
+    assert said == [True, True]
+    assert [counts.taken for counts in served] == [1] * len(served)
 
 
 @one_or_two_servers

@@ -106,6 +106,7 @@ class ServedFit:
                 scale_by_staleness=self._settings.staleness_scaling,
                 tells_learning_rate=self._settings.push_every > 1,
                 delay_compensation=self._settings.dc_asgd,
+                require_finite=self._settings.non_finite == "error",
                 log=log,
             )
             server.serve()
