@@ -23,6 +23,9 @@ from hvdtrain.keras.replicas import layer_statistics
 
 __all__ = ["Towers"]
 
+# Batches come from there; a device needn't see the others' parts.
+_HOST = "/device:CPU:0"
+
 
 class _Part(NamedTuple):
     """Where in a batch a tower's samples are.
@@ -148,7 +151,10 @@ class Towers:
         # divide by the number of samples give NaN for none, and times zero that stays NaN.
         first = tf.where(part.rows > 0, part.first, 0)
         after = first + tf.maximum(part.rows, 1)
-        mine = keras.tree.map_structure(lambda leaf: leaf if leaf is None else leaf[first:after], x)
+        with tf.device(_HOST):
+            mine = keras.tree.map_structure(
+                lambda leaf: leaf if leaf is None else leaf[first:after], x
+            )
         with tf.device(device), tf.GradientTape() as tape:
             outputs = call(self._model, mine, training=training)
             kept = keras.tree.map_structure(lambda output: _keep(output, part.rows), outputs)

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from tests.harness.jobs import Completed
 from tests.keras.compute import oracle
@@ -41,6 +40,9 @@ def test_ranks_with_towers_equal_one_device(launch):
 
 
 LAYERS = program("""
+    assert tf.config.get_soft_device_placement()
+
+
     class Tracks(keras.layers.Layer):
         \"\"\"Notes the mean of its inputs, and how often it was called in training.\"\"\"
 
@@ -101,11 +103,13 @@ LAYERS = program("""
 def test_layers_that_track_their_batches(launch):
     done = launch(None, LAYERS, timeout_s=120, env=towers(3))
     assert done.returncode == 0
+    assert "/device:" not in done.stdout, "nobody asked for it"
     # Of 2 to the 8th masks; towers with the same random numbers would have three of them.
     assert facts(done, "dropout")[0]["masks"] > 3
 
 
 PLACED = program("""
+    assert not tf.config.get_soft_device_placement()
     model = classifier("sgd")
     model.fit(X[:16], Y[:16], batch_size=8, verbose=0)
     model.predict(X[:4], verbose=0)
@@ -117,17 +121,49 @@ def placed(done: Completed, operation: str) -> set[str]:
     return set(re.findall(rf"\({operation}\): \S+/device:(\S+)", done.stdout))
 
 
-@pytest.mark.parametrize("soft", [0, 1])
-def test_towers_compute_on_devices_of_their_own(launch, soft):
-    settings = {"log_device_placement": 1, "soft_placement": soft}
+def test_towers_compute_on_devices_of_their_own(launch):
+    settings = {"log_device_placement": 1, "soft_placement": 0}
     done = launch(None, PLACED, timeout_s=120, env=towers(3, **settings))
     assert done.returncode == 0
     three = {"CPU:0", "CPU:1", "CPU:2"}
     assert placed(done, "Relu") == three, "forward"
     assert placed(done, "ReluGrad") == three, "backward"
     assert placed(done, "ResourceApplyGradientDescent") <= {"CPU:0"}
-    quiet = launch(None, PLACED, timeout_s=120, env=towers(3))
-    assert "/device:" not in quiet.stdout
+
+
+APART = program("""
+    layers = keras.layers
+    model = classifier("sgd", layers.Dense(9, "relu"), layers.BatchNormalization(),
+                       layers.Dropout(0.5), layers.Dense(3))
+    model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    batch = tf.constant(X[:8]), tf.constant(Y[:8])
+    step = tf.function(model.train_step).get_concrete_function(batch)
+
+
+    def waits_for(operation):
+        found, open_ones = set(), [operation]
+        while open_ones:
+            one = open_ones.pop()
+            before = {*(tensor.op for tensor in one.inputs), *one.control_inputs} - found
+            found |= before
+            open_ones += before
+        return found
+
+
+    for operation in step.graph.get_operations():
+        if operation.type == "BiasAdd":
+            others = {one.device for one in waits_for(operation) if one.type == "MatMul"}
+            tell("outputs", device=operation.device, after=sorted(others))
+""")
+
+
+def test_no_tower_waits_for_another_ones_pass(launch):
+    done = launch(None, APART, timeout_s=120, env=towers(3))
+    assert done.returncode == 0
+    outputs = facts(done, "outputs")
+    assert sorted({entry["device"][-5:] for entry in outputs}) == ["CPU:0", "CPU:1", "CPU:2"]
+    for entry in outputs:
+        assert entry["after"] == [entry["device"]]
 
 
 RESUMED = program("""
