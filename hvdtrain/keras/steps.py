@@ -62,6 +62,8 @@ class Steps:
         self.joint_rows_known = False
         self.samples = keras.Variable(0, dtype="int64", trainable=False, name="samples")
         """How many samples this rank has trained on."""
+        self.ran = keras.Variable(0, dtype="int64", trainable=False, name="ran")
+        """How many training steps ran in this process, the one in work included."""
         self._forward_backward = self._maybe_jit(self._differentiate, jit)
         self._plain_test_step = self._maybe_jit(model.test_step, jit)
         self._plain_predict_step = self._maybe_jit(model.predict_step, jit)
@@ -74,6 +76,7 @@ class Steps:
         share = self._open(data)
         self._flag.set(share.rows)
         self.samples.assign_add(tf.cast(share.rows, tf.int64))
+        self.ran.assign_add(1)
         try:
             with _CountRows(self._model, share.rows):
                 if has_own_train_step(self._model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,9 +14,11 @@ from hvdtrain.errors import MismatchError
 from hvdtrain.parameter_server.gradients import Gradient, pack_gradients
 from hvdtrain.parameter_server.protocol import (
     DATA,
+    NO_STAND,
     REPLY,
     REPLY_DATA,
     REQUEST,
+    STAND_NUMBERS,
     Kind,
     Reply,
     Request,
@@ -63,6 +66,14 @@ class Client:
         """How many gradients went to the servers."""
         self.stopped = False
         """Whether another worker has ended the training."""
+        self.own_signal = 0
+        """A signal that came to this worker, to be told with each request; see ``Request``."""
+        self.signal = 0
+        """What the servers know of signals; see ``Reply``."""
+        self.training = 0
+        """How many workers may still send gradients; known after any answer."""
+        self.heard_s = 0.0
+        """When the last answer came, on the monotonic clock."""
 
     def load(self, weights: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> None:
         """Give the servers what training begins with; the chief does.
@@ -83,7 +94,12 @@ class Client:
         return self._ask(self._to_all(Kind.PULL), "pull")
 
     def push(
-        self, gradients: Sequence[Gradient] | None, *, weight: float, learning_rate: float
+        self,
+        gradients: Sequence[Gradient] | None,
+        *,
+        weight: float,
+        learning_rate: float,
+        stand: tuple[int, ...] = NO_STAND,
     ) -> list[np.ndarray]:
         """Give a gradient to the servers, and take the weights for the next step.
 
@@ -91,6 +107,7 @@ class Client:
             gradients: Of all variables; None where this step has none that counts.
             weight: What the gradient counts for, where it is averaged with those of others.
             learning_rate: The optimizer's, as the chief has it; NaN elsewhere.
+            stand: Where this worker is in its data, once the gradient is applied.
 
         Raises:
             MismatchError: A server can't use it.
@@ -107,6 +124,8 @@ class Client:
                 counts=gradients is not None,
                 weight=weight,
                 learning_rate=learning_rate,
+                signal=self.own_signal,
+                stand=stand,
             )
             for server in self._servers
         ]
@@ -124,16 +143,54 @@ class Client:
         Returns:
             The last weights.
         """
-        requests = [request._replace(stop=stop) for request in self._to_all(Kind.DONE)]
-        return self._ask(requests, "end", more=states, endless=True)
+        more = None if states is None else [[state] for state in states]
+        return self._ask(self._to_all(Kind.DONE, stop=stop), "end", more=more, endless=True)
+
+    def look(self) -> None:
+        """See how things are: ``signal``, ``training``, ``stopped``."""
+        self._ask(self._to_all(Kind.LOOK), "look", weights=False)
+
+    def leave(self, *, stop: bool = False) -> None:
+        """Say that no gradient will come any more, and go on; ``done`` must come later.
+
+        Args:
+            stop: Whether the others are to end as well.
+        """
+        self._ask(self._to_all(Kind.LEAVE, stop=stop), "leave", weights=False)
+
+    def snapshot(
+        self, workers: int, states: Sequence[np.ndarray]
+    ) -> tuple[list[np.ndarray], list[tuple[int, ...]]]:
+        """What all servers hold at one moment, with the same gradients in it; for the chief.
+
+        Args:
+            workers: How many there are.
+            states: Filled with the optimizer's state on each server.
+
+        Returns:
+            The weights, and the stand that came with the last gradient of each worker in them.
+        """
+        far = [np.empty(workers, np.int64) for _ in self._servers]
+        self._ask(
+            self._to_all(Kind.FREEZE), "freeze", more=[[entry] for entry in far], weights=False
+        )
+        furthest = np.max(far, axis=0)
+        stands = [np.empty((workers, STAND_NUMBERS), np.int64) for _ in self._servers]
+        weights = self._ask(
+            self._to_all(Kind.SNAPSHOT),
+            "snapshot",
+            [[furthest]] * len(self._servers),
+            more=list(zip(states, stands)),
+        )
+        return weights, [tuple(row) for row in stands[0].tolist()]
 
     def _pack(self, shard: Shard, gradients: Sequence[Gradient]) -> list[np.ndarray]:
         flat = self._pool.take(shard.nbytes)
         parts = pack_gradients(shard, self._specs, gradients, flat)
         return [parts.kinds, *parts.blocks()]
 
-    def _to_all(self, kind: Kind) -> list[Request]:
-        return [Request(kind)] * len(self._servers)
+    def _to_all(self, kind: Kind, *, stop: bool = False) -> list[Request]:
+        return [Request(kind, stop=stop, signal=self.own_signal)] * len(self._servers)
 
     def _ask(
         self,
@@ -141,10 +198,19 @@ class Client:
         what: str,
         data: Sequence[Sequence[np.ndarray]] | None = None,
         *,
-        more: Sequence[np.ndarray] | None = None,
+        more: Sequence[Sequence[np.ndarray]] | None = None,
+        weights: bool = True,
         endless: bool = False,
     ) -> list[np.ndarray]:
         """Send requests, each with its data, and take the answers: weights, and perhaps more.
+
+        Args:
+            requests: One for each server.
+            what: Names them for whoever asks what this rank waits for.
+            data: For each server, what follows the request.
+            more: For each server, where to put what follows the weights.
+            weights: Whether these are answered; nothing is returned otherwise.
+            endless: As for ``Messages.wait``.
 
         All is received at once: a server does nothing else until its answer has been taken, so
         that whoever took one after another could wait for a server that waits for it.
@@ -152,11 +218,12 @@ class Client:
         messages = self._messages
         pending = []
         answers = [Reply.buffer() for _ in self._servers]
-        buffers = [self._pool.take(server.shard.nbytes) for server in self._servers]
+        buffers = [self._pool.take(server.shard.nbytes) for server in self._servers if weights]
         kept = []  # what is sent must live until it has been
         for number, (server, request) in enumerate(zip(self._servers, requests)):
             pending += messages.start_receive(answers[number], server.rank, REPLY)
-            for buffer in (buffers[number], *(more[number : number + 1] if more else ())):
+            parts = [buffers[number]] if weights else []
+            for buffer in (*parts, *(more[number] if more is not None else ())):
                 pending += messages.start_receive(buffer, server.rank, REPLY_DATA)
             words = request.pack()
             kept.append(words)
@@ -164,14 +231,18 @@ class Client:
             for block in data[number] if data is not None else ():
                 pending += messages.start_send(block, server.rank, DATA)
         messages.wait(pending, f"{what}, for the parameter servers", endless=endless)
+        self.heard_s = time.monotonic()
         replies = [Reply.unpack(answer) for answer in answers]
         for server, reply in zip(self._servers, replies):
-            server.step, server.version = reply.step, reply.version
+            if weights:
+                server.step, server.version = reply.step, reply.version
             self.stopped = self.stopped or reply.stop
+            self.signal = self.signal or reply.signal
+        self.training = max(reply.training for reply in replies)
         for server, reply in zip(self._servers, replies):
             if reply.refusal:
                 raise MismatchError(f"The parameter server, rank {server.rank}: {reply.refusal}")
-        return self._assemble(buffers)
+        return self._assemble(buffers) if weights else []
 
     def _assemble(self, buffers: Sequence[np.ndarray]) -> list[np.ndarray]:
         """All variables; without a copy where one server has the whole."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import keras
@@ -11,8 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError, NonFiniteError
+from hvdtrain.keras.optimizer import accumulates
+from hvdtrain.keras.steps import Steps
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, Rows
+from hvdtrain.parameter_server.protocol import NO_STAND
 from hvdtrain.tensorflow.reducer import GradientReducer, name_non_finite
 
 __all__ = ["Exchange", "refuse_training"]
@@ -24,6 +27,7 @@ class Exchange:
     Args:
         model: Compiled and built.
         reducer: Keeps the errors that TensorFlow hides.
+        steps: Of the model.
         is_chief: Whether the learning rate here is the one that counts.
         require_finite: Refuse gradients with NaN or infinity.
     """
@@ -32,6 +36,7 @@ class Exchange:
         self,
         model: keras.Model,
         reducer: GradientReducer,
+        steps: Steps,
         *,
         is_chief: bool,
         require_finite: bool,
@@ -39,10 +44,14 @@ class Exchange:
         self._variables = list(model.trainable_variables)
         self._places = {id(variable): n for n, variable in enumerate(self._variables)}
         self._reducer = reducer
+        self._steps = steps
+        self._accumulates = accumulates(model.optimizer)
         self._is_chief = is_chief
         self._require_finite = require_finite
         self.client: Client | None = None
         """To the servers, within ``fit``."""
+        self.stand: Callable[[int, int], tuple[int, ...]] | None = None
+        """Says where this worker is in its data, from what ``Steps`` counts; None for nowhere."""
 
     def pull(self) -> None:
         """Take the newest weights."""
@@ -81,20 +90,39 @@ class Exchange:
         rate = tf.cast(learning_rate, tf.float64) if tells else tf.constant(math.nan, tf.float64)
         counts = tf.constant(1.0, tf.float64) if weight is None else weight
 
-        def run(counts: np.ndarray, rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        def run(
+            ran: np.ndarray,
+            samples: np.ndarray,
+            counts: np.ndarray,
+            rate: np.ndarray,
+            *arrays: np.ndarray,
+        ) -> list[np.ndarray]:
             with self._reducer.remember_error():
                 found = _gradients(len(self._variables), places, sparse, arrays)
+                stand = self._stand(ran, samples)
                 if float(counts) <= 0:
-                    return self._push(None, 0.0, float(rate))
+                    return self._push(None, 0.0, float(rate), stand)
                 if self._require_finite:
                     self._check_finite(found)
-                return self._push(found, float(counts), float(rate))
+                return self._push(found, float(counts), float(rate), stand)
 
-        self._run(run, [counts, rate, *flat])
+        self._run(run, [*self._counted(), counts, rate, *flat])
 
     def skip_step(self) -> None:
         """Tell the servers that this step has no gradients."""
-        self._run(lambda: self._push(None, 0.0, math.nan), [])
+
+        def run(ran: np.ndarray, samples: np.ndarray) -> list[np.ndarray]:
+            # Gradients of earlier steps may wait here: those are not done yet.
+            stand = NO_STAND if self._accumulates else self._stand(ran, samples)
+            return self._push(None, 0.0, math.nan, stand)
+
+        self._run(run, self._counted())
+
+    def _counted(self) -> list[tf.Tensor]:
+        return [tf.identity(v.value) for v in (self._steps.ran, self._steps.samples)]
+
+    def _stand(self, ran: np.ndarray, samples: np.ndarray) -> tuple[int, ...]:
+        return NO_STAND if self.stand is None else self.stand(int(ran), int(samples))
 
     def _run(self, function: Any, inputs: Sequence[Any]) -> None:
         """Run Python that returns weights, as part of the step."""
@@ -107,9 +135,13 @@ class Exchange:
             variable.assign(value)
 
     def _push(
-        self, gradients: Sequence[Gradient] | None, weight: float, rate: float
+        self,
+        gradients: Sequence[Gradient] | None,
+        weight: float,
+        rate: float,
+        stand: tuple[int, ...],
     ) -> list[np.ndarray]:
-        return self.reach().push(gradients, weight=weight, learning_rate=rate)
+        return self.reach().push(gradients, weight=weight, learning_rate=rate, stand=stand)
 
     def _check_finite(self, gradients: Sequence[Gradient]) -> None:
         names = [v.path for v, gradient in zip(self._variables, gradients) if gradient is not None]
