@@ -55,13 +55,19 @@ class Freezing:
 
     def holds(self, worker: int, request: Request) -> bool:
         """Whether a request has to wait; it comes back from ``next_held``."""
-        if not self._frozen or request.kind not in _HELD:
-            return False
-        if self._limit is not None and not self._rule.is_beyond(worker, self._limit):
-            return False
-        self._held.append((worker, request))
-        return True
+        waits = self._must_wait(worker, request)
+        if waits:
+            self._held.append((worker, request))
+        return waits
 
     def next_held(self) -> tuple[int, Request] | None:
         """What has waited longest and need not wait any more; None where there is nothing."""
-        return self._held.pop(0) if self._held and not self._frozen else None
+        for number, (worker, request) in enumerate(self._held):
+            if not self._must_wait(worker, request):
+                return self._held.pop(number)
+        return None
+
+    def _must_wait(self, worker: int, request: Request) -> bool:
+        if not self._frozen or request.kind not in _HELD:
+            return False
+        return self._limit is None or self._rule.is_beyond(worker, self._limit)

@@ -166,8 +166,7 @@ class Keeper:
         stops = bool(self._model.stop_training)
         last = last or stops or self._membership.too_few is not None
         if last:
-            for _ in self._others.until_all_have_ended(stop=stops):
-                self._look_after_the_end(epoch + 1, logs)
+            self._wait_for_others(epoch=epoch + 1, logs=logs, stop=stops)
         if not last and not self._schedule.every_epoch:
             return
         if last and self._membership.elastic:
@@ -181,13 +180,16 @@ class Keeper:
             if number:
                 self._end(number)
 
-    def _look_after_the_end(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """As after a batch, where this rank has done all its own."""
-        number, take = self._meet(self._epochs.step, due=False)
-        if number or take:
-            self._take(epoch=epoch, epoch_step=0, logs=logs)
-        if number:
-            self._end(number)
+    def _wait_for_others(
+        self, *, epoch: int, logs: Mapping[str, Any] | None = None, stop: bool = False
+    ) -> None:
+        """Go on taking checkpoints after this rank's last step, as long as others train."""
+        for _ in self._others.until_all_have_ended(stop=stop):
+            number, take = self._meet(self._epochs.step, due=False)
+            if number or take:
+                self._take(epoch=epoch, epoch_step=0, logs=logs)
+            if number:
+                self._end(number)
 
     def on_test_begin(self) -> None:
         """Keep what this rank has of its own, of which a validation overwrites the metrics."""
@@ -209,6 +211,17 @@ class Keeper:
         if number:
             self._take(epoch=self._epoch, epoch_step=self._epoch_step, earlier=validation.own)
             self._end(number)
+
+    def finish(self) -> None:
+        """Call before the others end: where this rank had no epoch to run, some may have."""
+        if self._resume is None:
+            return
+        epoch = self._resume.progress.epoch
+        self._resume.on_train_end(self._model)
+        self._resume = None
+        if self._chief and self._others.were_behind(epoch):
+            self._wait_for_others(epoch=epoch)
+            self._take(epoch=epoch, epoch_step=0)
 
     def on_train_end(self) -> None:
         """Return when the last checkpoint is on disk, or can't be."""

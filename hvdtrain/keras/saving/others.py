@@ -44,6 +44,10 @@ class Others:
         """On the chief give the model what is to be saved; where the others stand then."""
         return ()
 
+    def were_behind(self, epoch: int) -> bool:
+        """Whether some had not come to ``epoch`` when training began."""
+        return False
+
     def until_all_have_ended(self, *, stop: bool) -> Iterator[None]:
         """Call after this rank's last step; yields now and then as long as others train.
 

@@ -160,6 +160,8 @@ class ServedFit:
         client = Client(self._messages, shares.specs, shares.roles.servers, shares.shards)
 
         def finish() -> None:
+            if asked is not None and asked.keeper is not None:
+                asked.keeper.finish()
             exchange.assign(self._finish(client, stop=bool(self._model.stop_training)))
 
         given["callbacks"] = [_WithOthers(client, exchange.pull, finish), *callbacks]

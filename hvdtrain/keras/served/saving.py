@@ -223,7 +223,8 @@ class ServedOthers(Others):
             # Told with the next gradient; what counts is what the chief makes of it.
             client.own_signal = own
             return client.signal
-        if time.monotonic() - client.heard_s > LOOK_S:
+        # Once all have ended, no server is there to be asked.
+        if client.training and time.monotonic() - client.heard_s > LOOK_S:
             client.look()
         return own or client.signal
 
@@ -254,6 +255,9 @@ class ServedOthers(Others):
         if first.place.position is not None:
             begins[first.place.position.epoch] = first.place.position
         return Stand.from_numbers(numbers, ranks=self._size, begins=begins)
+
+    def were_behind(self, epoch: int) -> bool:
+        return any(stand.epoch < epoch for stand in self._stands)
 
     def until_all_have_ended(self, *, stop: bool) -> Iterator[None]:
         client = self._exchange.reach()

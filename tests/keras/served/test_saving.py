@@ -1,5 +1,7 @@
 """Checkpoints with parameter servers: one consistent state, and training that goes on from it."""
 
+import shutil
+
 import pytest
 
 from tests.keras.served.programs import facts, program, servers
@@ -70,8 +72,9 @@ EXACT = program(
         return model
 
 
-    for make in (deep, momentum, accumulating):
-        for victim in range(len(PIDS)):
+    last = len(PIDS) - 1
+    for make, victims in ((deep, range(len(PIDS))), (momentum, [last]), (accumulating, [last])):
+        for victim in victims:
             folder = f"{make.__name__} {victim}"
             kill = lambda: RANK == 0 and os.kill(PIDS[victim], signal.SIGUSR1)
             whole = run(1, make, [hvdtrain.Checkpoint(folder + " whole", every_steps=4)])
@@ -97,6 +100,176 @@ def test_resuming_is_exact_where_training_is(launch, ranks, environment):
     done = launch(ranks, EXACT, timeout_s=300, env=environment)
     assert done.returncode == 0
     told = facts(done, "exact")
-    assert len(told) == ranks * ranks * 3
+    assert len(told) == ranks * (ranks + 2)
     for entry in told:
         assert (entry["stopped"], entry["off"]) == (10, []), entry
+
+
+# Every gradient adds 1 to all elements, and one server is slower than the other.
+MOMENTS = program(
+    PRELUDE
+    + """
+    import glob
+
+    from hvdtrain.parameter_server.holding import Holding
+
+
+    class Counts(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.a = self.add_weight(shape=(3, 7), initializer="zeros", name="a")
+            self.b = self.add_weight(shape=(40,), initializer="zeros", name="b")
+
+        def call(self, x):
+            return x[:, :1] * 0
+
+        def train_step(self, data):
+            variables = self.trainable_variables
+            self.optimizer.apply([-tf.ones(v.shape) for v in variables], variables)
+            return {"loss": tf.zeros([])}
+
+
+    apply = Holding.apply
+
+
+    def slowly(*args, **options):
+        time.sleep(0.004)
+        apply(*args, **options)
+
+
+    if RANK == world.roles().servers[-1]:
+        Holding.apply = slowly
+    model = Counts()
+    model(X[:1])
+    model.compile(keras.optimizers.SGD(1.0), LOSS)
+    hvdtrain.distribute(model)
+    lag = At(begin=lambda n: time.sleep(0.01 * (hvdtrain.rank() == 1)))
+    saving = hvdtrain.Checkpoint("runs", every_steps=3, keep=100)
+    model.fit(X[:240], Y[:240], batch_size=4, epochs=2, verbose=0, callbacks=[lag, saving])
+    if hvdtrain.is_chief():
+        for folder in sorted(glob.glob("runs/step-*")):
+            # Only what is newest can be read as a whole.
+            found = Store("runs").newest()
+            arrays = [a for key, a in found.model.items() if key.startswith("weights/")]
+            values = np.unique(np.concatenate([array.reshape(-1) for array in arrays]))
+            places = [(found.state["epoch"], found.state["place"])]
+            places += [(other["epoch"], other["place"]) for other in found.state["others"]]
+            steps = [epoch * 30 + place["epoch_step"] for epoch, place in places]
+            iterations = [int(a) for key, a in found.model.items() if key.endswith("/iteration")]
+            tell("moment", values=values.tolist(), steps=steps, iterations=iterations)
+            os.rename(f"runs/step-{found.step:08d}", f"read-{found.step}")
+"""
+)
+
+
+@pytest.mark.parametrize("bound", [None, 2])
+def test_a_checkpoint_is_one_moment_on_all_servers(launch, bound):
+    settings = {} if bound is None else {"staleness_bound": bound}
+    done = launch(4, MOMENTS, timeout_s=200, env=servers("async-ps", 2, **settings))
+    assert done.returncode == 0
+    moments = facts(done, "moment")
+    assert len(moments) >= 20
+    for moment in moments:
+        # All gradients of all workers that are in it, and no other.
+        assert moment["values"] == [sum(moment["steps"])]
+        assert moment["iterations"] == [sum(moment["steps"])]
+    assert any(len(set(moment["steps"])) > 1 for moment in moments)
+
+
+VISITS = program(
+    PRELUDE
+    + """
+    ROWS, EPOCHS = 97, 6
+
+
+    class Visits(keras.Model):
+        \"\"\"Its weights count how often each sample was trained on.\"\"\"
+
+        def __init__(self):
+            super().__init__()
+            self.seen = self.add_weight(shape=(ROWS,), initializer="zeros", name="seen")
+
+        def call(self, x):
+            return x * 0.0
+
+        def train_step(self, data):
+            x, _ = keras.utils.unpack_x_y_sample_weight(data)[:2]
+            ones = tf.one_hot(tf.cast(x[:, 0], tf.int32), ROWS)
+            self.optimizer.apply([-tf.reduce_sum(ones, axis=0)], [self.seen])
+            return {"loss": tf.zeros([])}
+
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return -(-ROWS // 4)
+
+        def __getitem__(self, index):
+            return ids[index * 4 : index * 4 + 4], ids[index * 4 : index * 4 + 4]
+
+
+    ids = np.arange(ROWS, dtype="float32")[:, None]
+    stream = tf.data.Dataset.from_tensor_slices((ids, ids)).batch(4)
+    inputs = {
+        "arrays": {"x": ids, "y": ids, "batch_size": 4},
+        "PyDataset": {"x": Batches()},
+        "tf.data": {"x": stream},
+        "part of a pass": {"x": stream.repeat(), "steps_per_epoch": 5},
+    }
+    first = not Path("arrays").exists()
+    world.collectives().barrier(name="all have looked")
+    for name, data in inputs.items():
+        model = Visits()
+        model(ids)
+        model.compile(keras.optimizers.SGD(1.0), "mse")
+        hvdtrain.distribute(model)
+        callbacks = [hvdtrain.Checkpoint(name, every_steps=2)]
+        if first:
+            # Worker 1 is behind, by epochs where these are short; then it gets the signal.
+            end = lambda: os.kill(os.getpid(), signal.SIGTERM)
+            pause = 0.3 if hvdtrain.rank() == 1 else 0.01
+            callbacks.append(At(begin=lambda n: time.sleep(pause)))
+            callbacks += [at_step(5, end)] if hvdtrain.rank() == 1 else []
+        try:
+            model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+            tell("seen", data=name, counts=np.unique(model.seen.numpy()).tolist())
+        except hvdtrain.Preempted as ended:
+            tell("preempted", data=name, signal=ended.signal)
+        if hvdtrain.is_chief():
+            state = Store(name).newest().state
+            epochs = [state["epoch"], *(other["epoch"] for other in state["others"])]
+            tell("saved", data=name, samples=state["samples"], epochs=epochs)
+"""
+)
+DATA = ("arrays", "PyDataset", "tf.data", "part of a pass")
+_stopped = []
+
+
+@pytest.fixture
+def stopped(launch, tmp_path_factory, tmp_path):
+    """A folder with trainings by two workers that were stopped when one was epochs behind."""
+    if not _stopped:
+        done = launch(3, VISITS, timeout_s=200, env=servers("async-ps"))
+        assert done.returncode == 0
+        told = facts(done, "preempted")
+        assert [(t["data"], t["signal"]) for t in told] == [(d, 15) for _ in "012" for d in DATA]
+        saved = {entry["data"]: entry["epochs"] for entry in facts(done, "saved")}
+        assert all(saved[data][0] > saved[data][1] for data in DATA), saved
+        _stopped.append(tmp_path_factory.mktemp("stopped"))
+        for data in DATA:
+            shutil.copytree(tmp_path / data, _stopped[0] / data)
+    return _stopped[0]
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (4, 1), (4, 2)])
+def test_any_number_of_workers_sees_each_sample_once(launch, stopped, tmp_path, ranks, count):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    done = launch(ranks, VISITS, timeout_s=200, env=servers("async-ps", count))
+    assert done.returncode == 0
+    seen = {(t["data"], t["rank"]): t["counts"] for t in facts(done, "seen")}
+    once = {(data, rank): [6.0] for data in DATA[:3] for rank in range(ranks)}
+    assert {key: seen[key] for key in once} == once
+    part = [counts for (data, _), counts in seen.items() if data == DATA[3]]
+    assert all(max(counts) - min(counts) <= 1 for counts in part)
+    for saved in facts(done, "saved"):
+        assert saved["epochs"] == [6] * (ranks - count)
+        assert saved["data"] == DATA[3] or saved["samples"] == 6 * 97
