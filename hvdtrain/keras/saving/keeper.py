@@ -173,8 +173,7 @@ class Keeper:
             self._save_for_good(epoch=epoch + 1, epoch_step=0, logs=logs)
         else:
             self._take(epoch=epoch + 1, epoch_step=0, logs=logs)
-        if self._chief and self._asked.export is not None:
-            self._try_export(self._asked.export)
+        self._export()
         if last:
             number, _ = self._meet(self._epochs.step, due=False)
             if number:
@@ -222,6 +221,7 @@ class Keeper:
         if self._chief and self._others.were_behind(epoch):
             self._wait_for_others(epoch=epoch)
             self._take(epoch=epoch, epoch_step=0)
+            self._export()
 
     def on_train_end(self) -> None:
         """Return when the last checkpoint is on disk, or can't be."""
@@ -377,9 +377,12 @@ class Keeper:
             },
         }
 
-    def _try_export(self, path: str) -> None:
+    def _export(self) -> None:
+        """Save the model in Keras' own format, on the chief and if so asked."""
+        if not self._chief or self._asked.export is None:
+            return
         try:
-            export_model(self._model, path)
+            export_model(self._model, self._asked.export)
         except CheckpointError as error:
             self._complain(error)
 

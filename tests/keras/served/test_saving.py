@@ -176,17 +176,15 @@ def test_a_checkpoint_is_one_moment_on_all_servers(launch, bound):
     assert any(len(set(moment["steps"])) > 1 for moment in moments)
 
 
-VISITS = program(
-    PRELUDE
-    + """
+COUNTING = """
     ROWS, EPOCHS = 97, 6
 
 
     class Visits(keras.Model):
         \"\"\"Its weights count how often each sample was trained on.\"\"\"
 
-        def __init__(self):
-            super().__init__()
+        def __init__(self, **options):
+            super().__init__(**options)
             self.seen = self.add_weight(shape=(ROWS,), initializer="zeros", name="seen")
 
         def call(self, x):
@@ -199,6 +197,23 @@ VISITS = program(
             return {"loss": tf.zeros([])}
 
 
+    def counting():
+        keras.utils.clear_session(free_memory=False)
+        model = Visits()
+        model(ids)
+        model.compile(keras.optimizers.SGD(1.0), "mse")
+        return hvdtrain.distribute(model)
+
+
+    ids = np.arange(ROWS, dtype="float32")[:, None]
+    arrays = {"x": ids, "y": ids, "batch_size": 4}
+"""
+
+VISITS = program(
+    PRELUDE
+    + COUNTING
+    + """
+
     class Batches(keras.utils.PyDataset):
         def __len__(self):
             return -(-ROWS // 4)
@@ -207,10 +222,9 @@ VISITS = program(
             return ids[index * 4 : index * 4 + 4], ids[index * 4 : index * 4 + 4]
 
 
-    ids = np.arange(ROWS, dtype="float32")[:, None]
     stream = tf.data.Dataset.from_tensor_slices((ids, ids)).batch(4)
     inputs = {
-        "arrays": {"x": ids, "y": ids, "batch_size": 4},
+        "arrays": arrays,
         "PyDataset": {"x": Batches()},
         "tf.data": {"x": stream},
         "part of a pass": {"x": stream.repeat(), "steps_per_epoch": 5},
@@ -218,17 +232,16 @@ VISITS = program(
     first = not Path("arrays").exists()
     world.collectives().barrier(name="all have looked")
     for name, data in inputs.items():
-        model = Visits()
-        model(ids)
-        model.compile(keras.optimizers.SGD(1.0), "mse")
-        hvdtrain.distribute(model)
+        model = counting()
         callbacks = [hvdtrain.Checkpoint(name, every_steps=2)]
-        if first:
-            # Worker 1 is behind, by epochs where these are short; then it gets the signal.
-            end = lambda: os.kill(os.getpid(), signal.SIGTERM)
-            pause = 0.3 if hvdtrain.rank() == 1 else 0.01
-            callbacks.append(At(begin=lambda n: time.sleep(pause)))
-            callbacks += [at_step(5, end)] if hvdtrain.rank() == 1 else []
+        if first and not IS_SERVER:
+            # Worker 1 stays behind, by epochs; then it gets the signal.
+            def end():
+                wait_for(name + " is ahead")
+                os.kill(os.getpid(), signal.SIGTERM)
+
+            ahead = lambda: Path(name + " is ahead").touch()
+            callbacks.append(at_step(5, end) if hvdtrain.rank() else at_step(20, ahead))
         try:
             model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
             tell("seen", data=name, counts=np.unique(model.seen.numpy()).tolist())
@@ -273,3 +286,95 @@ def test_any_number_of_workers_sees_each_sample_once(launch, stopped, tmp_path, 
     for saved in facts(done, "saved"):
         assert saved["epochs"] == [6] * (ranks - count)
         assert saved["data"] == DATA[3] or saved["samples"] == 6 * 97
+
+
+# Worker 1 and the chief wait for each other at certain points; both are asked to end by then.
+ENDS = program(
+    PRELUDE
+    + COUNTING
+    + """
+    def kill(number=signal.SIGUSR2):
+        os.kill(os.getpid(), number)
+
+
+    def fit(case, own, **options):
+        # Once with callbacks of each worker's own, and then to the end.
+        mine = own.get(RANK, [])
+        for callbacks in (mine, []):
+            model = counting()
+            saving = hvdtrain.Checkpoint(case, export=case + "/last.keras")
+            try:
+                model.fit(**arrays, epochs=3, verbose=0, callbacks=[*callbacks, saving], **options)
+                tell(case, counts=np.unique(model.seen.numpy()).tolist())
+            except hvdtrain.Preempted as ended:
+                tell(case, signal=ended.signal)
+
+
+    class AtTest(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            Path("validating").touch()
+            time.sleep(0.05)
+
+
+    class LastEpoch(keras.callbacks.Callback):
+        def __init__(self, call):
+            super().__init__()
+            self.call = call
+
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 2:
+                self.call()
+
+
+    def when(name):
+        return lambda: (wait_for(name), kill())
+
+
+    own = {0: [AtTest()], 1: [at_step(5, when("validating"))]}
+    fit("in validation", own, validation_data=(ids, ids), validation_batch_size=1)
+    ended = LastEpoch(lambda: Path("chief has ended").touch())
+    fit("the chief waits", {0: [ended], 1: [at_step(20, when("chief has ended"))]})
+    ended = LastEpoch(lambda: Path("worker has ended").touch())
+    fit("the chief is the last", {0: [at_step(20, when("worker has ended"))], 1: [ended]})
+
+    # What was saved when the chief had no more epoch to run is the end of all.
+    if RANK == 0:
+        for case in ("in validation", "the chief waits", "the chief is the last"):
+            known = {"Visits": Visits}
+            exported = keras.models.load_model(case + "/last.keras", custom_objects=known)
+            tell("exported", counts=np.unique(exported.seen.numpy()).tolist())
+            found = Store(case).newest()
+            (seen,) = [v for key, v in found.model.items() if key.endswith("seen")]
+            tell("saved", counts=np.unique(seen).tolist(), samples=found.state["samples"])
+
+
+    def refused(case, model, **options):
+        try:
+            model.fit(verbose=0, callbacks=[hvdtrain.Checkpoint("in validation")], **options)
+        except hvdtrain.CheckpointError as error:
+            tell(case, text=str(error))
+
+
+    refused("another model", classifier("sgd"), x=X, y=Y)
+    world.collectives().barrier(name="tried")
+    if RANK == 0:
+        for path in Path("in validation").glob("step-*/state.json"):
+            path.write_text("{}")
+    refused("damaged", counting(), **arrays)
+"""
+)
+
+
+def test_workers_that_wait_for_each_other_end_well(launch):
+    """Signals while others validate, or wait; and checkpoints that can't be used."""
+    done = launch(3, ENDS, timeout_s=280, env=servers("async-ps"))
+    assert done.returncode == 0
+    for case in ("in validation", "the chief waits", "the chief is the last"):
+        told = facts(done, case)
+        assert [entry["signal"] for entry in told if "signal" in entry] == [12] * 3, case
+        assert [entry["counts"] for entry in told if "counts" in entry] == [[3.0]] * 3, case
+    for what in ("exported", "saved"):
+        assert [entry["counts"] for entry in facts(done, what)] == [[3.0]] * 3
+    assert [entry["samples"] for entry in facts(done, "saved")] == [3 * 97] * 3
+    for case, text in (("another model", "of another model"), ("damaged", "is intact")):
+        assert [text in entry["text"] for entry in facts(done, case)] == [True] * 3
