@@ -11,7 +11,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.cluster.roles import Roles
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.collectives.messages import Messages
@@ -22,15 +21,13 @@ from hvdtrain.keras.callbacks import list_callbacks
 from hvdtrain.keras.chief import CHIEF_ONLY
 from hvdtrain.keras.loops import Loops, split_validation
 from hvdtrain.keras.replicas import broadcast_weights
-from hvdtrain.keras.saving.checkpoint import Checkpoint
-from hvdtrain.keras.saving.progress import Progress
-from hvdtrain.keras.saving.resume import find
-from hvdtrain.keras.saving.session import Session, asked_for, store_of
+from hvdtrain.keras.saving.session import Session, asked_for
 from hvdtrain.keras.saving.signals import CaughtSignals
 from hvdtrain.keras.saving.state import TrainingState
 from hvdtrain.keras.served.exchange import Exchange
 from hvdtrain.keras.served.membership import Apart
-from hvdtrain.keras.served.saving import ServedOthers, ServedResume, give_to_all
+from hvdtrain.keras.served.saving import ServedResume
+from hvdtrain.keras.served.session import begin_session, find_for_all
 from hvdtrain.keras.steps import Steps
 from hvdtrain.monitor import report
 from hvdtrain.parameter_server.client import Client
@@ -111,8 +108,8 @@ class ServedFit:
         asked = asked_for(list_callbacks(arguments.arguments.get("callbacks")))
         signals = CaughtSignals()
         if asked is not None:
-            self._find(None)
-            signals.catch()
+            state = TrainingState(self._model, SingleCollectives(), self._steps.samples)
+            find_for_all(None, state, self._collectives)
         report.phase("serving")
         roles = self._shares.roles
         shard = self._shares.shards[roles.servers.index(self._collectives.rank)]
@@ -126,6 +123,8 @@ class ServedFit:
             scale_by_staleness=self._settings.staleness_scaling,
             received=lambda: signals.received,
         )
+        if asked is not None:
+            signals.catch()
         try:
             server.serve()
         finally:
@@ -155,7 +154,19 @@ class ServedFit:
             _train_alone(given)
         asked = asked_for(callbacks)
         if asked is not None:
-            self._session = self._begin_session(asked, callbacks, exchange)
+            workers = self._shares.roles.workers
+            self._session, self._resume = begin_session(
+                asked,
+                self._model,
+                self._collectives,
+                callbacks,
+                exchange,
+                self._steps,
+                place=Apart(workers.index(self._collectives.rank), len(workers)),
+                shards=self._shares.shards,
+                in_update=self._settings.gradients_in_update,
+                presharded=self._presharded,
+            )
         shares = self._shares
         client = Client(self._messages, shares.specs, shares.roles.servers, shares.shards)
 
@@ -194,59 +205,6 @@ class ServedFit:
         """The checkpoints of the ``fit`` that has begun on this worker."""
         assert self._session is not None
         return self._session
-
-    def _begin_session(
-        self, asked: Checkpoint, callbacks: Sequence[Any], exchange: Exchange
-    ) -> Session:
-        """What takes checkpoints on this worker; collective, with ``_find`` on servers."""
-        workers = self._shares.roles.workers
-        rank = workers.index(self._collectives.rank)
-        store = store_of(asked)
-        found, state = self._find(store if self._is_chief else None)
-        if found is not None:
-            self._resume = ServedResume(
-                *found,
-                state,
-                rank=rank,
-                size=len(workers),
-                in_update=self._settings.gradients_in_update,
-                pull=exchange.pull,
-            )
-        others = ServedOthers(
-            self._model,
-            exchange,
-            self._steps,
-            state,
-            self._shares.shards,
-            rank=rank,
-            size=len(workers),
-            resume=self._resume,
-        )
-        return Session(
-            asked,
-            self._model,
-            SingleCollectives(),
-            Apart(rank, len(workers)),
-            callbacks,
-            state=state,
-            store=store,
-            resume=self._resume,
-            others=others,
-            presharded=self._presharded,
-        )
-
-    def _find(self, store: Store | None) -> tuple[tuple[Progress, Snapshot] | None, TrainingState]:
-        """Look for a checkpoint; collective.
-
-        Args:
-            store: On the chief.
-
-        Raises:
-            CheckpointError: None can be used; on all ranks.
-        """
-        state = TrainingState(self._model, SingleCollectives(), self._steps.samples)
-        found = find(store, state, self._collectives)
-        return None if found is None else give_to_all(found, self._collectives), state
 
     def _end_if_preempted(self, number: int) -> None:
         """End all ranks alike after a signal; collective."""

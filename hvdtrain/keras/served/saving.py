@@ -11,7 +11,6 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint import Snapshot
-from hvdtrain.collectives.base import Collectives
 from hvdtrain.collectives.single import SingleCollectives
 from hvdtrain.keras.data.leftovers import leftovers
 from hvdtrain.keras.data.position import Position
@@ -21,7 +20,7 @@ from hvdtrain.keras.optimizer import accumulators, plain_optimizers
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks
 from hvdtrain.keras.saving.others import Others
 from hvdtrain.keras.saving.progress import Progress
-from hvdtrain.keras.saving.resume import Found, Resume, broadcast_arrays
+from hvdtrain.keras.saving.resume import Found, Resume
 from hvdtrain.keras.saving.schedule import LOOK_S
 from hvdtrain.keras.saving.stand import Stand
 from hvdtrain.keras.saving.state import TrainingState
@@ -32,17 +31,9 @@ from hvdtrain.parameter_server.holding import put_states, take_states
 from hvdtrain.parameter_server.protocol import NO_STAND
 from hvdtrain.parameter_server.shards import Shard
 
-__all__ = ["ServedOthers", "ServedResume", "give_to_all"]
+__all__ = ["ServedOthers", "ServedResume"]
 
 _SHORTEST_PAUSE_S = 0.01
-
-
-def give_to_all(found: Found, collectives: Collectives) -> tuple[Progress, Snapshot]:
-    """Let all ranks have what the chief found; collective."""
-    progress, snapshot = found
-    model = broadcast_arrays(None if snapshot is None else snapshot.model, collectives)
-    ranks = broadcast_arrays(None if snapshot is None else snapshot.ranks, collectives)
-    return progress, Snapshot(step=progress.step, state={}, model=model, ranks=ranks)
 
 
 class ServedResume(Resume):
