@@ -100,10 +100,13 @@ class Epochs:
         self._epochs = 0  # ended
         self._passes = 0  # begun
         self._resumed: Place | None = None
+        self.begins: dict[int, Position] = {}
+        """By epoch, where passes begin that don't begin at their start."""
         self._pass: Pass | None = None
         self._iterator: Any = None
         self._done = 0  # steps of the pass, the block in work included
         self._within = 0  # steps of the block in work, 0 between two
+        self._before = 0  # steps of the epoch before that block
         self._ran_out = False  # the pass had fewer steps than it could tell
 
     def place(self, *, epoch_step: int) -> Place:
@@ -121,6 +124,27 @@ class Epochs:
             passes=self._passes - goes_on,
             ranks=self._membership.size,
         )
+
+    def place_within(self, left: int) -> tuple[int, Place]:
+        """The epoch, and as ``place``, while a block of steps is in work.
+
+        Args:
+            left: Steps of the block that are not done.
+        """
+        assert self._pass is not None
+        epoch_step, done = self._before + self._within - left, self._done - left
+        limit = self._steps_per_epoch
+        pass_ends = done == self._pass.steps
+        ends = pass_ends if limit is None else epoch_step == limit
+        goes_on = not ends or (limit is not None and not pass_ends)
+        place = Place(
+            position=self._pass.after(done) if goes_on else None,
+            epoch_step=0 if ends else epoch_step,
+            epochs=self._epochs - (not ends),
+            passes=self._passes - goes_on,
+            ranks=self._membership.size,
+        )
+        return self._epoch + ends, place
 
     def note_contributions(self, contributed: Sequence[Collection[int] | None]) -> None:
         """Call after each block of steps where ranks may be lost.
@@ -182,7 +206,8 @@ class Epochs:
             step: Steps that are done since the training began.
         """
         self.step = step
-        self._resumed = place._replace(position=place.position or Position(epoch=epoch))
+        begin = self.begins.get(epoch, Position(epoch=epoch))
+        self._resumed = place._replace(position=place.position or begin)
         self._epochs, self._passes = place.epochs, place.passes
         self.sharded.catch_up(epochs=place.epochs, passes=place.passes)
 
@@ -221,6 +246,7 @@ class Epochs:
             self.step += taken
             keras_iterator._steps_seen = step + self._block
             self._within = taken
+            self._before = step
             yield step, step + self._block - 1, self._iterator
             self._within = 0
             step += self._block
@@ -236,7 +262,8 @@ class Epochs:
             begun = self.sharded.begin(resumed.position, ranks=resumed.ranks, repeatable=elastic)
             first_step = self._steps_before(resumed, begun.steps)
         else:
-            begun = self.sharded.begin(Position(epoch=self._epoch), repeatable=elastic)
+            begin = self.begins.get(self._epoch, Position(epoch=self._epoch))
+            begun = self.sharded.begin(begin, repeatable=elastic)
         self._passes += 1
         self._read(begun)
         return first_step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,7 +23,8 @@ from hvdtrain.keras.metrics import joint_metrics
 from hvdtrain.keras.optimizer import accumulates, is_distributed
 from hvdtrain.keras.predictions import join_predictions
 from hvdtrain.keras.replicas import average_statistics, broadcast_model
-from hvdtrain.keras.saving.session import Session, asked_for
+from hvdtrain.keras.saving.checkpoint import Checkpoint
+from hvdtrain.keras.saving.session import Session, asked_for, begin_session
 from hvdtrain.keras.steps import Steps
 from hvdtrain.tensorflow.reducer import GradientReducer
 
@@ -54,6 +55,7 @@ class Loops:
         steps: What Keras' loops run on each batch.
         whole: Shares out what is evaluated or predicted; as ``inputs`` if not given.
         begin: Gives all ranks the chief's state as training begins.
+        begin_session: Takes the place of the function of this name.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Loops:
         steps: Steps,
         whole: Inputs | None = None,
         begin: Callable[[], None] | None = None,
+        begin_session: Callable[[], Session] | None = None,
     ) -> None:
         self._model = model
         self._collectives = collectives
@@ -75,6 +78,7 @@ class Loops:
         self._inputs = inputs
         self._whole = whole or inputs
         self._begin = begin or (lambda: broadcast_model(model, collectives))
+        self._own_session = begin_session
         self._steps = steps
         self._optimizer = model.optimizer
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
@@ -108,15 +112,7 @@ class Loops:
         asked = asked_for(listed)
         session = None
         if asked is not None:
-            session = Session(
-                asked,
-                self._model,
-                self._collectives,
-                self._membership,
-                listed,
-                self._steps.samples,
-                presharded=self._inputs.presharded,
-            )
+            session = self._begin_session(asked, listed)
             self._inputs.seed = session.seed(self._inputs.seed)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_validation(
@@ -262,6 +258,19 @@ class Loops:
             epochs.take_over(iterator)
 
     # What they share.
+
+    def _begin_session(self, asked: Checkpoint, callbacks: Sequence[Any]) -> Session:
+        if self._own_session is not None:
+            return self._own_session()
+        return begin_session(
+            asked,
+            self._model,
+            self._collectives,
+            self._membership,
+            callbacks,
+            self._steps.samples,
+            presharded=self._inputs.presharded,
+        )
 
     def _prepare(self, sharded: ShardedInput) -> None:
         """Build metrics and losses before the first step: every rank must have all of them."""

@@ -59,6 +59,8 @@ class Steps:
         self.joint_rows_known = False
         self.samples = keras.Variable(0, dtype="int64", trainable=False, name="samples")
         """How many samples this rank has trained on."""
+        self.ran = keras.Variable(0, dtype="int64", trainable=False, name="ran")
+        """How many training steps ran in this process, the one in work included."""
 
     def train(self, data: Any) -> Any:
         """``train_step`` on an element of a sharded dataset, or on a batch of this rank."""
@@ -68,6 +70,7 @@ class Steps:
         share = self._open(data)
         self._flag.set(share.rows)
         self.samples.assign_add(tf.cast(share.rows, tf.int64))
+        self.ran.assign_add(1)
         try:
             with _CountRows(self._model, share.rows):
                 if has_own(self._model, "train_step"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -13,10 +15,12 @@ from hvdtrain.collectives.messages import Messages
 from hvdtrain.parameter_server.gradients import Gradient, pack_gradients
 from hvdtrain.parameter_server.protocol import (
     DATA,
+    NO_STAND,
     REFUSALS,
     REPLY,
     REPLY_DATA,
     REQUEST,
+    STAND_NUMBERS,
     Kind,
     Reply,
     Request,
@@ -72,6 +76,14 @@ class Client:
         """Whether another worker has ended the training."""
         self.learning_rate = math.nan
         """What the servers use next; NaN where they don't tell."""
+        self.own_signal = 0
+        """A signal that came to this worker, to be told with each request; see ``Request``."""
+        self.signal = 0
+        """What the servers know of signals; see ``Reply``."""
+        self.training = 0
+        """How many workers may still send gradients; known after any answer."""
+        self.heard_s = 0.0
+        """When the last answer came, on the monotonic clock."""
 
     def load(self, weights: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> None:
         """Give the servers what training begins with; the chief does.
@@ -92,7 +104,12 @@ class Client:
         return self._ask(self._to_all(Kind.PULL), "pull")
 
     def push(
-        self, gradients: Sequence[Gradient] | None, *, weight: float, learning_rate: float
+        self,
+        gradients: Sequence[Gradient] | None,
+        *,
+        weight: float,
+        learning_rate: float,
+        stand: tuple[int, ...] = NO_STAND,
     ) -> list[np.ndarray]:
         """Give a gradient to the servers, and take the weights for the next step.
 
@@ -100,6 +117,7 @@ class Client:
             gradients: Of all variables; None where this step has none that counts.
             weight: What the gradient counts for, where it is averaged with those of others.
             learning_rate: The optimizer's, as the chief has it; NaN elsewhere.
+            stand: Where this worker is in its data, once the gradient is applied.
 
         Raises:
             MismatchError: A server can't use it.
@@ -117,6 +135,8 @@ class Client:
                 counts=gradients is not None,
                 weight=weight,
                 learning_rate=learning_rate,
+                signal=self.own_signal,
+                stand=stand,
             )
             for server in self._servers
         ]
@@ -134,16 +154,55 @@ class Client:
         Returns:
             The last weights.
         """
-        requests = [request._replace(stop=stop) for request in self._to_all(Kind.DONE)]
-        return self._ask(requests, "end", more=states, endless=True)
+        more = None if states is None else [[state] for state in states]
+        return self._ask(self._to_all(Kind.DONE, stop=stop), "end", more=more, endless=True)
+
+    def look(self) -> None:
+        """See how things are: ``signal``, ``training``, ``stopped``."""
+        self._ask(self._to_all(Kind.LOOK), "look", weights="none")
+
+    def leave(self, *, stop: bool = False) -> None:
+        """Say that no gradient will come any more, and go on; ``done`` must come later.
+
+        Args:
+            stop: Whether the others are to end as well.
+        """
+        self._ask(self._to_all(Kind.LEAVE, stop=stop), "leave", weights="none")
+
+    def snapshot(
+        self, workers: int, states: Sequence[np.ndarray]
+    ) -> tuple[list[np.ndarray], list[tuple[int, ...]]]:
+        """What all servers hold at one moment, with the same gradients in it; for the chief.
+
+        Args:
+            workers: How many there are.
+            states: Filled with the optimizer's state on each server.
+
+        Returns:
+            The weights, and the stand that came with the last gradient of each worker in them.
+        """
+        far = [np.empty(workers, np.int64) for _ in self._servers]
+        self._ask(
+            self._to_all(Kind.FREEZE), "freeze", more=[[entry] for entry in far], weights="none"
+        )
+        furthest = np.max(far, axis=0)
+        stands = [np.empty((workers, STAND_NUMBERS), np.int64) for _ in self._servers]
+        weights = self._ask(
+            self._to_all(Kind.SNAPSHOT),
+            "snapshot",
+            [[furthest]] * len(self._servers),
+            more=list(zip(states, stands)),
+            weights="this",
+        )
+        return weights, [tuple(row) for row in stands[0].tolist()]
 
     def _pack(self, shard: Shard, gradients: Sequence[Gradient]) -> list[np.ndarray]:
         flat = self._pool.take(shard.nbytes)
         parts = pack_gradients(shard, self._specs, gradients, flat)
         return [parts.kinds, *parts.blocks()]
 
-    def _to_all(self, kind: Kind) -> list[Request]:
-        return [Request(kind)] * len(self._servers)
+    def _to_all(self, kind: Kind, *, stop: bool = False) -> list[Request]:
+        return [Request(kind, stop=stop, signal=self.own_signal)] * len(self._servers)
 
     def _ask(
         self,
@@ -151,10 +210,20 @@ class Client:
         what: str,
         data: Sequence[Sequence[np.ndarray]] | None = None,
         *,
-        more: Sequence[np.ndarray] | None = None,
+        more: Sequence[Sequence[np.ndarray]] | None = None,
+        weights: Literal["newest", "this", "none"] = "newest",
         endless: bool = False,
     ) -> list[np.ndarray]:
         """Send requests, each with its data, and take the answers: weights, and perhaps more.
+
+        Args:
+            requests: One for each server.
+            what: Names them for whoever asks what this rank waits for.
+            data: For each server, what follows the request.
+            more: For each server, where to put what follows the weights.
+            weights: Whether these are answered; with "newest" they may be newer than the answer,
+                with "this" they are not. With "none" nothing is returned.
+            endless: As for ``Messages.wait``.
 
         All is received at once: a server does nothing else until its answer has been taken, so
         that whoever took one after another could wait for a server that waits for it.
@@ -166,8 +235,9 @@ class Client:
         kept = []  # what is sent must live until it has been
         for number, (server, request) in enumerate(zip(self._servers, requests)):
             pending += messages.start_receive(answers[number], server.rank, REPLY)
-            comes = [] if server.published is not None else [buffers[number]]
-            for buffer in (*comes, *(more[number : number + 1] if more else ())):
+            reads = server.published is not None and weights == "newest"
+            parts = [buffers[number]] if weights != "none" and not reads else []
+            for buffer in (*parts, *(more[number] if more is not None else ())):
                 pending += messages.start_receive(buffer, server.rank, REPLY_DATA)
             words = request.pack()
             kept.append(words)
@@ -175,17 +245,23 @@ class Client:
             for block in data[number] if data is not None else ():
                 pending += messages.start_send(block, server.rank, DATA)
         messages.wait(pending, f"{what}, for the parameter servers", endless=endless)
+        self.heard_s = time.monotonic()
         replies = [Reply.unpack(answer) for answer in answers]
         for server, reply in zip(self._servers, replies):
-            server.step, server.version = reply.step, reply.version
+            if weights != "none":
+                server.step, server.version = reply.step, reply.version
             self.stopped = self.stopped or reply.stop
+            self.signal = self.signal or reply.signal
+        self.training = max(reply.training for reply in replies)
         self.learning_rate = replies[0].learning_rate
         for server, reply in zip(self._servers, replies):
             if reply.refusal:
                 error = REFUSALS[reply.error]
                 raise error(f"The parameter server, rank {server.rank}: {reply.refusal}")
+        if weights == "none":
+            return []
         for server, buffer in zip(self._servers, buffers):
-            if server.published is not None:
+            if server.published is not None and weights == "newest":
                 # Of the reply's version, or newer.
                 server.version = server.published.read(buffer)
         return self._assemble(buffers)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from hvdtrain.collectives.layout import join_bytes, split_bytes
 from hvdtrain.parameter_server.gradients import Parts
+from hvdtrain.parameter_server.optimizers import plain_optimizer
 from hvdtrain.parameter_server.shards import Shard
 from hvdtrain.parameter_server.states import cut_state, gather_state
 from hvdtrain.parameter_server.table import Table
@@ -65,8 +67,15 @@ def take_states(optimizer: Any, shards: Sequence[Shard]) -> list[np.ndarray]:
 
 
 def put_states(optimizer: Any, shards: Sequence[Shard], states: Sequence[np.ndarray]) -> None:
-    """Give a whole model's optimizer the state that all shards have."""
+    """Give a whole model's optimizer the state that all shards have.
+
+    A learning rate that can be set stays: servers have what this rank told them last.
+    """
     parts = [
         split_bytes(state, cut_state(optimizer, shard)) for shard, state in zip(shards, states)
     ]
+    rate = plain_optimizer(optimizer)._learning_rate
+    before = rate.numpy() if isinstance(rate, keras.Variable) else None
     gather_state(optimizer, shards, parts)
+    if before is not None:
+        rate.assign(before)

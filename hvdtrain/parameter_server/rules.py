@@ -8,7 +8,7 @@ al. 2016, arXiv 1604.00981).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 __all__ = ["FreeRunning", "Rounds", "Rule"]
@@ -38,6 +38,17 @@ class Rule(Protocol):
 
     def leave(self, worker: int) -> None:
         """A worker will push nothing more."""
+        ...
+
+    def progress(self) -> list[int]:
+        """How far this server is, in numbers that never fall; as many as there are workers.
+
+        Servers on which they are equal have applied the same gradients.
+        """
+        ...
+
+    def is_beyond(self, worker: int, limit: Sequence[int]) -> bool:
+        """Whether one more of a worker's requests might bring ``progress`` beyond ``limit``."""
         ...
 
 
@@ -75,6 +86,12 @@ class FreeRunning:
     def leave(self, worker: int) -> None:
         self._active.discard(worker)
 
+    def progress(self) -> list[int]:
+        return list(self._pushed.values())
+
+    def is_beyond(self, worker: int, limit: Sequence[int]) -> bool:
+        return self._pushed[worker] >= limit[list(self._pushed).index(worker)]
+
 
 class Rounds:
     """Workers make each step together.
@@ -88,7 +105,9 @@ class Rounds:
 
     def __init__(self, workers: Collection[int], wanted: int | None = None) -> None:
         self._active = set(workers)
-        self._wanted = len(workers) if wanted is None else wanted
+        self._size = len(workers)
+        self._wanted = self._size if wanted is None else wanted
+        self._has_backup = self._wanted < self._size
         self._step = 0
         self._taken: set[int] = set()
 
@@ -115,3 +134,11 @@ class Rounds:
 
     def leave(self, worker: int) -> None:
         self._active.discard(worker)
+
+    def progress(self) -> list[int]:
+        # With backup workers each server takes the gradients that came to it first: there is no
+        # moment at which all have the same.
+        return [0 if self._has_backup else self._step] * self._size
+
+    def is_beyond(self, worker: int, limit: Sequence[int]) -> bool:
+        return self.progress()[0] >= limit[0]

@@ -13,10 +13,12 @@ from hvdtrain.collectives.messages import Messages
 from hvdtrain.errors import CollectiveError, MismatchError, NonFiniteError
 from hvdtrain.parameter_server.compensation import Compensation
 from hvdtrain.parameter_server.counts import Counts
+from hvdtrain.parameter_server.freezing import Freezing
 from hvdtrain.parameter_server.gathering import Gathering
 from hvdtrain.parameter_server.gradients import Parts
 from hvdtrain.parameter_server.protocol import (
     DATA,
+    NO_STAND,
     REFUSALS,
     REPLY,
     REPLY_DATA,
@@ -89,6 +91,7 @@ class Server:
             the answer.
         require_finite: Refuse gradients with NaN or infinity.
         log: Is told of each update.
+        received: A signal that has come to this rank, or 0; the chief is told.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Server:
         delay_compensation: float = 0.0,
         require_finite: bool = True,
         log: UpdateLog | None = None,
+        received: Callable[[], int] = lambda: 0,
     ) -> None:
         self._messages = messages
         self._variables = variables
@@ -115,6 +119,12 @@ class Server:
         self._tells_learning_rate = tells_learning_rate
         self._workers = tuple(workers)
         self._active = set(workers)
+        self._training = set(workers)
+        self._received = received
+        self._signal = 0  # that came to a worker
+        self._freezing = Freezing(rule)
+        self._stands = dict.fromkeys(workers, NO_STAND)
+        self._gathered_stands: dict[int, tuple[int, ...]] = {}
         self._loaded = False
         self._stop = False
         self._version = 0
@@ -132,6 +142,8 @@ class Server:
         self._compensation = Compensation(delay_compensation, shard) if compensates else None
         self.counts = Counts()
         """What became of the gradients."""
+        self.ended_by = 0
+        """The signal by which the chief ended the training; 0 for none."""
 
     def serve(self) -> None:
         """Return when every worker is done.
@@ -144,17 +156,31 @@ class Server:
             Kind.LOAD: self._load,
             Kind.PULL: self._pull,
             Kind.PUSH: self._push,
-            Kind.DONE: self._leave,
+            Kind.DONE: self._end,
+            Kind.LOOK: self._look,
+            Kind.LEAVE: self._leave,
+            Kind.FREEZE: self._freeze,
+            Kind.SNAPSHOT: self._aim,
         }
-        words = Request.buffer()
         while self._active or self._waiting:
-            worker = self._messages.receive_any(words, REQUEST, WAITING)
-            request = Request.unpack(words)
+            worker, request = self._freezing.next_held() or self._hear()
+            if self._freezing.holds(worker, request):
+                continue
             try:
                 handlers[request.kind](worker, request)
             except REFUSALS as error:
                 self._refuse(worker, error)
             self._answer()
+
+    def _hear(self) -> tuple[int, Request]:
+        words = Request.buffer()
+        worker = self._messages.receive_any(words, REQUEST, WAITING)
+        request = Request.unpack(words)
+        if worker == self._chief:
+            self.ended_by = request.signal
+        else:
+            self._signal = self._signal or request.signal
+        return worker, request
 
     def _load(self, worker: int, request: Request) -> None:
         state = np.empty(self._variables.state_bytes, np.uint8)
@@ -174,6 +200,9 @@ class Server:
             self._variables.set_learning_rate(request.learning_rate)
         in_time = self._rule.push(worker, request.step)
         self._waiting[worker] = False
+        if request.stand != NO_STAND:
+            stands = self._gathered_stands if in_time and self._rule.gathers else self._stands
+            stands[worker] = request.stand
         origin = Origin(worker, self._pushes[worker], request.version, request.weight)
         self._pushes[worker] += 1
         if parts is None:
@@ -195,16 +224,37 @@ class Server:
             self._apply(parts, staleness, [origin])
             self.counts.taken += 1
 
-    def _leave(self, worker: int, request: Request) -> None:
+    def _end(self, worker: int, request: Request) -> None:
         self._active.discard(worker)
+        self._waiting[worker] = True
+        self._stop_training(worker, request)
+
+    def _leave(self, worker: int, request: Request) -> None:
+        self._stop_training(worker, request)
+        self._reply(worker, [])
+
+    def _stop_training(self, worker: int, request: Request) -> None:
+        self._training.discard(worker)
         self._rule.leave(worker)
         self._stop = self._stop or request.stop
-        self._waiting[worker] = True
         self._complete()
+
+    def _look(self, worker: int, request: Request) -> None:
+        self._reply(worker, [])
+
+    def _freeze(self, worker: int, request: Request) -> None:
+        self._reply(worker, [np.array(self._freezing.begin(), np.int64)])
+
+    def _aim(self, worker: int, request: Request) -> None:
+        limit = np.empty(len(self._workers), np.int64)
+        self._receive(worker, [limit])
+        self._freezing.aim(limit.tolist())
 
     def _complete(self) -> None:
         """Apply what was gathered, if it is all that there will be."""
         if self._rule.complete():
+            self._stands.update(self._gathered_stands)
+            self._gathered_stands = {}
             mean = self._gathered.mean()
             made_of, self._gathered_of = self._gathered_of, []
             if mean is not None:
@@ -230,7 +280,7 @@ class Server:
         Raises:
             MismatchError: It belongs to other weights than there were.
         """
-        if worker not in self._active:
+        if worker not in self._training:
             raise MismatchError(
                 f"Rank {worker} sent a gradient after it had said that it was done."
             )
@@ -244,14 +294,35 @@ class Server:
         """Let go on who may."""
         if not self._loaded:
             return
+        if self._freezing.reached:
+            stands = np.array([self._stands[worker] for worker in self._workers], np.int64)
+            self._give_weights(self._chief, [self._variables.state(), stands], these=True)
+            self._freezing.end()
         for worker, ends in list(self._waiting.items()):
             if not self._active if ends else self._rule.may_go_on(worker):
                 del self._waiting[worker]
-                self._publish()
-                if self._compensation is not None:
-                    self._compensation.sent(worker, self._published.newest)
-                chief = worker == self._workers[0]
-                self._reply(worker, [self._variables.state()] if ends and chief else [])
+                chief = worker == self._chief
+                self._give_weights(worker, [self._variables.state()] if ends and chief else [])
+
+    @property
+    def _chief(self) -> int:
+        return self._workers[0]
+
+    def _give_weights(
+        self, worker: int, more: Sequence[np.ndarray], *, these: bool = False
+    ) -> None:
+        """Answer with the weights; send them to who doesn't read them.
+
+        Args:
+            worker: By rank.
+            more: To be sent with them.
+            these: Send them in any case: what is read may be newer.
+        """
+        self._publish()
+        if self._compensation is not None:
+            self._compensation.sent(worker, self._published.newest)
+        reads = worker in self._readers and not these
+        self._reply(worker, more if reads else [self._published.newest, *more])
 
     def _publish(self) -> None:
         if self._published_version != self._version:
@@ -261,16 +332,24 @@ class Server:
     def _refuse(self, worker: int, error: CollectiveError) -> None:
         self._waiting.pop(worker, None)
         # As many messages as it waits for; it doesn't look at what they hold.
-        self._reply(worker, [], str(error), REFUSALS.index(type(error)))
+        weights = [] if worker in self._readers else [self._published.newest]
+        self._reply(worker, weights, str(error), REFUSALS.index(type(error)))
 
     def _reply(
-        self, worker: int, more: Sequence[np.ndarray], refusal: str = "", error: int = 0
+        self, worker: int, data: Sequence[np.ndarray], refusal: str = "", error: int = 0
     ) -> None:
-        """Send words, the weights to who doesn't read them here, and ``more``."""
-        data = [*more] if worker in self._readers else [self._published.newest, *more]
+        chief = worker == self._chief
         rate = self._variables.learning_rate() if self._tells_learning_rate else math.nan
-        step = self._rule.next_step(worker)
-        words = Reply(step, self._version, self._stop, refusal, rate, error).pack()
+        words = Reply(
+            self._rule.next_step(worker),
+            self._version,
+            self._stop,
+            refusal,
+            signal=(self._signal or self._received()) if chief else self.ended_by,
+            training=len(self._training),
+            learning_rate=rate,
+            error=error,
+        ).pack()
         pending = self._messages.start_send(words, worker, REPLY)
         for part in data:
             pending += self._messages.start_send(part, worker, REPLY_DATA)

@@ -33,7 +33,7 @@ def test_request_without_a_learning_rate():
 @pytest.mark.parametrize("stop", [False, True])
 @pytest.mark.parametrize("refusal", ["", "no", "nö, 不行, нет", "x" * 1000])
 def test_reply(stop, refusal):
-    reply = Reply(7, 1 << 50, stop, refusal, 0.125, 1)
+    reply = Reply(7, 1 << 50, stop, refusal, signal=15, training=3, learning_rate=0.125, error=1)
     assert arrived(reply) == reply
 
 

@@ -88,6 +88,9 @@ class ShardedInput:
         steps: Joint steps of one pass, the dataset's cardinality; None where unknown or endless.
         joint_rows_known: Whether ``joint_rows`` is ever other than -1.
         unit: What positions in the data count: "samples" or "batches".
+        each: How many of them a rank takes in a whole step.
+        units: How many there are in a pass; None where unknown or endless.
+        presharded: Whether each rank has data of its own.
         notice: A line that the user should see once, or None.
 
     Pass ``dataset`` to Keras with the user's ``steps_per_epoch`` unchanged: where that is less
@@ -108,6 +111,9 @@ class ShardedInput:
     ) -> None:
         self._source = source
         self.unit = source.unit
+        self.each = source.each
+        self.units = source.units
+        self.presharded = source.plan.presharded
         self._make_dataset = make_dataset
         self.steps = steps
         self.joint_rows_known = joint_rows_known

@@ -1,4 +1,4 @@
-"""Takes the checkpoints of one ``fit``, all ranks together after the same step."""
+"""Takes the checkpoints of one ``fit``: decides when, copies, and hands over to the writer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.saving.callback_states import callback_states
 from hvdtrain.keras.saving.checkpoint import Checkpoint
 from hvdtrain.keras.saving.export import export_model
+from hvdtrain.keras.saving.others import Others
 from hvdtrain.keras.saving.progress import Progress
 from hvdtrain.keras.saving.resume import Resume
 from hvdtrain.keras.saving.schedule import Schedule
@@ -45,6 +46,7 @@ class Keeper:
         membership: Who takes part; followed, as another rank may become the chief.
         callbacks: All of the user's, in their order.
         state: Of the model.
+        others: The ranks beside this one.
         epochs: Where ``fit`` stands in its data.
         writer: Used on the chief alone.
         resume: What training goes on from, or None.
@@ -61,6 +63,7 @@ class Keeper:
         membership: Membership,
         callbacks: Sequence[Any],
         state: TrainingState,
+        others: Others,
         epochs: Epochs,
         writer: Writer,
         resume: Resume | None,
@@ -73,6 +76,7 @@ class Keeper:
         self._membership = membership
         self._callbacks = callbacks
         self._state = state
+        self._others = others
         self._epochs = epochs
         self._writer = writer
         self._resume = resume
@@ -95,6 +99,7 @@ class Keeper:
 
     def open(self) -> None:
         """Begin: signals no longer end the process, but the training after a step."""
+        self._others.open(self._epochs, self._state.samples)
         self._signals.catch()
 
     def close(self) -> None:
@@ -133,12 +138,15 @@ class Keeper:
             self._resume.on_epoch_begin(self._model, self._callbacks)
             self._epoch_step = self._resume.progress.place.epoch_step
             self._resume = None
+        self._others.begin_epoch(epoch)
 
     def on_batch_end(self, batch: int) -> None:
         """Take a checkpoint if one is due, or if a signal has come to some rank."""
+        self._epoch_step = batch + 1
+        if not self._others.ready:
+            return
         step, before = self._epochs.step, self._step_before
         self._step_before = step
-        self._epoch_step = batch + 1
         if self._membership.too_few is not None:
             self._save_for_good(epoch=self._epoch, epoch_step=batch + 1)
             return
@@ -155,17 +163,30 @@ class Keeper:
 
         At the very end Keras may overwrite weights by their averages: that comes after this.
         """
-        last = last or self._model.stop_training or self._membership.too_few is not None
+        stops = bool(self._model.stop_training)
+        last = last or stops or self._membership.too_few is not None
+        if last:
+            self._wait_for_others(epoch=epoch + 1, logs=logs, stop=stops)
         if not last and not self._schedule.every_epoch:
             return
         if last and self._membership.elastic:
             self._save_for_good(epoch=epoch + 1, epoch_step=0, logs=logs)
         else:
             self._take(epoch=epoch + 1, epoch_step=0, logs=logs)
-        if self._chief and self._asked.export is not None:
-            self._try_export(self._asked.export)
+        self._export()
         if last:
             number, _ = self._meet(self._epochs.step, due=False)
+            if number:
+                self._end(number)
+
+    def _wait_for_others(
+        self, *, epoch: int, logs: Mapping[str, Any] | None = None, stop: bool = False
+    ) -> None:
+        """Go on taking checkpoints after this rank's last step, as long as others train."""
+        for _ in self._others.until_all_have_ended(stop=stop):
+            number, take = self._meet(self._epochs.step, due=False)
+            if number or take:
+                self._take(epoch=epoch, epoch_step=0, logs=logs)
             if number:
                 self._end(number)
 
@@ -184,10 +205,23 @@ class Keeper:
         validation = self._validation
         if validation is None:
             return
-        number = validation.look(self._signals.received, self._collectives)
+        received = self._others.received(self._signals.received)
+        number = validation.look(received, self._collectives)
         if number:
             self._take(epoch=self._epoch, epoch_step=self._epoch_step, earlier=validation.own)
             self._end(number)
+
+    def finish(self) -> None:
+        """Call before the others end: where this rank had no epoch to run, some may have."""
+        if self._resume is None:
+            return
+        epoch = self._resume.progress.epoch
+        self._resume.on_train_end(self._model)
+        self._resume = None
+        if self._chief and self._others.were_behind(epoch):
+            self._wait_for_others(epoch=epoch)
+            self._take(epoch=epoch, epoch_step=0)
+            self._export()
 
     def on_train_end(self) -> None:
         """Return when the last checkpoint is on disk, or can't be."""
@@ -223,7 +257,7 @@ class Keeper:
             CheckpointError: The chief could not write, and was asked to raise then.
         """
         word = np.zeros(4, np.int64)
-        word[0] = self._signals.received
+        word[0] = self._others.received(self._signals.received)
         error = None
         if self._chief:
             error = self._writer.take_error()
@@ -290,6 +324,11 @@ class Keeper:
             return
         # Its arrays are copied over by the next ones.
         self._writer.wait()
+        others = self._others.collect()
+        counted = {
+            f"rank/{rank}/samples": np.array(stand.samples) for rank, stand in enumerate(others, 1)
+        }
+        ranks = {**ranks, **counted}
         kept, arrays = callback_states(self._callbacks)
         progress = Progress(
             step=self._epochs.step,
@@ -302,6 +341,9 @@ class Keeper:
             samples=sum(int(ranks[f"rank/{rank}/samples"]) for rank in range(self._size)),
             callbacks=kept,
             history=self._history(epoch, logs),
+            others=others,
+            begins=list(self._epochs.begins.values()),
+            each=self._epochs.sharded.each,
         )
         model = {**self._state.shared(), **arrays}
         self._writer.start(
@@ -335,9 +377,12 @@ class Keeper:
             },
         }
 
-    def _try_export(self, path: str) -> None:
+    def _export(self) -> None:
+        """Save the model in Keras' own format, on the chief and if so asked."""
+        if not self._chief or self._asked.export is None:
+            return
         try:
-            export_model(self._model, path)
+            export_model(self._model, self._asked.export)
         except CheckpointError as error:
             self._complain(error)
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.errors import CheckpointError, DataError
 from hvdtrain.keras.data.position import Position
 from hvdtrain.keras.epochs import Place
+from hvdtrain.keras.saving.stand import Stand, place_from_json, place_to_json
 
 __all__ = ["Progress"]
-
-_COUNTS = ("epoch_step", "epochs", "passes", "ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +30,10 @@ class Progress:
         samples: Seen since the beginning by the ranks that are left.
         callbacks: By class, what each keeps.
         history: What ``fit`` returns for the epochs so far: "epoch", numbers, and "logs", lists.
+        others: Where the ranks after the chief stand, in their order, where each goes its own way;
+            empty where all are where the chief is.
+        begins: Where passes began that did not begin at their start, for ``others``.
+        each: Units that a rank takes in a step; 0 where not known.
     """
 
     step: int
@@ -43,13 +46,19 @@ class Progress:
     samples: int
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     history: Mapping[str, Any] = field(default_factory=dict)
+    others: Sequence[Stand] = ()
+    begins: Sequence[Position] = ()
+    each: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As a dictionary of plain values."""
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
-        position = self.place.position
-        place = self.place._asdict() | {"position": position and position.to_json()}
-        return {**values, "place": place}
+        return {
+            **values,
+            "place": place_to_json(self.place),
+            "others": [stand.to_json() for stand in self.others],
+            "begins": [position.to_json() for position in self.begins],
+        }
 
     @classmethod
     def from_json(cls, values: Any) -> Progress:
@@ -59,14 +68,14 @@ class Progress:
             CheckpointError: Something is missing or can't be used.
         """
         try:
-            known = {entry.name: values[entry.name] for entry in dataclasses.fields(cls)}
-            for name in ("step", "epoch", "seed", "samples"):
+            # The last ones are not in checkpoints of earlier versions.
+            given = {"others": (), "begins": (), "each": 0, **values}
+            known = {entry.name: given[entry.name] for entry in dataclasses.fields(cls)}
+            for name in ("step", "epoch", "seed", "samples", "each"):
                 known[name] = int(known[name])
-            counts = {name: int(known["place"][name]) for name in _COUNTS}
-            position = known["place"]["position"]
-            known["place"] = Place(
-                position=None if position is None else Position.from_json(position), **counts
-            )
+            known["place"] = place_from_json(known["place"])
+            known["others"] = [Stand.from_json(stand) for stand in known["others"]]
+            known["begins"] = [Position.from_json(position) for position in known["begins"]]
             return cls(**known)
         except (KeyError, TypeError, ValueError, DataError) as error:
             raise CheckpointError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -20,12 +20,24 @@ from hvdtrain.keras.saving.state import TrainingState
 from hvdtrain.monitor import report
 from hvdtrain.tensorflow import seeds
 
-__all__ = ["Resume", "find"]
+__all__ = ["Found", "Resume", "broadcast_arrays", "find"]
 
 _CHIEF_LOST = "The rank that reads the checkpoint was lost meanwhile. Start the job again."
 
 
-def find(store: Store | None, state: TrainingState, collectives: Collectives) -> Resume | None:
+class Found(NamedTuple):
+    """A checkpoint to go on from.
+
+    Attributes:
+        progress: How far it had come.
+        snapshot: On the chief, elsewhere None.
+    """
+
+    progress: Progress
+    snapshot: Snapshot | None
+
+
+def find(store: Store | None, state: TrainingState, collectives: Collectives) -> Found | None:
     """Look for a checkpoint; collective.
 
     Args:
@@ -58,28 +70,20 @@ def find(store: Store | None, state: TrainingState, collectives: Collectives) ->
         raise CheckpointError(answer["error"])
     if "state" not in answer:
         return None
-    return Resume(Progress.from_json(answer["state"]), snapshot, state, collectives)
+    return Found(Progress.from_json(answer["state"]), snapshot)
 
 
 class Resume:
     """One checkpoint on its way into a model.
 
     Args:
-        progress: How far it had come.
-        snapshot: On the chief, elsewhere None.
+        found: The checkpoint.
         state: Of the model.
         collectives: The engine.
     """
 
-    def __init__(
-        self,
-        progress: Progress,
-        snapshot: Snapshot | None,
-        state: TrainingState,
-        collectives: Collectives,
-    ) -> None:
-        self.progress = progress
-        self._snapshot = snapshot
+    def __init__(self, found: Found, state: TrainingState, collectives: Collectives) -> None:
+        self.progress, self._snapshot = found
         self._state = state
         self._collectives = collectives
         self._restored = False
@@ -114,14 +118,14 @@ class Resume:
         """Set the first epoch; between two epochs, restore everything."""
         model._initial_epoch = self.progress.epoch
         if not self.progress.within_epoch:
-            self._restore(model, callbacks)
+            self.restore(model, callbacks)
 
     def on_epoch_begin(self, model: keras.Model, callbacks: Sequence[Any]) -> None:
         """Within an epoch restore everything now, after all that Keras and callbacks begin with."""
         if self._restored:
             return
         if self.progress.within_epoch:
-            self._restore(model, callbacks)
+            self.restore(model, callbacks)
         self._finish(model)
 
     def on_train_end(self, model: keras.Model) -> None:
@@ -138,39 +142,43 @@ class Resume:
         model.history.history = {name: list(v) for name, v in history["logs"].items()}
         model.history.epoch = list(history["epoch"])
 
-    def _restore(self, model: keras.Model, callbacks: Sequence[Any]) -> None:
+    def restore(self, model: keras.Model, callbacks: Sequence[Any]) -> None:
+        """Give the model and the callbacks what they had; collective."""
         snapshot, progress = self._snapshot, self.progress
         self._state.restore_shared(None if snapshot is None else snapshot.model)
         ranks = progress.place.ranks
         follow_saved(model.optimizer, ranks, self._collectives.size)
         kept = None if snapshot is None else kept_by_callbacks(snapshot.model)
-        arrays = _broadcast_arrays(kept, self._collectives)
-        for lost in restore_callbacks(callbacks, progress.callbacks, arrays):
-            self._say(
-                f"the checkpoint holds the state of a callback {lost}, and fit was given none; "
-                "training goes on without"
-            )
+        self.restore_callbacks(callbacks, broadcast_arrays(kept, self._collectives))
         # Last: what came before draws random numbers here and there.
         self._state.restore_own(None if snapshot is None else snapshot.ranks, ranks)
         there = self._collectives.allreduce(np.array(snapshot is not None), "max", name="restored")
         if not there:
             raise RanksLostError(_CHIEF_LOST)
 
+    def restore_callbacks(self, callbacks: Sequence[Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Give the callbacks what they had, and tell what there is no callback for."""
+        for lost in restore_callbacks(callbacks, self.progress.callbacks, arrays):
+            self._say(
+                f"the checkpoint holds the state of a callback {lost}, and fit was given none; "
+                "training goes on without"
+            )
+
     def _say(self, text: str) -> None:
         if self._collectives.rank == 0:
             print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
 
 
-def _broadcast_arrays(
+def broadcast_arrays(
     arrays: Mapping[str, np.ndarray] | None, collectives: Collectives
 ) -> dict[str, np.ndarray]:
     """Give all ranks the chief's arrays; the others pass None and know nothing of them."""
     own = arrays or {}
     kinds = [(key, array.dtype.name, array.shape) for key, array in own.items()]
-    kinds = collectives.broadcast_object(kinds, name="arrays of callbacks")
+    kinds = collectives.broadcast_object(kinds, name="arrays of a checkpoint")
     return {
         key: collectives.broadcast(
-            own.get(key, np.empty(shape, np.dtype(dtype))), name=f"callback's {key}"
+            own.get(key, np.empty(shape, np.dtype(dtype))), name=f"checkpoint's {key}"
         )
         for key, dtype, shape in kinds
     }

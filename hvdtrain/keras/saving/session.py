@@ -17,11 +17,12 @@ from hvdtrain.keras.epochs import Epochs
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.saving.checkpoint import Checkpoint
 from hvdtrain.keras.saving.keeper import Keeper
-from hvdtrain.keras.saving.resume import find
+from hvdtrain.keras.saving.others import Others
+from hvdtrain.keras.saving.resume import Resume, find
 from hvdtrain.keras.saving.state import TrainingState
 from hvdtrain.monitor import report
 
-__all__ = ["Session", "asked_for"]
+__all__ = ["Session", "asked_for", "begin_session", "store_of"]
 
 
 def asked_for(callbacks: Sequence[Any]) -> Checkpoint | None:
@@ -40,8 +41,17 @@ def asked_for(callbacks: Sequence[Any]) -> Checkpoint | None:
     return found[0] if found else None
 
 
-class Session:
-    """The checkpoints of one ``fit``; making one is collective.
+def begin_session(
+    asked: Checkpoint,
+    model: keras.Model,
+    collectives: Collectives,
+    membership: Membership,
+    callbacks: Sequence[Any],
+    samples: keras.Variable,
+    *,
+    presharded: bool,
+) -> Session:
+    """The checkpoints of a ``fit`` in which all ranks make each step together; collective.
 
     Args:
         asked: The user's callback.
@@ -55,6 +65,45 @@ class Session:
     Raises:
         CheckpointError: All checkpoints are damaged, or the newest is of another model.
     """
+    state = TrainingState(model, collectives, samples)
+    membership.renew()
+    # Another rank than the chief uses its own only if it becomes the chief.
+    store = store_of(asked)
+    found = find(store if membership.rank == 0 else None, state, collectives)
+    return Session(
+        asked,
+        model,
+        collectives,
+        membership,
+        callbacks,
+        state=state,
+        store=store,
+        resume=None if found is None else Resume(found, state, collectives),
+        others=Others(),
+        presharded=presharded,
+    )
+
+
+def store_of(asked: Checkpoint) -> Store:
+    """Where a ``Checkpoint`` keeps what it saves."""
+    return Store(asked.directory, keep=asked.keep, notice=_say)
+
+
+class Session:
+    """The checkpoints of one ``fit``.
+
+    Args:
+        asked: The user's callback.
+        model: Compiled, built and distributed.
+        collectives: Between those who decide together.
+        membership: Who takes part.
+        callbacks: All of the user's, in their order.
+        state: Of the model.
+        store: Where checkpoints go.
+        resume: What training goes on from, or None.
+        others: The ranks beside this one.
+        presharded: Whether each rank has data of its own.
+    """
 
     def __init__(
         self,
@@ -63,8 +112,11 @@ class Session:
         collectives: Collectives,
         membership: Membership,
         callbacks: Sequence[Any],
-        samples: keras.Variable,
         *,
+        state: TrainingState,
+        store: Store,
+        resume: Resume | None,
+        others: Others,
         presharded: bool,
     ) -> None:
         self._asked = asked
@@ -72,13 +124,11 @@ class Session:
         self._collectives = collectives
         self._membership = membership
         self._callbacks = callbacks
+        self._state = state
+        self._store = store
+        self._resume = resume
+        self._others = others
         self._presharded = presharded
-        self._state = TrainingState(model, collectives, samples)
-        membership.renew()
-        # Another rank than the chief uses its own only if it becomes the chief.
-        self._store = Store(asked.directory, keep=asked.keep, notice=_say)
-        reader = self._store if membership.rank == 0 else None
-        self._resume = find(reader, self._state, collectives)
 
     def seed(self, fresh: int) -> int:
         """The seed of the data's orders: that of the checkpoint, else ``fresh``."""
@@ -103,6 +153,7 @@ class Session:
             collectives=self._collectives,
             callbacks=self._callbacks,
             state=self._state,
+            others=self._others,
             membership=self._membership,
             epochs=epochs,
             writer=Writer(self._store, report.saved),

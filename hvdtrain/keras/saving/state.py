@@ -153,7 +153,7 @@ class TrainingState:
         if saved is not None:
             rows = np.stack(
                 [
-                    join_bytes(self._part(saved, template, ranks, rank))
+                    join_bytes(self._part(saved, template, ranks, rank, collectives.size))
                     for rank in range(collectives.size)
                 ]
             )
@@ -164,15 +164,41 @@ class TrainingState:
                 "The rank that reads the checkpoint was lost. Start the job again."
             )
         mine = split_bytes(received[0], template)
-        for own in self._own_variables(accumulated=True):
-            own.variable.assign(mine[own.key].astype(_numpy_dtype(own.variable)))
-        if collectives.rank < ranks:
-            prefix = len(_RANDOM)
-            restore_random_state(
-                {key[prefix:]: a for key, a in mine.items() if key.startswith(_RANDOM)}
-            )
+        self._take_own(mine)
         seen = collectives.allreduce(mine["samples"], "sum", name="samples seen")
         return int(seen)
+
+    def restore_part(
+        self, saved: Mapping[str, np.ndarray], ranks: int, *, rank: int, size: int
+    ) -> None:
+        """As ``restore_own`` on a rank that has all that was saved; communicates with nobody.
+
+        Args:
+            saved: What ``gather_own`` returned.
+            ranks: How many ranks there were.
+            rank: This one.
+            size: How many there are now.
+        """
+        template = self._own_values(accumulated=True)
+        self._take_own(self._part(saved, template, ranks, rank, size))
+
+    @property
+    def samples(self) -> int:
+        """That this rank has trained on."""
+        return int(self._samples.numpy())
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait for those of more steps."""
+        return any(map(_is_accumulating, plain_optimizers(self._model.optimizer)))
+
+    def _take_own(self, mine: Mapping[str, np.ndarray]) -> None:
+        for own in self._own_variables(accumulated=True):
+            own.variable.assign(mine[own.key].astype(_numpy_dtype(own.variable)))
+        prefix = len(_RANDOM)
+        random = {key[prefix:]: a for key, a in mine.items() if key.startswith(_RANDOM)}
+        if any(array.any() for array in random.values()):
+            restore_random_state(random)
 
     def _shared_variables(self) -> dict[str, Any]:
         """By kind and number: Keras counts names on in a process that makes several models."""
@@ -207,7 +233,7 @@ class TrainingState:
     def _own_values(self, *, accumulated: bool | None = None) -> dict[str, np.ndarray]:
         """This rank's own; accumulated gradients where some wait, unless told."""
         if accumulated is None:
-            accumulated = any(map(_is_accumulating, plain_optimizers(self._model.optimizer)))
+            accumulated = self.accumulates
         values = {
             entry.key: _view(entry.variable)
             for entry in self._own_variables(accumulated=accumulated)
@@ -221,15 +247,18 @@ class TrainingState:
         template: Mapping[str, np.ndarray],
         ranks: int,
         rank: int,
+        size: int,
     ) -> dict[str, np.ndarray]:
-        """What ``rank`` gets of what ``ranks`` ranks had."""
+        """What ``rank`` of ``size`` gets of what ``ranks`` ranks had."""
         rules = {entry.key: entry.rule for entry in self._own_variables(accumulated=True)}
         part = {}
         for key, like in template.items():
             kept = [saved[f"rank/{r}/{key}"] for r in range(ranks) if f"rank/{r}/{key}" in saved]
             if not kept:
                 part[key] = np.zeros_like(like)  # nothing had been accumulated
-            elif len(kept) == self._collectives.size:
+            elif key.startswith(_RANDOM) and rank >= len(kept):
+                part[key] = np.zeros_like(like)  # it had none, and goes on with what it has
+            elif len(kept) == size:
                 part[key] = kept[rank]
             else:
                 part[key] = _share(kept, rules.get(key, "chief"), rank)

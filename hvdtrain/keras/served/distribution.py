@@ -20,7 +20,7 @@ from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.optimizer import mark, unmix
 from hvdtrain.keras.replicas import broadcast_weights, reseed_by_rank
 from hvdtrain.keras.served.exchange import Exchange, refuse_training
-from hvdtrain.keras.served.fit import ServedFit, Shares, check_callbacks
+from hvdtrain.keras.served.fit import ServedFit, Shares
 from hvdtrain.keras.served.membership import Apart
 from hvdtrain.keras.served.optimizer import check_averages, leave_updates_to_servers
 from hvdtrain.keras.served.weights import OwnWeights
@@ -74,11 +74,18 @@ class ServedDistribution(Distribution):
             )
         messages = collectives.messages()
         report.watch(lambda: messages.waiting_in or collectives.waiting_in)
-        served = ServedFit(
-            model, collectives, messages, settings=self._settings, shares=self._share()
-        )
+        shares = self._share()
         weights = OwnWeights(self._reducer, gathers=self._settings.gathers)
         steps = Steps(model, self._reducer, self._choose_compute(), RowFlag(), weights)
+        served = ServedFit(
+            model,
+            collectives,
+            messages,
+            steps,
+            settings=self._settings,
+            shares=shares,
+            presharded=self._presharded,
+        )
         together = Loops(
             model,
             collectives,
@@ -94,6 +101,7 @@ class ServedDistribution(Distribution):
             exchange = Exchange(
                 model,
                 self._reducer,
+                steps,
                 is_chief=collectives.rank == 0,
                 require_finite=self._settings.non_finite == "error",
                 push_every=self._settings.push_every,
@@ -118,6 +126,7 @@ class ServedDistribution(Distribution):
             steps=steps,
             whole=self._inputs(self._alone, Membership(self._alone, min_np=1), seed),
             begin=lambda: served.begin(exchange),
+            begin_session=served.session,
         )
 
     def _replace_methods(
@@ -142,9 +151,8 @@ class ServedDistribution(Distribution):
         def fit(*args: Any, **options: Any) -> Any:
             together.check_still_ours()
             arguments = signature.bind(*args, **options)
-            check_callbacks(arguments.arguments.get("callbacks"))
             if apart is None or exchange is None:
-                return served.serve()
+                return served.serve(arguments)
             return served.train(apart, exchange, arguments)
 
         def now() -> Loops:

@@ -12,9 +12,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError, NonFiniteError
+from hvdtrain.keras.optimizer import accumulates
+from hvdtrain.keras.steps import Steps
 from hvdtrain.parameter_server.accruing import Accrued
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, Rows
+from hvdtrain.parameter_server.protocol import NO_STAND
 from hvdtrain.tensorflow.reducer import GradientReducer, name_non_finite
 
 __all__ = ["Exchange", "refuse_training"]
@@ -29,6 +32,7 @@ class Exchange:
     Args:
         model: Compiled and built.
         reducer: Keeps the errors that TensorFlow hides.
+        steps: Of the model.
         is_chief: Whether the learning rate here is the one that counts.
         require_finite: Refuse gradients with NaN or infinity.
         push_every: Send gradients after so many steps, their sum. In those between, the model
@@ -39,6 +43,7 @@ class Exchange:
         self,
         model: keras.Model,
         reducer: GradientReducer,
+        steps: Steps,
         *,
         is_chief: bool,
         require_finite: bool,
@@ -47,12 +52,16 @@ class Exchange:
         self._variables = list(model.trainable_variables)
         self._places = {id(variable): n for n, variable in enumerate(self._variables)}
         self._reducer = reducer
+        self._steps = steps
+        self._accumulates = accumulates(model.optimizer)
         self._is_chief = is_chief
         self._require_finite = require_finite
         self._push_every = push_every
         self._accrued = Accrued(push_every)
         self.client: Client | None = None
         """To the servers, within ``fit``."""
+        self.stand: Callable[[int, int], tuple[int, ...]] | None = None
+        """Says where this worker is in its data, from what ``Steps`` counts; None for nowhere."""
 
     @contextmanager
     def using(self, client: Client) -> Iterator[None]:
@@ -61,7 +70,7 @@ class Exchange:
         try:
             yield
         finally:
-            self.client = None
+            self.client = self.stand = None
 
     def pull(self) -> None:
         """Take the newest weights, after the last gradients have been sent."""
@@ -69,7 +78,10 @@ class Exchange:
 
     def send_rest(self) -> list[np.ndarray] | None:
         """Send what waits for gradients of more steps; returns weights if there was any."""
-        return self._push_accrued(math.nan) if self._accrued.steps else None
+        if not self._accrued.steps:
+            return None
+        ran, samples = (counted.numpy() for counted in self._counted())
+        return self._push_accrued(ran, samples, math.nan)
 
     def assign(self, weights: Sequence[np.ndarray]) -> None:
         """Give the model other weights, of all trainable variables."""
@@ -83,6 +95,7 @@ class Exchange:
         *,
         weight: tf.Tensor | None,
         learning_rate: Any,
+        ends: bool = True,
     ) -> None:
         """Send gradients of some variables, and take the weights of all.
 
@@ -91,6 +104,7 @@ class Exchange:
             variables: What they belong to.
             weight: What they count for beside those of other workers; 0 for nothing.
             learning_rate: Of the optimizer; None where it follows a schedule.
+            ends: Whether with them all steps until now are done.
         """
         places = [self._places[id(variable)] for variable in variables]
         sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
@@ -113,7 +127,7 @@ class Exchange:
             return found
 
         if self._push_every == 1:
-            self._send(find, counts, rate, flat)
+            self._send(find, ends, counts, rate, flat)
         else:
             complete, servers_rate = self._accrue(find, counts, flat)
             rate_now = rate if tells else servers_rate
@@ -121,18 +135,30 @@ class Exchange:
             def go_on() -> None:
                 tf.cond(counts > 0, lambda: _descend(gradients, variables, rate_now), lambda: None)
 
-            tf.cond(complete, lambda: self._run(self._push_accrued, [rate]), go_on)
+            def push(ran: np.ndarray, samples: np.ndarray, rate: np.ndarray) -> list[np.ndarray]:
+                return self._push_accrued(ran, samples, rate, ends=ends)
+
+            tf.cond(complete, lambda: self._run(push, [*self._counted(), rate]), go_on)
 
     def skip_step(self) -> None:
         """Tell the servers that this step has no gradients."""
-        self.step([], [], weight=tf.constant(0.0, tf.float64), learning_rate=None)
+        nothing = tf.constant(0.0, tf.float64)
+        # Gradients of earlier steps may wait here: those are not done yet.
+        self.step([], [], weight=nothing, learning_rate=None, ends=not self._accumulates)
 
-    def _send(self, find: Find, counts: Any, rate: Any, flat: Sequence[Any]) -> None:
-        def run(counts: np.ndarray, rate: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+    def _send(self, find: Find, ends: bool, counts: Any, rate: Any, flat: Sequence[Any]) -> None:
+        def run(
+            ran: np.ndarray,
+            samples: np.ndarray,
+            counts: np.ndarray,
+            rate: np.ndarray,
+            *arrays: np.ndarray,
+        ) -> list[np.ndarray]:
             with self._reducer.remember_error():
-                return self._push(find(counts, arrays), float(counts), float(rate))
+                stand = self._stand(ran, samples) if ends else NO_STAND
+                return self._push(find(counts, arrays), float(counts), float(rate), stand)
 
-        self._run(run, [counts, rate, *flat])
+        self._run(run, [*self._counted(), counts, rate, *flat])
 
     def _accrue(self, find: Find, counts: Any, flat: Sequence[Any]) -> tuple[Any, Any]:
         """Whether it is time to send, and the servers' learning rate."""
@@ -148,6 +174,12 @@ class Exchange:
         rate.set_shape([])
         return complete, rate
 
+    def _counted(self) -> list[tf.Tensor]:
+        return [tf.identity(v.value) for v in (self._steps.ran, self._steps.samples)]
+
+    def _stand(self, ran: np.ndarray, samples: np.ndarray) -> tuple[int, ...]:
+        return NO_STAND if self.stand is None else self.stand(int(ran), int(samples))
+
     def _run(self, function: Any, inputs: Sequence[Any]) -> None:
         """Run Python that returns weights, as part of the step."""
         types = [tf.as_dtype(variable.dtype) for variable in self._variables]
@@ -159,13 +191,20 @@ class Exchange:
             variable.assign(value)
 
     def _push(
-        self, gradients: Sequence[Gradient] | None, weight: float, rate: float
+        self,
+        gradients: Sequence[Gradient] | None,
+        weight: float,
+        rate: float,
+        stand: tuple[int, ...],
     ) -> list[np.ndarray]:
-        return self.reach().push(gradients, weight=weight, learning_rate=rate)
+        return self.reach().push(gradients, weight=weight, learning_rate=rate, stand=stand)
 
-    def _push_accrued(self, rate: float | np.ndarray) -> list[np.ndarray]:
+    def _push_accrued(
+        self, ran: np.ndarray, samples: np.ndarray, rate: float | np.ndarray, ends: bool = True
+    ) -> list[np.ndarray]:
         with self._reducer.remember_error():
-            return self._push(self._accrued.take(), 1.0, float(rate))
+            stand = self._stand(ran, samples) if ends else NO_STAND
+            return self._push(self._accrued.take(), 1.0, float(rate), stand)
 
     def _check_finite(self, gradients: Sequence[Gradient]) -> None:
         names = [v.path for v, gradient in zip(self._variables, gradients) if gradient is not None]

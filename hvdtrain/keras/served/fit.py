@@ -16,14 +16,21 @@ import numpy as np
 from hvdtrain.cluster.roles import Roles
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.collectives.messages import Messages
+from hvdtrain.collectives.single import SingleCollectives
 from hvdtrain.config import Settings
-from hvdtrain.errors import CollectiveError, ModelError
+from hvdtrain.errors import CollectiveError, Preempted
 from hvdtrain.keras.callbacks import list_callbacks
 from hvdtrain.keras.chief import CHIEF_ONLY
 from hvdtrain.keras.loops import Loops, split_validation
 from hvdtrain.keras.replicas import broadcast_weights
-from hvdtrain.keras.saving.session import asked_for
+from hvdtrain.keras.saving.session import Session, asked_for
+from hvdtrain.keras.saving.signals import CaughtSignals
+from hvdtrain.keras.saving.state import TrainingState
 from hvdtrain.keras.served.exchange import Exchange
+from hvdtrain.keras.served.membership import Apart
+from hvdtrain.keras.served.saving import ServedResume
+from hvdtrain.keras.served.session import begin_session, find_for_all
+from hvdtrain.keras.steps import Steps
 from hvdtrain.monitor import report
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.counts import Counts
@@ -34,7 +41,7 @@ from hvdtrain.parameter_server.server import Server
 from hvdtrain.parameter_server.shards import Shard, Spec
 from hvdtrain.parameter_server.update_log import UpdateLog
 
-__all__ = ["ServedFit", "Shares", "check_callbacks"]
+__all__ = ["ServedFit", "Shares"]
 
 # They decide by validation results, or for all: the chief's decide.
 _OF_CHIEF = (
@@ -68,8 +75,10 @@ class ServedFit:
         model: Compiled and built.
         collectives: Of all ranks.
         messages: Between workers and servers.
+        steps: Of the model.
         settings: Of this job.
         shares: Who holds what.
+        presharded: Whether each worker passes data of its own.
     """
 
     def __init__(
@@ -77,18 +86,36 @@ class ServedFit:
         model: keras.Model,
         collectives: Collectives,
         messages: Messages,
+        steps: Steps,
         *,
         settings: Settings,
         shares: Shares,
+        presharded: bool,
     ) -> None:
         self._model = model
         self._collectives = collectives
         self._messages = messages
+        self._steps = steps
         self._settings = settings
         self._shares = shares
+        self._presharded = presharded
+        self._resume: ServedResume | None = None
+        self._session: Session | None = None
 
-    def serve(self) -> Any:
-        """What ``fit`` is on a server."""
+    def serve(self, arguments: inspect.BoundArguments) -> Any:
+        """What ``fit`` is on a server.
+
+        Args:
+            arguments: Of ``fit``.
+
+        Raises:
+            Preempted: A signal came to some rank, and a checkpoint was saved.
+        """
+        asked = asked_for(list_callbacks(arguments.arguments.get("callbacks")))
+        signals = CaughtSignals()
+        if asked is not None:
+            state = TrainingState(self._model, SingleCollectives(), self._steps.samples)
+            find_for_all(None, state, self._collectives)
         report.phase("serving")
         roles, weights = self._shares.roles, self._shares.weights
         rank = self._collectives.rank
@@ -108,8 +135,15 @@ class ServedFit:
                 delay_compensation=self._settings.dc_asgd,
                 require_finite=self._settings.non_finite == "error",
                 log=log,
+                received=lambda: signals.received,
             )
-            server.serve()
+            if asked is not None:
+                signals.catch()
+            try:
+                server.serve()
+            finally:
+                signals.release(handled=server.ended_by > 0)
+        self._end_if_preempted(server.ended_by)
         history = keras.callbacks.History()
         history.set_model(self._model)
         self._end(0, server.counts, history)
@@ -122,6 +156,9 @@ class ServedFit:
             loops: What it runs by itself.
             exchange: Of its steps.
             arguments: Of ``fit``.
+
+        Raises:
+            Preempted: A signal came to some rank, and a checkpoint was saved.
         """
         given = arguments.arguments
         callbacks = list_callbacks(given.get("callbacks"))
@@ -129,6 +166,21 @@ class ServedFit:
             # Who validates is the chief; the others go on training meanwhile.
             callbacks = [entry for entry in callbacks if not isinstance(entry, _OF_CHIEF)]
             _train_alone(given)
+        asked = asked_for(callbacks)
+        if asked is not None:
+            workers = self._shares.roles.workers
+            self._session, self._resume = begin_session(
+                asked,
+                self._model,
+                self._collectives,
+                callbacks,
+                exchange,
+                self._steps,
+                place=Apart(workers.index(self._collectives.rank), len(workers)),
+                shards=self._shares.shards,
+                in_update=self._settings.gradients_in_update,
+                presharded=self._presharded,
+            )
         shares = self._shares
         client = Client(
             self._messages,
@@ -140,11 +192,22 @@ class ServedFit:
 
         def finish() -> None:
             exchange.send_rest()
-            exchange.assign(self._finish(client))
+            if asked is not None and asked.keeper is not None:
+                asked.keeper.finish()
+            exchange.assign(self._finish(client, stop=bool(self._model.stop_training)))
 
         given["callbacks"] = [_WithOthers(client, exchange.pull, finish), *callbacks]
-        with exchange.using(client):
-            history = loops.fit(*arguments.args, **arguments.kwargs)
+        ended_by = 0
+        try:
+            with exchange.using(client):
+                history = loops.fit(*arguments.args, **arguments.kwargs)
+        except Preempted as ended:
+            ended_by = ended.signal
+            client.own_signal = ended_by if self._is_chief else 0
+            self._finish(client, stop=True)
+        finally:
+            self._session = self._resume = None
+        self._end_if_preempted(ended_by if self._is_chief else client.signal)
         self._end(client.pushed, None, history)
         return history
 
@@ -152,11 +215,24 @@ class ServedFit:
         """Give the servers what the chief has, and all workers what the servers have."""
         client = exchange.reach()
         if self._is_chief:
+            if self._resume is not None:
+                self._resume.restore_shared(self._model)
             weights = [np.asarray(v.numpy()) for v in self._model.trainable_variables]
             client.load(weights, take_states(self._model.optimizer, self._shares.shards))
         exchange.pull()
 
-    def _finish(self, client: Client) -> list[np.ndarray]:
+    def session(self) -> Session:
+        """The checkpoints of the ``fit`` that has begun on this worker."""
+        assert self._session is not None
+        return self._session
+
+    def _end_if_preempted(self, number: int) -> None:
+        """End all ranks alike after a signal; collective."""
+        if number:
+            self._collectives.barrier(name="checkpoint is saved")
+            raise Preempted(number)
+
+    def _finish(self, client: Client, *, stop: bool) -> list[np.ndarray]:
         """Wait for the others; the last weights, and on the chief the optimizer's last state."""
         if not self._is_chief:
             return client.done()
@@ -164,7 +240,7 @@ class ServedFit:
             np.empty_like(state)
             for state in take_states(self._model.optimizer, self._shares.shards)
         ]
-        weights = client.done(stop=bool(self._model.stop_training), states=states)
+        weights = client.done(stop=stop, states=states)
         put_states(self._model.optimizer, self._shares.shards, states)
         return weights
 
@@ -220,19 +296,6 @@ class ServedFit:
     @property
     def _is_chief(self) -> bool:
         return self._collectives.rank == 0
-
-
-def check_callbacks(callbacks: Any) -> None:
-    """See that the callbacks of ``fit`` can do their work; on all ranks.
-
-    Raises:
-        ModelError: They can't.
-    """
-    if asked_for(list_callbacks(callbacks)) is not None:
-        raise ModelError(
-            "With parameter servers hvdtrain.Checkpoint can't be used. Use "
-            "keras.callbacks.ModelCheckpoint, or leave --mode out."
-        )
 
 
 def _train_alone(given: dict[str, Any]) -> None:

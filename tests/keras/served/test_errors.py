@@ -18,9 +18,6 @@ MISTAKES = """
     def norm():
         classifier(keras.optimizers.SGD(global_clipnorm=1.0))
 
-    def checkpoint():
-        good.fit(X, Y, verbose=0, callbacks=[hvdtrain.Checkpoint("runs")])
-
     def batch():
         good.train_on_batch(X[:8], Y[:8])
 
@@ -33,7 +30,6 @@ MISTAKES = """
     refused("global_clipnorm", norm)
     refused("too many servers", tiny)
     good = classifier("sgd")
-    refused("Checkpoint", checkpoint)
     refused("train_on_batch", batch)
     # All of that has left no rank behind.
     good.fit(X, Y, verbose=0)
@@ -46,7 +42,6 @@ def test_mistakes_that_every_rank_sees(launch):
         "use_ema": "use_ema=True",
         "global_clipnorm": "global_clipnorm=1.0 and 2 parameter servers",
         "too many servers": "2 parameter servers can't hold something each",
-        "Checkpoint": "ModelCheckpoint",
         "train_on_batch": "Call model.fit",
         "train_on_batch after fit": "Call model.fit",
     }
