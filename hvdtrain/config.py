@@ -146,14 +146,10 @@ class Settings:
         False, _flag, "1 divides the learning rate by the gradient's staleness, in async-ps"
     )
     dc_asgd: float = _setting(
-        0.0,
-        _amount,
-        "async-ps: lambda with which stale gradients are corrected",
+        0.0, _amount, "async-ps: lambda with which stale gradients are corrected"
     )
     push_every: int = _setting(
-        1,
-        _positive_int,
-        "async-ps: steps of a worker whose gradients it sends as a sum",
+        1, _positive_int, "async-ps: steps of a worker whose gradients it sends as a sum"
     )
     backup_workers: int = _setting(
         0, _count, "sync-ps: how many of the slowest workers' gradients a step does without"

@@ -22,7 +22,7 @@ class Origin(NamedTuple):
 
     Attributes:
         worker: By rank.
-        step: Which of that worker's gradients it is, from 0; the same on all servers.
+        step: Which of that worker's pushes it is, from 0; the same on all servers.
         version: Of the weights that it was computed with.
         weight: What it counts for beside others of the same update.
     """
