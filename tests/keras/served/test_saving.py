@@ -241,8 +241,13 @@ VISITS = program(
                 wait_for(name + " is ahead")
                 os.kill(os.getpid(), signal.SIGTERM)
 
+            def dawdle(batch):
+                if Path(name + " is ahead").exists():
+                    time.sleep(0.3)
+
             ahead = lambda: Path(name + " is ahead").touch()
-            callbacks.append(at_step(5, end) if hvdtrain.rank() else at_step(20, ahead))
+            behind = [at_step(5, end), At(begin=dawdle)]
+            callbacks += behind if hvdtrain.rank() else [at_step(20, ahead)]
         try:
             model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
             tell("seen", data=name, counts=np.unique(model.seen.numpy()).tolist())
@@ -266,8 +271,6 @@ def stopped(launch, tmp_path_factory, tmp_path):
         assert done.returncode == 0
         told = facts(done, "preempted")
         assert [(t["data"], t["signal"]) for t in told] == [(d, 15) for _ in "012" for d in DATA]
-        saved = {entry["data"]: entry["epochs"] for entry in facts(done, "saved")}
-        assert all(saved[data][0] > saved[data][1] for data in DATA), saved
         _stopped.append(tmp_path_factory.mktemp("stopped"))
         for data in DATA:
             shutil.copytree(tmp_path / data, _stopped[0] / data)
