@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hvdtrain.parameter_server.protocol import Kind, Reply, Request
+from hvdtrain.parameter_server.protocol import STAND_NUMBERS, Kind, Reply, Request
 
 
 def arrived(message):
@@ -22,6 +22,8 @@ def test_request(kind):
     request = Request(kind, 3, 1 << 40, counts=True, weight=0.1, learning_rate=1e-30, stop=True)
     assert arrived(request) == request
     assert isinstance(arrived(request).kind, Kind)
+    request = request._replace(signal=15, stand=tuple(range(-1, STAND_NUMBERS - 1)))
+    assert arrived(request) == request
 
 
 def test_request_without_a_learning_rate():

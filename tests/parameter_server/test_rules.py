@@ -124,6 +124,31 @@ def test_round_of_who_has_left():
     assert not rule.complete()
 
 
+def test_progress_of_free_workers():
+    rule = FreeRunning([0, 3, 5], None)
+    pushed(rule, 3, 3, 5)
+    assert rule.progress() == [0, 2, 1]
+    assert [rule.is_beyond(worker, [1, 2, 2]) for worker in (0, 3, 5)] == [False, True, False]
+
+
+def test_progress_of_rounds():
+    rule = Rounds([0, 1])
+    pushed(rule, 0, 1)
+    assert rule.progress() == [0, 0]
+    rule.complete()
+    assert rule.progress() == [1, 1]
+    assert (rule.is_beyond(0, [1, 1]), rule.is_beyond(0, [2, 2])) == (True, False)
+
+
+def test_progress_of_rounds_with_backup_workers():
+    """Servers may have taken different gradients: none waits for another."""
+    rule = Rounds([0, 1, 2], wanted=2)
+    pushed(rule, 0, 1)
+    rule.complete()
+    assert rule.progress() == [0, 0, 0]
+    assert rule.is_beyond(2, [0, 0, 0])
+
+
 class Workers:
     """Workers of different speed that a server deals with in any order.
 
