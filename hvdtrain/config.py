@@ -108,10 +108,24 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 
 def _setting(
-    default: Any, parse: Callable[[str], Any], help: str, *, written: str | None = None
+    default: Any,
+    parse: Callable[[str], Any],
+    help: str,
+    *,
+    written: str | None = None,
+    of_mode: bool = False,
 ) -> Any:
-    """A setting; ``written`` is its default as a user would write it, where that isn't plain."""
-    return field(default=default, metadata={"parse": parse, "help": help, "written": written})
+    """A setting.
+
+    Args:
+        default: Its value where nothing is said.
+        parse: From text; raises ValueError.
+        help: What it means.
+        written: The default as a user would write it, where that isn't plain.
+        of_mode: Whether it says how ranks train together.
+    """
+    metadata = {"parse": parse, "help": help, "written": written, "of_mode": of_mode}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,42 +137,61 @@ class Settings:
         _one_of("allreduce", "towers", *_WITH_SERVERS),
         "allreduce: ranks average gradients; towers: so, on several devices each; async-ps, "
         "sync-ps: through parameter servers",
+        of_mode=True,
     )
     devices_per_rank: int = _setting(
-        1, _positive_int, "towers: on how many devices a rank computes parts of its batch"
+        1,
+        _positive_int,
+        "towers: on how many devices a rank computes parts of its batch",
+        of_mode=True,
     )
     num_ps: int = _setting(
-        1, _positive_int, "how many ranks are parameter servers, in modes that have them"
+        1,
+        _positive_int,
+        "how many ranks are parameter servers, in modes that have them",
+        of_mode=True,
     )
     ps_ranks: tuple[int, ...] = _setting(
         (),
         _ranks,
         "which ranks they are, like 2,3; last: the last ones, as many as --num-ps says",
         written="last",
+        of_mode=True,
     )
     staleness_bound: int | None = _setting(
         None,
         _count_or_none,
         "async-ps: how many steps a worker may be ahead of the slowest; 0 makes it synchronous",
         written="none",
+        of_mode=True,
     )
     staleness_scaling: bool = _setting(
-        False, _flag, "1 divides the learning rate by the gradient's staleness, in async-ps"
+        False,
+        _flag,
+        "1 divides the learning rate by the gradient's staleness, in async-ps",
+        of_mode=True,
     )
     dc_asgd: float = _setting(
-        0.0, _amount, "async-ps: lambda with which stale gradients are corrected"
+        0.0, _amount, "async-ps: lambda with which stale gradients are corrected", of_mode=True
     )
     push_every: int = _setting(
-        1, _positive_int, "async-ps: steps of a worker whose gradients it sends as a sum"
+        1,
+        _positive_int,
+        "async-ps: steps of a worker whose gradients it sends as a sum",
+        of_mode=True,
     )
     backup_workers: int = _setting(
-        0, _count, "sync-ps: how many of the slowest workers' gradients a step does without"
+        0,
+        _count,
+        "sync-ps: how many of the slowest workers' gradients a step does without",
+        of_mode=True,
     )
     update_log: str | None = _setting(
         None,
         _folder_or_none,
         "folder in which each parameter server logs its updates",
         written="none",
+        of_mode=True,
     )
     collectives: str = _setting(
         "auto",

@@ -102,9 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help="options from a TOML file; those given here win"
     )
-    settings = parser.add_argument_group("settings of the ranks (docs/settings.md)")
+    modes = parser.add_argument_group(
+        "how ranks train together (docs/parameter-servers.md, docs/towers.md)"
+    )
+    settings = parser.add_argument_group("other settings of the ranks (docs/settings.md)")
     for entry in dataclasses.fields(Settings):
-        _add_setting(settings, entry)
+        _add_setting(modes if entry.metadata["of_mode"] else settings, entry)
     settings.add_argument(
         "--reject-nan",
         dest="non_finite",
@@ -191,7 +194,8 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
         return text
 
     shown = f"{summary}; default {written_default(entry)}"
-    group.add_argument(flag, type=checked, metavar="VALUE", help=shown)
+    metavar = "N" if type(entry.default) is int else "VALUE"
+    group.add_argument(flag, type=checked, metavar=metavar, help=shown)
 
 
 def _environment(arguments: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
