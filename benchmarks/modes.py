@@ -45,6 +45,7 @@ MODES: Mapping[str, Mode] = {
         WORKERS + 1,
         ("--mode", "sync-ps", "--backup-workers", "1"),
     ),
+    "easgd": Mode("easgd, every 4th step", WORKERS + 1, ("--mode", "easgd", "--push-every", "4")),
 }
 
 

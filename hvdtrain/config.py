@@ -33,8 +33,10 @@ COLUMNS = PREFIX + "COLUMNS"
 # a number that means another file by then is not written to.
 REPORT_FD = PREFIX + "REPORT_FD"
 
-_WITH_SERVERS = ("async-ps", "sync-ps")
-# Settings that ask for servers that apply each gradient as it comes.
+_WITH_SERVERS = ("async-ps", "sync-ps", "easgd")
+# Settings that say what servers do with gradients, and those that ask for servers that apply each
+# one as it comes.
+_OF_GRADIENTS = ("dc_asgd", "staleness_scaling")
 _SINGLE_GRADIENTS = ("dc_asgd", "push_every")
 
 
@@ -49,6 +51,13 @@ def _amount(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
         raise ValueError("expected a number, 0 or more")
+    return value
+
+
+def _part(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise ValueError("expected a number from 0 to 1")
     return value
 
 
@@ -136,7 +145,7 @@ class Settings:
         "allreduce",
         _one_of("allreduce", "towers", *_WITH_SERVERS),
         "allreduce: ranks average gradients; towers: so, on several devices each; async-ps, "
-        "sync-ps: through parameter servers",
+        "sync-ps, easgd: through parameter servers",
         of_mode=True,
     )
     devices_per_rank: int = _setting(
@@ -177,7 +186,14 @@ class Settings:
     push_every: int = _setting(
         1,
         _positive_int,
-        "async-ps: steps of a worker whose gradients it sends as a sum",
+        "async-ps: steps of a worker whose gradients it sends as a sum; easgd: from one exchange "
+        "to the next",
+        of_mode=True,
+    )
+    moving_rate: float = _setting(
+        0.0,
+        _part,
+        "easgd: how far weights move towards each other; 0: 0.9 by the number of workers",
         of_mode=True,
     )
     backup_workers: int = _setting(
@@ -304,6 +320,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     settings = Settings(**values)
     _check_towers(settings)
     _check_servers(settings)
+    _check_easgd(settings)
     return settings
 
 
@@ -328,4 +345,20 @@ def _check_servers(settings: Settings) -> None:
                 f"{flag} {value:g} ({variable_name(entry.name)}) needs parameter servers that "
                 f"apply each gradient as it comes, and in mode {settings.mode}{bound} there are "
                 f"none. Give --mode async-ps without --staleness-bound 0, or leave {flag} out."
+            )
+
+
+def _check_easgd(settings: Settings) -> None:
+    is_easgd = settings.mode == "easgd"
+    if settings.moving_rate and not is_easgd:
+        raise ConfigurationError(
+            f"--moving-rate {settings.moving_rate:g} ({variable_name('moving_rate')}) is for "
+            f"--mode easgd, and this is mode {settings.mode}. Give --mode easgd, or leave it out."
+        )
+    for name in _OF_GRADIENTS:
+        if is_easgd and getattr(settings, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigurationError(
+                f"{flag} ({variable_name(name)}) corrects stale gradients, and with --mode easgd "
+                f"workers send none. Leave {flag} out, or give --mode async-ps."
             )

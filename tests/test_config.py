@@ -68,6 +68,8 @@ def test_a_variable_sets_its_setting_and_no_other(name, text, value):
         ("dc_asgd", "inf"),
         ("dc_asgd", "nan"),
         ("push_every", "0"),
+        ("moving_rate", "1.5"),
+        ("moving_rate", "-0.1"),
         ("backup_workers", "-1"),
         ("backup_workers", "none"),
         ("update_log", ""),
@@ -77,6 +79,28 @@ def test_what_cannot_be_used_is_shown_with_its_variable(name, text):
     variable = variable_name(name)
     with pytest.raises(ConfigurationError, match=f"{variable}='{text}'.*Unset it"):
         read_settings({variable: text})
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "text", "match"),
+    [
+        ("easgd", "dc_asgd", "0.1", r"--dc-asgd \(HVDTRAIN_DC_ASGD\) corrects stale gradients"),
+        ("easgd", "staleness_scaling", "1", "and with --mode easgd workers send none"),
+        ("async-ps", "moving_rate", "0.3", r"--moving-rate 0\.3 .* is for --mode easgd"),
+        ("allreduce", "moving_rate", "0.3", "this is mode allreduce"),
+    ],
+)
+def test_elastic_averaging_has_settings_of_its_own(mode, name, text, match):
+    with pytest.raises(ConfigurationError, match=match):
+        read_settings({"HVDTRAIN_MODE": mode, variable_name(name): text})
+
+
+def test_elastic_averaging():
+    environ = {"HVDTRAIN_MODE": "easgd", "HVDTRAIN_MOVING_RATE": "0.3"}
+    settings = read_settings({**environ, "HVDTRAIN_PUSH_EVERY": "10"})
+    assert (settings.moving_rate, settings.push_every) == (0.3, 10)
+    assert settings.has_servers
+    assert settings.gradients_in_update(3) == 1
 
 
 _ONE_BY_ONE = {

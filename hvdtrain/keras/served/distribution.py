@@ -19,10 +19,16 @@ from hvdtrain.keras.loops import Loops, forget_functions
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.optimizer import mark, unmix
 from hvdtrain.keras.replicas import broadcast_weights, reseed_by_rank
-from hvdtrain.keras.served.exchange import Exchange, refuse_training
+from hvdtrain.keras.served.elastic import ElasticExchange, check_elastic, servers_optimizer
+from hvdtrain.keras.served.exchange import Exchange
 from hvdtrain.keras.served.fit import ServedFit, Shares
+from hvdtrain.keras.served.link import Link, refuse_training
 from hvdtrain.keras.served.membership import Apart
-from hvdtrain.keras.served.optimizer import check_averages, leave_updates_to_servers
+from hvdtrain.keras.served.optimizer import (
+    average_elastically,
+    check_averages,
+    leave_updates_to_servers,
+)
 from hvdtrain.keras.served.weights import OwnWeights
 from hvdtrain.keras.steps import Steps
 from hvdtrain.monitor import report
@@ -32,6 +38,9 @@ from hvdtrain.parameter_server.shards import cut, specs_of
 from hvdtrain.tensorflow.reducer import GradientReducer
 
 __all__ = ["ServedDistribution"]
+
+# Of all workers together on the center: beta in Zhang et al. 2015, arXiv 1412.6651.
+DEFAULT_FORCE = 0.9
 
 
 class ServedDistribution(Distribution):
@@ -98,22 +107,41 @@ class ServedDistribution(Distribution):
             mark(model.optimizer, None)
             self._replace_methods(steps, served, together)
         else:
-            exchange = Exchange(
-                model,
-                self._reducer,
-                steps,
-                is_chief=collectives.rank == 0,
-                require_finite=self._settings.non_finite == "error",
-                push_every=self._settings.push_every,
-            )
-            leave_updates_to_servers(model.optimizer, exchange)
+            exchange = self._link(steps)
             apart = self._loops_apart(steps, served, exchange, seed)
             self._replace_methods(steps, served, together, apart, exchange)
         forget_functions(model)
         broadcast_weights(model, collectives)
         reseed_by_rank(model, collectives)
 
-    def _loops_apart(self, steps: Steps, served: ServedFit, exchange: Exchange, seed: int) -> Loops:
+    def _link(self, steps: Steps) -> Link:
+        """Connect the optimizer of a worker with the servers."""
+        model, settings = self._model, self._settings
+        require_finite = settings.non_finite == "error"
+        if settings.mode == "easgd":
+            rate = settings.moving_rate or DEFAULT_FORCE / len(self._roles.workers)
+            elastic = ElasticExchange(
+                model,
+                self._reducer,
+                steps,
+                require_finite=require_finite,
+                every=settings.push_every,
+                rate=rate,
+            )
+            average_elastically(model.optimizer, elastic)
+            return elastic
+        exchange = Exchange(
+            model,
+            self._reducer,
+            steps,
+            is_chief=self._collectives.rank == 0,
+            require_finite=require_finite,
+            push_every=settings.push_every,
+        )
+        leave_updates_to_servers(model.optimizer, exchange)
+        return exchange
+
+    def _loops_apart(self, steps: Steps, served: ServedFit, exchange: Link, seed: int) -> Loops:
         """What a worker runs within ``fit``."""
         workers = self._roles.workers
         apart = Apart(workers.index(self._collectives.rank), len(workers))
@@ -135,7 +163,7 @@ class ServedDistribution(Distribution):
         served: ServedFit,
         together: Loops,
         apart: Loops | None = None,
-        exchange: Exchange | None = None,
+        exchange: Link | None = None,
     ) -> None:
         """Put hvdtrain's methods into the model.
 
@@ -185,11 +213,15 @@ class ServedDistribution(Distribution):
         """Cut the model's variables for the servers; collective."""
         model, servers = self._model, len(self._roles.servers)
         unmix(model.optimizer)  # what can be cut goes by its class
-        check_optimizer(model.optimizer, servers)
         check_averages(model.optimizer)
+        optimizer = model.optimizer
+        if self._settings.mode == "easgd":
+            check_elastic(model)
+            optimizer = servers_optimizer(model)
+        check_optimizer(optimizer, servers)
         variables = model.trainable_variables
         specs = specs_of(variables)
-        shards = cut(specs, servers, stays_whole(model.optimizer, variables))
+        shards = cut(specs, servers, stays_whole(optimizer, variables))
         weights = share_weights(
             self._collectives,
             self._roles.servers,
@@ -197,4 +229,6 @@ class ServedDistribution(Distribution):
             # What is read may be newer than the answer's, and to compensate a server must know it.
             readable=not self._settings.dc_asgd,
         )
-        return Shares(roles=self._roles, specs=specs, shards=shards, weights=weights)
+        return Shares(
+            roles=self._roles, specs=specs, shards=shards, weights=weights, optimizer=optimizer
+        )

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.errors import ModelError, NonFiniteError
 from hvdtrain.keras.optimizer import accumulates
+from hvdtrain.keras.served.link import Link
 from hvdtrain.keras.steps import Steps
 from hvdtrain.parameter_server.accruing import Accrued
-from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, Rows
 from hvdtrain.parameter_server.protocol import NO_STAND
-from hvdtrain.tensorflow.reducer import GradientReducer, name_non_finite
+from hvdtrain.tensorflow.reducer import GradientReducer
 
-__all__ = ["Exchange", "refuse_training"]
+__all__ = ["Exchange"]
 
 # From a step's numbers to its gradients; None where it has none that count.
 Find = Callable[[np.ndarray, Sequence[np.ndarray]], list[Gradient] | None]
 
 
-class Exchange:
+class Exchange(Link):
     """Takes the place of the optimizer's update on a worker.
 
     Args:
@@ -49,28 +47,16 @@ class Exchange:
         require_finite: bool,
         push_every: int,
     ) -> None:
-        self._variables = list(model.trainable_variables)
+        super().__init__(model, reducer, steps, require_finite=require_finite)
         self._places = {id(variable): n for n, variable in enumerate(self._variables)}
-        self._reducer = reducer
-        self._steps = steps
         self._accumulates = accumulates(model.optimizer)
         self._is_chief = is_chief
-        self._require_finite = require_finite
         self._push_every = push_every
         self._accrued = Accrued(push_every)
-        self.client: Client | None = None
-        """To the servers, within ``fit``."""
-        self.stand: Callable[[int, int], tuple[int, ...]] | None = None
-        """Says where this worker is in its data, from what ``Steps`` counts; None for nowhere."""
 
-    @contextmanager
-    def using(self, client: Client) -> Iterator[None]:
-        """Within the block the model trains, through ``client``."""
-        self.client, self._accrued = client, Accrued(self._push_every)
-        try:
-            yield
-        finally:
-            self.client = self.stand = None
+    def begin_epoch(self) -> None:
+        # The weights of the last step are old when a validation has been between.
+        self.pull()
 
     def pull(self) -> None:
         """Take the newest weights, after the last gradients have been sent."""
@@ -83,10 +69,8 @@ class Exchange:
         ran, samples = (counted.numpy() for counted in self._counted())
         return self._push_accrued(ran, samples, math.nan)
 
-    def assign(self, weights: Sequence[np.ndarray]) -> None:
-        """Give the model other weights, of all trainable variables."""
-        for variable, value in zip(self._variables, weights):
-            variable.assign(value)
+    def _forget(self) -> None:
+        self._accrued = Accrued(self._push_every)
 
     def step(
         self,
@@ -122,8 +106,7 @@ class Exchange:
             found = _gradients(len(self._variables), places, sparse, arrays)
             if float(counts) <= 0:
                 return None
-            if self._require_finite:
-                self._check_finite(found)
+            self._check_finite(found, "A gradient")
             return found
 
         if self._push_every == 1:
@@ -174,22 +157,6 @@ class Exchange:
         rate.set_shape([])
         return complete, rate
 
-    def _counted(self) -> list[tf.Tensor]:
-        return [tf.identity(v.value) for v in (self._steps.ran, self._steps.samples)]
-
-    def _stand(self, ran: np.ndarray, samples: np.ndarray) -> tuple[int, ...]:
-        return NO_STAND if self.stand is None else self.stand(int(ran), int(samples))
-
-    def _run(self, function: Any, inputs: Sequence[Any]) -> None:
-        """Run Python that returns weights, as part of the step."""
-        types = [tf.as_dtype(variable.dtype) for variable in self._variables]
-        weights = tf.numpy_function(function, inputs, types)
-        if len(types) == 1 and not isinstance(weights, (list, tuple)):
-            weights = [weights]
-        for variable, value in zip(self._variables, weights):
-            value.set_shape(variable.shape)
-            variable.assign(value)
-
     def _push(
         self,
         gradients: Sequence[Gradient] | None,
@@ -205,34 +172,6 @@ class Exchange:
         with self._reducer.remember_error():
             stand = self._stand(ran, samples) if ends else NO_STAND
             return self._push(self._accrued.take(), 1.0, float(rate), stand)
-
-    def _check_finite(self, gradients: Sequence[Gradient]) -> None:
-        names = [v.path for v, gradient in zip(self._variables, gradients) if gradient is not None]
-        values = [g.values if isinstance(g, Rows) else g for g in gradients if g is not None]
-        if bad := name_non_finite(names, values):
-            raise NonFiniteError(
-                f"A gradient is not finite: {', '.join(bad[:5])}. It was not sent to the parameter "
-                "servers. Lower the learning rate, clip gradients or look at the data of this "
-                "rank; HVDTRAIN_NON_FINITE=ignore lets such values through."
-            )
-
-    def reach(self) -> Client:
-        """The way to the servers.
-
-        Raises:
-            ModelError: There is none now.
-        """
-        if self.client is None:
-            refuse_training()
-        return self.client
-
-
-def refuse_training() -> NoReturn:
-    """Raise ModelError where a model is to train outside of ``fit``."""
-    raise ModelError(
-        "With parameter servers a model trains in fit alone: there is nobody to take the gradients "
-        "of train_on_batch, or of a training loop of your own. Call model.fit, or leave --mode out."
-    )
 
 
 def _descend(gradients: Sequence[Any], variables: Sequence[Any], rate: tf.Tensor) -> None:

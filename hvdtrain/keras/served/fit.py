@@ -26,7 +26,7 @@ from hvdtrain.keras.replicas import broadcast_weights
 from hvdtrain.keras.saving.session import Session, asked_for
 from hvdtrain.keras.saving.signals import CaughtSignals
 from hvdtrain.keras.saving.state import TrainingState
-from hvdtrain.keras.served.exchange import Exchange
+from hvdtrain.keras.served.link import Link
 from hvdtrain.keras.served.membership import Apart
 from hvdtrain.keras.served.saving import ServedResume
 from hvdtrain.keras.served.session import begin_session, find_for_all
@@ -60,12 +60,14 @@ class Shares:
         specs: Of the trainable variables.
         shards: Of each server.
         weights: Which of their weights are read where they lie.
+        optimizer: Whose state they have, to update their variables with.
     """
 
     roles: Roles
     specs: Sequence[Spec]
     shards: Sequence[Shard]
     weights: SharedWeights
+    optimizer: Any
 
 
 class ServedFit:
@@ -120,7 +122,7 @@ class ServedFit:
         roles, weights = self._shares.roles, self._shares.weights
         rank = self._collectives.rank
         shard = self._shares.shards[roles.servers.index(rank)]
-        holding = Holding(self._model.optimizer, shard, self._model.trainable_variables)
+        holding = Holding(self._shares.optimizer, shard, self._model.trainable_variables)
         with self._update_log(shard) as log:
             server = Server(
                 self._messages,
@@ -149,7 +151,7 @@ class ServedFit:
         self._end(0, server.counts, history)
         return history
 
-    def train(self, loops: Loops, exchange: Exchange, arguments: inspect.BoundArguments) -> Any:
+    def train(self, loops: Loops, exchange: Link, arguments: inspect.BoundArguments) -> Any:
         """What ``fit`` is on a worker.
 
         Args:
@@ -178,6 +180,7 @@ class ServedFit:
                 self._steps,
                 place=Apart(workers.index(self._collectives.rank), len(workers)),
                 shards=self._shares.shards,
+                servers=self._shares.optimizer,
                 in_update=self._settings.gradients_in_update,
                 presharded=self._presharded,
             )
@@ -196,7 +199,7 @@ class ServedFit:
                 asked.keeper.finish()
             exchange.assign(self._finish(client, stop=bool(self._model.stop_training)))
 
-        given["callbacks"] = [_WithOthers(client, exchange.pull, finish), *callbacks]
+        given["callbacks"] = [_WithOthers(client, exchange, finish), *callbacks]
         ended_by = 0
         try:
             with exchange.using(client):
@@ -211,14 +214,14 @@ class ServedFit:
         self._end(client.pushed, None, history)
         return history
 
-    def begin(self, exchange: Exchange) -> None:
+    def begin(self, exchange: Link) -> None:
         """Give the servers what the chief has, and all workers what the servers have."""
         client = exchange.reach()
         if self._is_chief:
             if self._resume is not None:
                 self._resume.restore_shared(self._model)
             weights = [np.asarray(v.numpy()) for v in self._model.trainable_variables]
-            client.load(weights, take_states(self._model.optimizer, self._shares.shards))
+            client.load(weights, take_states(self._shares.optimizer, self._shares.shards))
         exchange.pull()
 
     def session(self) -> Session:
@@ -238,10 +241,10 @@ class ServedFit:
             return client.done()
         states = [
             np.empty_like(state)
-            for state in take_states(self._model.optimizer, self._shares.shards)
+            for state in take_states(self._shares.optimizer, self._shares.shards)
         ]
         weights = client.done(stop=stop, states=states)
-        put_states(self._model.optimizer, self._shares.shards, states)
+        put_states(self._shares.optimizer, self._shares.shards, states)
         return weights
 
     def _end(self, pushed: int, counts: Counts | None, history: Any) -> None:
@@ -267,7 +270,7 @@ class ServedFit:
         broadcast_weights(self._model, self._collectives)
         if self._is_chief:
             print(
-                f"hvdtrain: {_account(sent, served, len(self._shares.roles.workers))}",
+                f"hvdtrain: {self._account(sent, served)}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -293,6 +296,16 @@ class ServedFit:
             return Rounds(workers, self._settings.gradients_in_update(len(workers)))
         return FreeRunning(workers, self._settings.staleness_bound)
 
+    def _account(self, sent: int, served: Sequence[Counts]) -> str:
+        workers, first = len(self._shares.roles.workers), served[0]
+        what = "differences" if self._settings.mode == "easgd" else "gradients"
+        late = f", {first.late} of them too late" if first.late else ""
+        return (
+            f"{workers} workers sent {sent} {what}{late}; staleness {first.mean_staleness:.1f} on "
+            f"average, {first.percentile_of_staleness(95)} at the 95th percentile, "
+            f"{max(first.staleness, default=0)} at most"
+        )
+
     @property
     def _is_chief(self) -> bool:
         return self._collectives.rank == 0
@@ -311,25 +324,32 @@ def _train_alone(given: dict[str, Any]) -> None:
 class _WithOthers(keras.callbacks.Callback):
     """Ends the training when another worker has ended it for all, and waits for the others.
 
-    Before the user's callbacks: what these give the model as training ends is to stay.
+    Before the user's callbacks: they are to see the weights that count, and what they give the
+    model as training ends is to stay.
 
     Args:
         client: Is told so by the servers.
-        pull: Takes the newest weights.
+        link: Knows which weights the model should have.
         finish: Takes the last weights.
     """
 
-    def __init__(
-        self, client: Client, pull: Callable[[], None], finish: Callable[[], None]
-    ) -> None:
+    def __init__(self, client: Client, link: Link, finish: Callable[[], None]) -> None:
         super().__init__()
         self._client = client
-        self._pull = pull
+        self._link = link
         self._finish = finish
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # Those of the last step are old when a validation has been between.
-        self._pull()
+        self._link.begin_epoch()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._link.go_on()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._link.show_newest()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._link.show_newest()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._client.stopped:
@@ -337,13 +357,3 @@ class _WithOthers(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         self._finish()
-
-
-def _account(sent: int, served: Sequence[Counts], workers: int) -> str:
-    first = served[0]
-    late = f", {first.late} of them too late" if first.late else ""
-    return (
-        f"{workers} workers sent {sent} gradients{late}; staleness {first.mean_staleness:.1f} on "
-        f"average, {first.percentile_of_staleness(95)} at the 95th percentile, "
-        f"{max(first.staleness, default=0)} at most"
-    )

@@ -1,11 +1,13 @@
-"""An optimizer that leaves the update of the variables to parameter servers.
+"""A worker's optimizer in a job with parameter servers.
 
-The gradients of a step go to the servers where a Keras optimizer would clip and apply them, after
-gradient accumulation; the servers' optimizers clip, decay and update.
+It leaves the update of the variables to them: the gradients of a step go to the servers where a
+Keras optimizer would clip and apply them, after gradient accumulation, and the servers' optimizers
+clip, decay and update. Or, with elastic averaging, it updates the worker's own weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,15 +15,14 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.optimizer import KeepsWeights, keep_weights, mix_in, plain_optimizers
+from hvdtrain.keras.served.elastic import ElasticExchange
 from hvdtrain.keras.served.exchange import Exchange
 
-__all__ = ["check_averages", "leave_updates_to_servers"]
+__all__ = ["average_elastically", "check_averages", "leave_updates_to_servers"]
 
 
-class _LeavesUpdates(KeepsWeights):
-    """Mixed into the class of a plain optimizer; saved as the plain class."""
-
-    _hvdtrain_reducer: Exchange
+class _WeighsSteps(KeepsWeights):
+    """Of the steps whose gradients are accumulated, each counts as much as its samples."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         weight = self._hvdtrain_weighting.weight
@@ -29,6 +30,19 @@ class _LeavesUpdates(KeepsWeights):
             # Batches of one step needn't be equal.
             grads = [g if g is None else g * tf.cast(weight, g.dtype) for g in grads]
         super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def _hvdtrain_mean(self, grads: Any) -> tuple[tf.Tensor | None, Any]:
+        """What the gradients that are applied now count for, and their mean."""
+        weight = self._hvdtrain_take_weight()
+        if self._hvdtrain_waiting is not None and weight is not None:
+            grads = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in grads]
+        return weight, grads
+
+
+class _LeavesUpdates(_WeighsSteps):
+    """Mixed into the class of a plain optimizer; saved as the plain class."""
+
+    _hvdtrain_reducer: Exchange
 
     def _clip_gradients(self, grads: Any) -> Any:
         return grads
@@ -40,9 +54,7 @@ class _LeavesUpdates(KeepsWeights):
         self, grads: Any, trainable_variables: Any, learning_rate: Any
     ) -> None:
         settable = isinstance(self._learning_rate, keras.Variable)  # type: ignore[attr-defined]
-        weight = self._hvdtrain_take_weight()
-        if self._hvdtrain_waiting is not None and weight is not None:
-            grads = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in grads]
+        weight, grads = self._hvdtrain_mean(grads)
         self._hvdtrain_reducer.step(
             grads,
             trainable_variables,
@@ -60,6 +72,41 @@ class _CountsOverflows:
         finite = super().check_finite(grads)  # type: ignore[misc]
         tf.cond(finite, lambda: None, self._hvdtrain_reducer.skip_step)
         return finite
+
+
+class _AveragesElastically(_WeighsSteps):
+    """Mixed into the class of a plain optimizer; saved as the plain class."""
+
+    _hvdtrain_reducer: ElasticExchange
+    _hvdtrain_counts: tf.Tensor | None = None
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        weight, grads = self._hvdtrain_mean(grads)
+        object.__setattr__(self, "_hvdtrain_counts", weight)
+        return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        whole: Any = super()
+        self._hvdtrain_if_any(lambda: whole._apply_weight_decay(variables))
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        whole: Any = super()
+
+        def update() -> None:
+            whole._backend_update_step(grads, trainable_variables, learning_rate)
+            self._hvdtrain_reducer.after_update()
+
+        self._hvdtrain_if_any(update)
+
+    def _hvdtrain_if_any(self, act: Callable[[], None]) -> None:
+        """Act unless this worker has no samples in the step, as others may have some."""
+        counts = self._hvdtrain_counts
+        if counts is None:
+            act()
+        else:
+            tf.cond(counts > 0, act, lambda: None)
 
 
 def check_averages(optimizer: Any) -> None:
@@ -81,4 +128,11 @@ def leave_updates_to_servers(optimizer: Any, exchange: Exchange) -> None:
         mix_in(optimizer, _CountsOverflows, exchange)
     for leaf in plain_optimizers(optimizer):
         mix_in(leaf, _LeavesUpdates, exchange)
+        keep_weights(leaf, "float64")
+
+
+def average_elastically(optimizer: Any, exchange: ElasticExchange) -> None:
+    """Let ``optimizer`` exchange weights after its updates; saved and loaded as it was."""
+    for leaf in plain_optimizers(optimizer):
+        mix_in(leaf, _AveragesElastically, exchange)
         keep_weights(leaf, "float64")

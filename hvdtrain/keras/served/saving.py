@@ -24,7 +24,7 @@ from hvdtrain.keras.saving.resume import Found, Resume
 from hvdtrain.keras.saving.schedule import LOOK_S
 from hvdtrain.keras.saving.stand import Stand
 from hvdtrain.keras.saving.state import TrainingState
-from hvdtrain.keras.served.exchange import Exchange
+from hvdtrain.keras.served.link import Link
 from hvdtrain.keras.steps import Steps
 from hvdtrain.monitor import report
 from hvdtrain.parameter_server.holding import put_states, take_states
@@ -165,6 +165,7 @@ class ServedOthers(Others):
         steps: Of the model.
         state: Of the model.
         shards: Of the servers.
+        servers: The optimizer whose state they have.
         rank: Number of this worker.
         size: How many there are.
         resume: What training goes on from, or None.
@@ -173,10 +174,11 @@ class ServedOthers(Others):
     def __init__(
         self,
         model: keras.Model,
-        exchange: Exchange,
+        exchange: Link,
         steps: Steps,
         state: TrainingState,
         shards: Sequence[Shard],
+        servers: Any,
         *,
         rank: int,
         size: int,
@@ -187,6 +189,7 @@ class ServedOthers(Others):
         self._steps = steps
         self._state = state
         self._shards = shards
+        self._servers = servers
         self._is_chief = rank == 0
         self._size = size
         self._resume = resume
@@ -232,11 +235,10 @@ class ServedOthers(Others):
     def collect(self) -> Sequence[Stand]:
         # Gradients of the chief that wait to be sent belong to what it has done.
         self._exchange.send_rest()
-        optimizer = self._model.optimizer
-        states = [np.empty_like(state) for state in take_states(optimizer, self._shards)]
+        states = [np.empty_like(state) for state in take_states(self._servers, self._shards)]
         weights, numbers = self._exchange.reach().snapshot(self._size, states)
-        self._exchange.assign(weights)
-        put_states(optimizer, self._shards, states)
+        self._exchange.show(weights)
+        put_states(self._servers, self._shards, states)
         return [self._stand_of(rank, numbers[rank]) for rank in range(1, self._size)]
 
     def _stand_of(self, rank: int, numbers: tuple[int, ...]) -> Stand:

@@ -15,7 +15,7 @@ from hvdtrain.keras.saving.progress import Progress
 from hvdtrain.keras.saving.resume import broadcast_arrays, find
 from hvdtrain.keras.saving.session import Session, store_of
 from hvdtrain.keras.saving.state import TrainingState
-from hvdtrain.keras.served.exchange import Exchange
+from hvdtrain.keras.served.link import Link
 from hvdtrain.keras.served.membership import Apart
 from hvdtrain.keras.served.saving import ServedOthers, ServedResume
 from hvdtrain.keras.steps import Steps
@@ -51,11 +51,12 @@ def begin_session(
     model: keras.Model,
     collectives: Collectives,
     callbacks: Sequence[Any],
-    exchange: Exchange,
+    exchange: Link,
     steps: Steps,
     *,
     place: Apart,
     shards: Sequence[Shard],
+    servers: Any,
     in_update: Callable[[int], int],
     presharded: bool,
 ) -> tuple[Session, ServedResume | None]:
@@ -70,6 +71,7 @@ def begin_session(
         steps: Of the model.
         place: Of this worker among all.
         shards: Of the servers.
+        servers: The optimizer whose state they have.
         in_update: How many gradients one update is made of, for a number of workers.
         presharded: Whether each worker has data of its own.
 
@@ -99,6 +101,7 @@ def begin_session(
         steps,
         state,
         shards,
+        servers,
         rank=place.rank,
         size=place.size,
         resume=resume,
