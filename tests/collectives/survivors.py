@@ -87,6 +87,8 @@ def main(plan: Plan) -> None:
     engine_class = MpiCollectives if plan.kind == "mpi" else SharedMemoryCollectives
     engine = engine_class(mpi, comm, host, 4096, plan.timeout_s, plan.min_np)
     exits.install(engine)
+    # Open MPI crashes where a rank dies while others still set up a communicator.
+    engine.barrier()
     me = engine.rank
     for death in plan.deaths:
         if death.rank == me:

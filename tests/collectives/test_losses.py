@@ -60,6 +60,7 @@ def test_no_loss(elastic: Run) -> None:
 
 def test_exit_codes_after_a_loss(elastic: Run) -> None:
     body = """
+        engine.barrier()
         if rank == 1:
             os.kill(os.getpid(), 9)
         engine.barrier()
@@ -219,6 +220,7 @@ def test_busy_rank_is_waited_for(elastic: Run) -> None:
 def test_too_few_ranks(elastic: Run) -> None:
     """Operations go on, for a last checkpoint; then the program ends with the error."""
     body = """
+        engine.barrier()
         if rank in (0, 3):
             os.kill(os.getpid(), 9)
         step = engine.allreduce(np.ones(1))
