@@ -21,6 +21,7 @@ __all__ = [
     "combine",
     "finish",
     "is_floating",
+    "widen",
 ]
 
 _HALF = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -42,6 +43,11 @@ def is_floating(dtype: np.dtype) -> bool:
 def accumulator_dtype(dtype: np.dtype) -> np.dtype:
     """The type that ``dtype`` is combined in: float32 for half types, else itself."""
     return np.dtype(np.float32) if dtype in _HALF else dtype
+
+
+def widen(values: np.ndarray) -> np.ndarray:
+    """``values`` in the type that they are combined in; themselves where that is their own."""
+    return values.astype(accumulator_dtype(values.dtype), copy=False)
 
 
 def check_reducible(dtype: np.dtype, op: ReduceOp) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.collectives.kernels import accumulator_dtype
+from hvdtrain.collectives.kernels import accumulator_dtype, widen
 from hvdtrain.parameter_server.gradients import Gradient, Rows, merge_rows
 
 __all__ = ["Accrued"]
@@ -75,8 +75,7 @@ class Accrued:
             self._dense[number] = gradient.astype(accumulator_dtype(gradient.dtype))
 
     def _add_rows(self, number: int, rows: Rows) -> None:
-        wide = rows.values.astype(accumulator_dtype(rows.values.dtype), copy=False)
-        several = [Rows(rows.indices, wide)]
+        several = [Rows(rows.indices, widen(rows.values))]
         if number in self._rows:
             several.append(self._rows[number])
         self._rows[number] = merge_rows(several)

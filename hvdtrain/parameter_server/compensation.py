@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hvdtrain.collectives.kernels import accumulator_dtype
+from hvdtrain.collectives.kernels import widen
 from hvdtrain.parameter_server.gradients import Parts, Rows, merge_rows
 from hvdtrain.parameter_server.shards import Shard
 
@@ -56,7 +56,7 @@ class Compensation:
         rows = {}
         for number, several in parts.rows.items():
             # The square of a row that comes several times is that of its sum.
-            indices, values = merge_rows([Rows(several.indices, _widened(several.values))])
+            indices, values = merge_rows([Rows(several.indices, widen(several.values))])
             now, then = now_all[number][indices], then_all[number][indices]
             corrected = self._corrected(values, now, then)
             rows[number] = Rows(indices, corrected.astype(several.values.dtype, copy=False))
@@ -64,10 +64,6 @@ class Compensation:
         return replace(parts, kinds=kinds, rows=rows)
 
     def _corrected(self, gradient: np.ndarray, now: np.ndarray, then: np.ndarray) -> np.ndarray:
-        gradient = _widened(gradient)
-        moved = _widened(now) - _widened(then)
+        gradient = widen(gradient)
+        moved = widen(now) - widen(then)
         return gradient + self._strength * gradient * gradient * moved
-
-
-def _widened(values: np.ndarray) -> np.ndarray:
-    return values.astype(accumulator_dtype(values.dtype), copy=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdtrain.collectives.kernels import accumulator_dtype
+from hvdtrain.collectives.kernels import widen
 from hvdtrain.errors import MismatchError
 from hvdtrain.parameter_server.gradients import Parts, Rows, merge_rows
 
@@ -74,7 +74,7 @@ class Gathering:
 
 def _weighted(values: np.ndarray, weight: float) -> np.ndarray:
     """In the type of sums; in place where that is the type."""
-    wide = values.astype(accumulator_dtype(values.dtype), copy=False)
+    wide = widen(values)
     return np.multiply(wide, weight, out=wide)
 
 

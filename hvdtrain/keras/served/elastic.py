@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.kernels import accumulator_dtype
+from hvdtrain.collectives.kernels import widen
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.served.link import Link
 from hvdtrain.keras.steps import Steps
@@ -102,8 +102,7 @@ class ElasticExchange(Link):
         self._run(run, [*self._counted(), *now])
 
     def _move(self, own: np.ndarray, center: np.ndarray) -> np.ndarray:
-        wide = accumulator_dtype(own.dtype)
-        apart = own.astype(wide, copy=False) - center.astype(wide, copy=False)
+        apart = widen(own) - widen(center)
         return np.asarray(self._rate * apart).astype(own.dtype, copy=False)
 
 
