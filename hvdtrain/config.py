@@ -202,6 +202,12 @@ class Settings:
         "sync-ps: how many of the slowest workers' gradients a step does without",
         of_mode=True,
     )
+    worker_timeout_s: float = _setting(
+        120.0,
+        _positive_float,
+        "seconds that others wait for a worker's step, then they go on without it until it is back",
+        of_mode=True,
+    )
     update_log: str | None = _setting(
         None,
         _folder_or_none,

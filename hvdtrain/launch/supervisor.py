@@ -65,6 +65,7 @@ class Supervisor:
         patience: How long what may take.
         received: Signals as they arrive, noted by somebody else.
         min_np: Ranks that go on without those that are lost, at least; None for all.
+        vital: What those ranks are without which the others don't go on.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Supervisor:
         patience: Patience,
         received: Sequence[int],
         min_np: int | None = None,
+        vital: Mapping[int, str] | None = None,
     ) -> None:
         self._command = command
         self._hub = hub
@@ -85,6 +87,7 @@ class Supervisor:
         self._patience = patience
         self._received = received
         self._min_np = min_np
+        self._vital = vital or {}
         self._name = os.path.basename(command.argv[0])
         self._acted_on = 0
         self._words: deque[str] = deque(maxlen=KEPT_LINES)
@@ -111,6 +114,7 @@ class Supervisor:
         return judge(
             Ending(
                 hosts=self._hosts,
+                vital=self._vital,
                 seen=self._hub.hosts(),
                 ends=self._hub.ends,
                 reports=self._hub.reports,
@@ -211,7 +215,8 @@ class Supervisor:
         for end in [end for end in self._hub.ends if end.rank not in self._judged]:
             self._judged.add(end.rank)
             others_s = SETTLE_S
-            if self._elastic and is_loss(end) and self._stop_at is None:
+            survivable = self._elastic and is_loss(end) and end.rank not in self._vital
+            if survivable and self._stop_at is None:
                 enough = self._note_loss(end)
                 if enough:
                     continue
