@@ -311,6 +311,7 @@ class Server:
         limit = np.empty(len(self._workers), np.int64)
         self._receive(worker, [limit])
         self._freezing.aim(limit.tolist())
+        self._complete()
 
     def _complete(self) -> None:
         """Apply what was gathered, if it is all that there will be."""

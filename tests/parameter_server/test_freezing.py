@@ -9,7 +9,6 @@ from hvdtrain.parameter_server.freezing import Freezing
 from hvdtrain.parameter_server.protocol import Kind, Request
 from hvdtrain.parameter_server.rules import FreeRunning, Rounds
 
-
 # What a server has of a worker that died, after the last message that came.
 DEATH = None
 
@@ -158,6 +157,7 @@ class Job:
         for number in self.shuffled():
             self._go_on()
             self.servers[number].freezing.aim(limit)
+            self.servers[number].complete()
         moments = {}
         while len(moments) < len(self.servers):
             for number, server in enumerate(self.servers):
