@@ -107,6 +107,10 @@ def _flag(text: str) -> bool:
     raise ValueError("expected 1 or 0")
 
 
+def _flag_or_auto(text: str) -> bool | None:
+    return None if text.strip().lower() == "auto" else _flag(text)
+
+
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
@@ -133,7 +137,13 @@ def _setting(
         written: The default as a user would write it, where that isn't plain.
         of_mode: Whether it says how ranks train together.
     """
-    metadata = {"parse": parse, "help": help, "written": written, "of_mode": of_mode}
+    metadata = {
+        "parse": parse,
+        "help": help,
+        "written": written,
+        "of_mode": of_mode,
+        "is_switch": parse in (_flag, _flag_or_auto),
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -199,13 +209,13 @@ class Settings:
     backup_workers: int = _setting(
         0,
         _count,
-        "sync-ps: how many of the slowest workers' gradients a step does without",
+        "sync-ps: without how many of the slowest gradients a step does",
         of_mode=True,
     )
     worker_timeout_s: float = _setting(
         120.0,
         _positive_float,
-        "seconds that others wait for a worker's step, then they go on without it until it is back",
+        "seconds for a step before the others no longer wait for a worker",
         of_mode=True,
     )
     update_log: str | None = _setting(
@@ -244,15 +254,17 @@ class Settings:
     log_device_placement: bool = _setting(
         False, _flag, "1 lets TensorFlow print what it computes on which device"
     )
-    elastic: bool = _setting(
-        False,
-        _flag,
-        "1 lets the ranks that are left go on when one dies; needs Open MPI 5",
+    elastic: bool | None = _setting(
+        None,
+        _flag_or_auto,
+        "1 lets the ranks that are left go on when one dies; auto: with parameter servers; needs "
+        "Open MPI 5",
+        written="auto",
     )
     min_np: int = _setting(
         1,
         _positive_int,
-        "how many ranks have to be left to go on (elastic), or to start again (--max-restarts)",
+        "how many ranks have to be left to go on or to start again",
     )
     log_level: str = _setting(
         "info",
@@ -264,6 +276,11 @@ class Settings:
     def has_servers(self) -> bool:
         """Whether some ranks are parameter servers."""
         return self.mode in _WITH_SERVERS
+
+    @property
+    def goes_on_without(self) -> bool:
+        """Whether ranks are to go on without one that dies, where that can be had."""
+        return self.has_servers if self.elastic is None else self.elastic
 
     @property
     def towers(self) -> int:
