@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.keras.served.programs import facts, program, servers
+from tests.keras.served.test_saving import COUNTING, PRELUDE
 from tests.launch.jobs import HVDTRAIN
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
@@ -153,6 +154,40 @@ def test_any_moment(start, tmp_path, mode, settings, saves):
     assert all(entry["like"] for entry in fits)
     if len(told) == 4:
         assert re.search(rf"rank {who} on .* was lost \(SIGKILL\)", done.stderr)
+
+
+LEFT_OUT = program(
+    PRELUDE
+    + COUNTING
+    + """
+    again = Path("checkpoints").exists()
+    world.collectives().barrier(name="all have looked")
+
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+    # While the others are in the second epoch, at its fourth step.
+    callbacks = [] if again or RANK != 1 else [at_step(12, die)]
+    model = counting()
+    model.fit(
+        **arrays, epochs=3, verbose=0, callbacks=[*callbacks, hvdtrain.Checkpoint("checkpoints")]
+    )
+    tell("seen", counts=np.unique(model.seen.numpy()).tolist())
+"""
+)
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_resuming_makes_up_for_what_was_left_out(start, ranks):
+    """With the two workers that were left, or three again."""
+    done = start(LEFT_OUT, "async-ps", 4)
+    assert done.returncode == 0, done
+    assert facts(done, "seen") == [{"rank": rank, "counts": [1.0, 2.0, 3.0]} for rank in (0, 2, 3)]
+    done = start(LEFT_OUT, "async-ps", ranks)
+    assert done.returncode == 0, done
+    assert facts(done, "seen") == [{"rank": rank, "counts": [3.0]} for rank in range(ranks)]
 
 
 VITAL = program("""
