@@ -54,7 +54,7 @@ print(socket.gethostname(), role, f"{model.evaluate(x, y, verbose=0):.4f}", flus
 
 
 @pytest.mark.parametrize("way", ["ssh", "slurm"])
-@pytest.mark.parametrize("mode", ["async-ps", "sync-ps"])
+@pytest.mark.parametrize("mode", ["async-ps", "sync-ps", "easgd"])
 def test_servers_on_hosts_of_their_own(cluster: Cluster, way: str, mode: str) -> None:
     program = Path(cluster.folder, "served.py")
     program.write_text(PROGRAM)
@@ -68,7 +68,8 @@ def test_servers_on_hosts_of_their_own(cluster: Cluster, way: str, mode: str) ->
     argv = [*start, *HVDTRAIN, *words, "--", sys.executable, str(program), ""]
     done = cluster.run(argv, env=ON_CLUSTER, timeout_s=200)
     assert done.returncode == 0, done
-    assert "2 workers sent 180 gradients" in done.stderr, done
+    sent = "differences" if mode == "easgd" else "gradients"
+    assert f"2 workers sent 180 {sent}" in done.stderr, done
     lines = sorted(line for line in done.stdout.splitlines() if " node" in line)
     roles = [re.sub(r"^\[\d node\d\] | [\d.]+$", "", line) for line in lines]
     assert roles == ["node1 trains", "node2 trains", "node3 serves", "node4 serves"], done
