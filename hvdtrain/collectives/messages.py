@@ -39,6 +39,8 @@ class Messages:
         self._patience = Patience(alarm, timeout_s, local_size, needs_all=True)
         self._endless = Patience(alarm, math.inf, local_size, needs_all=True)
         self._inside = ""
+        # MPI may still write to the buffers of what was given up.
+        self._abandoned: list[Any] = []
 
     @property
     def waiting_in(self) -> str:
@@ -62,13 +64,21 @@ class Messages:
         """Begin to receive as many bytes as ``buffer`` has; returns what ``wait`` takes."""
         return [self._comm.Irecv([part, self._mpi.BYTE], source, tag) for part in _parts(buffer)]
 
-    def wait(self, pending: Sequence[Any], waiting_in: str, *, endless: bool = False) -> None:
+    def wait(
+        self,
+        pending: Sequence[Any],
+        waiting_in: str,
+        *,
+        endless: bool = False,
+        unless: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Return when all of them are done.
 
         Args:
             pending: What ``start_send`` and ``start_receive`` returned.
             waiting_in: For errors, and for whoever asks.
             endless: Wait as long as no rank fails, because the other side gives up in time.
+            unless: Whether to give them up instead of waiting on; asked often.
 
         Raises:
             PeerFailedError: Another rank failed or left meanwhile.
@@ -76,7 +86,13 @@ class Messages:
         """
         requests = list(pending)
         patience = self._endless if endless else self._patience
-        self._wait_until(lambda: self._mpi.Request.Testall(requests), patience, waiting_in)
+
+        def over() -> bool:
+            return unless() or self._mpi.Request.Testall(requests)
+
+        self._wait_until(over, patience, waiting_in)
+        if unless():
+            self._abandoned += requests
 
     def receive_any(self, buffer: np.ndarray, tag: int, waiting_in: str) -> int:
         """Wait for a message from whichever rank; returns which.

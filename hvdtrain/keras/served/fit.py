@@ -209,6 +209,7 @@ class ServedFit:
             client.own_signal = ended_by if self._is_chief else 0
             self._finish(client, stop=True)
         finally:
+            client.close()
             self._session = self._resume = None
         self._end_if_preempted(ended_by if self._is_chief else client.signal)
         self._end(client.pushed, None, history)
@@ -294,7 +295,9 @@ class ServedFit:
         workers = self._shares.roles.workers
         if self._settings.gathers:
             return Rounds(workers, self._settings.gradients_in_update(len(workers)))
-        return FreeRunning(workers, self._settings.staleness_bound)
+        bound = self._settings.staleness_bound
+        # Who overlaps makes one more step before it takes the answer that says whether it may.
+        return FreeRunning(workers, bound if bound is None else bound - self._settings.overlaps)
 
     def _account(self, sent: int, served: Sequence[Counts]) -> str:
         workers, first = len(self._shares.roles.workers), served[0]

@@ -92,7 +92,7 @@ EXACT = program(
     [
         pytest.param(3, servers("sync-ps"), id="sync-ps"),
         pytest.param(4, servers("async-ps", 2, staleness_bound=0), id="bound 0, 2 servers"),
-        pytest.param(2, servers("async-ps"), id="one worker"),
+        pytest.param(2, servers("async-ps", overlap=0), id="one worker"),
     ],
 )
 def test_resuming_is_exact_where_training_is(launch, ranks, environment):
