@@ -42,7 +42,7 @@ def test_weights_are_those_of_the_gradient_before(world):
 
 @one_or_two_servers
 def test_gradients_are_free_for_other_use(world):
-    """Dense ones and rows, as soon as they are pushed."""
+    """As soon as they are pushed: TensorFlow uses their memory again."""
 
     def work(worker):
         worker.begin()
