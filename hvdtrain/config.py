@@ -200,6 +200,12 @@ class Settings:
         "to the next",
         of_mode=True,
     )
+    overlap: bool = _setting(
+        True,
+        _flag,
+        "1 lets workers compute while gradients travel, in async-ps where the bound isn't 0",
+        of_mode=True,
+    )
     moving_rate: float = _setting(
         0.0,
         _part,
@@ -297,6 +303,11 @@ class Settings:
         """Whether servers apply each gradient as it comes."""
         return self.has_servers and not self.gathers
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a worker goes on before the answer to its gradient has come."""
+        return self.overlap and not _why_no_overlap(self)
+
     def gradients_in_update(self, workers: int) -> int:
         """How many ranks' gradients one update of the weights is made of, of so many workers."""
         if not self.has_servers:
@@ -344,6 +355,8 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     _check_towers(settings)
     _check_servers(settings)
     _check_easgd(settings)
+    if values.get("overlap"):
+        _check_overlap(settings)
     return settings
 
 
@@ -385,3 +398,23 @@ def _check_easgd(settings: Settings) -> None:
                 f"{flag} ({variable_name(name)}) corrects stale gradients, and with --mode easgd "
                 f"workers send none. Leave {flag} out, or give --mode async-ps."
             )
+
+
+def _check_overlap(settings: Settings) -> None:
+    if reason := _why_no_overlap(settings):
+        raise ConfigurationError(
+            f"--overlap ({variable_name('overlap')}) lets a worker go on while its gradient is "
+            f"under way, and {reason}. Leave it out, or give --mode async-ps, without "
+            "--staleness-bound 0 and --dc-asgd."
+        )
+
+
+def _why_no_overlap(settings: Settings) -> str:
+    """Why workers have to wait for the answer to a gradient; empty where they needn't."""
+    if settings.mode != "async-ps":
+        return f"in mode {settings.mode} there is nothing that it could go on without"
+    if settings.staleness_bound == 0:
+        return "with a staleness bound of 0 no worker may be a step ahead"
+    if settings.dc_asgd:
+        return "--dc-asgd corrects gradients for the weights that their worker was sent last"
+    return ""

@@ -92,13 +92,21 @@ class Messages:
         """Begin to receive as many bytes as ``buffer`` has; else as ``start_send``."""
         return self._start(self._comm.Irecv, buffer, source, tag)
 
-    def wait(self, pending: Sequence[Pending], waiting_in: str, *, endless: bool = False) -> None:
+    def wait(
+        self,
+        pending: Sequence[Pending],
+        waiting_in: str,
+        *,
+        endless: bool = False,
+        unless: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Return when all of them are done.
 
         Args:
             pending: What ``start_send`` and ``start_receive`` returned.
             waiting_in: For errors, and for whoever asks.
             endless: Wait as long as no rank fails, because the other side gives up in time.
+            unless: Whether to give them up instead of waiting on; asked often.
 
         Raises:
             PeerLostError: A rank died that one of them comes from, or goes to.
@@ -107,11 +115,14 @@ class Messages:
         """
         left = list(pending)
         patience = self._endless if endless else self._patience
+
+        def over() -> bool:
+            return unless() or self._are_over(left, waiting_in)
+
         try:
-            self._wait_until(lambda: self._are_over(left, waiting_in), patience, waiting_in)
-        except PeerLostError:
+            self._wait_until(over, patience, waiting_in)
+        finally:
             self._abandoned += left
-            raise
 
     def receive_any(
         self,

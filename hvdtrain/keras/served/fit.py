@@ -221,6 +221,7 @@ class ServedFit:
             client.own_signal = ended_by if self._is_chief else 0
             self._finish(client, stop=True)
         finally:
+            client.close()
             self._session = self._resume = None
         self._end_if_preempted(ended_by if self._is_chief else client.signal)
         self._end(client.pushed, None, history)
@@ -321,7 +322,9 @@ class ServedFit:
     def _rule(self, workers: Sequence[int]) -> Rule:
         if self._settings.gathers:
             return Rounds(workers, max(1, self._settings.gradients_in_update(len(workers))))
-        return FreeRunning(workers, self._settings.staleness_bound)
+        bound = self._settings.staleness_bound
+        # Who overlaps makes one more step before it takes the answer that says whether it may.
+        return FreeRunning(workers, bound if bound is None else bound - self._settings.overlaps)
 
     def _account(self, first: Counts) -> str:
         workers, sent = len(self._shares.roles.workers), first.pushed.total()
