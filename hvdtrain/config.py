@@ -173,14 +173,14 @@ class Settings:
     ps_ranks: tuple[int, ...] = _setting(
         (),
         _ranks,
-        "which ranks they are, like 2,3; last: the last ones, as many as --num-ps says",
+        "which ranks they are, like 2,3, or last: the last --num-ps",
         written="last",
         of_mode=True,
     )
     staleness_bound: int | None = _setting(
         None,
         _count_or_none,
-        "async-ps: how many steps a worker may be ahead of the slowest; 0 makes it synchronous",
+        "async-ps: most steps ahead of the slowest worker; 0: in step",
         written="none",
         of_mode=True,
     )
@@ -203,7 +203,7 @@ class Settings:
     overlap: bool = _setting(
         True,
         _flag,
-        "1 lets workers compute while gradients travel, in async-ps where the bound isn't 0",
+        "1 lets workers of async-ps compute while their gradients travel",
         of_mode=True,
     )
     moving_rate: float = _setting(
