@@ -138,7 +138,8 @@ class Messages:
             buffer: Takes it; as many bytes as it has.
             tag: Of the message.
             waiting_in: For errors, and for whoever asks.
-            unless: Whether to return None instead of waiting on; asked often.
+            unless: Whether to return None instead of waiting on; asked often. So it does where
+                the sender dies.
 
         Raises:
             PeerFailedError: Another rank failed or left meanwhile.
@@ -160,7 +161,11 @@ class Messages:
         self._wait_until(came, self._patience, waiting_in)
         if not found:
             return None
-        found[0].Recv([buffer.view(np.uint8), self._mpi.BYTE])
+        try:
+            found[0].Recv([buffer.view(np.uint8), self._mpi.BYTE])
+        except self._mpi.Exception as error:
+            self._note_lost(error)
+            return None
         return self._members[status.Get_source()]
 
     def _start(
@@ -181,10 +186,12 @@ class Messages:
                 done = request.Test()
             except self._mpi.Exception as error:
                 self._note_lost(error)
+                # From here on MPI takes the request for one that is done.
+                self.lost.add(rank)
                 done = False
+            if not done and rank in self.lost:
+                raise self.loss_of(rank, f"waited for it in {waiting_in}")
             if not done:
-                if rank in self.lost:
-                    raise self.loss_of(rank, f"waited for it in {waiting_in}")
                 return False
             pending.pop()
         return True

@@ -215,12 +215,13 @@ class Server:
 
     @property
     def _has_news(self) -> bool:
-        return len(self._messages.lost) > len(self._gone) and bool(self._messages.lost - self._gone)
+        return len(self._messages.lost) > len(self._gone)
 
     def _see_who_is_there(self) -> None:
         """Go on without workers that died, and wait for none that says nothing."""
-        for rank in sorted(self._messages.lost - self._gone) if self._has_news else ():
-            self._lose(rank)
+        if self._has_news:
+            for rank in sorted(self._messages.lost - self._gone):
+                self._lose(rank)
         for worker in self._attendance.fall_silent(time.monotonic()):
             self._tell(
                 f"rank {worker} has said nothing for {self._silence_s:g} s; the others wait for "
