@@ -293,6 +293,36 @@ def test_nobody_waits_for_who_says_nothing(launch, mode, settings):
     assert "3 workers sent 120 gradients" in done.stderr
 
 
+HANGS = program("""
+    import signal
+
+
+    def stop(batch):
+        if RANK == 1 and batch == 5:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+    model = classifier(keras.optimizers.SGD(0.1))
+    model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[At(begin=stop)])
+    tell("end", like=like_chief(model))
+""")
+
+
+@pytest.mark.parametrize("mode", ["sync-ps", "async-ps"])
+def test_a_worker_that_hangs_is_ended(run_command, tmp_path, mode):
+    """Then the others go on as without one that died."""
+    script = tmp_path / "program.py"
+    script.write_text(HANGS)
+    argv = [*HVDTRAIN, "-np", "4", "--hang-timeout-s", "5"]
+    command = [*argv, "--", sys.executable, str(script)]
+    done = run_command(command, timeout_s=200, env=servers(mode))
+    assert done.returncode == 0, done
+    assert re.search(r"rank 1 on \S+ has done no step for \d+ s, while others go on", done.stderr)
+    assert re.search(r"rank 1 on \S+ was lost \(SIGKILL\) after step \d; 3 ranks go on", done.stderr)
+    told = [(entry["rank"], entry["like"]) for entry in facts(done, "end")]
+    assert told == [(0, True), (2, True), (3, True)]
+
+
 TOO_FEW = program("""
     import signal
 
