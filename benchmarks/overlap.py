@@ -18,7 +18,7 @@ from statistics import mean, median
 from modes import MODES, Mode, train
 
 WORKERS = 2
-KINDS = {"waits": "waiting", "overlaps": "async-ps"}
+KINDS = {"waits": "async-ps", "overlaps": "overlap"}
 
 
 def main() -> None:

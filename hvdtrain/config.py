@@ -201,7 +201,7 @@ class Settings:
         of_mode=True,
     )
     overlap: bool = _setting(
-        True,
+        False,
         _flag,
         "1 lets workers of async-ps compute while their gradients travel",
         of_mode=True,
@@ -303,11 +303,6 @@ class Settings:
         """Whether servers apply each gradient as it comes."""
         return self.has_servers and not self.gathers
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether a worker goes on before the answer to its gradient has come."""
-        return self.overlap and not _why_no_overlap(self)
-
     def gradients_in_update(self, workers: int) -> int:
         """How many ranks' gradients one update of the weights is made of, of so many workers."""
         if not self.has_servers:
@@ -355,8 +350,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     _check_towers(settings)
     _check_servers(settings)
     _check_easgd(settings)
-    if values.get("overlap"):
-        _check_overlap(settings)
+    _check_overlap(settings)
     return settings
 
 
@@ -401,7 +395,8 @@ def _check_easgd(settings: Settings) -> None:
 
 
 def _check_overlap(settings: Settings) -> None:
-    if reason := _why_no_overlap(settings):
+    reason = _why_no_overlap(settings)
+    if settings.overlap and reason:
         raise ConfigurationError(
             f"--overlap ({variable_name('overlap')}) lets a worker go on while its gradient is "
             f"under way, and {reason}. Leave it out, or give --mode async-ps, without "

@@ -141,7 +141,7 @@ class ServedDistribution(Distribution):
             is_chief=self._collectives.rank == 0,
             require_finite=require_finite,
             push_every=settings.push_every,
-            overlaps=settings.overlaps,
+            overlaps=settings.overlap,
         )
         leave_updates_to_servers(model.optimizer, exchange)
         return exchange

@@ -324,7 +324,7 @@ class ServedFit:
             return Rounds(workers, max(1, self._settings.gradients_in_update(len(workers))))
         bound = self._settings.staleness_bound
         # Who overlaps makes one more step before it takes the answer that says whether it may.
-        return FreeRunning(workers, bound if bound is None else bound - self._settings.overlaps)
+        return FreeRunning(workers, bound if bound is None else bound - self._settings.overlap)
 
     def _account(self, first: Counts) -> str:
         workers, sent = len(self._shares.roles.workers), first.pushed.total()

@@ -147,9 +147,13 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize(("mode", "every"), [("async-ps", 1), ("async-ps", 4), ("sync-ps", 1)])
-def test_every_batch_is_pushed_once(launch, mode, every):
-    done = launch(3, INPUTS, timeout_s=200, env=servers(mode, push_every=every))
+@pytest.mark.parametrize(
+    ("mode", "every", "overlap"),
+    [("async-ps", 1, 0), ("async-ps", 1, 1), ("async-ps", 4, 0), ("sync-ps", 1, 0)],
+)
+def test_every_batch_is_pushed_once(launch, mode, every, overlap):
+    env = servers(mode, push_every=every, overlap=overlap)
+    done = launch(3, INPUTS, timeout_s=200, env=env)
     assert done.returncode == 0
     for what in COUNTS:
         told = facts(done, what)
@@ -263,7 +267,7 @@ SCALED = program("""
     ],
 )
 def test_staleness_is_told_and_made_up_for(launch, settings, weight):
-    done = launch(3, SCALED, env=servers("async-ps", overlap=0, **settings))
+    done = launch(3, SCALED, env=servers("async-ps", **settings))
     assert done.returncode == 0
     found = [entry["weight"] for entry in facts(done, "done")]
     assert found == pytest.approx([weight] * 3, rel=1e-6)

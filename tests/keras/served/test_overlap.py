@@ -125,7 +125,9 @@ ALONE = program("""
 @pytest.mark.parametrize(("every", "count"), [(1, 1), (1, 2), (3, 1)])
 def test_one_worker_is_a_gradient_behind(launch, every, count):
     """But for validation, callbacks at the end of an epoch, and what comes out."""
-    done = launch(1 + count, ALONE, env=servers("async-ps", count, push_every=every), timeout_s=150)
+    done = launch(
+        1 + count, ALONE, env=servers("async-ps", count, push_every=every, overlap=1), timeout_s=150
+    )
     assert done.returncode == 0
     told = facts(done, "case")
     assert len(told) == 7
@@ -164,7 +166,7 @@ GOES_ON = program("""
 @pytest.mark.parametrize("transport", [{}, {"OMPI_MCA_btl": "self,tcp"}])
 def test_gradients_travel_while_their_worker_computes(launch, transport):
     """Also where MPI moves them in its calls alone, of which the training thread makes none."""
-    done = launch(2, GOES_ON, env=servers("async-ps") | transport)
+    done = launch(2, GOES_ON, env=servers("async-ps", overlap=1) | transport)
     assert done.returncode == 0
     assert [entry["alike"] for entry in facts(done, "done")] == [True] * 2
 
@@ -215,7 +217,7 @@ ENDS = program("""
 
 @pytest.mark.parametrize("case", ["interrupt", "error"])
 def test_an_error_while_a_gradient_is_under_way(launch, case):
-    env = servers("async-ps", staleness_bound=1) | {"CASE": case}
+    env = servers("async-ps", staleness_bound=1, overlap=1) | {"CASE": case}
     done = launch(3, ENDS, env=env, timeout_s=60)
     assert done.returncode != 0
     assert "here" in done.stderr
@@ -249,7 +251,7 @@ REFUSED = program("""
 @pytest.mark.parametrize(("steps", "begun"), [(3, 3), (5, 4)])
 def test_a_refusal_is_raised_at_the_next_exchange(launch, steps, begun):
     """Which is a step's or, after the last step of an epoch, what follows that."""
-    env = servers("async-ps") | {"STEPS": str(steps)}
+    env = servers("async-ps", overlap=1) | {"STEPS": str(steps)}
     done = launch(3, REFUSED, env=env, timeout_s=100)
     assert done.returncode != 0
     (told,) = (entry for entry in facts(done, "refused") if entry["rank"] == 1)

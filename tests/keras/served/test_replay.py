@@ -121,6 +121,7 @@ def _key(entry: dict[str, Any]) -> tuple[int, int]:
     [
         ("async-ps", 1, {}),
         ("async-ps", 2, {"staleness_scaling": 1}),
+        ("async-ps", 2, {"overlap": 1}),
         ("sync-ps", 2, {"backup_workers": 1}),
     ],
 )
