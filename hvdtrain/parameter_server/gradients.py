@@ -20,6 +20,8 @@ __all__ = ["Gradient", "Parts", "Rows", "merge_rows", "pack_gradients"]
 
 # What a piece has: so many rows, or one of these.
 _NONE, _DENSE = -1, -2
+# So many values are looked at together.
+CHECKED_ITEMS = 128 << 10
 
 
 class Rows(NamedTuple):
@@ -114,7 +116,7 @@ class Parts:
         for number, view in enumerate(self.shard.views(self.flat)):
             if self.kinds[number] == _DENSE:
                 values[number] = view
-        return sorted(number for number, array in values.items() if not np.isfinite(array).all())
+        return sorted(number for number, array in values.items() if not _all_finite(array))
 
 
 def pack_gradients(
@@ -151,6 +153,15 @@ def merge_rows(several: Sequence[Rows]) -> Rows:
     merged = np.zeros((len(unique), *values.shape[1:]), values.dtype)
     np.add.at(merged, places, values)
     return Rows(unique, merged)
+
+
+def _all_finite(array: np.ndarray) -> bool:
+    """Block by block, so that what was found of the values stays in the cache."""
+    flat = array.reshape(-1)
+    return all(
+        np.isfinite(flat[start : start + CHECKED_ITEMS]).all()
+        for start in range(0, flat.size, CHECKED_ITEMS)
+    )
 
 
 def _has_whole_rows(piece: Piece, spec: Spec) -> bool:
