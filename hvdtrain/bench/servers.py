@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import keras
@@ -25,6 +25,7 @@ from hvdtrain.collectives import Collectives
 from hvdtrain.collectives.messages import Messages
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.parameter_server.client import Client
+from hvdtrain.parameter_server.handing import Slots, share_slots
 from hvdtrain.parameter_server.holding import Holding, take_states
 from hvdtrain.parameter_server.published import SharedWeights, share_weights
 from hvdtrain.parameter_server.rules import FreeRunning
@@ -64,6 +65,7 @@ class _Job:
     specs: Sequence[Spec]
     shard: Shard
     weights: SharedWeights
+    slots: Mapping[int, Slots]
     collectives: Collectives
     messages: Messages
     updates: int
@@ -92,11 +94,13 @@ def measure(options: ServersOptions) -> None:
     model.optimizer.build(model.trainable_variables)
     specs = specs_of(model.trainable_variables)
     (shard,) = cut(specs, 1)
+    weights = share_weights(collectives, [ranks - 1], [shard])
     job = _Job(
         model=model,
         specs=specs,
         shard=shard,
-        weights=share_weights(collectives, [ranks - 1], [shard]),
+        weights=weights,
+        slots=share_slots(collectives, [ranks - 1], [shard], weights.readers),
         collectives=collectives,
         messages=collectives.messages(),
         updates=options.updates,
@@ -147,6 +151,7 @@ def _serve(job: _Job, workers: range) -> None:
         job.shard,
         published=job.weights.published[job.server],
         readers=job.weights.readers,
+        slots=job.slots,
         workers=workers,
         rule=FreeRunning(workers, bound=None),
         scale_by_staleness=False,
@@ -156,7 +161,7 @@ def _serve(job: _Job, workers: range) -> None:
 def _work(job: _Job) -> float:
     """Push as often as asked for; returns how long that took."""
     published = job.weights.published
-    client = Client(job.messages, job.specs, [job.server], [job.shard], published)
+    client = Client(job.messages, job.specs, [job.server], [job.shard], published, job.slots)
     weights = [np.asarray(variable.numpy()) for variable in job.model.trainable_variables]
     states = take_states(job.model.optimizer, [job.shard])
     chief = job.collectives.rank == 0

@@ -12,7 +12,8 @@ import numpy as np
 
 from hvdtrain.collectives.layout import BufferPool
 from hvdtrain.collectives.messages import Messages
-from hvdtrain.parameter_server.gradients import Gradient, pack_gradients
+from hvdtrain.parameter_server.gradients import SENT, Gradient, pack_gradients
+from hvdtrain.parameter_server.handing import SLOTS, Slots
 from hvdtrain.parameter_server.protocol import (
     DATA,
     NO_STAND,
@@ -54,6 +55,7 @@ class Client:
         servers: By rank.
         shards: What each of them holds.
         published: By rank the weights of those servers that let this worker read them.
+        slots: By rank where those servers that see it find dense gradients.
     """
 
     def __init__(
@@ -63,12 +65,15 @@ class Client:
         servers: Sequence[int],
         shards: Sequence[Shard],
         published: Mapping[int, Published],
+        slots: Mapping[int, Slots],
     ) -> None:
         self._messages = messages
         self._specs = specs
         self._servers = [
             _Server(rank, shard, published.get(rank)) for rank, shard in zip(servers, shards)
         ]
+        self._slots = slots
+        self._filled: int | None = None  # the slot of a gradient that is under way
         self._pool = BufferPool()
         self.pushed = 0
         """How many gradients went to the servers."""
@@ -125,7 +130,9 @@ class Client:
         """
         data = None
         if gradients is not None:
-            data = [self._pack(server.shard, gradients) for server in self._servers]
+            # The first one unless a server may still read it: what the caches hold of it is of use.
+            self._filled = 0 if self._filled is None else (self._filled + 1) % SLOTS
+            data = [self._pack(server, gradients) for server in self._servers]
             self.pushed += 1
         requests = [
             Request(
@@ -140,7 +147,9 @@ class Client:
             )
             for server in self._servers
         ]
-        return self._ask(requests, "push", data)
+        weights = self._ask(requests, "push", data)
+        self._filled = None
+        return weights
 
     def done(
         self, *, stop: bool = False, states: Sequence[np.ndarray] | None = None
@@ -196,10 +205,13 @@ class Client:
         )
         return weights, [tuple(row) for row in stands[0].tolist()]
 
-    def _pack(self, shard: Shard, gradients: Sequence[Gradient]) -> list[np.ndarray]:
-        flat = self._pool.take(shard.nbytes)
-        parts = pack_gradients(shard, self._specs, gradients, flat)
-        return [parts.kinds, *parts.blocks()]
+    def _pack(self, server: _Server, gradients: Sequence[Gradient]) -> list[np.ndarray]:
+        if server.rank in self._slots and self._filled is not None:
+            flat, slot = self._slots[server.rank][self._filled], self._filled
+        else:
+            flat, slot = self._pool.take(server.shard.nbytes), SENT
+        parts = pack_gradients(server.shard, self._specs, gradients, flat, slot)
+        return [parts.words, *parts.blocks()]
 
     def _to_all(self, kind: Kind, *, stop: bool = False) -> list[Request]:
         return [Request(kind, stop=stop, signal=self.own_signal)] * len(self._servers)

@@ -33,7 +33,7 @@ def packed(shard, specs, gradients):
 def received(parts):
     """What comes out at the other end, which knows the shard, and is told the kinds."""
     flat = np.full(parts.shard.nbytes, 255, np.uint8)
-    there = Parts.expect(parts.shard, parts.kinds.copy(), flat)
+    there = Parts.expect(parts.shard, parts.words.copy(), flat)
     for sent, room in zip(parts.blocks(), there.blocks(), strict=True):
         assert (sent.dtype, sent.shape) == (room.dtype, room.shape)
         assert room.flags.c_contiguous
@@ -156,7 +156,7 @@ def test_what_no_worker_can_have(kinds):
     """There are no rows of a scalar, and no numbers below those with a meaning."""
     (shard,) = cut(specs((4, 2), ()), 1)
     with pytest.raises(MismatchError, match=r"Gradients of kinds \[.*\] came for 2 pieces"):
-        Parts.expect(shard, np.array(kinds), np.empty(shard.nbytes, np.uint8))
+        Parts.expect(shard, np.array([-1, *kinds]), np.empty(shard.nbytes, np.uint8))
 
 
 @pytest.mark.parametrize("indices", [[-1, 2], [0, 4], [1 << 40]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from hvdtrain.keras.steps import Steps
 from hvdtrain.monitor import report
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.counts import Counts
+from hvdtrain.parameter_server.handing import Slots
 from hvdtrain.parameter_server.holding import Holding, put_states, take_states
 from hvdtrain.parameter_server.published import SharedWeights
 from hvdtrain.parameter_server.rules import FreeRunning, Rounds, Rule
@@ -60,6 +61,7 @@ class Shares:
         specs: Of the trainable variables.
         shards: Of each server.
         weights: Which of their weights are read where they lie.
+        slots: Where gradients lie that are read there.
         optimizer: Whose state they have, to update their variables with.
     """
 
@@ -67,6 +69,7 @@ class Shares:
     specs: Sequence[Spec]
     shards: Sequence[Shard]
     weights: SharedWeights
+    slots: Mapping[int, Slots]
     optimizer: Any
 
 
@@ -130,6 +133,7 @@ class ServedFit:
                 shard,
                 published=weights.published[rank],
                 readers=weights.readers,
+                slots=self._shares.slots,
                 workers=roles.workers,
                 rule=self._rule(),
                 scale_by_staleness=self._settings.staleness_scaling,
@@ -191,6 +195,7 @@ class ServedFit:
             shares.roles.servers,
             shares.shards,
             shares.weights.published,
+            shares.slots,
         )
 
         def finish() -> None:
