@@ -36,6 +36,7 @@ class Mode:
 MODES: Mapping[str, Mode] = {
     "allreduce": Mode("allreduce", WORKERS, ()),
     "async-ps": Mode("async-ps", WORKERS + 1, ("--mode", "async-ps")),
+    "waiting": Mode("async-ps, no overlap", WORKERS + 1, ("--mode", "async-ps", "--no-overlap")),
     "bounded": Mode(
         "async-ps, bound 4", WORKERS + 1, ("--mode", "async-ps", "--staleness-bound", "4")
     ),

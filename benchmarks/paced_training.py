@@ -1,4 +1,4 @@
-"""A training whose steps take a set time; ``slow_worker.py`` runs it.
+"""A training whose steps take a set time; ``slow_worker.py`` and ``overlap.py`` run it.
 
 Sleeping stands for computing, so that a worker has a speed of its own also where ranks share cores.
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 
 import hvdtrain
+from hvdtrain.bench.models import build_model, synthetic_data
 
 BATCH_SIZE = 8
 # Compiling the step is no part of it.
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where ranks write what they found")
     parser.add_argument("--step-ms", type=float, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--lenet", action="store_true", help="1.7 million parameters, not 10,000")
     parser.add_argument("--slow-rank", type=int, default=-1)
     parser.add_argument("--times", type=float, default=1.0, help="how much slower that rank is")
     asked = parser.parse_args()
@@ -49,16 +50,20 @@ def main() -> None:
     hvdtrain.init()
     rank = hvdtrain.rank()
     pace = Pace(asked.step_ms / 1000 * (asked.times if rank == asked.slow_rank else 1.0))
-    model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(100), keras.layers.Dense(1)])
-    model.compile(optimizer=keras.optimizers.SGD(1e-3), loss="mse")
+    model = build_model("lenet") if asked.lenet else _build_small()
     hvdtrain.distribute(model)
-    rows = BATCH_SIZE * asked.steps * hvdtrain.size()
-    x = np.random.default_rng(0).random((rows, 100), np.float32)
-    model.fit(x, x[:, :1], batch_size=BATCH_SIZE, verbose=0, callbacks=[pace])
+    x, y = synthetic_data(model, BATCH_SIZE * asked.steps * hvdtrain.size())
+    model.fit(x, y, batch_size=BATCH_SIZE, verbose=0, callbacks=[pace])
     if len(pace.ends_s) > WARMUP_STEPS:  # a worker, and no server
         seconds = pace.ends_s[-1] - pace.ends_s[WARMUP_STEPS - 1]
         found = {"rank": rank, "steps_per_s": (len(pace.ends_s) - WARMUP_STEPS) / seconds}
         Path(asked.folder, f"{rank}.json").write_text(json.dumps(found))
+
+
+def _build_small() -> keras.Model:
+    model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(100), keras.layers.Dense(1)])
+    model.compile(optimizer=keras.optimizers.SGD(1e-3), loss="mse")
+    return model
 
 
 if __name__ == "__main__":

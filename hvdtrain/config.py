@@ -107,6 +107,10 @@ def _flag(text: str) -> bool:
     raise ValueError("expected 1 or 0")
 
 
+def _flag_or_auto(text: str) -> bool | None:
+    return None if text.strip().lower() == "auto" else _flag(text)
+
+
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
@@ -133,7 +137,13 @@ def _setting(
         written: The default as a user would write it, where that isn't plain.
         of_mode: Whether it says how ranks train together.
     """
-    metadata = {"parse": parse, "help": help, "written": written, "of_mode": of_mode}
+    metadata = {
+        "parse": parse,
+        "help": help,
+        "written": written,
+        "of_mode": of_mode,
+        "is_switch": parse in (_flag, _flag_or_auto),
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -163,14 +173,14 @@ class Settings:
     ps_ranks: tuple[int, ...] = _setting(
         (),
         _ranks,
-        "which ranks they are, like 2,3; last: the last ones, as many as --num-ps says",
+        "which ranks they are, like 2,3, or last: the last --num-ps",
         written="last",
         of_mode=True,
     )
     staleness_bound: int | None = _setting(
         None,
         _count_or_none,
-        "async-ps: how many steps a worker may be ahead of the slowest; 0 makes it synchronous",
+        "async-ps: most steps ahead of the slowest worker; 0: in step",
         written="none",
         of_mode=True,
     )
@@ -190,6 +200,12 @@ class Settings:
         "to the next",
         of_mode=True,
     )
+    overlap: bool = _setting(
+        True,
+        _flag,
+        "1 lets workers of async-ps compute while their gradients travel",
+        of_mode=True,
+    )
     moving_rate: float = _setting(
         0.0,
         _part,
@@ -199,7 +215,13 @@ class Settings:
     backup_workers: int = _setting(
         0,
         _count,
-        "sync-ps: how many of the slowest workers' gradients a step does without",
+        "sync-ps: without how many of the slowest gradients a step does",
+        of_mode=True,
+    )
+    worker_timeout_s: float = _setting(
+        120.0,
+        _positive_float,
+        "seconds for a step before the others no longer wait for a worker",
         of_mode=True,
     )
     update_log: str | None = _setting(
@@ -238,15 +260,17 @@ class Settings:
     log_device_placement: bool = _setting(
         False, _flag, "1 lets TensorFlow print what it computes on which device"
     )
-    elastic: bool = _setting(
-        False,
-        _flag,
-        "1 lets the ranks that are left go on when one dies; needs Open MPI 5",
+    elastic: bool | None = _setting(
+        None,
+        _flag_or_auto,
+        "1 lets the ranks that are left go on when one dies; auto: with parameter servers; needs "
+        "Open MPI 5",
+        written="auto",
     )
     min_np: int = _setting(
         1,
         _positive_int,
-        "how many ranks have to be left to go on (elastic), or to start again (--max-restarts)",
+        "how many ranks have to be left to go on or to start again",
     )
     log_level: str = _setting(
         "info",
@@ -258,6 +282,11 @@ class Settings:
     def has_servers(self) -> bool:
         """Whether some ranks are parameter servers."""
         return self.mode in _WITH_SERVERS
+
+    @property
+    def goes_on_without(self) -> bool:
+        """Whether ranks are to go on without one that dies, where that can be had."""
+        return self.has_servers if self.elastic is None else self.elastic
 
     @property
     def towers(self) -> int:
@@ -273,6 +302,11 @@ class Settings:
     def applies_singly(self) -> bool:
         """Whether servers apply each gradient as it comes."""
         return self.has_servers and not self.gathers
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a worker goes on before the answer to its gradient has come."""
+        return self.overlap and not _why_no_overlap(self)
 
     def gradients_in_update(self, workers: int) -> int:
         """How many ranks' gradients one update of the weights is made of, of so many workers."""
@@ -321,6 +355,8 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
     _check_towers(settings)
     _check_servers(settings)
     _check_easgd(settings)
+    if values.get("overlap"):
+        _check_overlap(settings)
     return settings
 
 
@@ -362,3 +398,23 @@ def _check_easgd(settings: Settings) -> None:
                 f"{flag} ({variable_name(name)}) corrects stale gradients, and with --mode easgd "
                 f"workers send none. Leave {flag} out, or give --mode async-ps."
             )
+
+
+def _check_overlap(settings: Settings) -> None:
+    if reason := _why_no_overlap(settings):
+        raise ConfigurationError(
+            f"--overlap ({variable_name('overlap')}) lets a worker go on while its gradient is "
+            f"under way, and {reason}. Leave it out, or give --mode async-ps, without "
+            "--staleness-bound 0 and --dc-asgd."
+        )
+
+
+def _why_no_overlap(settings: Settings) -> str:
+    """Why workers have to wait for the answer to a gradient; empty where they needn't."""
+    if settings.mode != "async-ps":
+        return f"in mode {settings.mode} there is nothing that it could go on without"
+    if settings.staleness_bound == 0:
+        return "with a staleness bound of 0 no worker may be a step ahead"
+    if settings.dc_asgd:
+        return "--dc-asgd corrects gradients for the weights that their worker was sent last"
+    return ""

@@ -13,6 +13,7 @@
         ├── MismatchError         ranks asked for different things at the same point
         ├── NonFiniteError        NaN or infinity in a gradient
         ├── PeerFailedError       another rank failed or left the program
+        │   ├── PeerLostError     the one rank died that this rank waits for
         │   ├── RanksLostError    what only a lost rank had is gone
         │   └── TooFewRanksError  fewer ranks are left than training may go on with
         └── CollectiveTimeoutError  a rank did not arrive in time
@@ -35,6 +36,7 @@ __all__ = [
     "NonFiniteError",
     "NotInitializedError",
     "PeerFailedError",
+    "PeerLostError",
     "Preempted",
     "RanksLostError",
     "TooFewRanksError",
@@ -83,6 +85,19 @@ class NonFiniteError(CollectiveError):
 
 class PeerFailedError(CollectiveError):
     """Another rank failed or left while this rank needed it."""
+
+
+class PeerLostError(PeerFailedError):
+    """A rank died whose message this rank waits for, or that was to take one.
+
+    Args:
+        message: For the user.
+        rank: Which one.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class RanksLostError(PeerFailedError):

@@ -131,6 +131,33 @@ def test_what_needs_gradients_one_by_one(name, mode, bound, where):
         read_settings(environ)
 
 
+_NOT_AHEAD = {
+    "allreduce": ({"mode": "allreduce"}, "in mode allreduce there is nothing"),
+    "sync-ps": ({"mode": "sync-ps"}, "in mode sync-ps there is nothing"),
+    "easgd": ({"mode": "easgd"}, "in mode easgd there is nothing"),
+    "bound": ({"mode": "async-ps", "staleness_bound": "0"}, "with a staleness bound of 0"),
+    "dc_asgd": ({"mode": "async-ps", "dc_asgd": "0.1"}, "--dc-asgd corrects"),
+}
+
+
+@pytest.mark.parametrize("case", _NOT_AHEAD)
+def test_where_workers_wait_for_each_answer(case):
+    settings, reason = _NOT_AHEAD[case]
+    environ = {variable_name(name): text for name, text in settings.items()}
+    for wish in ({}, {"HVDTRAIN_OVERLAP": "0"}):
+        assert not read_settings(environ | wish).overlaps
+    with pytest.raises(ConfigurationError, match=f"--overlap .HVDTRAIN_OVERLAP. .*{reason}"):
+        read_settings(environ | {"HVDTRAIN_OVERLAP": "1"})
+
+
+@pytest.mark.parametrize("bound", ["none", "1", "3"])
+def test_workers_go_on_while_gradients_are_under_way(bound):
+    environ = {"HVDTRAIN_MODE": "async-ps", "HVDTRAIN_STALENESS_BOUND": bound}
+    assert read_settings(environ).overlaps
+    assert read_settings(environ | {"HVDTRAIN_OVERLAP": "1"}).overlaps
+    assert not read_settings(environ | {"HVDTRAIN_OVERLAP": "0"}).overlaps
+
+
 @pytest.mark.parametrize("entry", dataclasses.fields(Settings), ids=lambda entry: entry.name)
 def test_a_default_that_is_shown_can_be_given(entry: "dataclasses.Field[object]"):
     assert entry.metadata["parse"](written_default(entry)) == entry.default

@@ -41,11 +41,6 @@ def assign_roles(size: int, settings: Settings) -> Roles:
     """
     if not settings.has_servers:
         return Roles(workers=tuple(range(size)), servers=())
-    if settings.elastic:
-        raise ConfigurationError(
-            f"In mode {settings.mode} ranks can't go on without one that dies. Leave --elastic "
-            "(HVDTRAIN_ELASTIC) out, or --mode."
-        )
     if settings.ps_ranks:
         _check_ranks(settings.ps_ranks, size)
     elif settings.num_ps >= size:

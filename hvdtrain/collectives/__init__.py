@@ -39,16 +39,17 @@ def create(topology: Topology, settings: Settings) -> Collectives:
         most_ranks_on_a_host = world.allreduce(host.Get_size(), mpi.MAX)
         kind = "shared_memory" if most_ranks_on_a_host > 1 else "mpi"
     engine = SharedMemoryCollectives if kind == "shared_memory" else MpiCollectives
-    min_np = settings.min_np if settings.elastic and _survives(mpi, topology) else None
+    survives = settings.goes_on_without and _survives(mpi, topology, settings)
+    min_np = settings.min_np if survives else None
     return engine(mpi, world, host, settings.chunk_bytes, settings.timeout_s, min_np)
 
 
-def _survives(mpi: ModuleType, topology: Topology) -> bool:
-    """Whether the job goes on when a rank dies; the chief says so if it was asked to and can't."""
+def _survives(mpi: ModuleType, topology: Topology, settings: Settings) -> bool:
+    """Whether ranks can go on without one; the chief says so if that was asked for and can't be."""
     from hvdtrain.collectives.start import why_not_elastic
 
     reason = why_not_elastic(mpi, os.environ)
-    if reason and topology.is_chief:
+    if reason and topology.is_chief and settings.elastic:
         print(
             f"hvdtrain: HVDTRAIN_ELASTIC=1 has no effect, a rank that dies ends the job: {reason}",
             file=sys.stderr,

@@ -93,11 +93,12 @@ class Alarm:
 
         Args:
             waiting_in: Where this rank is.
-            needs_all: Whether that is no operation, and no rank may leave meanwhile.
+            needs_all: Whether that is no operation: no rank may leave meanwhile, and who waits
+                looks at ``lost`` itself.
 
         Raises:
             PeerFailedError: A rank has failed, or has left while this one needs it.
-            RanksLost: A rank died, and this one has not stopped for that yet.
+            RanksLost: A rank died, and this one has not stopped its operation for that yet.
         """
         self._receive(waiting_in)
         if self._failure is not None:
@@ -106,7 +107,7 @@ class Alarm:
                 f"rank {rank} failed: {reason}. Rank {self.rank} was waiting for it in "
                 f"{waiting_in} and stops too."
             )
-        if self.interrupted and not self._have_stopped(self.rank):
+        if self.interrupted and not needs_all and not self._have_stopped(self.rank):
             raise RanksLost
         here = self._operations()
         gone = sorted(
@@ -145,6 +146,23 @@ class Alarm:
             f"rank {self.rank} waited {timeout_s:g} s in {waiting_in}: {'; '.join(told)}. If the "
             "work may take that long, raise HVDTRAIN_TIMEOUT_S."
         )
+
+    def note_lost(
+        self, error: Exception, comm: Any = None, members: Sequence[int] | None = None
+    ) -> None:
+        """Learn who died; looking for messages is an error until that is acknowledged.
+
+        Args:
+            error: Of MPI; raised again where it says nothing of the kind.
+            comm: Where it came up; the alarm's own if not given.
+            members: The first numbers of the ranks of ``comm``.
+        """
+        if not self._survives or not is_loss(self._mpi, error):
+            raise error
+        comm = comm or self._comm
+        comm.Ack_failed()
+        failed = comm.Get_failed().Translate_ranks(None, comm.Get_group())
+        self.lost.update(failed if members is None else (members[rank] for rank in failed))
 
     @property
     def interrupted(self) -> bool:
@@ -265,18 +283,11 @@ class Alarm:
                 buffer = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
                 message.Recv([buffer, self._mpi.BYTE])
             except self._mpi.Exception as error:
-                self._note_lost(error)
+                self.note_lost(error)
                 continue
             # A text that was too long may end within a character.
             text = buffer.tobytes().decode(errors="replace")
             self._handle(status.Get_source(), status.Get_tag(), text, waiting_in)
-
-    def _note_lost(self, error: Exception) -> None:
-        """Learn who died; looking for messages is an error until that is acknowledged."""
-        if not self._survives or not is_loss(self._mpi, error):
-            raise error
-        self._comm.Ack_failed()
-        self.lost.update(self._comm.Get_failed().Translate_ranks(None, self._comm.Get_group()))
 
     def _handle(self, source: int, tag: int, text: str, waiting_in: str) -> None:
         if tag == FAILED:
@@ -305,11 +316,11 @@ class Alarm:
             request = self._comm.Isend([data, self._mpi.BYTE], rank, tag)
             self._pending.append((request, data))
         except self._mpi.Exception as error:
-            self._note_lost(error)
+            self.note_lost(error)
 
     def _is_over(self, request: Any) -> bool:
         try:
             return bool(request.Test())
         except self._mpi.Exception as error:
-            self._note_lost(error)
+            self.note_lost(error)
             return True

@@ -52,8 +52,8 @@ class Collectives(Protocol):
         size: How many ranks are left.
         survives_losses: Whether ranks that die are left behind; otherwise they end the job.
         generation: How often ranks have been left behind; 0 as long as all are there.
-        members: The first numbers of the ranks that are left, in order. ``members[rank]`` is this
-            rank's own, by which messages and the launcher call it.
+        members: The first numbers of the ranks that are left, in order, by which messages and the
+            launcher call them.
         too_few: Set when fewer ranks are left than ``min_np`` asks for. Operations go on; who
             trains looks at it after each step, saves what there is to save, and raises it.
     """
@@ -66,6 +66,11 @@ class Collectives(Protocol):
     members: tuple[int, ...]
     contributed: tuple[int, ...]
     too_few: TooFewRanksError | None
+
+    @property
+    def member(self) -> int:
+        """This rank's first number, ``members[rank]``, which it keeps when others are lost."""
+        ...
 
     @property
     def waiting_in(self) -> str:
@@ -169,9 +174,9 @@ class Collectives(Protocol):
             nbytes: How much of it belongs to this rank; may differ between ranks, or be 0.
 
         Returns:
-            By rank the memory of all ranks of this host, uint8, zero at first, aligned to 64
-            bytes. What is written before another write is seen before that. Empty where ranks
-            can't share memory.
+            By their first numbers the memory of all ranks of this host, uint8, zero at first,
+            aligned to 64 bytes. What is written before another write is seen before that. Empty
+            where ranks can't share memory.
         """
         ...
 

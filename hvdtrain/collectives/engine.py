@@ -91,6 +91,10 @@ class Engine:
         self.closed = False
 
     @property
+    def member(self) -> int:
+        return self.members[self.rank]
+
+    @property
     def waiting_in(self) -> str:
         inside = self._inside
         return inside[1] if inside and time.monotonic() - inside[0] > LONG_S else ""
@@ -286,7 +290,7 @@ class Engine:
         """
         if not self._lock.acquire(timeout=self.timeout_s):
             raise CollectiveTimeoutError(
-                f"Another thread of rank {self.members[self.rank]} has been inside a collective "
+                f"Another thread of rank {self.member} has been inside a collective "
                 f"for {self.timeout_s:g} s."
             )
         try:
@@ -314,7 +318,7 @@ class Engine:
             self.broken = error
         elif self.size > 1:
             self.broken = CollectiveError(
-                f"Rank {self.members[self.rank]} left an operation before its end "
+                f"Rank {self.member} left an operation before its end "
                 f"({type(error).__name__}: {error}) and is no longer in step with the other ranks. "
                 "End the program."
             )

@@ -58,7 +58,9 @@ class MpiCollectives(Engine):
         survives = self.survives_losses = min_np is not None
         self.alarm = Alarm(mpi, comm.Dup(), timeout_s, lambda: self._operations, survives)
         self._timeout_s, self._local_size = timeout_s, host.Get_size()
-        self._host = host
+        first = np.array([self.rank], np.int64)
+        host.Bcast(first)
+        self._host_first = int(first[0])
         self._patience = Patience(self.alarm, timeout_s, self._local_size)
         self._moved_s = 0.0  # when MPI last ended a call that moves data
         self._recovery: Recovery | None = None
@@ -84,15 +86,39 @@ class MpiCollectives(Engine):
         self._agreed = np.zeros(2, np.int64)
 
     def messages(self) -> Messages:
-        # Not the communicator of the operations: their messages must not be taken for others.
-        return Messages(self._mpi, self.comm.Dup(), self.alarm, self._timeout_s, self._local_size)
+        call = self._calls.get("messages", "", ())
+
+        def attempt() -> Messages:
+            self._agree(call)
+            # Not the communicator of the operations: their messages must not be taken for others.
+            return Messages(
+                self._mpi,
+                self.comm.Dup(),
+                self.members,
+                self.alarm,
+                self._timeout_s,
+                self._local_size,
+            )
+
+        return self._operate(call, attempt)
 
     def share(self, nbytes: int) -> dict[int, np.ndarray]:
         # Whole cache lines: ranks don't write to one another's.
         whole = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        ranks, sizes = zip(*self._host.allgather((self.rank, whole)))
-        memory = map_together(self._mpi, self._host, sizes)
-        return {} if memory is None else dict(zip(ranks, memory))
+        name = "shared memory"
+        asked = self.allgather_object([self.member, self._host_first, whole], name=name)
+        sizes = {member: size for member, host, size in asked if host == self._host_first}
+
+        def tell(path: str) -> str:
+            paths = dict(self.allgather_object([self.member, path], name=name))
+            return paths.get(min(sizes), "")
+
+        def agree(mapped: bool) -> bool:
+            everyone = self.allgather_object([self.member, mapped], name=name)
+            return all(mapped for member, mapped in everyone if member in sizes)
+
+        memory = map_together(list(sizes.values()), self.member == min(sizes), tell, agree)
+        return {} if memory is None else dict(zip(sizes, memory))
 
     def confirm(self, call: Call) -> None:
         """Return when every rank holds its result of the operation."""

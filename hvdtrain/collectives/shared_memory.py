@@ -54,10 +54,8 @@ class SharedMemoryCollectives(MpiCollectives):
     kind = "shared_memory"
 
     def _open(self, comm: Any, host: Any) -> None:
-        first = np.array([self.rank], np.int64)
-        host.Bcast(first)
         host_of = np.zeros(self.size, np.int64)
-        comm.Allgather(first, host_of)
+        comm.Allgather(np.array([self._host_first], np.int64), host_of)
         self._host_of = host_of.tolist()
         survives = self._recovery is not None
         self._window = Window(self._mpi, host, self._chunk_bytes, survives)

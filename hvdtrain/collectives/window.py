@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
 import platform
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -63,7 +64,7 @@ class Window:
         sizes = [HEADER_BYTES + slots_bytes] * host.Get_size()
         sizes[0] += slots_bytes  # the results
         self._window: Any = None
-        memory = map_together(mpi, host, sizes) if survives else None
+        memory = _map_for(mpi, host, sizes) if survives else None
         if memory is None:
             self._window = mpi.Win.Allocate_shared(sizes[host.Get_rank()], 1, comm=host)
             self._window.Lock_all()
@@ -106,22 +107,40 @@ def _choose_slots(host: Any, chunk_bytes: int) -> int:
     return int(slots[0])
 
 
-def map_together(mpi: ModuleType, host: Any, sizes: Sequence[int]) -> list[np.ndarray] | None:
+def map_together(
+    sizes: Sequence[int], first: bool, tell: Callable[[str], str], agree: Callable[[bool], bool]
+) -> list[np.ndarray] | None:
     """Memory that all ranks of the host see, a part for each; None where that can't be had.
 
-    Collective. It is a file that has no name any more when this returns, so that it is gone with
-    the last of the ranks.
+    It is a file that has no name any more when this returns, so that it is gone with the last of
+    the ranks.
+
+    Args:
+        sizes: Of the parts, in bytes.
+        first: Whether this is the rank that makes the file.
+        tell: Gives all ranks of the host what that rank says.
+        agree: Whether something is true on all of them.
     """
-    first = host.Get_rank() == 0
-    path: str = host.bcast(_new_file(sum(sizes)) if first else "", 0)
+    path = tell(_new_file(sum(sizes)) if first else "")
     memory = _map_file(path, sum(sizes))
-    if not host.allreduce(memory is not None, mpi.LAND):
-        memory = None
-    if path and first:
-        os.unlink(path)
-    if memory is None:
+    agreed = agree(memory is not None)
+    if path:
+        # Whoever comes first: the rank that made the file may have died.
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    if memory is None or not agreed:
         return None
     return np.split(memory, list(itertools.accumulate(sizes))[:-1])
+
+
+def _map_for(mpi: ModuleType, host: Any, sizes: Sequence[int]) -> list[np.ndarray] | None:
+    """``map_together`` for the ranks of a communicator; collective."""
+    return map_together(
+        sizes,
+        host.Get_rank() == 0,
+        lambda path: str(host.bcast(path, 0)),
+        lambda mapped: bool(host.allreduce(mapped, mpi.LAND)),
+    )
 
 
 def _new_file(nbytes: int) -> str:

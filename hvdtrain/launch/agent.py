@@ -189,6 +189,9 @@ class Agent:
         for message in messages:
             if message["kind"] == "stop":
                 self._stop(int(message["signal"]), float(message["grace_s"]))
+            elif message["kind"] == "kill" and self._child is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._child.pid, signal.SIGKILL)
             elif message["kind"] == "look":
                 self._look()
             elif message["kind"] == "bye":

@@ -14,6 +14,7 @@ from hvdtrain.cluster.hosts import Host
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import Plan
 from hvdtrain.launch.console import Console
+from hvdtrain.launch.elastic import vital
 from hvdtrain.launch.failure import PREEMPTING, ExitCode
 from hvdtrain.launch.hub import Hub
 from hvdtrain.launch.interrupts import caught_signals
@@ -160,6 +161,7 @@ class _Attempts:
                 patience=job.patience,
                 received=self._received,
                 min_np=self._limits.min_np if plan.elastic else None,
+                vital=vital(plan.places),
             )
             return supervisor.run()
 

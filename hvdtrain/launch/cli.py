@@ -175,15 +175,13 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
     """One setting as a flag; its value stays text, on its way into the environment."""
     flag = "--" + entry.name.replace("_", "-")
     summary = entry.metadata["help"]
-    if isinstance(entry.default, bool):
+    if entry.metadata["is_switch"]:
         summary = summary.removeprefix("1 ")
-        group.add_argument(flag, action="store_const", const="1", help=summary)
-        if entry.default:
-            opposite = "--no-" + flag.removeprefix("--")
-            text = f"the opposite; default {flag}"
-            group.add_argument(
-                opposite, action="store_const", const="0", dest=entry.name, help=text
-            )
+        if entry.default is False:
+            group.add_argument(flag, action="store_const", const="1", help=summary)
+        else:
+            text = f"{summary}; default {'on' if entry.default else 'auto'}"
+            group.add_argument(flag, action=_Switch, default=None, help=text)
         return
 
     def checked(text: str) -> str:
@@ -196,6 +194,20 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
     shown = f"{summary}; default {written_default(entry)}"
     metavar = "N" if type(entry.default) is int else "VALUE"
     group.add_argument(flag, type=checked, metavar=metavar, help=shown)
+
+
+class _Switch(argparse.BooleanOptionalAction):
+    """A flag and its opposite, as text on its way into the environment."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert option_string is not None
+        setattr(namespace, self.dest, "0" if option_string.startswith("--no-") else "1")
 
 
 def _environment(arguments: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:

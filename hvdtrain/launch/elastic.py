@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from hvdtrain.cluster.placement import Place
 from hvdtrain.launch.commands import Mpirun
 from hvdtrain.launch.failure import End, signal_name
 
-__all__ = ["describe_loss", "is_loss", "why_not"]
+__all__ = ["describe_loss", "is_loss", "vital", "why_not"]
 
 
 def why_not(mpirun: Mpirun, *, in_slurm: bool) -> str:
@@ -15,6 +18,14 @@ def why_not(mpirun: Mpirun, *, in_slurm: bool) -> str:
     if mpirun.family != "openmpi5":
         return f"only Open MPI 5 lets ranks go on without one, and {mpirun.path} is another MPI"
     return ""
+
+
+def vital(places: Sequence[Place]) -> dict[int, str]:
+    """What those ranks are whose place no other can take; none where there are no servers."""
+    if all(place.role != "ps" for place in places):
+        return {}
+    names = {"ps": "a parameter server", "chief": "the chief"}
+    return {place.rank: names[place.role] for place in places if place.role in names}
 
 
 def is_loss(end: End) -> bool:

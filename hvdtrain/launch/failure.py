@@ -120,9 +120,15 @@ def signal_name(code: int) -> str | None:
         return None
 
 
-def describe(first: End) -> str:
-    """What went wrong, for the end of the output."""
-    lines = [f"rank {first.rank} on {first.host} failed first: {_how(first)}"]
+def describe(first: End, what: str = "") -> str:
+    """What went wrong, for the end of the output.
+
+    Args:
+        first: The first failure.
+        what: What the rank is, where no other can take its place.
+    """
+    comma = f", {what}," if what else ""
+    lines = [f"rank {first.rank} on {first.host}{comma} failed first: {_how(first)}"]
     lines += _about_memory(first)
     excerpt = _excerpt(first.stderr)
     if excerpt:

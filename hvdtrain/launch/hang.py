@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from hvdtrain.cluster.listing import listing
 from hvdtrain.launch.reports import Report, Reports
 
-__all__ = ["describe_hang", "hangs"]
+__all__ = ["describe_hang", "hangs", "stuck"]
 
 TRAINING = "training"
 # A parameter server makes no steps of its own.
@@ -35,6 +35,33 @@ def hangs(reports: Reports, running: Sequence[int], now: float, timeout_s: float
         return False
     factor = 1 if reports.stepped else FIRST_STEP_FACTOR
     return now - reports.moved_at > timeout_s * factor
+
+
+def stuck(
+    reports: Reports, running: Sequence[int], now: float, timeout_s: float
+) -> dict[int, float]:
+    """Ranks that should have done a step by now, where others go on or wait.
+
+    Args:
+        reports: Of all ranks.
+        running: Ranks that have not ended.
+        now: As for ``hangs``.
+        timeout_s: As for ``hangs``.
+
+    Returns:
+        For how long each has done none.
+    """
+    latest = {rank: reports.latest[rank] for rank in running if rank in reports.latest}
+    states = {rank: state for rank, state in latest.items() if state.phase != SERVING}
+    quiet = {
+        rank: now - reports.moved[rank]
+        for rank, state in states.items()
+        if state.phase == TRAINING
+        and not state.waiting_in
+        and (state.step or 0) > (state.resumed or 0)
+    }
+    late = {rank: quiet_s for rank, quiet_s in quiet.items() if quiet_s > timeout_s > 0}
+    return late if len(late) < len(states) else {}
 
 
 def describe_hang(

@@ -112,6 +112,12 @@ class Hub:
             if rank.end is None:
                 self._tell(rank, encode("look"))
 
+    def kill(self, number: int) -> None:
+        """Kill a rank's program; for who hears of its end it was nobody's will."""
+        rank = self._connected[number]
+        if rank.end is None:
+            self._tell(rank, encode("kill"))
+
     def forgive(self, end: End) -> None:
         """Count a rank's end for nothing: the others go on."""
         self.ends.remove(end)

@@ -122,16 +122,18 @@ def survey(job: Job, environ: Mapping[str, str]) -> Site:
             )
         hosts = [Host(name="localhost", slots=job.ranks)]
     mpirun = find_mpirun(_python().parent, environ)
-    why = why_not(mpirun, in_slurm=slurm is not None) if job.settings.elastic else ""
+    asked, wanted = job.settings.elastic, job.settings.goes_on_without
+    why = why_not(mpirun, in_slurm=slurm is not None) if wanted else ""
     instead = "is started again" if job.max_restarts else "ends (see --max-restarts)"
+    remark = f"--elastic can't be had: {why}; the job {instead} when a rank is lost"
     return Site(
         hosts=tuple(hosts),
         ps_ranks=ps_ranks,
         in_slurm=slurm is not None,
         mpirun=mpirun,
-        elastic=job.settings.elastic and not why,
+        elastic=wanted and not why,
         gpus=_gpus(environ),
-        remark=f"--elastic can't be had: {why}; the job {instead} when a rank is lost" * bool(why),
+        remark=remark if asked and why else "",
     )
 
 
@@ -217,7 +219,7 @@ def make_command(
 def _decided(job: Job, site: Site, plan: Plan) -> dict[str, str]:
     """Settings that say what there is, where that is not what was asked for."""
     settings = {}
-    if job.settings.elastic:
+    if job.settings.goes_on_without:
         # On and off are words that agents understand.
         settings[variable_name("elastic")] = "1" if site.elastic else "0"
     if job.settings.has_servers:

@@ -60,23 +60,28 @@ class Reports:
 
     Attributes:
         latest: By rank.
-        moved_at: When a step, a phase or a rank was last new; None where nothing was reported.
+        moved: When the step or the phase of each rank was last new.
         saved_at: When a checkpoint was last written; None for never.
     """
 
     def __init__(self) -> None:
         self.latest: dict[int, Report] = {}
-        self.moved_at: float | None = None
+        self.moved: dict[int, float] = {}
         self.saved_at: float | None = None
 
     def note(self, rank: int, report: Report, now: float) -> None:
         """Take in a report of ``rank``."""
         before = self.latest.get(rank, Report())
         if (report.step, report.phase) != (before.step, before.phase) or rank not in self.latest:
-            self.moved_at = now
+            self.moved[rank] = now
         self.latest[rank] = report
         if report.saved is not None and report.saved != before.saved:
             self.saved_at = now
+
+    @property
+    def moved_at(self) -> float | None:
+        """When a step, a phase or a rank was last new; None where nothing was reported."""
+        return max(self.moved.values(), default=None)
 
     @property
     def step(self) -> int | None:

@@ -18,7 +18,7 @@ from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.elastic import describe_loss, is_loss
 from hvdtrain.launch.failure import PREEMPTING, End
-from hvdtrain.launch.hang import describe_hang, hangs
+from hvdtrain.launch.hang import describe_hang, hangs, stuck
 from hvdtrain.launch.hub import Hub
 from hvdtrain.launch.interrupts import ENDING
 from hvdtrain.launch.output import LineSplitter
@@ -65,6 +65,7 @@ class Supervisor:
         patience: How long what may take.
         received: Signals as they arrive, noted by somebody else.
         min_np: Ranks that go on without those that are lost, at least; None for all.
+        vital: What those ranks are without which the others don't go on.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Supervisor:
         patience: Patience,
         received: Sequence[int],
         min_np: int | None = None,
+        vital: Mapping[int, str] | None = None,
     ) -> None:
         self._command = command
         self._hub = hub
@@ -85,6 +87,7 @@ class Supervisor:
         self._patience = patience
         self._received = received
         self._min_np = min_np
+        self._vital = vital or {}
         self._name = os.path.basename(command.argv[0])
         self._acted_on = 0
         self._words: deque[str] = deque(maxlen=KEPT_LINES)
@@ -95,6 +98,7 @@ class Supervisor:
         self._judged: set[int] = set()
         self._looking_since: float | None = None
         self._hang = ""
+        self._killed: set[int] = set()
 
     def run(self) -> Outcome:
         """Run the job and see it to its end.
@@ -111,6 +115,7 @@ class Supervisor:
         return judge(
             Ending(
                 hosts=self._hosts,
+                vital=self._vital,
                 seen=self._hub.hosts(),
                 ends=self._hub.ends,
                 reports=self._hub.reports,
@@ -170,6 +175,7 @@ class Supervisor:
             now = time.monotonic()
             self._act_on_signals(now)
             self._act_on_ends(now)
+            self._end_stuck(now)
             self._look_for_hang(now)
             started = self._hub.connected == self._hub.ranks
             if not started and now - self._started_at > self._patience.start_s:
@@ -211,7 +217,8 @@ class Supervisor:
         for end in [end for end in self._hub.ends if end.rank not in self._judged]:
             self._judged.add(end.rank)
             others_s = SETTLE_S
-            if self._elastic and is_loss(end) and self._stop_at is None:
+            survivable = self._elastic and is_loss(end) and end.rank not in self._vital
+            if survivable and self._stop_at is None:
                 enough = self._note_loss(end)
                 if enough:
                     continue
@@ -240,6 +247,19 @@ class Supervisor:
             self._hub.forgive(end)
             self._console.leave_behind(end.rank)
         return enough
+
+    def _end_stuck(self, now: float) -> None:
+        """Kill a rank that hangs, where the others go on without it."""
+        if not (self._vital and self._elastic) or self._stop_at is not None:
+            return
+        late = stuck(self._hub.reports, self._hub.running, now, self._patience.hang_s)
+        for rank in late.keys() - self._vital.keys() - self._killed:
+            self._killed.add(rank)
+            self._console.notice(
+                f"rank {rank} on {self._hub.hosts()[rank]} has done no step for "
+                f"{late[rank]:.0f} s, while others go on: it is killed"
+            )
+            self._hub.kill(rank)
 
     def _look_for_hang(self, now: float) -> None:
         reports, running = self._hub.reports, self._hub.running

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hvdtrain.cluster.listing import listing
@@ -44,6 +44,7 @@ class Ending:
         seen: Hosts of the ranks that began, by their own names.
         ends: Of the ranks, without those that the others did without.
         reports: How far the ranks were.
+        vital: What those ranks are without which the others don't go on.
         received: Signals that came to ``hvdtrain run``.
         hang: What there is to say about a hang; empty for none.
         starter: Path of mpirun or srun.
@@ -59,6 +60,7 @@ class Ending:
     seen: Mapping[int, str]
     ends: Sequence[End]
     reports: Reports
+    vital: Mapping[int, str] = field(default_factory=dict)
     received: Sequence[int] = ()
     hang: str = ""
     starter: str = "mpirun"
@@ -133,7 +135,8 @@ def _why(ending: Ending) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
     missing = sorted(set(ending.hosts) - set(ending.seen))
     # Ranks that were told to end because others did not start have not failed.
     if first is not None and not (missing and first.bidden):
-        return exit_code(first), _cause(first), [describe(first)], ()
+        told = describe(first, ending.vital.get(first.rank, ""))
+        return exit_code(first), _cause(first), [told], ()
     if missing:
         words, absent = _explain_missing(ending, missing)
         return ExitCode.CANNOT_START, "infrastructure", words, absent

@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
 
 import numpy as np
 
 from hvdtrain.collectives.layout import BufferPool
 from hvdtrain.collectives.messages import Messages
+from hvdtrain.parameter_server.asking import Asked, Peer, Wanted
 from hvdtrain.parameter_server.gradients import SENT, Gradient, pack_gradients
 from hvdtrain.parameter_server.handing import SLOTS, Slots
 from hvdtrain.parameter_server.protocol import (
-    DATA,
     NO_STAND,
     REFUSALS,
-    REPLY,
-    REPLY_DATA,
-    REQUEST,
     STAND_NUMBERS,
     Kind,
-    Reply,
     Request,
 )
 from hvdtrain.parameter_server.published import Published
 from hvdtrain.parameter_server.shards import Shard, Spec, numpy_dtype
 
 __all__ = ["Client"]
-
-
-@dataclass
-class _Server:
-    """What a worker knows of a server: where it is, its shard, and what it said last."""
-
-    rank: int
-    shard: Shard
-    published: Published | None  # where its weights are read; None where it sends them
-    step: int = 0
-    version: int = 0
 
 
 class Client:
@@ -70,11 +54,17 @@ class Client:
         self._messages = messages
         self._specs = specs
         self._servers = [
-            _Server(rank, shard, published.get(rank)) for rank, shard in zip(servers, shards)
+            Peer(rank, shard, published.get(rank)) for rank, shard in zip(servers, shards)
         ]
         self._slots = slots
-        self._filled: int | None = None  # the slot of a gradient that is under way
+        self._slot = 0  # of the last gradient
         self._pool = BufferPool()
+        # MPI moves large messages only while it is called, and training calls other things. So a
+        # thread waits for the answer to what is under way; no other call of MPI is made meanwhile.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain push")
+        self._under_way: tuple[Asked, Future[None]] | None = None
+        self._came: Asked | None = None  # of it, with weights that are not used yet
+        self._closed = Event()
         self.pushed = 0
         """How many gradients went to the servers."""
         self.stopped = False
@@ -128,28 +118,53 @@ class Client:
             MismatchError: A server can't use it.
             NonFiniteError: It holds NaN or infinity, which a server doesn't take.
         """
-        data = None
-        if gradients is not None:
-            # The first one unless a server may still read it: what the caches hold of it is of use.
-            self._filled = 0 if self._filled is None else (self._filled + 1) % SLOTS
-            data = [self._pack(server, gradients) for server in self._servers]
-            self.pushed += 1
-        requests = [
-            Request(
-                Kind.PUSH,
-                step=server.step,
-                version=server.version,
-                counts=gradients is not None,
-                weight=weight,
-                learning_rate=learning_rate,
-                signal=self.own_signal,
-                stand=stand,
-            )
-            for server in self._servers
-        ]
-        weights = self._ask(requests, "push", data)
-        self._filled = None
-        return weights
+        requests, data = self._words_of(gradients, weight, learning_rate, stand)
+        return self._ask(requests, "push", data)
+
+    def push_ahead(
+        self,
+        gradients: Sequence[Gradient] | None,
+        *,
+        weight: float,
+        learning_rate: float,
+        stand: tuple[int, ...] = NO_STAND,
+    ) -> list[np.ndarray] | None:
+        """Give a gradient to the servers, and take the weights that came for the one before.
+
+        The worker computes its next gradient while this one is under way. Whatever else is asked
+        of the servers waits for the answer, and brings newer weights.
+
+        Args:
+            gradients: As for ``push``, and so are the others; free for other use afterwards.
+            weight: What the gradient counts for.
+            learning_rate: The optimizer's.
+            stand: Where this worker is in its data.
+
+        Returns:
+            Weights; None if no gradient was under way: those that the worker has are the newest.
+
+        Raises:
+            MismatchError: A server couldn't use the gradient before.
+            NonFiniteError: That held NaN or infinity.
+        """
+        # Of the weights that it was computed with, older than those that come now.
+        requests, data = self._words_of(gradients, weight, learning_rate, stand)
+        self._settle()
+        came, self._came = self._came, None
+        asked = self._start(requests, "push", data)
+        self._under_way = asked, self._thread.submit(asked.wait, self._closed.is_set)
+        return None if came is None else self._use(came)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether there are weights to come, or to be used, for what was pushed ahead."""
+        return self._under_way is not None or self._came is not None
+
+    def close(self) -> None:
+        """Push nothing ahead any more; give up what is under way, as after an error."""
+        self._closed.set()
+        self._thread.shutdown()
+        self._under_way = None
 
     def done(
         self, *, stop: bool = False, states: Sequence[np.ndarray] | None = None
@@ -168,7 +183,7 @@ class Client:
 
     def look(self) -> None:
         """See how things are: ``signal``, ``training``, ``stopped``."""
-        self._ask(self._to_all(Kind.LOOK), "look", weights="none")
+        self._ask(self._to_all(Kind.LOOK), "look", wanted="none")
 
     def leave(self, *, stop: bool = False) -> None:
         """Say that no gradient will come any more, and go on; ``done`` must come later.
@@ -176,7 +191,7 @@ class Client:
         Args:
             stop: Whether the others are to end as well.
         """
-        self._ask(self._to_all(Kind.LEAVE, stop=stop), "leave", weights="none")
+        self._ask(self._to_all(Kind.LEAVE, stop=stop), "leave", wanted="none")
 
     def snapshot(
         self, workers: int, states: Sequence[np.ndarray]
@@ -192,7 +207,7 @@ class Client:
         """
         far = [np.empty(workers, np.int64) for _ in self._servers]
         self._ask(
-            self._to_all(Kind.FREEZE), "freeze", more=[[entry] for entry in far], weights="none"
+            self._to_all(Kind.FREEZE), "freeze", more=[[entry] for entry in far], wanted="none"
         )
         furthest = np.max(far, axis=0)
         stands = [np.empty((workers, STAND_NUMBERS), np.int64) for _ in self._servers]
@@ -201,13 +216,40 @@ class Client:
             "snapshot",
             [[furthest]] * len(self._servers),
             more=list(zip(states, stands)),
-            weights="this",
+            wanted="these",
         )
         return weights, [tuple(row) for row in stands[0].tolist()]
 
-    def _pack(self, server: _Server, gradients: Sequence[Gradient]) -> list[np.ndarray]:
-        if server.rank in self._slots and self._filled is not None:
-            flat, slot = self._slots[server.rank][self._filled], self._filled
+    def _words_of(
+        self,
+        gradients: Sequence[Gradient] | None,
+        weight: float,
+        learning_rate: float,
+        stand: tuple[int, ...],
+    ) -> tuple[list[Request], list[list[np.ndarray]] | None]:
+        """A push, and what follows it."""
+        requests = [
+            Request(
+                Kind.PUSH,
+                step=server.step,
+                version=server.version,
+                counts=gradients is not None,
+                weight=weight,
+                learning_rate=learning_rate,
+                signal=self.own_signal,
+                stand=stand,
+            )
+            for server in self._servers
+        ]
+        if gradients is None:
+            return requests, None
+        # The first slot unless a server may still read it: what caches hold of it is of use.
+        self._slot = 0 if self._under_way is None else (self._slot + 1) % SLOTS
+        return requests, [self._pack(server, gradients) for server in self._servers]
+
+    def _pack(self, server: Peer, gradients: Sequence[Gradient]) -> list[np.ndarray]:
+        if server.rank in self._slots:
+            flat, slot = self._slots[server.rank][self._slot], self._slot
         else:
             flat, slot = self._pool.take(server.shard.nbytes), SENT
         parts = pack_gradients(server.shard, self._specs, gradients, flat, slot)
@@ -223,60 +265,87 @@ class Client:
         data: Sequence[Sequence[np.ndarray]] | None = None,
         *,
         more: Sequence[Sequence[np.ndarray]] | None = None,
-        weights: Literal["newest", "this", "none"] = "newest",
+        wanted: Wanted = "newest",
         endless: bool = False,
     ) -> list[np.ndarray]:
-        """Send requests, each with its data, and take the answers: weights, and perhaps more.
+        """Send requests, each with its data, and take the answers; as for ``Asked``.
 
-        Args:
-            requests: One for each server.
-            what: Names them for whoever asks what this rank waits for.
-            data: For each server, what follows the request.
-            more: For each server, where to put what follows the weights.
-            weights: Whether these are answered; with "newest" they may be newer than the answer,
-                with "this" they are not. With "none" nothing is returned.
-            endless: As for ``Messages.wait``.
-
-        All is received at once: a server does nothing else until its answer has been taken, so
-        that whoever took one after another could wait for a server that waits for it.
+        Returns:
+            Weights, unless none are wanted.
         """
-        messages = self._messages
-        pending = []
-        answers = [Reply.buffer() for _ in self._servers]
-        buffers = [self._pool.take(server.shard.nbytes) for server in self._servers]
-        kept = []  # what is sent must live until it has been
-        for number, (server, request) in enumerate(zip(self._servers, requests)):
-            pending += messages.start_receive(answers[number], server.rank, REPLY)
-            reads = server.published is not None and weights == "newest"
-            parts = [buffers[number]] if weights != "none" and not reads else []
-            for buffer in (*parts, *(more[number] if more is not None else ())):
-                pending += messages.start_receive(buffer, server.rank, REPLY_DATA)
-            words = request.pack()
-            kept.append(words)
-            pending += messages.start_send(words, server.rank, REQUEST)
-            for block in data[number] if data is not None else ():
-                pending += messages.start_send(block, server.rank, DATA)
-        messages.wait(pending, f"{what}, for the parameter servers", endless=endless)
-        self.heard_s = time.monotonic()
-        replies = [Reply.unpack(answer) for answer in answers]
-        for server, reply in zip(self._servers, replies):
-            if weights != "none":
-                server.step, server.version = reply.step, reply.version
+        self._settle()
+        asked = self._start(requests, what, data, more=more, wanted=wanted, endless=endless)
+        asked.wait()
+        self._note(asked)
+        if wanted == "none":
+            return []
+        self._came = None
+        return self._use(asked)
+
+    def _start(
+        self,
+        requests: Sequence[Request],
+        what: str,
+        data: Sequence[Sequence[np.ndarray]] | None,
+        *,
+        more: Sequence[Sequence[np.ndarray]] | None = None,
+        wanted: Wanted = "newest",
+        endless: bool = False,
+    ) -> Asked:
+        self.pushed += sum(request.counts for request in requests[:1])
+        return Asked(
+            self._messages,
+            self._servers,
+            requests,
+            what,
+            data=data,
+            buffers=[self._pool.take(server.shard.nbytes) for server in self._servers],
+            wanted=wanted,
+            more=more,
+            endless=endless,
+        )
+
+    def _settle(self) -> None:
+        """Wait until nothing is under way.
+
+        Raises:
+            MismatchError: A server couldn't use what was.
+            NonFiniteError: It held NaN or infinity.
+        """
+        if self._under_way is None:
+            return
+        asked, waiting = self._under_way
+        waiting.result()
+        self._under_way = None
+        self._note(asked)
+        self._came = asked
+
+    def _note(self, asked: Asked) -> None:
+        """Take over what the servers said, beside the weights.
+
+        Raises:
+            CollectiveError: They refused; one of ``REFUSALS``.
+        """
+        self.heard_s = asked.heard_s
+        for reply in asked.replies:
             self.stopped = self.stopped or reply.stop
             self.signal = self.signal or reply.signal
-        self.training = max(reply.training for reply in replies)
-        self.learning_rate = replies[0].learning_rate
-        for server, reply in zip(self._servers, replies):
+        self.training = max(reply.training for reply in asked.replies)
+        self.learning_rate = asked.replies[0].learning_rate
+        for server, reply in zip(self._servers, asked.replies):
             if reply.refusal:
+                self._follow(asked)
                 error = REFUSALS[reply.error]
                 raise error(f"The parameter server, rank {server.rank}: {reply.refusal}")
-        if weights == "none":
-            return []
-        for server, buffer in zip(self._servers, buffers):
-            if server.published is not None and weights == "newest":
-                # Of the reply's version, or newer.
-                server.version = server.published.read(buffer)
-        return self._assemble(buffers)
+
+    def _use(self, asked: Asked) -> list[np.ndarray]:
+        """The weights that came, for the next gradient."""
+        self._follow(asked)
+        return self._assemble(asked.buffers)
+
+    def _follow(self, asked: Asked) -> None:
+        for server, reply, version in zip(self._servers, asked.replies, asked.versions):
+            server.step, server.version = reply.step, version
 
     def _assemble(self, buffers: Sequence[np.ndarray]) -> list[np.ndarray]:
         """All variables; without a copy where one server has the whole."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ class Counts:
     """Of one server.
 
     Attributes:
+        pushed: Gradients that came, by the worker's rank.
         taken: Gradients that went into an update.
         late: Gradients that came after their step.
         updates: Of the variables.
@@ -22,6 +22,7 @@ class Counts:
             gradient was computed with and those that it was applied to.
     """
 
+    pushed: Counter[int] = field(default_factory=Counter)
     taken: int = 0
     late: int = 0
     updates: int = 0
@@ -49,16 +50,16 @@ class Counts:
 
     def to_json(self) -> dict[str, Any]:
         """For other ranks."""
-        staleness = sorted(self.staleness.items())
         return {
+            "pushed": [list(entry) for entry in sorted(self.pushed.items())],
             "taken": self.taken,
             "late": self.late,
             "updates": self.updates,
-            "staleness": [list(entry) for entry in staleness],
+            "staleness": [list(entry) for entry in sorted(self.staleness.items())],
         }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Counts:
         """From ``to_json``."""
-        staleness: Iterable[tuple[int, int]] = value["staleness"]
-        return cls(**{**value, "staleness": Counter(dict(staleness))})
+        counters = {name: Counter(dict(value[name])) for name in ("pushed", "staleness")}
+        return cls(**{**value, **counters})

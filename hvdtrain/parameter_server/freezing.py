@@ -23,13 +23,25 @@ class Freezing:
 
     Args:
         rule: Knows how far the server is.
+        workers: By rank, in the order of the rule's.
     """
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: Rule, workers: Sequence[int]) -> None:
         self._rule = rule
+        self._workers = tuple(workers)
         self._frozen = False
         self._limit: Sequence[int] | None = None
         self._held: list[tuple[int, Request]] = []
+        self._lost: set[int] = set()
+
+    def lose(self, worker: int) -> None:
+        """Wait for nothing from a worker that died.
+
+        Args:
+            worker: By rank. A gradient of it may be on one server and not on another.
+        """
+        self._lost.add(worker)
+        self._held = [entry for entry in self._held if entry[0] != worker]
 
     def begin(self) -> list[int]:
         """Take nothing more until ``aim``; returns how far this server is."""
@@ -44,9 +56,19 @@ class Freezing:
     def reached(self) -> bool:
         """Whether this is the moment."""
         limit = self._limit
-        return limit is not None and all(
-            done >= wanted for done, wanted in zip(self._rule.progress(), limit)
+        if limit is None:
+            return False
+        if self._lost and not self._rule.active:
+            return True  # what is missing was on its way from the last of them
+        return all(
+            done >= wanted or worker in self._lost
+            for worker, done, wanted in zip(self._workers, self._rule.progress(), limit)
         )
+
+    @property
+    def may_advance(self) -> bool:
+        """Whether a step may be completed that no request completes, but who is missing."""
+        return not self._frozen or (self._limit is not None and not self.reached)
 
     def end(self) -> None:
         """Let what was held back go on."""

@@ -125,7 +125,7 @@ def share_weights(
         readable: Let workers of a server's host read them.
     """
     sizes = {server: shard.nbytes for server, shard in zip(servers, shards)}
-    me = collectives.rank
+    me = collectives.member
     mine = published_bytes(sizes[me]) if me in sizes else 0
     memory = collectives.share(mine) if readable else {}
     published = {

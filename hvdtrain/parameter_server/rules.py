@@ -20,6 +20,9 @@ class Rule(Protocol):
     gathers: bool
     """Whether gradients wait for those of other workers, and are applied together."""
 
+    active: set[int]
+    """Whose gradients are waited for."""
+
     def push(self, worker: int, step: int) -> bool:
         """Note a worker's gradient; whether it counts, or comes too late."""
         ...
@@ -37,7 +40,11 @@ class Rule(Protocol):
         ...
 
     def leave(self, worker: int) -> None:
-        """A worker will push nothing more."""
+        """Wait for a worker's gradients no more: it has ended, died, or says nothing."""
+        ...
+
+    def come_back(self, worker: int) -> None:
+        """Wait for a worker again, which had only been silent."""
         ...
 
     def progress(self) -> list[int]:
@@ -64,11 +71,13 @@ class FreeRunning:
 
     def __init__(self, workers: Collection[int], bound: int | None) -> None:
         self._pushed = dict.fromkeys(workers, 0)
-        self._active = set(workers)
+        self._clocks = dict.fromkeys(workers, 0)  # as pushed, but who comes back is not behind
+        self.active = set(workers)
         self._bound = bound
 
     def push(self, worker: int, step: int) -> bool:
         self._pushed[worker] += 1
+        self._clocks[worker] += 1
         return True
 
     def complete(self) -> bool:
@@ -77,14 +86,21 @@ class FreeRunning:
     def may_go_on(self, worker: int) -> bool:
         if self._bound is None:
             return True
-        slowest = min((self._pushed[other] for other in self._active), default=0)
-        return self._pushed[worker] - slowest <= self._bound
+        return self._clocks[worker] - self._slowest <= self._bound
 
     def next_step(self, worker: int) -> int:
         return self._pushed[worker]
 
     def leave(self, worker: int) -> None:
-        self._active.discard(worker)
+        self.active.discard(worker)
+
+    def come_back(self, worker: int) -> None:
+        self._clocks[worker] = max(self._clocks[worker], self._slowest)
+        self.active.add(worker)
+
+    @property
+    def _slowest(self) -> int:
+        return min((self._clocks[worker] for worker in self.active), default=0)
 
     def progress(self) -> list[int]:
         return list(self._pushed.values())
@@ -104,7 +120,7 @@ class Rounds:
     gathers = True
 
     def __init__(self, workers: Collection[int], wanted: int | None = None) -> None:
-        self._active = set(workers)
+        self.active = set(workers)
         self._size = len(workers)
         self._wanted = self._size if wanted is None else wanted
         self._has_backup = self._wanted < self._size
@@ -119,7 +135,7 @@ class Rounds:
 
     def complete(self) -> bool:
         # Who has ended after it pushed still counts, and nobody waits for who ended before.
-        waited_for = len(self._active | self._taken)
+        waited_for = len(self.active | self._taken)
         if not self._taken or len(self._taken) < min(self._wanted, waited_for):
             return False
         self._step += 1
@@ -133,7 +149,10 @@ class Rounds:
         return self._step
 
     def leave(self, worker: int) -> None:
-        self._active.discard(worker)
+        self.active.discard(worker)
+
+    def come_back(self, worker: int) -> None:
+        self.active.add(worker)
 
     def progress(self) -> list[int]:
         # With backup workers each server takes the gradients that came to it first: there is no

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
@@ -10,7 +12,8 @@ import numpy as np
 
 from hvdtrain.collectives.layout import BufferPool
 from hvdtrain.collectives.messages import Messages
-from hvdtrain.errors import CollectiveError, MismatchError, NonFiniteError
+from hvdtrain.errors import CollectiveError, MismatchError, NonFiniteError, PeerLostError
+from hvdtrain.parameter_server.attendance import Attendance
 from hvdtrain.parameter_server.compensation import Compensation
 from hvdtrain.parameter_server.counts import Counts
 from hvdtrain.parameter_server.freezing import Freezing
@@ -76,6 +79,9 @@ class Server:
     A request is carried out as a whole before the next one is looked at, so that a few buffers are
     enough for any number of workers.
 
+    Where ranks may be lost, the others go on without a worker that dies, and nobody waits for one
+    that says nothing until it speaks again. Without the chief, or another server, nothing goes on.
+
     Args:
         messages: To the workers.
         variables: Of the shard, with their optimizer.
@@ -94,6 +100,9 @@ class Server:
         require_finite: Refuse gradients with NaN or infinity.
         log: Is told of each update.
         received: A signal that has come to this rank, or 0; the chief is told.
+        silence_s: How long a worker may take for a step before it counts as silent.
+        least_workers: Where fewer are left, training ends.
+        tell: Called with a line on a worker that falls silent, or comes back.
     """
 
     def __init__(
@@ -113,6 +122,9 @@ class Server:
         require_finite: bool = True,
         log: UpdateLog | None = None,
         received: Callable[[], int] = lambda: 0,
+        silence_s: float = math.inf,
+        least_workers: int = 1,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._messages = messages
         self._variables = variables
@@ -121,11 +133,15 @@ class Server:
         self._scale_by_staleness = scale_by_staleness
         self._tells_learning_rate = tells_learning_rate
         self._workers = tuple(workers)
-        self._active = set(workers)
-        self._training = set(workers)
+        self._attendance = Attendance(workers, silence_s)
+        self._silence_s = silence_s
+        self._least_workers = least_workers
+        self._left = set(workers)  # alive
+        self._gone = messages.lost.difference(workers)
+        self._tell = tell
         self._received = received
         self._signal = 0  # that came to a worker
-        self._freezing = Freezing(rule)
+        self._freezing = Freezing(rule, workers)
         self._stands = dict.fromkeys(workers, NO_STAND)
         self._gathered_stands: dict[int, tuple[int, ...]] = {}
         self._loaded = False
@@ -153,7 +169,7 @@ class Server:
         """Return when every worker is done.
 
         Raises:
-            PeerFailedError: A rank failed.
+            PeerFailedError: A rank failed, or one died that is no mere worker.
             CollectiveTimeoutError: No worker said anything for too long.
         """
         handlers: dict[Kind, Callable[[int, Request], None]] = {
@@ -166,25 +182,69 @@ class Server:
             Kind.FREEZE: self._freeze,
             Kind.SNAPSHOT: self._aim,
         }
-        while self._active or self._waiting:
-            worker, request = self._freezing.next_held() or self._hear()
-            if self._freezing.holds(worker, request):
-                continue
-            try:
-                handlers[request.kind](worker, request)
-            except REFUSALS as error:
-                self._refuse(worker, error)
+        while self._attendance.there or self._waiting:
+            heard = self._freezing.next_held() or self._hear()
+            if heard is not None and not self._freezing.holds(*heard):
+                worker, request = heard
+                try:
+                    handlers[request.kind](worker, request)
+                except REFUSALS as error:
+                    self._refuse(worker, error)
+                except PeerLostError:
+                    pass  # in the middle of a request; who is lost is seen next
+            self._see_who_is_there()
             self._answer()
 
-    def _hear(self) -> tuple[int, Request]:
+    def _hear(self) -> tuple[int, Request] | None:
+        """The next request; None where something else is to be seen to."""
         words = Request.buffer()
-        worker = self._messages.receive_any(words, REQUEST, WAITING)
+        silence_at = self._attendance.next_silence
+        worker = self._messages.receive_any(
+            words,
+            REQUEST,
+            WAITING,
+            unless=lambda: self._has_news or time.monotonic() >= silence_at,
+        )
+        if worker is None or worker in self._gone:
+            return None
+        if self._attendance.hear(worker):
+            self._rule.come_back(worker)
+            self._tell(f"rank {worker} is back, and is waited for again")
         request = Request.unpack(words)
         if worker == self._chief:
             self.ended_by = request.signal
         else:
             self._signal = self._signal or request.signal
         return worker, request
+
+    @property
+    def _has_news(self) -> bool:
+        return len(self._messages.lost) > len(self._gone)
+
+    def _see_who_is_there(self) -> None:
+        """Go on without workers that died, and wait for none that says nothing."""
+        if self._has_news:
+            for rank in sorted(self._messages.lost - self._gone):
+                self._lose(rank)
+        for worker in self._attendance.fall_silent(time.monotonic()):
+            self._tell(
+                f"rank {worker} has said nothing for {self._silence_s:g} s; the others wait for "
+                "it no longer"
+            )
+            self._rule.leave(worker)
+            self._complete()
+
+    def _lose(self, rank: int) -> None:
+        self._gone.add(rank)
+        if rank == self._chief or rank not in self._left:
+            raise self._messages.loss_of(rank, "served the workers")
+        self._left.discard(rank)
+        self._attendance.end(rank)
+        self._waiting.pop(rank, None)
+        self._freezing.lose(rank)
+        self._rule.leave(rank)
+        self._stop = self._stop or len(self._left) < self._least_workers
+        self._complete()
 
     def _load(self, worker: int, request: Request) -> None:
         state = np.empty(self._variables.state_bytes, np.uint8)
@@ -200,6 +260,7 @@ class Server:
     def _push(self, worker: int, request: Request) -> None:
         parts = self._receive_gradients(worker) if request.counts else None
         self._check(worker, request)
+        self._attendance.note_step(worker)
         if not math.isnan(request.learning_rate):
             self._variables.set_learning_rate(request.learning_rate)
         in_time = self._rule.push(worker, request.step)
@@ -209,6 +270,8 @@ class Server:
             stands[worker] = request.stand
         origin = Origin(worker, self._pushes[worker], request.version, request.weight)
         self._pushes[worker] += 1
+        if parts is not None:
+            self.counts.pushed[worker] += 1
         if parts is None:
             self._complete()
         elif not in_time:
@@ -229,7 +292,7 @@ class Server:
             self.counts.taken += 1
 
     def _end(self, worker: int, request: Request) -> None:
-        self._active.discard(worker)
+        self._attendance.end(worker)
         self._waiting[worker] = True
         self._stop_training(worker, request)
 
@@ -238,7 +301,7 @@ class Server:
         self._reply(worker, [])
 
     def _stop_training(self, worker: int, request: Request) -> None:
-        self._training.discard(worker)
+        self._attendance.stop_training(worker)
         self._rule.leave(worker)
         self._stop = self._stop or request.stop
         self._complete()
@@ -253,10 +316,11 @@ class Server:
         limit = np.empty(len(self._workers), np.int64)
         self._receive(worker, [limit])
         self._freezing.aim(limit.tolist())
+        self._complete()
 
     def _complete(self) -> None:
         """Apply what was gathered, if it is all that there will be."""
-        if self._rule.complete():
+        if self._freezing.may_advance and self._rule.complete():
             self._stands.update(self._gathered_stands)
             self._gathered_stands = {}
             mean = self._gathered.mean()
@@ -284,7 +348,7 @@ class Server:
         Raises:
             MismatchError: It belongs to other weights than there were.
         """
-        if worker not in self._training:
+        if worker not in self._attendance.training:
             raise MismatchError(
                 f"Rank {worker} sent a gradient after it had said that it was done."
             )
@@ -302,8 +366,9 @@ class Server:
             stands = np.array([self._stands[worker] for worker in self._workers], np.int64)
             self._give_weights(self._chief, [self._variables.state(), stands], these=True)
             self._freezing.end()
+            self._complete()
         for worker, ends in list(self._waiting.items()):
-            if not self._active if ends else self._rule.may_go_on(worker):
+            if not self._attendance.there if ends else self._rule.may_go_on(worker):
                 del self._waiting[worker]
                 chief = worker == self._chief
                 self._give_weights(worker, [self._variables.state()] if ends and chief else [])
@@ -350,14 +415,17 @@ class Server:
             self._stop,
             refusal,
             signal=(self._signal or self._received()) if chief else self.ended_by,
-            training=len(self._training),
+            training=len(self._attendance.training),
             learning_rate=rate,
             error=error,
         ).pack()
-        pending = self._messages.start_send(words, worker, REPLY)
-        for part in data:
-            pending += self._messages.start_send(part, worker, REPLY_DATA)
-        self._messages.wait(pending, f"parameter server, for rank {worker} to take its answer")
+        # Whether it has died is seen for all of them together.
+        with contextlib.suppress(PeerLostError):
+            pending = self._messages.start_send(words, worker, REPLY)
+            for part in data:
+                pending += self._messages.start_send(part, worker, REPLY_DATA)
+            self._messages.wait(pending, f"parameter server, for rank {worker} to take its answer")
+        self._attendance.answer(worker, time.monotonic())
 
     def _receive_gradients(self, worker: int) -> Parts:
         words = Parts.room_for_words(self._shard)

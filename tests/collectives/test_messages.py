@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import textwrap
 from typing import Any
 
@@ -215,3 +217,106 @@ def test_peer_that_does_not_come(launch, how: str, wait: str) -> None:
         assert said[0].endswith("Rank 0 was waiting for it in the test and stops too.")
     else:
         assert said[0].startswith("stops: rank 1 ended its program while rank 0 waits for it in ")
+
+
+DEATH = """
+    import signal
+    import threading
+    from hvdtrain.errors import PeerLostError
+
+    messages = engine.messages()
+    room, large = np.zeros(1), np.ones(1 << 20)
+    engine.barrier()
+
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+    def give_up(wait):
+        try:
+            wait()
+        except PeerLostError as error:
+            return error.rank, str(error)
+        return "nothing was lost"
+"""
+
+
+@pytest.fixture
+def survivors(run_command, mpirun):
+    """Run a program in which rank 2 of three dies; what ranks 0 and 1 said, by rank."""
+
+    def run(body: str) -> dict[int, str]:
+        script = START + textwrap.dedent(DEATH) + textwrap.dedent(body)
+        argv = mpirun(3, [sys.executable, "-c", script])
+        environment = {"HVDTRAIN_ELASTIC": "1"}
+        argv = [argv[0], "--with-ft", "ulfm", *argv[1:]]
+        done = run_command(argv, timeout_s=90, env=environment)
+        said = dict(re.findall(r"^(\d) says (.*)$", done.stdout, re.M))
+        assert sorted(said) == ["0", "1"], done
+        assert done.seconds < LIMIT_S
+        return {int(rank): text for rank, text in said.items()}
+
+    return run
+
+
+@pytest.mark.parametrize("wait", [*WAITS, "another-send", "another-receive"])
+def test_peer_that_died(survivors, wait: str) -> None:
+    """Whoever has a message for it, or waits for one, is told; the others exchange theirs."""
+    waits = {name: text.replace("1, 1)", "2, 1)") for name, text in WAITS.items()}
+    waits["any-source"] = (
+        "messages.wait(messages.start_receive(room, 2, 1), 'the test') "
+        "if messages.receive_any(room, 1, 'the test', unless=lambda: 2 in messages.lost) is None "
+        "else None"
+    )
+    again = "(give_up(lambda: {0}), {0})"
+    waits["another-send"] = again.format(waits["large-send"])
+    waits["another-receive"] = again.format(waits["wait"])
+    wait = waits[wait].replace("np.ones(1 << 20)", "large")
+    body = f"""
+        if rank == 2:
+            time.sleep(0.3)
+            die()
+        if rank == 0:
+            told = give_up(lambda: {wait})
+        other = 1 - rank
+        pending = messages.start_receive(room, other, 3)
+        pending += messages.start_send(np.array([10.0 + rank]), other, 3)
+        messages.wait(pending, "the other")
+        if rank == 1:
+            told = room.tolist()
+        os.write(1, f"{{rank}} says {{told}}\\n".encode())
+        engine.barrier()
+    """
+    said = survivors(body)
+    assert said[1] == "[10.0]"
+    assert said[0].startswith('(2, "rank 2 died while rank 0 '), said[0]
+    assert "Start the job again" in said[0]
+
+
+def test_messages_after_a_loss(survivors) -> None:
+    """Those that there were go on, and new ones know ranks by their first numbers."""
+    said = survivors("""
+        if rank == 1:
+            die()
+        engine.barrier()
+        for ways in (messages, engine.messages()):
+            other = 2 - rank
+            pending = ways.start_receive(room, other, 3)
+            pending += ways.start_send(np.array([10.0 + rank]), other, 3)
+            ways.wait(pending, "the other")
+            assert room == 10 + other
+            assert ways.lost == {1}
+            if rank:
+                ways.wait(ways.start_send(large, 0, 4), "the other")
+            else:
+                assert ways.receive_any(large, 4, "the other") == 2
+        memory = engine.share(100)
+        assert sorted(memory) == [0, 2]
+        memory[rank][:] = rank
+        engine.barrier()
+        assert (memory[2] == 2).all()
+        os.write(1, f"{rank // 2} says {engine.member}\\n".encode())
+        engine.barrier()
+    """)
+    assert said == {0: "0", 1: "2"}

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.placement import place
 from hvdtrain.launch.commands import Mpirun
-from hvdtrain.launch.elastic import describe_loss, is_loss, why_not
+from hvdtrain.launch.elastic import describe_loss, is_loss, vital, why_not
 from hvdtrain.launch.failure import End
 from hvdtrain.launch.memory import Kills
 
@@ -46,6 +48,13 @@ def test_describe_loss() -> None:
     assert told.startswith("rank 2 on node1 was lost (SIGKILL, for lack of memory) after step 41")
     told = describe_loss(end(KILLED), 41, 1, enough=False)
     assert told == "rank 2 on node1 was lost (SIGKILL) after step 41; 1 rank left: too few"
+
+
+def test_without_whom_nothing_goes_on() -> None:
+    hosts = [Host(name="a", slots=4)]
+    assert vital(place(hosts, 4)) == {}
+    served = place(hosts, 4, servers=(2,))
+    assert vital(served) == {0: "the chief", 2: "a parameter server"}
 
 
 def test_where_it_is_to_be_had() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.launch.hang import FIRST_STEP_FACTOR, describe_hang, hangs
+from hvdtrain.launch.hang import FIRST_STEP_FACTOR, describe_hang, hangs, stuck
 from hvdtrain.launch.reports import Report, Reports
 
 LIMIT_S = 10.0
@@ -46,6 +46,40 @@ def test_ranks_that_have_ended_do_not_count() -> None:
     assert not hangs(reports, [0, 1], 111.0, LIMIT_S)
     assert hangs(reports, [0], 111.0, LIMIT_S)
     assert not hangs(reports, [], 111.0, LIMIT_S)
+
+
+NEW = Report(phase="training", step=6)
+SERVES = Report(phase="serving")
+WAITS = Report(phase="training", step=5, waiting_in="end, for the parameter servers")
+
+# What the ranks reported first, what they did 8 s later, and who is stuck 11 s after the first.
+STUCK: dict[str, tuple[list[Report], dict[int, Report], list[int]]] = {
+    "others-go-on": ([BUSY, BUSY, SERVES], {0: NEW}, [1]),
+    "others-wait": ([WAITS, BUSY, SERVES], {}, [1]),
+    "another-validates": ([Report(phase="validation", step=5), BUSY], {}, [1]),
+    "all-of-them": ([BUSY, BUSY, SERVES], {}, []),
+    "nobody": ([BUSY, BUSY], {0: NEW, 1: NEW}, []),
+    "waits": ([BUSY, WAITS], {0: NEW}, []),
+    "validates": ([BUSY, Report(phase="validation", step=5)], {0: NEW}, []),
+    "first-step": ([BUSY, Report(phase="training")], {0: NEW}, []),
+    "first-step-after-a-resume": (
+        [BUSY, Report(phase="training", step=5, resumed=5)],
+        {0: NEW},
+        [],
+    ),
+    "several": ([BUSY, BUSY, BUSY], {0: NEW}, [1, 2]),
+}
+
+
+@pytest.mark.parametrize(("states", "later", "expected"), STUCK.values(), ids=STUCK)
+def test_stuck(states: list[Report], later: dict[int, Report], expected: list[int]) -> None:
+    reports = noted(*states)
+    for rank, state in later.items():
+        reports.note(rank, state, 108.0)
+    running = range(len(states))
+    assert stuck(reports, running, 111.0, LIMIT_S) == dict.fromkeys(expected, 11.0)
+    assert stuck(reports, running, 111.0, 0.0) == {}, "0 is for as long as it likes"
+    assert stuck(reports, [rank for rank in running if rank not in expected], 111.0, LIMIT_S) == {}
 
 
 HOSTS = {0: "a", 1: "a", 2: "b"}

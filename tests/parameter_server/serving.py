@@ -37,12 +37,13 @@ class Worker:
             self.client.load(weights, take_states(self.optimizer, self._shards))
         return self.client.pull()
 
-    def push(self, gradient=-1.0, *, weight=1.0, rate=math.nan):
+    def push(self, gradient=-1.0, *, weight=1.0, rate=math.nan, ahead=False):
         """Send a gradient that is the same everywhere; None for none."""
         gradients = None
         if gradient is not None:
             gradients = [np.full(shape, gradient, "float32") for shape in SHAPES]
-        return self.client.push(gradients, weight=weight, learning_rate=rate)
+        push = self.client.push_ahead if ahead else self.client.push
+        return push(gradients, weight=weight, learning_rate=rate)
 
     def done(self, **options):
         """Where all weights are in the end, from where they began."""

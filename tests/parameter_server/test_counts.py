@@ -34,7 +34,9 @@ def test_no_updates():
 def test_json():
     counts = counted([0, 4, 4, 1])
     counts.taken, counts.late = 4, 2
+    counts.pushed.update({0: 4, 3: 2})
     back = Counts.from_json(json.loads(json.dumps(counts.to_json())))
     assert back == counts
     assert back.staleness == {0: 1, 1: 1, 4: 2}
+    assert back.pushed == {0: 4, 3: 2}
     assert Counts.from_json(json.loads(json.dumps(Counts().to_json()))) == Counts()

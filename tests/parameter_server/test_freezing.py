@@ -9,13 +9,16 @@ from hvdtrain.parameter_server.freezing import Freezing
 from hvdtrain.parameter_server.protocol import Kind, Request
 from hvdtrain.parameter_server.rules import FreeRunning, Rounds
 
+# What a server has of a worker that died, after the last message that came.
+DEATH = None
+
 
 class Server:
     """What a server does with requests, without the gradients."""
 
     def __init__(self, rule, workers):
         self.rule = rule
-        self.freezing = Freezing(rule)
+        self.freezing = Freezing(rule, workers)
         self.inbox = {worker: deque() for worker in workers}
         self.waiting = set()
         self.taken = []  # (worker, number of its gradient), in order
@@ -24,9 +27,17 @@ class Server:
     def work(self, worker):
         """Take up what has come from a worker."""
         request, number = self.inbox[worker].popleft()
-        if not self.freezing.holds(worker, request._replace(step=number)):
+        if request is DEATH:
+            self._lose(worker)
+        elif not self.freezing.holds(worker, request._replace(step=number)):
             self._carry_out(worker, request.kind, number)
         self.take_up_held()
+
+    def _lose(self, worker):
+        self.freezing.lose(worker)
+        self.rule.leave(worker)
+        self.waiting.discard(worker)
+        self.complete()
 
     def take_up_held(self):
         """What need not wait any more."""
@@ -40,7 +51,10 @@ class Server:
             (self.gathered if self.rule.gathers else self.taken).append((worker, number))
         else:
             self.rule.leave(worker)
-        if self.rule.complete():
+        self.complete()
+
+    def complete(self):
+        if self.freezing.may_advance and self.rule.complete():
             self.taken += self.gathered
             self.gathered = []
 
@@ -59,9 +73,12 @@ class Job:
         steps: How many gradients each worker has; the first is the chief.
         servers: How many there are.
         seed: Of the order.
+        mortal: Whether workers other than the chief may die.
     """
 
-    def __init__(self, rule, steps, servers, seed):
+    def __init__(self, rule, steps, servers, seed, mortal=False):
+        self.mortal = mortal
+        self.dead = set()
         self.workers = range(len(steps))
         self.left = list(steps)
         self.sent = [0] * len(steps)
@@ -120,6 +137,16 @@ class Job:
             kind = Kind.PUSH if push else Kind.LEAVE
             server.inbox[worker].append((Request(kind), self.sent[worker]))
 
+    def die(self, worker):
+        """With a message that may have come to some servers, and not to others."""
+        self.dead.add(worker)
+        self.gone.add(worker)
+        for server in self.servers:
+            inbox = server.inbox[worker]
+            if inbox and self.random.random() < 0.5:
+                inbox.pop()
+            inbox.append((DEATH, 0))
+
     def snapshot(self):
         """What each server has applied at the moment; the chief does nothing else meanwhile."""
         far = []
@@ -130,6 +157,7 @@ class Job:
         for number in self.shuffled():
             self._go_on()
             self.servers[number].freezing.aim(limit)
+            self.servers[number].complete()
         moments = {}
         while len(moments) < len(self.servers):
             for number, server in enumerate(self.servers):
@@ -137,6 +165,7 @@ class Job:
                 if number not in moments and server.freezing.reached:
                     moments[number] = sorted(server.taken)
                     server.freezing.end()
+                    server.complete()
                     server.take_up_held()
             self.release()
             assert self._go_on() or len(moments) == len(self.servers), "no such moment comes"
@@ -148,6 +177,10 @@ class Job:
     def _go_on(self):
         """Something may happen beside what the chief does; whether anything could."""
         moves = [move for move in self._moves() if move != (None, 0)]
+        alive = [worker for worker in self.workers[1:] if worker not in self.gone]
+        if self.mortal and alive and self.random.random() < 0.05:
+            self.die(self.random.choice(alive))
+            self.release()
         if moves:
             self._make(*self.random.choice(moves))
         return bool(moves)
@@ -179,3 +212,31 @@ def test_any_order(rule):
         for server in job.servers:
             assert len(server.taken) == sum(steps)
     assert uneven > 20
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [lambda workers: FreeRunning(workers, None), lambda workers: FreeRunning(workers, 1), Rounds],
+    ids=["free", "bound", "rounds"],
+)
+def test_workers_that_die(rule):
+    """The moment comes, and is the same but for the last gradient of who died."""
+    deaths = torn = 0
+
+    def check(job):
+        nonlocal torn
+        first, *others = job.snapshot()
+        for other in others:
+            differing = set(first) ^ set(other)
+            torn += bool(differing)
+            assert {worker for worker, _ in differing} <= job.dead
+            assert len(differing) <= len(job.dead)
+
+    for seed in range(300):
+        chance = random.Random(seed)
+        steps = [chance.choice([1, 6, 9]) for _ in range(chance.randint(2, 4))]
+        job = Job(rule, steps, chance.randint(1, 3), seed, mortal=True)
+        job.run(check)
+        deaths += len(job.dead)
+    assert deaths > 20
+    assert torn > 5

@@ -73,12 +73,15 @@ def test_dense_gradients_are_not_sent(world, monkeypatch):
 
 @pytest.mark.ranks(3)
 def test_a_slot_that_is_under_way_is_left_alone(world):
+    """The next gradient goes into the other one, also while the server still reads."""
+
     def work(worker):
         worker.begin()
-        worker.client._filled = 0
-        worker.push()
-        first, second = worker.client._slots[2]
-        return [bool(first.any()), bool(second.any()), worker.done()]
+        found = []
+        for value in (1.0, 2.0, 3.0):
+            worker.push(-value, ahead=True)
+            found.append([float(slot[:4].view("float32")[0]) for slot in worker.client._slots[2]])
+        return [found, worker.done()]
 
     said, _ = serve(work, free())
-    assert said == [[False, True, 2.0]] * 2
+    assert said == [[[[-1.0, 0.0], [-1.0, -2.0], [-3.0, -2.0]], 12.0]] * 2

@@ -55,6 +55,37 @@ def test_nobody_is_bound_to_who_has_left():
     assert rule.may_go_on(0)
 
 
+def test_who_comes_back_is_not_behind():
+    """Nobody waits until it has made up for the steps that it missed."""
+    rule = FreeRunning([0, 1, 2], 1)
+    rule.leave(2)
+    for _ in range(5):
+        pushed(rule, 0, 1)
+    assert free(rule, [0, 1]) == [0, 1]
+    rule.come_back(2)
+    assert rule.next_step(2) == 0, "its own steps"
+    pushed(rule, 0)
+    assert free(rule, [0, 1, 2]) == [0, 1, 2]
+    pushed(rule, 0)
+    assert not rule.may_go_on(0), "but it is waited for again"
+    pushed(rule, 1, 2)
+    assert rule.may_go_on(0)
+    assert rule.progress() == [7, 6, 1]
+
+
+def test_rounds_with_who_comes_back():
+    rule = Rounds([0, 1, 2])
+    rule.leave(2)
+    pushed(rule, 0, 1)
+    assert rule.complete()
+    rule.come_back(2)
+    assert not rule.push(2, 0), "that step is over"
+    assert pushed(rule, 0, 1) == [True, True]
+    assert not rule.complete(), "waited for again"
+    assert pushed(rule, 2) == [True]
+    assert rule.complete()
+
+
 def test_rounds_wait_for_all():
     rule = Rounds([0, 1, 2])
     assert rule.gathers

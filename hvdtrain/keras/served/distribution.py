@@ -69,6 +69,8 @@ class ServedDistribution(Distribution):
         super().__init__(model, collectives, presharded, settings)
         self._settings = settings
         self._roles = roles
+        # What a worker's optimizer applies is no matter of how many ranks there are.
+        self._membership = Membership(collectives, settings.min_np)
         self._alone = SingleCollectives()
         self._reducer = GradientReducer(self._alone)
 
@@ -90,6 +92,7 @@ class ServedDistribution(Distribution):
         served = ServedFit(
             model,
             collectives,
+            self._membership,
             messages,
             steps,
             settings=self._settings,
@@ -104,13 +107,14 @@ class ServedDistribution(Distribution):
             reducer=self._reducer,
             steps=steps,
         )
-        if collectives.rank in self._roles.servers:
+        if self._serves:
             mark(model.optimizer, None)
             self._replace_methods(steps, served, together)
         else:
             exchange = self._link(steps)
-            apart = self._loops_apart(steps, served, exchange, seed)
-            self._replace_methods(steps, served, together, apart, exchange)
+            place = Apart(collectives.member, self._roles.workers)
+            apart = self._loops_apart(place, steps, served, exchange, seed)
+            self._replace_methods(steps, served, together, (apart, place, exchange))
         forget_functions(model)
         broadcast_weights(model, collectives)
         reseed_by_rank(model, collectives)
@@ -138,19 +142,20 @@ class ServedDistribution(Distribution):
             is_chief=self._collectives.rank == 0,
             require_finite=require_finite,
             push_every=settings.push_every,
+            overlaps=settings.overlaps,
         )
         leave_updates_to_servers(model.optimizer, exchange)
         return exchange
 
-    def _loops_apart(self, steps: Steps, served: ServedFit, exchange: Link, seed: int) -> Loops:
+    def _loops_apart(
+        self, place: Apart, steps: Steps, served: ServedFit, exchange: Link, seed: int
+    ) -> Loops:
         """What a worker runs within ``fit``."""
-        workers = self._roles.workers
-        apart = Apart(workers.index(self._collectives.rank), len(workers))
         return Loops(
             self._model,
             self._alone,
-            membership=apart,
-            inputs=self._inputs(self._alone, apart, seed),
+            membership=place,
+            inputs=self._inputs(self._alone, place, seed),
             reducer=self._reducer,
             steps=steps,
             whole=self._inputs(self._alone, Membership(self._alone, min_np=1), seed),
@@ -163,8 +168,7 @@ class ServedDistribution(Distribution):
         steps: Steps,
         served: ServedFit,
         together: Loops,
-        apart: Loops | None = None,
-        exchange: Link | None = None,
+        of_worker: tuple[Loops, Apart, Link] | None = None,
     ) -> None:
         """Put hvdtrain's methods into the model.
 
@@ -172,21 +176,23 @@ class ServedDistribution(Distribution):
             steps: What Keras' loops run on each batch.
             served: What ``fit`` is.
             together: What all ranks run outside of ``fit``.
-            apart: What a worker runs within it; None on a server.
-            exchange: Of a worker with the servers; None on a server.
+            of_worker: What a worker runs within it, its place among all, and its exchange with
+                the servers; None on a server.
         """
         signature = inspect.signature(together.fit)
 
         def fit(*args: Any, **options: Any) -> Any:
             together.check_still_ours()
             arguments = signature.bind(*args, **options)
-            if apart is None or exchange is None:
+            if of_worker is None:
                 return served.serve(arguments)
-            return served.train(apart, exchange, arguments)
+            return served.train(*of_worker, arguments)
 
         def now() -> Loops:
-            within = exchange is not None and exchange.client is not None
-            return apart if apart is not None and within else together
+            if of_worker is None:
+                return together
+            apart, _, exchange = of_worker
+            return together if exchange.client is None else apart
 
         self._replace(
             train_step=steps.train,
@@ -200,15 +206,18 @@ class ServedDistribution(Distribution):
         )
 
     def _inputs(self, between: Collectives, membership: Membership, seed: int) -> Inputs:
-        serves = self._collectives.rank in self._roles.servers
         return Inputs(
             between,
             membership,
             seed=seed,
             presharded=self._presharded,
             notice=self._notice,
-            watches=serves and self._presharded,
+            watches=self._serves and self._presharded,
         )
+
+    @property
+    def _serves(self) -> bool:
+        return self._collectives.member in self._roles.servers
 
     def _share(self) -> Shares:
         """Cut the model's variables for the servers; collective."""

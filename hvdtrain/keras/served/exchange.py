@@ -22,6 +22,8 @@ __all__ = ["Exchange"]
 
 # From a step's numbers to its gradients; None where it has none that count.
 Find = Callable[[np.ndarray, Sequence[np.ndarray]], list[Gradient] | None]
+# What is to be sent now, and what it counts for.
+Take = Callable[..., tuple[list[Gradient] | None, float]]
 
 
 class Exchange(Link):
@@ -35,6 +37,8 @@ class Exchange(Link):
         require_finite: Refuse gradients with NaN or infinity.
         push_every: Send gradients after so many steps, their sum. In those between, the model
             takes a step of plain gradient descent by itself, as in Downpour (Dean et al. 2012).
+        overlaps: Go on while gradients are under way, with the weights that came for those before.
+            Between epochs, and before validations and checkpoints, nothing is under way.
     """
 
     def __init__(
@@ -46,12 +50,14 @@ class Exchange(Link):
         is_chief: bool,
         require_finite: bool,
         push_every: int,
+        overlaps: bool,
     ) -> None:
         super().__init__(model, reducer, steps, require_finite=require_finite)
         self._places = {id(variable): n for n, variable in enumerate(self._variables)}
         self._accumulates = accumulates(model.optimizer)
         self._is_chief = is_chief
         self._push_every = push_every
+        self._overlaps = overlaps
         self._accrued = Accrued(push_every)
 
     def begin_epoch(self) -> None:
@@ -62,12 +68,17 @@ class Exchange(Link):
         """Take the newest weights, after the last gradients have been sent."""
         self.assign(self.send_rest() or self.reach().pull())
 
+    def show_newest(self) -> None:
+        if self.reach().is_ahead:
+            self.pull()
+
     def send_rest(self) -> list[np.ndarray] | None:
         """Send what waits for gradients of more steps; returns weights if there was any."""
         if not self._accrued.steps:
             return None
         ran, samples = (counted.numpy() for counted in self._counted())
-        return self._push_accrued(ran, samples, math.nan)
+        gradients, stand = self._accrued.take(), self._stand(ran, samples)
+        return self.reach().push(gradients, weight=1.0, learning_rate=math.nan, stand=stand)
 
     def _forget(self) -> None:
         self._accrued = Accrued(self._push_every)
@@ -118,10 +129,7 @@ class Exchange(Link):
             def go_on() -> None:
                 tf.cond(counts > 0, lambda: _descend(gradients, variables, rate_now), lambda: None)
 
-            def push(ran: np.ndarray, samples: np.ndarray, rate: np.ndarray) -> list[np.ndarray]:
-                return self._push_accrued(ran, samples, rate, ends=ends)
-
-            tf.cond(complete, lambda: self._run(push, [*self._counted(), rate]), go_on)
+            tf.cond(complete, lambda: self._send_accrued(ends, rate), go_on)
 
     def skip_step(self) -> None:
         """Tell the servers that this step has no gradients."""
@@ -130,18 +138,36 @@ class Exchange(Link):
         self.step([], [], weight=nothing, learning_rate=None, ends=not self._accumulates)
 
     def _send(self, find: Find, ends: bool, counts: Any, rate: Any, flat: Sequence[Any]) -> None:
-        def run(
-            ran: np.ndarray,
-            samples: np.ndarray,
-            counts: np.ndarray,
-            rate: np.ndarray,
-            *arrays: np.ndarray,
-        ) -> list[np.ndarray]:
-            with self._reducer.remember_error():
-                stand = self._stand(ran, samples) if ends else NO_STAND
-                return self._push(find(counts, arrays), float(counts), float(rate), stand)
+        def take(counts: np.ndarray, *arrays: np.ndarray) -> tuple[list[Gradient] | None, float]:
+            return find(counts, arrays), float(counts)
 
-        self._run(run, [*self._counted(), counts, rate, *flat])
+        self._push(take, ends, rate, [counts, *flat])
+
+    def _send_accrued(self, ends: bool, rate: Any) -> None:
+        self._push(lambda: (self._accrued.take(), 1.0), ends, rate, [])
+
+    def _push(self, take: Take, ends: bool, rate: Any, inputs: Sequence[Any]) -> None:
+        """Exchange with the servers.
+
+        Args:
+            take: From ``inputs`` to gradients and what they count for.
+            ends: As for ``step``.
+            rate: The learning rate.
+            inputs: Tensors.
+        """
+
+        def run(
+            ran: np.ndarray, samples: np.ndarray, rate: np.ndarray, *arrays: np.ndarray
+        ) -> list[np.ndarray] | None:
+            with self._reducer.remember_error():
+                client = self.reach()
+                gradients, weight = take(*arrays)
+                stand = self._stand(ran, samples) if ends else NO_STAND
+                push = client.push_ahead if self._overlaps else client.push
+                return push(gradients, weight=weight, learning_rate=float(rate), stand=stand)
+
+        exchange = self._run_if_any if self._overlaps else self._run
+        exchange(run, [*self._counted(), rate, *inputs])
 
     def _accrue(self, find: Find, counts: Any, flat: Sequence[Any]) -> tuple[Any, Any]:
         """Whether it is time to send, and the servers' learning rate."""
@@ -156,22 +182,6 @@ class Exchange(Link):
         complete.set_shape([])
         rate.set_shape([])
         return complete, rate
-
-    def _push(
-        self,
-        gradients: Sequence[Gradient] | None,
-        weight: float,
-        rate: float,
-        stand: tuple[int, ...],
-    ) -> list[np.ndarray]:
-        return self.reach().push(gradients, weight=weight, learning_rate=rate, stand=stand)
-
-    def _push_accrued(
-        self, ran: np.ndarray, samples: np.ndarray, rate: float | np.ndarray, ends: bool = True
-    ) -> list[np.ndarray]:
-        with self._reducer.remember_error():
-            stand = self._stand(ran, samples) if ends else NO_STAND
-            return self._push(self._accrued.take(), 1.0, float(rate), stand)
 
 
 def _descend(gradients: Sequence[Any], variables: Sequence[Any], rate: tf.Tensor) -> None:

@@ -22,6 +22,7 @@ from hvdtrain.errors import CollectiveError, Preempted
 from hvdtrain.keras.callbacks import list_callbacks
 from hvdtrain.keras.chief import CHIEF_ONLY
 from hvdtrain.keras.loops import Loops, split_validation
+from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.replicas import broadcast_weights
 from hvdtrain.keras.saving.session import Session, asked_for
 from hvdtrain.keras.saving.signals import CaughtSignals
@@ -79,6 +80,7 @@ class ServedFit:
     Args:
         model: Compiled and built.
         collectives: Of all ranks.
+        membership: Of all ranks.
         messages: Between workers and servers.
         steps: Of the model.
         settings: Of this job.
@@ -90,6 +92,7 @@ class ServedFit:
         self,
         model: keras.Model,
         collectives: Collectives,
+        membership: Membership,
         messages: Messages,
         steps: Steps,
         *,
@@ -99,6 +102,7 @@ class ServedFit:
     ) -> None:
         self._model = model
         self._collectives = collectives
+        self._membership = membership
         self._messages = messages
         self._steps = steps
         self._settings = settings
@@ -116,14 +120,15 @@ class ServedFit:
         Raises:
             Preempted: A signal came to some rank, and a checkpoint was saved.
         """
+        workers = self._meet()
         asked = asked_for(list_callbacks(arguments.arguments.get("callbacks")))
         signals = CaughtSignals()
         if asked is not None:
             state = TrainingState(self._model, SingleCollectives(), self._steps.samples)
             find_for_all(None, state, self._collectives)
         report.phase("serving")
-        roles, weights = self._shares.roles, self._shares.weights
-        rank = self._collectives.rank
+        roles, weights, settings = self._shares.roles, self._shares.weights, self._settings
+        rank = self._collectives.member
         shard = self._shares.shards[roles.servers.index(rank)]
         holding = Holding(self._shares.optimizer, shard, self._model.trainable_variables)
         with self._update_log(shard) as log:
@@ -134,14 +139,18 @@ class ServedFit:
                 published=weights.published[rank],
                 readers=weights.readers,
                 slots=self._shares.slots,
-                workers=roles.workers,
-                rule=self._rule(),
-                scale_by_staleness=self._settings.staleness_scaling,
-                tells_learning_rate=self._settings.push_every > 1,
-                delay_compensation=self._settings.dc_asgd,
-                require_finite=self._settings.non_finite == "error",
+                workers=workers,
+                rule=self._rule(workers),
+                scale_by_staleness=settings.staleness_scaling,
+                tells_learning_rate=settings.push_every > 1,
+                delay_compensation=settings.dc_asgd,
+                require_finite=settings.non_finite == "error",
                 log=log,
                 received=lambda: signals.received,
+                # Who waits for it would give up otherwise.
+                silence_s=min(settings.worker_timeout_s, settings.timeout_s / 2),
+                least_workers=settings.min_np - len(roles.servers),
+                tell=_print if rank == roles.servers[0] else lambda line: None,
             )
             if asked is not None:
                 signals.catch()
@@ -155,17 +164,21 @@ class ServedFit:
         self._end(0, server.counts, history)
         return history
 
-    def train(self, loops: Loops, exchange: Link, arguments: inspect.BoundArguments) -> Any:
+    def train(
+        self, loops: Loops, place: Apart, exchange: Link, arguments: inspect.BoundArguments
+    ) -> Any:
         """What ``fit`` is on a worker.
 
         Args:
             loops: What it runs by itself.
+            place: Of this worker among all.
             exchange: Of its steps.
             arguments: Of ``fit``.
 
         Raises:
             Preempted: A signal came to some rank, and a checkpoint was saved.
         """
+        place.meet(self._meet())
         given = arguments.arguments
         callbacks = list_callbacks(given.get("callbacks"))
         if not self._is_chief:
@@ -174,7 +187,6 @@ class ServedFit:
             _train_alone(given)
         asked = asked_for(callbacks)
         if asked is not None:
-            workers = self._shares.roles.workers
             self._session, self._resume = begin_session(
                 asked,
                 self._model,
@@ -182,7 +194,7 @@ class ServedFit:
                 callbacks,
                 exchange,
                 self._steps,
-                place=Apart(workers.index(self._collectives.rank), len(workers)),
+                place=place,
                 shards=self._shares.shards,
                 servers=self._shares.optimizer,
                 in_update=self._settings.gradients_in_update,
@@ -214,6 +226,7 @@ class ServedFit:
             client.own_signal = ended_by if self._is_chief else 0
             self._finish(client, stop=True)
         finally:
+            client.close()
             self._session = self._resume = None
         self._end_if_preempted(ended_by if self._is_chief else client.signal)
         self._end(client.pushed, None, history)
@@ -260,25 +273,23 @@ class ServedFit:
             counts: What became of them on this server; None on a worker.
             history: Of this worker; becomes the chief's on a server.
         """
-        gradients = {"pushed": pushed, "counts": None if counts is None else counts.to_json()}
-        everyone = self._collectives.allgather_object(
-            gradients, name="gradients of parameter servers"
-        )
-        sent = sum(entry["pushed"] for entry in everyone)
-        served = [Counts.from_json(e["counts"]) for e in everyone if e["counts"] is not None]
-        for rank, server in zip(self._shares.roles.servers, served):
-            if server.taken + server.late != sent:
+        rank = self._collectives.member
+        told = {"rank": rank, "pushed": pushed, "counts": counts and counts.to_json()}
+        everyone = self._collectives.allgather_object(told, name="gradients of parameter servers")
+        sent = {entry["rank"]: entry["pushed"] for entry in everyone if entry["counts"] is None}
+        served = {e["rank"]: Counts.from_json(e["counts"]) for e in everyone if e["counts"]}
+        for server, has in served.items():
+            # Of those that died, only the server knows.
+            came = {worker: has.pushed[worker] for worker in sent}
+            if came != sent or has.taken + has.late != has.pushed.total():
                 raise CollectiveError(
-                    f"Workers sent {sent} gradients, and the parameter server of rank {rank} has "
-                    f"{server.taken} and dropped {server.late}; this is an error of hvdtrain."
+                    f"Workers sent {sent} gradients, by rank, and to the parameter server of rank "
+                    f"{server} came {dict(has.pushed)}, of which it has {has.taken} and dropped "
+                    f"{has.late}; this is an error of hvdtrain."
                 )
         broadcast_weights(self._model, self._collectives)
         if self._is_chief:
-            print(
-                f"hvdtrain: {self._account(sent, served)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _print(self._account(next(iter(served.values()))))
         mine = history.history.items()
         logs = {name: [np.asarray(value).tolist() for value in values] for name, values in mine}
         chiefs = {"epoch": getattr(history, "epoch", []), "logs": logs}
@@ -286,23 +297,42 @@ class ServedFit:
         if counts is not None:
             history.epoch, history.history = chiefs["epoch"], chiefs["logs"]
         report.phase("after fit")
+        self._membership.renew()
+        if self._membership.too_few is not None:
+            raise self._membership.too_few
+
+    def _meet(self) -> tuple[int, ...]:
+        """The workers that are there; collective.
+
+        Raises:
+            PeerFailedError: Another rank is lost that can't be done without, or too many are.
+        """
+        self._membership.renew()
+        there, roles = self._membership.members, self._shares.roles
+        for rank in (roles.workers[0], *roles.servers):
+            if rank not in there:
+                raise self._messages.loss_of(rank, "began to train")
+        if self._membership.too_few is not None:
+            raise self._membership.too_few
+        return tuple(worker for worker in roles.workers if worker in there)
 
     def _update_log(self, shard: Shard) -> AbstractContextManager[UpdateLog | None]:
-        folder, rank = self._settings.update_log, self._collectives.rank
+        folder, rank = self._settings.update_log, self._collectives.member
         if folder is None:
             return nullcontext()
         pieces = [[self._shares.specs[p.variable].path, p.start, p.stop] for p in shard.pieces]
         header = {"server": rank, "workers": self._shares.roles.workers, "pieces": pieces}
         return UpdateLog(Path(folder) / f"server-{rank}.jsonl", header)
 
-    def _rule(self) -> Rule:
-        workers = self._shares.roles.workers
+    def _rule(self, workers: Sequence[int]) -> Rule:
         if self._settings.gathers:
-            return Rounds(workers, self._settings.gradients_in_update(len(workers)))
-        return FreeRunning(workers, self._settings.staleness_bound)
+            return Rounds(workers, max(1, self._settings.gradients_in_update(len(workers))))
+        bound = self._settings.staleness_bound
+        # Who overlaps makes one more step before it takes the answer that says whether it may.
+        return FreeRunning(workers, bound if bound is None else bound - self._settings.overlaps)
 
-    def _account(self, sent: int, served: Sequence[Counts]) -> str:
-        workers, first = len(self._shares.roles.workers), served[0]
+    def _account(self, first: Counts) -> str:
+        workers, sent = len(self._shares.roles.workers), first.pushed.total()
         what = "differences" if self._settings.mode == "easgd" else "gradients"
         late = f", {first.late} of them too late" if first.late else ""
         return (
@@ -314,6 +344,10 @@ class ServedFit:
     @property
     def _is_chief(self) -> bool:
         return self._collectives.rank == 0
+
+
+def _print(line: str) -> None:
+    print(f"hvdtrain: {line}", file=sys.stderr, flush=True)
 
 
 def _train_alone(given: dict[str, Any]) -> None:

@@ -110,6 +110,22 @@ class Link:
         weights = tf.numpy_function(function, inputs, types)
         if len(types) == 1 and not isinstance(weights, (list, tuple)):
             weights = [weights]
+        self._assign_all(weights)
+
+    def _run_if_any(self, function: Any, inputs: Sequence[Any]) -> None:
+        """As ``_run``; where it returns None, the model keeps its weights."""
+        types = [tf.as_dtype(variable.dtype) for variable in self._variables]
+        nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in types]
+
+        def run(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+            weights = function(*arrays)
+            return (np.array(weights is not None), *(weights or nothing))
+
+        came, *weights = tf.numpy_function(run, inputs, [tf.bool, *types])
+        came.set_shape([])
+        tf.cond(came, lambda: self._assign_all(weights), lambda: None)
+
+    def _assign_all(self, weights: Sequence[tf.Tensor]) -> None:
         for variable, value in zip(self._variables, weights):
             value.set_shape(variable.shape)
             variable.assign(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hvdtrain.collectives.single import SingleCollectives
 from hvdtrain.keras.membership import Membership
 
@@ -9,21 +11,18 @@ __all__ = ["Apart"]
 
 
 class Apart(Membership):
-    """A worker's place among workers that never meet.
+    """A worker's place among workers that never meet; it stays within a ``fit``.
 
     Args:
-        rank: Number of this worker.
-        size: How many there are.
+        worker: By its first number.
+        workers: All of them, likewise.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, worker: int, workers: Sequence[int]) -> None:
         super().__init__(SingleCollectives(), min_np=1)
-        self._place = rank, size
+        self._me = worker
+        self.meet(workers)
 
-    @property
-    def rank(self) -> int:
-        return self._place[0]
-
-    @property
-    def size(self) -> int:
-        return self._place[1]
+    def meet(self, workers: Sequence[int]) -> None:
+        """Take a place among all workers that there are now."""
+        self.members = tuple(workers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from typing import Any
 
@@ -13,6 +14,7 @@ __all__ = ["facts", "program", "servers"]
 _PRELUDE = """
     import json
     import os
+    import sys
     import time
     from pathlib import Path
 
@@ -90,6 +92,7 @@ def servers(mode: str, count: int = 1, **settings: Any) -> dict[str, str]:
 
 def facts(done: Completed, what: str) -> list[dict[str, Any]]:
     """What the ranks told of something, in the order of ranks."""
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    # ``hvdtrain run`` says before each line whose it is.
+    lines = re.findall(r"^(?:\[\d+\] )?(\{.*\})$", done.stdout, re.M)
     told = [entry for entry in map(json.loads, lines) if entry.pop("what") == what]
     return sorted(told, key=lambda entry: entry["rank"])

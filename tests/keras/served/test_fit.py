@@ -263,7 +263,7 @@ SCALED = program("""
     ],
 )
 def test_staleness_is_told_and_made_up_for(launch, settings, weight):
-    done = launch(3, SCALED, env=servers("async-ps", **settings))
+    done = launch(3, SCALED, env=servers("async-ps", overlap=0, **settings))
     assert done.returncode == 0
     found = [entry["weight"] for entry in facts(done, "done")]
     assert found == pytest.approx([weight] * 3, rel=1e-6)

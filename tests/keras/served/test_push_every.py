@@ -91,7 +91,9 @@ ALONE = program("""
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_worker_against_one_process(launch, count):
     """Seven batches an epoch in pushes of three, the last of one."""
-    done = launch(1 + count, ALONE, env=servers("async-ps", count, push_every=3), timeout_s=150)
+    done = launch(
+        1 + count, ALONE, env=servers("async-ps", count, push_every=3, overlap=0), timeout_s=150
+    )
     assert done.returncode == 0
     pushes = {
         "sgd": 9,
@@ -143,7 +145,7 @@ TWO = program("""
 
 def test_rates_and_the_rest(launch):
     """The chief's learning rate holds for steps of others, and the last gradient is sent, too."""
-    done = launch(3, TWO, env=servers("async-ps", push_every=2))
+    done = launch(3, TWO, env=servers("async-ps", push_every=2, overlap=0))
     assert done.returncode == 0
     chief, worker, server = facts(done, "done")
     assert chief["went"] == [-0.5, -1.0]

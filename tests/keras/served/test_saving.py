@@ -49,9 +49,7 @@ PRELUDE = """
         return outcome(model, history)
 """
 
-EXACT = program(
-    PRELUDE
-    + """
+MODELS = """
     def deep():
         layers = [keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.4), keras.layers.Dense(3)]
         model = keras.Sequential([keras.Input((8,)), *layers])
@@ -71,7 +69,12 @@ EXACT = program(
         model.compile(optimizer, LOSS)
         return model
 
+"""
 
+EXACT = program(
+    PRELUDE
+    + MODELS
+    + """
     last = len(PIDS) - 1
     for make, victims in ((deep, range(len(PIDS))), (momentum, [last]), (accumulating, [last])):
         for victim in victims:
@@ -92,7 +95,7 @@ EXACT = program(
     [
         pytest.param(3, servers("sync-ps"), id="sync-ps"),
         pytest.param(4, servers("async-ps", 2, staleness_bound=0), id="bound 0, 2 servers"),
-        pytest.param(2, servers("async-ps"), id="one worker"),
+        pytest.param(2, servers("async-ps", overlap=0), id="one worker"),
     ],
 )
 def test_resuming_is_exact_where_training_is(launch, ranks, environment):
@@ -101,6 +104,38 @@ def test_resuming_is_exact_where_training_is(launch, ranks, environment):
     assert done.returncode == 0
     told = facts(done, "exact")
     assert len(told) == ranks * (ranks + 2)
+    for entry in told:
+        assert (entry["stopped"], entry["off"]) == (10, []), entry
+
+
+# A checkpoint takes the newest weights: training is the same where it has been taken at the same
+# steps, and one that comes due while the last is still being written would be taken later.
+OVERLAPPING = program(
+    PRELUDE
+    + MODELS
+    + """
+    for make in (deep, accumulating):
+        def save(folder):
+            asked = hvdtrain.Checkpoint(folder, every_steps=6)
+            return [asked, At(begin=lambda batch: asked.keeper._writer.wait())]
+
+        name = make.__name__
+        kill = lambda: RANK == 0 and os.kill(os.getpid(), signal.SIGUSR1)
+        whole = run(1, make, save(name + " whole"))
+        stopped = run(1, make, [at_step(12, kill), *save(name)])
+        resumed = run(9, make, save(name))
+        parts = whole if hvdtrain.is_chief() else ["weights"]
+        off = [name for name in parts if whole[name] != resumed[name]]
+        tell("exact", case=name, stopped=stopped, off=off)
+"""
+)
+
+
+def test_resuming_is_exact_where_checkpoints_were_taken_alike(launch):
+    done = launch(2, OVERLAPPING, timeout_s=200, env=servers("async-ps"))
+    assert done.returncode == 0
+    told = facts(done, "exact")
+    assert len(told) == 4
     for entry in told:
         assert (entry["stopped"], entry["off"]) == (10, []), entry
 
