@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from hvdtrain.cluster.listing import listing
 from hvdtrain.launch.reports import Report, Reports
 
-__all__ = ["describe_hang", "hangs", "stuck"]
+__all__ = ["describe_hang", "hangs", "missing", "stuck"]
 
 TRAINING = "training"
 # A parameter server makes no steps of its own.
@@ -64,6 +64,23 @@ def stuck(
     return late if len(late) < len(states) else {}
 
 
+def missing(
+    reports: Reports, running: Sequence[int], stopped: Mapping[int, bool]
+) -> dict[int, str]:
+    """Whom the other ranks wait for in a job that hangs, and why.
+
+    Args:
+        reports: Of all ranks.
+        running: Ranks that have not ended.
+        stopped: As for ``describe_hang``.
+    """
+    latest = {rank: reports.latest.get(rank, Report()) for rank in running}
+    absent = {r: "it waits for no other rank" for r, s in latest.items() if not s.waiting_in}
+    silent = {rank: "its agent does not answer" for rank in running if rank not in stopped}
+    halted = {rank: "it is stopped (state T)" for rank in running if stopped.get(rank)}
+    return {**(absent if len(absent) < len(latest) else {}), **silent, **halted}
+
+
 def describe_hang(
     reports: Reports, hosts: Mapping[int, str], stopped: Mapping[int, bool], quiet_s: float
 ) -> str:
@@ -80,23 +97,20 @@ def describe_hang(
     # Agents connect in any order.
     ranks_here = sorted(hosts)
     latest = {rank: reports.latest.get(rank, Report()) for rank in ranks_here}
-    silent = {rank: "its agent does not answer" for rank in ranks_here if rank not in stopped}
-    halted = {rank: "it is stopped (state T)" for rank in ranks_here if stopped.get(rank)}
     waiting = {rank: state.waiting_in for rank, state in latest.items() if state.waiting_in}
-    absent = {rank: "it waits for no other rank" for rank in ranks_here if rank not in waiting}
-    missing = {**(absent if waiting else {}), **silent, **halted}
-    lines += [f"missing: rank {rank} on {hosts[rank]}: {why}" for rank, why in missing.items()]
+    absent = missing(reports, ranks_here, stopped)
+    lines += [f"missing: rank {rank} on {hosts[rank]}: {why}" for rank, why in absent.items()]
     operations: dict[str, list[int]] = {}
     for rank, operation in waiting.items():
-        if rank not in missing:
+        if rank not in absent:
             operations.setdefault(operation, []).append(rank)
     for operation, ranks in list(operations.items())[:_MOST_OPERATIONS]:
         lines.append(f"rank {listing(ranks)} waits in {operation}{_next_step(latest, ranks)}")
     if len(operations) > _MOST_OPERATIONS:
         lines.append(f"... and in {len(operations) - _MOST_OPERATIONS} other operations")
-    if not waiting and not missing:
+    if not waiting and not absent:
         lines.append("no rank waits for another: look at the stacks for what they do instead")
-    if not missing and len(operations) > 1:
+    if not absent and len(operations) > 1:
         lines.append("the ranks are in different operations: the program differs between them")
     return "\n".join(lines)
 

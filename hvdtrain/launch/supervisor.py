@@ -18,7 +18,7 @@ from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.elastic import describe_loss, is_loss
 from hvdtrain.launch.failure import PREEMPTING, End
-from hvdtrain.launch.hang import describe_hang, hangs, stuck
+from hvdtrain.launch.hang import describe_hang, hangs, missing, stuck
 from hvdtrain.launch.hub import Hub
 from hvdtrain.launch.interrupts import ENDING
 from hvdtrain.launch.output import LineSplitter
@@ -249,16 +249,22 @@ class Supervisor:
         return enough
 
     def _end_stuck(self, now: float) -> None:
-        """Kill a rank that hangs, where the others go on without it."""
-        if not (self._vital and self._elastic) or self._stop_at is not None:
+        """Kill ranks that hang, where the others go on without them."""
+        if not self._can_do_without or self._stop_at is not None:
             return
         late = stuck(self._hub.reports, self._hub.running, now, self._patience.hang_s)
-        for rank in late.keys() - self._vital.keys() - self._killed:
+        for rank in late.keys() - self._vital.keys():
+            self._kill(rank, f"has done no step for {late[rank]:.0f} s, while others go on")
+
+    @property
+    def _can_do_without(self) -> bool:
+        """Whether ranks need not be in step, and the others go on without one that is not vital."""
+        return bool(self._vital) and self._elastic
+
+    def _kill(self, rank: int, why: str) -> None:
+        if rank not in self._killed:
             self._killed.add(rank)
-            self._console.notice(
-                f"rank {rank} on {self._hub.hosts()[rank]} has done no step for "
-                f"{late[rank]:.0f} s, while others go on: it is killed"
-            )
+            self._console.notice(f"rank {rank} on {self._hub.hosts()[rank]} {why}: it is killed")
             self._hub.kill(rank)
 
     def _look_for_hang(self, now: float) -> None:
@@ -272,11 +278,23 @@ class Supervisor:
             self._console.show_all()
             self._hub.look()
         elif now - self._looking_since > LOOK_S:
+            if self._kill_missing(running):
+                return
             hosts = {rank: host for rank, host in self._hub.hosts().items() if rank in running}
             quiet_s = now - (reports.moved_at or now)
             self._hang = describe_hang(reports, hosts, self._hub.stopped, quiet_s)
             self._console.notice(self._hang)
             self._stop(signal.SIGTERM, self._patience.grace_s, now)
+
+    def _kill_missing(self, running: Sequence[int]) -> bool:
+        """Kill those that all others wait for, where these can do without; whether that was so."""
+        absent = missing(self._hub.reports, running, self._hub.stopped)
+        if not self._can_do_without or absent.keys() & (self._vital.keys() | self._killed):
+            return False
+        for rank, why in absent.items():
+            self._kill(rank, f"keeps the others waiting ({why})")
+        self._looking_since = None
+        return bool(absent)
 
     def _end(self, starter: subprocess.Popen[bytes]) -> None:
         """Let agents and starter go; kill what doesn't."""

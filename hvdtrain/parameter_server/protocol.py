@@ -38,7 +38,7 @@ REPLY_DATA = 4
 REFUSALS: tuple[type[CollectiveError], ...] = (MismatchError, NonFiniteError)
 
 # Small enough to arrive without anybody waiting for it.
-REFUSAL_BYTES = 1000
+REFUSAL_BYTES = 800
 
 STAND_NUMBERS = 9
 NO_STAND = (-1,) * STAND_NUMBERS

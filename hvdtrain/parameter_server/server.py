@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from hvdtrain.collectives.layout import BufferPool
-from hvdtrain.collectives.messages import Messages
+from hvdtrain.collectives.messages import Messages, Pending
 from hvdtrain.errors import CollectiveError, MismatchError, NonFiniteError, PeerLostError
 from hvdtrain.parameter_server.attendance import Attendance
 from hvdtrain.parameter_server.compensation import Compensation
@@ -148,6 +148,7 @@ class Server:
         self._stop = False
         self._version = 0
         self._waiting: dict[int, bool] = {}  # for weights; whether that is the end
+        self._untaken: dict[int, tuple[np.ndarray, Sequence[Pending]]] = {}  # the last answers
         self._published = published
         self._published_version = -1
         self._readers = frozenset(readers)
@@ -194,6 +195,9 @@ class Server:
                     pass  # in the middle of a request; who is lost is seen next
             self._see_who_is_there()
             self._answer()
+        for worker, (_, pending) in self._untaken.items():
+            with contextlib.suppress(PeerLostError):
+                self._await_taken(worker, pending)
 
     def _hear(self) -> tuple[int, Request] | None:
         """The next request; None where something else is to be seen to."""
@@ -424,8 +428,15 @@ class Server:
             pending = self._messages.start_send(words, worker, REPLY)
             for part in data:
                 pending += self._messages.start_send(part, worker, REPLY_DATA)
-            self._messages.wait(pending, f"parameter server, for rank {worker} to take its answer")
+            if data:
+                self._await_taken(worker, pending)
+                pending = []
+            # One that says nothing any more must not keep the others waiting.
+            self._untaken[worker] = words, pending
         self._attendance.answer(worker, time.monotonic())
+
+    def _await_taken(self, worker: int, pending: Sequence[Pending]) -> None:
+        self._messages.wait(pending, f"parameter server, for rank {worker} to take its answer")
 
     def _receive_gradients(self, worker: int) -> Parts:
         words = Parts.room_for_words(self._shard)
