@@ -10,7 +10,7 @@ from pathlib import Path
 from hvdtrain.launch.cores import available_cores
 from hvdtrain.version import __version__
 
-__all__ = ["describe_machine", "machine_line", "resident_bytes"]
+__all__ = ["describe_machine", "machine_line", "resident_bytes", "resident_shared_bytes"]
 
 _LIBRARIES = ("tensorflow", "tensorflow-cpu", "keras", "numpy", "mpi4py")
 
@@ -49,6 +49,16 @@ def resident_bytes() -> int:
     if not statm.exists():
         return 0
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_shared_bytes() -> int:
+    """How much of ``resident_bytes`` is memory that processes share (Linux; elsewhere 0)."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("RssShmem:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def _processor() -> str:

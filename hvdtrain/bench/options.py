@@ -105,12 +105,12 @@ class ServersOptions:
 
     Attributes:
         updates: Of each worker in a run.
-        runs: With the same workers.
+        runs: With the same workers; copies take turns with them.
         json: Path for the results, empty for none.
     """
 
-    updates: int = 200
-    runs: int = 5
+    updates: int = 50
+    runs: int = 20
     json: str = ""
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from hvdtrain.collectives.layout import BufferPool
 from hvdtrain.collectives.messages import Messages
 from hvdtrain.parameter_server.asking import Asked, Peer, Wanted
-from hvdtrain.parameter_server.gradients import Gradient, pack_gradients
+from hvdtrain.parameter_server.gradients import SENT, Gradient, pack_gradients
+from hvdtrain.parameter_server.handing import SLOTS, Slots
 from hvdtrain.parameter_server.protocol import (
     NO_STAND,
     REFUSALS,
@@ -38,6 +39,7 @@ class Client:
         servers: By rank.
         shards: What each of them holds.
         published: By rank the weights of those servers that let this worker read them.
+        slots: By rank where those servers that see it find dense gradients.
     """
 
     def __init__(
@@ -47,12 +49,15 @@ class Client:
         servers: Sequence[int],
         shards: Sequence[Shard],
         published: Mapping[int, Published],
+        slots: Mapping[int, Slots],
     ) -> None:
         self._messages = messages
         self._specs = specs
         self._servers = [
             Peer(rank, shard, published.get(rank)) for rank, shard in zip(servers, shards)
         ]
+        self._slots = slots
+        self._slot = 0  # of the last gradient
         self._pool = BufferPool()
         # MPI moves large messages only while it is called, and training calls other things. So a
         # thread waits for the answer to what is under way; no other call of MPI is made meanwhile.
@@ -238,12 +243,17 @@ class Client:
         ]
         if gradients is None:
             return requests, None
-        return requests, [self._pack(server.shard, gradients) for server in self._servers]
+        # The first slot unless a server may still read it: what caches hold of it is of use.
+        self._slot = 0 if self._under_way is None else (self._slot + 1) % SLOTS
+        return requests, [self._pack(server, gradients) for server in self._servers]
 
-    def _pack(self, shard: Shard, gradients: Sequence[Gradient]) -> list[np.ndarray]:
-        flat = self._pool.take(shard.nbytes)
-        parts = pack_gradients(shard, self._specs, gradients, flat)
-        return [parts.kinds, *parts.blocks()]
+    def _pack(self, server: Peer, gradients: Sequence[Gradient]) -> list[np.ndarray]:
+        if server.rank in self._slots:
+            flat, slot = self._slots[server.rank][self._slot], self._slot
+        else:
+            flat, slot = self._pool.take(server.shard.nbytes), SENT
+        parts = pack_gradients(server.shard, self._specs, gradients, flat, slot)
+        return [parts.words, *parts.blocks()]
 
     def _to_all(self, kind: Kind, *, stop: bool = False) -> list[Request]:
         return [Request(kind, stop=stop, signal=self.own_signal)] * len(self._servers)

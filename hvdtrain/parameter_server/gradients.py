@@ -1,7 +1,7 @@
 """Gradients on their way to a server: dense ones as they lie in its shard, sparse ones as rows.
 
 What a shard's pieces have is told first, one number for each; the rest needs no words: neighbours
-that are dense travel together, from one flat buffer to another.
+that are dense travel together, from one flat buffer to another, or stay in one that both sides see.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ import numpy as np
 from hvdtrain.errors import MismatchError
 from hvdtrain.parameter_server.shards import Piece, Shard, Spec, numpy_dtype, take_rows
 
-__all__ = ["Gradient", "Parts", "Rows", "merge_rows", "pack_gradients"]
+__all__ = ["SENT", "Gradient", "Parts", "Rows", "merge_rows", "pack_gradients"]
 
 # What a piece has: so many rows, or one of these.
 _NONE, _DENSE = -1, -2
+# Where dense gradients are: in a slot by its number, or on their way.
+SENT = -1
+# So many values are looked at together.
+CHECKED_ITEMS = 128 << 10
 
 
 class Rows(NamedTuple):
@@ -44,20 +48,36 @@ class Parts:
         kinds: What each piece has, int64.
         flat: Those of dense pieces, in a buffer of the shard.
         rows: Those of sparse pieces, by the piece's number.
+        slot: Which slot the other side finds ``flat`` in; SENT where it must be sent.
     """
 
     shard: Shard
     kinds: np.ndarray
     flat: np.ndarray
     rows: Mapping[int, Rows] = field(default_factory=dict)
+    slot: int = SENT
+
+    @staticmethod
+    def room_for_words(shard: Shard) -> np.ndarray:
+        """Where ``words`` fit."""
+        return np.empty(1 + len(shard.pieces), np.int64)
 
     @classmethod
-    def expect(cls, shard: Shard, kinds: np.ndarray, flat: np.ndarray) -> Parts:
-        """Room for what was told with ``kinds``.
+    def expect(
+        cls, shard: Shard, words: np.ndarray, flat: np.ndarray, slots: Sequence[np.ndarray] = ()
+    ) -> Parts:
+        """Room for what was told with ``words``.
+
+        Args:
+            shard: The shard.
+            words: What was told.
+            flat: Where dense gradients go that are sent.
+            slots: Where they lie if they aren't.
 
         Raises:
             MismatchError: No worker with this model can have told that.
         """
+        slot, kinds = int(words[0]), words[1:]
         sparse = {n: int(kind) for n, kind in enumerate(kinds) if kind >= 0}
         if (kinds < _DENSE).any() or any(len(shard.pieces[n].shape) < 1 for n in sparse):
             raise MismatchError(
@@ -69,7 +89,13 @@ class Parts:
             piece = shard.pieces[number]
             values = np.empty((count, *piece.shape[1:]), numpy_dtype(piece.dtype))
             rows[number] = Rows(np.empty(count, np.int64), values)
-        return cls(shard=shard, kinds=kinds, flat=flat, rows=rows)
+        flat = flat if slot == SENT else slots[slot]
+        return cls(shard=shard, kinds=kinds, flat=flat, rows=rows, slot=slot)
+
+    @property
+    def words(self) -> np.ndarray:
+        """What is told first."""
+        return np.array([self.slot, *self.kinds], np.int64)
 
     @property
     def missing(self) -> list[int]:
@@ -81,7 +107,7 @@ class Parts:
         pieces = self.shard.pieces
         for dense, run in itertools.groupby(range(len(pieces)), lambda n: self.kinds[n] == _DENSE):
             numbers = list(run)
-            if dense:
+            if dense and self.slot == SENT:
                 first, last = pieces[numbers[0]], pieces[numbers[-1]]
                 yield self.flat[first.offset : last.offset + last.nbytes]
         for rows in self.rows.values():
@@ -114,11 +140,15 @@ class Parts:
         for number, view in enumerate(self.shard.views(self.flat)):
             if self.kinds[number] == _DENSE:
                 values[number] = view
-        return sorted(number for number, array in values.items() if not np.isfinite(array).all())
+        return sorted(number for number, array in values.items() if not _all_finite(array))
 
 
 def pack_gradients(
-    shard: Shard, specs: Sequence[Spec], gradients: Sequence[Gradient], flat: np.ndarray
+    shard: Shard,
+    specs: Sequence[Spec],
+    gradients: Sequence[Gradient],
+    flat: np.ndarray,
+    slot: int = SENT,
 ) -> Parts:
     """A shard's part of gradients.
 
@@ -127,6 +157,7 @@ def pack_gradients(
         specs: Of all variables.
         gradients: Of each whole variable, by its number.
         flat: Where dense ones go, a buffer of the shard.
+        slot: Which slot that is, if the server sees it.
     """
     kinds = np.full(len(shard.pieces), _DENSE, np.int64)
     rows = {}
@@ -140,7 +171,7 @@ def pack_gradients(
         else:
             whole = _whole(gradient, spec) if isinstance(gradient, Rows) else gradient
             view.reshape(-1)[...] = whole.reshape(-1)[piece.start : piece.stop]
-    return Parts(shard=shard, kinds=kinds, flat=flat, rows=rows)
+    return Parts(shard=shard, kinds=kinds, flat=flat, rows=rows, slot=slot)
 
 
 def merge_rows(several: Sequence[Rows]) -> Rows:
@@ -151,6 +182,15 @@ def merge_rows(several: Sequence[Rows]) -> Rows:
     merged = np.zeros((len(unique), *values.shape[1:]), values.dtype)
     np.add.at(merged, places, values)
     return Rows(unique, merged)
+
+
+def _all_finite(array: np.ndarray) -> bool:
+    """Block by block, so that what was found of the values stays in the cache."""
+    flat = array.reshape(-1)
+    return all(
+        np.isfinite(flat[start : start + CHECKED_ITEMS]).all()
+        for start in range(0, flat.size, CHECKED_ITEMS)
+    )
 
 
 def _has_whole_rows(piece: Piece, spec: Spec) -> bool:

@@ -29,7 +29,11 @@ _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad",
 
 
 class _Paced:
-    """Mixed into a shard's optimizer: its learning rate is another one for the step at hand."""
+    """Mixed into a shard's optimizer: its learning rate is another one for the step at hand.
+
+    And it is alone: what Keras wraps around gradients for tf.distribute would keep every step that
+    is traced, with its variables, in TensorFlow's memory for ever.
+    """
 
     _hvdtrain_factor: tf.Tensor | None = None
     _hvdtrain_steps = 1
@@ -47,6 +51,9 @@ class _Paced:
             return rate
         rate = tf.convert_to_tensor(rate)
         return rate * tf.cast(factor, rate.dtype)
+
+    def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
+        return grads_and_vars
 
 
 def check_optimizer(optimizer: Any, servers: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from hvdtrain.parameter_server.counts import Counts
 from hvdtrain.parameter_server.freezing import Freezing
 from hvdtrain.parameter_server.gathering import Gathering
 from hvdtrain.parameter_server.gradients import Parts
+from hvdtrain.parameter_server.handing import Slots
 from hvdtrain.parameter_server.protocol import (
     DATA,
     NO_STAND,
@@ -87,6 +88,7 @@ class Server:
         shard: Which these are.
         published: Where their weights are put.
         readers: Workers that read them there; all others get them in messages.
+        slots: By worker, where those whose memory is seen here put dense gradients.
         workers: By rank; the first is the chief.
         rule: Who may go on when.
         scale_by_staleness: Divide the learning rate of each update by the gradient's staleness
@@ -111,6 +113,7 @@ class Server:
         *,
         published: Published,
         readers: Collection[int],
+        slots: Mapping[int, Slots],
         workers: Sequence[int],
         rule: Rule,
         scale_by_staleness: bool,
@@ -149,6 +152,7 @@ class Server:
         self._published = published
         self._published_version = -1
         self._readers = frozenset(readers)
+        self._slots = slots
         self._flat = BufferPool().take(shard.nbytes)  # aligned
         self._gathered = Gathering()
         self._gathered_of: list[Origin] = []
@@ -435,9 +439,9 @@ class Server:
         self._messages.wait(pending, f"parameter server, for rank {worker} to take its answer")
 
     def _receive_gradients(self, worker: int) -> Parts:
-        kinds = np.empty(len(self._shard.pieces), np.int64)
-        self._receive(worker, [kinds])
-        parts = Parts.expect(self._shard, kinds, self._flat)
+        words = Parts.room_for_words(self._shard)
+        self._receive(worker, [words])
+        parts = Parts.expect(self._shard, words, self._flat, self._slots.get(worker, ()))
         self._receive(worker, list(parts.blocks()))
         parts.check()
         if self._require_finite:

@@ -49,9 +49,10 @@ class Table:
         self._copied = [keeps or variable.overwrite_with_gradient for variable in self._variables]
         read_state(self._optimizer, shard)  # fails now rather than at the first checkpoint
         flat = tf.TensorSpec([shard.nbytes], tf.uint8)
-        self._assign = tf.function(self._assign_all, [flat], autograph=False)
-        self._read = tf.function(self._read_all, [], autograph=False)
+        self._assign = _trace(self._assign_all, [flat])
+        self._read = _trace(self._read_all, [])
         self._steps: dict[tuple[frozenset[int], frozenset[int]], Callable[..., Any]] = {}
+        self._bytes: Sequence[tf.Tensor] = ()  # of the newest weights; in the variables' memory
         self._aligned: np.ndarray | None = None
 
     @property
@@ -70,12 +71,14 @@ class Table:
 
     def load(self, buffer: np.ndarray) -> None:
         """Take the weights from ``buffer``."""
+        self._bytes = ()
         self._assign(self._tensor(buffer))
 
     def weights(self, buffer: np.ndarray) -> None:
         """Copy the weights to ``buffer``."""
         self._shard.check(buffer)
-        for piece, tensor in zip(self._shard.pieces, self._read()):
+        self._bytes = self._bytes or self._read()
+        for piece, tensor in zip(self._shard.pieces, self._bytes):
             place = buffer[piece.offset : piece.offset + piece.nbytes]
             np.copyto(place, np.asarray(memoryview(tensor)))
 
@@ -107,7 +110,8 @@ class Table:
             for number in sorted(rows):
                 indices, values = rows[number]
                 sparse += [tf.constant(indices, tf.int64), tf.constant(values)]
-            self._steps[key](self._tensor(buffer), factor, *sparse)
+            self._bytes = ()  # or variables would get new memory
+            self._bytes = self._steps[key](self._tensor(buffer), factor, *sparse)
 
     def state(self) -> dict[str, np.ndarray]:
         """All that the optimizer remembers, as copies; for ``load_state`` and ``gather_state``."""
@@ -122,7 +126,10 @@ class Table:
         assign_state(self._optimizer, self._shard, values)
 
     def _make_step(self, sparse: frozenset[int], missing: frozenset[int]) -> Callable[..., Any]:
-        """One update, for gradients of which these are rows and these are missing."""
+        """One update, for gradients of which these are rows and these are missing.
+
+        It returns the weights: one call more would cost as much as copying a megabyte.
+        """
         signature = [
             tf.TensorSpec([self._shard.nbytes], tf.uint8),
             tf.TensorSpec([], tf.float32),
@@ -132,7 +139,7 @@ class Table:
             signature.append(tf.TensorSpec([None], tf.int64))
             signature.append(tf.TensorSpec([None, *piece.shape[1:]], piece.dtype))
 
-        def step(flat: tf.Tensor, factor: tf.Tensor, *rows: tf.Tensor) -> None:
+        def step(flat: tf.Tensor, factor: tf.Tensor, *rows: tf.Tensor) -> list[tf.Tensor]:
             pairs = dict(zip(sorted(sparse), zip(rows[::2], rows[1::2])))
             present = [n for n in range(len(self._variables)) if n not in missing]
             with tf.device(_DEVICE), paced(self._optimizer, factor):
@@ -146,8 +153,9 @@ class Table:
                     self._optimizer.apply(gradients, [self._variables[n] for n in present])
                 else:
                     self._optimizer._iterations.assign_add(1)
+            return self._read_all()
 
-        return tf.function(step, signature, autograph=False)
+        return _trace(step, signature)
 
     def _assign_all(self, flat: tf.Tensor) -> None:
         with tf.device(_DEVICE):
@@ -170,6 +178,11 @@ class Table:
             np.copyto(self._aligned, buffer)
             buffer = self._aligned
         return tf.experimental.dlpack.from_dlpack(buffer.__dlpack__())
+
+
+def _trace(function: Callable[..., Any], signature: Sequence[tf.TensorSpec]) -> Any:
+    """The graph itself: ``tf.function`` would look at the arguments again each time."""
+    return tf.function(function, signature, autograph=False).get_concrete_function()
 
 
 def _piece_of(whole: Any, piece: Piece) -> keras.Variable:

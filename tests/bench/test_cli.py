@@ -123,6 +123,23 @@ def test_allreduce_uses_the_ranks_of_a_job(launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+def test_servers_measures_two_workers_and_all(run_command, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    argv = [*BENCH, "servers", "-np", "4", "--runs", "2", "--updates", "3", "--json", str(path)]
+    done = run_command(argv)
+    assert done.returncode == 0, done
+    found = json.loads(path.read_text())
+    assert [row["workers"] for row in found["rows"]] == [2, 3]
+    for row in found["rows"]:
+        assert len(row["update_s"]) == len(row["copy_s"]) == 2
+        assert 0 < row["server_bytes"] < row["server_resident_bytes"] < 1 << 32
+    speed, memory = found["limits"]
+    two = found["rows"][0]
+    assert speed["measured"] == pytest.approx(350 * min(two["copy_s"]) / min(two["update_s"]))
+    assert memory["held"]
+
+
+@pytest.mark.mpi
 def test_training_measures_one_rank_and_two(run_command, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     done = run_command([*BENCH, *TINY_TRAINING, "-np", "2", "--json", str(path)])

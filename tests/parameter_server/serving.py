@@ -8,6 +8,7 @@ import numpy as np
 from hvdtrain import world as state
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.counts import Counts
+from hvdtrain.parameter_server.handing import share_slots
 from hvdtrain.parameter_server.holding import Holding, put_states, take_states
 from hvdtrain.parameter_server.published import share_weights
 from hvdtrain.parameter_server.rules import FreeRunning, Rounds
@@ -112,9 +113,10 @@ def serve(work, rule, *, optimizer=None, scale_by_staleness=False, **options):
     weights = share_weights(
         collectives, servers, shards, readable="delay_compensation" not in options
     )
+    slots = share_slots(collectives, servers, shards, weights.readers)
     messages, signals = collectives.messages(), collectives.messages()
     if collectives.rank in WORKERS:
-        client = Client(messages, specs, servers, shards, weights.published)
+        client = Client(messages, specs, servers, shards, weights.published, slots)
         said = work(Worker(collectives.rank, client, signals, optimizer, shards))
     else:
         shard = shards[servers.index(collectives.rank)]
@@ -125,6 +127,7 @@ def serve(work, rule, *, optimizer=None, scale_by_staleness=False, **options):
             shard,
             published=weights.published[collectives.rank],
             readers=weights.readers,
+            slots=slots,
             workers=WORKERS,
             rule=rule(),
             scale_by_staleness=scale_by_staleness,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import MismatchError
-from hvdtrain.parameter_server.gradients import Parts, Rows, pack_gradients
+from hvdtrain.parameter_server.gradients import CHECKED_ITEMS, Parts, Rows, pack_gradients
 from hvdtrain.parameter_server.shards import Spec, cut, numpy_dtype
 
 SHAPES = [(7, 6), (6,), (90, 2), (), (3, 200), (2, 3, 4), (50,)]
@@ -33,7 +33,7 @@ def packed(shard, specs, gradients):
 def received(parts):
     """What comes out at the other end, which knows the shard, and is told the kinds."""
     flat = np.full(parts.shard.nbytes, 255, np.uint8)
-    there = Parts.expect(parts.shard, parts.kinds.copy(), flat)
+    there = Parts.expect(parts.shard, parts.words.copy(), flat)
     for sent, room in zip(parts.blocks(), there.blocks(), strict=True):
         assert (sent.dtype, sent.shape) == (room.dtype, room.shape)
         assert room.flags.c_contiguous
@@ -156,7 +156,7 @@ def test_what_no_worker_can_have(kinds):
     """There are no rows of a scalar, and no numbers below those with a meaning."""
     (shard,) = cut(specs((4, 2), ()), 1)
     with pytest.raises(MismatchError, match=r"Gradients of kinds \[.*\] came for 2 pieces"):
-        Parts.expect(shard, np.array(kinds), np.empty(shard.nbytes, np.uint8))
+        Parts.expect(shard, np.array([-1, *kinds]), np.empty(shard.nbytes, np.uint8))
 
 
 @pytest.mark.parametrize("indices", [[-1, 2], [0, 4], [1 << 40]])
@@ -172,3 +172,21 @@ def test_rows_that_there_are_not(indices):
     words = f"rows {min(indices)} to {max(indices)} of a piece with 4"
     with pytest.raises(MismatchError, match=words):
         parts.check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_found(dtype, value):
+    """Wherever it is among more values than are looked at together."""
+    wanted = specs((2 * CHECKED_ITEMS + 5,), (3, 2), (4, 2), dtype=dtype)
+    (shard,) = cut(wanted, 1)
+    dense = np.ones(wanted[0].shape, numpy_dtype(dtype))
+    sparse = Rows(np.arange(2), np.ones((2, 2), numpy_dtype(dtype)))
+    assert packed(shard, wanted, [dense, sparse, None]).non_finite() == []
+    for place in (0, CHECKED_ITEMS - 1, CHECKED_ITEMS, dense.size - 1):
+        bad = dense.copy()
+        bad[place] = value
+        assert packed(shard, wanted, [bad, sparse, None]).non_finite() == [0]
+    sparse.values[1, 1] = value
+    assert packed(shard, wanted, [dense, sparse, None]).non_finite() == [1]
+    assert packed(shard, wanted, [bad, sparse, None]).non_finite() == [0, 1]

@@ -32,6 +32,7 @@ from hvdtrain.keras.served.optimizer import (
 from hvdtrain.keras.served.weights import OwnWeights
 from hvdtrain.keras.steps import Steps
 from hvdtrain.monitor import report
+from hvdtrain.parameter_server.handing import share_slots
 from hvdtrain.parameter_server.optimizers import check_optimizer, stays_whole
 from hvdtrain.parameter_server.published import share_weights
 from hvdtrain.parameter_server.shards import cut, specs_of
@@ -239,5 +240,10 @@ class ServedDistribution(Distribution):
             readable=not self._settings.dc_asgd,
         )
         return Shares(
-            roles=self._roles, specs=specs, shards=shards, weights=weights, optimizer=optimizer
+            roles=self._roles,
+            specs=specs,
+            shards=shards,
+            weights=weights,
+            slots=share_slots(self._collectives, self._roles.servers, shards, weights.readers),
+            optimizer=optimizer,
         )

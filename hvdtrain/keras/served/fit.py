@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from hvdtrain.keras.steps import Steps
 from hvdtrain.monitor import report
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.counts import Counts
+from hvdtrain.parameter_server.handing import Slots
 from hvdtrain.parameter_server.holding import Holding, put_states, take_states
 from hvdtrain.parameter_server.published import SharedWeights
 from hvdtrain.parameter_server.rules import FreeRunning, Rounds, Rule
@@ -61,6 +62,7 @@ class Shares:
         specs: Of the trainable variables.
         shards: Of each server.
         weights: Which of their weights are read where they lie.
+        slots: Where gradients lie that are read there.
         optimizer: Whose state they have, to update their variables with.
     """
 
@@ -68,6 +70,7 @@ class Shares:
     specs: Sequence[Spec]
     shards: Sequence[Shard]
     weights: SharedWeights
+    slots: Mapping[int, Slots]
     optimizer: Any
 
 
@@ -135,6 +138,7 @@ class ServedFit:
                 shard,
                 published=weights.published[rank],
                 readers=weights.readers,
+                slots=self._shares.slots,
                 workers=workers,
                 rule=self._rule(workers),
                 scale_by_staleness=settings.staleness_scaling,
@@ -203,6 +207,7 @@ class ServedFit:
             shares.roles.servers,
             shares.shards,
             shares.weights.published,
+            shares.slots,
         )
 
         def finish() -> None:
