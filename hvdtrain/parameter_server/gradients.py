@@ -84,6 +84,11 @@ class Parts:
                 f"Gradients of kinds {kinds.tolist()} came for {len(shard.pieces)} pieces of "
                 "variables. All ranks must train the same model."
             )
+        if not SENT <= slot < len(slots):
+            raise MismatchError(
+                f"Gradients were said to lie in slot {slot} of {len(slots)} that this server sees; "
+                "all ranks need the same version of hvdtrain."
+            )
         rows = {}
         for number, count in sparse.items():
             piece = shard.pieces[number]

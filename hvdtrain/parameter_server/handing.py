@@ -43,7 +43,7 @@ def share_slots(
         for server, shard in zip(servers, shards)
         if server in near
     }
-    me = collectives.rank
+    me = collectives.member
     starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0)))
     memory = collectives.share(0 if me in servers else SLOTS * sum(sizes.values()))
 

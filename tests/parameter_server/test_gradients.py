@@ -190,3 +190,11 @@ def test_what_is_no_number_is_found(dtype, value):
     sparse.values[1, 1] = value
     assert packed(shard, wanted, [dense, sparse, None]).non_finite() == [1]
     assert packed(shard, wanted, [bad, sparse, None]).non_finite() == [0, 1]
+
+
+@pytest.mark.parametrize("slot", [2, -2, 1 << 40])
+def test_a_slot_that_there_is_not(slot):
+    (shard,) = cut(specs((4, 2)), 1)
+    flat = np.empty(shard.nbytes, np.uint8)
+    with pytest.raises(MismatchError, match=f"in slot {slot} of 2 that this server sees"):
+        Parts.expect(shard, np.array([slot, -2]), flat, [flat, flat])
