@@ -43,6 +43,17 @@ _PRELUDE = """
         return hvdtrain.distribute(model)
 
 
+    def embedding(optimizer):
+        layers = [keras.Input((8,), dtype="int32"), keras.layers.Embedding(9, 4),
+                  keras.layers.Flatten(), keras.layers.Dense(3)]
+        return compiled(keras.Sequential(layers), optimizer)
+
+
+    def compiled(model, optimizer, **options):
+        model.compile(optimizer, LOSS, **options)
+        return model
+
+
     def tell(what, **facts):
         # In one piece: lines of several ranks must not run into each other.
         os.write(1, (json.dumps({"what": what, "rank": RANK, **facts}) + "\\n").encode())
@@ -59,6 +70,17 @@ _PRELUDE = """
         # Without an end: the harness has one.
         while not Path(name).exists():
             time.sleep(0.02)
+
+
+    class Seen(keras.callbacks.Callback):
+        \"\"\"Keeps the weights after each epoch.\"\"\"
+
+        def __init__(self):
+            super().__init__()
+            self.weights = []
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.weights.append([v.numpy() for v in self.model.trainable_variables])
 
 
     class At(keras.callbacks.Callback):

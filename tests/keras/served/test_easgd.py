@@ -40,15 +40,6 @@ ALONE = program("""
         return centers
 
 
-    class Seen(keras.callbacks.Callback):
-        def __init__(self):
-            super().__init__()
-            self.weights = []
-
-        def on_epoch_end(self, epoch, logs=None):
-            self.weights.append([v.numpy() for v in self.model.trainable_variables])
-
-
     CASES = {
         "sgd": lambda: keras.optimizers.SGD(0.3),
         "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),

@@ -19,17 +19,6 @@ ALONE = program("""
         return compiled(keras.Sequential([keras.Input((8,)), *layers]), optimizer, **options)
 
 
-    def embedding(optimizer):
-        layers = [keras.Input((8,), dtype="int32"), keras.layers.Embedding(9, 4),
-                  keras.layers.Flatten(), keras.layers.Dense(3)]
-        return compiled(keras.Sequential(layers), optimizer)
-
-
-    def compiled(model, optimizer, **options):
-        model.compile(optimizer, LOSS, **options)
-        return model
-
-
     def by_hand(model, x, optimizer, accumulates=1):
         # Servers hold weights of their own; those of the model are the worker's.
         mine = model.trainable_variables
@@ -71,15 +60,6 @@ ALONE = program("""
             take(held)
             shown.append([v.numpy() for v in mine])
         return shown, pushes[0]
-
-
-    class Seen(keras.callbacks.Callback):
-        def __init__(self):
-            super().__init__()
-            self.weights = []
-
-        def on_epoch_end(self, epoch, logs=None):
-            self.weights.append([v.numpy() for v in self.model.trainable_variables])
 
 
     def sgd(**options):

@@ -20,17 +20,6 @@ ALONE = program("""
         return dense(optimizer, "float32", loss_weights=[4.0])
 
 
-    def embedding(optimizer):
-        layers = [keras.Input((8,), dtype="int32"), keras.layers.Embedding(9, 4),
-                  keras.layers.Flatten(), keras.layers.Dense(3)]
-        return compiled(keras.Sequential(layers), optimizer)
-
-
-    def compiled(model, optimizer, **options):
-        model.compile(optimizer, LOSS, **options)
-        return model
-
-
     def by_hand(model):
         # What the paper says, in eager steps: the servers' weights move by the optimizer, those
         # of the worker by gradient descent.
