@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from hvdtrain.collectives.messages import Messages
+from hvdtrain.collectives.messages import Messages, Pending
 from hvdtrain.parameter_server.protocol import DATA, REPLY, REPLY_DATA, REQUEST, Reply, Request
 from hvdtrain.parameter_server.published import Published
 from hvdtrain.parameter_server.shards import Shard
@@ -69,7 +69,7 @@ class Asked:
         self._answers = [Reply.buffer() for _ in servers]
         # What is sent must live until it has been.
         self._sent: list[np.ndarray] = []
-        self._pending: list[Any] = []
+        self._pending: list[Pending] = []
         self.buffers = buffers
         self.replies: list[Reply] = []
         """Once they have come."""

@@ -136,7 +136,6 @@ class Server:
         self._attendance = Attendance(workers, silence_s)
         self._silence_s = silence_s
         self._least_workers = least_workers
-        self._left = set(workers)  # alive
         self._gone = messages.lost.difference(workers)
         self._tell = tell
         self._received = received
@@ -240,14 +239,13 @@ class Server:
 
     def _lose(self, rank: int) -> None:
         self._gone.add(rank)
-        if rank == self._chief or rank not in self._left:
+        if rank == self._chief or rank not in self._workers:
             raise self._messages.loss_of(rank, "served the workers")
-        self._left.discard(rank)
         self._attendance.end(rank)
         self._waiting.pop(rank, None)
         self._freezing.lose(rank)
         self._rule.leave(rank)
-        self._stop = self._stop or len(self._left) < self._least_workers
+        self._stop = self._stop or len(set(self._workers) - self._gone) < self._least_workers
         self._complete()
 
     def _load(self, worker: int, request: Request) -> None:
