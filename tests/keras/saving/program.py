@@ -2,8 +2,8 @@
 
     program.py DIRECTORY [--fault kill|stop|preempt]
 
-After some steps one rank gets a signal, once two checkpoints are on disk; but not if the training
-began with a checkpoint.
+After some steps, and once two checkpoints are on disk, one rank gets a signal; but not if the
+training began with a checkpoint.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from tests.keras.saving.seen import Seen
 
 ROWS = 131
 CLASSES = 3
+PATIENCE_S = 1
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SIGUSR1}
 
 parser = argparse.ArgumentParser()
@@ -41,15 +42,24 @@ class Fault(keras.callbacks.Callback):
         super().__init__()
         self.rank = 0 if arguments.fault == "kill" else hvdtrain.size() - 1
         self.left = 8
+        self.sent = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.left -= 1
-        if self.left == 0 and hvdtrain.rank() == self.rank:
-            # The first one alone is written without this rank.
-            deadline = time.monotonic() + 60
-            while not Store(arguments.directory).steps() and time.monotonic() < deadline:
-                time.sleep(0.01)
+        if self.left > 0 or self.sent or hvdtrain.rank() != self.rank:
+            return
+        # What is being written is done meanwhile; for the one after it this rank must go on.
+        before, deadline = len(written()), time.monotonic() + PATIENCE_S
+        while len(written()) == before < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if len(written()) >= 2:
+            self.sent = True
             os.kill(os.getpid(), SIGNALS[arguments.fault])
+
+
+def written() -> list[int]:
+    """Steps of the checkpoints on disk."""
+    return Store(arguments.directory).steps()
 
 
 hvdtrain.init()
@@ -69,7 +79,7 @@ model = keras.Sequential(
 optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
 model.compile(optimizer, loss=loss, metrics=[Seen(ROWS)])
 hvdtrain.distribute(model)
-fresh = not Store(arguments.directory).steps()
+fresh = not written()
 callbacks: list[Any] = [Fault()] if arguments.fault and fresh else []
 callbacks.append(hvdtrain.Checkpoint(arguments.directory, every_steps=1))
 history = model.fit(
