@@ -1,9 +1,10 @@
 """Stands between the launcher and one rank's program, on the rank's host.
 
 mpirun or srun starts it in the program's place (``python -m hvdtrain.launch.agent``). It starts
-the program in a session of its own, sends its output and its end to the launcher, and sees to it
-that nothing of the rank outlives the job: when the launcher says so, when mpirun or srun sends a
-signal, and when the connection to the launcher is lost, because it was killed or its host died.
+the program in a process group of its own, sends its output and its end to the launcher, and sees
+to it that nothing of the rank outlives the job: when the launcher says so, when mpirun or srun
+sends a signal, and when the connection to the launcher is lost, because it was killed or its host
+died.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.channel import Channel
 from hvdtrain.launch.cores import take_cores
 from hvdtrain.launch.failure import PREEMPTING, ExitCode, signal_name
-from hvdtrain.launch.guard import PASSED_ON, adopt_orphans, die_with_parent, run_guarded
+from hvdtrain.launch.guard import (
+    PASSED_ON,
+    adopt_orphans,
+    die_with_parent,
+    lead_group,
+    run_guarded,
+)
 from hvdtrain.launch.memory import KillWatch
 from hvdtrain.launch.messages import Decoder, encode, keep_alive
 from hvdtrain.launch.speech import Speech
@@ -58,6 +65,11 @@ def _work(program: Sequence[str], lifeline: int) -> int:
         print(f"hvdtrain run: on host {host}: {error}", file=sys.stderr, flush=True)
         return ExitCode.CANNOT_START
     return Agent(topology, hub, os.environ).run(program, lifeline)
+
+
+def _before_program() -> None:
+    lead_group()
+    die_with_parent()
 
 
 def connect(addresses: Sequence[tuple[str, int]]) -> socket.socket:
@@ -140,9 +152,8 @@ class Agent:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,
             close_fds=False,  # Hydra hands its PMI connection on as an open file
-            preexec_fn=die_with_parent,
+            preexec_fn=_before_program,
         )
         self._channel.handed_over()
         self._selector.register(self._channel, selectors.EVENT_READ, self._read_reports)

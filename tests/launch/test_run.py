@@ -217,6 +217,13 @@ def test_an_end_that_is_no_failure_waits_for_the_others(hvdtrain_run) -> None:
     assert done.stdout == "[0] done\n[1] done\n"
 
 
+def test_ranks_share_a_session_and_lead_groups(hvdtrain_run) -> None:
+    """Linux gives each session the same share of the cores, and balances worse between them."""
+    done = hvdtrain_run("-np", "2", body="print(os.getsid(0), os.getpgid(0) == os.getpid())")
+    sessions = {line.split()[1] for line in done.stdout.splitlines()}
+    assert (len(sessions), done.stdout.count("True")) == (1, 2), done
+
+
 WAIT = "open(os.path.join({folder!r}, str(rank)), 'w').close(); time.sleep(120)"
 # Each rank has children: one in its group, and one in a session of its own that ignores SIGTERM.
 STUBBORN = """
