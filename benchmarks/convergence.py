@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--epochs", type=int, default=10, help="default %(default)s")
+    parser.add_argument("--epochs", type=int, default=15, help="default %(default)s")
     parser.add_argument("--batch-size", type=int, default=32, help="default %(default)s")
     parser.add_argument(
         "--learning-rate",
