@@ -193,6 +193,17 @@ class Client:
         """
         self._ask(self._to_all(Kind.LEAVE, stop=stop), "leave", wanted="none")
 
+    def state(self, states: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The newest weights, and what each server's optimizer knows with them; for the chief.
+
+        Servers may be at different moments, as they may with ``pull``.
+
+        Args:
+            states: Filled with the optimizer's state on each server.
+        """
+        more = [[state] for state in states]
+        return self._ask(self._to_all(Kind.STATE), "state", more=more, wanted="these")
+
     def snapshot(
         self, workers: int, states: Sequence[np.ndarray]
     ) -> tuple[list[np.ndarray], list[tuple[int, ...]]]:

@@ -12,10 +12,10 @@ from hvdtrain.collectives.layout import join_bytes, split_bytes
 from hvdtrain.parameter_server.gradients import Parts
 from hvdtrain.parameter_server.optimizers import plain_optimizer
 from hvdtrain.parameter_server.shards import Shard
-from hvdtrain.parameter_server.states import cut_state, gather_state
+from hvdtrain.parameter_server.states import AVERAGES, cut_state, gather_state
 from hvdtrain.parameter_server.table import Table
 
-__all__ = ["Holding", "put_states", "take_states"]
+__all__ = ["Holding", "put_averages", "put_states", "take_states"]
 
 
 class Holding:
@@ -71,11 +71,19 @@ def put_states(optimizer: Any, shards: Sequence[Shard], states: Sequence[np.ndar
 
     A learning rate that can be set stays: servers have what this rank told them last.
     """
-    parts = [
-        split_bytes(state, cut_state(optimizer, shard)) for shard, state in zip(shards, states)
-    ]
     rate = plain_optimizer(optimizer)._learning_rate
     before = rate.numpy() if isinstance(rate, keras.Variable) else None
-    gather_state(optimizer, shards, parts)
+    gather_state(optimizer, shards, _parts(optimizer, shards, states))
     if before is not None:
         rate.assign(before)
+
+
+def put_averages(optimizer: Any, shards: Sequence[Shard], states: Sequence[np.ndarray]) -> None:
+    """Give it no more of that than the moving averages of the weights."""
+    gather_state(optimizer, shards, _parts(optimizer, shards, states), only=AVERAGES)
+
+
+def _parts(
+    optimizer: Any, shards: Sequence[Shard], states: Sequence[np.ndarray]
+) -> list[dict[str, np.ndarray]]:
+    return [split_bytes(state, cut_state(optimizer, shard)) for shard, state in zip(shards, states)]

@@ -61,6 +61,7 @@ class Kind(enum.IntEnum):
     LEAVE = 6  # no gradient any more, but DONE comes later; answered as LOOK
     FREEZE = 7  # the chief wants a snapshot; answered with how far the server is
     SNAPSHOT = 8  # the chief says how far to go; weights, state and stands of that moment
+    STATE = 9  # the chief wants weights and state as they are; answered at once
 
 
 class Request(NamedTuple):

@@ -181,6 +181,7 @@ class Server:
             Kind.LEAVE: self._leave,
             Kind.FREEZE: self._freeze,
             Kind.SNAPSHOT: self._aim,
+            Kind.STATE: self._tell_state,
         }
         while self._attendance.there or self._waiting:
             heard = self._freezing.next_held() or self._hear()
@@ -319,6 +320,9 @@ class Server:
         self._receive(worker, [limit])
         self._freezing.aim(limit.tolist())
         self._complete()
+
+    def _tell_state(self, worker: int, request: Request) -> None:
+        self._give_weights(worker, [self._variables.state()], these=True)
 
     def _complete(self) -> None:
         """Apply what was gathered, if it is all that there will be."""

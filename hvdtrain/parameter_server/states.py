@@ -13,11 +13,13 @@ from hvdtrain.errors import CheckpointError, ModelError
 from hvdtrain.parameter_server.optimizers import accumulated_steps, plain_optimizer
 from hvdtrain.parameter_server.shards import Piece, Shard
 
-__all__ = ["assign_state", "cut_state", "gather_state", "read_state"]
+__all__ = ["AVERAGES", "assign_state", "cut_state", "gather_state", "read_state"]
 
 # Variables of the model, a list of everything, and what only workers have.
 _NOT_STATE = {"_trainable_variables", "_variables", "_accumulated_gradients"}
 _ITERATIONS = "iterations"
+# Of the weights, where the optimizer has use_ema.
+AVERAGES = "model_variables_moving_average"
 
 
 class _State(NamedTuple):
@@ -84,7 +86,11 @@ def cut_state(model_optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
 
 
 def gather_state(
-    model_optimizer: Any, shards: Sequence[Shard], states: Sequence[Mapping[str, np.ndarray]]
+    model_optimizer: Any,
+    shards: Sequence[Shard],
+    states: Sequence[Mapping[str, np.ndarray]],
+    *,
+    only: str | None = None,
 ) -> None:
     """Assign what all shards have to the optimizer of the whole model.
 
@@ -92,6 +98,8 @@ def gather_state(
         model_optimizer: Built on the model's variables.
         shards: All of them.
         states: That of each shard; what concerns all variables is that of the first.
+        only: What there is for each variable that is to be assigned, such as ``AVERAGES``; None
+            for everything.
 
     Raises:
         CheckpointError: The states are of another optimizer or of other shards.
@@ -99,6 +107,8 @@ def gather_state(
     """
     plain, variables = _built(model_optimizer)
     state = _state_of(plain, len(variables))
+    if only is not None:
+        state = _State({}, {only: state.slots[only]})
     for key, variable in state.scalars.items():
         value = np.asarray(_check(key, states[0], ()))
         if key == _ITERATIONS:

@@ -152,10 +152,22 @@ class Table:
                 if present:
                     self._optimizer.apply(gradients, [self._variables[n] for n in present])
                 else:
-                    self._optimizer._iterations.assign_add(1)
+                    self._count_update()
             return self._read_all()
 
         return _trace(step, signature)
+
+    def _count_update(self) -> None:
+        """What an update is where no variable held here has a gradient."""
+        optimizer = self._optimizer
+        optimizer._update_model_variables_moving_average(self._variables)
+        optimizer._iterations.assign_add(1)
+        if optimizer.use_ema and optimizer.ema_overwrite_frequency:
+            tf.cond(
+                optimizer.iterations % optimizer.ema_overwrite_frequency == 0,
+                lambda: optimizer._overwrite_model_variables_with_average_value(self._variables),
+                lambda: None,
+            )
 
     def _assign_all(self, flat: tf.Tensor) -> None:
         with tf.device(_DEVICE):

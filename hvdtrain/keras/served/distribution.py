@@ -26,9 +26,9 @@ from hvdtrain.keras.served.link import Link, refuse_training
 from hvdtrain.keras.served.membership import Apart
 from hvdtrain.keras.served.optimizer import (
     average_elastically,
-    check_averages,
     leave_updates_to_servers,
 )
+from hvdtrain.keras.served.servers_state import ServersState, check_averages
 from hvdtrain.keras.served.weights import OwnWeights
 from hvdtrain.keras.steps import Steps
 from hvdtrain.monitor import report
@@ -111,7 +111,7 @@ class ServedDistribution(Distribution):
             mark(model.optimizer, None)
             self._replace_methods(steps, served, together)
         else:
-            exchange = self._link(steps)
+            exchange = self._link(steps, shares.state)
             place = Apart(collectives.member, self._roles.workers)
             apart = self._loops_apart(place, steps, served, exchange, seed)
             self._replace_methods(steps, served, together, (apart, place, exchange))
@@ -119,9 +119,11 @@ class ServedDistribution(Distribution):
         broadcast_weights(model, collectives)
         reseed_by_rank(model, collectives)
 
-    def _link(self, steps: Steps) -> Link:
-        """Connect the optimizer of a worker with the servers."""
+    def _link(self, steps: Steps, state: ServersState) -> Link:
+        """Connect the optimizer of a worker with the servers, which have ``state``."""
         model, settings = self._model, self._settings
+        is_chief = self._collectives.rank == 0
+        averages = state if is_chief and state.has_averages else None
         require_finite = settings.non_finite == "error"
         if settings.mode == "easgd":
             rate = settings.moving_rate or DEFAULT_FORCE / len(self._roles.workers)
@@ -132,6 +134,7 @@ class ServedDistribution(Distribution):
                 require_finite=require_finite,
                 every=settings.push_every,
                 rate=rate,
+                averages=averages,
             )
             average_elastically(model.optimizer, elastic)
             return elastic
@@ -139,10 +142,11 @@ class ServedDistribution(Distribution):
             model,
             self._reducer,
             steps,
-            is_chief=self._collectives.rank == 0,
+            is_chief=is_chief,
             require_finite=require_finite,
             push_every=settings.push_every,
             overlaps=settings.overlap,
+            averages=averages,
         )
         leave_updates_to_servers(model.optimizer, exchange)
         return exchange
@@ -223,9 +227,10 @@ class ServedDistribution(Distribution):
         """Cut the model's variables for the servers; collective."""
         model, servers = self._model, len(self._roles.servers)
         unmix(model.optimizer)  # what can be cut goes by its class
-        check_averages(model.optimizer)
         optimizer = model.optimizer
-        if self._settings.mode == "easgd":
+        elastic = self._settings.mode == "easgd"
+        check_averages(optimizer, elastic=elastic)
+        if elastic:
             check_elastic(model)
             optimizer = servers_optimizer(model)
         check_optimizer(optimizer, servers)
@@ -245,5 +250,5 @@ class ServedDistribution(Distribution):
             shards=shards,
             weights=weights,
             slots=share_slots(self._collectives, self._roles.servers, shards, weights.readers),
-            optimizer=optimizer,
+            state=ServersState(model.optimizer, optimizer, shards),
         )

@@ -17,7 +17,9 @@ import tensorflow as tf
 from hvdtrain.collectives.kernels import widen
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.served.link import Link
+from hvdtrain.keras.served.servers_state import ServersState
 from hvdtrain.keras.steps import Steps
+from hvdtrain.parameter_server.optimizers import plain_optimizer
 from hvdtrain.tensorflow.reducer import GradientReducer
 
 __all__ = ["ElasticExchange", "check_elastic", "servers_optimizer"]
@@ -36,6 +38,7 @@ class ElasticExchange(Link):
         require_finite: Refuse weights with NaN or infinity.
         every: Updates from one exchange to the next; tau in the paper.
         rate: How far both sides move, from 0 to 1; alpha in the paper.
+        averages: As for ``Link``.
     """
 
     def __init__(
@@ -47,8 +50,9 @@ class ElasticExchange(Link):
         require_finite: bool,
         every: int,
         rate: float,
+        averages: ServersState | None,
     ) -> None:
-        super().__init__(model, reducer, steps, require_finite=require_finite)
+        super().__init__(model, reducer, steps, require_finite=require_finite, averages=averages)
         self._every = every
         self._rate = rate
         self._updates = 0  # since the last exchange
@@ -72,7 +76,10 @@ class ElasticExchange(Link):
         self.assign(weights)
 
     def show_newest(self) -> None:
-        self.show(self.reach().pull())
+        averages = self._averages
+        self.show(
+            averages.newest_weights(self.reach()) if averages is not None else self.reach().pull()
+        )
 
     def _forget(self) -> None:
         self._updates = 0
@@ -107,8 +114,14 @@ class ElasticExchange(Link):
 
 
 def servers_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
-    """What servers move the center with."""
-    optimizer = keras.optimizers.SGD(1.0)
+    """What servers move the center with; it averages it as the model's would its weights."""
+    asked = plain_optimizer(model.optimizer)
+    optimizer = keras.optimizers.SGD(
+        1.0,
+        use_ema=asked.use_ema,
+        ema_momentum=asked.ema_momentum,
+        ema_overwrite_frequency=asked.ema_overwrite_frequency,
+    )
     optimizer.build(model.trainable_variables)
     return optimizer
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.keras.optimizer import accumulates
 from hvdtrain.keras.served.link import Link
+from hvdtrain.keras.served.servers_state import ServersState
 from hvdtrain.keras.steps import Steps
 from hvdtrain.parameter_server.accruing import Accrued
 from hvdtrain.parameter_server.gradients import Gradient, Rows
@@ -39,6 +40,7 @@ class Exchange(Link):
             takes a step of plain gradient descent by itself, as in Downpour (Dean et al. 2012).
         overlaps: Go on while gradients are under way, with the weights that came for those before.
             Between epochs, and before validations and checkpoints, nothing is under way.
+        averages: As for ``Link``.
     """
 
     def __init__(
@@ -51,25 +53,37 @@ class Exchange(Link):
         require_finite: bool,
         push_every: int,
         overlaps: bool,
+        averages: ServersState | None,
     ) -> None:
-        super().__init__(model, reducer, steps, require_finite=require_finite)
+        super().__init__(model, reducer, steps, require_finite=require_finite, averages=averages)
         self._places = {id(variable): n for n, variable in enumerate(self._variables)}
         self._accumulates = accumulates(model.optimizer)
         self._is_chief = is_chief
         self._push_every = push_every
         self._overlaps = overlaps
         self._accrued = Accrued(push_every)
+        self._epoch_begins = False
 
     def begin_epoch(self) -> None:
         # The weights of the last step are old when a validation has been between.
         self.pull()
+        self._epoch_begins = True
+
+    def go_on(self) -> None:
+        if self._epoch_begins and self._averages is not None:
+            # Callbacks that put averages in the place of weights have taken them out since.
+            self.pull()
+        self._epoch_begins = False
 
     def pull(self) -> None:
         """Take the newest weights, after the last gradients have been sent."""
         self.assign(self.send_rest() or self.reach().pull())
 
     def show_newest(self) -> None:
-        if self.reach().is_ahead:
+        if self._averages is not None:
+            self.send_rest()
+            self.assign(self._averages.newest_weights(self.reach()))
+        elif self.reach().is_ahead:
             self.pull()
 
     def send_rest(self) -> list[np.ndarray] | None:

@@ -30,13 +30,14 @@ from hvdtrain.keras.saving.state import TrainingState
 from hvdtrain.keras.served.link import Link
 from hvdtrain.keras.served.membership import Apart
 from hvdtrain.keras.served.saving import ServedResume
+from hvdtrain.keras.served.servers_state import ServersState
 from hvdtrain.keras.served.session import begin_session, find_for_all
 from hvdtrain.keras.steps import Steps
 from hvdtrain.monitor import report
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.counts import Counts
 from hvdtrain.parameter_server.handing import Slots
-from hvdtrain.parameter_server.holding import Holding, put_states, take_states
+from hvdtrain.parameter_server.holding import Holding
 from hvdtrain.parameter_server.published import SharedWeights
 from hvdtrain.parameter_server.rules import FreeRunning, Rounds, Rule
 from hvdtrain.parameter_server.server import Server
@@ -50,6 +51,7 @@ _OF_CHIEF = (
     *CHIEF_ONLY,
     keras.callbacks.EarlyStopping,
     keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.SwapEMAWeights,
 )
 
 
@@ -63,7 +65,7 @@ class Shares:
         shards: Of each server.
         weights: Which of their weights are read where they lie.
         slots: Where gradients lie that are read there.
-        optimizer: Whose state they have, to update their variables with.
+        state: What their optimizers know.
     """
 
     roles: Roles
@@ -71,7 +73,7 @@ class Shares:
     shards: Sequence[Shard]
     weights: SharedWeights
     slots: Mapping[int, Slots]
-    optimizer: Any
+    state: ServersState
 
 
 class ServedFit:
@@ -130,7 +132,7 @@ class ServedFit:
         roles, weights, settings = self._shares.roles, self._shares.weights, self._settings
         rank = self._collectives.member
         shard = self._shares.shards[roles.servers.index(rank)]
-        holding = Holding(self._shares.optimizer, shard, self._model.trainable_variables)
+        holding = Holding(self._shares.state.optimizer, shard, self._model.trainable_variables)
         with self._update_log(shard) as log:
             server = Server(
                 self._messages,
@@ -195,8 +197,7 @@ class ServedFit:
                 exchange,
                 self._steps,
                 place=place,
-                shards=self._shares.shards,
-                servers=self._shares.optimizer,
+                servers=self._shares.state,
                 in_update=self._settings.gradients_in_update,
                 presharded=self._presharded,
             )
@@ -215,6 +216,8 @@ class ServedFit:
             if asked is not None and asked.keeper is not None:
                 asked.keeper.finish()
             exchange.assign(self._finish(client, stop=bool(self._model.stop_training)))
+            if self._is_chief:
+                shares.state.finalize()
 
         given["callbacks"] = [_WithOthers(client, exchange, finish), *callbacks]
         ended_by = 0
@@ -239,7 +242,7 @@ class ServedFit:
             if self._resume is not None:
                 self._resume.restore_shared(self._model)
             weights = [np.asarray(v.numpy()) for v in self._model.trainable_variables]
-            client.load(weights, take_states(self._shares.optimizer, self._shares.shards))
+            client.load(weights, self._shares.state.take())
         exchange.pull()
 
     def session(self) -> Session:
@@ -257,12 +260,9 @@ class ServedFit:
         """Wait for the others; the last weights, and on the chief the optimizer's last state."""
         if not self._is_chief:
             return client.done()
-        states = [
-            np.empty_like(state)
-            for state in take_states(self._shares.optimizer, self._shares.shards)
-        ]
+        states = self._shares.state.room()
         weights = client.done(stop=stop, states=states)
-        put_states(self._shares.optimizer, self._shares.shards, states)
+        self._shares.state.put(states)
         return weights
 
     def _end(self, pushed: int, counts: Counts | None, history: Any) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError, NonFiniteError
+from hvdtrain.keras.served.servers_state import ServersState
 from hvdtrain.keras.steps import Steps
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, Rows
@@ -28,6 +29,7 @@ class Link:
         reducer: Keeps the errors that TensorFlow hides.
         steps: Of the model.
         require_finite: Refuse to send NaN or infinity.
+        averages: Where this worker shows averages of the weights, what it gets them with.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class Link:
         steps: Steps,
         *,
         require_finite: bool,
+        averages: ServersState | None,
     ) -> None:
         self._variables = list(model.trainable_variables)
         self._reducer = reducer
         self._steps = steps
         self._require_finite = require_finite
+        self._averages = averages
         self.client: Client | None = None
         """To the servers, within ``fit``."""
         self.stand: Callable[[int, int], tuple[int, ...]] | None = None

@@ -13,12 +13,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.errors import ModelError
 from hvdtrain.keras.optimizer import KeepsWeights, keep_weights, mix_in, plain_optimizers
 from hvdtrain.keras.served.elastic import ElasticExchange
 from hvdtrain.keras.served.exchange import Exchange
 
-__all__ = ["average_elastically", "check_averages", "leave_updates_to_servers"]
+__all__ = ["average_elastically", "leave_updates_to_servers"]
 
 
 class _WeighsSteps(KeepsWeights):
@@ -30,6 +29,14 @@ class _WeighsSteps(KeepsWeights):
             # Batches of one step needn't be equal.
             grads = [g if g is None else g * tf.cast(weight, g.dtype) for g in grads]
         super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    # The averages of weights (use_ema) are the servers'.
+
+    def _update_model_variables_moving_average(self, trainable_variables: Any) -> None:
+        pass
+
+    def _overwrite_model_variables_with_average_value(self, trainable_variables: Any) -> None:
+        pass
 
     def _hvdtrain_mean(self, grads: Any) -> tuple[tf.Tensor | None, Any]:
         """What the gradients that are applied now count for, and their mean."""
@@ -107,19 +114,6 @@ class _AveragesElastically(_WeighsSteps):
             act()
         else:
             tf.cond(counts > 0, act, lambda: None)
-
-
-def check_averages(optimizer: Any) -> None:
-    """See that no average of the weights is to be kept, which only the servers could do.
-
-    Raises:
-        ModelError: One is.
-    """
-    if any(leaf.use_ema for leaf in plain_optimizers(optimizer)):
-        raise ModelError(
-            "With parameter servers an optimizer can't keep averages of the weights (use_ema=True)."
-            " Leave use_ema out, or --mode."
-        )
 
 
 def leave_updates_to_servers(optimizer: Any, exchange: Exchange) -> None:

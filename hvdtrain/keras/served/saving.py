@@ -25,11 +25,10 @@ from hvdtrain.keras.saving.schedule import LOOK_S
 from hvdtrain.keras.saving.stand import Stand
 from hvdtrain.keras.saving.state import TrainingState
 from hvdtrain.keras.served.link import Link
+from hvdtrain.keras.served.servers_state import ServersState
 from hvdtrain.keras.steps import Steps
 from hvdtrain.monitor import report
-from hvdtrain.parameter_server.holding import put_states, take_states
 from hvdtrain.parameter_server.protocol import NO_STAND
-from hvdtrain.parameter_server.shards import Shard
 
 __all__ = ["ServedOthers", "ServedResume"]
 
@@ -164,8 +163,7 @@ class ServedOthers(Others):
         exchange: With the servers.
         steps: Of the model.
         state: Of the model.
-        shards: Of the servers.
-        servers: The optimizer whose state they have.
+        servers: What their optimizers know.
         rank: Number of this worker.
         size: How many there are.
         resume: What training goes on from, or None.
@@ -177,8 +175,7 @@ class ServedOthers(Others):
         exchange: Link,
         steps: Steps,
         state: TrainingState,
-        shards: Sequence[Shard],
-        servers: Any,
+        servers: ServersState,
         *,
         rank: int,
         size: int,
@@ -188,7 +185,6 @@ class ServedOthers(Others):
         self._exchange = exchange
         self._steps = steps
         self._state = state
-        self._shards = shards
         self._servers = servers
         self._is_chief = rank == 0
         self._size = size
@@ -235,10 +231,10 @@ class ServedOthers(Others):
     def collect(self) -> Sequence[Stand]:
         # Gradients of the chief that wait to be sent belong to what it has done.
         self._exchange.send_rest()
-        states = [np.empty_like(state) for state in take_states(self._servers, self._shards)]
+        states = self._servers.room()
         weights, numbers = self._exchange.reach().snapshot(self._size, states)
         self._exchange.show(weights)
-        put_states(self._servers, self._shards, states)
+        self._servers.put(states)
         return [self._stand_of(rank, numbers[rank]) for rank in range(1, self._size)]
 
     def _stand_of(self, rank: int, numbers: tuple[int, ...]) -> Stand:

@@ -18,8 +18,8 @@ from hvdtrain.keras.saving.state import TrainingState
 from hvdtrain.keras.served.link import Link
 from hvdtrain.keras.served.membership import Apart
 from hvdtrain.keras.served.saving import ServedOthers, ServedResume
+from hvdtrain.keras.served.servers_state import ServersState
 from hvdtrain.keras.steps import Steps
-from hvdtrain.parameter_server.shards import Shard
 
 __all__ = ["begin_session", "find_for_all"]
 
@@ -55,8 +55,7 @@ def begin_session(
     steps: Steps,
     *,
     place: Apart,
-    shards: Sequence[Shard],
-    servers: Any,
+    servers: ServersState,
     in_update: Callable[[int], int],
     presharded: bool,
 ) -> tuple[Session, ServedResume | None]:
@@ -70,8 +69,7 @@ def begin_session(
         exchange: With the servers.
         steps: Of the model.
         place: Of this worker among all.
-        shards: Of the servers.
-        servers: The optimizer whose state they have.
+        servers: What their optimizers know.
         in_update: How many gradients one update is made of, for a number of workers.
         presharded: Whether each worker has data of its own.
 
@@ -100,7 +98,6 @@ def begin_session(
         exchange,
         steps,
         state,
-        shards,
         servers,
         rank=place.rank,
         size=place.size,

@@ -33,11 +33,16 @@ def main(folder: Path, *chosen: str) -> None:
         model = CASES[case]()
         hvdtrain.distribute(model)
         size = JOINT_BATCH // hvdtrain.size()
+        history = {}
         for epochs in (1, 2):
-            model.fit(**_data(case), batch_size=size, shuffle=False, epochs=epochs, verbose=0)
+            callbacks = _callbacks(case, folder / "checkpoints" / case / f"{epochs}")
+            arguments = {**_data(case), "callbacks": callbacks, "epochs": epochs}
+            ended = model.fit(**arguments, batch_size=size, shuffle=False, verbose=0)
+            history = ended.history
         print(f"{case}: rank {hvdtrain.rank()} {'as' if _as_chief(model) else 'not as'} the chief")
         if hvdtrain.is_chief():
-            np.savez(folder / f"{case}.npz", *_state(model))
+            validated = [np.array(v) for name, v in history.items() if name.startswith("val_")]
+            np.savez(folder / f"{case}.npz", *_state(model), *validated)
 
 
 def _as_chief(model: keras.Model) -> bool:
@@ -67,7 +72,17 @@ def _data(case: str) -> dict[str, Any]:
     arguments = {"x": x, "y": rng.integers(0, 3, rows)}
     if case == "sample_weight":
         arguments["sample_weight"] = rng.random(rows)
+    elif case.startswith("averages"):
+        arguments["validation_data"] = (rng.normal(size=(7, 6)), rng.integers(0, 3, 7))
     return arguments
+
+
+def _callbacks(case: str, folder: Path) -> list[keras.callbacks.Callback]:
+    if case == "averages":
+        return [keras.callbacks.SwapEMAWeights()]
+    if case == "averages, swapped on epoch":
+        return [keras.callbacks.SwapEMAWeights(swap_on_epoch=True), hvdtrain.Checkpoint(folder)]
+    return []
 
 
 def _dense(optimizer: Any, **options: Any) -> keras.Model:
@@ -117,6 +132,10 @@ CASES: Mapping[str, Callable[[], keras.Model]] = {
     "embedding, rows once": lambda: _embedding(optimizers.Adam(0.01)),
     "sample_weight": lambda: _dense(optimizers.Adagrad(0.05)),
     "own_step": _own_step,
+    "averages": lambda: _dense(optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)),
+    "averages, swapped on epoch": lambda: _dense(
+        optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3)
+    ),
 }
 
 if __name__ == "__main__":

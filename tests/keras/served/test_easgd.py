@@ -21,7 +21,7 @@ ALONE = program("""
     def by_hand(model):
         # Weights of the worker are the model's.
         center = [v.numpy() for v in model.trainable_variables]
-        steps, centers = 0, []
+        steps, centers, average = 0, [], None
         accumulates = model.optimizer.gradient_accumulation_steps or 1
         for epoch in range(EPOCHS):
             for start in range(0, ROWS, 8):
@@ -36,8 +36,10 @@ ALONE = program("""
                         move = RATE * (variable.numpy() - center[n])
                         variable.assign_sub(move)
                         center[n] = center[n] + move
+                    average = center if average is None else average
+                    average = [0.7 * a + 0.3 * c for a, c in zip(average, center)]
             centers.append([c.copy() for c in center])
-        return centers
+        return centers, average if model.optimizer.use_ema else center
 
 
     CASES = {
@@ -46,6 +48,7 @@ ALONE = program("""
         "adam": lambda: keras.optimizers.Adam(0.01, clipnorm=1.0),
         "decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
         "accumulation": lambda: keras.optimizers.SGD(0.3, gradient_accumulation_steps=7),
+        "averages": lambda: keras.optimizers.SGD(0.3, use_ema=True, ema_momentum=0.7),
     }
     for case, optimizer in CASES.items():
         model, other = make(optimizer()), make(optimizer())
@@ -56,7 +59,7 @@ ALONE = program("""
                             verbose=0, validation_data=(X[:ROWS], Y[:ROWS]), callbacks=[seen])
         if IS_SERVER:
             continue
-        centers = by_hand(other)
+        centers, at_the_end = by_hand(other)
         losses = []
         for center in centers:
             for variable, value in zip(other.trainable_variables, center):
@@ -65,7 +68,7 @@ ALONE = program("""
         last = [v.numpy() for v in model.trainable_variables]
         apart = max(
             float(np.abs(a - b).max())
-            for found, wanted in zip([*seen.weights, last], [*centers, centers[-1]])
+            for found, wanted in zip([*seen.weights, last], [*centers, at_the_end])
             for a, b in zip(found, wanted)
         )
         tell("case", case=case, apart=apart, val_loss=history.history["val_loss"], losses=losses)
@@ -79,7 +82,8 @@ def test_one_worker_does_what_the_paper_says(launch, every):
     env = {**servers("easgd", push_every=every, moving_rate=0.4), "EVERY": str(every)}
     done = launch(2, ALONE, env=env, timeout_s=100)
     told = facts(done, "case")
-    assert [entry["case"] for entry in told] == ["sgd", "momentum", "adam", "decay", "accumulation"]
+    cases = ["sgd", "momentum", "adam", "decay", "accumulation", "averages"]
+    assert [entry["case"] for entry in told] == cases
     for entry in told:
         assert entry["apart"] < 1e-12, entry
         np.testing.assert_allclose(entry["val_loss"], entry["losses"], rtol=1e-6)

@@ -13,7 +13,7 @@ MISTAKES = """
 
 
     def average():
-        classifier(keras.optimizers.SGD(use_ema=True))
+        classifier(keras.optimizers.SGD(use_ema=True, gradient_accumulation_steps=2))
 
     def norm():
         classifier(keras.optimizers.SGD(global_clipnorm=1.0))
@@ -39,7 +39,7 @@ MISTAKES = """
 
 def test_mistakes_that_every_rank_sees(launch):
     said = {
-        "use_ema": "use_ema=True",
+        "use_ema": "received gradient_accumulation_steps=2",
         "global_clipnorm": "global_clipnorm=1.0 and 2 parameter servers",
         "too many servers": "2 parameter servers can't hold something each",
         "train_on_batch": "Call model.fit",

@@ -42,6 +42,9 @@ PRELUDE = """
         keras.utils.set_random_seed(seed)
         model = hvdtrain.distribute(make())
         options = {"x": X[:101], "y": Y[:101], "batch_size": 4, "epochs": 3, **options}
+        if model.optimizer.use_ema:
+            options["validation_data"] = X[101:], Y[101:]
+            callbacks = [keras.callbacks.SwapEMAWeights(), *callbacks]
         try:
             history = model.fit(verbose=0, callbacks=callbacks, **options)
         except hvdtrain.Preempted as ended:
@@ -69,6 +72,12 @@ MODELS = """
         model.compile(optimizer, LOSS)
         return model
 
+
+    def averaging():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.9), LOSS)
+        return model
+
 """
 
 EXACT = program(
@@ -76,8 +85,8 @@ EXACT = program(
     + MODELS
     + """
     last = len(PIDS) - 1
-    for make, victims in ((deep, range(len(PIDS))), (momentum, [last]), (accumulating, [last])):
-        for victim in victims:
+    for make in (deep, momentum, accumulating, averaging):
+        for victim in range(len(PIDS)) if make is deep else [last]:
             folder = f"{make.__name__} {victim}"
             kill = lambda: RANK == 0 and os.kill(PIDS[victim], signal.SIGUSR1)
             whole = run(1, make, [hvdtrain.Checkpoint(folder + " whole", every_steps=4)])
@@ -103,7 +112,7 @@ def test_resuming_is_exact_where_training_is(launch, ranks, environment):
     done = launch(ranks, EXACT, timeout_s=300, env=environment)
     assert done.returncode == 0
     told = facts(done, "exact")
-    assert len(told) == ranks * (ranks + 2)
+    assert len(told) == ranks * (ranks + 3)
     for entry in told:
         assert (entry["stopped"], entry["off"]) == (10, []), entry
 
