@@ -24,6 +24,7 @@ from hvdtrain.monitor import report
 
 __all__ = [
     "collectives",
+    "hosts",
     "init",
     "is_chief",
     "is_initialized",
@@ -45,6 +46,7 @@ class _World:
     settings: Settings
     roles: Roles
     collectives: Collectives
+    hosts: tuple[int, ...]
 
 
 _lock = threading.RLock()
@@ -138,6 +140,11 @@ def node_rank() -> int:
     return index
 
 
+def hosts() -> tuple[int, ...]:
+    """The index of the host of each rank, from 0 in the order of the hosts' first ranks."""
+    return _entered().hosts
+
+
 def is_chief() -> bool:
     """Whether this is rank 0, the one that prints, logs and saves."""
     return _entered().collectives.rank == 0
@@ -172,15 +179,17 @@ def _enter() -> _World:
     gpus = None if serves else devices.visible_gpus(socket.gethostname(), os.environ)
     mine = {"host": host, "gpus": gpus}
     everyone: list[dict[str, Any]] = collectives.allgather_object(mine, name="hvdtrain.init()")
+    hosts = _host_indices([entry["host"] for entry in everyone])
     if topology.node_rank is None:
-        index = _host_index([entry["host"] for entry in everyone], topology.rank)
-        topology = dataclasses.replace(topology, node_rank=index)
+        topology = dataclasses.replace(topology, node_rank=hosts[topology.rank])
     devices.bind(topology, settings, [entry["gpus"] for entry in everyone])
     if topology.size > 1:
         seeds.set_unless_set(
             collectives.broadcast_object(secrets.randbits(31), name="seed of hvdtrain.init()")
         )
-    return _World(topology=topology, settings=settings, roles=roles, collectives=collectives)
+    return _World(
+        topology=topology, settings=settings, roles=roles, collectives=collectives, hosts=hosts
+    )
 
 
 def _host_id() -> str:
@@ -193,6 +202,7 @@ def _host_id() -> str:
     return f"{socket.gethostname()} {started}"
 
 
-def _host_index(hosts: Sequence[str], rank: int) -> int:
+def _host_indices(hosts: Sequence[str]) -> tuple[int, ...]:
     """Hosts are counted in the order of their first ranks."""
-    return list(dict.fromkeys(hosts)).index(hosts[rank])
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return tuple(numbers[host] for host in hosts)

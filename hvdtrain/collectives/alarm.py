@@ -51,6 +51,9 @@ class Alarm:
         timeout_s: After that long ``leave`` says whom it waits for.
         operations: How many operations this rank has begun.
         survives: Whether the others go on when a rank dies.
+        numbers: By which errors call the ranks, where these are some of the job's.
+        family: The alarms of all engines of this process, to which this one is added: who waits
+            in one engine answers what is asked in another.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class Alarm:
         timeout_s: float,
         operations: Callable[[], int],
         survives: bool = False,
+        numbers: Sequence[int] | None = None,
+        family: list[Alarm] | None = None,
     ) -> None:
         self._mpi = mpi
         self._comm = comm
@@ -68,6 +73,9 @@ class Alarm:
         self._survives = survives
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
+        self._numbers = tuple(numbers or range(self.size))
+        self.family: list[Alarm] = [] if family is None else family
+        self.family.append(self)
         self._others = [r for r in range(self.size) if r != self.rank]
         # All that died, whether or not they have been left behind already.
         self.lost: set[int] = set()
@@ -82,6 +90,10 @@ class Alarm:
         self._told: dict[int, str] = {}
         self._silent: set[int] = set()
         self._pending: list[tuple[Any, np.ndarray]] = []
+
+    def called(self, *ranks: int) -> str:
+        """What errors call ranks."""
+        return ", ".join(str(self._numbers[rank]) for rank in ranks)
 
     @property
     def failed(self) -> bool:
@@ -100,12 +112,13 @@ class Alarm:
             PeerFailedError: A rank has failed, or has left while this one needs it.
             RanksLost: A rank died, and this one has not stopped its operation for that yet.
         """
-        self._receive(waiting_in)
+        for alarm in self.family:
+            alarm._receive(waiting_in)
         if self._failure is not None:
             rank, reason = self._failure
             raise PeerFailedError(
-                f"rank {rank} failed: {reason}. Rank {self.rank} was waiting for it in "
-                f"{waiting_in} and stops too."
+                f"rank {self.called(rank)} failed: {reason}. Rank {self.called(self.rank)} was "
+                f"waiting for it in {waiting_in} and stops too."
             )
         if self.interrupted and not needs_all and not self._have_stopped(self.rank):
             raise RanksLost
@@ -114,11 +127,10 @@ class Alarm:
             rank for rank, operations in self._left.items() if needs_all or operations < here
         )
         if gone:
-            ranks = ", ".join(str(rank) for rank in gone)
             raise PeerFailedError(
-                f"rank {ranks} ended its program while rank {self.rank} waits for it in "
-                f"{waiting_in}. Every rank must make the same calls; look for an early exit, or "
-                "for a step that only some ranks take."
+                f"rank {self.called(*gone)} ended its program while rank {self.called(self.rank)} "
+                f"waits for it in {waiting_in}. Every rank must make the same calls; look for an "
+                "early exit, or for a step that only some ranks take."
             )
 
     def time_out(self, waiting_in: str, timeout_s: float) -> None:
@@ -135,16 +147,17 @@ class Alarm:
             time.sleep(POLL_S)
         missing = [rank for rank in self._others if rank not in self._told]
         self._silent = set(missing)
-        told = [f"rank {rank} waits in {text}" for rank, text in sorted(self._told.items())]
+        told = [
+            f"rank {self.called(rank)} waits in {text}" for rank, text in sorted(self._told.items())
+        ]
         if missing:
-            ranks = ", ".join(str(rank) for rank in missing)
             told.append(
-                f"rank {ranks} waits in no collective: busy with something that the others are "
-                "not doing, or hung"
+                f"rank {self.called(*missing)} waits in no collective: busy with something that "
+                "the others are not doing, or hung"
             )
         raise CollectiveTimeoutError(
-            f"rank {self.rank} waited {timeout_s:g} s in {waiting_in}: {'; '.join(told)}. If the "
-            "work may take that long, raise HVDTRAIN_TIMEOUT_S."
+            f"rank {self.called(self.rank)} waited {timeout_s:g} s in {waiting_in}: "
+            f"{'; '.join(told)}. If the work may take that long, raise HVDTRAIN_TIMEOUT_S."
         )
 
     def note_lost(
@@ -196,13 +209,8 @@ class Alarm:
         """
         if self._failed_myself:
             return True
-        self._failed_myself = True
-        self._receive("")
-        if self._failure is not None:
-            # This failure only follows from the first one: let that rank know it was seen.
-            self._send(self._failure[0], SEEN, "")
+        if self.tell_failure(reason):
             return True
-        self._send_all(FAILED, reason)
         listening = set(self._others) - self._silent
 
         def heard() -> bool:
@@ -210,6 +218,21 @@ class Alarm:
 
         timeout_s = self._timeout_s if self._survives else FAREWELL_TIMEOUT_S
         return self._wait_for(heard, timeout_s) and not self._silent
+
+    def tell_failure(self, reason: str) -> bool:
+        """Tell all ranks, or the one that failed first that this one knows; returns whether so."""
+        self._failed_myself = True
+        self._receive("")
+        if self._failure is not None:
+            # This failure only follows from the first one: let that rank know it was seen.
+            self._send(self._failure[0], SEEN, "")
+            return True
+        self._send_all(FAILED, reason)
+        return False
+
+    def tell_end(self) -> None:
+        """Tell all ranks that this one takes part in nothing any more."""
+        self._send_all(LEFT, str(self._operations()))
 
     def leave(self, rejoin: Callable[[], None] = lambda: None) -> bool:
         """Wait at the end of the program until all ranks are there, however long that takes.
@@ -225,7 +248,7 @@ class Alarm:
         """
         if self.failed:
             return False
-        self._send_all(LEFT, str(self._operations()))
+        self.tell_end()
 
         def settled() -> bool:
             return self._all_left() or self._failure is not None or self.interrupted

@@ -54,6 +54,7 @@ class Collectives(Protocol):
         generation: How often ranks have been left behind; 0 as long as all are there.
         members: The first numbers of the ranks that are left, in order, by which messages and the
             launcher call them.
+        numbers: By first number, what errors call a rank: its number in the job.
         too_few: Set when fewer ranks are left than ``min_np`` asks for. Operations go on; who
             trains looks at it after each step, saves what there is to save, and raises it.
     """
@@ -64,6 +65,7 @@ class Collectives(Protocol):
     survives_losses: bool
     generation: int
     members: tuple[int, ...]
+    numbers: tuple[int, ...]
     contributed: tuple[int, ...]
     too_few: TooFewRanksError | None
 
@@ -177,6 +179,21 @@ class Collectives(Protocol):
             By their first numbers the memory of all ranks of this host, uint8, zero at first,
             aligned to 64 bytes. What is written before another write is seen before that. Empty
             where ranks can't share memory.
+        """
+        ...
+
+    def subset(self, ranks: Sequence[int]) -> Collectives | None:
+        """Operations between some of the ranks alone; collective over all of them.
+
+        Args:
+            ranks: At least one, each once; the same on every rank.
+
+        Returns:
+            What those ranks use, in which they are counted from 0, lowest first; errors call them
+            by their numbers in the job. None on all others. It ends with the job.
+
+        Raises:
+            ConfigurationError: There are no such ranks, or the job is elastic.
         """
         ...
 

@@ -15,6 +15,7 @@ __all__ = [
     "Call",
     "Calls",
     "as_bytes",
+    "check_ranks",
     "check_root",
     "check_splits",
     "plain",
@@ -67,6 +68,16 @@ def check_root(root: int, size: int) -> None:
     """Refuse a ``root`` that is no rank."""
     if not 0 <= root < size:
         raise ConfigurationError(f"root={root} is no rank; expected 0 to {size - 1}.")
+
+
+def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """The same ranks in order; refuses what are not different ranks of ``size``."""
+    wanted = tuple(sorted(ranks))
+    if not wanted or len(set(wanted)) < len(wanted) or wanted[0] < 0 or wanted[-1] >= size:
+        raise ConfigurationError(
+            f"Received ranks {list(ranks)}; expected at least one, each once, of 0 to {size - 1}."
+        )
+    return wanted
 
 
 def check_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int]:

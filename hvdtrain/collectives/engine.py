@@ -17,6 +17,7 @@ from hvdtrain.collectives.calls import (
     Call,
     Calls,
     as_bytes,
+    check_ranks,
     check_root,
     check_splits,
     plain,
@@ -77,6 +78,7 @@ class Engine:
         self.survives_losses = False
         self.generation = 0
         self.members = self.contributed = tuple(range(size))
+        self.numbers = self.members
         self.too_few: TooFewRanksError | None = None
         self.timeout_s = timeout_s
         # Whole cache lines, and at least one item of every type.
@@ -93,6 +95,10 @@ class Engine:
     @property
     def member(self) -> int:
         return self.members[self.rank]
+
+    @property
+    def number(self) -> int:
+        return self.numbers[self.member]
 
     @property
     def waiting_in(self) -> str:
@@ -259,6 +265,21 @@ class Engine:
         """Nobody to share with unless an engine says otherwise."""
         return {}
 
+    def subset(self, ranks: Sequence[int]) -> Engine | None:
+        wanted = check_ranks(ranks, self.size)
+        if self.survives_losses:
+            raise ConfigurationError(
+                "Ranks of an elastic job can't form a group of their own: it would not know which "
+                "of them are left. Start the job with --no-elastic."
+            )
+        call = self._calls.get("subset", "", wanted)
+
+        def attempt() -> Engine | None:
+            self._agree(call)
+            return self._subset(wanted)
+
+        return self._operate(call, attempt)
+
     def fail(self, reason: str) -> None:
         """Nobody to tell unless an engine says otherwise."""
 
@@ -290,7 +311,7 @@ class Engine:
         """
         if not self._lock.acquire(timeout=self.timeout_s):
             raise CollectiveTimeoutError(
-                f"Another thread of rank {self.member} has been inside a collective "
+                f"Another thread of rank {self.number} has been inside a collective "
                 f"for {self.timeout_s:g} s."
             )
         try:
@@ -318,7 +339,7 @@ class Engine:
             self.broken = error
         elif self.size > 1:
             self.broken = CollectiveError(
-                f"Rank {self.member} left an operation before its end "
+                f"Rank {self.number} left an operation before its end "
                 f"({type(error).__name__}: {error}) and is no longer in step with the other ranks. "
                 "End the program."
             )
@@ -360,4 +381,8 @@ class Engine:
         out: np.ndarray,
         receive_counts: Sequence[int],
     ) -> None:
+        raise NotImplementedError
+
+    def _subset(self, ranks: Sequence[int]) -> Engine | None:
+        """An engine of these ranks, which are in order; None on the others."""
         raise NotImplementedError

@@ -40,6 +40,8 @@ class MpiCollectives(Engine):
         timeout_s: How long to wait for other ranks.
         min_np: Where MPI tells of ranks that die, the others go on without them; where fewer than
             so many are left, ``too_few`` is set. None: a rank that dies ends the job.
+        of: The engine of all ranks, where this is one of some of them.
+        numbers: Which ranks of ``of`` these are.
     """
 
     kind = "mpi"
@@ -52,11 +54,26 @@ class MpiCollectives(Engine):
         chunk_bytes: int,
         timeout_s: float,
         min_np: int | None = None,
+        of: MpiCollectives | None = None,
+        numbers: Sequence[int] = (),
     ) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), chunk_bytes, timeout_s)
         self._mpi = mpi
         survives = self.survives_losses = min_np is not None
-        self.alarm = Alarm(mpi, comm.Dup(), timeout_s, lambda: self._operations, survives)
+        if of is not None:
+            self.numbers = tuple(of.numbers[rank] for rank in numbers)
+            # MPI may take calls of one thread at a time.
+            self._lock = of._lock
+        self.alarm: Alarm = Alarm(
+            mpi,
+            comm.Dup(),
+            timeout_s,
+            lambda: self._operations,
+            survives,
+            self.numbers,
+            None if of is None else of.alarm.family,
+        )
+        self._host = host
         self._timeout_s, self._local_size = timeout_s, host.Get_size()
         first = np.array([self.rank], np.int64)
         host.Bcast(first)
@@ -68,7 +85,7 @@ class MpiCollectives(Engine):
             self._recovery = Recovery(mpi, self, self.alarm, self._patience, min_np, timeout_s)
         self._open(comm, host)
         self.connect(comm.Dup(), self.members)
-        self._watchdog = Watchdog(self._inside_mpi, self.rank, self.size, timeout_s)
+        self._watchdog = Watchdog(self._inside_mpi, self.number, self.size, timeout_s)
         self._watchdog.start()
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
@@ -128,7 +145,22 @@ class MpiCollectives(Engine):
         """End whatever any rank waits for on this engine's communicators."""
         self.comm.Revoke()
 
+    def _subset(self, ranks: Sequence[int]) -> MpiCollectives | None:
+        color = 0 if self.rank in ranks else self._mpi.UNDEFINED
+        comm = self.comm.Split(color, self.rank)
+        host = self._host.Split(color, self.rank)
+        if self.rank not in ranks:
+            return None
+        most = comm.allreduce(host.Get_size(), self._mpi.MAX)
+        engine = type(self) if most > 1 else MpiCollectives
+        return engine(
+            self._mpi, comm, host, self._chunk_bytes, self._timeout_s, of=self, numbers=ranks
+        )
+
     def fail(self, reason: str) -> None:
+        for alarm in self.alarm.family:
+            if alarm is not self.alarm:
+                alarm.tell_failure(reason)
         if not self.alarm.fail(reason) and self._recovery is not None:
             # mpirun would let the ranks that don't listen go on, or hang.
             sys.stdout.flush()
@@ -141,6 +173,9 @@ class MpiCollectives(Engine):
         Where one has failed or died MPI is left as it is: finalising would wait for it.
         """
         rejoin = self._recovery.rejoin if self._recovery is not None else lambda: None
+        for alarm in self.alarm.family:
+            if alarm is not self.alarm:
+                alarm.tell_end()
         if not self._mpi.Is_finalized() and self.alarm.leave(rejoin):
             self._mpi.Finalize()
 
@@ -182,7 +217,7 @@ class MpiCollectives(Engine):
         ranks_of: dict[str, list[str]] = {}
         for rank, (end, count) in enumerate(zip(ends, counts)):
             text = joined[end - count : end].tobytes().decode()
-            ranks_of.setdefault(text, []).append(str(self.members[rank]))
+            ranks_of.setdefault(text, []).append(str(self.numbers[self.members[rank]]))
         letters = enumerate(zip(*ranks_of))
         difference = next((place for place, several in letters if len(set(several)) > 1), 0)
         calls = "; ".join(

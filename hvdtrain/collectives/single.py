@@ -28,6 +28,9 @@ class SingleCollectives(Engine):
             "more. Start more with mpirun, srun or hvdtrain run."
         )
 
+    def _subset(self, ranks: Sequence[int]) -> SingleCollectives:
+        return SingleCollectives()
+
     def _agree(self, call: Call) -> None:
         pass
 

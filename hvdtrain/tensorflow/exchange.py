@@ -1,0 +1,70 @@
+"""Variables and Python objects between ranks, under Horovod's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
+from hvdtrain.tensorflow.tape import check_averages, variable_name
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_variables"]
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> None:
+    """Give every rank the values that ``root_rank`` has.
+
+    Args:
+        variables: The same on every rank.
+        root_rank: Whose values they get.
+        process_set: The ranks that take part; all of them if not given.
+        inplace: Of no effect.
+
+    Raises:
+        MismatchError: Shapes or types differ between ranks.
+        ModelError: Some ranks are parameter servers.
+    """
+    check_averages("tensorflow.broadcast_variables")
+    collectives, root = process_set.collectives(), process_set.place_of(root_rank)
+    for variable in variables:
+        value = np.asarray(variable.numpy())
+        variable.assign(collectives.broadcast(value, root, name=variable_name(variable)))
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Give every rank an object of ``root_rank``; it travels by pickle.
+
+    Args:
+        obj: Anything that pickle takes; looked at on ``root_rank`` alone.
+        root_rank: Whose object it is.
+        session: None: there are no sessions in TensorFlow 2.
+        name: For errors; the same on all ranks.
+        process_set: The ranks that take part; all of them if not given.
+    """
+    return process_set.collectives().broadcast_object(
+        obj, process_set.place_of(root_rank), name=name or "object", codec="pickle"
+    )
+
+
+def allgather_object(
+    obj: Any,
+    session: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """The objects of all ranks, in rank order; they travel by pickle. See ``broadcast_object``."""
+    collectives = process_set.collectives()
+    return collectives.allgather_object(obj, name=name or "object", codec="pickle")
