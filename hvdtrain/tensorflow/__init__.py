@@ -60,6 +60,10 @@ _NAMES = {
         "grouped_reducescatter",
         "reducescatter",
     ),
+    "hvdtrain.tensorflow.tapes": (
+        "DistributedGradientTape",
+        "PartialDistributedGradientTape",
+    ),
     "hvdtrain.tensorflow.exchange": (
         "allgather_object",
         "broadcast_object",

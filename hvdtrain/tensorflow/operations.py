@@ -335,9 +335,7 @@ def grouped_reducescatter(
     device_dense: str = "",
     compression: type[Compressor] = Compression.none,
     op: ReduceOp = Average,
-    name: str | None = None,
     process_set: ProcessSet = global_process_set,
-    ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
@@ -348,12 +346,11 @@ def grouped_reducescatter(
             device_dense,
             compression,
             op,
-            _member(name, n),
-            process_set,
+            process_set=process_set,
             prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
         )
-        for n, tensor in enumerate(tensors)
+        for tensor in tensors
     ]
 
 

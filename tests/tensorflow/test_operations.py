@@ -178,9 +178,7 @@ def test_groups(world, compiled):
         first, np.concatenate([np.arange(rank + 1) for rank in range(job.size())])
     )
     assert second.shape == (job.size() ** 2, 2)
-    parts = way(compiled, lambda x: grouped_reducescatter([x, 2.0 * x], op=Sum, name="two"))(
-        mine[1]
-    )
+    parts = way(compiled, lambda x: grouped_reducescatter([x, 2.0 * x], op=Sum))(mine[1])
     np.testing.assert_array_equal(parts[0], [[job.size()] * 2])
     np.testing.assert_array_equal(parts[1], [[2 * job.size()] * 2])
 

@@ -1,0 +1,129 @@
+"""Tapes with Horovod's names: gradients of all ranks, in every way that can be asked for."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain.tensorflow as hvd
+
+several = pytest.mark.ranks(1, 2, 3)
+WAYS = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
+
+
+def recorded(variables, **options):
+    """A tape over a loss whose gradients are (rank + 1) times 1, 2, 3, ..."""
+    with tf.GradientTape() as tape:
+        losses = [(n + 1.0) * tf.reduce_sum(v) for n, v in enumerate(variables)]
+        loss = tf.add_n(losses) * (hvd.rank() + 1.0)
+    return hvd.DistributedGradientTape(tape, **options), loss
+
+
+def total() -> float:
+    return sum(range(1, hvd.size() + 1))
+
+
+@several
+@WAYS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"op": hvd.Sum},
+        {"op": hvd.Max},
+        {"gradient_predivide_factor": 4.0},
+        {"compression": hvd.Compression.bf16},
+        {"num_groups": 2},
+        {"groups": 7},
+        {"groups": "lists"},
+    ],
+    ids=str,
+)
+def test_gradients_of_all_ranks(world, options, compiled):
+    variables = [tf.Variable(tf.ones(n + 1)) for n in range(4)]
+    if options.get("groups") == "lists":
+        options = {"groups": [[variables[2], variables[0]], [variables[3]]]}
+
+    def step():
+        tape, loss = recorded(variables, **options)
+        return tape.gradient(loss, variables)
+
+    found = (tf.function(step) if compiled else step)()
+    combined = {hvd.Sum: total(), hvd.Max: hvd.size()}.get(options.get("op"), total() / hvd.size())
+    for n, gradient in enumerate(found):
+        np.testing.assert_allclose(gradient, np.full(n + 1, (n + 1) * combined), rtol=1e-6)
+
+
+@several
+def test_a_tape_stays_a_tape(world):
+    """It records, persists, and takes nests of sources, as the one within does."""
+    x, other = tf.Variable(2.0), tf.Variable(1.0)
+    tape = hvd.DistributedGradientTape(tf.GradientTape(persistent=True))
+    assert isinstance(tape, tf.GradientTape)
+    with tape:
+        loss = x * x * (hvd.rank() + 1.0)
+    for _ in range(2):
+        found = tape.gradient(loss, {"x": x, "other": [other]})
+        np.testing.assert_allclose(found["x"], 4.0 * total() / hvd.size(), rtol=1e-6)
+        assert found["other"] == [None]
+    assert tape.watched_variables() == (x,)
+
+
+@several
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_rows_of_a_table(world, as_dense):
+    table = tf.Variable(tf.ones([4, 2]))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(table, [hvd.rank(), 3])) * (hvd.rank() + 1.0)
+    tape = hvd.DistributedGradientTape(tape, sparse_as_dense=as_dense, op=hvd.Sum)
+    gradient = tape.gradient(loss, table)
+    assert isinstance(gradient, tf.IndexedSlices) == (not as_dense)
+    expected = np.zeros((4, 2))
+    for rank in range(hvd.size()):
+        expected[rank] += rank + 1
+        expected[3] += rank + 1
+    np.testing.assert_allclose(tf.convert_to_tensor(gradient), expected)
+
+
+@several
+@pytest.mark.parametrize("scaled", [True, False])
+def test_layers_of_a_rank_alone(world, scaled):
+    shared, local = keras.layers.Dense(2), keras.layers.Dense(1)
+    x = tf.ones([1, 3])
+    local(shared(x))
+    shared.set_weights([np.ones((3, 2)), np.zeros(2)])
+    local.set_weights([np.ones((2, 1)), np.zeros(1)])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(local(shared(x))) * (hvd.rank() + 1.0)
+    tape = hvd.PartialDistributedGradientTape(
+        tape, local_layers=local, scale_local_gradients=scaled
+    )
+    sources = [*shared.trainable_weights, *local.trainable_weights]
+    alone, together = tape.get_local_and_global_gradients(loss, sources)
+    mine = (hvd.rank() + 1.0) / (hvd.size() if scaled else 1)
+    assert [source.path for source, _ in alone] == [v.path for v in local.trainable_weights]
+    np.testing.assert_allclose(alone[0][1], np.full((2, 1), 3.0 * mine), rtol=1e-6)
+    np.testing.assert_allclose(together[0][1], np.full((3, 2), total() / hvd.size()), rtol=1e-6)
+
+
+@pytest.mark.ranks(3)
+def test_within_a_process_set(world):
+    pair = hvd.add_process_set([0, 1])
+    variables = [tf.Variable([1.0])]
+    tape, loss = recorded(variables, process_set=pair)
+    (gradient,) = tape.gradient(loss, variables)
+    assert float(gradient[0]) == (1.5 if hvd.rank() < 2 else 3.0)
+    hvd.remove_process_set(pair)
+
+
+def test_what_does_not_fit_together(world):
+    tape = tf.GradientTape()
+    with pytest.raises(ValueError, match="is for op=Average; received op=Sum"):
+        hvd.DistributedGradientTape(tape, op=hvd.Sum, gradient_predivide_factor=2.0)
+    for groups in (-1, 0, "all"):
+        with pytest.raises(ValueError, match="expected a number of groups above 0"):
+            hvd.DistributedGradientTape(tape, groups=groups)
+    with pytest.raises(ValueError, match="Received str among local_layers"):
+        hvd.PartialDistributedGradientTape(tape, local_layers=["dense"])
