@@ -17,7 +17,7 @@ from hvdtrain.keras.batch_normalization import (
     synchronize_batch_normalization,
     synchronized_layers,
 )
-from hvdtrain.keras.callbacks import list_callbacks
+from hvdtrain.keras.callback_list import list_callbacks
 from hvdtrain.keras.compute import Compute, OneDevice, Towers
 from hvdtrain.keras.compute.base import has_own
 from hvdtrain.keras.inputs import Inputs

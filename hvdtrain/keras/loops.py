@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.callbacks import list_callbacks, wrap_callbacks
+from hvdtrain.keras.callback_list import list_callbacks, wrap_callbacks
 from hvdtrain.keras.chief import Succession
 from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.epochs import Epochs

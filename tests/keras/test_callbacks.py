@@ -1,108 +1,126 @@
-"""Side effects on the chief alone, decisions alike everywhere."""
+"""Horovod's callbacks around a plain ``fit``."""
 
-from typing import Any
+from __future__ import annotations
 
 import keras
 import numpy as np
 import pytest
 
-from hvdtrain import world as state
-from tests.keras.equivalence import alike
-from tests.keras.features import X, Y, classifier
+from hvdtrain import world as job
+from hvdtrain.errors import ModelError
+from hvdtrain.keras.callbacks import (
+    BestModelCheckpoint,
+    BroadcastGlobalVariablesCallback,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+)
+
+several = pytest.mark.ranks(1, 2, 3)
+X, Y = np.ones((12, 2), "float32"), np.zeros((12, 1), "float32")
 
 
-class StopOn(keras.callbacks.Callback):
-    """Decides to stop on one rank only."""
+def compiled(rate=0.1, built=True) -> keras.Model:
+    layers = [keras.layers.Dense(1, kernel_initializer="ones", name="only")]
+    model = keras.Sequential([keras.Input((2,)), *layers] if built else layers)
+    model.compile(keras.optimizers.SGD(rate, momentum=0.5), "mse")
+    return model
 
-    def __init__(self, rank: int) -> None:
+
+class Rates(keras.callbacks.Callback):
+    """The learning rate of each step, and the weights before it."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._rank = rank
+        self.rates: list[float] = []
+        self.weights: list[float] = []
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if state.rank() == self._rank:
-            self.model.stop_training = True
-
-
-@pytest.mark.ranks(2)
-def test_files_come_from_the_chief(world, tmp_path):
-    model = classifier()
-    world.distribute(model)
-    callbacks = [
-        keras.callbacks.ModelCheckpoint(tmp_path / "model.keras"),
-        keras.callbacks.CSVLogger(tmp_path / "log.csv"),
-        keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False),
-    ]
-    model.fit(X, Y, batch_size=6, epochs=2, verbose=0, callbacks=callbacks)
-    written = sorted(path.name for path in tmp_path.iterdir())
-    expected = ["backup", "log.csv", "model.keras"] if world.is_chief() else []
-    assert written == expected
+    def on_train_batch_end(self, batch, logs=None):
+        self.rates.append(float(self.model.optimizer.learning_rate.numpy()))
+        self.weights.append(float(self.model.get_weights()[0][0, 0]))
 
 
-@pytest.mark.ranks(2)
-def test_only_the_chief_prints(world, capfd):
-    model = classifier()
-    world.distribute(model)
-    capfd.readouterr()
-    model.fit(X, Y, batch_size=6, verbose=2)
-    assert ("loss:" in capfd.readouterr().out) == world.is_chief()
-
-
-@pytest.mark.ranks(2)
-def test_a_stop_on_one_rank_stops_all(world):
-    model = classifier()
-    world.distribute(model)
-    history = model.fit(X, Y, batch_size=6, epochs=5, verbose=0, callbacks=[StopOn(1)])
-    assert history.epoch == [0]
-
-
-@pytest.mark.ranks(2)
-def test_early_stopping_and_plateaus_decide_alike(world):
-    model = classifier(optimizer=keras.optimizers.SGD(0.5))
-    world.distribute(model)
-    stop = keras.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
-    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, factor=0.5)
+def train(model, *callbacks, epochs=1):
+    seen = Rates()
     history = model.fit(
-        X, Y, batch_size=6, epochs=12, verbose=0, callbacks=[stop, plateau],
-        validation_data=(X[:20], Y[::-1][:20]),
-    )  # fmt: skip
-    told = state.collectives().allgather_object(
-        [history.epoch, stop.stopped_epoch, stop.best, history.history["learning_rate"][-1]]
+        X, Y, batch_size=4, epochs=epochs, verbose=0, shuffle=False, callbacks=[*callbacks, seen]
     )
-    assert told[0] == told[1]
-    assert len(history.epoch) < 12
-    assert alike(model)
+    return history.history, seen
 
 
-@pytest.mark.ranks(2)
-def test_what_the_chief_restores_reaches_all_ranks(world, tmp_path):
-    first = classifier()
-    world.distribute(first)
-    backup = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
-    first.fit(X, Y, batch_size=6, epochs=2, verbose=0, callbacks=[backup])
-    second = classifier()
-    world.distribute(second)
-    backup = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
-    history = second.fit(X, Y, batch_size=6, epochs=3, verbose=0, callbacks=[backup])
-    assert history.epoch == [2]
-    assert alike(second)
+@several
+@pytest.mark.parametrize("built", [True, False])
+def test_all_begin_with_the_weights_of_one(world, built):
+    """Before the first step where there are any; and not what is a rank's own."""
+    model = compiled(rate=0.0, built=built)
+    if built:
+        bias = np.full(1, job.rank() + 2.0)
+        model.set_weights([np.full((2, 1), job.rank() + 1.0), bias])
+    local = model.layers[0].bias if built else None
+    train(model, BroadcastGlobalVariablesCallback(job.size() - 1, local_variables=local))
+    kernel, found = model.get_weights()
+    np.testing.assert_array_equal(kernel, np.full((2, 1), float(job.size()) if built else 1.0))
+    if built:
+        np.testing.assert_array_equal(found, bias)
 
 
-@pytest.mark.ranks(2)
-def test_logs_of_an_own_train_step_are_averaged(world):
-    class Own(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
+@several
+def test_the_first_step_begins_with_them(world):
+    model = compiled(rate=0.1)
+    model.set_weights([np.full((2, 1), job.rank() + 1.0), np.zeros(1)])
+    alone = compiled(rate=0.1)
+    _, expected = train(alone)
+    _, seen = train(model, BroadcastGlobalVariablesCallback(0))
+    np.testing.assert_allclose(seen.weights, expected.weights, rtol=1e-6)
 
-        def call(self, x: Any) -> Any:
-            return self.dense(x)
 
-        def train_step(self, data: Any) -> Any:
-            return {"rank": keras.ops.convert_to_tensor(float(state.rank()))}
+def test_what_is_no_variable(world):
+    with pytest.raises(ValueError, match="Received str among local_variables"):
+        BroadcastGlobalVariablesCallback(0, local_variables=["kernel"])
 
-    model = Own()
-    model(X[:1])
-    model.compile("sgd", "mse")
-    world.distribute(model)
-    history = model.fit(X, np.zeros(len(X)), batch_size=6, verbose=0)
-    assert history.history["rank"] == [0.5]
+
+@several
+def test_results_are_means(world):
+    """For the callbacks that come after it."""
+    logs = {"loss": job.rank() + 1.0, "accuracy": np.float32(0.5)}
+    MetricAverageCallback().on_epoch_end(0, logs)
+    assert logs == {"loss": (job.size() + 1) / 2, "accuracy": 0.5}
+    MetricAverageCallback().on_epoch_end(0, None)
+
+
+def test_a_rate_that_changes_with_epochs(world):
+    from_second = LearningRateScheduleCallback(0.2, 0.5, start_epoch=1, end_epoch=3)
+    history, seen = train(compiled(0.1), from_second, epochs=4)
+    np.testing.assert_allclose(seen.rates[::3], [0.1, 0.2, 0.1, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(history["lr"], [0.1, 0.2, 0.1, 0.1], rtol=1e-6)
+
+
+def test_a_rate_that_changes_with_steps(world):
+    callback = LearningRateScheduleCallback(0.3, lambda epoch: 1.0 + epoch, staircase=False)
+    _, seen = train(compiled(), callback, epochs=2)
+    np.testing.assert_allclose(seen.rates, 0.3 * (1 + np.arange(6) / 3), rtol=1e-6)
+
+
+@several
+def test_warming_up(world, capfd):
+    callback = LearningRateWarmupCallback(0.6, warmup_epochs=2, verbose=1)
+    _, seen = train(compiled(), callback, epochs=3)
+    ranks = job.size()
+    steps = np.minimum((np.arange(9) + 1) / 3, 2)
+    np.testing.assert_allclose(seen.rates, 0.6 / ranks * (steps * (ranks - 1) / 2 + 1), rtol=1e-6)
+    said = "Epoch 2: finished gradual learning rate warmup to 0.6."
+    assert (said in capfd.readouterr().out) == job.is_chief()
+
+
+def test_rates_that_can_not_be_set(world):
+    with pytest.raises(ValueError, match="initial_lr=None"):
+        LearningRateScheduleCallback(None, 1.0)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    with pytest.raises(ModelError, match="the optimizer computes its own"):
+        train(compiled(schedule), LearningRateScheduleCallback(0.1, 1.0))
+
+
+def test_the_best_model(world, tmp_path):
+    file = tmp_path / "best.keras"
+    train(compiled(), BestModelCheckpoint(file, monitor="loss"), epochs=2)
+    assert keras.saving.load_model(file).get_weights()[0].shape == (2, 1)

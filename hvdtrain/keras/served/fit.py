@@ -19,7 +19,7 @@ from hvdtrain.collectives.messages import Messages
 from hvdtrain.collectives.single import SingleCollectives
 from hvdtrain.config import Settings
 from hvdtrain.errors import CollectiveError, Preempted
-from hvdtrain.keras.callbacks import list_callbacks
+from hvdtrain.keras.callback_list import list_callbacks
 from hvdtrain.keras.chief import CHIEF_ONLY
 from hvdtrain.keras.loops import Loops, split_validation
 from hvdtrain.keras.membership import Membership

@@ -1,0 +1,155 @@
+"""What happens around Keras' loops: input hooks, who is there, what all ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.collectives.base import Collectives
+from hvdtrain.errors import RanksLostError
+from hvdtrain.keras.chief import Succession
+from hvdtrain.keras.epochs import Epochs
+from hvdtrain.keras.membership import Membership
+from hvdtrain.keras.replicas import average_statistics
+from hvdtrain.keras.reports import Reports
+from hvdtrain.keras.saving.checkpoint import Checkpoint
+from hvdtrain.tensorflow.contributions import Contributions
+
+__all__ = ["list_callbacks", "wrap_callbacks"]
+
+
+def list_callbacks(callbacks: Any) -> list[Any]:
+    """The user's callbacks, however they were passed to ``fit``."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    return list(keras.tree.flatten(callbacks)) if callbacks is not None else []
+
+
+def wrap_callbacks(
+    succession: Succession,
+    collectives: Collectives,
+    membership: Membership,
+    epochs: Epochs,
+    contributions: Contributions,
+    broadcast: Callable[[], None],
+) -> list[Any]:
+    """The user's callbacks as this rank runs them, between hvdtrain's own.
+
+    A ``Checkpoint`` comes last: it saves what the others have decided, and resuming undoes what
+    they do when training begins.
+
+    Args:
+        succession: Knows the user's callbacks.
+        collectives: The engine.
+        membership: Renewed after each block of steps, and at the end of an epoch.
+        epochs: Told which epoch begins and who contributed; tells the launcher's reports the step.
+        contributions: Of the steps since.
+        broadcast: Gives all ranks the chief's state; called after the user's ``on_train_begin``,
+            where a callback may have restored some on the chief.
+    """
+    callbacks = succession.callbacks()
+    others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
+    checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+    before = _Before(collectives, membership, epochs, contributions)
+    after = _After(collectives, membership, succession, broadcast)
+    return [before, Reports(epochs), *others, after, *checkpoints, _Enough(membership)]
+
+
+class _Before(keras.callbacks.Callback):
+    """First in the list: what must have happened before the user's callbacks see it."""
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        membership: Membership,
+        epochs: Epochs,
+        contributions: Contributions,
+    ) -> None:
+        super().__init__()
+        self._collectives = collectives
+        self._membership = membership
+        self._epochs = epochs
+        self._contributions = contributions
+        self._verified = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._contributions.take()  # of steps outside of fit
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epochs.sharded.on_epoch_begin(epoch)
+        self._epochs.on_epoch_begin(epoch)
+        self._verified = False
+        if self._membership.elastic and self.params is not None:
+            self.params["steps"] = self._epochs.steps_per_epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._membership.elastic:
+            self._epochs.note_contributions(self._contributions.take())
+            if self._membership.renew() and self.params is not None:
+                left = self._epochs.steps_left
+                self.params["steps"] = None if left is None else batch + 1 + left
+        if not self._verified:
+            self._verified = True
+            self._epochs.sharded.verify()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._epochs.sharded.on_epoch_end()
+        average_statistics(self.model, self._collectives)
+        # Whoever is the chief by now is to run its callbacks for this epoch.
+        self._membership.renew()
+
+
+class _After(keras.callbacks.Callback):
+    """Last in the list: makes alike what the user's callbacks may have decided on one rank."""
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        membership: Membership,
+        succession: Succession,
+        broadcast: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self._collectives = collectives
+        self._membership = membership
+        self._succession = succession
+        self._broadcast = broadcast
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._broadcast()
+        self.model._initial_epoch = self._collectives.broadcast_object(
+            self.model._initial_epoch, name="initial epoch"
+        )
+        if self._membership.lose_chief():
+            raise RanksLostError(
+                "The chief was lost while it gave the others its state as training began. Start "
+                "the job again."
+            )
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        mine = np.array(bool(self.model.stop_training))
+        self.model.stop_training = bool(
+            self._collectives.allreduce(mine, "max", name="stop training")
+        )
+        self._succession.share_states()
+
+
+class _Enough(keras.callbacks.Callback):
+    """After the checkpoints: ends the training when fewer ranks are left than there have to be."""
+
+    def __init__(self, membership: Membership) -> None:
+        super().__init__()
+        self._membership = membership
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._end_if_too_few()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._end_if_too_few()
+
+    def _end_if_too_few(self) -> None:
+        if self._membership.too_few is not None:
+            raise self._membership.too_few

@@ -1,0 +1,108 @@
+"""Side effects on the chief alone, decisions alike everywhere."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain import world as state
+from tests.keras.equivalence import alike
+from tests.keras.features import X, Y, classifier
+
+
+class StopOn(keras.callbacks.Callback):
+    """Decides to stop on one rank only."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if state.rank() == self._rank:
+            self.model.stop_training = True
+
+
+@pytest.mark.ranks(2)
+def test_files_come_from_the_chief(world, tmp_path):
+    model = classifier()
+    world.distribute(model)
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(tmp_path / "model.keras"),
+        keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+        keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False),
+    ]
+    model.fit(X, Y, batch_size=6, epochs=2, verbose=0, callbacks=callbacks)
+    written = sorted(path.name for path in tmp_path.iterdir())
+    expected = ["backup", "log.csv", "model.keras"] if world.is_chief() else []
+    assert written == expected
+
+
+@pytest.mark.ranks(2)
+def test_only_the_chief_prints(world, capfd):
+    model = classifier()
+    world.distribute(model)
+    capfd.readouterr()
+    model.fit(X, Y, batch_size=6, verbose=2)
+    assert ("loss:" in capfd.readouterr().out) == world.is_chief()
+
+
+@pytest.mark.ranks(2)
+def test_a_stop_on_one_rank_stops_all(world):
+    model = classifier()
+    world.distribute(model)
+    history = model.fit(X, Y, batch_size=6, epochs=5, verbose=0, callbacks=[StopOn(1)])
+    assert history.epoch == [0]
+
+
+@pytest.mark.ranks(2)
+def test_early_stopping_and_plateaus_decide_alike(world):
+    model = classifier(optimizer=keras.optimizers.SGD(0.5))
+    world.distribute(model)
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
+    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, factor=0.5)
+    history = model.fit(
+        X, Y, batch_size=6, epochs=12, verbose=0, callbacks=[stop, plateau],
+        validation_data=(X[:20], Y[::-1][:20]),
+    )  # fmt: skip
+    told = state.collectives().allgather_object(
+        [history.epoch, stop.stopped_epoch, stop.best, history.history["learning_rate"][-1]]
+    )
+    assert told[0] == told[1]
+    assert len(history.epoch) < 12
+    assert alike(model)
+
+
+@pytest.mark.ranks(2)
+def test_what_the_chief_restores_reaches_all_ranks(world, tmp_path):
+    first = classifier()
+    world.distribute(first)
+    backup = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+    first.fit(X, Y, batch_size=6, epochs=2, verbose=0, callbacks=[backup])
+    second = classifier()
+    world.distribute(second)
+    backup = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+    history = second.fit(X, Y, batch_size=6, epochs=3, verbose=0, callbacks=[backup])
+    assert history.epoch == [2]
+    assert alike(second)
+
+
+@pytest.mark.ranks(2)
+def test_logs_of_an_own_train_step_are_averaged(world):
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+        def train_step(self, data: Any) -> Any:
+            return {"rank": keras.ops.convert_to_tensor(float(state.rank()))}
+
+    model = Own()
+    model(X[:1])
+    model.compile("sgd", "mse")
+    world.distribute(model)
+    history = model.fit(X, np.zeros(len(X)), batch_size=6, verbose=0)
+    assert history.history["rank"] == [0.5]
