@@ -23,6 +23,7 @@ _RANKS = {"cluster", "collectives", "world", *_BASE}
 # meet; `errors` knows nobody.
 ALLOWED = {
     "errors": set(),
+    "lazy": set(),
     "version": set(),
     "config": {"errors"},
     "cluster": _BASE,
@@ -31,9 +32,9 @@ ALLOWED = {
     "world": {"collectives", "cluster", "monitor", "tensorflow", *_BASE},
     "monitor": _RANKS,
     "checkpoint": {"errors"},
-    "tensorflow": _RANKS,
+    "tensorflow": {"lazy", *_RANKS},
     "parameter_server": _RANKS,
-    "keras": {"parameter_server", "tensorflow", "checkpoint", "monitor", *_RANKS},
+    "keras": {"parameter_server", "tensorflow", "checkpoint", "monitor", "lazy", *_RANKS},
     "bench": {"keras", "parameter_server", "tensorflow", "launch", *_RANKS},
     "__main__": {"cli"},
     "cli": {"launch", "cluster", "bench", *_BASE},

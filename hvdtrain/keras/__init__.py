@@ -1,1 +1,27 @@
-"""Keras models on several ranks; needs TensorFlow, and is loaded when first used."""
+"""Keras models on several ranks, and Horovod's names for Keras.
+
+::
+
+    import hvdtrain.keras as hvd
+
+Names are loaded when they are first used, TensorFlow with them.
+"""
+
+from __future__ import annotations
+
+from hvdtrain.lazy import lazy_names
+from hvdtrain.tensorflow import OF_JOB
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        **OF_JOB,
+        "hvdtrain.keras.wrapping": (
+            "DistributedOptimizer",
+            "PartialDistributedOptimizer",
+            "load_model",
+        ),
+        "hvdtrain.keras.values": ("allgather", "allreduce", "broadcast", "reducescatter"),
+    },
+    submodules=("callbacks",),
+)

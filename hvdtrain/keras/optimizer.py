@@ -19,6 +19,7 @@ from hvdtrain.tensorflow.reducer import GradientReducer
 from hvdtrain.tensorflow.tape import variable_name
 
 __all__ = [
+    "AgreesOnFinite",
     "KeepsWeights",
     "Weighting",
     "accumulates",
@@ -131,7 +132,7 @@ class _AveragesGradients(KeepsWeights):
         return super()._clip_gradients(averages[: len(grads)])  # type: ignore[misc]
 
 
-class _AgreesOnFinite:
+class AgreesOnFinite:
     """Mixed into ``LossScaleOptimizer``: an overflow on one rank skips the step on all."""
 
     _hvdtrain_reducer: GradientReducer
@@ -157,7 +158,7 @@ def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         distribute_optimizer(optimizer.inner_optimizer, reducer)
-        mix_in(optimizer, _AgreesOnFinite, reducer)
+        mix_in(optimizer, AgreesOnFinite, reducer)
     elif _inner_optimizers(optimizer):
         for inner in _inner_optimizers(optimizer):
             distribute_optimizer(inner, reducer)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.tensorflow.compression import Compression, Compressor
@@ -13,7 +14,7 @@ from hvdtrain.tensorflow.operations import grouped_allreduce
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.reductions import Average, ReduceOp, choose_op
 
-__all__ = ["GradientReduction"]
+__all__ = ["GradientReduction", "Groups", "trainable_weights_of"]
 
 Groups = int | Sequence[Sequence[Any]] | None
 
@@ -111,3 +112,20 @@ class GradientReduction:
         places = {id(variables[n]): n for n in shared}
         groups = [[places.pop(id(v)) for v in group if id(v) in places] for group in self.groups]
         return [group for group in (*groups, *([n] for n in places.values())) if group]
+
+
+def trainable_weights_of(layers: Any) -> list[Any]:
+    """The variables of one or more Keras layers, or of None.
+
+    Raises:
+        ValueError: Something else is among them.
+    """
+    given = layers if isinstance(layers, Sequence) else [layers]
+    found: list[Any] = []
+    for layer in () if layers is None else given:
+        if not isinstance(layer, keras.layers.Layer):
+            raise ValueError(
+                f"Received {type(layer).__name__} among local_layers; expected Keras layers."
+            )
+        found += layer.trainable_weights
+    return found

@@ -26,22 +26,23 @@ class ProcessSet:
     after ``remove_process_set``, ``size`` and ``rank`` return None.
 
     Args:
-        ranks: Of the job; or a communicator of mpi4py that holds them.
+        ranks_or_comm: Numbers of ranks in the job; or a communicator of mpi4py that holds them.
 
     Attributes:
         process_set_id: Its number, the same on all ranks; None if it can't be used.
 
     Raises:
-        ValueError: ``ranks`` are no whole numbers.
+        ValueError: They are neither.
     """
 
-    def __init__(self, ranks: Sequence[int] | Any) -> None:
-        chosen = ranks if isinstance(ranks, Iterable) else _ranks_of(ranks)
+    def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
+        given = ranks_or_comm
+        chosen = given if isinstance(given, Iterable) else _ranks_of(given)
         self._ranks = sorted(chosen)
         if any(type(rank) is not int for rank in self._ranks):
             raise ValueError(
                 f"A ProcessSet takes numbers of ranks, or a communicator of mpi4py; received "
-                f"{ranks!r}."
+                f"{given!r}."
             )
         self.process_set_id: int | None = None
         self._whole: Collectives | None = None

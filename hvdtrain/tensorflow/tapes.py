@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.tensorflow.compression import Compression, Compressor
-from hvdtrain.tensorflow.gradients import GradientReduction, Groups
+from hvdtrain.tensorflow.gradients import GradientReduction, Groups, trainable_weights_of
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.reductions import Average, ReduceOp
 from hvdtrain.tensorflow.tape import check_averages
@@ -152,12 +152,7 @@ def PartialDistributedGradientTape(
     Raises:
         ValueError: ``local_layers`` are no layers, or what was asked for does not fit together.
     """
-    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else local_layers or ()
-    for layer in layers:
-        if not isinstance(layer, keras.layers.Layer):
-            raise ValueError(
-                f"Received {type(layer).__name__} among local_layers; expected Keras layers."
-            )
+    variables = trainable_weights_of(local_layers)
     tape = DistributedGradientTape(
         gradtape,
         device_dense,
@@ -171,7 +166,6 @@ def PartialDistributedGradientTape(
         process_set,
         scale_local_gradients,
     )
-    for layer in layers:
-        for variable in layer.trainable_weights:
-            tape.register_local_source(variable)
+    for variable in variables:
+        tape.register_local_source(variable)
     return tape

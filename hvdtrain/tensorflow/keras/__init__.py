@@ -1,0 +1,19 @@
+"""The same as ``hvdtrain.keras``, where Horovod has it, too.
+
+::
+
+    import hvdtrain.tensorflow.keras as hvd
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(importlib.import_module("hvdtrain.keras"), name)
+
+
+def __dir__() -> list[str]:
+    return dir(importlib.import_module("hvdtrain.keras"))

@@ -1,0 +1,14 @@
+"""The same as ``hvdtrain.keras.callbacks``, where Horovod has it, too."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(importlib.import_module("hvdtrain.keras.callbacks"), name)
+
+
+def __dir__() -> list[str]:
+    return dir(importlib.import_module("hvdtrain.keras.callbacks"))
