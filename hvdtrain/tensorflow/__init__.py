@@ -58,7 +58,14 @@ __getattr__, __dir__, __all__ = lazy_names(
             "rank_op",
             "size_op",
         ),
-        "hvdtrain.tensorflow.reductions": ("Average", "Max", "Min", "Product", "Sum"),
+        "hvdtrain.tensorflow.reductions": (
+            "Adasum",
+            "Average",
+            "Max",
+            "Min",
+            "Product",
+            "Sum",
+        ),
         "hvdtrain.tensorflow.operations": (
             "allgather",
             "allreduce",

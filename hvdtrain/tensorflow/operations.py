@@ -18,6 +18,7 @@ import tensorflow as tf
 from hvdtrain.tensorflow.compression import Compression, Compressor
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.reductions import (
+    Adasum,
     Average,
     Min,
     Product,
@@ -65,8 +66,8 @@ def allreduce(
         device_dense: Where the result of a tensor is to be.
         device_sparse: Where the result of ``tf.IndexedSlices`` is to be.
         compression: The type in which it travels; one of ``Compression``.
-        op: Average (the default), Sum, Min, Max or Product. The average of whole numbers loses
-            its fraction.
+        op: Average (the default), Sum, Adasum, Min, Max or Product. The average of whole numbers
+            loses its fraction.
         prescale_factor: Multiplies what goes in.
         postscale_factor: Multiplies what comes out.
         name: For errors; the same on all ranks.
@@ -75,7 +76,8 @@ def allreduce(
 
     Raises:
         MismatchError: Ranks passed different shapes, types, names or options.
-        NotImplementedError: For ``tf.IndexedSlices`` an op other than Sum and Average, or factors.
+        NotImplementedError: For ``tf.IndexedSlices`` an op other than Sum and Average, or factors;
+            Adasum of whole numbers, or of a number of ranks that is no power of two.
     """
     return grouped_allreduce(
         [tensor],
@@ -405,7 +407,7 @@ def _reduce(
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
             of = f"gradient of {label}"
-            if op in (Sum, Average):
+            if op in (Sum, Average, Adasum):
                 return _reduce(upstream, op, prescale, postscale, of, process_set)
             factor = prescale * postscale
             return [

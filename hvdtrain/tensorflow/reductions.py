@@ -10,8 +10,10 @@ import numpy as np
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.collectives.base import ReduceOp as EngineOp
 from hvdtrain.collectives.kernels import is_floating, widen
+from hvdtrain.tensorflow.adasum import adasum_all
 
 __all__ = [
+    "Adasum",
     "Average",
     "Max",
     "Min",
@@ -29,16 +31,18 @@ class ReduceOp(enum.IntEnum):
 
     Average = 0
     Sum = 1
+    Adasum = 2
     Min = 3
     Max = 4
     Product = 5
 
     @property
     def of_engine(self) -> EngineOp:
-        """What the engines call it."""
+        """What the engines call it; they have no Adasum."""
         return _OF_ENGINE[self]
 
 
+Adasum = ReduceOp.Adasum
 Average = ReduceOp.Average
 Sum = ReduceOp.Sum
 Min = ReduceOp.Min
@@ -102,6 +106,9 @@ def reduce_all(
         postscale: Multiplies what comes out.
         name: For errors.
     """
+    if op is Adasum:
+        scaled = [scale(array, prescale) for array in arrays]
+        return [scale(array, postscale) for array in adasum_all(collectives, scaled, name=name)]
     results: list[np.ndarray] = list(arrays)
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         places = [place for place, array in enumerate(arrays) if array.dtype == dtype]

@@ -77,7 +77,7 @@ def test_arguments_are_horovods(environment, run_command, module):
 
 def test_reductions_have_horovods_numbers(environment, run_command):
     ask = "import horovod.tensorflow as hvd; print(*[getattr(hvd, n) for n in {names}])"
-    names = ["Average", "Sum", "Min", "Max", "Product"]
+    names = ["Average", "Sum", "Adasum", "Min", "Max", "Product"]
     done = run_command([environment("horovod"), "-c", ask.format(names=names)], timeout_s=120)
     numbers = done.stdout.split()[-len(names) :]
     assert [int(getattr(hvd, name)) for name in names] == [int(number) for number in numbers]

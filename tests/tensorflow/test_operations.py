@@ -104,7 +104,9 @@ def test_older_names_and_what_is_refused(world):
     np.testing.assert_array_equal(allreduce(one, op=1), [3.0] * 3)
     with pytest.raises(ValueError, match=r"Received op=.*Sum.* and average=True"):
         allreduce(one, average=True, op=Sum)
-    with pytest.raises(ValueError, match="op=9 is no reduction; expected one of Average, Sum"):
+    with pytest.raises(
+        ValueError, match="op=9 is no reduction; expected one of Average, Sum, Adasum"
+    ):
         allreduce(one, op=9)
     with pytest.raises(NotImplementedError, match="received op=Max"):
         reducescatter(one, op=Max)
