@@ -10,10 +10,43 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain import world
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.tensorflow.ops import stack_ranks
 
-__all__ = ["synchronize_batch_normalization", "synchronized_layers"]
+__all__ = ["SyncBatchNormalization", "synchronize_batch_normalization", "synchronized_layers"]
+
+
+@keras.saving.register_keras_serializable("hvdtrain")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """``BatchNormalization`` with the moments of the batches of all ranks, by Horovod's name.
+
+    For models whose ranks each train on data of their own. In a model that ``hvdtrain.distribute``
+    gets, ``keras.layers.BatchNormalization(synchronized=True)`` does the same, and is saved as a
+    layer of Keras.
+
+    Args:
+        fused: False.
+        options: Of ``keras.layers.BatchNormalization``.
+
+    Raises:
+        ValueError: ``fused`` is something else.
+    """
+
+    def __init__(self, fused: bool = False, **options: Any) -> None:
+        if fused is not False:
+            raise ValueError(
+                f"Received fused={fused!r}; expected False: the moments of all ranks are put "
+                "together in between."
+            )
+        super().__init__(**options)
+
+    def _moments(self, inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        own = super()._moments(inputs, mask)
+        collectives = world.collectives()
+        if collectives.size == 1:
+            return own
+        return _joint_moments(self, own, _count(self, inputs, mask, own[0].dtype), collectives)
 
 
 def synchronized_layers(model: keras.Model) -> list[Any]:
@@ -32,34 +65,50 @@ def synchronize_batch_normalization(layer: Any, collectives: Collectives, counts
     do: with n_r, m_r, v_r of rank r, m = sum(n_r m_r) / n and v = sum(n_r (v_r + (m_r - m)^2)) / n.
     """
     local_moments = type(layer)._moments
-    elastic = collectives.survives_losses
-    divide = tf.math.divide_no_nan if elastic else tf.math.divide
 
     def moments(inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
         synchronized, layer.synchronized = layer.synchronized, False
         try:
-            mean, variance = local_moments(layer, inputs, mask)
+            own = local_moments(layer, inputs, mask)
         finally:
             layer.synchronized = synchronized
-        shape = mean.shape
-        count = _count(layer, inputs, mask, mean.dtype) * counts.current(mean.dtype)
-        packed = tf.concat(
-            [tf.reshape(count, [1]), tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], axis=0
-        )
-        packed.set_shape([1 + 2 * shape.num_elements()])
-        stacked = stack_ranks(collectives, packed, f"moments of {layer.path}")
-        channels = shape.num_elements()
-        n = stacked[:, :1]
-        means, variances = stacked[:, 1 : 1 + channels], stacked[:, 1 + channels :]
-        total = tf.reduce_sum(n)
-        joint_mean = divide(tf.reduce_sum(n * means, axis=0), total)
-        joint_variance = divide(
-            tf.reduce_sum(n * (variances + (means - joint_mean) ** 2), axis=0), total
-        )
-        joint = tf.reshape(joint_mean, shape), tf.reshape(joint_variance, shape)
-        return _unless_empty(layer, total, joint) if elastic else joint
+        dtype = own[0].dtype
+        count = _count(layer, inputs, mask, dtype) * counts.current(dtype)
+        return _joint_moments(layer, own, count, collectives)
 
     object.__setattr__(layer, "_moments", moments)
+
+
+def _joint_moments(
+    layer: Any, own: tuple[tf.Tensor, tf.Tensor], count: tf.Tensor, collectives: Collectives
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance over all ranks.
+
+    Args:
+        layer: Whose.
+        own: This rank's.
+        count: How many values they are made of.
+        collectives: Of the ranks.
+    """
+    mean, variance = own
+    elastic = collectives.survives_losses
+    divide = tf.math.divide_no_nan if elastic else tf.math.divide
+    shape = mean.shape
+    packed = tf.concat(
+        [tf.reshape(count, [1]), tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], axis=0
+    )
+    packed.set_shape([1 + 2 * shape.num_elements()])
+    stacked = stack_ranks(collectives, packed, f"moments of {layer.path}")
+    channels = shape.num_elements()
+    n = stacked[:, :1]
+    means, variances = stacked[:, 1 : 1 + channels], stacked[:, 1 + channels :]
+    total = tf.reduce_sum(n)
+    joint_mean = divide(tf.reduce_sum(n * means, axis=0), total)
+    joint_variance = divide(
+        tf.reduce_sum(n * (variances + (means - joint_mean) ** 2), axis=0), total
+    )
+    joint = tf.reshape(joint_mean, shape), tf.reshape(joint_variance, shape)
+    return _unless_empty(layer, total, joint) if elastic else joint
 
 
 def _unless_empty(

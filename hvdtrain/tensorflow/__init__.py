@@ -81,6 +81,8 @@ __getattr__, __dir__, __all__ = lazy_names(
             "DistributedGradientTape",
             "PartialDistributedGradientTape",
         ),
+        "hvdtrain.keras.batch_normalization": ("SyncBatchNormalization",),
+        "hvdtrain.keras.of_tensorflow": ("DistributedOptimizer",),
         "hvdtrain.tensorflow.exchange": (
             "allgather_object",
             "broadcast_object",

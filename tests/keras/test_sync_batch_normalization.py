@@ -1,0 +1,63 @@
+"""Horovod's layer: the moments of the batches of all ranks, with their gradients."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain.tensorflow as hvd
+
+ROWS = 4
+several = pytest.mark.ranks(1, 2, 3)
+WAYS = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
+
+
+def rows(rank: int) -> np.ndarray:
+    """Ranks have different means and different numbers of rows."""
+    rng = np.random.default_rng([8, rank])
+    return rng.normal(rank, 1 + rank, size=(ROWS + rank, 3)).astype("float32")
+
+
+@several
+@WAYS
+def test_it_is_that_of_one_process(world, compiled):
+    every = np.concatenate([rows(rank) for rank in range(hvd.size())])
+    weights = np.random.default_rng(1).normal(size=every.shape).astype("float32")
+    start = sum(ROWS + rank for rank in range(hvd.rank()))
+    mine = slice(start, start + ROWS + hvd.rank())
+
+    def step(layer, x, weights):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(tf.nn.tanh(layer(x, training=True)) * weights)
+        return tape.gradient(loss, x)
+
+    layer, alone = (
+        hvd.SyncBatchNormalization(momentum=0.5),
+        keras.layers.BatchNormalization(momentum=0.5),
+    )
+    layer.build((None, 3))
+    alone.build((None, 3))
+    call = tf.function(step) if compiled else step
+    found = call(layer, tf.constant(every[mine]), tf.constant(weights[mine]))
+    expected = step(alone, tf.constant(every), tf.constant(weights))
+    np.testing.assert_allclose(found, expected[mine], rtol=2e-4, atol=2e-5)
+    for one, other in zip(layer.get_weights(), alone.get_weights()):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@several
+def test_it_is_saved_and_loaded(world, tmp_path):
+    model = keras.Sequential([keras.Input((3,)), hvd.SyncBatchNormalization(center=False)])
+    file = tmp_path / f"{hvd.rank()}.keras"
+    model.save(file)
+    (layer,) = keras.saving.load_model(file).layers
+    assert type(layer) is hvd.SyncBatchNormalization
+    assert not layer.center
+
+
+def test_fused_is_refused(world):
+    with pytest.raises(ValueError, match="Received fused=True"):
+        hvd.SyncBatchNormalization(fused=True)
