@@ -27,19 +27,19 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     Args:
         fused: False.
-        options: Of ``keras.layers.BatchNormalization``.
+        kwargs: Of ``keras.layers.BatchNormalization``.
 
     Raises:
         ValueError: ``fused`` is something else.
     """
 
-    def __init__(self, fused: bool = False, **options: Any) -> None:
+    def __init__(self, fused: bool = False, **kwargs: Any) -> None:
         if fused is not False:
             raise ValueError(
                 f"Received fused={fused!r}; expected False: the moments of all ranks are put "
                 "together in between."
             )
-        super().__init__(**options)
+        super().__init__(**kwargs)
 
     def _moments(self, inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
         own = super()._moments(inputs, mask)
