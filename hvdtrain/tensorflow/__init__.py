@@ -32,6 +32,7 @@ OF_JOB = {
         "mpi_built",
         "mpi_enabled",
         "mpi_threads_supported",
+        "nccl_built",
         "rocm_built",
     ),
     "hvdtrain.tensorflow.process_sets": (

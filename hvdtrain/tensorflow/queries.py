@@ -28,6 +28,7 @@ __all__ = [
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
+    "nccl_built",
     "process_set_included_op",
     "rank_op",
     "rocm_built",
@@ -109,6 +110,11 @@ def cuda_built() -> bool:
 def rocm_built() -> bool:
     """Whether TensorFlow was built for AMD's GPUs."""
     return bool(tf.test.is_built_with_rocm())
+
+
+def nccl_built(verbose: bool = False) -> bool:
+    """False: tensors pass through host memory."""
+    return False
 
 
 def ddl_built() -> bool:
