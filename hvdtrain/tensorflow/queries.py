@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ __all__ = [
     "nccl_built",
     "process_set_included_op",
     "rank_op",
+    "ranks_across",
     "rocm_built",
     "size_op",
 ]
@@ -38,12 +39,13 @@ __all__ = [
 
 def cross_rank() -> int:
     """How many hosts before this one have a rank with this rank's local rank."""
-    return _across().index(world.topology().rank)
+    mine = world.topology().rank
+    return ranks_across(world.hosts(), mine).index(mine)
 
 
 def cross_size() -> int:
     """How many hosts have a rank with this rank's local rank."""
-    return len(_across())
+    return len(ranks_across(world.hosts(), world.topology().rank))
 
 
 def is_homogeneous() -> bool:
@@ -127,15 +129,19 @@ def ccl_built() -> bool:
     return False
 
 
-def _across() -> list[int]:
-    """The ranks of all hosts with this rank's local rank."""
+def ranks_across(hosts: Sequence[int], rank: int) -> list[int]:
+    """The ranks of all hosts with the same local rank as ``rank``.
+
+    Args:
+        hosts: The host of each rank.
+        rank: One of them.
+    """
     seen: Counter[int] = Counter()
     places = []
-    for host in world.hosts():
+    for host in hosts:
         places.append(seen[host])
         seen[host] += 1
-    mine = places[world.topology().rank]
-    return [rank for rank, place in enumerate(places) if place == mine]
+    return [other for other, place in enumerate(places) if place == places[rank]]
 
 
 def _asked(function: Callable[[], int], name: str | None) -> tf.Tensor:
