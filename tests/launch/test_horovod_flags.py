@@ -105,10 +105,13 @@ def test_what_can_not_be_had_is_refused(
 
 
 def test_one_note_names_all_that_have_one_reason(job, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--cycle-time-ms=5", "--tcp", "--autotune", "--mpi", "--cycle-time-ms", "6"]
+    flags = ["--cycle-time-ms=5", "--mpi", "--autotune", "--stall-check", "--cycle-time-ms", "6"]
     job("-np", "2", *flags)
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[1] for line in lines] == ["--cycle-time-ms, --autotune", "--mpi"]
+    assert [line.split(": ")[1] for line in lines] == [
+        "--cycle-time-ms, --autotune",
+        "--stall-check",
+    ]
     assert note_on([]) == ""
 
 
