@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -151,7 +150,7 @@ def mpirun_command(
     """
     if mpirun.family == "hydra":
         where = _hydra_hosts(plan)
-        defaults = dict.fromkeys(_HYDRA_SSH, shlex.join(ssh)) if ssh else {}
+        defaults = dict.fromkeys(_HYDRA_SSH, " ".join(ssh)) if ssh else {}
     else:
         where = (*_openmpi_hosts(plan, mpirun, names, hostfile), *_openmpi_ssh(plan, mpirun, ssh))
         defaults = _openmpi_defaults(plan, as_root)
@@ -225,7 +224,7 @@ def _openmpi_ssh(plan: Plan, mpirun: Mpirun, ssh: Sequence[str]) -> tuple[str, .
     way = ("--mca", "plm_rsh_args")
     if mpirun.family == "openmpi5":
         way = ("--prtemca", "plm_ssh_args")
-    return (*way, shlex.join(ssh))
+    return (*way, " ".join(ssh))
 
 
 def _hydra_hosts(plan: Plan) -> tuple[str, ...]:

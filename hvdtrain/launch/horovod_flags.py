@@ -7,6 +7,7 @@ has them all.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,6 +138,13 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _key_file(text: str) -> str:
+    if not text or any(map(str.isspace, text)):
+        # Every mpirun splits options of ssh at spaces, quotes or not.
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a path without spaces")
+    return os.path.expanduser(text)
+
+
 def _words(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
@@ -201,7 +209,7 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
     _same("--verbose", 0, "prints the plan and the command first", action="store_true"),
     _same("--config-file", 1, "YAML; flags win over it; `--config` is for TOML", type=str),
     _same("-p --ssh-port", 1, _SSH, type=_port),
-    _same("-i --ssh-identity-file", 1, _SSH, type=str),
+    _same("-i --ssh-identity-file", 1, _SSH, type=_key_file),
     *_unneeded(_TUNED, 1, "--fusion-threshold-mb", "--cycle-time-ms", "--cache-capacity"),
     *_unneeded(
         _TWO_LEVELS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,6 +167,7 @@ def test_what_hvdtrain_has_by_the_same_name(job) -> None:
     assert given.ssh == ("-p", "2222", "-i", "key")
     assert given.mpi_args == ("--mca", "a", "b c")
     assert given.timestamps
+    assert job("--ssh-identity-file=~/key").ssh == ("-i", os.path.expanduser("~/key"))
     assert job("--verbose", "-np", "2", "--log-level", "FATAL").settings.log_level == "error"
     assert job("--verbose").verbose
     assert not job().verbose
@@ -176,6 +178,7 @@ def test_what_hvdtrain_has_by_the_same_name(job) -> None:
     [
         (["-p", "0"], "got '0', expected a number from 1 to 65535"),
         (["--ssh-port", "ssh"], "got 'ssh', expected a number"),
+        (["-i", "my key"], "got 'my key', expected a path without spaces"),
         (["--mpi-args='"], "No closing quotation"),
         (["--network-interfaces", "eth0,"], "got 'eth0,', expected names like eth0,eth1"),
         (["--log-level", "LOUD"], "got 'LOUD': expected one of debug, info"),
