@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.cli import main
+from hvdtrain.cluster.hosts import Host
+from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.launch.cli import add_arguments
+from hvdtrain.launch.commands import Mpirun
 from hvdtrain.launch.horovod_flags import HOROVOD_FLAGS, HorovodFlag, network_variables, note_on
-from hvdtrain.launch.job import Job
-from hvdtrain.launch.supervisor import Patience
+from hvdtrain.launch.job import Job, Site, make_command, make_plan
+from hvdtrain.launch.supervisor import Patience, Supervisor
 from tests.harness.jobs import REPOSITORY
 
 NAMES = {name: flag for flag in HOROVOD_FLAGS for name in flag.names}
@@ -210,6 +214,38 @@ def test_the_plan_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'-p 2222 -i key' --mca a b " in command
     assert command.endswith(" python -v")
     assert "NCCL_SOCKET_IFNAME" in names
+
+
+def test_words_for_mpirun_have_no_place_under_srun(tmp_path: Path) -> None:
+    job = Job(program=("python",), mpi_args=("--mca", "a", "b"))
+    site = Site(
+        hosts=(Host(name="a", slots=2),),
+        ps_ranks=(),
+        in_slurm=True,
+        mpirun=Mpirun(path=Path("/mpi/bin/mpirun"), family="openmpi5"),
+        elastic=False,
+        gpus=0,
+    )
+    plan = make_plan(job, site, site.hosts, None)
+    with pytest.raises(ConfigurationError, match=r"--mpi-args '--mca a b' is for mpirun, .*srun"):
+        make_command(job, site, plan, {}, tmp_path / "hosts")
+
+
+def test_the_plan_is_told_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(supervisor: Supervisor) -> None:
+        raise LaunchError("not here")
+
+    monkeypatch.setattr(Supervisor, "run", start)
+    assert main(["run", "-np", "1", "--verbose", "-prefix-timestamp", "python"]) == 125
+    captured = capsys.readouterr()
+    *told, last = captured.err.splitlines()
+    assert last == "hvdtrain run: not here"
+    for line in told:
+        assert re.match(r"20\d\d-\d\d-\d\d [\d:]{8} hvdtrain run: ", line)
+    assert sum("-np 1 " in line for line in told) == 1
+    assert captured.out == ""
 
 
 def test_the_version_is_hvdtrains(capsys: pytest.CaptureFixture[str]) -> None:
