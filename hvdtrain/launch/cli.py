@@ -14,13 +14,9 @@ from typing import Any
 from hvdtrain.config import Settings, read_settings, variable_name, written_default
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.launch.horovod_file import read_horovod_file
-from hvdtrain.launch.horovod_flags import (
-    add_horovod_flags,
-    network_variables,
-    note_on,
-    ssh_options,
-)
+from hvdtrain.launch.horovod_flags import add_horovod_flags, note_on
 from hvdtrain.launch.jobfile import read_jobfile
+from hvdtrain.launch.network import network_variables, ssh_options
 from hvdtrain.launch.variables import BIND
 from hvdtrain.launch.where import TF_CONFIG, add_cluster, add_where, named_cluster
 
@@ -93,7 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="the same after SIGUSR1 and SIGUSR2, for a checkpoint; default %(default)g",
     )
-    add_horovod_flags(parser)
     failures = parser.add_argument_group("failures")
     failures.add_argument(
         "--max-restarts",
@@ -125,6 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="error",
         help="the same as --non-finite error",
     )
+    add_horovod_flags(parser)
 
 
 def arguments_of_file(arguments: argparse.Namespace) -> list[str]:

@@ -13,17 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hvdtrain.launch.commands import OVER_TCP
 from hvdtrain.version import __version__
 
-__all__ = [
-    "HOROVOD_FLAGS",
-    "HorovodFlag",
-    "add_horovod_flags",
-    "network_variables",
-    "note_on",
-    "ssh_options",
-]
+__all__ = ["HOROVOD_FLAGS", "HorovodFlag", "add_horovod_flags", "note_on"]
 
 Fate = Literal["same", "becomes", "unneeded", "refused"]
 
@@ -85,27 +77,6 @@ def note_on(unneeded: Sequence[str]) -> str:
     for name in dict.fromkeys(unneeded):
         groups.setdefault(reasons[name], []).append(name)
     return "\n".join(f"{', '.join(names)}: {reason}" for reason, names in groups.items())
-
-
-def network_variables(interfaces: Sequence[str], *, over_tcp: bool) -> dict[str, str]:
-    """Variables that keep MPI and NCCL to some interfaces, or to TCP.
-
-    Open MPI passes on those that begin with OMPI_ by itself. Source: what horovodrun tells mpirun
-    (horovod/runner/mpi_run.py).
-    """
-    variables: dict[str, str] = {}
-    if interfaces:
-        listed = ",".join(dict.fromkeys(interfaces))
-        variables |= {"OMPI_MCA_btl_tcp_if_include": listed, "NCCL_SOCKET_IFNAME": listed}
-    if over_tcp:
-        variables |= {**OVER_TCP, "NCCL_IB_DISABLE": "1"}
-    return variables
-
-
-def ssh_options(port: int | None, identity_file: str | None) -> tuple[str, ...]:
-    """Options of ssh for a port and the file of a private key."""
-    options = () if port is None else ("-p", str(port))
-    return options if identity_file is None else (*options, "-i", identity_file)
 
 
 class _OfHorovod(argparse.Action):
