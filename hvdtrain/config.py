@@ -120,6 +120,12 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _log_level(text: str) -> str:
+    # Horovod's levels, too, as it writes them.
+    word = {"trace": "debug", "fatal": "error"}.get(text.lower(), text.lower())
+    return _one_of("debug", "info", "warning", "error")(word)
+
+
 def _setting(
     default: Any,
     parse: Callable[[str], Any],
@@ -274,7 +280,7 @@ class Settings:
     )
     log_level: str = _setting(
         "info",
-        _one_of("debug", "info", "warning", "error"),
+        _log_level,
         "how much hvdtrain itself prints on the chief",
     )
 

@@ -13,6 +13,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.config import Settings, variable_name, written_default
+from hvdtrain.launch.horovod_flags import HOROVOD_FLAGS
 from tests.harness.jobs import REPOSITORY
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -36,6 +37,30 @@ def test_the_settings_table_is_complete() -> None:
     text = (REPOSITORY / "docs" / "settings.md").read_text()
     table = _settings_table()
     assert table in text, f"docs/settings.md should hold these lines:\n{table}"
+
+
+def _horovod_flags_table() -> str:
+    """Flags that come to the same for the same reason share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for flag in HOROVOD_FLAGS:
+        comes_to = {
+            "same": "the same",
+            "becomes": f"`{flag.becomes.removesuffix('={}')}`",
+            "unneeded": "not needed",
+            "refused": "refused",
+        }[flag.fate]
+        reason = flag.reason.replace("{}", "SCRIPT").replace("|", "\\|")
+        rows.setdefault((comes_to, reason), []).extend(f"`{name}`" for name in flag.names)
+    return "\n".join(
+        f"| {', '.join(names)} | {comes_to} | {reason} |"
+        for (comes_to, reason), names in rows.items()
+    )
+
+
+def test_the_table_of_horovodruns_flags_is_complete() -> None:
+    text = (REPOSITORY / "docs" / "horovodrun.md").read_text()
+    table = _horovod_flags_table()
+    assert table in text, f"docs/horovodrun.md should hold these lines:\n{table}"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_name)

@@ -18,18 +18,23 @@ _QUESTION = ("true",)
 
 
 def unreachable(
-    hosts: Sequence[str], environ: Mapping[str, str], *, weary: Callable[[], bool]
+    hosts: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    ssh: Sequence[str] = (),
+    weary: Callable[[], bool],
 ) -> list[str]:
     """The hosts that ssh gets no answer from; all are asked at the same time.
 
     Args:
         hosts: Their names.
         environ: Of ssh.
+        ssh: Options that it needs.
         weary: Whether to ask no longer; then nothing is held against those that have not answered.
     """
     asked = {
         host: subprocess.Popen(
-            ssh_probe(host, _QUESTION, environ, connect_timeout_s=CONNECT_TIMEOUT_S),
+            ssh_probe(host, _QUESTION, environ, connect_timeout_s=CONNECT_TIMEOUT_S, options=ssh),
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -21,9 +21,9 @@ from hvdtrain.launch.interrupts import caught_signals
 from hvdtrain.launch.job import (
     Job,
     Site,
+    describe_plan,
     make_command,
     make_plan,
-    show_plan,
     survey,
     words_to_agents,
 )
@@ -139,6 +139,7 @@ class _Attempts:
             ranks=len(plan.places),
             with_host=len(plan.hosts) > 1,
             chief_only=job.chief_only,
+            timestamps=job.timestamps,
         )
         with (
             contextlib.closing(Hub(len(plan.places), console, local=plan.local)) as hub,
@@ -151,8 +152,10 @@ class _Attempts:
                 job, self._site, plan, {**self._environ, **words}, Path(scratch, "hosts")
             )
             if job.dry_run:
-                show_plan(plan, command, job.extra)
+                print(describe_plan(plan, command, job.extra))
                 return None
+            if job.verbose:
+                console.notice(describe_plan(plan, command, job.extra))
             supervisor = Supervisor(
                 command,
                 hub,
@@ -178,7 +181,9 @@ class _Attempts:
         left = without(hosts, gone)
         # One host that can't be reached keeps the ranks of all others from starting.
         names = [host.name for host in left]
-        silent = unreachable(names, self._environ, weary=lambda: bool(self._received))
+        silent = unreachable(
+            names, self._environ, ssh=self._job.ssh, weary=lambda: bool(self._received)
+        )
         return without(left, silent)
 
     def _too_few(self, hosts: Sequence[Host], fits: int) -> str:

@@ -13,7 +13,10 @@ from typing import Any
 
 from hvdtrain.config import Settings, read_settings, variable_name, written_default
 from hvdtrain.errors import ConfigurationError, LaunchError
+from hvdtrain.launch.horovod_file import read_horovod_file
+from hvdtrain.launch.horovod_flags import add_horovod_flags, note_on
 from hvdtrain.launch.jobfile import read_jobfile
+from hvdtrain.launch.network import network_variables, ssh_options
 from hvdtrain.launch.variables import BIND
 from hvdtrain.launch.where import TF_CONFIG, add_cluster, add_where, named_cluster
 
@@ -29,6 +32,8 @@ examples:
 exit codes: 0 when every rank ended well; else that of the rank that failed first, or 128 + n if
 signal n ended it or the job; 2 unusable arguments, 75 preempted (SIGUSR1, SIGUSR2), 124 a rank
 hangs, 125 the job can't be started. With --max-restarts that of the last attempt.
+
+horovodrun's flags work as well, --check-build among them: docs/horovodrun.md lists them all.
 """
 
 
@@ -90,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=0,
         metavar="N",
-        help="start the job again after a failure that this can mend, up to N times; default 0",
+        help="after a failure that this can mend start again, up to N times; default 0",
     )
     failures.add_argument(
         "--hang-timeout-s",
@@ -115,15 +120,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="error",
         help="the same as --non-finite error",
     )
+    add_horovod_flags(parser)
 
 
 def arguments_of_file(arguments: argparse.Namespace) -> list[str]:
-    """What stands in the file that ``--config`` names, as arguments.
+    """What stands in the files that ``--config-file`` and ``--config`` name, as arguments.
 
     Raises:
-        ConfigurationError: It can't be read.
+        ConfigurationError: One can't be read.
     """
-    return read_jobfile(Path(arguments.config)) if arguments.config else []
+    horovods = read_horovod_file(Path(arguments.config_file)) if arguments.config_file else []
+    return [*horovods, *(read_jobfile(Path(arguments.config)) if arguments.config else [])]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -137,6 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdtrain.launch.job import Job
     from hvdtrain.launch.supervisor import Patience
 
+    if arguments.check_build:
+        return _check_build(os.environ)
     environ = _environment(arguments, os.environ)
     # Every rank would fail at the same value; say it once instead.
     settings = read_settings(environ)
@@ -152,9 +161,12 @@ def run(arguments: argparse.Namespace) -> int:
         cluster=cluster,
         oversubscribe=arguments.oversubscribe,
         settings=settings,
+        ssh=ssh_options(arguments.ssh_port, arguments.ssh_identity_file),
+        mpi_args=arguments.mpi_args,
         extra=tuple(name for name, _ in arguments.env),
         output_dir=arguments.output_dir,
         chief_only=arguments.chief_only,
+        timestamps=arguments.timestamps,
         patience=Patience(
             start_s=arguments.start_timeout_s,
             grace_s=arguments.grace_s,
@@ -163,12 +175,22 @@ def run(arguments: argparse.Namespace) -> int:
         ),
         max_restarts=arguments.max_restarts,
         dry_run=arguments.dry_run,
+        verbose=arguments.verbose,
     )
+    for line in note_on(arguments.unneeded).splitlines():
+        print(f"hvdtrain run: {line}", file=sys.stderr)
     try:
         return run_job(job, environ)
     except LaunchError as error:
         print(f"hvdtrain run: {error}", file=sys.stderr)
         return ExitCode.CANNOT_START
+
+
+def _check_build(environ: Mapping[str, str]) -> int:
+    from hvdtrain.launch.check_build import describe, look
+
+    print(describe(look(environ)))
+    return 0
 
 
 def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) -> None:
@@ -212,7 +234,8 @@ class _Switch(argparse.BooleanOptionalAction):
 
 def _environment(arguments: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` with the settings that were given as flags in it."""
-    merged = dict(environ)
+    network = network_variables(arguments.interfaces, over_tcp=arguments.over_tcp)
+    merged = {**environ, **network}
     for name, given in arguments.env:
         if given is not None:
             merged[name] = given

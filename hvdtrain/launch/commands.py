@@ -6,7 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ from hvdtrain.cluster.placement import Place
 from hvdtrain.errors import ConfigurationError, LaunchError
 
 __all__ = [
+    "OVER_TCP",
     "Command",
     "Family",
     "Mpirun",
@@ -35,6 +36,8 @@ class Mpirun:
 
     path: Path
     family: Family
+    # As people call it, like "Open MPI 5.0.11".
+    name: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +78,15 @@ def recognise(path: Path, version_text: str) -> Mpirun:
     Raises:
         LaunchError: None of those that hvdtrain can speak to.
     """
-    openmpi = re.search(r"\(Open MPI\) (\d+)\.", version_text)
-    if openmpi is not None and int(openmpi[1]) >= 4:
-        return Mpirun(path=path, family="openmpi5" if int(openmpi[1]) >= 5 else "openmpi4")
-    if "HYDRA" in version_text or "Intel(R) MPI Library" in version_text:
-        return Mpirun(path=path, family="hydra")
+    openmpi = re.search(r"\(Open MPI\) ((\d+)\.\S*)", version_text)
+    if openmpi is not None and int(openmpi[2]) >= 4:
+        family: Family = "openmpi5" if int(openmpi[2]) >= 5 else "openmpi4"
+        return Mpirun(path=path, family=family, name=f"Open MPI {openmpi[1]}")
+    for word, name in (("HYDRA", "MPICH"), ("Intel(R) MPI Library", "Intel MPI")):
+        if word in version_text:
+            version = re.search(r"Version:? *(\d[\d.]*)", version_text)
+            name = f"{name} {version[1]}" if version else name
+            return Mpirun(path=path, family="hydra", name=name)
     received = (version_text.strip().splitlines() or ["nothing"])[0]
     raise LaunchError(
         f"{path} --version printed {received!r}; expected Open MPI 4 or newer, MPICH or Intel "
@@ -120,6 +127,8 @@ def mpirun_command(
     names: Sequence[str],
     as_root: bool,
     hostfile: Path,
+    ssh: Sequence[str] = (),
+    more: Sequence[str] = (),
 ) -> Command:
     """The command that starts ``plan`` through mpirun, on its hosts and nowhere else.
 
@@ -133,17 +142,19 @@ def mpirun_command(
         names: Of variables to pass on to other hosts.
         as_root: Whether root starts the job.
         hostfile: Holds what ``hostfile_text`` makes.
+        ssh: Options of the ssh by which mpirun reaches other hosts.
+        more: Further words for mpirun.
 
     Raises:
         ConfigurationError: A host that mpirun can't be told.
     """
     if mpirun.family == "hydra":
         where = _hydra_hosts(plan)
-        defaults: dict[str, str] = {}
+        defaults = dict.fromkeys(_HYDRA_SSH, " ".join(ssh)) if ssh else {}
     else:
-        where = _openmpi_hosts(plan, mpirun, names, hostfile)
+        where = (*_openmpi_hosts(plan, mpirun, names, hostfile), *_openmpi_ssh(plan, mpirun, ssh))
         defaults = _openmpi_defaults(plan, as_root)
-    argv = (str(mpirun.path), "-np", str(len(plan.places)), *where, *plan.program)
+    argv = (str(mpirun.path), "-np", str(len(plan.places)), *where, *more, *plan.program)
     return Command(argv=argv, environ={**defaults, **environ})
 
 
@@ -173,6 +184,10 @@ _FORWARDED = re.compile(
     r"PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_\w+|PYTHON\w*"
     r"|(OMP|TF|KERAS|NCCL|HVDTRAIN|XLA|CUDA|MKL|KMP|OPENBLAS|TENSORBOARD)_\w+"
 )
+# "vader" is the name of shared memory that Open MPI 4 and 5 both know.
+OVER_TCP = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp", "OMPI_MCA_osc": "^ucx"}
+# Where MPICH and Intel MPI look for options of ssh.
+_HYDRA_SSH = ("HYDRA_LAUNCHER_EXTRA_ARGS", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")
 _ALLOCATIONS = "^slurm,tm,pbs,lsf,gridengine"
 _REMOTE_STARTERS = "^slurm,tm,lsf"
 _SYSTEM_PREFIX = Path("/usr")
@@ -203,6 +218,15 @@ def _openmpi_hosts(
     return (*alone, *mapping, *where, *hosts, *variables)
 
 
+def _openmpi_ssh(plan: Plan, mpirun: Mpirun, ssh: Sequence[str]) -> tuple[str, ...]:
+    if plan.local or not ssh:
+        return ()
+    way = ("--mca", "plm_rsh_args")
+    if mpirun.family == "openmpi5":
+        way = ("--prtemca", "plm_ssh_args")
+    return (*way, " ".join(ssh))
+
+
 def _hydra_hosts(plan: Plan) -> tuple[str, ...]:
     if plan.local:
         return ("-rmk", "user", "-launcher", "fork", "-hosts", "localhost")
@@ -227,12 +251,8 @@ def _openmpi_defaults(plan: Plan, as_root: bool) -> dict[str, str]:
     defaults: dict[str, str] = {}
     if plan.local:
         # Looking for interconnects costs a second at start that ranks on one host have no use
-        # for. "vader" is the name of shared memory that Open MPI 4 and 5 both know.
-        defaults |= {
-            "OMPI_MCA_pml": "ob1",
-            "OMPI_MCA_btl": "self,vader,tcp",
-            "OMPI_MCA_osc": "^ucx",
-        }
+        # for.
+        defaults |= OVER_TCP
     if plan.oversubscribed:
         defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if as_root:

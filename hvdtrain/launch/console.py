@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from typing import TextIO
 
 __all__ = ["Console"]
@@ -22,16 +23,25 @@ class Console:
         ranks: Ranks in the job; for the width of the tags.
         with_host: Whether tags name the host.
         chief_only: Show nothing of other ranks, and the chief's lines as they are.
+        timestamps: Begin each line with the local time.
     """
 
     def __init__(
-        self, stdout: TextIO, stderr: TextIO, *, ranks: int, with_host: bool, chief_only: bool
+        self,
+        stdout: TextIO,
+        stderr: TextIO,
+        *,
+        ranks: int,
+        with_host: bool,
+        chief_only: bool,
+        timestamps: bool = False,
     ) -> None:
         self._streams = {"stdout": stdout, "stderr": stderr}
         self._coloured = {name: stream.isatty() for name, stream in self._streams.items()}
         self._width = len(str(max(ranks - 1, 0)))
         self._with_host = with_host
         self._chief_only = chief_only
+        self._timestamps = timestamps
         self._lost: set[int] = set()
         self._status = ""
 
@@ -73,6 +83,8 @@ class Console:
             self._write("stdout", _ERASE + text)
 
     def _print(self, stream: str, line: str) -> None:
+        if self._timestamps:
+            line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}"
         if self._status and self._coloured[stream]:
             self._write(stream, f"{_ERASE}{line}\n")
             self._write("stdout", self._status)

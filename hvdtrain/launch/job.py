@@ -38,9 +38,9 @@ from hvdtrain.launch.where import is_this_host, named_hosts, own_addresses
 __all__ = [
     "Job",
     "Site",
+    "describe_plan",
     "make_command",
     "make_plan",
-    "show_plan",
     "survey",
     "words_to_agents",
 ]
@@ -58,12 +58,16 @@ class Job:
         cluster: The hosts of workers and parameter servers, instead of both; None if not given.
         oversubscribe: Allow more ranks than slots.
         settings: What the ranks are told, too.
+        ssh: Options of ssh, which reaches other hosts.
+        mpi_args: Further words for mpirun.
         extra: Names of further variables for the ranks; their values are in the environment.
         output_dir: Folder for a file per rank; None for none.
         chief_only: Show the chief's output alone.
+        timestamps: Show the time before each line.
         patience: How long what may take.
         max_restarts: How many failures may be followed by another start.
         dry_run: Only print the plan.
+        verbose: Print it and go on.
     """
 
     program: tuple[str, ...]
@@ -73,12 +77,16 @@ class Job:
     cluster: ClassicCluster | None = None
     oversubscribe: bool = False
     settings: Settings = field(default_factory=Settings)
+    ssh: tuple[str, ...] = ()
+    mpi_args: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
     output_dir: str | None = None
     chief_only: bool = False
+    timestamps: bool = False
     patience: Patience = field(default_factory=Patience)
     max_restarts: int = 0
     dry_run: bool = False
+    verbose: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,11 +207,16 @@ def make_command(
     """What starts the ranks of ``plan``; ``hostfile`` is written for it.
 
     Raises:
-        ConfigurationError: A host that mpirun can't be told.
+        ConfigurationError: A host that mpirun can't be told, or words for it where there is none.
         LaunchError: There is no usable srun.
     """
     environ = rank_environment({**environ, **_decided(job, site, plan)}, [_python().parent])
     if site.in_slurm:
+        if job.mpi_args:
+            raise ConfigurationError(
+                f"--mpi-args {shlex.join(job.mpi_args)!r} is for mpirun, and in a Slurm job ranks "
+                "start through srun. Leave it out, or name the hosts with -H."
+            )
         return _through_srun(plan, site.mpirun, environ, hostfile)
     hostfile.write_text(hostfile_text(plan))
     return mpirun_command(
@@ -213,6 +226,8 @@ def make_command(
         names=forwarded(environ, job.extra),
         as_root=os.geteuid() == 0,
         hostfile=hostfile,
+        ssh=job.ssh,
+        more=job.mpi_args,
     )
 
 
@@ -254,12 +269,13 @@ def words_to_agents(
     return words
 
 
-def show_plan(plan: Plan, command: Command, extra: Sequence[str]) -> None:
-    """Print which rank would run where, and what would be started."""
-    print(table(plan.places))
-    print(f"\n{shlex.join(command.argv)}")
+def describe_plan(plan: Plan, command: Command, extra: Sequence[str]) -> str:
+    """Which rank would run where, and what would be started."""
     names = ", ".join(forwarded(command.environ, extra))
-    print(f"\nvariables that every rank gets, values not shown: {names}")
+    return (
+        f"{table(plan.places)}\n\n{shlex.join(command.argv)}\n\n"
+        f"variables that every rank gets, values not shown: {names}"
+    )
 
 
 def _gpus(environ: Mapping[str, str]) -> int:

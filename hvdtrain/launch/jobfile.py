@@ -53,7 +53,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _arguments(path: Path, key: str, value: Any) -> list[str]:
     name = _SHORT.get(key, key.replace("_", "-"))
-    if not re.fullmatch(r"[a-z]+(-[a-z]+)*", name) or name in ("config", "help"):
+    if not re.fullmatch(r"[a-z]+(-[a-z]+)*", name) or name in ("config", "config-file", "help"):
         raise ConfigurationError(
             f"--config {path}: {key!r} can't stand there; expected options of hvdtrain run, as "
             "in its --help."

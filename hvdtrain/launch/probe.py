@@ -26,7 +26,7 @@ from hvdtrain.launch.cores import available_cores
 from hvdtrain.launch.facts import MARK, Question, read_question
 from hvdtrain.launch.program import ask_program
 
-__all__ = ["main"]
+__all__ = ["installed_versions", "main"]
 
 MPI_TIMEOUT_S = 15.0
 GPU_TIMEOUT_S = 15.0
@@ -97,7 +97,8 @@ def _load(question: Question) -> dict[str, Any]:
     return {"cores": available_cores(), "load": round(os.getloadavg()[0], 2)}
 
 
-def _versions(question: Question) -> dict[str, Any]:
+def installed_versions() -> dict[str, str]:
+    """The packages that count and are installed, by TensorFlow's and their other usual names."""
     import importlib.metadata
 
     found = {}
@@ -113,7 +114,11 @@ def _versions(question: Question) -> dict[str, Any]:
         from hvdtrain.version import __version__
 
         found["hvdtrain"] = __version__
-    return {"versions": found}
+    return found
+
+
+def _versions(question: Question) -> dict[str, Any]:
+    return {"versions": installed_versions()}
 
 
 def _mpi(question: Question) -> dict[str, Any]:

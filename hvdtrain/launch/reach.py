@@ -100,14 +100,19 @@ def clock_offset_s(answer: Answer) -> tuple[float, float]:
 
 
 def ssh_probe(
-    host: str, program: Sequence[str], environ: Mapping[str, str], *, connect_timeout_s: int
+    host: str,
+    program: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    connect_timeout_s: int,
+    options: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """The command that runs ``program`` on ``host``, and asks nobody for a password."""
     variables = [f"{name}={environ[name]}" for name in _VARIABLES if environ.get(name)]
     return (
         *("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}"),
         # A connection that stays open for later ones would hold on to the output.
-        *("-o", "ControlMaster=no", "--", host),
+        *("-o", "ControlMaster=no", *options, "--", host),
         shlex.join(["env", *variables, *program]),
     )
 

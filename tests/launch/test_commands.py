@@ -30,12 +30,19 @@ INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (i
 
 
 @pytest.mark.parametrize(
-    ("text", "family"),
-    [(OPENMPI_4, "openmpi4"), (OPENMPI_5, "openmpi5"), (MPICH, "hydra"), (INTEL, "hydra")],
+    ("text", "family", "name"),
+    [
+        (OPENMPI_4, "openmpi4", "Open MPI 4.1.4"),
+        (OPENMPI_5, "openmpi5", "Open MPI 5.0.11"),
+        (MPICH, "hydra", "MPICH 5.0.2"),
+        (INTEL, "hydra", "Intel MPI 2021.18.1"),
+    ],
 )
-def test_recognise(text: str, family: Family) -> None:
+def test_recognise(text: str, family: Family, name: str) -> None:
     path = Path("/opt/mpi/bin/mpirun")
-    assert recognise(path, text) == Mpirun(path=path, family=family)
+    found = recognise(path, text)
+    assert found == Mpirun(path=path, family=family)
+    assert found.name == name
 
 
 @pytest.mark.parametrize("text", ["", "mpirun (Open MPI) 3.1.6\n", "mpiexec: unknown option\n"])
@@ -112,6 +119,49 @@ def test_openmpi_on_several_hosts(family: Family) -> None:
         argv=("/mpi/bin/mpirun", "-np", "3", *openmpi_argv(MCA[family], *where)),
         environ={"DATA": "/d"},
     )
+
+
+SSH = ("-p", "2222", "-i", "/key")
+SSH_WORDS = "-p 2222 -i /key"
+
+
+def with_more(family: Family, hosts: str) -> Command:
+    return mpirun_command(
+        plan(hosts),
+        Mpirun(path=Path("/mpi/bin/mpirun"), family=family),
+        {"HOME": "/home/me"},
+        names=(),
+        as_root=False,
+        hostfile=HOSTFILE,
+        ssh=SSH,
+        more=("--mca", "a", "b c"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [("openmpi4", ("--mca", "plm_rsh_args")), ("openmpi5", ("--prtemca", "plm_ssh_args"))],
+)
+def test_openmpi_is_told_options_of_ssh_and_more_words(
+    family: Family, way: tuple[str, str]
+) -> None:
+    more = ("--mca", "a", "b c")
+    where = ("--prefix", "/mpi", "-H", "node1:2,node2:1", *way, SSH_WORDS, *more)
+    argv = ("/mpi/bin/mpirun", "-np", "3", *openmpi_argv(MCA[family], *where))
+    assert with_more(family, "node1:2,node2:1") == Command(argv=argv, environ={"HOME": "/home/me"})
+    # No ssh is needed for this host.
+    argv = ("/mpi/bin/mpirun", "-np", "2", *openmpi_argv(MCA[family], *more))
+    assert with_more(family, "localhost:2").argv == argv
+
+
+def test_hydra_is_told_them_too() -> None:
+    told = with_more("hydra", "node1:2,node2:1")
+    assert told.argv[-len(PROGRAM) - 3 :] == ("--mca", "a", "b c", *PROGRAM)
+    assert told.environ == {
+        "HOME": "/home/me",
+        "HYDRA_LAUNCHER_EXTRA_ARGS": SSH_WORDS,
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": SSH_WORDS,
+    }
 
 
 def test_openmpi_5_lets_ranks_go_on_without_one() -> None:

@@ -68,6 +68,16 @@ def test_lines_go_where_the_ranks_wrote_them() -> None:
     assert err.getvalue() == "[1] b\nhvdtrain run: two\nhvdtrain run: lines\n"
 
 
+def test_lines_begin_with_the_time_on_request() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    console = Console(out, err, ranks=2, with_host=False, chief_only=False, timestamps=True)
+    console.line(1, "node1", "stdout", "loss: 1.5")
+    console.notice("two\nlines")
+    time = r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.fullmatch(rf"{time} \[1\] loss: 1.5\n", out.getvalue())
+    assert re.fullmatch(rf"({time} hvdtrain run: (two|lines)\n){{2}}", err.getvalue())
+
+
 def test_colours_are_for_terminals() -> None:
     out, err = Terminal(), io.StringIO()
     console = make(out, err, ranks=12)

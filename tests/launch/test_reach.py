@@ -76,6 +76,11 @@ def test_ssh_command() -> None:
     )
 
 
+def test_ssh_command_with_options() -> None:
+    argv = ssh_probe("b", ["true"], {}, connect_timeout_s=10, options=("-p", "2222"))
+    assert argv[-5:] == ("-p", "2222", "--", "b", "env true")
+
+
 def test_srun_command() -> None:
     assert srun_probe("b", ["python", "-m", "x", "{}"]) == (
         *("srun", "--nodes=1", "--ntasks=1", "--nodelist=b", "--mpi=none", "--overlap"),

@@ -1,0 +1,27 @@
+"""Prints the flags of the horovodrun that is installed, as JSON; run with Horovod's Python."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import NoReturn
+
+
+def show(parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+    # A value that is given in a word of its own, in a list or not, is one word.
+    counts = {None: 1}
+    flags = {
+        name: counts.get(action.nargs, action.nargs)
+        for action in parser._actions
+        for name in action.option_strings
+    }
+    print(json.dumps(flags))
+    raise SystemExit
+
+
+if __name__ == "__main__":
+    # horovodrun makes its parser and uses it in one function.
+    argparse.ArgumentParser.parse_args = show  # type: ignore[assignment, method-assign]
+    from horovod.runner import launch
+
+    launch.parse_args()

@@ -1,0 +1,30 @@
+"""Which hosts are asked whether they still answer, and how."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.launch.alive import unreachable
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """Of an ssh that writes down its arguments, and reaches all hosts but b."""
+    program = tmp_path / "ssh"
+    program.write_text(
+        f'#!/bin/sh\necho "$*" >>{tmp_path}/asked\ncase "$*" in *" b "*) exit 255; esac\n'
+    )
+    program.chmod(0o755)
+    return {"PATH": f"{tmp_path}{os.pathsep}{os.defpath}"}
+
+
+def test_hosts_that_ssh_does_not_reach(environ: dict[str, str], tmp_path: Path) -> None:
+    silent = unreachable(["a", "b", "localhost"], environ, ssh=("-p", "2222"), weary=lambda: False)
+    assert silent == ["b"]
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == 2, "this host needs no ssh"
+    for line in asked:
+        assert " -p 2222 -- " in line

@@ -1,0 +1,254 @@
+"""The flags of horovodrun: all are known, each does what its row of the table says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli import main
+from hvdtrain.cluster.hosts import Host
+from hvdtrain.errors import ConfigurationError, LaunchError
+from hvdtrain.launch.cli import add_arguments
+from hvdtrain.launch.commands import Mpirun
+from hvdtrain.launch.horovod_flags import HOROVOD_FLAGS, HorovodFlag, note_on
+from hvdtrain.launch.job import Job, Site, make_command, make_plan
+from hvdtrain.launch.network import network_variables
+from hvdtrain.launch.supervisor import Patience, Supervisor
+from tests.harness.jobs import REPOSITORY
+
+NAMES = {name: flag for flag in HOROVOD_FLAGS for name in flag.names}
+
+
+def of_fate(fate: str) -> list[HorovodFlag]:
+    return [flag for flag in HOROVOD_FLAGS if flag.fate == fate]
+
+
+def name_of(flag: HorovodFlag) -> str:
+    return flag.names[0]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, dict[str, str]]]:
+    """The jobs that the command would run, each with its environment."""
+    jobs: list[tuple[Job, dict[str, str]]] = []
+
+    def note(job: Job, environ: dict[str, str]) -> int:
+        jobs.append((job, environ))
+        return 0
+
+    monkeypatch.setattr("hvdtrain.launch.attempts.run_job", note)
+    monkeypatch.delenv("HVDTRAIN_TIMEOUT_S", raising=False)
+    return jobs
+
+
+@pytest.fixture
+def job(started) -> Callable[..., Job]:
+    """The job that horovodrun's command with these flags would run."""
+
+    def of(*flags: str) -> Job:
+        assert main(["run", *flags, "python", "train.py", "--verbose", "--gloo"]) == 0
+        (one, _) = started.pop()
+        assert one.program == ("python", "train.py", "--verbose", "--gloo")
+        return one
+
+    return of
+
+
+def test_the_table_is_that_of_the_real_horovodrun(environment, run_command) -> None:
+    python: Path = environment("horovod")
+    script = REPOSITORY / "tests" / "launch" / "horovod_parser.py"
+    done = run_command([python, script], timeout_s=60)
+    assert done.returncode == 0, done
+    real = json.loads(done.stdout)
+    assert {name: flag.values for name, flag in NAMES.items()} == real
+
+
+def test_the_parser_takes_as_many_words_as_the_table_says() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for name, flag in NAMES.items():
+        action = parser._option_string_actions[name]
+        assert (1 if action.nargs is None else action.nargs) == flag.values, name
+
+
+def test_help_shows_none_but_hvdtrains_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for flag in HOROVOD_FLAGS:
+        if flag.fate != "same" or flag.declared:
+            for name in flag.names:
+                assert f"  {name} " not in shown
+    assert "docs/horovodrun.md" in shown
+
+
+@pytest.mark.parametrize("flag", of_fate("unneeded"), ids=name_of)
+def test_what_is_not_needed_is_accepted_with_a_note(
+    flag: HorovodFlag, job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = job("-np", "2")
+    capsys.readouterr()
+    for name in flag.names:
+        assert job("-np", "2", name, *["1"] * flag.values) == plain
+        assert capsys.readouterr().err == f"hvdtrain run: {name}: {flag.reason}\n"
+
+
+@pytest.mark.parametrize("flag", of_fate("refused"), ids=name_of)
+def test_what_can_not_be_had_is_refused(
+    flag: HorovodFlag, started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in flag.names:
+        assert main(["run", "-np", "2", name, *["1"] * flag.values, "python"]) == 2
+        told = capsys.readouterr().err
+        assert f"argument {name}: {flag.reason.format(*['1'] * flag.values)}" in told
+        assert "eave it out" in told or "Name those" in told
+    assert not started
+
+
+def test_one_note_names_all_that_have_one_reason(job, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--cycle-time-ms=5", "--mpi", "--autotune", "--stall-check", "--cycle-time-ms", "6"]
+    job("-np", "2", *flags)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in lines] == [
+        "--cycle-time-ms, --autotune",
+        "--stall-check",
+    ]
+    assert note_on([]) == ""
+
+
+STAND_FOR = {
+    "--start-timeout": (["30"], "--start-timeout-s", "30"),
+    "--output-filename": (["logs"], "--output-dir", "logs"),
+    "--min-num-proc": (["2"], "--min-np", "2"),
+    "--reset-limit": (["3"], "--max-restarts", "3"),
+    "--no-stall-check": ([], "--hang-timeout-s", "0"),
+    "--stall-check-shutdown-time-seconds": (["90"], "--hang-timeout-s", "90"),
+    "-hostfile": (["hosts"], "--hostfile", "hosts"),
+}
+
+
+def test_nothing_stands_for_others_unseen() -> None:
+    assert set(STAND_FOR) == {name for flag in of_fate("becomes") for name in flag.names}
+
+
+@pytest.mark.parametrize("name", STAND_FOR)
+def test_what_stands_for_others_does_the_same(
+    name: str, job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values, own, value = STAND_FOR[name]
+    plain, given = job("-np", "4"), job("-np", "4", name, *values)
+    assert given == job("-np", "4", own, value)
+    assert given != plain
+    assert capsys.readouterr().err == ""
+
+
+def test_the_last_word_counts(job) -> None:
+    assert job("--start-timeout", "7", "--start-timeout-s", "8").patience.start_s == 8
+    assert job("--start-timeout-s", "8", "--start-timeout", "7").patience.start_s == 7
+
+
+def test_a_wrong_value_is_told_by_the_flag_that_it_is_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["run", "--start-timeout", "soon", "python"]) == 2
+    assert "--start-timeout-s: got 'soon', expected seconds" in capsys.readouterr().err
+
+
+def test_horovods_default_does_not_turn_off_the_search_for_hangs(
+    job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = job("--stall-check-shutdown-time-seconds", "0")
+    assert given.patience == Patience(start_s=120, grace_s=5, preempt_grace_s=60, hang_s=540)
+    assert "--stall-check-shutdown-time-seconds: 0 is Horovod's" in capsys.readouterr().err
+
+
+def test_what_hvdtrain_has_by_the_same_name(job) -> None:
+    given = job("-p", "2222", "-i", "key", "--mpi-args=--mca a 'b c'", "-prefix-timestamp")
+    assert given.ssh == ("-p", "2222", "-i", "key")
+    assert given.mpi_args == ("--mca", "a", "b c")
+    assert given.timestamps
+    assert job("--ssh-identity-file=~/key").ssh == ("-i", os.path.expanduser("~/key"))
+    assert job("--verbose", "-np", "2", "--log-level", "FATAL").settings.log_level == "error"
+    assert job("--verbose").verbose
+    assert not job().verbose
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["-p", "0"], "got '0', expected a number from 1 to 65535"),
+        (["--ssh-port", "ssh"], "got 'ssh', expected a number"),
+        (["-i", "my key"], "got 'my key', expected a path without spaces"),
+        (["--mpi-args='"], "No closing quotation"),
+        (["--network-interfaces", "eth0,"], "got 'eth0,', expected names like eth0,eth1"),
+        (["--log-level", "LOUD"], "got 'LOUD': expected one of debug, info"),
+    ],
+)
+def test_values_are_checked(
+    flags: list[str], told: str, started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "-np", "2", *flags, "python"]) == 2
+    assert told in capsys.readouterr().err
+    assert not started
+
+
+def test_interfaces_and_tcp_are_variables_for_the_ranks(started) -> None:
+    interfaces = ["--network-interface", "eth0", "--network-interfaces", "eth1,eth0"]
+    assert main(["run", "-np", "2", "--tcp", *interfaces, "python"]) == 0
+    environ = started[0][1]
+    assert environ["OMPI_MCA_btl_tcp_if_include"] == "eth0,eth1"
+    assert environ["NCCL_SOCKET_IFNAME"] == "eth0,eth1"
+    assert (environ["NCCL_IB_DISABLE"], environ["OMPI_MCA_pml"]) == ("1", "ob1")
+    assert network_variables([], over_tcp=False) == {}
+
+
+def test_the_plan_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["-p", "2222", "-i", "key", "--network-interface=eth0", "--mpi-args=--mca a b"]
+    argv = ["run", "-np", "2", "-H", "a:1,b:1", *flags, "--dry-run", "python", "-v"]
+    assert main(argv) == 0
+    _, command, names = capsys.readouterr().out.split("\n\n")
+    assert "'-p 2222 -i key' --mca a b " in command
+    assert command.endswith(" python -v")
+    assert "NCCL_SOCKET_IFNAME" in names
+
+
+def test_words_for_mpirun_have_no_place_under_srun(tmp_path: Path) -> None:
+    job = Job(program=("python",), mpi_args=("--mca", "a", "b"))
+    site = Site(
+        hosts=(Host(name="a", slots=2),),
+        ps_ranks=(),
+        in_slurm=True,
+        mpirun=Mpirun(path=Path("/mpi/bin/mpirun"), family="openmpi5"),
+        elastic=False,
+        gpus=0,
+    )
+    plan = make_plan(job, site, site.hosts, None)
+    with pytest.raises(ConfigurationError, match=r"--mpi-args '--mca a b' is for mpirun, .*srun"):
+        make_command(job, site, plan, {}, tmp_path / "hosts")
+
+
+def test_the_plan_is_told_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(supervisor: Supervisor) -> None:
+        raise LaunchError("not here")
+
+    monkeypatch.setattr(Supervisor, "run", start)
+    assert main(["run", "-np", "1", "--verbose", "-prefix-timestamp", "python"]) == 125
+    captured = capsys.readouterr()
+    *told, last = captured.err.splitlines()
+    assert last == "hvdtrain run: not here"
+    for line in told:
+        assert re.match(r"20\d\d-\d\d-\d\d [\d:]{8} hvdtrain run: ", line)
+    assert sum("-np 1 " in line for line in told) == 1
+    assert captured.out == ""
+
+
+def test_the_version_is_hvdtrains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-v"]) == 0
+    assert capsys.readouterr().out.startswith("hvdtrain ")
