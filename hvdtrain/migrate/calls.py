@@ -89,21 +89,27 @@ def _generators(node: ast.AST, script: _Script) -> Iterator[Finding]:
         )
 
 
-def _weights(node: ast.AST, script: _Script) -> Iterator[Finding]:
-    """Files that Keras 3 refuses to write weights to."""
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "save_weights"
-        and node.args
-        and isinstance(node.args[0], ast.Constant)
-        and isinstance(node.args[0].value, str)
-        and not node.args[0].value.endswith((".weights.h5", ".weights.json"))
-    ):
+def _files(node: ast.AST, script: _Script) -> Iterator[Finding]:
+    """Names of files that Keras 3 refuses to write to, where they are written out."""
+    called = node.func if isinstance(node, ast.Call) else None
+    if not isinstance(node, ast.Call) or not isinstance(called, (ast.Attribute, ast.Name)):
+        return
+    name = called.attr if isinstance(called, ast.Attribute) else called.id
+    keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+    file = node.args[0] if node.args else keywords.get("filepath")
+    weights_only = keywords.get("save_weights_only", ast.Constant(False))
+    if not isinstance(file, ast.Constant) or not isinstance(file.value, str):
+        return
+    if name == "save_weights":
+        ends: tuple[str, ...] = (".weights.h5", ".weights.json")
+    elif name == "ModelCheckpoint" and isinstance(weights_only, ast.Constant):
+        ends = (".weights.h5",) if weights_only.value else (".keras", ".h5")
+    else:
+        return
+    if not file.value.endswith(ends):
         yield Finding(
-            node.args[0].lineno,
-            f"save_weights to {node.args[0].value!r} fails since Keras 3; "
-            "let the file's name end with .weights.h5",
+            file.lineno,
+            f"{name} refuses {file.value!r} since Keras 3; let the name end with {ends[0]}",
         )
 
 
@@ -142,7 +148,7 @@ def _pinning(node: ast.AST, script: _Script) -> Iterator[Finding]:
         )
 
 
-_CHECKS: tuple[_Check, ...] = (_keywords, _generators, _weights, _optimizer_attributes, _pinning)
+_CHECKS: tuple[_Check, ...] = (_keywords, _generators, _files, _optimizer_attributes, _pinning)
 
 
 def _asks_local_rank(argument: ast.expr) -> bool:

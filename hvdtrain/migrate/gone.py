@@ -13,6 +13,7 @@ __all__ = [
     "KERAS_ALONE",
     "LEGACY_OPTIMIZERS",
     "OFFERED_MODULES",
+    "SWITCHES",
     "TENSORFLOW",
     "why_gone",
 ]
@@ -107,6 +108,17 @@ GRAPHS: dict[str, str] = {
     "variable_scope": "layers keep their variables: use keras.layers",
 }
 
+# Beginnings of those that in tf.compat.v1 also work without a graph.
+_EAGER_TOO = (
+    "assign",
+    "get_variable",
+    "losses.",
+    "train.create_global_step",
+    "train.get_global_step",
+    "train.get_or_create_global_step",
+    "variable_scope",
+)
+
 # The others that left TensorFlow with version 2. All names stand after `tensorflow.`.
 TENSORFLOW: dict[str, str] = {
     "FixedLenFeature": "use tf.io.FixedLenFeature",
@@ -147,8 +159,8 @@ TENSORFLOW: dict[str, str] = {
     "truncated_normal": "use tf.random.truncated_normal",
 }
 
-# These switch off what hvdtrain and Keras 3 rely on.
-_SWITCHES = {
+# These switch off what hvdtrain and Keras 3 rely on. Names stand after `tensorflow.`.
+SWITCHES = {
     "disable_eager_execution": "drop it: Keras 3 needs eager execution",
     "disable_v2_behavior": "drop it: Keras 3 needs the behaviour of TensorFlow 2",
 }
@@ -241,6 +253,7 @@ OFFERED_MODULES = frozenset(
 _NO_FRAMEWORK = "hvdtrain trains Keras models on TensorFlow alone"
 _NO_STARTER = "start the script with hvdtrain run, mpirun or srun"
 _BROADCAST = "use broadcast_variables, or in fit the callback BroadcastGlobalVariablesCallback"
+_IN_TENSORFLOW = "take its names from hvdtrain.tensorflow"
 
 # Of Horovod, and not offered. Names stand after `horovod.`; others of its modules aren't, either.
 HOROVOD: dict[str, str] = {
@@ -252,8 +265,11 @@ HOROVOD: dict[str, str] = {
     "spark": _NO_STARTER,
     "tensorflow.BroadcastGlobalVariablesHook": _BROADCAST,
     "tensorflow.broadcast_global_variables": _BROADCAST,
-    "tensorflow.compression": "take Compression from hvdtrain.tensorflow",
+    "tensorflow.compression": _IN_TENSORFLOW,
+    "tensorflow.functions": _IN_TENSORFLOW,
     "tensorflow.keras.broadcast_global_variables": _BROADCAST,
+    "tensorflow.mpi_ops": _IN_TENSORFLOW,
+    "tensorflow.sync_batch_norm": _IN_TENSORFLOW,
     "torch": _NO_FRAMEWORK,
 }
 
@@ -287,12 +303,12 @@ def _of_horovod(name: str) -> str | None:
 
 
 def _of_tensorflow(name: str) -> str | None:
-    if name.startswith("compat.v1."):
-        old = name.removeprefix("compat.v1.")
-        advice = _longest(GRAPHS, old) or _longest(_SWITCHES, old)
+    old = name.removeprefix("compat.v1.")
+    if old != name and not old.startswith(_EAGER_TOO):
+        advice = _longest(GRAPHS, old) or _longest(SWITCHES, old)
         if advice is not None:
             return f"is for TensorFlow 1's graphs, in which hvdtrain doesn't train; {advice}"
-    advice = _longest(GRAPHS, name) or _longest(TENSORFLOW, name) or _longest(_SWITCHES, name)
+    advice = _longest(GRAPHS, name) or _longest(TENSORFLOW, name) or _longest(SWITCHES, name)
     if advice is not None:
         return f"is gone since TensorFlow 2; {advice}"
     if name.partition(".")[0] in _KERAS_IN_TENSORFLOW:

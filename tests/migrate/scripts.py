@@ -231,7 +231,7 @@ SCRIPTS: dict[str, Script] = {
             18: "K.set_value is gone since Keras 3; tf.keras.backend.set_value still does it",
             19: "model.fit_generator is gone since Keras 3; use fit",
             20: "workers is gone from fit_generator since Keras 3",
-            21: "save_weights to 'weights.h5' fails since Keras 3",
+            21: "save_weights refuses 'weights.h5' since Keras 3; let the name end",
         },
     ),
     "graph": Script(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -57,6 +58,15 @@ def test_what_is_left_is_shown_and_exits_1(folder: Path, capfdbinary) -> None:
         "model.py:2: tf.train.AdamOptimizer is gone since TensorFlow 2; use keras.optimizers.Adam",
         "1 line to change, 1 edit left for you",
     ]
+
+
+def test_the_document_shows_what_is_printed(folder: Path, run_command) -> None:
+    text = (REPOSITORY / "docs" / "horovod.md").read_text()
+    script = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    command, _, shown = re.findall(r"```console\n\$ (.*?)```", text, re.DOTALL)[0].partition("\n")
+    (folder / "train.py").write_text(script)
+    done = run_command([sys.executable, "-m", *command.split()])
+    assert done.stdout + done.stderr == shown
 
 
 def test_notes_leave_nothing_to_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,6 +166,26 @@ def test_legacy_optimizers_are_told_with_their_successors() -> None:
     )
 
 
+FILES = {
+    "save_weights('a.weights.h5')": None,
+    "save_weights(name)": None,
+    "save_weights('a')": ".weights.h5",
+    "save_weights(filepath='a.h5')": ".weights.h5",
+    "ModelCheckpoint('a.keras')": None,
+    "ModelCheckpoint('a.h5')": None,
+    "ModelCheckpoint('a-{epoch}.hdf5')": ".keras",
+    "ModelCheckpoint('a.h5', save_weights_only=True)": ".weights.h5",
+    "ModelCheckpoint('a.weights.h5', save_weights_only=True)": None,
+    "ModelCheckpoint('a.h5', save_weights_only=maybe)": None,
+}
+
+
+@pytest.mark.parametrize(("call", "end"), FILES.items(), ids=FILES)
+def test_files_that_keras_refuses_are_told(call: str, end: str | None) -> None:
+    texts = told(migrate(f"import keras\nx.{call}\n".encode()))
+    assert [text.rpartition(" ")[2] for text in texts.values()] == ([f"{end}\n"] if end else [])
+
+
 UNUSABLE = {
     "python-2": (b"x = 1\nprint 'x'\n", "line 2 isn't Python 3: "),
     "bad-utf-8": (b"x = '\xe9'\n", "it can't be decoded: "),
