@@ -30,13 +30,9 @@ class _Moves:
     places: set[int] = field(default_factory=set)
     findings: list[Finding] = field(default_factory=list)
 
-    def move(self, place: int, line: int) -> None:
-        """Replace the word that should stand at this place."""
-        if self.source.text.startswith(OLD, place):
-            self.places.add(place)
-        else:
-            # Pythons before 3.12 don't always know where names in f-strings are.
-            self.leave(line, f"{OLD} in an f-string: write {NEW}")
+    def move(self, node: ast.alias | ast.Name) -> None:
+        """Replace the word with which this begins."""
+        self.places.add(self.source.offset(node.lineno, node.col_offset))
 
     def leave(self, line: int, text: str) -> None:
         self.findings.append(Finding(line, text))
@@ -73,8 +69,8 @@ def _move_from(moves: _Moves, node: ast.ImportFrom) -> None:
         moves.leave(node.lineno, _not_offered(part))
     if not unknown:
         found = _FROM.match(moves.source.text, moves.source.offset(node.lineno, node.col_offset))
-        if found:
-            moves.move(found.end(), node.lineno)
+        assert found is not None, "nothing else can stand there"
+        moves.places.add(found.end())
     elif len(unknown) < len(parts):
         moves.leave(node.lineno, f"give what hvdtrain offers an import of its own, from {NEW}")
 
@@ -82,7 +78,7 @@ def _move_from(moves: _Moves, node: ast.ImportFrom) -> None:
 def _move_alias(moves: _Moves, alias: ast.alias) -> None:
     """``import horovod.tensorflow as hvd``, or the import of ``horovod.tensorflow`` itself."""
     if alias.name in OFFERED_MODULES:
-        moves.move(moves.source.offset(alias.lineno, alias.col_offset), alias.lineno)
+        moves.move(alias)
     else:
         moves.leave(alias.lineno, _not_offered(alias.name))
 
@@ -110,7 +106,7 @@ def _move_whole(moves: _Moves, names: Names, bound: str, imports: Sequence[ast.a
         if alias.name != OLD:
             _move_alias(moves, alias)
         elif not left:
-            moves.move(moves.source.offset(alias.lineno, alias.col_offset), alias.lineno)
+            moves.move(alias)
         else:
             moves.leave(
                 alias.lineno,
@@ -120,7 +116,7 @@ def _move_whole(moves: _Moves, names: Names, bound: str, imports: Sequence[ast.a
     if bound == OLD:
         for use in uses:
             if use not in left:
-                moves.move(moves.source.offset(use.line, use.root.col_offset), use.line)
+                moves.move(use.root)
 
 
 def _is_old(module: str) -> bool:

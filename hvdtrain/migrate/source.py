@@ -39,6 +39,7 @@ class Source:
         parts = []
         done = 0
         for place in sorted(places):
+            assert self.text.startswith(old, place), "the tree says so"
             parts += [self.text[done:place], new]
             done = place + len(old)
         return "".join([*parts, self.text[done:]]).encode(self.encoding)
@@ -63,7 +64,8 @@ def read_source(raw: bytes) -> Source:
             warnings.simplefilter("ignore")
             tree = ast.parse(text)
     except SyntaxError as error:
-        raise ConfigurationError(f"line {error.lineno} isn't Python 3: {error.msg}") from None
+        where = f"line {error.lineno}" if error.lineno else "it"
+        raise ConfigurationError(f"{where} isn't Python 3: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise ConfigurationError(f"it isn't Python 3: {error or 'nested too deeply'}") from None
     starts = (0, *(match.end() for match in _LINE_END.finditer(text)))

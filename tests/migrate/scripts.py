@@ -201,6 +201,21 @@ except ImportError:
     hvd_keras = None
 """
 
+# Where in such strings names stand, Python tells as of other names.
+_FORMATTED = r'''
+import horovod.keras
+
+a = f"horovod.keras.rank() {horovod.keras.rank()} {{horovod.keras.rank()}}"
+b = f'é {f"{horovod.keras.rank()}"} {"horovod" + horovod.keras.rank()}' "h" rf"\{horovod.keras}"
+c = (f"{a}"
+     f"\N{DIGIT ONE} é {{{horovod.keras.size}}}\t{horovod.keras.size!r:>{horovod.keras.size()}}")
+d = f"""
+ é{
+  horovod.keras.rank()} horovod {horovod.keras.rank()
+  + horovod.keras.rank()}""" f"\
+  {horovod.keras.rank()}"
+'''
+
 _RUN = "not offered by hvdtrain; start the script with hvdtrain run"
 
 SCRIPTS: dict[str, Script] = {
@@ -255,6 +270,7 @@ SCRIPTS: dict[str, Script] = {
             7: "horovod.to",
         },
     ),
+    "formatted": Script(text=_FORMATTED, changed=(2, 4, 5, 7, 10, 11, 12)),
     "from": Script(
         text=_FROM,
         changed=(1, 2, 5, 9),

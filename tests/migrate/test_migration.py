@@ -166,6 +166,12 @@ def test_legacy_optimizers_are_told_with_their_successors() -> None:
     )
 
 
+def test_calls_are_of_keras_only_in_scripts_that_import_it() -> None:
+    text = "import {}\nmodel.fit(x, workers=4)\n"
+    assert told(migrate(text.format("sklearn").encode())) == {}
+    assert 2 in told(migrate(text.format("horovod.keras as hvd").encode()))
+
+
 FILES = {
     "save_weights('a.weights.h5')": None,
     "save_weights(name)": None,
