@@ -273,8 +273,6 @@ HOROVOD: dict[str, str] = {
     "torch": _NO_FRAMEWORK,
 }
 
-_KERAS_IN_TENSORFLOW = ("optimizers", "losses", "metrics", "initializers")
-
 
 def why_gone(name: str) -> str | None:
     """What to say of a dotted name such as ``tensorflow.train.AdamOptimizer``.
@@ -311,9 +309,8 @@ def _of_tensorflow(name: str) -> str | None:
     advice = _longest(GRAPHS, name) or _longest(TENSORFLOW, name) or _longest(SWITCHES, name)
     if advice is not None:
         return f"is gone since TensorFlow 2; {advice}"
-    if name.partition(".")[0] in _KERAS_IN_TENSORFLOW:
-        return _of_keras(name, alone=False)
-    return None
+    # Another name of tf.keras.optimizers.
+    return _of_keras(name, alone=False) if name.startswith("optimizers.") else None
 
 
 def _of_keras(name: str, *, alone: bool) -> str | None:

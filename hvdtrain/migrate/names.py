@@ -65,7 +65,7 @@ class Names:
         return [".".join((root, *use.attributes)) for root in self.roots(use.root.id)]
 
 
-def as_use(node: ast.expr) -> Use | None:
+def as_use(node: ast.AST) -> Use | None:
     """``a.b.c`` as a use of ``a``; None for what doesn't begin with a name."""
     attributes: list[str] = []
     while isinstance(node, ast.Attribute):
@@ -76,16 +76,17 @@ def as_use(node: ast.expr) -> Use | None:
     )
 
 
-def _uses(node: ast.AST) -> Iterator[Use]:
-    """Every name that is read, each with as many attributes as follow it."""
-    if isinstance(node, (ast.Attribute, ast.Name)):
+def _uses(tree: ast.Module) -> Iterator[Use]:
+    """Every name, each with as many attributes as follow it, in the order of the text."""
+    # Without recursion: sums of a thousand terms are as deep.
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
         use = as_use(node)
-        if use is not None:
-            if isinstance(use.root.ctx, ast.Load):
-                yield use
-            return
-    for child in ast.iter_child_nodes(node):
-        yield from _uses(child)
+        if use is None:
+            waiting += reversed([*ast.iter_child_nodes(node)])
+        else:
+            yield use
 
 
 def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:

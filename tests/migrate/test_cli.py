@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import main
+from hvdtrain.errors import ConfigurationError
 from hvdtrain.migrate import files
 from tests.harness.jobs import REPOSITORY
 
@@ -51,7 +52,7 @@ def test_changes_are_shown_and_nothing_is_written(folder: Path, capfdbinary) -> 
 def test_what_is_left_is_shown_and_exits_1(folder: Path, capfdbinary) -> None:
     (folder / "train.py").write_text(OLD)
     (folder / "model.py").write_text(GONE)
-    assert main(["migrate", "train.py", "model.py", "./train.py"]) == 1
+    assert main(["migrate", "train.py", "model.py", str(folder / "train.py")]) == 1
     shown = capfdbinary.readouterr()
     assert shown.out.count(b"--- ") == 1
     assert shown.err.decode().splitlines() == [
@@ -114,6 +115,14 @@ def test_an_original_is_never_lost(folder: Path, capsys: pytest.CaptureFixture[s
     assert "train.py.orig: there already" in capsys.readouterr().err
     assert names(folder) == ["first.py", "train.py", "train.py.orig"]
     assert (folder / "first.py").read_text() == OLD
+    assert (folder / "train.py.orig").read_text() == "mine"
+
+
+def test_not_even_one_that_came_meanwhile(folder: Path) -> None:
+    (folder / "train.py").write_text(OLD)
+    (folder / "train.py.orig").write_text("mine")
+    with pytest.raises(ConfigurationError, match="File exists"):
+        files.write(folder / "train.py", OLD.encode(), NEW.encode())
     assert (folder / "train.py.orig").read_text() == "mine"
 
 

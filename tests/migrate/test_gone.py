@@ -122,7 +122,7 @@ FINE = [
     "tensorflow.losses.SparseCategoricalCrossentropy",
     "tensorflow.train.Checkpoint",
     "tensorflow.compat.v1.logging.set_verbosity",
-    "tensorflow.compat.v1.losses.mean_squared_error",
+    "tensorflow.compat.v1.losses.huber_loss",
     "keras.backend.image_data_format",
     "keras.preprocessing.image.load_img",
     "horovod.tensorflow.broadcast_variables",
@@ -144,6 +144,7 @@ TOLD = {
     "tensorflow.keras.utils.np_utils.to_categorical": (
         "is gone since Keras 3; use keras.utils.to_categorical"
     ),
+    "tensorflow.optimizers.legacy.SGD": ("can't be made since Keras 3; use keras.optimizers.SGD"),
     "keras.backend.mean": "is gone since Keras 3; tf.keras.backend.mean still does it",
     "tensorflow.compat.v1.disable_eager_execution": (
         "is for TensorFlow 1's graphs, in which hvdtrain doesn't train; drop it: Keras 3 needs "

@@ -159,6 +159,53 @@ def test_a_variable_that_is_an_optimizer_now_and_then_is_none() -> None:
     assert told(migrate(text.format("opt = Mine()").encode())) == {}
 
 
+def test_what_is_told_of_an_import_is_not_told_again() -> None:
+    for text in (
+        "import horovod.torch as hvd\nhvd.init()\n",
+        "from horovod.torch import init\ninit()\n",
+        "from tensorflow import layers\nlayers.dense(x)\n",
+    ):
+        assert [each.line for each in migrate(text.encode()).findings] == [1]
+
+
+def test_an_argument_of_the_same_name_is_no_module() -> None:
+    text = "import tensorflow as tf\ndef f(tf):\n    tf.Session()\n"
+    assert told(migrate(text.encode())) == {}
+
+
+OPTIMIZERS = {
+    "keras.optimizers.SGD(lr=0.1)": "lr is gone since Keras 3; write learning_rate",
+    "keras.optimizers.SGD(0.1, decay=1e-6)": "decay has no effect since Keras 3; give",
+    "tf.optimizers.SGD(lr=0.1)": "lr is gone since Keras 3; write learning_rate",
+    "mine.SGD(lr=0.1, decay=0.1)": None,
+    "keras.optimizers.get(lr=0.1)": None,
+    "model.optimizer.lr": "model.optimizer.lr is gone since Keras 3; write model.optimizer.learn",
+    "model.optimizer.weights": "is gone since Keras 3; write model.optimizer.variables",
+    "model.optimizer.variables()": "model.optimizer.variables is a property since Keras 3",
+    "model.optimizer.variables": None,
+    "model.variables()": None,
+    "args.lr": None,
+}
+
+
+@pytest.mark.parametrize(("code", "words"), OPTIMIZERS.items(), ids=OPTIMIZERS)
+def test_of_optimizers_is_told(code: str, words: str | None) -> None:
+    lines = told(migrate(f"import keras\nimport tensorflow as tf\n{code}\n".encode()))
+    assert sorted(lines) == ([3] if words else [])
+    assert (words or "") in lines.get(3, "")
+
+
+def test_sums_may_be_long() -> None:
+    terms = " + ".join(["horovod.keras.rank()"] * 800)
+    text = f"import horovod.keras\nprint({terms})\n"
+    assert moved(text) == text.replace("horovod", "hvdtrain")
+
+
+def test_what_the_compiler_would_warn_of_is_left_to_it(recwarn) -> None:
+    assert moved("x = '\\d'\n") == "x = '\\d'\n"
+    assert not recwarn.list
+
+
 def test_legacy_optimizers_are_told_with_their_successors() -> None:
     text = "from tensorflow import keras\nkeras.optimizers.legacy.Adam(0.1)\n"
     assert (
@@ -196,6 +243,8 @@ UNUSABLE = {
     "python-2": (b"x = 1\nprint 'x'\n", "line 2 isn't Python 3: "),
     "bad-utf-8": (b"x = '\xe9'\n", "it can't be decoded: "),
     "unknown-cookie": (b"# coding: no-such\n", "it can't be decoded: unknown encoding"),
+    "no-way-back": (b"# coding: iso2022_jp\n# \x1b(B\n", "can't be written back unchanged"),
+    "deep-minus": (b"-" * 100_000 + b"1", "it isn't Python 3: "),
     "null": (b"x = 1\x00\n", "null"),
     "deep": (b"(" * 5000 + b")" * 5000, "isn't Python 3: "),
 }
