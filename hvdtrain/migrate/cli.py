@@ -20,7 +20,8 @@ _EPILOG = """\
 examples:
   hvdtrain migrate train.py            show what would change, and what is left to do
   hvdtrain migrate --write *.py        change the files; train.py.orig is the original
-  hvdtrain migrate train.py | patch    the same without the original
+  hvdtrain migrate train.py | patch -p0
+                                       the same without the original
 
 exit codes: 0 nothing is left to do by hand, 1 something is, 2 unusable arguments or files.
 docs/horovod.md tells more.
@@ -92,9 +93,8 @@ def _report(scripts: Mapping[Path, Migration], *, written: bool) -> str:
     changed = sum(script.changed_lines for script in scripts.values())
     left = sum(script.left for script in scripts.values())
     verb = "changed" if written else "to change"
-    return "\n".join(
-        [*lines, f"{_count(changed, 'line')} {verb}, {_count(left, 'edit')} left for you"]
-    )
+    lines.append(f"{_count(changed, 'line')} {verb}, {_count(left, 'edit')} left for you")
+    return "\n".join(lines)
 
 
 def _count(number: int, word: str) -> str:

@@ -32,7 +32,8 @@ class Names:
     """The imported names of a script, and where it uses them.
 
     A name that the script also binds in another way stands for nothing that is sure, and is left
-    out. One that is imported in several ways, as in ``try`` and ``except``, may stand for each.
+    out; None, which stands for a package that isn't there, makes no difference. One that is
+    imported in several ways, as in ``try`` and ``except``, may stand for each.
 
     Args:
         tree: The script.
@@ -40,10 +41,12 @@ class Names:
 
     def __init__(self, tree: ast.Module) -> None:
         self.uses = list(_uses(tree))
-        self.rebound = set(_bound_otherwise(tree))
+        nothing = _set_to_none(tree)
+        others = set(_bound_otherwise(tree, but=nothing))
+        self.rebound = others | {name.id for name in nothing}
         self._imported: dict[str, list[str]] = collections.defaultdict(list)
         for name, meaning in _imported(tree):
-            if name not in self.rebound:
+            if name not in others:
                 self._imported[name].append(meaning)
 
     def imports_from(self, *packages: str) -> bool:
@@ -71,9 +74,9 @@ def as_use(node: ast.AST) -> Use | None:
     while isinstance(node, ast.Attribute):
         attributes.append(node.attr)
         node = node.value
-    return (
-        Use(root=node, attributes=(*reversed(attributes),)) if isinstance(node, ast.Name) else None
-    )
+    if not isinstance(node, ast.Name):
+        return None
+    return Use(root=node, attributes=(*reversed(attributes),))
 
 
 def _uses(tree: ast.Module) -> Iterator[Use]:
@@ -104,11 +107,29 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}"
 
 
-def _bound_otherwise(tree: ast.Module) -> Iterator[str]:
-    """Each name that is bound or deleted by something else than an import of a known module."""
+def _set_to_none(tree: ast.Module) -> set[ast.Name]:
+    """The places where names become None."""
+    return {
+        target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and node.value.value is None
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def _bound_otherwise(tree: ast.Module, *, but: set[ast.Name]) -> Iterator[str]:
+    """Each name that is bound or deleted by something else than an import of a known module.
+
+    Args:
+        tree: The script.
+        but: Places that don't count.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
-            if not isinstance(node.ctx, ast.Load):
+            if not isinstance(node.ctx, ast.Load) and node not in but:
                 yield node.id
         elif isinstance(node, ast.arg):
             yield node.arg

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import hvdtrain
 from hvdtrain.migrate import gone
 from hvdtrain.migrate.gone import why_gone
 
@@ -65,6 +64,8 @@ def test_what_left_keras_alone_is_in_tensorflow(tf, keras) -> None:
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_what_takes_their_place_is_there(table: dict[str, str], tf, keras) -> None:
+    import hvdtrain.tensorflow
+
     packages = {"tf": tf, "keras": keras, "hvdtrain": hvdtrain}
     for name, advice in table.items():
         for package, rest in re.findall(r"\b(tf|keras|hvdtrain)\.(\w+(?:\.\w+)*)", advice):

@@ -146,6 +146,17 @@ def test_the_whole_package_moves_with_all_its_uses() -> None:
     assert sorted(told(migrate(text.encode()))) == [1, 3]
 
 
+def test_a_package_that_may_be_missing_is_known_all_the_same() -> None:
+    text = "try:\n    import {} as hvd\nexcept ImportError:\n    hvd = None\n{}\n"
+    text = text.format("horovod.tensorflow", "hvd.BroadcastGlobalVariablesHook(0)")
+    assert moved(text) == text.replace("horovod", "hvdtrain")
+    assert sorted(told(migrate(text.encode()))) == [5]
+    # The name of the package would have to be another in both places.
+    text = "try:\n    import horovod.keras\nexcept ImportError:\n    horovod = None\n"
+    assert moved(text) == text
+    assert sorted(told(migrate(text.encode()))) == [2]
+
+
 def test_names_of_two_imports_are_wrong_only_if_both_are() -> None:
     text = "try:\n    from keras import backend as K\nexcept ImportError:\n    {}\nK.get_value(x)\n"
     both = text.format("from tensorflow.keras import backend as K")
@@ -168,8 +179,9 @@ def test_what_is_told_of_an_import_is_not_told_again() -> None:
         assert [each.line for each in migrate(text.encode()).findings] == [1]
 
 
-def test_an_argument_of_the_same_name_is_no_module() -> None:
-    text = "import tensorflow as tf\ndef f(tf):\n    tf.Session()\n"
+@pytest.mark.parametrize("binding", ["def f(tf): ...", "tf = 0", "for tf in x: ..."])
+def test_a_name_that_is_bound_again_is_no_module(binding: str) -> None:
+    text = f"import tensorflow as tf\n{binding}\ntf.Session()\n"
     assert told(migrate(text.encode())) == {}
 
 
