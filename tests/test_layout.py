@@ -35,9 +35,10 @@ ALLOWED = {
     "tensorflow": {"lazy", *_RANKS},
     "parameter_server": _RANKS,
     "keras": {"parameter_server", "tensorflow", "checkpoint", "monitor", "lazy", *_RANKS},
+    "migrate": {"errors"},
     "bench": {"keras", "parameter_server", "tensorflow", "launch", *_RANKS},
     "__main__": {"cli"},
-    "cli": {"launch", "cluster", "bench", *_BASE},
+    "cli": {"launch", "cluster", "bench", "migrate", *_BASE},
 }
 
 # Heavy packages, and the only parts that may import them.
