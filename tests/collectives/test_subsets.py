@@ -75,10 +75,7 @@ FAILURES = {
     "failed": ("raise ValueError('bad batch')", "rank 2 failed: ValueError: bad batch"),
     "left": ("sys.exit(0)", "rank 2 ended its program while rank 1 waits for it in allreduce"),
     "other call": ("part.barrier()", "Ranks made different calls at the same point. rank 1: "),
-    "elsewhere": (
-        "world.collectives().barrier(name='all')",
-        "rank 1 waited 2 s in allreduce of int64[] (set): rank 2 waits in barrier (all)",
-    ),
+    "elsewhere": ("world.collectives().barrier(name='all')", "rank 2 waits in barrier(all)"),
 }
 
 
