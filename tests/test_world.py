@@ -9,11 +9,12 @@ import pytest
 
 from hvdtrain import world
 from hvdtrain.errors import NotInitializedError
-from hvdtrain.world import _host_index
+from hvdtrain.world import _host_indices
 from tests.harness.jobs import REPOSITORY
 
 ACCESSORS = [
     world.collectives,
+    world.hosts,
     world.is_chief,
     world.local_rank,
     world.local_size,
@@ -121,4 +122,4 @@ def test_a_contradiction_between_launcher_and_mpi_ends_the_job(launch) -> None:
 
 def test_hosts_are_counted_by_their_first_rank() -> None:
     hosts = ["b", "a", "b", "c", "a"]
-    assert [_host_index(hosts, rank) for rank in range(5)] == [0, 1, 0, 2, 1]
+    assert _host_indices(hosts) == (0, 1, 0, 2, 1)
