@@ -56,7 +56,7 @@ def main() -> None:
         file.write_text(json.dumps(job))
         for _ in range(asked.runs):
             for name, command in _commands(file).items():
-                for what, times in _run(command).items():
+                for what, times in _run(command, file.with_name("times.json")).items():
                     found.setdefault(what, {}).setdefault(name, []).append(median(times))
     print("median of calls, best of runs            horovod     hvdtrain   ratio   asked")
     for what, times in found.items():
@@ -86,7 +86,8 @@ def _commands(job: Path) -> dict[str, list[str]]:
     }
 
 
-def _run(command: list[str]) -> dict[str, list[float]]:
+def _run(command: list[str], times: Path) -> dict[str, list[float]]:
+    times.unlink(missing_ok=True)
     environ = {
         "TF_CPP_MIN_LOG_LEVEL": "2",
         # Horovod's mpirun is Debian's, which would not start as root otherwise.
@@ -105,11 +106,9 @@ def _run(command: list[str]) -> dict[str, list[float]]:
         timeout=JOB_TIMEOUT_S,
         check=False,
     )
-    _, mark, rest = done.stdout.partition("times {")
-    if done.returncode or not mark:
+    if done.returncode:
         raise SystemExit(f"{done.stdout}\n{command[0]} ended with {done.returncode}")
-    times, _ = json.JSONDecoder().raw_decode("{" + rest)
-    return dict(times)
+    return dict(json.loads(times.read_text()))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     collective_calls.py MODULE JOB
 
 MODULE is ``hvdtrain.tensorflow`` or ``horovod.tensorflow``; JOB a JSON file with the shapes of the
-large group, and how often what is called. Rank 0 prints a line of JSON.
+large group, and how often what is called. Rank 0 writes ``times.json`` beside it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 import tensorflow as tf
 
 
-def main(module: str, job: dict[str, Any]) -> None:
-    """Measure, and print the seconds of each call."""
+def main(module: str, file: Path) -> None:
+    """Measure, and write the seconds of each call."""
+    job = json.loads(file.read_text())
     hvd = importlib.import_module(module)
     hvd.init()
     one = tf.ones([1])
@@ -50,7 +51,7 @@ def main(module: str, job: dict[str, Any]) -> None:
         "group": _times(lambda: together(*group), job["group_calls"]),
     }
     if hvd.rank() == 0:
-        print("times " + json.dumps(times), flush=True)
+        file.with_name("times.json").write_text(json.dumps(times))
 
 
 def _times(call: Callable[[], Any], count: int) -> list[float]:
@@ -65,4 +66,4 @@ def _times(call: Callable[[], Any], count: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()))
+    main(sys.argv[1], Path(sys.argv[2]))
