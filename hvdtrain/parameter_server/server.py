@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,8 +10,9 @@ from typing import Protocol
 import numpy as np
 
 from hvdtrain.collectives.layout import BufferPool
-from hvdtrain.collectives.messages import Messages, Pending
+from hvdtrain.collectives.messages import Messages
 from hvdtrain.errors import CollectiveError, MismatchError, NonFiniteError, PeerLostError
+from hvdtrain.parameter_server.answers import Answers
 from hvdtrain.parameter_server.attendance import Attendance
 from hvdtrain.parameter_server.compensation import Compensation
 from hvdtrain.parameter_server.counts import Counts
@@ -24,8 +24,6 @@ from hvdtrain.parameter_server.protocol import (
     DATA,
     NO_STAND,
     REFUSALS,
-    REPLY,
-    REPLY_DATA,
     REQUEST,
     Kind,
     Reply,
@@ -147,7 +145,7 @@ class Server:
         self._stop = False
         self._version = 0
         self._waiting: dict[int, bool] = {}  # for weights; whether that is the end
-        self._untaken: dict[int, tuple[np.ndarray, Sequence[Pending]]] = {}  # the last answers
+        self._answers = Answers(messages)
         self._published = published
         self._published_version = -1
         self._readers = frozenset(readers)
@@ -195,9 +193,7 @@ class Server:
                     pass  # in the middle of a request; who is lost is seen next
             self._see_who_is_there()
             self._answer()
-        for worker, (_, pending) in self._untaken.items():
-            with contextlib.suppress(PeerLostError):
-                self._await_taken(worker, pending)
+        self._answers.finish()
 
     def _hear(self) -> tuple[int, Request] | None:
         """The next request; None where something else is to be seen to."""
@@ -415,7 +411,7 @@ class Server:
     ) -> None:
         chief = worker == self._chief
         rate = self._variables.learning_rate() if self._tells_learning_rate else math.nan
-        words = Reply(
+        reply = Reply(
             self._rule.next_step(worker),
             self._version,
             self._stop,
@@ -424,21 +420,9 @@ class Server:
             training=len(self._attendance.training),
             learning_rate=rate,
             error=error,
-        ).pack()
-        # Whether it has died is seen for all of them together.
-        with contextlib.suppress(PeerLostError):
-            pending = self._messages.start_send(words, worker, REPLY)
-            for part in data:
-                pending += self._messages.start_send(part, worker, REPLY_DATA)
-            if data:
-                self._await_taken(worker, pending)
-                pending = []
-            # One that says nothing any more must not keep the others waiting.
-            self._untaken[worker] = words, pending
+        )
+        self._answers.send(worker, reply, data)
         self._attendance.answer(worker, time.monotonic())
-
-    def _await_taken(self, worker: int, pending: Sequence[Pending]) -> None:
-        self._messages.wait(pending, f"parameter server, for rank {worker} to take its answer")
 
     def _receive_gradients(self, worker: int) -> Parts:
         words = Parts.room_for_words(self._shard)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hvdtrain import world as state
+from hvdtrain.bench.machine import resident_bytes
 from hvdtrain.collectives import messages as messages_module
 from hvdtrain.errors import MismatchError, NonFiniteError
 from hvdtrain.parameter_server import gradients as gradients_module
@@ -389,3 +390,25 @@ def test_worker_that_ends_the_training_of_all(world, ends):
     assert stopped[1 - ends]
     assert not stopped[ends]
     assert [entry[1] for entry in said] == [1.0, 1.0]
+
+
+@one_server
+def test_memory_of_a_server_does_not_grow_with_its_updates(world):
+    """In 2500 more; where nobody asked for the end of an answer's message, MPI kept 1 KB each."""
+    resident = {}
+
+    class Memory:
+        def update(self, version, *made_of, **others):
+            if version in (500, 3000):
+                resident[version] = resident_bytes()
+
+    def work(worker):
+        worker.begin()
+        for _ in range(1500):
+            worker.push()
+        return worker.done()
+
+    _, served = serve(work, free(), log=Memory())
+    assert [counts.updates for counts in served] == [3000]
+    if state.collectives().rank not in WORKERS:
+        assert resident[3000] - resident[500] < 2**20
