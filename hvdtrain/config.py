@@ -80,10 +80,13 @@ def _count_or_none(text: str) -> int | None:
     return None if text == "none" else int(text)
 
 
-def _folder_or_none(text: str) -> str | None:
-    if not text:
-        raise ValueError("expected a folder, or none")
-    return None if text == "none" else text
+def _path_or_none(what: str) -> Callable[[str], str | None]:
+    def parse(text: str) -> str | None:
+        if not text:
+            raise ValueError(f"expected a {what}, or none")
+        return None if text == "none" else text
+
+    return parse
 
 
 def _ranks(text: str) -> tuple[int, ...]:
@@ -215,7 +218,7 @@ class Settings:
     moving_rate: float = _setting(
         0.0,
         _part,
-        "easgd: how far weights move towards each other; 0: 0.9 by the number of workers",
+        "easgd: how far both sides move; 0: 0.9 by the number of workers",
         of_mode=True,
     )
     backup_workers: int = _setting(
@@ -227,12 +230,12 @@ class Settings:
     worker_timeout_s: float = _setting(
         120.0,
         _positive_float,
-        "seconds for a step before the others no longer wait for a worker",
+        "seconds before the others no longer wait for a worker's step",
         of_mode=True,
     )
     update_log: str | None = _setting(
         None,
-        _folder_or_none,
+        _path_or_none("folder"),
         "folder in which each parameter server logs its updates",
         written="none",
         of_mode=True,
@@ -277,6 +280,12 @@ class Settings:
         1,
         _positive_int,
         "how many ranks have to be left to go on or to start again",
+    )
+    timeline_filename: str | None = _setting(
+        None,
+        _path_or_none("file"),
+        "file for a trace of rank 0; with {rank} in it: of each rank",
+        written="none",
     )
     log_level: str = _setting(
         "info",

@@ -19,8 +19,9 @@ from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.collectives import Collectives, create
 from hvdtrain.config import Settings, read_settings
-from hvdtrain.errors import NotInitializedError
+from hvdtrain.errors import ConfigurationError, NotInitializedError
 from hvdtrain.monitor import report
+from hvdtrain.monitor.timeline import Timeline, file_of
 
 __all__ = [
     "collectives",
@@ -36,6 +37,8 @@ __all__ = [
     "settings",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "topology",
 ]
 
@@ -51,6 +54,7 @@ class _World:
 
 _lock = threading.RLock()
 _world: _World | None = None
+_timeline: Timeline | None = None
 
 
 def init() -> None:
@@ -68,6 +72,8 @@ def init() -> None:
     with _lock:
         if _world is None:
             _world = _enter()
+            if _world.settings.timeline_filename is not None:
+                start_timeline(_world.settings.timeline_filename)
 
 
 def shutdown() -> None:
@@ -78,6 +84,7 @@ def shutdown() -> None:
     global _world
     with _lock:
         if _world is not None:
+            stop_timeline()
             _world.collectives.close()
             _world = None
 
@@ -148,6 +155,41 @@ def hosts() -> tuple[int, ...]:
 def is_chief() -> bool:
     """Whether this is rank 0, the one that prints, logs and saves."""
     return _entered().collectives.rank == 0
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Write from now on when this rank is in which operation between ranks; see docs/timeline.md.
+
+    Args:
+        file_path: Written anew by rank 0; by each rank that calls this where ``{rank}`` stands in
+            it, for the rank's number.
+        mark_cycles: Of no effect: there are no cycles.
+
+    Raises:
+        ConfigurationError: A timeline is being written already.
+    """
+    global _timeline
+    with _lock:
+        collectives = _entered().collectives
+        if _timeline is not None:
+            raise ConfigurationError(
+                "A timeline is being written already; call stop_timeline() before another "
+                f"start_timeline({os.fspath(file_path)!r})."
+            )
+        file = file_of(os.fspath(file_path), collectives.rank)
+        if file is not None:
+            _timeline = Timeline(file, collectives.rank)
+            collectives.observers.append(_timeline.note)
+
+
+def stop_timeline() -> None:
+    """Write no more of it. Without a timeline no effect."""
+    global _timeline
+    with _lock:
+        if _timeline is not None:
+            _entered().collectives.observers.remove(_timeline.note)
+            _timeline.close()
+            _timeline = None
 
 
 def _entered() -> _World:

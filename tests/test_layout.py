@@ -33,7 +33,7 @@ ALLOWED = {
     "monitor": _RANKS,
     "checkpoint": {"errors"},
     "tensorflow": {"lazy", *_RANKS},
-    "parameter_server": _RANKS,
+    "parameter_server": {"monitor", *_RANKS},
     "keras": {"parameter_server", "tensorflow", "checkpoint", "monitor", "lazy", *_RANKS},
     "migrate": {"errors"},
     "bench": {"keras", "parameter_server", "tensorflow", "launch", *_RANKS},

@@ -24,20 +24,40 @@ reduce it with "max" first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from hvdtrain.collectives.messages import Messages
 from hvdtrain.errors import TooFewRanksError
 
-__all__ = ["OPS", "Codec", "Collectives", "ReduceOp"]
+__all__ = ["OPS", "Codec", "Collectives", "Done", "ReduceOp"]
 
 ReduceOp = Literal["sum", "average", "min", "max", "product"]
 Codec = Literal["json", "pickle"]
 
 OPS: tuple[ReduceOp, ...] = ("sum", "average", "min", "max", "product")
+
+
+class Done(NamedTuple):
+    """An operation that this rank has left.
+
+    Attributes:
+        title: Which it was, and its name.
+        call: All that ranks had to agree on; the beginning if that is long.
+        start_s: When this rank began it, on the monotonic clock.
+        stop_s: When it left it.
+        waited_s: How long it waited for others meanwhile, where that was for long.
+        error: By which it left; empty where it had a result.
+    """
+
+    title: str
+    call: str
+    start_s: float
+    stop_s: float
+    waited_s: float
+    error: str
 
 
 class Collectives(Protocol):
@@ -57,6 +77,8 @@ class Collectives(Protocol):
         numbers: By first number, what errors call a rank: its number in the job.
         too_few: Set when fewer ranks are left than ``min_np`` asks for. Operations go on; who
             trains looks at it after each step, saves what there is to save, and raises it.
+        observers: Called after each operation, also of some of the ranks, in the thread that made
+            it.
     """
 
     kind: str
@@ -68,6 +90,7 @@ class Collectives(Protocol):
     numbers: tuple[int, ...]
     contributed: tuple[int, ...]
     too_few: TooFewRanksError | None
+    observers: list[Callable[[Done], None]]
 
     @property
     def member(self) -> int:

@@ -33,10 +33,10 @@ class Call:
     They need not agree on the note.
     """
 
-    __slots__ = ("digest", "place", "text")
+    __slots__ = ("digest", "place", "text", "title")
 
     def __init__(self, kind: str, name: str, detail: str, note: str = "") -> None:
-        self.text = f"{kind}({name})" if name else kind
+        self.text = self.title = f"{kind}({name})" if name else kind
         if detail:
             self.text += f" of {detail}"
         word = hashlib.blake2b(self.text.encode(), digest_size=8).digest()

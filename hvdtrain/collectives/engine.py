@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from hvdtrain.collectives.base import Codec, ReduceOp
+from hvdtrain.collectives.base import Codec, Done, ReduceOp
 from hvdtrain.collectives.calls import (
     Call,
     Calls,
@@ -83,6 +83,7 @@ class Engine:
         self.timeout_s = timeout_s
         # Whole cache lines, and at least one item of every type.
         self._chunk_bytes = -(-chunk_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.observers: list[Callable[[Done], None]] = []
         self._pool = BufferPool()
         self._calls = Calls()
         self._lock = threading.Lock()
@@ -323,13 +324,29 @@ class Engine:
                 raise self.broken
             self._operations += 1
             self._inside = time.monotonic(), call.place
-            return self._carry_out(call, attempt, source)
+            return self._observe(call, lambda: self._carry_out(call, attempt, source))
         except BaseException as error:
             self._remember(error)
             raise
         finally:
             self._inside = None
             self._lock.release()
+
+    def _observe(self, call: Call, operation: Callable[[], Result]) -> Result:
+        """Carry an operation out, and tell the observers of it."""
+        if not self.observers:
+            return operation()
+        begun_s, waited_s, error = time.monotonic(), self._waited_s, ""
+        try:
+            return operation()
+        except BaseException as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            raise
+        finally:
+            waited_s = self._waited_s - waited_s
+            done = Done(call.title, call.place, begun_s, time.monotonic(), waited_s, error)
+            for observer in self.observers:
+                observer(done)
 
     def _remember(self, error: BaseException) -> None:
         # Ranks that are told that something is lost all leave the operation alike.
@@ -343,6 +360,11 @@ class Engine:
                 f"({type(error).__name__}: {error}) and is no longer in step with the other ranks. "
                 "End the program."
             )
+
+    @property
+    def _waited_s(self) -> float:
+        """How long this rank has waited for others in all; nobody to wait for."""
+        return 0.0
 
     # What an engine supplies. ``_agree``, ``_allreduce`` and ``_exchange_counts`` begin an
     # operation: they wait until every rank is there and see that all make the same call.

@@ -63,7 +63,7 @@ class MpiCollectives(Engine):
         if of is not None:
             self.numbers = tuple(of.numbers[rank] for rank in numbers)
             # MPI may take calls of one thread at a time.
-            self._lock = of._lock
+            self._lock, self.observers = of._lock, of.observers
         self.alarm: Alarm = Alarm(
             mpi,
             comm.Dup(),
@@ -189,6 +189,10 @@ class MpiCollectives(Engine):
         if inside is None or self._patience.waits:
             return None
         return max(inside[0], self._patience.waited_until_s, self._moved_s), inside[1]
+
+    @property
+    def _waited_s(self) -> float:
+        return self._patience.waited_s
 
     def _open(self, comm: Any, host: Any) -> None:
         """Set up what stays when ranks die; collective over ``comm``."""

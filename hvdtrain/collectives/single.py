@@ -29,7 +29,9 @@ class SingleCollectives(Engine):
         )
 
     def _subset(self, ranks: Sequence[int]) -> SingleCollectives:
-        return SingleCollectives()
+        part = SingleCollectives()
+        part.observers = self.observers
+        return part
 
     def _agree(self, call: Call) -> None:
         pass

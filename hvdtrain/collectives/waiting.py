@@ -38,6 +38,8 @@ class Patience:
         """Whether this rank waits here, and will give up by itself."""
         self.waited_until_s = 0.0
         """When it last did, by the monotonic clock."""
+        self.waited_s = 0.0
+        """How long in all."""
         self._spins = SPINS if local_size <= (os.cpu_count() or 1) else 1
 
     def until(self, ready: Callable[[], bool], waiting_in: str) -> None:
@@ -54,10 +56,12 @@ class Patience:
             if ready():
                 return
         self.waits = True
+        start_s = time.monotonic()
         try:
             self._wait(ready, waiting_in)
         finally:
             self.waited_until_s = time.monotonic()
+            self.waited_s += self.waited_until_s - start_s
             self.waits = False
 
     def _wait(self, ready: Callable[[], bool], waiting_in: str) -> None:

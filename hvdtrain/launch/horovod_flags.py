@@ -156,7 +156,7 @@ def _refused(names: str, values: int, reason: str) -> HorovodFlag:
 _VERSION = f"hvdtrain {__version__}"
 _TUNED = "there is nothing to tune: gradients go together, in an order that the graph fixes"
 _TWO_LEVELS = "ranks of a host reduce through shared memory first wherever they can"
-_TIMELINE = "no timeline is written; training is the same without"
+_TIMELINE = "a timeline has no cycles to mark"
 _THREADS = "MPI is asked for as many threads as are needed"
 _SSH = "for mpirun's ssh and hvdtrain's own"
 _NETWORK = "for Open MPI's TCP and NCCL; without it nothing is probed"
@@ -218,7 +218,7 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
         "hosts that were lost stay out to the end of the job. Leave it out; hvdtrain run, started "
         "again, goes on from the newest checkpoint on all hosts.",
     ),
-    *_unneeded(_TIMELINE, 1, "--timeline-filename"),
+    _same("--timeline-filename", 1, "with `{rank}` in it a file of each rank; docs/timeline.md"),
     *_unneeded(_TIMELINE, 0, "--timeline-mark-cycles", "--no-timeline-mark-cycles"),
     _becomes("--no-stall-check", 0, "--hang-timeout-s=0"),
     *_unneeded("hangs are noticed unless --hang-timeout-s is 0", 0, "--stall-check"),

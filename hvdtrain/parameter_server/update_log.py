@@ -7,12 +7,12 @@ and with which weights they were computed.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from hvdtrain.monitor.journal import Journal
 
 __all__ = ["Origin", "UpdateLog"]
 
@@ -42,13 +42,7 @@ class UpdateLog:
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        self._path = path
-        self._file: IO[str] | None = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            self._give_up(error)
+        self._journal = Journal(path, "updates", "--update-log", mode="a")
         self._write(header)
 
     def __enter__(self) -> UpdateLog:
@@ -60,11 +54,7 @@ class UpdateLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._file is not None:
-            try:
-                self._file.close()
-            except OSError as failure:
-                self._give_up(failure)
+        self._journal.close()
 
     def update(
         self,
@@ -99,21 +89,4 @@ class UpdateLog:
         self._write({"late": gradient._asdict()})
 
     def _write(self, entry: Mapping[str, Any]) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.write(json.dumps(entry) + "\n")
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):
-                file.close()
-        print(
-            f"hvdtrain: can't write updates to {self._path}: {error.strerror or error}. Training "
-            "goes on without. Make room there, or name another folder (--update-log).",
-            file=sys.stderr,
-            flush=True,
-        )
+        self._journal.write(json.dumps(entry) + "\n")

@@ -20,6 +20,8 @@ OF_JOB = {
         "rank",
         "shutdown",
         "size",
+        "start_timeline",
+        "stop_timeline",
     ),
     "hvdtrain.tensorflow.queries": (
         "ccl_built",
