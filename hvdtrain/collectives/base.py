@@ -184,6 +184,23 @@ class Collectives(Protocol):
         """
         ...
 
+    def join(self) -> int:
+        """Take part in what the other ranks still do, until all of them have called this.
+
+        A rank that has no data left calls it, so that those that have some don't wait in vain.
+        Until the last rank comes, they may call ``allreduce``, for which a rank that has joined
+        counts as zero (as nothing for "min", "max" and "product"; "average" goes on dividing by
+        ``size``), and ``allgather_object``, which leaves it out.
+
+        Returns:
+            The rank that was last; the highest of several that came together.
+
+        Raises:
+            ConfigurationError: Ranks may be lost in this job.
+            MismatchError: Another operation was called meanwhile.
+        """
+        ...
+
     def messages(self) -> Messages:
         """A way to send messages to single ranks, by their first numbers; collective.
 

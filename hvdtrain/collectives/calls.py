@@ -33,12 +33,13 @@ class Call:
     They need not agree on the note.
     """
 
-    __slots__ = ("digest", "place", "text", "title")
+    __slots__ = ("detail", "digest", "kind", "name", "place", "text", "title")
 
-    def __init__(self, kind: str, name: str, detail: str, note: str = "") -> None:
+    def __init__(self, kind: str, name: str, detail: tuple[Any, ...], note: str = "") -> None:
+        self.kind, self.name, self.detail = kind, name, detail
         self.text = self.title = f"{kind}({name})" if name else kind
         if detail:
-            self.text += f" of {detail}"
+            self.text += f" of {', '.join(str(part) for part in detail)}"
         word = hashlib.blake2b(self.text.encode(), digest_size=8).digest()
         self.digest = int.from_bytes(word, "little") >> 1  # fits a signed 64-bit word
         if note:
@@ -59,8 +60,7 @@ class Calls:
         if call is None:
             if len(self._made) > _MOST_CALLS:
                 self._made.clear()
-            text = ", ".join(str(part) for part in detail)
-            call = self._made[key] = Call(kind, name, text, note)
+            call = self._made[key] = Call(kind, name, detail, note)
         return call
 
 

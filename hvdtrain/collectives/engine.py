@@ -25,6 +25,14 @@ from hvdtrain.collectives.calls import (
     type_name,
     with_rows,
 )
+from hvdtrain.collectives.joining import (
+    JOIN,
+    SomeJoined,
+    check_can_join,
+    neutral,
+    read_call,
+    write_call,
+)
 from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, check_reducible
 from hvdtrain.collectives.layout import (
     ALIGNMENT_BYTES,
@@ -88,6 +96,7 @@ class Engine:
         self._calls = Calls()
         self._lock = threading.Lock()
         self._operations = 0
+        self._joined: frozenset[int] = frozenset()  # when some last were; the same on all ranks
         # Since when this rank is in which operation; another thread may ask.
         self._inside: tuple[float, str] | None = None
         self.broken: HvdtrainError | None = None
@@ -133,17 +142,9 @@ class Engine:
         shapes = tuple(array.shape for array in arrays)
         call = self._calls.get("allreduce", name, (op, type_name(dtype), shapes))
         check_reducible(dtype, op)
-        chunk_items = self._chunk_bytes // accumulator_dtype(dtype).itemsize
-
-        def attempt() -> tuple[Sequence[np.ndarray], FiniteCheck | None]:
-            layout = plan_layout(shapes, dtype.itemsize, chunk_items, self._shares)
-            outputs, flat = empty_outputs(self._pool, layout, dtype)
-            flat_inputs = [array.reshape(-1) for array in arrays]
-            finite = FiniteCheck(dtype) if require_finite else None
-            self._allreduce(Reduction(call, layout, flat_inputs, flat, op, finite))
-            return outputs, finite
-
-        outputs, finite = self._operate(call, attempt)
+        outputs, finite = self._operate(
+            call, lambda: self._reduce_all(call, arrays, op, require_finite)
+        )
         if finite is not None and not finite.passed:
             raise NonFiniteError(f"The result of {call.text} holds NaN or infinity.")
         return list(outputs)
@@ -250,14 +251,25 @@ class Engine:
     ) -> list[Any]:
         data = encode(obj, codec)
         call = self._calls.get("allgather_object", name, (codec,), note)
+        parts = self._operate(call, lambda: self._gather_parts(call, data))
+        # One that has joined has none.
+        return [decode(part, codec) for part in parts if part.size]
 
-        def attempt() -> list[np.ndarray]:
-            counts = [int(c) for c in self._exchange_counts(call, [data.size])[:, 0]]
-            joined = np.empty(sum(counts), np.uint8)
-            self._gather_bytes(data, joined, counts)
-            return np.split(joined, np.cumsum(counts)[:-1])
-
-        return [decode(part, codec) for part in self._operate(call, attempt)]
+    def join(self) -> int:
+        if self.survives_losses:
+            raise ConfigurationError(
+                "Ranks of an elastic job can't join: it would not know who is left of them. Start "
+                "the job with --no-elastic."
+            )
+        call = self._calls.get(JOIN, "", ())
+        while True:
+            try:
+                self._operate(call, lambda: self._agree(call))
+            except SomeJoined:
+                continue
+            last = max(set(range(self.size)) - self._joined)
+            self._joined = frozenset()
+            return last
 
     def messages(self) -> Messages:
         raise NotImplementedError
@@ -324,13 +336,62 @@ class Engine:
                 raise self.broken
             self._operations += 1
             self._inside = time.monotonic(), call.place
-            return self._observe(call, lambda: self._carry_out(call, attempt, source))
+            return self._observe(call, lambda: self._carry_out_with_joined(call, attempt, source))
         except BaseException as error:
             self._remember(error)
             raise
         finally:
             self._inside = None
             self._lock.release()
+
+    def _reduce_all(
+        self, call: Call, arrays: Sequence[np.ndarray], op: ReduceOp, require_finite: bool
+    ) -> tuple[Sequence[np.ndarray], FiniteCheck | None]:
+        dtype, shapes = arrays[0].dtype, tuple(array.shape for array in arrays)
+        chunk_items = self._chunk_bytes // accumulator_dtype(dtype).itemsize
+        layout = plan_layout(shapes, dtype.itemsize, chunk_items, self._shares)
+        outputs, flat = empty_outputs(self._pool, layout, dtype)
+        flat_inputs = [array.reshape(-1) for array in arrays]
+        finite = FiniteCheck(dtype) if require_finite else None
+        self._allreduce(Reduction(call, layout, flat_inputs, flat, op, finite))
+        return outputs, finite
+
+    def _gather_parts(self, call: Call, data: np.ndarray) -> list[np.ndarray]:
+        counts = [int(c) for c in self._exchange_counts(call, [data.size])[:, 0]]
+        everything = np.empty(sum(counts), np.uint8)
+        self._gather_bytes(data, everything, counts)
+        return np.split(everything, np.cumsum(counts)[:-1])
+
+    def _carry_out_with_joined(
+        self, call: Call, attempt: Callable[[], Result], source: int
+    ) -> Result:
+        """Carry an operation out, and where some ranks have joined, once more with them."""
+        try:
+            return self._carry_out(call, attempt, source)
+        except SomeJoined as some:
+            self._joined = some.ranks
+            asked = self._learn_call(call)
+            check_can_join(asked, sorted(some.ranks))
+            if self.rank not in some.ranks:
+                return self._carry_out(call, attempt, source)
+            self._stand_in(asked)
+            raise
+
+    def _learn_call(self, call: Call) -> Call:
+        """What the ranks that have not joined call; collective."""
+        self._start_over()
+        mine = write_call(call) if self.rank not in self._joined else np.empty(0, np.uint8)
+        parts = self._gather_parts(self._calls.get(JOIN, "call of others", ()), mine)
+        return read_call(next(part for part in parts if part.size), self._calls)
+
+    def _stand_in(self, call: Call) -> None:
+        """Take part in an operation without anything to add."""
+        if call.kind != "allreduce":
+            self._gather_parts(call, np.empty(0, np.uint8))
+            return
+        op, name, shapes = call.detail
+        # This rank may have the share of the result that is not finite.
+        self._reduce_all(call, neutral(op, np.dtype(name), shapes), op, require_finite=True)
 
     def _observe(self, call: Call, operation: Callable[[], Result]) -> Result:
         """Carry an operation out, and tell the observers of it."""
@@ -350,7 +411,8 @@ class Engine:
 
     def _remember(self, error: BaseException) -> None:
         # Ranks that are told that something is lost all leave the operation alike.
-        if self.closed or isinstance(error, (ConfigurationError, RanksLostError)):
+        told = (ConfigurationError, RanksLostError, SomeJoined)
+        if self.closed or isinstance(error, told):
             return
         if isinstance(error, HvdtrainError):
             self.broken = error
@@ -373,8 +435,14 @@ class Engine:
         """Make the attempt, where ranks may be lost until it has succeeded on all."""
         return attempt()
 
+    def _start_over(self) -> None:
+        """Forget an operation that was begun, on all ranks together."""
+
     def _agree(self, call: Call) -> None:
-        """Return when every rank has made the same call; raise on every rank otherwise."""
+        """Return when every rank has made the same call; raise on every rank otherwise.
+
+        ``SomeJoined`` where one part of them has joined and the other made the same call.
+        """
         raise NotImplementedError
 
     def _allreduce(self, asked: Reduction) -> None:

@@ -14,6 +14,7 @@ from hvdtrain.collectives.alarm import Alarm
 from hvdtrain.collectives.base import ReduceOp
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.engine import Engine, Reduction
+from hvdtrain.collectives.joining import JOIN, SomeJoined
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
 from hvdtrain.collectives.layout import ALIGNMENT_BYTES, MESSAGE_BYTES, Scratch, pack, unpack
 from hvdtrain.collectives.messages import Messages
@@ -212,15 +213,12 @@ class MpiCollectives(Engine):
         self._patience.until(request.Test, call.place)
 
     def _raise_mismatch(self, call: Call) -> None:
-        data = np.frombuffer(call.text.encode(), np.uint8)
-        counts = np.zeros(self.size, np.int64)
-        self.comm.Allgather(np.array([data.size], np.int64), counts)
-        joined = np.empty(int(counts.sum()), np.uint8)
-        self._gather_bytes(data, joined, [int(count) for count in counts])
-        ends = np.cumsum(counts)
+        texts = self._texts_of_all(call)
+        joined = [rank for rank, text in enumerate(texts) if text == JOIN]
+        if joined and len(set(texts)) == 2:
+            raise SomeJoined(joined)
         ranks_of: dict[str, list[str]] = {}
-        for rank, (end, count) in enumerate(zip(ends, counts)):
-            text = joined[end - count : end].tobytes().decode()
+        for rank, text in enumerate(texts):
             ranks_of.setdefault(text, []).append(str(self.numbers[self.members[rank]]))
         letters = enumerate(zip(*ranks_of))
         difference = next((place for place, several in letters if len(set(several)) > 1), 0)
@@ -232,6 +230,14 @@ class MpiCollectives(Engine):
             f"Ranks made different calls at the same point. {calls}. Every rank must make the "
             "same calls with the same names, shapes and types in the same order."
         )
+
+    def _texts_of_all(self, call: Call) -> list[str]:
+        data = np.frombuffer(call.text.encode(), np.uint8)
+        counts = np.zeros(self.size, np.int64)
+        self.comm.Allgather(np.array([data.size], np.int64), counts)
+        everything = np.empty(int(counts.sum()), np.uint8)
+        self._gather_bytes(data, everything, [int(count) for count in counts])
+        return [part.tobytes().decode() for part in np.split(everything, np.cumsum(counts)[:-1])]
 
     def _allreduce(self, asked: Reduction) -> None:
         self._agree(asked.call)

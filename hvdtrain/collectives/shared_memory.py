@@ -80,6 +80,14 @@ class SharedMemoryCollectives(MpiCollectives):
         # Nobody begins before all have cleared their words.
         comm.Barrier()
 
+    def _start_over(self) -> None:
+        # Ranks have packed different numbers of chunks.
+        self.comm.Barrier()
+        self._tickets = 0
+        self._window.clear_words(self._seats[self._local_rank])
+        self._window.sync()
+        self.comm.Barrier()
+
     def revoke(self) -> None:
         super().revoke()
         if self._lane_allreduce is not None:

@@ -78,6 +78,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "grouped_allgather",
             "grouped_allreduce",
             "grouped_reducescatter",
+            "join",
             "reducescatter",
         ),
         "hvdtrain.tensorflow.tapes": (

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain import world
 from hvdtrain.tensorflow.compression import Compression, Compressor
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.reductions import (
@@ -28,6 +29,7 @@ from hvdtrain.tensorflow.reductions import (
     reduce_all,
     scale,
 )
+from hvdtrain.tensorflow.tape import check_averages
 
 __all__ = [
     "allgather",
@@ -38,6 +40,7 @@ __all__ = [
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
+    "join",
     "reducescatter",
 ]
 
@@ -354,6 +357,30 @@ def grouped_reducescatter(
         )
         for tensor in tensors
     ]
+
+
+def join() -> tf.Tensor:
+    """Say that this rank has no data left; returns when all ranks have said so.
+
+    Until then the others may go on with ``allreduce``, and with steps of a
+    ``DistributedGradientTape`` or a ``DistributedOptimizer``. A rank that has joined counts as zero
+    in sums and averages, which go on dividing by the number of all ranks, and does not count in
+    Min, Max and Product.
+
+    Returns:
+        The rank that was last, int32; the highest of several that came together.
+
+    Raises:
+        ConfigurationError: Ranks may be lost in this job.
+        MismatchError: The others called something else.
+        ModelError: Some ranks are parameter servers.
+    """
+    check_averages("tensorflow.join")
+
+    def wait() -> Arrays:
+        return [np.array(world.collectives().join(), np.int32)]
+
+    return _run(wait, [], [[]], [tf.int32])[0]
 
 
 def _allreduce_rows(

@@ -1,0 +1,59 @@
+"""Ranks with more data than others, in a training loop of one's own: the rest joins."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain.tensorflow as hvd
+
+several = pytest.mark.ranks(1, 2, 3)
+WAYS = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
+
+
+@several
+@WAYS
+@pytest.mark.parametrize("first_rank_joins_first", [True, False])
+def test_training_on_uneven_data(world, compiled, first_rank_joins_first):
+    """Also where a rank has no data at all, and joins before the others' first step."""
+    size = hvd.size()
+    order = range(size) if first_rank_joins_first else range(size)[::-1]
+    steps = list(order).index(hvd.rank()) * 2
+    weight, table = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([4, 2]))
+
+    def step():
+        with tf.GradientTape() as tape:
+            dense = tf.reduce_sum(weight) * (hvd.rank() + 1.0)
+            loss = dense + tf.reduce_sum(tf.square(table)) * 0.5
+        tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, [weight, table])
+        for variable, gradient in zip([weight, table], gradients):
+            variable.assign_sub(0.1 * gradient)
+
+    run = tf.function(step) if compiled else step
+    expected, rows = np.array([1.0, 2.0]), 1.0
+    for number in range(2 * (size - 1)):
+        left = [rank for place, rank in enumerate(order) if 2 * place > number]
+        expected = expected - 0.1 * sum(rank + 1 for rank in left) / size
+        rows = rows - 0.1 * rows * len(left) / size
+        if number < steps:
+            run()
+            np.testing.assert_allclose(weight, expected, rtol=1e-5)
+    last = hvd.join()
+    assert (last.dtype, last.shape) == (tf.int32, [])
+    assert int(last) == order[-1]
+    hvd.broadcast_variables([weight, table], int(last))
+    np.testing.assert_allclose(weight, expected, rtol=1e-5)
+    np.testing.assert_allclose(table, np.full([4, 2], rows), rtol=1e-5)
+
+
+@several
+@WAYS
+def test_join_alone(world, compiled):
+    """In a graph as well, and as often as there is an end of data."""
+    join = tf.function(hvd.join) if compiled else hvd.join
+    for _ in range(3):
+        assert int(join()) == hvd.size() - 1
+    total = hvd.allreduce(tf.ones(3), op=hvd.Sum)
+    np.testing.assert_array_equal(total, np.full(3, hvd.size()))
