@@ -23,5 +23,5 @@ __getattr__, __dir__, __all__ = lazy_names(
         ),
         "hvdtrain.keras.values": ("allgather", "allreduce", "broadcast", "reducescatter"),
     },
-    submodules=("callbacks",),
+    submodules=("callbacks", "elastic"),
 )

@@ -93,5 +93,5 @@ __getattr__, __dir__, __all__ = lazy_names(
             "broadcast_variables",
         ),
     },
-    submodules=("keras",),
+    submodules=("elastic", "keras"),
 )
