@@ -16,6 +16,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         **OF_JOB,
+        "hvdtrain.tensorflow.reductions": ("Adasum", "Average", "Sum"),
         "hvdtrain.keras.wrapping": (
             "DistributedOptimizer",
             "PartialDistributedOptimizer",

@@ -9,15 +9,20 @@ from typing import Any
 
 import keras
 
-from hvdtrain.tensorflow.elastic import TensorFlowKerasState, run
+from hvdtrain.tensorflow import elastic
 
 __all__ = [
     "CommitStateCallback",
     "KerasState",
+    "TensorFlowKerasState",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
     "run",
 ]
+
+
+TensorFlowKerasState = elastic.TensorFlowKerasState
+run = elastic.run
 
 
 class KerasState(TensorFlowKerasState):

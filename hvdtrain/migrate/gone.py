@@ -254,6 +254,21 @@ _NO_FRAMEWORK = "hvdtrain trains Keras models on TensorFlow alone"
 _NO_STARTER = "start the script with hvdtrain run, mpirun or srun"
 _BROADCAST = "use broadcast_variables, or in fit the callback BroadcastGlobalVariablesCallback"
 _IN_TENSORFLOW = "take its names from hvdtrain.tensorflow"
+_OF_ELASTIC = "broadcast_object_fn init rank shutdown"
+_OWN = "it is a part of Horovod's own making"
+
+# Helpers that Horovod's modules happen to show.
+_HELPERS = {
+    "tensorflow": """
+        LocalGradientAggregationHelper check_extension check_num_rank_power_of_2 gpu_available
+        handle_average_backwards_compatibility refs_to_vars split_list vars_to_refs
+    """,
+    "tensorflow.elastic": "run_fn",
+    **dict.fromkeys(
+        ("keras", "keras.callbacks", "tensorflow.keras", "tensorflow.keras.callbacks"),
+        "is_version_greater_equal_than",
+    ),
+}
 
 # Of Horovod, and not offered. Names stand after `horovod.`; others of its modules aren't, either.
 HOROVOD: dict[str, str] = {
@@ -271,6 +286,8 @@ HOROVOD: dict[str, str] = {
     "tensorflow.mpi_ops": _IN_TENSORFLOW,
     "tensorflow.sync_batch_norm": _IN_TENSORFLOW,
     "torch": _NO_FRAMEWORK,
+    **{f"tensorflow.elastic.{name}": _IN_TENSORFLOW for name in _OF_ELASTIC.split()},
+    **{f"{module}.{name}": _OWN for module, names in _HELPERS.items() for name in names.split()},
 }
 
 

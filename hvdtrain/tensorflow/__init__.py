@@ -90,6 +90,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "hvdtrain.tensorflow.exchange": (
             "allgather_object",
             "broadcast_object",
+            "broadcast_object_fn",
             "broadcast_variables",
         ),
     },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,12 @@ import numpy as np
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.tape import check_averages, variable_name
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_variables"]
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+]
 
 
 def broadcast_variables(
@@ -57,6 +62,16 @@ def broadcast_object(
     return process_set.collectives().broadcast_object(
         obj, process_set.place_of(root_rank), name=name or "object", codec="pickle"
     )
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """A function of an object that calls ``broadcast_object`` with these arguments."""
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
 def allgather_object(

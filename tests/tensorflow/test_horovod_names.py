@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 from typing import Any
 
 import pytest
 
 import hvdtrain.tensorflow as hvd
+from hvdtrain.migrate import gone
+from tests.harness.jobs import REPOSITORY
 
 ASK = """
 import importlib, inspect, json, sys
@@ -81,3 +84,56 @@ def test_reductions_have_horovods_numbers(environment, run_command):
     done = run_command([environment("horovod"), "-c", ask.format(names=names)], timeout_s=120)
     numbers = done.stdout.split()[-len(names) :]
     assert [int(getattr(hvd, name)) for name in names] == [int(number) for number in numbers]
+
+
+def _documented() -> dict[str, dict[str, str]]:
+    """By Horovod's module and name, what docs/horovod-names.md says of it."""
+    text = (REPOSITORY / "docs" / "horovod-names.md").read_text()
+    found: dict[str, dict[str, str]] = {}
+    for section in text.split("\n## ")[1:]:
+        heading, *lines = section.splitlines()
+        names: dict[str, str] = {}
+        for line in lines:
+            if line.startswith("| `"):
+                _, several, fate, _ = (cell.strip() for cell in line.split("|", 3))
+                for name in re.findall(r"`(\w+)`", several):
+                    assert name not in names, name
+                    names[name] = fate
+        found |= dict.fromkeys(re.findall(r"`([\w.]+)`", heading), names)
+    return found
+
+
+DOCUMENTED = _documented()
+PUBLIC = """
+import importlib, inspect, json, sys
+hvd = importlib.import_module(sys.argv[1])
+names = [n for n in dir(hvd) if n[0] != "_" and not inspect.ismodule(getattr(hvd, n))]
+print(json.dumps(names))
+"""
+
+
+def test_every_module_that_is_offered_is_documented():
+    assert DOCUMENTED.keys() == gone.OFFERED_MODULES
+
+
+@pytest.mark.parametrize("module", DOCUMENTED)
+def test_every_public_name_of_horovod_is_documented(environment, run_command, module):
+    done = run_command([environment("horovod"), "-c", PUBLIC, module], timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    real = set(json.loads(done.stdout.splitlines()[-1]))
+    assert real - DOCUMENTED[module].keys() == set()
+
+
+@pytest.mark.parametrize("module", DOCUMENTED)
+def test_names_are_there_as_documented(module):
+    """And ``hvdtrain migrate`` tells of those that aren't."""
+    ours = importlib.import_module(module.replace("horovod", "hvdtrain", 1))
+    for name, fate in DOCUMENTED[module].items():
+        assert fate in ("same", "differs", "not offered", ""), name
+        told = gone.why_gone(f"{module}.{name}")
+        if fate == "not offered":
+            assert name not in dir(ours), name
+            assert told is not None, name
+        else:
+            getattr(ours, name)
+            assert told is None, name
