@@ -9,6 +9,7 @@ losses; of ``allgather`` and ``broadcast``, that of the mean of all ranks' losse
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -552,10 +553,17 @@ def _member(name: str | None, which: int | str) -> str | None:
 
 
 def _name(what: str, name: str | None, tensors: Sequence[tf.Tensor]) -> str:
-    """What errors call an operation; in a graph its tensors have names of their own."""
+    """What errors call an operation; in a graph its tensors have names of their own.
+
+    Ranks need not have made as many of anything before, so the numbers that TensorFlow and Keras
+    count with are left out.
+    """
     if name is not None:
         return name
     if tf.executing_eagerly():
         return ""
-    names = [tensor.name.partition(":")[0] for tensor in (tensors[0], tensors[-1])]
+    names = [
+        re.sub(r"_\d+(?=/|$)", "", tensor.name.partition(":")[0])
+        for tensor in (tensors[0], tensors[-1])
+    ]
     return f"{what} of {' to '.join(dict.fromkeys(names))}"

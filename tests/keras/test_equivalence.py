@@ -27,10 +27,12 @@ def test_training_equals_one_process(world, optimizer, case):
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("case", ["even", "uneven", "sample_weight", "accumulation"])
 def test_training_in_float64_equals_one_process_to_rounding(world, case):
-    floatx = keras.config.floatx()
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     try:
         together, reference, _, _ = train_both(world, "adamw", case, "float64")
         assert distance(together, reference) <= 1e-10
     finally:
         keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)

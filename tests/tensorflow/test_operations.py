@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -361,3 +362,19 @@ def test_wrong_splits_are_refused_before_anything_is_sent(world):
     with pytest.raises(ConfigurationError, match="splits"):
         alltoall(tf.ones([4]), [1, 1])
     np.testing.assert_array_equal(allreduce(tf.ones(2)), [1.0, 1.0])
+
+
+@pytest.mark.ranks(2)
+def test_ranks_may_have_made_more_of_anything_before(world):
+    """Names that TensorFlow and Keras number by themselves differ between such ranks."""
+    for _ in range(1 + job.rank()):
+        layer = keras.layers.Dense(1, kernel_initializer="ones")
+
+    @tf.function
+    def step(x):
+        with tf.name_scope(layer.name):
+            first = layer(x)
+            return grouped_allreduce([tf.square(first), tf.square(x)], op=Sum)
+
+    found, _ = step(tf.ones([1, 2]))
+    assert float(found[0, 0]) == 8.0
