@@ -13,12 +13,13 @@ CHAOS_S ?= 120
 CHAOS_SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test chaos environments lint format clean
+.PHONY: help train test test-horovod chaos environments lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train         learn handwritten digits on $(NP) MPI ranks (NP=4 for more)"
 	@echo "make test          run the tests, alone and on 2 to 4 ranks"
+	@echo "make test-horovod  the tests with a real Horovod as the engine, which is built once"
 	@echo "make chaos         train on four hosts among random faults (CHAOS_S=1200 for 20 minutes)"
 	@echo "make environments  get other MPIs for the tests (NAMES=horovod for Horovod)"
 	@echo "make lint          check style and types"
@@ -30,6 +31,11 @@ train: $(VENV)/.train
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-horovod: $(VENV)/.dev
+	$(BIN)/python -m tests.environments horovod horovod-keras3
+	HVDTRAIN_TEST_REQUIRE=horovod,horovod-keras3 $(BIN)/python -m pytest \
+		tests/tensorflow/test_horovod_engine.py tests/tensorflow/test_horovod_names.py $(PYTEST_ARGS)
 
 chaos: $(VENV)/.dev
 	HVDTRAIN_TEST_CHAOS_S=$(CHAOS_S) HVDTRAIN_TEST_CHAOS_SEED=$(CHAOS_SEED) \

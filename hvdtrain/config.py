@@ -240,10 +240,15 @@ class Settings:
         written="none",
         of_mode=True,
     )
+    backend: str = _setting(
+        "auto",
+        _one_of("auto", "mpi", "horovod"),
+        "what combines gradients: mpi, an installed horovod, or auto",
+    )
     collectives: str = _setting(
         "auto",
         _one_of("auto", "mpi", "shared_memory"),
-        "engine for host memory: shared_memory (two-level), mpi (plain), auto chooses",
+        "with MPI: shared_memory (in two levels), mpi (plain), auto",
     )
     timeout_s: float = _setting(
         600.0,

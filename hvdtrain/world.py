@@ -9,12 +9,14 @@ import dataclasses
 import os
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.cluster.backend import choose_backend
 from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.collectives import Collectives, create
@@ -205,7 +207,7 @@ def _enter() -> _World:
     topology = read_topology(os.environ)
     settings = read_settings(os.environ)
     roles = assign_roles(topology.size, settings)
-    collectives = create(topology, settings)
+    collectives = _engine(topology, settings)
     if topology.size > 1:
         from hvdtrain.collectives import exits
 
@@ -232,6 +234,22 @@ def _enter() -> _World:
     return _World(
         topology=topology, settings=settings, roles=roles, collectives=collectives, hosts=hosts
     )
+
+
+def _engine(topology: Topology, settings: Settings) -> Collectives:
+    choice = choose_backend(topology, settings.backend, has_servers=settings.has_servers)
+    if choice.backend == "mpi" or topology.size == 1:
+        return create(topology, settings)
+    # Imports TensorFlow, and Horovod.
+    from hvdtrain.tensorflow.horovod_engine import HorovodCollectives
+
+    if topology.is_chief:
+        print(
+            f"hvdtrain: an installed Horovod combines gradients: {choice.reason}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return HorovodCollectives(settings.timeout_s)
 
 
 def _host_id() -> str:

@@ -115,7 +115,7 @@ def _read_hydra(environ: Mapping[str, str]) -> Topology | None:
 def _read_horovod_gloo(environ: Mapping[str, str]) -> Topology | None:
     if "HOROVOD_RANK" not in environ:
         return None
-    topology = _from_variables(
+    return _from_variables(
         environ,
         "horovod-gloo",
         rank="HOROVOD_RANK",
@@ -123,15 +123,6 @@ def _read_horovod_gloo(environ: Mapping[str, str]) -> Topology | None:
         local_rank="HOROVOD_LOCAL_RANK",
         local_size="HOROVOD_LOCAL_SIZE",
     )
-    if topology.size > 1:
-        raise LaunchError(
-            f"horovodrun --gloo started this as rank {topology.rank} of {topology.size} "
-            "(HOROVOD_RANK, HOROVOD_SIZE) without MPI, and then only Horovod itself can "
-            "communicate. Use horovodrun --mpi, mpirun, or hvdtrain run "
-            f"-np {topology.size} -- python ... instead. If the variables are left from another "
-            "program, unset HOROVOD_RANK HOROVOD_SIZE."
-        )
-    return topology
 
 
 def _read_slurm(environ: Mapping[str, str]) -> Topology | None:

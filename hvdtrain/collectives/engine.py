@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
@@ -43,12 +43,14 @@ from hvdtrain.collectives.layout import (
     split_evenly,
 )
 from hvdtrain.collectives.messages import Messages
+from hvdtrain.collectives.mismatch import explain
 from hvdtrain.collectives.objects import decode, encode
 from hvdtrain.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     ConfigurationError,
     HvdtrainError,
+    MismatchError,
     NonFiniteError,
     RanksLostError,
     TooFewRanksError,
@@ -393,6 +395,24 @@ class Engine:
         # This rank may have the share of the result that is not finite.
         self._reduce_all(call, neutral(op, np.dtype(name), shapes), op, require_finite=True)
 
+    def _exchange_counts(self, call: Call, counts: Sequence[int]) -> np.ndarray:
+        """The counts of all ranks, int64 of shape (size, len(counts)); begins an operation."""
+        self._agree(call)
+        return self._gather_words(np.array(counts, np.int64))
+
+    def _raise_mismatch(self, call: Call) -> NoReturn:
+        """Say what each rank has called; all ranks raise the same."""
+        data = np.frombuffer(call.text.encode(), np.uint8)
+        counts = self._gather_words(np.array([data.size], np.int64))[:, 0].tolist()
+        everything = np.empty(sum(counts), np.uint8)
+        self._gather_bytes(data, everything, counts)
+        parts = np.split(everything, np.cumsum(counts)[:-1])
+        texts = [part.tobytes().decode() for part in parts]
+        joined = [rank for rank, text in enumerate(texts) if text == JOIN]
+        if joined and len(set(texts)) == 2:
+            raise SomeJoined(joined)
+        raise MismatchError(explain(texts, [self.numbers[member] for member in self.members]))
+
     def _observe(self, call: Call, operation: Callable[[], Result]) -> Result:
         """Carry an operation out, and tell the observers of it."""
         if not self.observers:
@@ -428,8 +448,8 @@ class Engine:
         """How long this rank has waited for others in all; nobody to wait for."""
         return 0.0
 
-    # What an engine supplies. ``_agree``, ``_allreduce`` and ``_exchange_counts`` begin an
-    # operation: they wait until every rank is there and see that all make the same call.
+    # What an engine supplies. ``_agree`` and ``_allreduce`` begin an operation: they wait until
+    # every rank is there and see that all make the same call.
 
     def _carry_out(self, call: Call, attempt: Callable[[], Result], source: int) -> Result:
         """Make the attempt, where ranks may be lost until it has succeeded on all."""
@@ -449,8 +469,8 @@ class Engine:
         """Combine the inputs of all ranks into the outputs."""
         raise NotImplementedError
 
-    def _exchange_counts(self, call: Call, counts: Sequence[int]) -> np.ndarray:
-        """The counts of all ranks, int64 of shape (size, len(counts))."""
+    def _gather_words(self, words: np.ndarray) -> np.ndarray:
+        """The words of all ranks, int64 of shape (size, words.size)."""
         raise NotImplementedError
 
     def _gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:

@@ -14,7 +14,6 @@ from hvdtrain.collectives.alarm import Alarm
 from hvdtrain.collectives.base import ReduceOp
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.engine import Engine, Reduction
-from hvdtrain.collectives.joining import JOIN, SomeJoined
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
 from hvdtrain.collectives.layout import ALIGNMENT_BYTES, MESSAGE_BYTES, Scratch, pack, unpack
 from hvdtrain.collectives.messages import Messages
@@ -23,7 +22,6 @@ from hvdtrain.collectives.recovery import Recovery
 from hvdtrain.collectives.waiting import Patience
 from hvdtrain.collectives.watchdog import Watchdog
 from hvdtrain.collectives.window import map_together
-from hvdtrain.errors import MismatchError
 
 __all__ = ["MpiCollectives"]
 
@@ -212,33 +210,6 @@ class MpiCollectives(Engine):
     def _await(self, request: Any, call: Call) -> None:
         self._patience.until(request.Test, call.place)
 
-    def _raise_mismatch(self, call: Call) -> None:
-        texts = self._texts_of_all(call)
-        joined = [rank for rank, text in enumerate(texts) if text == JOIN]
-        if joined and len(set(texts)) == 2:
-            raise SomeJoined(joined)
-        ranks_of: dict[str, list[str]] = {}
-        for rank, text in enumerate(texts):
-            ranks_of.setdefault(text, []).append(str(self.numbers[self.members[rank]]))
-        letters = enumerate(zip(*ranks_of))
-        difference = next((place for place, several in letters if len(set(several)) > 1), 0)
-        calls = "; ".join(
-            f"rank {', '.join(ranks)}: {_shorten(text, difference)}"
-            for text, ranks in ranks_of.items()
-        )
-        raise MismatchError(
-            f"Ranks made different calls at the same point. {calls}. Every rank must make the "
-            "same calls with the same names, shapes and types in the same order."
-        )
-
-    def _texts_of_all(self, call: Call) -> list[str]:
-        data = np.frombuffer(call.text.encode(), np.uint8)
-        counts = np.zeros(self.size, np.int64)
-        self.comm.Allgather(np.array([data.size], np.int64), counts)
-        everything = np.empty(int(counts.sum()), np.uint8)
-        self._gather_bytes(data, everything, [int(count) for count in counts])
-        return [part.tobytes().decode() for part in np.split(everything, np.cumsum(counts)[:-1])]
-
     def _allreduce(self, asked: Reduction) -> None:
         self._agree(asked.call)
         dtype = asked.inputs[0].dtype
@@ -252,12 +223,10 @@ class MpiCollectives(Engine):
                 asked.finite.look(reduced)
             unpack(chunk.pieces, reduced, asked.outputs)
 
-    def _exchange_counts(self, call: Call, counts: Sequence[int]) -> np.ndarray:
-        mine = np.array([call.digest, *counts], np.int64)
-        everyone = np.zeros((self.size, mine.size), np.int64)
-        self._agree(call)
-        self.comm.Allgather(mine, everyone)
-        return everyone[:, 1:]
+    def _gather_words(self, words: np.ndarray) -> np.ndarray:
+        everyone = np.zeros((self.size, words.size), np.int64)
+        self.comm.Allgather(words, everyone)
+        return everyone
 
     def _gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
         byte = self._mpi.BYTE
@@ -326,12 +295,3 @@ class MpiCollectives(Engine):
 def _slices(buffer: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
     starts = [0, *np.cumsum(counts)]
     return [buffer[int(start) : int(start) + count] for start, count in zip(starts, counts)]
-
-
-def _shorten(text: str, difference: int, limit: int = 300) -> str:
-    """The beginning, and where it differs from another text if that is further on."""
-    if len(text) <= limit:
-        return text
-    if difference < limit - 50:
-        return f"{text[:limit]} …"
-    return f"{text[:150]} … {text[difference - 50 : difference + 100]} …"

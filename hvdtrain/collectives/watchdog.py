@@ -1,8 +1,9 @@
-"""Ends a process that hangs inside MPI.
+"""Ends a process that hangs inside MPI, or inside Horovod.
 
 Ranks meet before an operation moves data, and that wait has a time-out of its own. What then moves
 the data are calls of MPI, which end when it is moved and offer no way to give up: should a rank
-stop just then, or the network, the others would stay in them for ever.
+stop just then, or the network, the others would stay in them for ever. Horovod's calls are all of
+that kind.
 """
 
 from __future__ import annotations
@@ -23,6 +24,16 @@ MARGIN_S = 10.0
 LOOK_S = 1.0
 EXIT_CODE = 1
 
+_WHY = {
+    "MPI": (
+        ", which all ranks had begun: one of them, or the network, stopped in the middle of it."
+    ),
+    "Horovod": (
+        ": another rank does not come to it, or the network has stopped. If the work may take that "
+        "long, raise HVDTRAIN_TIMEOUT_S."
+    ),
+}
+
 Inside = Callable[[], tuple[float, str] | None]
 
 
@@ -30,15 +41,19 @@ class Watchdog:
     """Looks at where this rank is, about once a second, on a thread of its own.
 
     Args:
-        inside: Since when the rank is in a call of MPI, by the monotonic clock, and in which
+        inside: Since when the rank is in such a call, by the monotonic clock, and in which
             operation; None for nowhere, or where it would give up by itself.
         rank: For the error.
         size: Likewise.
         timeout_s: How long it may be there; some seconds are added.
+        of: Whose calls these are.
     """
 
-    def __init__(self, inside: Inside, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, inside: Inside, rank: int, size: int, timeout_s: float, of: str = "MPI"
+    ) -> None:
         self._inside = inside
+        self._of = of
         self._who = f"rank {rank} of {size}"
         self._limit_s = timeout_s + MARGIN_S
         self._closed = threading.Event()
@@ -60,8 +75,8 @@ class Watchdog:
     def _end(self, operation: str) -> NoReturn:
         print(
             f"hvdtrain: {self._who} failed: {CollectiveTimeoutError.__name__}: it was "
-            f"{self._limit_s:.0f} s inside MPI in {operation}, which all ranks had begun: one of "
-            "them, or the network, stopped in the middle of it. Start the job again.",
+            f"{self._limit_s:.0f} s inside {self._of} in {operation}{_WHY[self._of]} Start the job "
+            "again.",
             file=sys.stderr,
             flush=True,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from pathlib import Path
 
 from tests.environments import HERE, folder_of, requirements_of, stamp_of
 
-HOROVOD = "horovod"
-LIGHT = sorted({path.stem for path in HERE.glob("*.txt")} - {"packages", HOROVOD})
+HOROVODS = ("horovod", "horovod-keras3")
+LIGHT = sorted({path.stem for path in HERE.glob("*.txt")} - {"packages", *HOROVODS})
+# Installed without what they depend on: Horovod is built here, and its TensorFlow asks for Keras 2.
+ALONE = ("horovod", "keras")
 # The last Python that the TensorFlow which Horovod builds against runs on.
 HOROVODS_PYTHON = "python3.11"
 BUILD = {
@@ -31,7 +34,7 @@ PIP = ("--disable-pip-version-check", "--quiet")
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.environments", description=__doc__)
-    known = [*LIGHT, HOROVOD]
+    known = [*LIGHT, *HOROVODS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     names = parser.parse_args().names or LIGHT
     if unknown := set(names) - set(known):
@@ -41,8 +44,8 @@ def main() -> None:
         if stamp.exists() and stamp.read_text() == content:
             continue
         print(f"making {folder_of(name)}", flush=True)
-        if name == HOROVOD:
-            make_horovod()
+        if name in HOROVODS:
+            make_horovod(name)
         else:
             make_light(name)
         stamp.write_text(content)
@@ -62,24 +65,26 @@ def make_light(name: str) -> None:
     (packages / "parent.pth").write_text(parent)
 
 
-def make_horovod() -> None:
+def make_horovod(name: str) -> None:
     """Horovod with MPI and Gloo, as its users have it; the wheel is kept, as it takes minutes."""
     python = shutil.which(HOROVODS_PYTHON)
     if python is None:
         sys.exit(f"Horovod needs {HOROVODS_PYTHON} on PATH, and there is none.")
-    folder = folder_of(HOROVOD)
+    folder = folder_of(name)
     run(python, "-m", "venv", "--clear", folder)
     pip = (folder / "bin" / "python", "-m", "pip", *PIP)
-    release = next(text for text in requirements_of(HOROVOD) if text.startswith("horovod=="))
-    run(*pip, "install", *(text for text in requirements_of(HOROVOD) if text != release))
+    alone = {re.split(r"\W", text)[0]: text for text in requirements_of(name)}
+    alone = {package: text for package, text in alone.items() if package in ALONE}
+    run(*pip, "install", *(text for text in requirements_of(name) if text not in alone.values()))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hvdtrain-tests")
     if not (wheels := list(cache.glob("horovod-*.whl"))):
         print("building Horovod, which takes some minutes", flush=True)
         path = os.pathsep.join([str(folder / "bin"), os.environ.get("PATH", os.defpath)])
-        build = ("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", cache, release)
-        run(*pip, *build, env={**os.environ, **BUILD, "PATH": path})
+        build = ("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", cache)
+        run(*pip, *build, alone["horovod"], env={**os.environ, **BUILD, "PATH": path})
         wheels = list(cache.glob("horovod-*.whl"))
-    run(*pip, "install", "--no-deps", *wheels)
+    others = (text for package, text in alone.items() if package != "horovod")
+    run(*pip, "install", "--no-deps", *wheels, *others)
 
 
 def run(*argv: str | os.PathLike[str], env: dict[str, str] | None = None) -> None:

@@ -1,0 +1,173 @@
+"""A real Horovod as the engine: for jobs in which only Horovod can communicate.
+
+Its operations can't be given up, and under Gloo it does not notice ranks that don't come. So a rank
+that has waited too long ends its process, and horovodrun the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.base import ReduceOp
+from hvdtrain.collectives.calls import Call
+from hvdtrain.collectives.engine import Engine, Reduction
+from hvdtrain.collectives.kernels import finish, widen
+from hvdtrain.collectives.layout import split_evenly
+from hvdtrain.collectives.messages import Messages
+from hvdtrain.collectives.watchdog import Watchdog
+from hvdtrain.errors import CollectiveError, ConfigurationError, LaunchError
+
+__all__ = ["HorovodCollectives", "load_horovod"]
+
+_OPS = {"sum": "Sum", "average": "Sum", "min": "Min", "max": "Max", "product": "Product"}
+# Types that it does not reduce, as one in which the result is the same but for its upper bits.
+_SENT_AS = {"bool": "uint8", "int16": "int32", "uint16": "int32", "uint32": "int64"}
+_TOP_BIT = np.uint64(1 << 63)
+
+
+def load_horovod() -> ModuleType:
+    """``horovod.tensorflow``.
+
+    Raises:
+        LaunchError: It can't be imported.
+    """
+    try:
+        return importlib.import_module("horovod.tensorflow")
+    except Exception as error:
+        # Built for another TensorFlow it raises whatever the loader of libraries does.
+        raise LaunchError(
+            f"Horovod is to do the reductions and can't be imported ({type(error).__name__}: "
+            f"{error}). Install Horovod 0.28 for this TensorFlow, or start with horovodrun --mpi, "
+            "mpirun or hvdtrain run."
+        ) from error
+
+
+class HorovodCollectives(Engine):
+    """Collectives through ``horovod.tensorflow``.
+
+    Args:
+        timeout_s: How long to wait for other ranks.
+
+    Raises:
+        LaunchError: There is no Horovod.
+    """
+
+    kind = "horovod"
+
+    def __init__(self, timeout_s: float) -> None:
+        self._hvd = load_horovod()
+        self._hvd.init()
+        super().__init__(self._hvd.rank(), self._hvd.size(), 1 << 20, timeout_s)
+        self._watchdog = Watchdog(
+            lambda: self._inside, self.rank, self.size, timeout_s, of="Horovod"
+        )
+        self._watchdog.start()
+
+    def close(self) -> None:
+        super().close()
+        self._watchdog.close()
+
+    def messages(self) -> Messages:
+        raise ConfigurationError(
+            "Parameter servers need MPI, and here a real Horovod is the engine. Start with "
+            "horovodrun --mpi, mpirun, srun or hvdtrain run, without --backend horovod."
+        )
+
+    def _subset(self, ranks: Sequence[int]) -> Engine | None:
+        raise ConfigurationError(
+            "Process sets need MPI, and here a real Horovod is the engine. Start with "
+            "horovodrun --mpi, mpirun, srun or hvdtrain run, without --backend horovod."
+        )
+
+    def _agree(self, call: Call) -> None:
+        if (self._gather_words(np.array([call.digest])) != call.digest).any():
+            self._raise_mismatch(call)
+
+    def _allreduce(self, asked: Reduction) -> None:
+        self._agree(asked.call)
+        op = getattr(self._hvd, _OPS[asked.op])
+        filled = [place for place, array in enumerate(asked.inputs) if array.size]
+        sent = [_packed(asked.inputs[place], asked.op) for place in filled]
+        if not sent:
+            return
+        results = self._do(lambda: self._hvd.grouped_allreduce(sent, op=op))
+        for place, result in zip(filled, results):
+            out = asked.outputs[place]
+            values = _unpacked(result, out.dtype, asked.op)
+            finish(values, asked.op, self.size)
+            if asked.finite is not None:
+                asked.finite.look(values)
+            np.copyto(out, values, casting="unsafe")
+
+    def _gather_words(self, words: np.ndarray) -> np.ndarray:
+        mine = tf.convert_to_tensor(words[np.newaxis])
+        return np.array(self._do(lambda: self._hvd.allgather(mine)))
+
+    def _gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
+        if out.size:
+            np.copyto(out, self._do(lambda: self._hvd.allgather(tf.convert_to_tensor(data))))
+
+    def _broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
+        if buffer.size:
+            given = tf.convert_to_tensor(buffer)
+            np.copyto(buffer, self._do(lambda: self._hvd.broadcast(given, root)))
+
+    def _reduce_scatter(
+        self, array: np.ndarray, rows: Sequence[tuple[int, int]], op: ReduceOp
+    ) -> np.ndarray:
+        start, stop = split_evenly(array.shape[0], self.size)[self.rank]
+        if not array.size:
+            return array[start:stop].copy()
+        reduced = getattr(self._hvd, _OPS[op])
+        sent = _packed(array, op)
+        (total,) = self._do(lambda: self._hvd.grouped_allreduce([sent], op=reduced))
+        share = _unpacked(total, array.dtype, op)[start:stop]
+        finish(share, op, self.size)
+        return share.astype(array.dtype)
+
+    def _alltoall_bytes(
+        self,
+        data: np.ndarray,
+        send_counts: Sequence[int],
+        out: np.ndarray,
+        receive_counts: Sequence[int],
+    ) -> None:
+        given = tf.convert_to_tensor(data)
+        splits = tf.convert_to_tensor(list(send_counts), tf.int32)
+        came, _ = self._do(lambda: self._hvd.alltoall(given, splits=splits))
+        np.copyto(out, came)
+
+    def _do(self, operation: Callable[[], Any]) -> Any:
+        """Carry out an operation of Horovod's on this thread, eagerly and on the host."""
+        try:
+            with tf.init_scope(), tf.device("/CPU:0"):
+                return operation()
+        except tf.errors.OpError as error:
+            raise CollectiveError(
+                f"Horovod could not finish {self.waiting_in or 'an operation'}: {error.message}. "
+                "Another rank failed or did not come; its own message tells why."
+            ) from error
+
+
+def _packed(array: np.ndarray, op: ReduceOp) -> tf.Tensor:
+    """In a type that Horovod reduces; half types in float32, as by all engines."""
+    values = widen(array)
+    if values.dtype == np.uint64:
+        # In the order of signed numbers where that matters; sums and products wrap alike.
+        values = (values ^ _TOP_BIT if op in ("min", "max") else values).view(np.int64)
+    return tf.convert_to_tensor(values.astype(_SENT_AS.get(values.dtype.name, values.dtype)))
+
+
+def _unpacked(result: tf.Tensor, dtype: np.dtype, op: ReduceOp) -> np.ndarray:
+    """What ``_packed`` made of arrays of ``dtype``, reduced; half types in float32."""
+    values = np.array(result)
+    if dtype == np.uint64:
+        values = values.view(np.uint64)
+        return values ^ _TOP_BIT if op in ("min", "max") else values
+    return values if dtype.name not in _SENT_AS else values.astype(dtype)
