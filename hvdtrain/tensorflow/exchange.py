@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
-
+from hvdtrain.tensorflow.operations import broadcast
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.tape import check_averages, variable_name
 
@@ -24,7 +23,7 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> None:
-    """Give every rank the values that ``root_rank`` has.
+    """Give every rank the values that ``root_rank`` has; in a tf.function, too.
 
     Args:
         variables: The same on every rank.
@@ -37,10 +36,9 @@ def broadcast_variables(
         ModelError: Some ranks are parameter servers.
     """
     check_averages("tensorflow.broadcast_variables")
-    collectives, root = process_set.collectives(), process_set.place_of(root_rank)
     for variable in variables:
-        value = np.asarray(variable.numpy())
-        variable.assign(collectives.broadcast(value, root, name=variable_name(variable)))
+        name = variable_name(variable)
+        variable.assign(broadcast(variable, root_rank, name, process_set=process_set))
 
 
 def broadcast_object(
