@@ -14,11 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+
+from jobs import run_job
 
 from hvdtrain.bench.gradients import resnet50_shapes
 
@@ -88,26 +89,12 @@ def _commands(job: Path) -> dict[str, list[str]]:
 
 def _run(command: list[str], times: Path) -> dict[str, list[float]]:
     times.unlink(missing_ok=True)
-    environ = {
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        # Horovod's mpirun is Debian's, which would not start as root otherwise.
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        **os.environ,
-    }
+    # Horovod's mpirun is Debian's, which would not start as root otherwise.
+    allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    environ = {name: os.environ.get(name, "1") for name in allowed}
     if "horovodrun" in command[0]:
         environ["PATH"] = os.pathsep.join([str(Path(command[0]).parent), os.defpath])
-    done = subprocess.run(
-        command,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=JOB_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{done.stdout}\n{command[0]} ended with {done.returncode}")
+    run_job(command, command[0], environ, JOB_TIMEOUT_S)
     return dict(json.loads(times.read_text()))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jobs import run_job
 
 __all__ = ["MODES", "WORKERS", "Mode", "save_figure", "train"]
 
@@ -60,18 +61,7 @@ def train(mode: Mode, program: str, arguments: Sequence[str]) -> list[dict[str, 
     python = os.pathsep.join([str(here.parent / "examples"), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
         argv = [*run, "--", sys.executable, here / program, folder, *arguments]
-        environ = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, "PYTHONPATH": python}
-        done = subprocess.run(
-            [str(word) for word in argv],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=JOB_TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode:
-            raise SystemExit(f"{done.stdout}\n{mode.label} ended with {done.returncode}")
+        run_job(argv, mode.label, {"PYTHONPATH": python}, JOB_TIMEOUT_S)
         return [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
 
 
