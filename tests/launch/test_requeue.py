@@ -71,7 +71,7 @@ class Job:
         while not true():
             state = self.shown("JobState")
             over = time.monotonic() > deadline or state in ("FAILED", "TIMEOUT", "CANCELLED")
-            assert not over, f"{state}:\n{self.output()}"
+            assert not over, f"{state}:\n{self.output()}\n{self.cluster.last_words()}"
             time.sleep(0.2)
 
     def goes_on_once(self, steps: int, timeout_s: float = 120.0) -> None:
@@ -94,7 +94,8 @@ class Job:
         # Slurm would let it wait for two minutes, in which it tidies up after the first run.
         stepd = f"slurmstepd: \\[{self.number}\\."
         self.until(lambda: not self.cluster.run(["pgrep", "-f", stepd], timeout_s=20).stdout, 30)
-        changes = [f"JobId={self.number}", "StartTime=now", "TimeLimit=5"]
+        # Nodes refuse a credential of the second in which they revoked the first run's.
+        changes = [f"JobId={self.number}", "StartTime=now+2", "TimeLimit=5"]
         self.cluster.run(["scontrol", "update", *changes], timeout_s=20)
 
 

@@ -290,13 +290,16 @@ class Cluster:
         while not ready():
             ended = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
             if ended or time.monotonic() > deadline:
-                logs = [
-                    f"--- {name}\n{self._log(name).read_text()[-2000:]}" for name in self._daemons
-                ]
                 raise RuntimeError(
-                    f"the test cluster has no {what}; ended: {ended}\n" + "\n".join(logs)
+                    f"the test cluster has no {what}; ended: {ended}\n{self.last_words()}"
                 )
             time.sleep(0.02)
+
+    def last_words(self) -> str:
+        """The ends of what the daemons have printed, for a test to show where it fails."""
+        return "\n".join(
+            f"--- {name}\n{self._log(name).read_text()[-2000:]}" for name in self._daemons
+        )
 
     def _log(self, daemon: str) -> Path:
         return self._state / "log" / daemon
