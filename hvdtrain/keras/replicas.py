@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import MismatchError
 from hvdtrain.keras.optimizer import accumulators, plain_optimizers
+from hvdtrain.tensorflow.names import counted_anew
 
 __all__ = [
     "average_statistics",
@@ -50,9 +51,11 @@ def check_same_model(model: keras.Model, collectives: Collectives) -> None:
 
 
 def _describe(model: keras.Model) -> dict[str, str]:
-    described = {"trainable order": "|".join(v.path for v in model.trainable_variables)}
-    for index, variable in enumerate(model.variables):
-        described[f"variable {variable.path} ({index})"] = f"{variable.dtype} {variable.shape}"
+    trainable = counted_anew([variable.path for variable in model.trainable_variables])
+    described = {"trainable order": "|".join(trainable)}
+    paths = counted_anew([variable.path for variable in model.variables])
+    for index, (path, variable) in enumerate(zip(paths, model.variables)):
+        described[f"variable {path} ({index})"] = f"{variable.dtype} {variable.shape}"
     optimizer = model.optimizer
     described["optimizer"] = type(optimizer).__name__
     for key, value in _without_names(optimizer.get_config()).items():

@@ -9,7 +9,6 @@ losses; of ``allgather`` and ``broadcast``, that of the mean of all ranks' losse
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.tensorflow.compression import Compression, Compressor
+from hvdtrain.tensorflow.names import without_counts
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.reductions import (
     Adasum,
@@ -562,8 +562,5 @@ def _name(what: str, name: str | None, tensors: Sequence[tf.Tensor]) -> str:
         return name
     if tf.executing_eagerly():
         return ""
-    names = [
-        re.sub(r"_\d+(?=/|$)", "", tensor.name.partition(":")[0])
-        for tensor in (tensors[0], tensors[-1])
-    ]
+    names = [without_counts(tensor.name.partition(":")[0]) for tensor in (tensors[0], tensors[-1])]
     return f"{what} of {' to '.join(dict.fromkeys(names))}"

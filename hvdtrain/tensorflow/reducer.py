@@ -19,6 +19,7 @@ import tensorflow as tf
 from hvdtrain.collectives.base import Collectives, ReduceOp
 from hvdtrain.errors import HvdtrainError, MismatchError, NonFiniteError
 from hvdtrain.tensorflow.contributions import Contributions
+from hvdtrain.tensorflow.names import counted_anew
 from hvdtrain.tensorflow.rows import pack_rows, unpack_rows
 
 __all__ = ["GradientReducer", "name_non_finite"]
@@ -91,14 +92,15 @@ class GradientReducer:
         """
         if self._alone:
             return list(gradients)
-        entries = tuple(_Entry.of(name, g) for name, g in zip(names, gradients))
+        labels = counted_anew(names)
+        entries = tuple(_Entry.of(label, g) for label, g in zip(labels, gradients))
         averages: list[Gradient] = list(gradients)
         if gradients and all(gradient is None for gradient in gradients):
             self._agree_on_nothing(entries)
         dense: dict[tf.DType, list[int]] = {}
         for index, gradient in enumerate(gradients):
             if isinstance(gradient, tf.IndexedSlices):
-                averages[index] = self._average_rows(gradient, names[index], entries, weight, op)
+                averages[index] = self._average_rows(gradient, labels[index], entries, weight, op)
             elif gradient is not None:
                 dense.setdefault(gradient.dtype, []).append(index)
         for dtype, indices in dense.items():

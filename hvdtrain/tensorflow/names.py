@@ -1,0 +1,48 @@
+"""Names of variables and tensors, so that ranks can compare them.
+
+TensorFlow and Keras count the layers that a process has made (dense, dense_1, ...), and ranks need
+not have made as many of anything before: the same model has other numbers there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+__all__ = ["counted_anew", "without_counts"]
+
+_PART = re.compile(r"([^/:]+?)(?:_(\d+))?(?=[/:]|$)")
+
+
+def without_counts(name: str) -> str:
+    """``name`` without the numbers at the ends of its parts: model_3/dense_7 is model/dense."""
+    return _PART.sub(lambda part: part[1], name)
+
+
+def counted_anew(names: Sequence[str]) -> list[str]:
+    """``names`` as a process would have them that had made nothing else before.
+
+    What has a smaller number than another keeps one, so that an exchange of the two still shows:
+    dense_7, dense_9 is dense, dense_1; and dense_9, dense_7 is dense_1, dense.
+    """
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for base, number in _parts(names):
+        numbers[base].add(number)
+    places = {base: {n: i for i, n in enumerate(sorted(found))} for base, found in numbers.items()}
+
+    def anew(part: re.Match[str]) -> str:
+        place = places[part[1]][_number(part)]
+        return f"{part[1]}_{place}" if place else part[1]
+
+    return [_PART.sub(anew, name) for name in names]
+
+
+def _parts(names: Iterable[str]) -> Iterable[tuple[str, int]]:
+    for name in names:
+        for part in _PART.finditer(name):
+            yield part[1], _number(part)
+
+
+def _number(part: re.Match[str]) -> int:
+    return -1 if part[2] is None else int(part[2])
