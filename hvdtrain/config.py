@@ -242,8 +242,8 @@ class Settings:
     )
     backend: str = _setting(
         "auto",
-        _one_of("auto", "mpi", "horovod"),
-        "what combines gradients: mpi, an installed horovod, or auto",
+        _one_of("auto", "mpi", "nccl", "horovod"),
+        "what combines gradients: mpi, nccl (between GPUs), an installed horovod, auto",
     )
     collectives: str = _setting(
         "auto",

@@ -14,9 +14,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cluster.backend import choose_backend
+from hvdtrain.cluster.backend import Choice, Means, choose_backend, choose_for_devices
 from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.collectives import Collectives, create
@@ -25,8 +25,12 @@ from hvdtrain.errors import ConfigurationError, NotInitializedError
 from hvdtrain.monitor import report
 from hvdtrain.monitor.timeline import Timeline, file_of
 
+if TYPE_CHECKING:
+    from hvdtrain.tensorflow.device_collectives import DeviceCollectives
+
 __all__ = [
     "collectives",
+    "device_collectives",
     "hosts",
     "init",
     "is_chief",
@@ -51,6 +55,7 @@ class _World:
     settings: Settings
     roles: Roles
     collectives: Collectives
+    on_devices: DeviceCollectives | None
     hosts: tuple[int, ...]
 
 
@@ -114,6 +119,11 @@ def settings() -> Settings:
 def collectives() -> Collectives:
     """Operations between all ranks, on NumPy arrays."""
     return _entered().collectives
+
+
+def device_collectives() -> DeviceCollectives | None:
+    """What combines tensors of all ranks where they are, without the engine; None where it does."""
+    return _entered().on_devices
 
 
 def rank() -> int:
@@ -207,7 +217,8 @@ def _enter() -> _World:
     topology = read_topology(os.environ)
     settings = read_settings(os.environ)
     roles = assign_roles(topology.size, settings)
-    collectives = _engine(topology, settings)
+    choice = choose_backend(topology, settings.backend, has_servers=settings.has_servers)
+    collectives = _engine(choice, topology, settings)
     if topology.size > 1:
         from hvdtrain.collectives import exits
 
@@ -221,35 +232,57 @@ def _enter() -> _World:
     host = _host_id()
     serves = topology.rank in roles.servers
     gpus = None if serves else devices.visible_gpus(socket.gethostname(), os.environ)
-    mine = {"host": host, "gpus": gpus}
+    mine = {"host": host, "gpus": gpus, "means": devices.means()}
     everyone: list[dict[str, Any]] = collectives.allgather_object(mine, name="hvdtrain.init()")
     hosts = _host_indices([entry["host"] for entry in everyone])
     if topology.node_rank is None:
         topology = dataclasses.replace(topology, node_rank=hosts[topology.rank])
-    devices.bind(topology, settings, [entry["gpus"] for entry in everyone])
+    owned = devices.bind(topology, settings, [entry["gpus"] for entry in everyone])
+    on_devices = None
+    if topology.size > 1 and choice.backend == "mpi":
+        means = [Means(gpu, *entry["means"]) for gpu, entry in zip(owned, everyone)]
+        choice = choose_for_devices(
+            settings.backend,
+            means,
+            has_servers=settings.has_servers,
+            elastic=collectives.survives_losses,
+        )
+        if choice.backend == "nccl":
+            # Imports TensorFlow, as all from above on does.
+            from hvdtrain.tensorflow import device_collectives
+
+            on_gpus = bool(means[topology.rank].gpu)
+            on_devices = device_collectives.connect(collectives, on_gpus=on_gpus)
+    if topology.is_chief and topology.size > 1:
+        _report(choice, settings)
     if topology.size > 1:
         seeds.set_unless_set(
             collectives.broadcast_object(secrets.randbits(31), name="seed of hvdtrain.init()")
         )
     return _World(
-        topology=topology, settings=settings, roles=roles, collectives=collectives, hosts=hosts
+        topology=topology,
+        settings=settings,
+        roles=roles,
+        collectives=collectives,
+        on_devices=on_devices,
+        hosts=hosts,
     )
 
 
-def _engine(topology: Topology, settings: Settings) -> Collectives:
-    choice = choose_backend(topology, settings.backend, has_servers=settings.has_servers)
+def _engine(choice: Choice, topology: Topology, settings: Settings) -> Collectives:
     if choice.backend == "mpi" or topology.size == 1:
         return create(topology, settings)
     # Imports TensorFlow, and Horovod.
     from hvdtrain.tensorflow.horovod_engine import HorovodCollectives
 
-    if topology.is_chief:
-        print(
-            f"hvdtrain: an installed Horovod combines gradients: {choice.reason}",
-            file=sys.stderr,
-            flush=True,
-        )
     return HorovodCollectives(settings.timeout_s)
+
+
+def _report(choice: Choice, settings: Settings) -> None:
+    who = {"mpi": "MPI", "nccl": "NCCL", "horovod": "an installed Horovod"}[choice.backend]
+    if settings.log_level in ("debug", "info"):
+        text = f"hvdtrain: {who} combines gradients: {choice.reason}"
+        print(text, file=sys.stderr, flush=True)
 
 
 def _host_id() -> str:

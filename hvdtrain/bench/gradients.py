@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import world
 from hvdtrain.bench.report import Limit, Report, format_seconds, table
 from hvdtrain.bench.timing import Timing, time_in_turn
 from hvdtrain.collectives import Collectives
@@ -97,7 +96,7 @@ def measure_gradients(
     collectives: Collectives, repetitions: int, max_bytes: int
 ) -> GradientFigures:
     """Time both on all ranks; ``max_bytes`` leaves out the shapes that would exceed it."""
-    reducer = GradientReducer(collectives, world.settings().non_finite)
+    reducer = GradientReducer.of_job()
     arrays = [np.ones(shape, np.float32) for shape in _shapes_within(max_bytes)]
     flat = np.ones(sum(array.size for array in arrays), np.float32)
     target = np.empty_like(flat)

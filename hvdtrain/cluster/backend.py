@@ -1,15 +1,21 @@
-"""What combines gradients: a decision from who started the ranks, and what was asked for."""
+"""What combines gradients: decided from who started the ranks, what they have, and what was asked.
+
+``choose_backend`` finds the engine, by which ranks then tell each other what ``choose_for_devices``
+needs to know.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.errors import ConfigurationError, LaunchError
 
-__all__ = ["Backend", "Choice", "choose_backend"]
+__all__ = ["Backend", "Choice", "Means", "choose_backend", "choose_for_devices"]
 
-Backend = Literal["mpi", "horovod"]
+Backend = Literal["mpi", "nccl", "horovod"]
 
 
 class Choice(NamedTuple):
@@ -17,6 +23,20 @@ class Choice(NamedTuple):
 
     backend: Backend
     reason: str
+
+
+class Means(NamedTuple):
+    """What a rank has for combining gradients where they are.
+
+    Attributes:
+        gpu: The id of the first GPU that it owns; empty where it computes on the CPU.
+        has_nccl: Whether its TensorFlow comes with NCCL.
+        ready: Whether its TensorFlow can still be told of the other ranks.
+    """
+
+    gpu: str
+    has_nccl: bool
+    ready: bool
 
 
 def choose_backend(topology: Topology, asked: str, *, has_servers: bool = False) -> Choice:
@@ -39,7 +59,7 @@ def choose_backend(topology: Topology, asked: str, *, has_servers: bool = False)
             "for it. Leave that out, or use horovodrun --mpi, mpirun, or hvdtrain run "
             f"-np {topology.size} -- python ... instead."
         )
-    if asked == "auto":
+    if asked in ("auto", "nccl"):
         if not without_mpi:
             return Choice("mpi", "the ranks can use MPI")
         choice = Choice("horovod", "horovodrun --gloo started the ranks, without MPI")
@@ -52,3 +72,66 @@ def choose_backend(topology: Topology, asked: str, *, has_servers: bool = False)
             "horovod; or train with --mode allreduce."
         )
     return choice
+
+
+def choose_for_devices(
+    asked: str, means: Sequence[Means], *, has_servers: bool, elastic: bool
+) -> Choice:
+    """Decide whether dense gradients are combined by the engine, or where they are.
+
+    Args:
+        asked: The setting.
+        means: Of all ranks.
+        has_servers: Whether some ranks are parameter servers.
+        elastic: Whether the ranks go on without those that die.
+
+    Raises:
+        LaunchError: ``nccl`` was asked for, and what ranks have does not allow it.
+        ConfigurationError: It was, and other settings don't.
+    """
+    if asked == "mpi":
+        return Choice("mpi", "--backend mpi")
+    if has_servers or elastic:
+        what = (
+            "some ranks are parameter servers" if has_servers else "ranks may be lost (--elastic)"
+        )
+        if asked == "nccl":
+            raise ConfigurationError(
+                f"--backend nccl (HVDTRAIN_BACKEND) needs all ranks for each step, and {what}. "
+                "Leave one of both out."
+            )
+        return Choice("mpi", what)
+    obstacle = _obstacle(means, needs_gpus=asked == "auto")
+    if asked == "auto":
+        return Choice("mpi", obstacle) if obstacle else Choice("nccl", "every rank has a GPU")
+    if obstacle:
+        raise LaunchError(f"--backend nccl (HVDTRAIN_BACKEND) can't be used: {obstacle}.")
+    on_cpus = "" if means[0].gpu else " (by TensorFlow's ring on CPUs, as no rank has a GPU)"
+    return Choice("nccl", f"--backend nccl{on_cpus}")
+
+
+def _obstacle(means: Sequence[Means], *, needs_gpus: bool) -> str:
+    """Why the ranks can't reduce on their devices, or empty."""
+    without = [rank for rank, mine in enumerate(means) if not mine.gpu]
+    if len(without) == len(means):
+        if needs_gpus:
+            return "no rank has a GPU"
+    elif without:
+        return f"{_ranks(without)} without a GPU, and others have one"
+    else:
+        owners = Counter(mine.gpu for mine in means)
+        shared = [rank for rank, mine in enumerate(means) if owners[mine.gpu] > 1]
+        if shared:
+            return f"{_ranks(shared)} sharing a GPU, which NCCL does not allow"
+        lacking = [rank for rank, mine in enumerate(means) if not mine.has_nccl]
+        if lacking:
+            return f"{_ranks(lacking)} using a TensorFlow without NCCL"
+    late = [rank for rank, mine in enumerate(means) if not mine.ready]
+    if late:
+        return f"{_ranks(late)} late: the program used TensorFlow's devices before hvdtrain.init()"
+    return ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    several = len(ranks) > 1
+    return f"rank{'s' * several} {', '.join(map(str, ranks))} {'are' if several else 'is'}"

@@ -237,6 +237,33 @@ class Collectives(Protocol):
         """
         ...
 
+    def hand_over(self, kind: str, name: str, detail: tuple[Any, ...], note: str = "") -> None:
+        """Agree with all ranks on an operation that something else carries out from here on.
+
+        Args:
+            kind: What it is.
+            name: For errors.
+            detail: What else the ranks must agree on; each part has a text.
+            note: What they need not agree on.
+
+        Raises:
+            MismatchError: Another rank called something else.
+        """
+        ...
+
+    def look_after(self) -> None:
+        """See whether the other ranks can still come to it; called again and again by a thread.
+
+        Raises:
+            PeerFailedError: One has failed, or has ended its program.
+            CollectiveTimeoutError: It has taken too long.
+        """
+        ...
+
+    def take_back(self) -> None:
+        """The operation that was handed over is done."""
+        ...
+
     def fail(self, reason: str) -> None:
         """Tell every other rank that this one can't go on; they raise ``PeerFailedError``.
 

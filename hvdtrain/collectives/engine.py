@@ -75,6 +75,13 @@ class Reduction(NamedTuple):
     finite: FiniteCheck | None
 
 
+class _Handed(NamedTuple):
+    """An operation that something else carries out."""
+
+    call: Call
+    since_s: float
+
+
 class Engine:
     """Base of the engines; see ``hvdtrain.collectives.base.Collectives`` for the contract."""
 
@@ -101,6 +108,7 @@ class Engine:
         self._joined: frozenset[int] = frozenset()  # when some last were; the same on all ranks
         # Since when this rank is in which operation; another thread may ask.
         self._inside: tuple[float, str] | None = None
+        self._handed: _Handed | None = None
         self.broken: HvdtrainError | None = None
         self.closed = False
 
@@ -295,6 +303,41 @@ class Engine:
 
         return self._operate(call, attempt)
 
+    def hand_over(self, kind: str, name: str, detail: tuple[Any, ...], note: str = "") -> None:
+        call = self._calls.get(kind, name, detail, note)
+
+        def attempt() -> None:
+            if self._handed is not None:
+                raise CollectiveError(
+                    f"Rank {self.number} begins {call.place} before the end of "
+                    f"{self._handed.call.place}, which an error has ended. End the program."
+                )
+            self._agree(call)
+            self._handed = _Handed(call, time.monotonic())
+
+        self._operate(call, attempt)
+
+    def look_after(self) -> None:
+        with self._lock:
+            handed = self._handed
+            if handed is None:
+                return
+            try:
+                self._look_for_others(handed.call.place, time.monotonic() - handed.since_s)
+            except HvdtrainError as error:
+                self._remember(error)
+                raise
+
+    def take_back(self) -> None:
+        with self._lock:
+            handed, self._handed = self._handed, None
+        if handed is not None:
+            done = Done(
+                handed.call.title, handed.call.place, handed.since_s, time.monotonic(), 0.0, ""
+            )
+            for observer in self.observers:
+                observer(done)
+
     def fail(self, reason: str) -> None:
         """Nobody to tell unless an engine says otherwise."""
 
@@ -441,6 +484,14 @@ class Engine:
                 f"Rank {self.number} left an operation before its end "
                 f"({type(error).__name__}: {error}) and is no longer in step with the other ranks. "
                 "End the program."
+            )
+
+    def _look_for_others(self, place: str, waited_s: float) -> None:
+        """Raise if another rank has failed, or this one has waited too long."""
+        if waited_s > self.timeout_s:
+            raise CollectiveTimeoutError(
+                f"rank {self.number} waited {self.timeout_s:g} s in {place}. If the work may take "
+                "that long, raise HVDTRAIN_TIMEOUT_S."
             )
 
     @property

@@ -210,6 +210,11 @@ class MpiCollectives(Engine):
     def _await(self, request: Any, call: Call) -> None:
         self._patience.until(request.Test, call.place)
 
+    def _look_for_others(self, place: str, waited_s: float) -> None:
+        self.alarm.check(place)
+        if waited_s > self._timeout_s:
+            self.alarm.time_out(place, self._timeout_s)
+
     def _allreduce(self, asked: Reduction) -> None:
         self._agree(asked.call)
         dtype = asked.inputs[0].dtype

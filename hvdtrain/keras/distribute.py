@@ -83,7 +83,7 @@ def DistributedOptimizer(optimizer: Any) -> Any:
     collectives = world.collectives()
     if collectives.size == 1:
         return optimizer
-    reducer = GradientReducer(collectives, world.settings().non_finite)
+    reducer = GradientReducer.of_job()
     return distribute_optimizer(optimizer, reducer)
 
 

@@ -66,7 +66,7 @@ class Distribution:
         self._collectives = collectives
         self._membership = Membership(collectives, settings.min_np, [self._follow])
         self._presharded = presharded
-        self._reducer = GradientReducer(collectives, settings.non_finite)
+        self._reducer = GradientReducer.of_job()
         self._devices = tower_devices(settings.towers)
         self._noticed: set[str] = set()
 

@@ -302,8 +302,8 @@ class Loops:
         """Run a method of Keras; show errors between ranks as they were, not as TensorFlow's."""
         try:
             return method(*args, **options)
-        except tf.errors.OpError:
-            error, self._reducer.error = self._reducer.error, None
+        except tf.errors.OpError as raised:
+            error = self._reducer.take_error(raised)
             if error is None:
                 raise
             raise error from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,11 +29,13 @@ class Build:
         versions: Of the packages that are installed, by their names.
         mpirun: Which there is, with its path; empty for none.
         problem: Why there is no mpirun, and what to do.
+        nccl: The version of NCCL that TensorFlow's GPU build has; empty without one.
     """
 
     versions: Mapping[str, str]
     mpirun: str = ""
     problem: str = ""
+    nccl: str = ""
 
 
 def look(environ: Mapping[str, str]) -> Build:
@@ -41,8 +44,8 @@ def look(environ: Mapping[str, str]) -> Build:
     try:
         mpirun = find_mpirun(Path(sys.executable).parent, environ)
     except LaunchError as error:
-        return Build(versions=versions, problem=str(error))
-    return Build(versions=versions, mpirun=f"{mpirun.name}, {mpirun.path}")
+        return Build(versions=versions, problem=str(error), nccl=_nccl())
+    return Build(versions=versions, mpirun=f"{mpirun.name}, {mpirun.path}", nccl=_nccl())
 
 
 def describe(build: Build) -> str:
@@ -61,7 +64,7 @@ def describe(build: Build) -> str:
         _line("MPI", f"{build.mpirun or 'no mpirun'}; {mpi4py}", has_mpi),
         "",
         "Available Tensor Operations:",
-        _line("NCCL", "gradients pass through host memory", has=False),
+        _line("NCCL", build.nccl or "comes with TensorFlow's GPU build", has=bool(build.nccl)),
         _line("MPI", "", has_mpi),
         _line("shared memory", "", has_mpi),
     ]
@@ -75,6 +78,15 @@ def describe(build: Build) -> str:
     else:
         lines += ["", "Whether all of it works together: hvdtrain check"]
     return "\n".join(lines)
+
+
+def _nccl() -> str:
+    for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
 
 
 def _line(title: str, words: str, has: bool | None = None) -> str:

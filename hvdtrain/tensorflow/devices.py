@@ -18,13 +18,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
+from hvdtrain.tensorflow import runtime
 
-__all__ = ["assign_gpus", "bind", "set_placement", "tower_devices", "visible_gpus"]
+__all__ = ["assign_gpus", "bind", "means", "set_placement", "tower_devices", "visible_gpus"]
 
 
 def visible_gpus(host: str, environ: Mapping[str, str]) -> list[str]:
@@ -84,7 +84,15 @@ def assign_gpus(
     return chosen
 
 
-def bind(topology: Topology, settings: Settings, visible: Sequence[Sequence[str] | None]) -> None:
+def means() -> tuple[bool, bool]:
+    """``has_nccl`` and ``ready`` of ``cluster.backend.Means``, before devices are used."""
+    with_gpus = tf.test.is_built_with_cuda() or tf.test.is_built_with_rocm()
+    return with_gpus, runtime.is_connected() or not runtime.in_use()
+
+
+def bind(
+    topology: Topology, settings: Settings, visible: Sequence[Sequence[str] | None]
+) -> list[str]:
     """Make this rank's GPUs the only ones that TensorFlow uses; memory is taken as it is needed.
 
     Towers without GPUs get as many logical CPU devices.
@@ -93,6 +101,9 @@ def bind(topology: Topology, settings: Settings, visible: Sequence[Sequence[str]
         topology: Who this process is.
         settings: ``share_gpus``, the number of towers and ``log_level`` count here.
         visible: What ``visible_gpus`` returned on each rank; None for one that needs no GPU.
+
+    Returns:
+        For each rank the id of the first GPU that it owns; empty where it has none.
 
     Raises:
         LaunchError: There are too few GPUs for the ranks, or TensorFlow uses its devices already.
@@ -117,6 +128,7 @@ def bind(topology: Topology, settings: Settings, visible: Sequence[Sequence[str]
             f"TensorFlow's devices already ({error}). Call hvdtrain.init() first, before any "
             "tensor, variable or model is made."
         ) from None
+    return [gpus[mine[0]] if gpus and mine else "" for gpus, mine in zip(visible, chosen)]
 
 
 def set_placement(settings: Settings) -> None:
@@ -129,7 +141,7 @@ def set_placement(settings: Settings) -> None:
     if not settings.log_device_placement:
         return
     # TensorFlow itself would print nothing then, and not say so.
-    if context.context()._context_handle is not None:
+    if runtime.in_use():
         raise LaunchError(
             "The placement on devices can't be printed (--log-device-placement), because this "
             "program has used TensorFlow's devices already. Call hvdtrain.init() first, before any "

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.tensorflow.compression import Compression, Compressor
+from hvdtrain.tensorflow.device_collectives import DeviceCollectives
 from hvdtrain.tensorflow.names import without_counts
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.reductions import (
@@ -429,9 +430,14 @@ def _reduce(
             name=label,
         )
 
+    on_devices = world.device_collectives() if process_set is global_process_set else None
+
     @tf.custom_gradient
     def reduced(*values: tf.Tensor) -> Any:
-        results = _run(run, values, shapes)
+        if on_devices is not None and op is not Adasum and on_devices.takes(values):
+            results = _reduce_on_devices(on_devices, values, op, prescale, postscale, label)
+        else:
+            results = _run(run, values, shapes)
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
             of = f"gradient of {label}"
@@ -449,6 +455,32 @@ def _reduce(
         return results, backward
 
     return list(cast("Any", reduced(*tensors)))
+
+
+def _reduce_on_devices(
+    on_devices: DeviceCollectives,
+    tensors: Sequence[tf.Tensor],
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    label: str,
+) -> list[tf.Tensor]:
+    results: list[Any] = list(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        scaled = [_scaled(tensors[place], prescale) for place in places]
+        reduced = on_devices.allreduce(scaled, op.of_engine, name=label)
+        for place, tensor in zip(places, reduced):
+            results[place] = _scaled(tensor, postscale)
+    return results
+
+
+def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    """``scale`` of a tensor where it is."""
+    if factor == 1.0:
+        return tensor
+    wide = tensor.dtype if tensor.dtype.size > 2 else tf.float32
+    return tf.cast(tf.cast(tensor, wide) * tf.cast(factor, wide), tensor.dtype)
 
 
 def _share_of(

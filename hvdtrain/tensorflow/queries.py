@@ -115,8 +115,8 @@ def rocm_built() -> bool:
 
 
 def nccl_built(verbose: bool = False) -> bool:
-    """False: tensors pass through host memory."""
-    return False
+    """Whether TensorFlow brings NCCL, as its builds for GPUs do."""
+    return cuda_built() or rocm_built()
 
 
 def ddl_built() -> bool:

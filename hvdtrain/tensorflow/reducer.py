@@ -16,9 +16,11 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain import world
 from hvdtrain.collectives.base import Collectives, ReduceOp
 from hvdtrain.errors import HvdtrainError, MismatchError, NonFiniteError
 from hvdtrain.tensorflow.contributions import Contributions
+from hvdtrain.tensorflow.device_collectives import DeviceCollectives
 from hvdtrain.tensorflow.names import counted_anew
 from hvdtrain.tensorflow.rows import pack_rows, unpack_rows
 
@@ -56,16 +58,28 @@ class GradientReducer:
         collectives: The engine.
         non_finite: ``"error"`` raises on every rank when a gradient holds NaN or infinity and
             names rank and variable; ``"ignore"`` lets it through.
+        on_devices: What reduces dense gradients where they are, if anything does.
     """
 
-    def __init__(self, collectives: Collectives, non_finite: str = "error") -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        non_finite: str = "error",
+        on_devices: DeviceCollectives | None = None,
+    ) -> None:
         self.collectives = collectives
+        self._on_devices = on_devices
         self.contributions = Contributions()
         self._goes_on = False
         # TensorFlow turns errors of Python functions into its own; here is the original.
         self.error: HvdtrainError | None = None
         self._require_finite = non_finite == "error"
         self._verified: set[tuple[_Entry, ...]] = set()
+
+    @classmethod
+    def of_job(cls) -> GradientReducer:
+        """One over all ranks of the job, by its settings."""
+        return cls(world.collectives(), world.settings().non_finite, world.device_collectives())
 
     def average(
         self,
@@ -106,7 +120,10 @@ class GradientReducer:
         for dtype, indices in dense.items():
             group = [gradients[index] for index in indices]
             of = [names[i] for i in indices]
-            reduced = self._average_dense(group, of, dtype, entries, weight, op)
+            if self._on_devices is not None and self._on_devices.takes(group):
+                reduced = self._average_on_devices(self._on_devices, group, of, entries, op)
+            else:
+                reduced = self._average_dense(group, of, dtype, entries, weight, op)
             for index, average in zip(indices, reduced):
                 averages[index] = average
         return averages
@@ -151,8 +168,7 @@ class GradientReducer:
         weight: tf.Tensor | None,
         op: ReduceOp,
     ) -> list[tf.Tensor]:
-        lacking = _lacking(entries)
-        call = f"gradients, {lacking}" if lacking else "gradients"
+        call = _call_name(entries)
         weights = [] if weight is None else [tf.cast(weight, dtype)]
 
         def run(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -172,6 +188,33 @@ class GradientReducer:
         for average, gradient in zip(reduced, group):
             average.set_shape(gradient.shape)
         return list(reduced)
+
+    def _average_on_devices(
+        self,
+        on_devices: DeviceCollectives,
+        group: Sequence[tf.Tensor],
+        names: Sequence[str],
+        entries: tuple[_Entry, ...],
+        op: ReduceOp,
+    ) -> list[tf.Tensor]:
+        """As ``_average_dense``; no ranks are lost there, so that weights add up by themselves."""
+
+        def before() -> None:
+            with self.remember_error():
+                self._verify(entries)
+
+        def after(finite: bool, which: np.ndarray) -> None:
+            with self.remember_error():
+                if not finite:
+                    self._raise_non_finite(_describe_non_finite(names, *which))
+
+        return on_devices.allreduce(
+            group,
+            op,
+            name=_call_name(entries),
+            before=before,
+            after=after if self._require_finite else None,
+        )
 
     def _reduce_checked(
         self, arrays: Sequence[np.ndarray], names: Sequence[str], call: str, op: ReduceOp
@@ -260,6 +303,13 @@ class GradientReducer:
         if not self._goes_on and self.collectives.too_few is not None:
             raise self.collectives.too_few
 
+    def take_error(self, error: tf.errors.OpError) -> HvdtrainError | None:
+        """What TensorFlow has turned into an error of its own, if that came up between ranks."""
+        found, self.error = self.error, None
+        if found is None and self._on_devices is not None:
+            return self._on_devices.error_behind(error)
+        return found
+
     def remember_error(self) -> _Remember:
         """Keeps an error of the block for whoever catches TensorFlow's version of it."""
         return _Remember(self)
@@ -279,11 +329,23 @@ class _Remember:
 
 def name_non_finite(names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[str]:
     """The names of the arrays that hold NaN or infinity, with which of them it is."""
+    nan = [bool(np.isnan(array).any()) for array in arrays]
+    return _describe_non_finite(names, nan, [not np.isfinite(array).all() for array in arrays])
+
+
+def _describe_non_finite(
+    names: Sequence[str], nan: Sequence[bool], infinite: Sequence[bool]
+) -> list[str]:
     return [
-        f"{name} ({'NaN' if np.isnan(array).any() else 'infinity'})"
-        for name, array in zip(names, arrays)
-        if not np.isfinite(array).all()
+        f"{name} ({'NaN' if is_nan else 'infinity'})"
+        for name, is_nan, is_infinite in zip(names, nan, infinite)
+        if is_nan or is_infinite
     ]
+
+
+def _call_name(entries: Sequence[_Entry]) -> str:
+    lacking = _lacking(entries)
+    return f"gradients, {lacking}" if lacking else "gradients"
 
 
 def _scale_without_lost(mean_weight: float, dtype: tf.DType) -> float:

@@ -106,6 +106,6 @@ def _shared_reducer() -> GradientReducer:
     collectives = world.collectives()
     reducer = _reducers.get(id(collectives))
     if reducer is None:
-        reducer = GradientReducer(collectives, world.settings().non_finite)
+        reducer = GradientReducer.of_job()
         _reducers[id(collectives)] = reducer
     return reducer

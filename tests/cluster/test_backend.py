@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.cluster.backend import choose_backend
+from hvdtrain.cluster.backend import Means, choose_backend, choose_for_devices
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.errors import ConfigurationError, LaunchError
 
@@ -15,6 +15,7 @@ MPI = Topology(rank=1, size=2, local_rank=1, local_size=2, launcher="openmpi")
     [
         (MPI, "auto", "mpi", "the ranks can use MPI"),
         (MPI, "mpi", "mpi", "--backend mpi"),
+        (MPI, "nccl", "mpi", "the ranks can use MPI"),
         (MPI, "horovod", "horovod", "--backend horovod"),
         (GLOO, "auto", "horovod", "horovodrun --gloo started the ranks, without MPI"),
         (GLOO, "horovod", "horovod", "--backend horovod"),
@@ -36,3 +37,59 @@ def test_parameter_servers_need_mpi(topology, asked):
     with pytest.raises(ConfigurationError, match="Parameter servers need MPI"):
         choose_backend(topology, asked, has_servers=True)
     assert choose_backend(MPI, "auto", has_servers=True).backend == "mpi"
+
+
+GPU0, GPU1 = (Means(gpu=f"GPU-{n}", has_nccl=True, ready=True) for n in "01")
+CPU = Means(gpu="", has_nccl=False, ready=True)
+LATE = GPU1._replace(ready=False)
+OTHER = GPU1._replace(has_nccl=False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "means", "backend", "reason"),
+    [
+        ("auto", [GPU0, GPU1], "nccl", "every rank has a GPU"),
+        ("auto", [CPU, CPU], "mpi", "no rank has a GPU"),
+        ("auto", [GPU0, CPU, CPU], "mpi", "ranks 1, 2 are without a GPU, and others have one"),
+        ("auto", [GPU0, GPU0], "mpi", "ranks 0, 1 are sharing a GPU, which NCCL does not allow"),
+        ("auto", [GPU0, OTHER], "mpi", "rank 1 is using a TensorFlow without NCCL"),
+        (
+            *("auto", [GPU0, LATE], "mpi"),
+            "rank 1 is late: the program used TensorFlow's devices before hvdtrain.init()",
+        ),
+        ("mpi", [GPU0, GPU1], "mpi", "--backend mpi"),
+        ("nccl", [GPU0, GPU1], "nccl", "--backend nccl"),
+        (
+            *("nccl", [CPU, CPU], "nccl"),
+            "--backend nccl (by TensorFlow's ring on CPUs, as no rank has a GPU)",
+        ),
+    ],
+)
+def test_choice_for_devices(asked, means, backend, reason):
+    found = choose_for_devices(asked, means, has_servers=False, elastic=False)
+    assert found == (backend, reason)
+
+
+@pytest.mark.parametrize(
+    ("means", "reason"),
+    [
+        ([CPU, GPU1], "rank 0 is without a GPU"),
+        ([GPU1, GPU1], "sharing a GPU"),
+        ([GPU0, OTHER], "without NCCL"),
+        ([CPU, CPU._replace(ready=False)], "rank 1 is late"),
+    ],
+)
+def test_nccl_where_it_can_t_be(means, reason):
+    with pytest.raises(LaunchError, match=rf"--backend nccl .* can't be used: .*{reason}"):
+        choose_for_devices("nccl", means, has_servers=False, elastic=False)
+
+
+@pytest.mark.parametrize(
+    ("has_servers", "elastic", "reason"),
+    [(True, False, "some ranks are parameter servers"), (False, True, "ranks may be lost")],
+)
+def test_what_devices_can_t_do(has_servers, elastic, reason):
+    options = {"has_servers": has_servers, "elastic": elastic}
+    assert reason in choose_for_devices("auto", [GPU0, GPU1], **options).reason
+    with pytest.raises(ConfigurationError, match=reason):
+        choose_for_devices("nccl", [GPU0, GPU1], **options)

@@ -26,7 +26,7 @@ Available Controllers:
     [X] MPI (Open MPI 5.0.11, /venv/bin/mpirun; mpi4py 4.1.2)
 
 Available Tensor Operations:
-    [ ] NCCL (gradients pass through host memory)
+    [ ] NCCL (comes with TensorFlow's GPU build)
     [X] MPI
     [X] shared memory
 
@@ -43,7 +43,7 @@ Available Controllers:
     [ ] MPI (no mpirun; no mpi4py)
 
 Available Tensor Operations:
-    [ ] NCCL (gradients pass through host memory)
+    [ ] NCCL (comes with TensorFlow's GPU build)
     [ ] MPI
     [ ] shared memory
 
@@ -58,6 +58,7 @@ def test_what_is_told() -> None:
     assert describe(Build(versions=VERSIONS, mpirun=MPIRUN)) == COMPLETE
     poor = Build(versions={"hvdtrain": "0.1.0"}, problem="No mpirun was found.")
     assert describe(poor) == POOR
+    assert "[X] NCCL (2.27.3)\n" in describe(Build(versions=VERSIONS, mpirun=MPIRUN, nccl="2.27.3"))
 
 
 @pytest.mark.parametrize("lacking", ["mpirun", "mpi4py"])

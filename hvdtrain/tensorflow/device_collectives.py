@@ -1,0 +1,318 @@
+"""Reductions where tensors are: NCCL between GPUs, TensorFlow's ring between CPUs.
+
+They are operations of the graph (``CollectiveReduceV2``), and what they add up never leaves the
+device. The engine is asked before each: all ranks agree on what comes, and from then on a thread
+looks whether another rank has failed, which ends the operation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.base import Collectives, ReduceOp
+from hvdtrain.errors import CollectiveError, HvdtrainError, LaunchError
+from hvdtrain.tensorflow import runtime
+
+__all__ = ["KIND", "DeviceCollectives", "connect"]
+
+KIND = "device_allreduce"
+
+# Large enough for the full speed of a link, small enough for the first to travel while the
+# gradients of the second are computed.
+BUCKET_BYTES = 32 << 20
+LOOK_S = 0.05
+NEWS_TIMEOUT_S = 5.0
+_GROUP = 1
+# Of operations; TensorFlow remembers the shape of each as long as the process lives.
+_numbers = itertools.count(1)
+_MERGE = {"sum": "Add", "average": "Add", "min": "Min", "max": "Max", "product": "Mul"}
+# In which type each is reduced: half types as by all engines.
+_REDUCED_AS = {
+    tf.float16: tf.float32,
+    tf.bfloat16: tf.float32,
+    tf.float32: tf.float32,
+    tf.float64: tf.float64,
+}
+
+
+def connect(collectives: Collectives, *, on_gpus: bool) -> DeviceCollectives:
+    """Connect the devices of all ranks; collective.
+
+    Args:
+        collectives: The engine.
+        on_gpus: Whether each rank reduces on a GPU; otherwise on the CPU.
+
+    Raises:
+        LaunchError: A rank can't be reached by the others, or can't start.
+    """
+    if not runtime.is_connected():
+        with runtime.reserve_port() as port:
+            addresses = _exchange_addresses(collectives, port)
+            try:
+                runtime.connect(addresses, collectives.rank, port)
+            except (tf.errors.OpError, RuntimeError, ValueError) as error:
+                raise LaunchError(
+                    f"TensorFlow could not start its server for collective operations on port "
+                    f"{port} of rank {collectives.rank} ({error}). Start with --backend mpi."
+                ) from error
+            # Nobody calls a server that is not there yet.
+            collectives.barrier(name="servers of TensorFlow")
+    (device, *_) = tf.config.list_logical_devices("GPU" if on_gpus else "CPU")
+    return DeviceCollectives(collectives, device.name, "nccl" if on_gpus else "ring")
+
+
+class DeviceCollectives:
+    """Reductions between the devices of all ranks.
+
+    Args:
+        collectives: The engine, for what ranks have to agree on.
+        device: Where this rank's tensors are reduced.
+        hint: How TensorFlow is to do it, ``"nccl"`` or ``"ring"``.
+    """
+
+    def __init__(self, collectives: Collectives, device: str, hint: str) -> None:
+        self._collectives = collectives
+        self._device = device
+        self._hint = hint
+        self._keys: dict[Any, int] = {}
+        self._busy = threading.Event()
+        self.error: HvdtrainError | None = None
+        """Why operations were ended, in place of what TensorFlow says of it."""
+        threading.Thread(target=self._look, name="hvdtrain devices", daemon=True).start()
+
+    def takes(self, tensors: Sequence[tf.Tensor]) -> bool:
+        """Whether these can be reduced here: floating, of shapes that are known."""
+        return all(
+            tensor.dtype in _REDUCED_AS and tensor.shape.is_fully_defined() for tensor in tensors
+        )
+
+    def allreduce(
+        self,
+        tensors: Sequence[tf.Tensor],
+        op: ReduceOp,
+        *,
+        name: str,
+        note: str = "",
+        before: Callable[[], None] | None = None,
+        after: Callable[[bool, np.ndarray], None] | None = None,
+    ) -> list[tf.Tensor]:
+        """Combine tensors of one type over all ranks, at once or in the graph that is being made.
+
+        Args:
+            tensors: Of a type and shapes that this ``takes``, alike on all ranks.
+            op: How.
+            name: For errors; the same on all ranks.
+            note: What ranks need not agree on.
+            before: Called on the host before all else.
+            after: Called on the host in the end, and may raise: with whether all results are
+                finite; and with which of this rank's tensors hold NaN, and which infinity, bool of
+                shape (2, tensors), looked for where they aren't. If not given, nobody looks.
+
+        Raises:
+            HvdtrainError: Ranks differ in what they asked for, or one failed or did not come. In a
+                graph TensorFlow makes an error of its own of it; see ``error_behind``.
+        """
+        if not tensors:
+            return []
+        shapes = tuple(tuple(tensor.shape.as_list()) for tensor in tensors)
+        detail = (op, tensors[0].dtype.name, shapes)
+        buckets = _divide([tensor.shape.num_elements() for tensor in tensors], tensors[0].dtype)
+
+        def begin() -> np.int32:
+            if before is not None:
+                before()
+            return self._begin(name, detail, note, len(buckets))
+
+        key = _on_host(begin, [], tf.int32)
+        keys = [key + number for number in range(len(buckets))]
+        results: list[Any] = list(tensors)
+        try:
+            with tf.device(self._device):
+                for bucket, key in zip(buckets, keys):
+                    reduced = self._reduce_bucket([tensors[n] for n in bucket], op, key)
+                    for place, result in zip(bucket, reduced):
+                        results[place] = result
+                flags = _not_finite(tensors, results) if after is not None else []
+        except tf.errors.OpError as error:
+            raise self.error_behind(error) or error from None
+
+        def end(*flags: np.ndarray) -> np.int32:
+            self._end()
+            if after is not None:
+                finite, which = flags
+                after(bool(finite), which)
+            return np.int32(0)
+
+        # Whoever uses a result has waited for the others, and for an error.
+        with tf.control_dependencies(results):
+            through = _on_host(end, flags, tf.int32)
+        with tf.control_dependencies([through]), tf.device(self._device):
+            return [tf.identity(result) for result in results]
+
+    def error_behind(self, error: tf.errors.OpError) -> HvdtrainError | None:
+        """What has happened between the ranks when TensorFlow raised an error of its own; or None.
+
+        An operation that ends because of another rank may do so before the news of it is here.
+        """
+        about_others = (
+            tf.errors.UnavailableError,
+            tf.errors.AbortedError,
+            tf.errors.CancelledError,
+        )
+        deadline = time.monotonic() + NEWS_TIMEOUT_S
+        while self.error is None and isinstance(error, about_others) and self._busy.is_set():
+            if time.monotonic() > deadline:
+                return CollectiveError(
+                    f"TensorFlow could not finish a reduction: {error.message}. Another rank "
+                    "failed, or the network between them; its own message tells why."
+                )
+            time.sleep(LOOK_S)
+        return self.error
+
+    def _reduce_bucket(
+        self, tensors: Sequence[tf.Tensor], op: ReduceOp, key: tf.Tensor
+    ) -> list[tf.Tensor]:
+        dtype = tensors[0].dtype
+        wide = _REDUCED_AS[dtype]
+        flat = tf.concat([tf.cast(tf.reshape(tensor, [-1]), wide) for tensor in tensors], 0)
+        total = tf.raw_ops.CollectiveReduceV2(
+            input=flat,
+            group_size=self._collectives.size,
+            group_key=_GROUP,
+            instance_key=key,
+            ordering_token=[],
+            merge_op=_MERGE[op],
+            final_op="Id",
+            communication_hint=self._hint,
+        )
+        if op == "average":
+            total /= tf.cast(self._collectives.size, wide)
+        counts = [tensor.shape.num_elements() for tensor in tensors]
+        return [
+            tf.reshape(tf.cast(part, dtype), tensor.shape)
+            for part, tensor in zip(tf.split(total, counts), tensors)
+        ]
+
+    def _begin(self, name: str, detail: Any, note: str, buckets: int) -> np.int32:
+        """Agree with the other ranks; returns the number of the first bucket's operation.
+
+        Numbers are given when ranks first agree on such a call: in the same order on all.
+        """
+        try:
+            self._collectives.hand_over(KIND, name, detail, note)
+        except HvdtrainError as error:
+            self.error = error
+            raise
+        asked = (name, detail)
+        if asked not in self._keys:
+            self._keys[asked] = next(_numbers)
+            for _ in range(buckets - 1):
+                next(_numbers)
+        self._busy.set()
+        return np.int32(self._keys[asked])
+
+    def _end(self) -> None:
+        self._busy.clear()
+        self._collectives.take_back()
+
+    def _look(self) -> None:
+        """See now and then whether the others can still come, while an operation is in work."""
+        while True:
+            self._busy.wait()
+            time.sleep(LOOK_S)
+            try:
+                self._collectives.look_after()
+            except HvdtrainError as error:
+                self.error = error
+                runtime.abort_collectives(str(error))
+                return
+
+
+def _exchange_addresses(collectives: Collectives, port: int) -> list[str]:
+    """Where each rank's server is: by the host's name, where all others know it."""
+    mine = socket.gethostname()
+    hosts: list[str] = collectives.allgather_object(mine, name="hosts of servers")
+    if len(set(hosts)) == 1:
+        chosen: Sequence[str] = ["127.0.0.1"] * len(hosts)
+    else:
+        unknown = [host for host in dict.fromkeys(hosts) if host != mine and not _is_known(host)]
+        told: list[list[str]] = collectives.allgather_object(unknown, name="unknown hosts")
+        route = _address_of_this_host() if any(told) else ""
+        chosen = collectives.allgather_object(route or mine, name="addresses of servers")
+        if any(told) and "" in collectives.allgather_object(route, name="routes"):
+            nowhere = sorted({host for hosts in told for host in hosts})
+            raise LaunchError(
+                f"Ranks can't find the hosts {', '.join(nowhere)} by name, and not all have a "
+                "route by which others reach them; --backend nccl needs one of both. Put the "
+                "hosts into /etc/hosts or DNS, or start with --backend mpi."
+            )
+    ports = collectives.allgather_object(port, name="ports of servers")
+    return [f"{host}:{port}" for host, port in zip(chosen, ports)]
+
+
+def _is_known(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET)
+    except OSError:
+        return False
+    return not any(str(address[0]).startswith("127.") for *_, address in found)
+
+
+def _address_of_this_host() -> str:
+    """Its address towards everyone else, without asking anyone; empty without a route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address that documents use; nothing is sent
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def _divide(counts: Sequence[int], dtype: tf.DType) -> list[list[int]]:
+    """Which tensors share a bucket; none of those without elements is in any.
+
+    The last come first: gradients are ready in that order.
+    """
+    most = BUCKET_BYTES // _REDUCED_AS[dtype].size
+    buckets: list[list[int]] = []
+    room = 0
+    for place in reversed(range(len(counts))):
+        if not counts[place]:
+            continue
+        if not buckets or counts[place] > room:
+            buckets.append([])
+            room = most
+        buckets[-1].append(place)
+        room -= counts[place]
+    return buckets
+
+
+def _not_finite(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Whether all results are finite, and where not, which of ``tensors`` hold NaN or infinity."""
+    finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(result)) for result in results])
+
+    def none() -> tf.Tensor:
+        return tf.zeros([2, len(tensors)], tf.bool)
+
+    def look() -> tf.Tensor:
+        nan = [tf.reduce_any(tf.math.is_nan(tensor)) for tensor in tensors]
+        infinite = [tf.reduce_any(tf.math.is_inf(tensor)) for tensor in tensors]
+        return tf.stack([tf.stack(nan), tf.stack(infinite)])
+
+    return [finite, tf.cond(finite, none, look)]
+
+
+def _on_host(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtype: tf.DType) -> Any:
+    if tf.executing_eagerly():
+        return tf.convert_to_tensor(function(*(tensor.numpy() for tensor in inputs)), dtype)
+    result = tf.numpy_function(function, inputs, dtype)
+    result.set_shape([])
+    return result

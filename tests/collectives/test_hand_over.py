@@ -1,0 +1,113 @@
+"""Operations that something else carries out: agreed on here, and looked after meanwhile."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from hvdtrain.collectives import alarm
+from hvdtrain.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    HvdtrainError,
+    MismatchError,
+    PeerFailedError,
+)
+from tests.collectives.engines import EngineCase, everyone, new_engine
+
+CASES = [
+    EngineCase(kind="mpi", hosts=(0, 0)),
+    EngineCase(kind="shared_memory", hosts=(0, 0, 1)),
+]
+several = pytest.mark.parametrize(
+    ("rank_count", "case"),
+    [(len(case.hosts), case) for case in CASES],
+    indirect=True,
+    ids=[f"np{len(case.hosts)}-{case}" for case in CASES],
+)
+
+
+def _look_until_it_fails(engine) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        engine.look_after()
+        time.sleep(0.01)
+
+
+@several
+def test_it_is_one_operation_after_another(case: EngineCase) -> None:
+    engine = new_engine(case)
+    seen = []
+    engine.observers.append(seen.append)
+    for step in range(3):
+        engine.hand_over("copy", "weights", ("float32", (3,)), note=f"on rank {engine.rank}")
+        engine.look_after()
+        engine.take_back()
+        engine.look_after()
+        assert engine.allreduce(np.full(3, step)).tolist() == [step * engine.size] * 3
+    assert [done.title for done in seen] == ["copy(weights)", "copy(weights)", "allreduce"] * 3
+    assert all(done.start_s <= done.stop_s for done in seen)
+
+
+def test_one_process_alone() -> None:
+    engine = new_engine(EngineCase(kind="single", hosts=(0,)))
+    engine.hand_over("copy", "weights", ())
+    engine.look_after()
+    engine.timeout_s = -1.0
+    with pytest.raises(CollectiveTimeoutError, match=r"in copy\(weights\)"):
+        engine.look_after()
+    engine.take_back()
+
+
+@several
+def test_ranks_that_hand_over_something_else(case: EngineCase) -> None:
+    engine = new_engine(case)
+    last = engine.size - 1
+    with pytest.raises(MismatchError) as error:
+        engine.hand_over("copy", "weights", ("float32", 3 + (engine.rank == last)))
+    assert f"rank {last}: copy(weights) of float32, 4" in str(error.value)
+    engine.look_after()
+    with pytest.raises(MismatchError):
+        engine.barrier()
+
+
+@several
+def test_one_that_was_not_taken_back(case: EngineCase) -> None:
+    """Who goes on after an error in the middle of it is out of step."""
+    engine = new_engine(case)
+    engine.hand_over("copy", "weights", ())
+    with pytest.raises(CollectiveError, match=r"begins copy\(more\) before the end of copy\(weig"):
+        engine.hand_over("copy", "more", ())
+    with pytest.raises(CollectiveError):
+        engine.barrier()
+
+
+@several
+def test_failure_of_another_rank(case: EngineCase) -> None:
+    engine = new_engine(case)
+    engine.hand_over("copy", "weights", ())
+    if engine.rank == engine.size - 1:
+        engine.fail("ValueError: no such file")
+        return
+    with pytest.raises(PeerFailedError, match=r"no such file.*waiting for it in copy\(weights\)"):
+        _look_until_it_fails(engine)
+    engine.fail("PeerFailedError")
+    with pytest.raises(PeerFailedError):
+        engine.barrier()
+
+
+@several
+def test_rank_that_does_not_come_to_its_end(case: EngineCase, monkeypatch) -> None:
+    monkeypatch.setattr(alarm, "ASK_TIMEOUT_S", 0.7)
+    engine = new_engine(case, timeout_s=0.5)
+    engine.hand_over("copy", "weights", ())
+    if engine.rank == engine.size - 1:
+        everyone(engine.size, "hung")
+        return
+    with pytest.raises(CollectiveTimeoutError, match=r"waited 0.5 s in copy\(weights\).*rank"):
+        _look_until_it_fails(engine)
+    with pytest.raises(HvdtrainError):
+        engine.barrier()
+    everyone(engine.size, "timed out")

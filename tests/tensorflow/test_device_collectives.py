@@ -1,0 +1,243 @@
+"""Reductions where tensors are, by TensorFlow's ring: what NCCL does between GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+
+import pytest
+import tensorflow as tf
+
+from hvdtrain.tensorflow import device_collectives, runtime
+from hvdtrain.tensorflow.device_collectives import _divide
+from tests.harness.jobs import REPOSITORY
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+
+NCCL = {"HVDTRAIN_BACKEND": "nccl"}
+
+START = """
+import sys, time
+import numpy as np
+import tensorflow as tf
+import hvdtrain
+import hvdtrain.tensorflow as hvd
+from hvdtrain import world
+from hvdtrain.errors import MismatchError, NonFiniteError
+from hvdtrain.tensorflow import device_collectives
+from hvdtrain.tensorflow.reducer import GradientReducer
+
+hvdtrain.init()
+rank, size = hvdtrain.rank(), hvdtrain.size()
+on_devices = world.device_collectives()
+assert on_devices is not None
+reducer = GradientReducer.of_job()
+"""
+
+
+def test_buckets_begin_with_what_is_ready_first(monkeypatch) -> None:
+    monkeypatch.setattr(device_collectives, "BUCKET_BYTES", 40)
+    assert _divide([4, 4, 4, 0, 2], tf.float32) == [[4, 2, 1], [0]]
+    assert _divide([4, 4, 4, 0, 2], tf.float16) == [[4, 2, 1], [0]], "in float32"
+    assert _divide([4, 4, 4, 0, 2], tf.float64) == [[4], [2], [1], [0]]
+    assert _divide([100, 3], tf.float32) == [[1], [0]], "one that is larger than a bucket"
+    assert _divide([0], tf.float32) == []
+    assert _divide([], tf.float32) == []
+
+
+def test_a_reserved_port_is_nobody_elses() -> None:
+    before = os.environ.get("TF_GRPC_REUSE_PORT")
+    with runtime.reserve_port() as port, socket.socket() as other:
+        with pytest.raises(OSError):
+            other.bind(("", port))
+        assert os.environ["TF_GRPC_REUSE_PORT"] == "1"
+    assert os.environ.get("TF_GRPC_REUSE_PORT") == before
+
+
+SAME = """
+device_collectives.BUCKET_BYTES = 4000
+host = GradientReducer(world.collectives())
+SHAPES = [(3, 4), (0,), (), (900,), (2, 1, 5), (1200,), (7,)]
+TYPES = ["float16", "float32", "float64", "bfloat16"]
+numbers = np.random.default_rng(rank)
+given = [tf.constant(numbers.normal(size=s), t) for t in TYPES for s in SHAPES]
+names = [f"v{n}" for n in range(len(given))]
+in_graph = tf.function(lambda values: reducer.average(values, names))
+wanted = tf.function(lambda values: host.average(values, names))(given)
+for average in (reducer.average, lambda values, _: in_graph(values)):
+    for _ in range(3):
+        found = average(given, names)
+    for one, other in zip(found, wanted):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        wide = [np.asarray(tf.cast(value, tf.float64)) for value in (one, other)]
+        rounding = {2: 1e-2, 4: 1e-6, 8: 1e-14}[one.dtype.size]
+        np.testing.assert_allclose(*wide, rtol=rounding, atol=rounding)
+    mine = [np.asarray(tf.cast(value, tf.float64)).tobytes().hex() for value in found]
+    assert world.collectives().allgather_object(mine) == [mine] * size, "alike on all ranks"
+
+for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product):
+    for dtype in TYPES:
+        value = tf.constant([[1.0 + rank, 2.0], [-3.0, rank]], dtype)
+        every = np.array([[[1.0 + r, 2.0], [-3.0, r]] for r in range(size)]) * 2
+        combine = {"Sum": np.sum, "Average": np.mean, "Min": np.min, "Max": np.max}
+        wanted = combine.get(op.name, np.prod)(every, axis=0) / 4
+
+        def reduce(value):
+            return hvd.allreduce(value, op=op, prescale_factor=2.0, postscale_factor=0.25, name="x")
+
+        for found in (reduce(value), tf.function(reduce)(value)):
+            rounding = {2: 1e-2, 4: 1e-6, 8: 1e-14}[value.dtype.size]
+            np.testing.assert_allclose(np.asarray(tf.cast(found, tf.float64)), wanted, rounding)
+
+variable = tf.Variable([1.0 + rank, 2.0])
+with tf.GradientTape() as tape:
+    total = tf.reduce_sum(hvd.allreduce(variable, op=hvd.Sum) * (rank + 1.0))
+np.testing.assert_allclose(tape.gradient(total, variable), [size * (size + 1) / 2] * 2)
+assert hvd.allreduce(tf.constant([rank + 1]), op=hvd.Sum).numpy() == size * (size + 1) // 2
+
+part = [tf.Variable([0.0]), tf.Variable([[0.0, 0.0]])]
+tape = hvdtrain.DistributedGradientTape(tf.GradientTape())
+with tape:
+    loss = tf.reduce_sum(part[0] * (rank + 1.0))
+assert tape.gradient(loss, part)[1] is None
+hvdtrain.shutdown()
+hvdtrain.init()
+again = world.device_collectives().allreduce([tf.ones(3)], "sum", name="again")
+np.testing.assert_array_equal(again[0], [size] * 3)
+print("same", flush=True)
+"""
+
+
+@pytest.mark.parametrize("np", [2, 3])
+def test_it_gives_what_the_engine_gives(launch, np: int) -> None:
+    done = launch(np, START + SAME, env=NCCL, timeout_s=120)
+    assert done.returncode == 0, done
+    assert done.stdout.count("same") == np
+    why = r"NCCL combines gradients: --backend nccl \(by TensorFlow's ring on CPUs"
+    assert len(re.findall(why, done.stderr)) == 2, "once for each init(), by the chief alone"
+
+
+WRONG = """
+good = [tf.constant([1.0, 2.0]), tf.constant([[3.0]])]
+in_graph = tf.function(lambda values: reducer.average(values, ["kernel", "bias"]))
+
+def expect(text, values, errors):
+    for average in (lambda v: reducer.average(v, ["kernel", "bias"]), in_graph):
+        try:
+            average(values)
+        except errors as error:
+            assert text in str(error), error
+        else:
+            raise SystemExit("no error")
+        # Nobody has left the job: what comes next is right.
+        np.testing.assert_array_equal(average(good)[0], [1.0, 2.0])
+
+errors = NonFiniteError, tf.errors.OpError
+bad = np.inf if rank == 1 else np.nan if rank == 2 else 1.0
+expect("bias (infinity) on rank 1; bias (NaN) on rank 2", [good[0], good[1] * bad], errors)
+huge = tf.constant([3e38, 0.0])
+expect("the sum over all ranks overflowed", [huge, good[1]], errors)
+if sys.argv[1] == "names":
+    on_devices.allreduce([tf.ones(3 + rank)], "sum", name="x")
+else:
+    reducer.average([tf.ones(3 + rank)], ["x"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("names", r"rank 1: device_allreduce\(x\) of sum, float32, \(\(4,\),\)"),
+        ("shapes", r"x is dense float32 \(3,\) on rank 0 and dense float32 \(4,\) on rank 1"),
+    ],
+)
+def test_what_is_wrong_is_named_on_every_rank(launch, what: str, text: str) -> None:
+    done = launch(3, START + WRONG, what, env=NCCL, timeout_s=120)
+    assert done.returncode != 0
+    assert len(re.findall(rf"^hvdtrain.errors.MismatchError: .*{text}", done.stderr, re.M)) == 3
+
+
+ALONE = """
+way = sys.argv[1]
+step = tf.function(lambda value: reducer.average([value], ["kernel"])[0])
+
+def late(value):
+    time.sleep(60 if way == "hangs within" else 1)
+    raise ValueError("bad batch")
+
+@tf.function
+def slow(value):
+    # Stateless, it does not wait for its turn: the reduction begins meanwhile.
+    value = tf.numpy_function(late, [value], tf.float32, stateful=False)
+    return reducer.average([tf.ensure_shape(value, [3])], ["kernel"])[0]
+
+step(tf.ones(3))
+if rank == 1:
+    if way == "fails":
+        raise ValueError("bad batch")
+    if way == "ends":
+        sys.exit(0)
+    if way == "hangs":
+        time.sleep(60)
+    slow(tf.ones(3))
+step(tf.ones(3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("fails", "rank 1 failed: ValueError: bad batch"),
+        ("fails within", "bad batch"),
+        ("ends", "rank 1 ended its program while rank 0 waits for it in device_allreduce"),
+        ("hangs", r"rank 1 waits in no collective"),
+        ("hangs within", r"rank 0 waited 4 s in device_allreduce\(gradients\)"),
+    ],
+)
+def test_nobody_waits_for_ever(launch, way: str, text: str) -> None:
+    """For a rank that does not come, or is lost on its way through a step."""
+    env = {**NCCL, "HVDTRAIN_TIMEOUT_S": "4"}
+    done = launch(2, START + ALONE, way, env=env, timeout_s=100)
+    assert done.returncode != 0
+    assert done.seconds < 60
+    assert re.search(text, done.stderr), done
+
+
+LOOP = """
+import os, threading
+step = tf.function(lambda values: reducer.average(values, ["a", "b"]))
+step([tf.ones(300_000), tf.ones(5)])
+if rank == 1:
+    threading.Timer(0.5, os.kill, [os.getpid(), int(sys.argv[1])]).start()
+while True:
+    step([tf.ones(300_000), tf.ones(5)])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_in_the_middle(launch, number: signal.Signals) -> None:
+    env = {**NCCL, "HVDTRAIN_TIMEOUT_S": "4"}
+    done = launch(2, START + LOOP, str(int(number)), env=env, timeout_s=100)
+    assert done.returncode != 0
+    assert done.seconds < 60
+    if number == signal.SIGSTOP:
+        assert re.search(r"rank 0 waited 4 s in|rank 0 of 2 ends", done.stderr), done
+
+
+def test_training_equals_one_process(launch) -> None:
+    """As with every engine, to 1e-5."""
+    program = REPOSITORY / "tests" / "keras" / "train_all_cases.py"
+    done = launch(2, program, env=NCCL, timeout_s=250)
+    assert done.returncode == 0, done
+    assert done.stdout.count("trained") == 2
+    assert "NCCL combines gradients" in done.stderr
+
+
+def test_the_example_learns(launch) -> None:
+    example = REPOSITORY / "examples" / "mnist.py"
+    done = launch(2, example, "--epochs", "2", env=NCCL, timeout_s=250)
+    assert done.returncode == 0, done
+    (accuracy,) = re.findall(r"test accuracy = (0\.\d+)", done.stdout)
+    assert float(accuracy) > 0.8
