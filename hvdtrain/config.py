@@ -243,7 +243,7 @@ class Settings:
     backend: str = _setting(
         "auto",
         _one_of("auto", "mpi", "nccl", "horovod"),
-        "what combines gradients: mpi, nccl (between GPUs), an installed horovod, auto",
+        "what combines gradients: mpi, nccl, horovod, or auto",
     )
     collectives: str = _setting(
         "auto",

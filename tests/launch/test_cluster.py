@@ -64,6 +64,25 @@ def test_the_plan_is_what_happens(cluster: Cluster, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_devices_of_several_hosts_reduce_together(cluster: Cluster, way: str) -> None:
+    """TensorFlow's servers find each other by the hosts' names."""
+    body = """
+    import hvdtrain, tensorflow as tf
+    from hvdtrain import world
+    hvdtrain.init()
+    reduce = tf.function(
+        lambda value: world.device_collectives().allreduce([value], "sum", name="x")[0]
+    )
+    for _ in range(3):
+        total = reduce(tf.fill([100_000], hvdtrain.rank() + 1.0))
+    print("total", set(total.numpy().tolist()))
+    """
+    done = cluster.run(command(way, "--backend", "nccl", body=body), env=ON_CLUSTER, timeout_s=120)
+    assert done.returncode == 0, done
+    assert done.stdout.count("total {10.0}") == RANKS, done
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_uneven_hosts_reduce_together(cluster: Cluster, way: str) -> None:
     """Three ranks on a host and one on another."""
     body = """

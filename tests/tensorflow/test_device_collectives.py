@@ -226,6 +226,25 @@ def test_a_rank_that_is_gone_in_the_middle(launch, number: signal.Signals) -> No
         assert re.search(r"rank 0 waited 4 s in|rank 0 of 2 ends", done.stderr), done
 
 
+NAMELESS = """
+import os, socket, sys
+from hvdtrain.tensorflow import device_collectives
+name = f"host-{os.environ['OMPI_COMM_WORLD_RANK']}.invalid"
+socket.gethostname = lambda: name
+device_collectives._address_of_this_host = lambda: sys.argv[1]
+"""
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", ""])
+def test_hosts_that_have_no_name(launch, address: str) -> None:
+    """They are found by the address of their route, where they have one."""
+    script = NAMELESS + START + 'on_devices.allreduce([tf.ones(3)], "sum", name="x")'
+    done = launch(2, script, address, env=NCCL, timeout_s=60)
+    assert (done.returncode == 0) == bool(address), done
+    unknown = r"LaunchError: Ranks can't find the hosts host-0.invalid, host-1.invalid by name"
+    assert bool(re.search(unknown, done.stderr)) != bool(address), done
+
+
 def test_training_equals_one_process(launch) -> None:
     """As with every engine, to 1e-5."""
     program = REPOSITORY / "tests" / "keras" / "train_all_cases.py"
