@@ -63,6 +63,21 @@ def test_the_plan_is_what_happens(cluster: Cluster, way: str) -> None:
     assert sorted(seen) == table
 
 
+def test_horovodruns_flags_for_ssh_and_mpirun(cluster: Cluster) -> None:
+    """Port and key of the hosts' ssh are those of -p and -i, and mpirun gets more words."""
+    home = cluster.run(["getent", "passwd", "root"], timeout_s=20).stdout.split(":")[5]
+    flags = ["-p", "22", "-i", f"{home}/.ssh/id_ed25519", "--mpi-args=-x MORE=words"]
+    wrong = "Host *\nPort 9\nIdentitiesOnly yes\nIdentityFile /nowhere"
+    body = "print('more', os.environ['MORE'])"
+    with ssh_config(cluster, wrong):
+        refused = cluster.run(command("ssh", body=body), env=ON_CLUSTER, timeout_s=60)
+        done = cluster.run(command("ssh", *flags, body=body), env=ON_CLUSTER, timeout_s=60)
+    assert refused.returncode != 0
+    assert "port 9" in refused.stderr
+    assert done.returncode == 0, done
+    assert done.stdout.count("more words") == RANKS, done
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_devices_of_several_hosts_reduce_together(cluster: Cluster, way: str) -> None:
     """TensorFlow's servers find each other by the hosts' names."""
