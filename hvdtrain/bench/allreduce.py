@@ -1,10 +1,14 @@
-"""``hvdtrain bench allreduce`` on one rank: arrays of growing size, then gradients in a graph."""
+"""``hvdtrain bench allreduce`` on one rank: arrays of growing size, then gradients in a graph.
+
+Where the devices reduce (``--backend nccl``), tensors of the same sizes there, too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +22,9 @@ from hvdtrain.bench.report import Report, format_seconds, table
 from hvdtrain.bench.timing import time_in_turn
 from hvdtrain.collectives import Collectives
 from hvdtrain.config import variable_name
+
+if TYPE_CHECKING:
+    from hvdtrain.tensorflow.device_collectives import DeviceCollectives
 
 __all__ = ["array_sizes", "measure"]
 
@@ -49,6 +56,18 @@ def measure(options: AllreduceOptions) -> None:
     if chief:
         report.print(f"\nallreduce of one float32 array, sum\n{_sizes_table(rows)}")
         report.add("sizes", rows)
+    on_devices = world.device_collectives()
+    if on_devices is not None:
+        there = [
+            _measure_tensor(collectives, on_devices, nbytes, options.repetitions)
+            for nbytes in array_sizes(options.max_bytes)
+        ]
+        if chief:
+            report.print(
+                f"\nallreduce of one float32 tensor on {on_devices.device}, in a tf.function, sum\n"
+                f"{_sizes_table(there)}"
+            )
+            report.add("tensors", there)
     graph = measure_gradients(collectives, options.repetitions, options.max_bytes)
     if chief:
         graph.show(report)
@@ -71,19 +90,63 @@ def array_sizes(max_bytes: int) -> list[int]:
 def _measure_size(collectives: Collectives, nbytes: int, repetitions: int) -> dict[str, Any]:
     array = np.ones(nbytes // 4, np.float32)
     copy = np.empty_like(array)
+    return _compare(
+        collectives,
+        collectives.kind,
+        nbytes,
+        lambda: np.copyto(copy, array),
+        lambda: collectives.allreduce(array, "sum", name="hvdtrain bench"),
+        repetitions,
+    )
+
+
+def _measure_tensor(
+    collectives: Collectives, on_devices: DeviceCollectives, nbytes: int, repetitions: int
+) -> dict[str, Any]:
+    import tensorflow as tf
+
+    with tf.device(on_devices.device):
+        tensor = tf.ones([nbytes // 4])
+
+    @tf.function
+    def reduce() -> tf.Tensor:
+        (total,) = on_devices.allreduce([tensor], "sum", name=f"hvdtrain bench, {nbytes} bytes")
+        return total[0]
+
+    @tf.function
+    def copy() -> tf.Tensor:
+        with tf.device(on_devices.device):
+            return tf.raw_ops.DeepCopy(x=tensor)[0]
+
+    # Their first elements are on the host only when all is done.
+    return _compare(
+        collectives,
+        on_devices.hint,
+        nbytes,
+        lambda: copy().numpy(),
+        lambda: reduce().numpy(),
+        repetitions,
+    )
+
+
+def _compare(
+    collectives: Collectives,
+    engine: str,
+    nbytes: int,
+    copy: Callable[[], Any],
+    allreduce: Callable[[], Any],
+    repetitions: int,
+) -> dict[str, Any]:
     found = time_in_turn(
         collectives,
-        {
-            "copy": lambda: np.copyto(copy, array),
-            "allreduce": lambda: collectives.allreduce(array, "sum", name="hvdtrain bench"),
-        },
+        {"copy": copy, "allreduce": allreduce},
         repetitions=repetitions,
         calls=max(1, min(MOST_CALLS, BYTES_A_MEASUREMENT // nbytes)),
     )
     best_s = found["allreduce"].best_s
     return {
         "bytes": nbytes,
-        "engine": collectives.kind,
+        "engine": engine,
         "best_s": best_s,
         "median_s": found["allreduce"].median_s,
         "algorithm_bandwidth": algorithm_bandwidth(nbytes, best_s),

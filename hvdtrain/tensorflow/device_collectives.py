@@ -80,8 +80,8 @@ class DeviceCollectives:
 
     def __init__(self, collectives: Collectives, device: str, hint: str) -> None:
         self._collectives = collectives
-        self._device = device
-        self._hint = hint
+        self.device = device
+        self.hint = hint
         self._keys: dict[Any, int] = {}
         self._busy = threading.Event()
         self.error: HvdtrainError | None = None
@@ -135,7 +135,7 @@ class DeviceCollectives:
         keys = [key + number for number in range(len(buckets))]
         results: list[Any] = list(tensors)
         try:
-            with tf.device(self._device):
+            with tf.device(self.device):
                 for bucket, key in zip(buckets, keys):
                     reduced = self._reduce_bucket([tensors[n] for n in bucket], op, key)
                     for place, result in zip(bucket, reduced):
@@ -154,7 +154,7 @@ class DeviceCollectives:
         # Whoever uses a result has waited for the others, and for an error.
         with tf.control_dependencies(results):
             through = _on_host(end, flags, tf.int32)
-        with tf.control_dependencies([through]), tf.device(self._device):
+        with tf.control_dependencies([through]), tf.device(self.device):
             return [tf.identity(result) for result in results]
 
     def error_behind(self, error: tf.errors.OpError) -> HvdtrainError | None:
@@ -191,7 +191,7 @@ class DeviceCollectives:
             ordering_token=[],
             merge_op=_MERGE[op],
             final_op="Id",
-            communication_hint=self._hint,
+            communication_hint=self.hint,
         )
         if op == "average":
             total /= tf.cast(self._collectives.size, wide)
