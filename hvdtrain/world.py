@@ -21,7 +21,7 @@ from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.collectives import Collectives, create
 from hvdtrain.config import Settings, read_settings
-from hvdtrain.errors import ConfigurationError, NotInitializedError
+from hvdtrain.errors import ConfigurationError, LaunchError, NotInitializedError
 from hvdtrain.monitor import report
 from hvdtrain.monitor.timeline import Timeline, file_of
 
@@ -252,7 +252,12 @@ def _enter() -> _World:
             from hvdtrain.tensorflow import device_collectives
 
             on_gpus = bool(means[topology.rank].gpu)
-            on_devices = device_collectives.connect(collectives, on_gpus=on_gpus)
+            try:
+                on_devices = device_collectives.connect(collectives, on_gpus=on_gpus, hosts=hosts)
+            except LaunchError as error:
+                if settings.backend == "nccl":
+                    raise
+                choice = Choice("mpi", str(error))
     if topology.is_chief and topology.size > 1:
         _report(choice, settings)
     if topology.size > 1:

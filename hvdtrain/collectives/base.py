@@ -237,14 +237,13 @@ class Collectives(Protocol):
         """
         ...
 
-    def hand_over(self, kind: str, name: str, detail: tuple[Any, ...], note: str = "") -> None:
+    def hand_over(self, kind: str, name: str, detail: tuple[Any, ...]) -> None:
         """Agree with all ranks on an operation that something else carries out from here on.
 
         Args:
             kind: What it is.
             name: For errors.
             detail: What else the ranks must agree on; each part has a text.
-            note: What they need not agree on.
 
         Raises:
             MismatchError: Another rank called something else.

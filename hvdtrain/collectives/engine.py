@@ -303,8 +303,8 @@ class Engine:
 
         return self._operate(call, attempt)
 
-    def hand_over(self, kind: str, name: str, detail: tuple[Any, ...], note: str = "") -> None:
-        call = self._calls.get(kind, name, detail, note)
+    def hand_over(self, kind: str, name: str, detail: tuple[Any, ...]) -> None:
+        call = self._calls.get(kind, name, detail)
 
         def attempt() -> None:
             if self._handed is not None:

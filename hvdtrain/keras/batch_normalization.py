@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.collectives.base import Collectives
+from hvdtrain.tensorflow.names import without_counts
 from hvdtrain.tensorflow.ops import stack_ranks
 
 __all__ = ["SyncBatchNormalization", "synchronize_batch_normalization", "synchronized_layers"]
@@ -98,7 +99,7 @@ def _joint_moments(
         [tf.reshape(count, [1]), tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], axis=0
     )
     packed.set_shape([1 + 2 * shape.num_elements()])
-    stacked = stack_ranks(collectives, packed, f"moments of {layer.path}")
+    stacked = stack_ranks(collectives, packed, f"moments of {without_counts(layer.path)}")
     channels = shape.num_elements()
     n = stacked[:, :1]
     means, variances = stacked[:, 1 : 1 + channels], stacked[:, 1 + channels :]

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.tensorflow.reducer import GradientReducer
-from hvdtrain.tensorflow.tape import variable_name
+from hvdtrain.tensorflow.tape import variable_label, variable_name
 
 __all__ = [
     "AgreesOnFinite",
@@ -110,7 +110,7 @@ class _AveragesGradients(KeepsWeights):
     def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
         # float8 scales travel as "gradients"; the largest of all ranks is the one that fits.
         grads = [
-            self._hvdtrain_reducer.reduce(g, "max", variable_name(v))
+            self._hvdtrain_reducer.reduce(g, "max", variable_label(v))
             if self._overwrite_variable_with_gradient(v)  # type: ignore[attr-defined]
             else g
             for g, v in zip(grads, vars)

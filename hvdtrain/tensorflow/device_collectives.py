@@ -7,6 +7,8 @@ looks whether another rank has failed, which ends the operation.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import itertools
 import socket
 import threading
@@ -43,28 +45,32 @@ _REDUCED_AS = {
 }
 
 
-def connect(collectives: Collectives, *, on_gpus: bool) -> DeviceCollectives:
+def connect(collectives: Collectives, *, on_gpus: bool, hosts: Sequence[int]) -> DeviceCollectives:
     """Connect the devices of all ranks; collective.
 
     Args:
         collectives: The engine.
         on_gpus: Whether each rank reduces on a GPU; otherwise on the CPU.
+        hosts: The number of each rank's host.
 
     Raises:
-        LaunchError: A rank can't be reached by the others, or can't start.
+        LaunchError: On all ranks: one can't be reached by the others, or can't start.
     """
     if not runtime.is_connected():
         with runtime.reserve_port() as port:
-            addresses = _exchange_addresses(collectives, port)
+            addresses = _exchange_addresses(collectives, hosts, port)
+            problem = ""
             try:
                 runtime.connect(addresses, collectives.rank, port)
             except (tf.errors.OpError, RuntimeError, ValueError) as error:
-                raise LaunchError(
-                    f"TensorFlow could not start its server for collective operations on port "
-                    f"{port} of rank {collectives.rank} ({error}). Start with --backend mpi."
-                ) from error
+                problem = f"port {port} of rank {collectives.rank}: {error}"
             # Nobody calls a server that is not there yet.
-            collectives.barrier(name="servers of TensorFlow")
+            problems = collectives.allgather_object(problem, name="servers of TensorFlow")
+        if any(problems):
+            raise LaunchError(
+                "TensorFlow could not start its server for collective operations on "
+                f"{'; '.join(filter(None, problems))}. Start with --backend mpi."
+            )
     (device, *_) = tf.config.list_logical_devices("GPU" if on_gpus else "CPU")
     return DeviceCollectives(collectives, device.name, "nccl" if on_gpus else "ring")
 
@@ -100,7 +106,6 @@ class DeviceCollectives:
         op: ReduceOp,
         *,
         name: str,
-        note: str = "",
         before: Callable[[], None] | None = None,
         after: Callable[[bool, np.ndarray], None] | None = None,
     ) -> list[tf.Tensor]:
@@ -110,7 +115,6 @@ class DeviceCollectives:
             tensors: Of a type and shapes that this ``takes``, alike on all ranks.
             op: How.
             name: For errors; the same on all ranks.
-            note: What ranks need not agree on.
             before: Called on the host before all else.
             after: Called on the host in the end, and may raise: with whether all results are
                 finite; and with which of this rank's tensors hold NaN, and which infinity, bool of
@@ -129,10 +133,10 @@ class DeviceCollectives:
         def begin() -> np.int32:
             if before is not None:
                 before()
-            return self._begin(name, detail, note, len(buckets))
+            return self._begin(name, detail, len(buckets))
 
-        key = _on_host(begin, [], tf.int32)
-        keys = [key + number for number in range(len(buckets))]
+        first = _on_host(begin, [], tf.int32)
+        keys = [first + number for number in range(len(buckets))]
         results: list[Any] = list(tensors)
         try:
             with tf.device(self.device):
@@ -175,6 +179,11 @@ class DeviceCollectives:
                     "failed, or the network between them; its own message tells why."
                 )
             time.sleep(LOOK_S)
+        if self.error is None and "NCCL" in error.message:
+            return CollectiveError(
+                f"NCCL could not reduce: {error.message}. NCCL_DEBUG=INFO makes it tell more, and "
+                "--backend mpi does without it."
+            )
         return self.error
 
     def _reduce_bucket(
@@ -201,13 +210,13 @@ class DeviceCollectives:
             for part, tensor in zip(tf.split(total, counts), tensors)
         ]
 
-    def _begin(self, name: str, detail: Any, note: str, buckets: int) -> np.int32:
+    def _begin(self, name: str, detail: Any, buckets: int) -> np.int32:
         """Agree with the other ranks; returns the number of the first bucket's operation.
 
         Numbers are given when ranks first agree on such a call: in the same order on all.
         """
         try:
-            self._collectives.hand_over(KIND, name, detail, note)
+            self._collectives.hand_over(KIND, name, detail)
         except HvdtrainError as error:
             self.error = error
             raise
@@ -236,44 +245,46 @@ class DeviceCollectives:
                 return
 
 
-def _exchange_addresses(collectives: Collectives, port: int) -> list[str]:
+def _exchange_addresses(collectives: Collectives, hosts: Sequence[int], port: int) -> list[str]:
     """Where each rank's server is: by the host's name, where all others know it."""
     mine = socket.gethostname()
-    hosts: list[str] = collectives.allgather_object(mine, name="hosts of servers")
     if len(set(hosts)) == 1:
-        chosen: Sequence[str] = ["127.0.0.1"] * len(hosts)
+        places = ["127.0.0.1"] * len(hosts)
     else:
-        unknown = [host for host in dict.fromkeys(hosts) if host != mine and not _is_known(host)]
+        names: list[str] = collectives.allgather_object(mine, name="hosts of servers")
+        unknown = [name for name in dict.fromkeys(names) if name != mine and not _is_known(name)]
         told: list[list[str]] = collectives.allgather_object(unknown, name="unknown hosts")
-        route = _address_of_this_host() if any(told) else ""
-        chosen = collectives.allgather_object(route or mine, name="addresses of servers")
-        if any(told) and "" in collectives.allgather_object(route, name="routes"):
-            nowhere = sorted({host for hosts in told for host in hosts})
+        places = names
+        if any(told) or len(set(names)) < len(set(hosts)):
+            route = _address_of_this_host()
+            places = collectives.allgather_object(route, name="addresses of servers")
+        if "" in places:
             raise LaunchError(
-                f"Ranks can't find the hosts {', '.join(nowhere)} by name, and not all have a "
-                "route by which others reach them; --backend nccl needs one of both. Put the "
-                "hosts into /etc/hosts or DNS, or start with --backend mpi."
+                f"Hosts don't know each other by name ({', '.join(dict.fromkeys(names))}), and not "
+                "all have a route by which others reach them; --backend nccl needs one of both. "
+                "Put them into /etc/hosts or DNS, or start with --backend mpi."
             )
     ports = collectives.allgather_object(port, name="ports of servers")
-    return [f"{host}:{port}" for host, port in zip(chosen, ports)]
+    return [f"{place}:{number}" for place, number in zip(places, ports)]
 
 
 def _is_known(host: str) -> bool:
     try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET)
+        found = socket.getaddrinfo(host, None)
     except OSError:
         return False
-    return not any(str(address[0]).startswith("127.") for *_, address in found)
+    return not any(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
 
 
 def _address_of_this_host() -> str:
     """Its address towards everyone else, without asking anyone; empty without a route."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address that documents use; nothing is sent
-        except OSError:
-            return ""
-        return str(probe.getsockname()[0])
+    # Addresses for documents; nothing is sent there.
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))
+            address = str(probe.getsockname()[0])
+            return f"[{address}]" if family == socket.AF_INET6 else address
+    return ""
 
 
 def _divide(counts: Sequence[int], dtype: tf.DType) -> list[list[int]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdtrain.tensorflow.operations import broadcast
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
-from hvdtrain.tensorflow.tape import check_averages, variable_name
+from hvdtrain.tensorflow.tape import check_averages, variable_label
 
 __all__ = [
     "allgather_object",
@@ -37,7 +37,7 @@ def broadcast_variables(
     """
     check_averages("tensorflow.broadcast_variables")
     for variable in variables:
-        name = variable_name(variable)
+        name = variable_label(variable)
         variable.assign(broadcast(variable, root_rank, name, process_set=process_set))
 
 

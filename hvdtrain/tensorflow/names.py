@@ -16,8 +16,11 @@ _PART = re.compile(r"([^/:]+?)(?:_(\d+))?(?=[/:]|$)")
 
 
 def without_counts(name: str) -> str:
-    """``name`` without the numbers at the ends of its parts: model_3/dense_7 is model/dense."""
-    return _PART.sub(lambda part: part[1], name)
+    """``name`` without numbers, for a label: sgd_3/dense_7_kernel_momentum is sgd/dense_kernel_...
+
+    Keras calls an optimizer's variables by those that they belong to.
+    """
+    return re.sub(r"_\d+(?=[_/:]|$)", "", name)
 
 
 def counted_anew(names: Sequence[str]) -> list[str]:

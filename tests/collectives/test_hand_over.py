@@ -42,7 +42,7 @@ def test_it_is_one_operation_after_another(case: EngineCase) -> None:
     seen = []
     engine.observers.append(seen.append)
     for step in range(3):
-        engine.hand_over("copy", "weights", ("float32", (3,)), note=f"on rank {engine.rank}")
+        engine.hand_over("copy", "weights", ("float32", (3,)))
         engine.look_after()
         engine.take_back()
         engine.look_after()

@@ -12,4 +12,5 @@ for case in CASES:
     assert alike(together), case
     assert joint.keys() == alone.keys()
     np.testing.assert_allclose(joint["loss"], alone["loss"], rtol=1e-5, err_msg=case)
-print("trained", len(CASES), flush=True)
+# Unbuffered, as horovodrun has it, several words are several writes, which mpirun tags.
+print(f"trained {len(CASES)}\n", end="", flush=True)

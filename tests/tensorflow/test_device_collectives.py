@@ -241,7 +241,7 @@ def test_hosts_that_have_no_name(launch, address: str) -> None:
     script = NAMELESS + START + 'on_devices.allreduce([tf.ones(3)], "sum", name="x")'
     done = launch(2, script, address, env=NCCL, timeout_s=60)
     assert (done.returncode == 0) == bool(address), done
-    unknown = r"LaunchError: Ranks can't find the hosts host-0.invalid, host-1.invalid by name"
+    unknown = r"LaunchError: Hosts don't know each other by name \(host-0.invalid, host-1.invalid\)"
     assert bool(re.search(unknown, done.stderr)) != bool(address), done
 
 

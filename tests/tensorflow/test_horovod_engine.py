@@ -112,7 +112,8 @@ try:
     raise SystemExit("no mismatch")
 except MismatchError as error:
     assert "rank 0: allreduce(x) of sum, float64, ((3,),)" in str(error), error
-print("done", done, flush=True)
+# Unbuffered, as horovodrun has it, several words are several writes, which mpirun tags.
+print(f"done {done}\n", end="", flush=True)
 """
 
 
