@@ -113,7 +113,7 @@ try:
 except MismatchError as error:
     assert "rank 0: allreduce(x) of sum, float64, ((3,),)" in str(error), error
 # Unbuffered, as horovodrun has it, several words are several writes, which mpirun tags.
-print(f"done {done}\n", end="", flush=True)
+print(f"done {done}\\n", end="", flush=True)
 """
 
 
