@@ -36,6 +36,7 @@ __all__ = [
     "expected",
     "mpi_of_job",
     "new_engine",
+    "on_engines",
     "shared_engine",
     "values",
 ]
@@ -84,12 +85,18 @@ CASES = [
     EngineCase(kind="shared_memory", hosts=(0, 1, 0, 1), chunk_bytes=LARGE_CHUNKS),
 ]
 
-EVERY_ENGINE = pytest.mark.parametrize(
-    ("rank_count", "subject"),
-    [(len(case.hosts), case) for case in CASES],
-    indirect=True,
-    ids=[f"np{len(case.hosts)}-{case}" for case in CASES],
-)
+
+def on_engines(cases: Sequence[EngineCase], fixture: str = "case") -> pytest.MarkDecorator:
+    """Run a test once for each case, on as many ranks as it has; ``fixture`` gets the case."""
+    return pytest.mark.parametrize(
+        ("rank_count", fixture),
+        [(len(case.hosts), case) for case in cases],
+        indirect=True,
+        ids=[f"np{len(case.hosts)}-{case}" for case in cases],
+    )
+
+
+EVERY_ENGINE = on_engines(CASES, "subject")
 
 
 @functools.cache

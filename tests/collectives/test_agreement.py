@@ -23,22 +23,20 @@ from hvdtrain.errors import (
     MismatchError,
     PeerFailedError,
 )
-from tests.collectives.engines import BFLOAT16, EngineCase, everyone, mpi_of_job, new_engine
+from tests.collectives.engines import (
+    BFLOAT16,
+    EngineCase,
+    everyone,
+    mpi_of_job,
+    new_engine,
+    on_engines,
+)
 
 CASES = [
     EngineCase(kind="mpi", hosts=(0, 0)),
     EngineCase(kind="shared_memory", hosts=(0, 0, 0)),
     EngineCase(kind="shared_memory", hosts=(0, 0, 1)),
 ]
-
-
-def _engines(*cases: EngineCase):
-    return pytest.mark.parametrize(
-        ("rank_count", "case"),
-        [(len(case.hosts), case) for case in cases],
-        indirect=True,
-        ids=[f"np{len(case.hosts)}-{case}" for case in cases],
-    )
 
 
 TWO_CALLS = {
@@ -80,7 +78,7 @@ TWO_CALLS = {
 }
 
 
-@_engines(*CASES)
+@on_engines(CASES)
 @pytest.mark.parametrize("calls", TWO_CALLS.values(), ids=TWO_CALLS)
 def test_different_calls(case: EngineCase, calls) -> None:
     """The last rank does something else; all name it, and none goes on afterwards."""
@@ -99,7 +97,7 @@ def test_different_calls(case: EngineCase, calls) -> None:
         engine.barrier()
 
 
-@_engines(CASES[0])
+@on_engines([CASES[0]])
 def test_message_shows_both_calls(case: EngineCase) -> None:
     engine = new_engine(case)
     with pytest.raises(MismatchError) as error:
@@ -110,7 +108,7 @@ def test_message_shows_both_calls(case: EngineCase) -> None:
     )
 
 
-@_engines(CASES[0])
+@on_engines([CASES[0]])
 def test_message_shows_a_difference_far_behind(case: EngineCase) -> None:
     """Of two hundred shapes only one differs."""
     engine = new_engine(case)
@@ -133,7 +131,7 @@ WAYS_TO_WAIT = {
 }
 
 
-@_engines(*CASES)
+@on_engines(CASES)
 @pytest.mark.parametrize("operation", WAYS_TO_WAIT)
 def test_failure_of_another_rank(case: EngineCase, operation: str) -> None:
     engine = new_engine(case)
@@ -153,7 +151,7 @@ def test_failure_of_another_rank(case: EngineCase, operation: str) -> None:
     assert time.monotonic() - begun < 4
 
 
-@_engines(CASES[1])
+@on_engines([CASES[1]])
 def test_reason_too_long_for_a_message(case: EngineCase) -> None:
     """It is cut, also where that falls within a character."""
     engine = new_engine(case)
@@ -165,7 +163,7 @@ def test_reason_too_long_for_a_message(case: EngineCase) -> None:
     engine.fail("PeerFailedError")
 
 
-@_engines(*CASES)
+@on_engines(CASES)
 def test_rank_that_leaves_early(case: EngineCase) -> None:
     engine = new_engine(case)
     last = engine.size - 1
@@ -198,7 +196,7 @@ def test_rank_that_leaves_after_the_last_operation() -> None:
     mine.fail("done")
 
 
-@_engines(*CASES)
+@on_engines(CASES)
 def test_rank_that_does_not_arrive(case: EngineCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alarm, "ASK_TIMEOUT_S", 0.7)
     engine = new_engine(case, timeout_s=0.5)
@@ -219,14 +217,14 @@ def test_rank_that_does_not_arrive(case: EngineCase, monkeypatch: pytest.MonkeyP
     everyone(engine.size, "timed out")
 
 
-@_engines(*CASES[:2])
+@on_engines(CASES[:2])
 def test_slow_rank_is_waited_for(case: EngineCase) -> None:
     engine = new_engine(case, timeout_s=20)
     time.sleep(0.6 * (engine.rank == 0))
     assert engine.allreduce(np.ones(3)).tolist() == [engine.size] * 3
 
 
-@_engines(*CASES[:2])
+@on_engines(CASES[:2])
 def test_interrupted_operation(case: EngineCase) -> None:
     """Who catches Ctrl-C and goes on would be an operation behind, and add up wrong numbers."""
     engine = new_engine(case)
@@ -246,7 +244,7 @@ def test_interrupted_operation(case: EngineCase) -> None:
         engine.allreduce(np.ones(3))
 
 
-@_engines(EngineCase(kind="single", hosts=(0,)), *CASES)
+@on_engines([EngineCase(kind="single", hosts=(0,)), *CASES])
 def test_use_after_close(case: EngineCase) -> None:
     engine = new_engine(case)
     engine.close()
@@ -256,7 +254,7 @@ def test_use_after_close(case: EngineCase) -> None:
             operation(engine)
 
 
-@_engines(*CASES[:2])
+@on_engines(CASES[:2])
 def test_two_threads(case: EngineCase) -> None:
     """The second waits until the first is through."""
     engine = new_engine(case)

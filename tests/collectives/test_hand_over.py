@@ -15,17 +15,10 @@ from hvdtrain.errors import (
     MismatchError,
     PeerFailedError,
 )
-from tests.collectives.engines import EngineCase, everyone, new_engine
+from tests.collectives.engines import EngineCase, everyone, new_engine, on_engines
 
-CASES = [
-    EngineCase(kind="mpi", hosts=(0, 0)),
-    EngineCase(kind="shared_memory", hosts=(0, 0, 1)),
-]
-several = pytest.mark.parametrize(
-    ("rank_count", "case"),
-    [(len(case.hosts), case) for case in CASES],
-    indirect=True,
-    ids=[f"np{len(case.hosts)}-{case}" for case in CASES],
+several = on_engines(
+    [EngineCase(kind="mpi", hosts=(0, 0)), EngineCase(kind="shared_memory", hosts=(0, 0, 1))]
 )
 
 

@@ -6,15 +6,17 @@ import pytest
 from hvdtrain.collectives.base import OPS
 from hvdtrain.collectives.kernels import is_floating
 from hvdtrain.errors import MismatchError, NonFiniteError
-from tests.collectives.engines import CASES, DTYPES, EVERY_ENGINE, expected, new_engine, values
-
-SEVERAL = [case for case in CASES if case.kind != "single"]
-EVERY_NEW_ENGINE = pytest.mark.parametrize(
-    ("rank_count", "case"),
-    [(len(case.hosts), case) for case in SEVERAL],
-    indirect=True,
-    ids=[f"np{len(case.hosts)}-{case}" for case in SEVERAL],
+from tests.collectives.engines import (
+    CASES,
+    DTYPES,
+    EVERY_ENGINE,
+    expected,
+    new_engine,
+    on_engines,
+    values,
 )
+
+EVERY_NEW_ENGINE = on_engines([case for case in CASES if case.kind != "single"])
 
 
 @EVERY_ENGINE

@@ -7,9 +7,8 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from tests.collectives.engines import CASES, EVERY_ENGINE, Subject
+from tests.collectives.engines import CASES, EVERY_ENGINE, Subject, on_engines
 
 PAGE_BYTES = 4096
 
@@ -99,15 +98,7 @@ def test_two_generations_take_turns(subject: Subject) -> None:
     assert results
 
 
-GROWTH_CASES = [case for case in CASES if len(case.hosts) in (1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("rank_count", "subject"),
-    [(len(case.hosts), case) for case in GROWTH_CASES],
-    indirect=True,
-    ids=[f"np{len(case.hosts)}-{case}" for case in GROWTH_CASES],
-)
+@on_engines([case for case in CASES if len(case.hosts) in (1, 2)], "subject")
 def test_memory_does_not_grow(subject: Subject) -> None:
     engine = subject.engine
     array = np.ones(16 * 1024, np.float32)
