@@ -105,7 +105,10 @@ def choose_for_devices(
     if asked == "auto":
         return Choice("mpi", obstacle) if obstacle else Choice("nccl", "every rank has a GPU")
     if obstacle:
-        raise LaunchError(f"--backend nccl (HVDTRAIN_BACKEND) can't be used: {obstacle}.")
+        raise LaunchError(
+            f"--backend nccl (HVDTRAIN_BACKEND) can't be used: {obstacle}. Mend that, or leave it "
+            "out: then MPI combines gradients."
+        )
     on_cpus = "" if means[0].gpu else " (by TensorFlow's ring on CPUs, as no rank has a GPU)"
     return Choice("nccl", f"--backend nccl{on_cpus}")
 
