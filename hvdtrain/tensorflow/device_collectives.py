@@ -203,7 +203,7 @@ class DeviceCollectives:
             communication_hint=self.hint,
         )
         if op == "average":
-            total /= tf.cast(self._collectives.size, wide)
+            total *= tf.constant(1.0 / self._collectives.size, wide)  # as all engines do
         counts = [tensor.shape.num_elements() for tensor in tensors]
         return [
             tf.reshape(tf.cast(part, dtype), tensor.shape)
