@@ -14,6 +14,7 @@ from tests.harness.jobs import REPOSITORY
 
 ACCESSORS = [
     world.collectives,
+    world.device_collectives,
     world.hosts,
     world.is_chief,
     world.local_rank,
