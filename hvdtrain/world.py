@@ -238,29 +238,11 @@ def _enter() -> _World:
     if topology.node_rank is None:
         topology = dataclasses.replace(topology, node_rank=hosts[topology.rank])
     owned = devices.bind(topology, settings, [entry["gpus"] for entry in everyone])
-    on_devices = None
-    if topology.size > 1 and choice.backend == "mpi":
-        means = [Means(gpu, *entry["means"]) for gpu, entry in zip(owned, everyone)]
-        choice = choose_for_devices(
-            settings.backend,
-            means,
-            has_servers=settings.has_servers,
-            elastic=collectives.survives_losses,
-        )
-        if choice.backend == "nccl":
-            # Imports TensorFlow, as all from above on does.
-            from hvdtrain.tensorflow import device_collectives
-
-            on_gpus = bool(means[topology.rank].gpu)
-            try:
-                on_devices = device_collectives.connect(collectives, on_gpus=on_gpus, hosts=hosts)
-            except LaunchError as error:
-                if settings.backend == "nccl":
-                    raise
-                choice = Choice("mpi", str(error))
-    if topology.is_chief and topology.size > 1:
-        _report(choice, settings)
+    means = [Means(gpu, *entry["means"]) for gpu, entry in zip(owned, everyone)]
+    choice, on_devices = _on_devices(choice, settings, collectives, means, hosts)
     if topology.size > 1:
+        if topology.is_chief:
+            _report(choice, settings)
         seeds.set_unless_set(
             collectives.broadcast_object(secrets.randbits(31), name="seed of hvdtrain.init()")
         )
@@ -281,6 +263,36 @@ def _engine(choice: Choice, topology: Topology, settings: Settings) -> Collectiv
     from hvdtrain.tensorflow.horovod_engine import HorovodCollectives
 
     return HorovodCollectives(settings.timeout_s)
+
+
+def _on_devices(
+    choice: Choice,
+    settings: Settings,
+    collectives: Collectives,
+    means: Sequence[Means],
+    hosts: Sequence[int],
+) -> tuple[Choice, DeviceCollectives | None]:
+    """What combines gradients in the end, and what does it where they are, if anything does."""
+    if collectives.size == 1 or choice.backend != "mpi":
+        return choice, None
+    choice = choose_for_devices(
+        settings.backend,
+        means,
+        has_servers=settings.has_servers,
+        elastic=collectives.survives_losses,
+    )
+    if choice.backend != "nccl":
+        return choice, None
+    # Imports TensorFlow.
+    from hvdtrain.tensorflow import device_collectives
+
+    on_gpus = bool(means[collectives.rank].gpu)
+    try:
+        return choice, device_collectives.connect(collectives, on_gpus=on_gpus, hosts=hosts)
+    except LaunchError as error:
+        if settings.backend == "nccl":
+            raise
+        return Choice("mpi", str(error)), None
 
 
 def _report(choice: Choice, settings: Settings) -> None:

@@ -22,6 +22,7 @@ import tensorflow as tf
 from hvdtrain.collectives.base import Collectives, ReduceOp
 from hvdtrain.errors import CollectiveError, HvdtrainError, LaunchError
 from hvdtrain.tensorflow import runtime
+from hvdtrain.tensorflow.host import Arrays, run_on_host
 
 __all__ = ["KIND", "DeviceCollectives", "connect"]
 
@@ -130,12 +131,12 @@ class DeviceCollectives:
         detail = (op, tensors[0].dtype.name, shapes)
         buckets = _divide([tensor.shape.num_elements() for tensor in tensors], tensors[0].dtype)
 
-        def begin() -> np.int32:
+        def begin() -> Arrays:
             if before is not None:
                 before()
-            return self._begin(name, detail, len(buckets))
+            return [self._begin(name, detail, len(buckets))]
 
-        first = _on_host(begin, [], tf.int32)
+        (first,) = run_on_host(begin, [], [[]], [tf.int32])
         keys = [first + number for number in range(len(buckets))]
         results: list[Any] = list(tensors)
         try:
@@ -148,17 +149,17 @@ class DeviceCollectives:
         except tf.errors.OpError as error:
             raise self.error_behind(error) or error from None
 
-        def end(*flags: np.ndarray) -> np.int32:
+        def end(*flags: np.ndarray) -> Arrays:
             self._end()
             if after is not None:
                 finite, which = flags
                 after(bool(finite), which)
-            return np.int32(0)
+            return [np.array(0, np.int32)]
 
         # Whoever uses a result has waited for the others, and for an error.
         with tf.control_dependencies(results):
-            through = _on_host(end, flags, tf.int32)
-        with tf.control_dependencies([through]), tf.device(self.device):
+            through = run_on_host(end, flags, [[]], [tf.int32])
+        with tf.control_dependencies(through), tf.device(self.device):
             return [tf.identity(result) for result in results]
 
     def error_behind(self, error: tf.errors.OpError) -> HvdtrainError | None:
@@ -210,7 +211,7 @@ class DeviceCollectives:
             for part, tensor in zip(tf.split(total, counts), tensors)
         ]
 
-    def _begin(self, name: str, detail: Any, buckets: int) -> np.int32:
+    def _begin(self, name: str, detail: Any, buckets: int) -> np.ndarray:
         """Agree with the other ranks; returns the number of the first bucket's operation.
 
         Numbers are given when ranks first agree on such a call: in the same order on all.
@@ -226,7 +227,7 @@ class DeviceCollectives:
             for _ in range(buckets - 1):
                 next(_numbers)
         self._busy.set()
-        return np.int32(self._keys[asked])
+        return np.array(self._keys[asked], np.int32)
 
     def _end(self) -> None:
         self._busy.clear()
@@ -319,11 +320,3 @@ def _not_finite(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> l
         return tf.stack([tf.stack(nan), tf.stack(infinite)])
 
     return [finite, tf.cond(finite, none, look)]
-
-
-def _on_host(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtype: tf.DType) -> Any:
-    if tf.executing_eagerly():
-        return tf.convert_to_tensor(function(*(tensor.numpy() for tensor in inputs)), dtype)
-    result = tf.numpy_function(function, inputs, dtype)
-    result.set_shape([])
-    return result

@@ -18,6 +18,7 @@ import tensorflow as tf
 from hvdtrain import world
 from hvdtrain.tensorflow.compression import Compression, Compressor
 from hvdtrain.tensorflow.device_collectives import DeviceCollectives
+from hvdtrain.tensorflow.host import Arrays, run_on_host
 from hvdtrain.tensorflow.names import without_counts
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.reductions import (
@@ -45,8 +46,6 @@ __all__ = [
     "join",
     "reducescatter",
 ]
-
-Arrays = Sequence[np.ndarray]
 
 
 def allreduce(
@@ -157,7 +156,7 @@ def allgather(
 
         def backward(upstream: tf.Tensor) -> tf.Tensor:
             rows = tf.shape(value, tf.int64)[0]
-            return _run(_own_part, [upstream, rows], [value.shape])[0]
+            return run_on_host(_own_part, [upstream, rows], [value.shape])[0]
 
         def _own_part(upstream: np.ndarray, rows: np.ndarray) -> Arrays:
             collectives = process_set.collectives()
@@ -167,7 +166,7 @@ def allgather(
             start = int(counts[: collectives.rank].sum())
             return [mean[start : start + int(rows)]]
 
-        (result,) = _run(gather, [value], [_any_rows(value)])
+        (result,) = run_on_host(gather, [value], [_any_rows(value)])
         return result, backward
 
     return gathered(tensor)
@@ -220,9 +219,9 @@ def broadcast(
                 mean = collectives.allreduce(array, "average", name=f"gradient of {label}")
                 return [mean if collectives.rank == root else np.zeros_like(mean)]
 
-            return _run(collect, [upstream], [value.shape])[0]
+            return run_on_host(collect, [upstream], [value.shape])[0]
 
-        (result,) = _run(give, [value], [value.shape])
+        (result,) = run_on_host(give, [value], [value.shape])
         return result, backward
 
     return given(tensor)
@@ -277,14 +276,14 @@ def alltoall(
 
     @tf.custom_gradient
     def exchanged(value: tf.Tensor, counts: tf.Tensor) -> Any:
-        came, received = _run(
+        came, received = run_on_host(
             exchange, [value, counts], [_any_rows(value), [None]], [value.dtype, tf.int32]
         )
 
         def backward(upstream: tf.Tensor, _: Any) -> tuple[tf.Tensor, None]:
             shapes = [value.shape, [None]]
             types = [value.dtype, tf.int32]
-            return _run(exchange, [upstream, received], shapes, types)[0], None
+            return run_on_host(exchange, [upstream, received], shapes, types)[0], None
 
         return (came, received), backward
 
@@ -382,7 +381,7 @@ def join() -> tf.Tensor:
     def wait() -> Arrays:
         return [np.array(world.collectives().join(), np.int32)]
 
-    return _run(wait, [], [[]], [tf.int32])[0]
+    return run_on_host(wait, [], [[]], [tf.int32])[0]
 
 
 def _allreduce_rows(
@@ -437,7 +436,7 @@ def _reduce(
         if on_devices is not None and op is not Adasum and on_devices.takes(values):
             results = _reduce_on_devices(on_devices, values, op, prescale, postscale, label)
         else:
-            results = _run(run, values, shapes)
+            results = run_on_host(run, values, shapes)
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
             of = f"gradient of {label}"
@@ -445,7 +444,7 @@ def _reduce(
                 return _reduce(upstream, op, prescale, postscale, of, process_set)
             factor = prescale * postscale
             return [
-                _run(_selected, [up, value], [value.shape])[0] * tf.cast(factor, value.dtype)
+                run_on_host(_selected, [up, value], [value.shape])[0] * tf.cast(factor, value.dtype)
                 for up, value in zip(upstream, values)
             ]
 
@@ -533,43 +532,12 @@ def _scatter(
                 scaled = scale(array, factor)
                 return [collectives.allgather(scaled, name=f"gradient of {label}")]
 
-            return _run(collect, [upstream], [value.shape])[0]
+            return run_on_host(collect, [upstream], [value.shape])[0]
 
-        (result,) = _run(run, [value], [_any_rows(value)])
+        (result,) = run_on_host(run, [value], [_any_rows(value)])
         return result, backward
 
     return scattered(tensor)
-
-
-def _run(
-    function: Callable[..., Arrays],
-    tensors: Sequence[tf.Tensor],
-    shapes: Sequence[Any],
-    types: Sequence[tf.DType] | None = None,
-) -> list[tf.Tensor]:
-    """Run NumPy code on tensors: at once, or as an operation of the graph that is being made.
-
-    Args:
-        function: Takes an array for each tensor.
-        tensors: Its inputs.
-        shapes: What is known of those of its results.
-        types: Of its results; those of the first ``tensors`` if not given.
-    """
-    types = types or [tensor.dtype for tensor in tensors[: len(shapes)]]
-    if tf.executing_eagerly():
-        results = function(*map(_array, tensors))
-        return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, types)]
-    several = tf.numpy_function(lambda *arrays: tuple(function(*arrays)), tensors, types)
-    for tensor, shape in zip(several, shapes):
-        tensor.set_shape(shape)
-    return list(several)
-
-
-def _array(tensor: tf.Tensor) -> np.ndarray:
-    if tensor.dtype == tf.bfloat16 and not tensor.shape.rank:
-        # TensorFlow 2.21 makes no NumPy array of such a tensor.
-        return np.asarray(tf.reshape(tensor, [1])).reshape(())
-    return np.asarray(tensor)
 
 
 def _any_rows(tensor: tf.Tensor) -> tf.TensorShape:

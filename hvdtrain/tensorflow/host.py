@@ -1,0 +1,44 @@
+"""NumPy code that runs on the host, on tensors wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+__all__ = ["Arrays", "run_on_host"]
+
+Arrays = Sequence[np.ndarray]
+
+
+def run_on_host(
+    function: Callable[..., Arrays],
+    tensors: Sequence[tf.Tensor],
+    shapes: Sequence[Any],
+    types: Sequence[tf.DType] | None = None,
+) -> list[tf.Tensor]:
+    """Run NumPy code on tensors: at once, or as an operation of the graph that is being made.
+
+    Args:
+        function: Takes an array for each tensor.
+        tensors: Its inputs.
+        shapes: What is known of those of its results.
+        types: Of its results; those of the first ``tensors`` if not given.
+    """
+    types = types or [tensor.dtype for tensor in tensors[: len(shapes)]]
+    if tf.executing_eagerly():
+        results = function(*map(_array, tensors))
+        return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, types)]
+    several = tf.numpy_function(lambda *arrays: tuple(function(*arrays)), tensors, types)
+    for tensor, shape in zip(several, shapes):
+        tensor.set_shape(shape)
+    return list(several)
+
+
+def _array(tensor: tf.Tensor) -> np.ndarray:
+    if tensor.dtype == tf.bfloat16 and not tensor.shape.rank:
+        # TensorFlow 2.21 makes no NumPy array of such a tensor.
+        return np.asarray(tf.reshape(tensor, [1])).reshape(())
+    return np.asarray(tensor)
