@@ -395,11 +395,15 @@ class Engine:
         dtype, shapes = arrays[0].dtype, tuple(array.shape for array in arrays)
         chunk_items = self._chunk_bytes // accumulator_dtype(dtype).itemsize
         layout = plan_layout(shapes, dtype.itemsize, chunk_items, self._shares)
-        outputs, flat = empty_outputs(self._pool, layout, dtype)
+        outputs, flat = empty_outputs(self._take_buffer(layout.output_bytes), layout, dtype)
         flat_inputs = [array.reshape(-1) for array in arrays]
         finite = FiniteCheck(dtype) if require_finite else None
         self._allreduce(Reduction(call, layout, flat_inputs, flat, op, finite))
         return outputs, finite
+
+    def _take_buffer(self, nbytes: int) -> np.ndarray:
+        """A flat uint8 array that nobody else holds, for results."""
+        return self._pool.take(nbytes)
 
     def _gather_parts(self, call: Call, data: np.ndarray) -> list[np.ndarray]:
         counts = [int(c) for c in self._exchange_counts(call, [data.size])[:, 0]]

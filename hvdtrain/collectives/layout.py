@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -174,6 +174,10 @@ class Scratch:
         return buffer[:nbytes].view(dtype)
 
 
+def _empty(nbytes: int) -> np.ndarray:
+    return np.empty(nbytes, np.uint8)
+
+
 class BufferPool:
     """Result buffers that are used again once nobody holds a view of them any more.
 
@@ -181,11 +185,22 @@ class BufferPool:
     gradients before it asks for the next, gets the same memory back. A caller that keeps a
     result keeps its buffer: NumPy's views hold a reference to the array that owns the memory,
     and the count of those references is what ``take`` looks at.
+
+    Args:
+        max_idle: How many buffers that nobody holds are kept.
+        empty: Makes a flat uint8 array of so many bytes.
+        drop: Is given each of them that is kept no longer.
     """
 
-    def __init__(self, max_idle: int = 4) -> None:
+    def __init__(
+        self,
+        max_idle: int = 4,
+        empty: Callable[[int], np.ndarray] = _empty,
+        drop: Callable[[np.ndarray], None] = lambda buffer: None,
+    ) -> None:
         self._buffers: list[np.ndarray] = []
         self._max_idle = max_idle
+        self._empty, self._drop = empty, drop
 
     def take(self, nbytes: int) -> np.ndarray:
         """A flat uint8 array of ``nbytes``, aligned, that no one else holds."""
@@ -197,7 +212,7 @@ class BufferPool:
                 best = position
         if best < 0:
             self._drop_idle()
-            self._buffers.append(np.empty(nbytes + ALIGNMENT_BYTES, np.uint8))
+            self._buffers.append(self._empty(nbytes + ALIGNMENT_BYTES))
             best = len(self._buffers) - 1
         owner = self._buffers[best]
         offset = -owner.ctypes.data % ALIGNMENT_BYTES
@@ -213,14 +228,13 @@ class BufferPool:
     def _drop_idle(self) -> None:
         idle = [p for p in range(len(self._buffers)) if self._is_idle(p)]
         for position in reversed(idle[: max(0, len(idle) - self._max_idle + 1)]):
-            del self._buffers[position]
+            self._drop(self._buffers.pop(position))
 
 
 def empty_outputs(
-    pool: BufferPool, layout: Layout, dtype: np.dtype
+    buffer: np.ndarray, layout: Layout, dtype: np.dtype
 ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-    """Arrays of the layout's shapes in one pooled buffer, and the same arrays flat."""
-    buffer = pool.take(layout.output_bytes)
+    """Arrays of the layout's shapes in one buffer of its output bytes, and the same arrays flat."""
     flat = []
     for shape, start in zip(layout.shapes, layout.output_starts):
         nbytes = math.prod(shape) * dtype.itemsize

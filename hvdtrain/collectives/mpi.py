@@ -19,9 +19,9 @@ from hvdtrain.collectives.layout import ALIGNMENT_BYTES, MESSAGE_BYTES, Scratch,
 from hvdtrain.collectives.messages import Messages
 from hvdtrain.collectives.ordered import OrderedAllreduce
 from hvdtrain.collectives.recovery import Recovery
+from hvdtrain.collectives.shared_file import share_file
 from hvdtrain.collectives.waiting import Patience
 from hvdtrain.collectives.watchdog import Watchdog
-from hvdtrain.collectives.window import map_together
 
 __all__ = ["MpiCollectives"]
 
@@ -133,8 +133,8 @@ class MpiCollectives(Engine):
             everyone = self.allgather_object([self.member, mapped], name=name)
             return all(mapped for member, mapped in everyone if member in sizes)
 
-        memory = map_together(list(sizes.values()), self.member == min(sizes), tell, agree)
-        return {} if memory is None else dict(zip(sizes, memory))
+        file = share_file(sum(sizes.values()), self.member == min(sizes), tell, agree)
+        return {} if file is None else dict(zip(sizes, file.cut(list(sizes.values()))))
 
     def confirm(self, call: Call) -> None:
         """Return when every rank holds its result of the operation."""

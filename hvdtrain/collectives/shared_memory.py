@@ -8,6 +8,9 @@ through them chunk by chunk, so that what one rank writes the others find in the
     network   (more than one host) combine that with the other hosts; each lane carries its share
     unpack    copy the result out
 
+Where one host has all ranks and their results lie in memory that all of them see (see ``Arena``),
+each rank writes its share of a result to everyone, and nothing is left to unpack.
+
 The stages of consecutive chunks overlap: while chunk c is packed, chunk c-1 is reduced, and so
 on, so that a rank seldom waits for the others' latest stage. From four slots on no stage can reach
 memory that another rank still needs; ``_run`` says why.
@@ -16,15 +19,17 @@ memory that another rank still needs; ``_run`` says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from hvdtrain.collectives.arena import open_arena
 from hvdtrain.collectives.arrangement import arrange
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.engine import Reduction
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
-from hvdtrain.collectives.layout import pack, split_evenly, unpack
+from hvdtrain.collectives.layout import BufferPool, Piece, pack, split_evenly, unpack
 from hvdtrain.collectives.mpi import MpiCollectives
 from hvdtrain.collectives.ordered import OrderedAllreduce
 from hvdtrain.collectives.window import Window
@@ -33,25 +38,35 @@ __all__ = ["SharedMemoryCollectives"]
 
 # Counters, each on a cache line of its own: chunks packed, reduced, back from the network; and
 # operations whose result a rank holds. For the latest two calls, as a rank can be one ahead: their
-# digests, and whether a result is not finite.
+# digests, whether a result is not finite, and where in the arena it will lie.
 LINE_WORDS = 8
-PACKED, REDUCED, RETURNED, DIGESTS, NON_FINITE, HELD = range(0, 6 * LINE_WORDS, LINE_WORDS)
+PACKED, REDUCED, RETURNED, HELD, DIGESTS, NON_FINITE, PLACES = range(0, 7 * LINE_WORDS, LINE_WORDS)
+
+# Smaller results are quicker in memory of a rank's own.
+LEAST_IN_ARENA = 256 << 10
 
 
-class _Job(NamedTuple):
-    """One allreduce on its way through the slots."""
+@dataclass
+class _Job:
+    """One allreduce on its way through the slots.
+
+    ``everyones`` are the buffers of all ranks' results, in their order, where this rank can write
+    to them.
+    """
 
     asked: Reduction
     slots: Sequence[Sequence[np.ndarray]]
     results: Sequence[np.ndarray]
     scratch: np.ndarray
     base: int
+    everyones: Sequence[np.ndarray] = ()
 
 
 class SharedMemoryCollectives(MpiCollectives):
     """Allreduce through shared windows; all else as plain MPI does it."""
 
     kind = "shared_memory"
+    least_in_arena = LEAST_IN_ARENA
 
     def _open(self, comm: Any, host: Any) -> None:
         host_of = np.zeros(self.size, np.int64)
@@ -59,6 +74,9 @@ class SharedMemoryCollectives(MpiCollectives):
         self._host_of = host_of.tolist()
         survives = self._recovery is not None
         self._window = Window(self._mpi, host, self._chunk_bytes, survives)
+        self._arena = open_arena(self._mpi, host) if host.Get_size() == self.size else None
+        if self._arena is not None:
+            self._common = BufferPool(empty=self._arena.empty, drop=self._arena.drop)
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
         super().connect(comm, members)
@@ -115,6 +133,11 @@ class SharedMemoryCollectives(MpiCollectives):
             self._views[dtype.name] = views
         return views
 
+    def _take_buffer(self, nbytes: int) -> np.ndarray:
+        if self._arena is None or nbytes < self.least_in_arena:
+            return super()._take_buffer(nbytes)
+        return self._common.take(nbytes)
+
     def _agree(self, call: Call) -> None:
         if self._hosts > 1:
             super()._agree(call)
@@ -159,6 +182,8 @@ class SharedMemoryCollectives(MpiCollectives):
         if self._hosts > 1:
             super()._agree(asked.call)
         self._announce(asked.call)
+        place = self._arena.place(asked.outputs[0]) if self._arena is not None else -1
+        self._mine[PLACES + self._operations % 2] = place
         slots, results, scratch = self._slot_views(asked.inputs[0].dtype)
         self._run(_Job(asked, slots, results, scratch, self._tickets))
         self._tickets += len(asked.layout.chunks)
@@ -191,6 +216,7 @@ class SharedMemoryCollectives(MpiCollectives):
         self._wait(PACKED, self._everyone, job.base + number + 1, job.asked.call)
         if number == 0:
             self._check_digests(job.asked.call)
+            job.everyones = self._results_of_all(job.asked)
         result = job.results[number % self._window.slots]
         packed = [slots[number % self._window.slots] for slots in job.slots]
         pieces = job.asked.layout.chunks[number].shares[self._local_rank]
@@ -199,11 +225,34 @@ class SharedMemoryCollectives(MpiCollectives):
             contributions = [slot[start:stop] for slot in packed]
             mine = job.asked.inputs[piece.index][piece.start : piece.stop]
             contributions[self._local_rank] = mine
-            combine(contributions, job.asked.op, result[start:stop], job.scratch)
+            total = result[start:stop]
+            if job.everyones and total.dtype == mine.dtype:
+                total = job.asked.outputs[piece.index][piece.start : piece.stop]
+            combine(contributions, job.asked.op, total, job.scratch)
             if self._hosts == 1:
-                finish(result[start:stop], job.asked.op, self.size)
-                self._look(job, result[start:stop])
+                finish(total, job.asked.op, self.size)
+                self._look(job, total)
+            self._hand_out(job, piece, total)
         self._signal(REDUCED, job.base + number + 1)
+
+    def _results_of_all(self, asked: Reduction) -> Sequence[np.ndarray]:
+        """The buffers of everyone's results, of one type with them; none if one is out of reach."""
+        places = [words[PLACES + self._operations % 2] for words in self._words]
+        if self._arena is None or min(places) < 0:
+            return ()
+        nbytes, dtype = asked.layout.output_bytes, asked.inputs[0].dtype
+        return [
+            self._arena.at(seat, place, nbytes).view(dtype)
+            for seat, place in zip(self._seats, places)
+        ]
+
+    def _hand_out(self, job: _Job, piece: Piece, total: np.ndarray) -> None:
+        """Write a piece of the result to everyone, in the result's type."""
+        for local_rank, buffer in enumerate(job.everyones):
+            if local_rank != self._local_rank or total.dtype != buffer.dtype:
+                first = job.asked.layout.output_starts[piece.index] // buffer.itemsize
+                out = buffer[first + piece.start : first + piece.stop]
+                np.copyto(out, total, casting="unsafe")
 
     def _look(self, job: _Job, share: np.ndarray) -> None:
         """Tell the ranks of this host whether the share is finite; together they see all."""
@@ -227,6 +276,8 @@ class SharedMemoryCollectives(MpiCollectives):
             self._wait(REDUCED, self._everyone, job.base + number + 1, job.asked.call)
         else:
             self._wait(RETURNED, range(self._lanes), job.base + number + 1, job.asked.call)
+        if job.everyones:
+            return  # they have written it
         unpack(
             job.asked.layout.chunks[number].pieces,
             job.results[number % self._window.slots],

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import mmap
-import os
-import platform
-import tempfile
-from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Window", "map_together", "ring_slots"]
+from hvdtrain.collectives.shared_file import free_bytes, share_on_host
+
+__all__ = ["Window", "ring_slots"]
 
 LEAST_SLOTS = 4
 # Of all slots of a host. What a rank writes into memory that another has in its cache costs far
 # more where the two don't share one; so a slot should have left the caches before its next turn.
 RING_BYTES = 96 << 20
-# Where MPI libraries keep shared windows; small in many containers.
-SHARED_MEMORY = "/dev/shm"
 HEADER_BYTES = 4096
 
 
@@ -64,8 +57,10 @@ class Window:
         sizes = [HEADER_BYTES + slots_bytes] * host.Get_size()
         sizes[0] += slots_bytes  # the results
         self._window: Any = None
-        memory = _map_for(mpi, host, sizes) if survives else None
-        if memory is None:
+        file = share_on_host(mpi, host, sum(sizes)) if survives else None
+        if file is not None:
+            memory = file.cut(sizes)
+        else:
             self._window = mpi.Win.Allocate_shared(sizes[host.Get_rank()], 1, comm=host)
             self._window.Lock_all()
             seats = range(host.Get_size())
@@ -98,78 +93,6 @@ class Window:
 
 def _choose_slots(host: Any, chunk_bytes: int) -> int:
     """How many slots each rank of this host owns; its first rank decides."""
-    free_bytes = None
-    if os.path.isdir(SHARED_MEMORY):
-        space = os.statvfs(SHARED_MEMORY)
-        free_bytes = space.f_bavail * space.f_frsize
-    slots = np.array([ring_slots(host.Get_size(), chunk_bytes, free_bytes)], np.int64)
+    slots = np.array([ring_slots(host.Get_size(), chunk_bytes, free_bytes())], np.int64)
     host.Bcast(slots)
     return int(slots[0])
-
-
-def map_together(
-    sizes: Sequence[int], first: bool, tell: Callable[[str], str], agree: Callable[[bool], bool]
-) -> list[np.ndarray] | None:
-    """Memory that all ranks of the host see, a part for each; None where that can't be had.
-
-    It is a file that has no name any more when this returns, so that it is gone with the last of
-    the ranks.
-
-    Args:
-        sizes: Of the parts, in bytes.
-        first: Whether this is the rank that makes the file.
-        tell: Gives all ranks of the host what that rank says.
-        agree: Whether something is true on all of them.
-    """
-    path = tell(_new_file(sum(sizes)) if first else "")
-    memory = _map_file(path, sum(sizes))
-    agreed = agree(memory is not None)
-    if path:
-        # Whoever comes first: the rank that made the file may have died.
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-    if memory is None or not agreed:
-        return None
-    return np.split(memory, list(itertools.accumulate(sizes))[:-1])
-
-
-def _map_for(mpi: ModuleType, host: Any, sizes: Sequence[int]) -> list[np.ndarray] | None:
-    """``map_together`` for the ranks of a communicator; collective."""
-    return map_together(
-        sizes,
-        host.Get_rank() == 0,
-        lambda path: str(host.bcast(path, 0)),
-        lambda mapped: bool(host.allreduce(mapped, mpi.LAND)),
-    )
-
-
-def _new_file(nbytes: int) -> str:
-    """The path of a file in shared memory that has its space for certain; empty without."""
-    # Elsewhere plain stores may overtake each other, and Python has no fence against that.
-    if platform.machine() not in ("x86_64", "AMD64") or not os.path.isdir(SHARED_MEMORY):
-        return ""
-    try:
-        file, path = tempfile.mkstemp(prefix="hvdtrain-", dir=SHARED_MEMORY)
-    except OSError:
-        return ""
-    try:
-        os.posix_fallocate(file, 0, nbytes)
-    except OSError:
-        os.unlink(path)
-        return ""
-    finally:
-        os.close(file)
-    return path
-
-
-def _map_file(path: str, nbytes: int) -> np.ndarray | None:
-    try:
-        file = os.open(path, os.O_RDWR)
-    except OSError:  # ranks of a host may be in containers that share no files
-        return None
-    try:
-        return np.frombuffer(mmap.mmap(file, nbytes), np.uint8)
-    except OSError:
-        return None
-    finally:
-        os.close(file)

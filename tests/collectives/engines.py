@@ -58,16 +58,22 @@ LARGE_CHUNKS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCase:
-    """An engine to test; ``hosts`` holds the pretended host of each rank."""
+    """An engine to test.
+
+    ``hosts`` holds the pretended host of each rank; with ``arena`` results lie in memory that all
+    ranks see, however small they are.
+    """
 
     kind: str
     hosts: tuple[int, ...]
     chunk_bytes: int = MANY_CHUNKS
+    arena: bool = False
 
     def __str__(self) -> str:
         size = "many-chunks" if self.chunk_bytes == MANY_CHUNKS else "large-chunks"
         if self.kind == "single":
             return "single"
+        size += "-arena" if self.arena else ""
         if len(set(self.hosts)) == 1:
             return f"{self.kind}-{size}"
         return f"{self.kind}-hosts-{''.join(map(str, self.hosts))}-{size}"
@@ -77,8 +83,10 @@ CASES = [
     EngineCase(kind="single", hosts=(0,)),
     EngineCase(kind="mpi", hosts=(0, 0)),
     EngineCase(kind="shared_memory", hosts=(0, 0), chunk_bytes=LARGE_CHUNKS),
+    EngineCase(kind="shared_memory", hosts=(0, 0), arena=True),
     EngineCase(kind="mpi", hosts=(0, 0, 0), chunk_bytes=LARGE_CHUNKS),
     EngineCase(kind="shared_memory", hosts=(0, 0, 0)),
+    EngineCase(kind="shared_memory", hosts=(0, 0, 0), chunk_bytes=LARGE_CHUNKS, arena=True),
     EngineCase(kind="shared_memory", hosts=(0, 0, 1)),
     EngineCase(kind="shared_memory", hosts=(0, 0, 0, 0)),
     EngineCase(kind="shared_memory", hosts=(0, 0, 1, 1)),
@@ -119,8 +127,12 @@ def new_engine(case: EngineCase, timeout_s: float = 30.0) -> Any:
         return SingleCollectives()
     comm = mpi_of_job().COMM_WORLD
     host = comm.Split(case.hosts[comm.Get_rank()], comm.Get_rank())
-    engine = MpiCollectives if case.kind == "mpi" else SharedMemoryCollectives
-    return engine(mpi_of_job(), comm, host, case.chunk_bytes, timeout_s)
+    if case.kind == "mpi":
+        return MpiCollectives(mpi_of_job(), comm, host, case.chunk_bytes, timeout_s)
+    engine = SharedMemoryCollectives(mpi_of_job(), comm, host, case.chunk_bytes, timeout_s)
+    if case.arena:
+        engine.least_in_arena = 0
+    return engine
 
 
 @functools.cache

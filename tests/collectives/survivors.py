@@ -56,7 +56,11 @@ class Death:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the program does; ``hosts`` holds the pretended host of each rank."""
+    """What the program does.
+
+    ``kind`` is that of the engine, or "arena": shared memory with all results in its arena;
+    ``hosts`` holds the pretended host of each rank.
+    """
 
     folder: str
     kind: str
@@ -86,6 +90,8 @@ def main(plan: Plan) -> None:
     host = comm.Split(plan.hosts[comm.Get_rank()], comm.Get_rank())
     engine_class = MpiCollectives if plan.kind == "mpi" else SharedMemoryCollectives
     engine = engine_class(mpi, comm, host, 4096, plan.timeout_s, plan.min_np)
+    if plan.kind == "arena":
+        engine.least_in_arena = 0
     exits.install(engine)
     # Open MPI crashes where a rank dies while others still set up a communicator.
     engine.barrier()

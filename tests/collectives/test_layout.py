@@ -80,7 +80,8 @@ def test_working_memory_grows_and_stays() -> None:
 def test_outputs_are_aligned_and_apart(dtype: str) -> None:
     shapes = ((3,), (), (0, 2), (5, 5), (1,))
     kind = np.dtype(dtype)
-    arrays, flat = empty_outputs(BufferPool(), plan_layout(shapes, kind.itemsize, 10), kind)
+    layout = plan_layout(shapes, kind.itemsize, 10)
+    arrays, flat = empty_outputs(BufferPool().take(layout.output_bytes), layout, kind)
     for index, (array, line) in enumerate(zip(arrays, flat)):
         assert array.shape == shapes[index]
         assert line.shape == (math.prod(shapes[index]),)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdtrain.collectives import window
+from hvdtrain.collectives import shared_file
 from hvdtrain.collectives.window import Window, ring_slots
 from tests.collectives.engines import everyone, mpi_of_job
 
@@ -42,7 +42,7 @@ def test_all_see_what_one_writes(
     mpi = mpi_of_job()
     host = mpi.COMM_WORLD.Dup()
     rank = host.Get_rank()
-    monkeypatch.setattr(window, "SHARED_MEMORY", folders[rank] or str(tmp_path / "missing"))
+    monkeypatch.setattr(shared_file, "SHARED_MEMORY", folders[rank] or str(tmp_path / "missing"))
     shared = Window(mpi, host, 4096, survives)
     kind = np.dtype(np.int32)
     for number in range(shared.slots):
@@ -68,9 +68,11 @@ def test_file_that_one_rank_can_not_open(monkeypatch: pytest.MonkeyPatch) -> Non
     """As in containers that share no files: then none of the ranks maps it."""
     mpi = mpi_of_job()
     host = mpi.COMM_WORLD.Dup()
-    original = window._map_file
+    original = shared_file._open_file
     if host.Get_rank() == 1:
-        monkeypatch.setattr(window, "_map_file", lambda path, nbytes: original("/no/such", nbytes))
+        monkeypatch.setattr(
+            shared_file, "_open_file", lambda path, nbytes: original("/no/such", nbytes)
+        )
     shared = Window(mpi, host, 4096, survives=True)
     assert shared._window is not None
     shared.words[host.Get_rank()][0] = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdtrain.collectives import window
+from hvdtrain.collectives import shared_file
 from hvdtrain.collectives.single import SingleCollectives
 from tests.collectives.engines import EngineCase, shared_engine
 
@@ -50,7 +50,7 @@ def test_where_ranks_cannot_share(rank_count: int, monkeypatch: pytest.MonkeyPat
     """All are told alike: one of them has no place for the file."""
     engine = _engine(rank_count)
     if engine.rank == 1:
-        monkeypatch.setattr(window, "_map_file", lambda path, nbytes: None)
+        monkeypatch.setattr(shared_file, "_open_file", lambda path, nbytes: None)
     assert engine.share(100) == {}
 
 

@@ -23,6 +23,7 @@ TWO_HOSTS = (0, 0, 1, 1)
 ENGINES = [
     pytest.param("mpi", (0, 0, 0, 0), id="mpi"),
     pytest.param("shared_memory", (0, 0, 0, 0), id="one-host"),
+    pytest.param("arena", (0, 0, 0, 0), id="arena"),
     pytest.param("shared_memory", TWO_HOSTS, id="two-hosts"),
 ]
 
@@ -92,15 +93,19 @@ STAGES = {
         *("_broadcast_bytes", "_reduce_scatter", "_alltoall_bytes", "_operate"),
     ),
     "one-host": ("_agree", "_pack", "_reduce", "_unpack", "_look", "_signal", "confirm"),
+    "arena": ("_pack", "_reduce", "_hand_out", "_unpack"),
     "two-hosts": ("_agree", "_pack", "_reduce", "_network", "_unpack", "_look", "confirm"),
 }
 
 
 def _stages() -> list[Any]:
-    hosts = {"mpi": (0, 0, 0), "one-host": (0, 0, 0), "two-hosts": TWO_HOSTS}
+    kinds = {"one-host": "shared_memory", "two-hosts": "shared_memory"}
     return [
         pytest.param(
-            "mpi" if name == "mpi" else "shared_memory", hosts[name], stage, id=f"{name}-{stage}"
+            kinds.get(name, name),
+            TWO_HOSTS if name == "two-hosts" else (0, 0, 0),
+            stage,
+            id=f"{name}-{stage}",
         )
         for name, stages in STAGES.items()
         for stage in stages

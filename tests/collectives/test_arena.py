@@ -1,0 +1,171 @@
+"""Results in memory that all ranks of a host see: where they lie, and what if there is no room."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hvdtrain.collectives import shared_file
+from hvdtrain.collectives.arena import Arena, open_arena
+from hvdtrain.collectives.layout import BufferPool
+from hvdtrain.collectives.shared_file import SharedFile, share_file
+from hvdtrain.collectives.shared_memory import LEAST_IN_ARENA
+from tests.collectives.engines import EngineCase, everyone, mpi_of_job, new_engine, on_engines
+
+PAGE = mmap.PAGESIZE
+PART_BYTES = 64 * PAGE
+ON_TWO_AND_THREE = on_engines(
+    [EngineCase(kind="shared_memory", hosts=(0,) * ranks) for ranks in (2, 3)]
+)
+
+
+@pytest.fixture
+def file() -> SharedFile:
+    """A sparse file of two parts, which nobody else has."""
+    mine = share_file(2 * PART_BYTES, True, lambda path: path, lambda opened: opened, sparse=True)
+    assert mine is not None
+    return mine
+
+
+@pytest.fixture
+def arena(file: SharedFile) -> Arena:
+    """The part of the second seat."""
+    return Arena(file, 1, PART_BYTES)
+
+
+def _held_bytes(file: SharedFile) -> int:
+    return os.fstat(file._file).st_blocks * 512
+
+
+def test_buffers_lie_apart(arena: Arena) -> None:
+    buffers = [arena.empty(nbytes) for nbytes in (1, PAGE, PAGE + 1, 0, 5)]
+    for number, buffer in enumerate(buffers):
+        buffer[:] = number + 1
+    for number, buffer in enumerate(buffers):
+        assert (buffer == number + 1).all()
+    places = [arena.place(buffer) for buffer in buffers]
+    assert places[:3] == [0, PAGE, 2 * PAGE]
+    assert places[4] == 4 * PAGE
+
+
+def test_others_find_them(file: SharedFile, arena: Arena) -> None:
+    other = Arena(file, 0, PART_BYTES)
+    arena.empty(PAGE)
+    mine = arena.empty(100)
+    theirs = other.at(1, arena.place(mine), 100)
+    theirs[:] = 7
+    assert (mine == 7).all()
+    assert arena.place(mine[3:]) == arena.place(mine) + 3
+    assert other.place(mine) == -1
+    assert arena.place(np.empty(3)) == -1
+
+
+def test_place_and_memory_come_back(file: SharedFile, arena: Arena) -> None:
+    first, second, third = (arena.empty(8 * PAGE) for _ in range(3))
+    first[:], second[:], third[:] = 1, 2, 3
+    held = _held_bytes(file)
+    place = arena.place(second)
+    arena.drop(second)
+    assert _held_bytes(file) == held - 8 * PAGE
+    assert (first == 1).all()
+    assert (third == 3).all()
+    assert arena.place(arena.empty(9 * PAGE)) > arena.place(third), "it would not fit between"
+    assert arena.place(arena.empty(8 * PAGE)) == place
+
+
+def test_pool_gives_dropped_memory_back(file: SharedFile, arena: Arena) -> None:
+    pool = BufferPool(2, arena.empty, arena.drop)
+    for pages in (1, 3, 8, 20, 24):
+        buffer = pool.take(pages * PAGE)
+        assert arena.place(buffer) >= 0
+        buffer[:] = pages
+        del buffer
+    assert _held_bytes(file) == (20 + 1 + 24 + 1) * PAGE, "more than two were kept"
+
+
+@pytest.mark.parametrize("why", ["full", "little-is-free", "nothing-known"])
+def test_without_room(arena: Arena, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = arena.empty(PART_BYTES - PAGE)
+    wanted = 2 * PAGE
+    if why != "full":
+        arena.drop(held)
+        free = {"little-is-free": 3 * PAGE, "nothing-known": None}[why]
+        monkeypatch.setattr(shared_file, "free_bytes", lambda: free)
+    buffer = arena.empty(wanted)
+    assert buffer.size == wanted
+    assert arena.place(buffer) == -1
+    arena.drop(buffer)
+    monkeypatch.undo()
+    if why == "full":
+        arena.drop(held)
+    assert arena.place(arena.empty(wanted)) == 0
+
+
+@pytest.fixture
+def limited_addresses() -> Iterator[None]:
+    """As under ``ulimit -v``, on rank 1."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if mpi_of_job().COMM_WORLD.Get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 46, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.ranks(2)
+def test_where_addresses_are_limited(rank_count: int, limited_addresses: None) -> None:
+    mpi = mpi_of_job()
+    assert open_arena(mpi, mpi.COMM_WORLD.Dup()) is None
+
+
+@ON_TWO_AND_THREE
+def test_large_results_lie_in_it(case: EngineCase) -> None:
+    engine = new_engine(case)
+    items = LEAST_IN_ARENA // 4
+    for count, inside in ((items, True), (items - 16, False)):
+        result = engine.allreduce(np.full(count, engine.rank + 1, np.float32))
+        assert (result == sum(range(1, engine.size + 1))).all()
+        assert (engine._arena.place(result) >= 0) is inside
+
+
+@ON_TWO_AND_THREE
+def test_one_rank_without_room(case: EngineCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the others don't write to it, nor it to them; and later they do."""
+    engine = new_engine(case)
+    engine.least_in_arena = 0
+    full = engine.rank == 1
+    if full:
+        monkeypatch.setattr(SharedFile, "claim", lambda file, start, nbytes: False)
+    inputs = [np.full(shape, engine.rank, np.float32) for shape in ((700,), (9, 300), ())]
+    results = engine.grouped_allreduce(inputs, "average")
+    assert (engine._arena.place(results[0]) == -1) is full
+    for result in results:
+        assert (result == (engine.size - 1) / 2).all()
+    monkeypatch.undo()
+    again = engine.grouped_allreduce([np.ones((30, 300), np.float16)])
+    assert (again[0] == engine.size).all()
+    assert everyone(engine.size, engine._arena.place(again[0]) >= 0) == [True] * engine.size
+    for result in results:
+        assert (result == (engine.size - 1) / 2).all()
+
+
+@ON_TWO_AND_THREE
+def test_ranks_may_take_different_places(case: EngineCase) -> None:
+    """As where one keeps results that the others drop."""
+    engine = new_engine(case)
+    engine.least_in_arena = 0
+    kept = []
+    for turn in range(12):
+        result = engine.allreduce(np.full(3000, turn, np.float32))
+        assert (result == turn * engine.size).all()
+        if turn % (engine.rank + 2) == 0:
+            kept.append((turn, result))
+    places = [engine._arena.place(result) for _, result in kept]
+    assert len(set(places)) == len(places)
+    assert len(set(everyone(engine.size, places[-1]))) > 1
+    for turn, result in kept:
+        assert (result == turn * engine.size).all()
