@@ -50,7 +50,7 @@ LEAST_IN_ARENA = 256 << 10
 class _Job:
     """One allreduce on its way through the slots.
 
-    ``everyones`` are the buffers of all ranks' results, in their order, where this rank can write
+    ``buffers`` are the buffers of all ranks' results, in their order, where this rank can write
     to them.
     """
 
@@ -59,7 +59,7 @@ class _Job:
     results: Sequence[np.ndarray]
     scratch: np.ndarray
     base: int
-    everyones: Sequence[np.ndarray] = ()
+    buffers: Sequence[np.ndarray] = ()
 
 
 class SharedMemoryCollectives(MpiCollectives):
@@ -76,7 +76,7 @@ class SharedMemoryCollectives(MpiCollectives):
         self._window = Window(self._mpi, host, self._chunk_bytes, survives)
         self._arena = open_arena(self._mpi, host) if host.Get_size() == self.size else None
         if self._arena is not None:
-            self._common = BufferPool(empty=self._arena.empty, drop=self._arena.drop)
+            self._arena_pool = BufferPool(empty=self._arena.empty, drop=self._arena.drop)
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
         super().connect(comm, members)
@@ -136,7 +136,7 @@ class SharedMemoryCollectives(MpiCollectives):
     def _take_buffer(self, nbytes: int) -> np.ndarray:
         if self._arena is None or nbytes < self.least_in_arena:
             return super()._take_buffer(nbytes)
-        return self._common.take(nbytes)
+        return self._arena_pool.take(nbytes)
 
     def _agree(self, call: Call) -> None:
         if self._hosts > 1:
@@ -216,7 +216,7 @@ class SharedMemoryCollectives(MpiCollectives):
         self._wait(PACKED, self._everyone, job.base + number + 1, job.asked.call)
         if number == 0:
             self._check_digests(job.asked.call)
-            job.everyones = self._results_of_all(job.asked)
+            job.buffers = self._results_of_all(job.asked)
         result = job.results[number % self._window.slots]
         packed = [slots[number % self._window.slots] for slots in job.slots]
         pieces = job.asked.layout.chunks[number].shares[self._local_rank]
@@ -226,7 +226,7 @@ class SharedMemoryCollectives(MpiCollectives):
             mine = job.asked.inputs[piece.index][piece.start : piece.stop]
             contributions[self._local_rank] = mine
             total = result[start:stop]
-            if job.everyones and total.dtype == mine.dtype:
+            if job.buffers and total.dtype == mine.dtype:
                 total = job.asked.outputs[piece.index][piece.start : piece.stop]
             combine(contributions, job.asked.op, total, job.scratch)
             if self._hosts == 1:
@@ -248,7 +248,7 @@ class SharedMemoryCollectives(MpiCollectives):
 
     def _hand_out(self, job: _Job, piece: Piece, total: np.ndarray) -> None:
         """Write a piece of the result to everyone, in the result's type."""
-        for local_rank, buffer in enumerate(job.everyones):
+        for local_rank, buffer in enumerate(job.buffers):
             if local_rank != self._local_rank or total.dtype != buffer.dtype:
                 first = job.asked.layout.output_starts[piece.index] // buffer.itemsize
                 out = buffer[first + piece.start : first + piece.stop]
@@ -276,7 +276,7 @@ class SharedMemoryCollectives(MpiCollectives):
             self._wait(REDUCED, self._everyone, job.base + number + 1, job.asked.call)
         else:
             self._wait(RETURNED, range(self._lanes), job.base + number + 1, job.asked.call)
-        if job.everyones:
+        if job.buffers:
             return  # they have written it
         unpack(
             job.asked.layout.chunks[number].pieces,
