@@ -9,21 +9,28 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.collectives.shared_file import SharedFile, capacity_bytes, share_on_host
+from hvdtrain.collectives.shared_file import SharedFile, free_bytes, share_on_host
 
 __all__ = ["Arena", "open_arena"]
 
 
 def open_arena(mpi: ModuleType, host: Any) -> Arena | None:
-    """The arena of the ranks of ``host``, collective; None where they can't have one."""
-    part_bytes = capacity_bytes() // host.Get_size() // mmap.PAGESIZE * mmap.PAGESIZE
-    # Addresses are cheap, unless somebody counts them.
-    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    least = int(host.allreduce(0 if limited else part_bytes, mpi.MIN))
-    if least == 0:
+    """The arena of the ranks of ``host``, collective; None where they can't have one.
+
+    All parts together may come to take half of what is free of shared memory now.
+    """
+    part_bytes = (free_bytes() or 0) // 2 // host.Get_size() // mmap.PAGESIZE * mmap.PAGESIZE
+    # The file takes addresses for all that it may come to hold.
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        part_bytes = 0
+    part_bytes = int(host.allreduce(part_bytes, mpi.MIN))
+    if part_bytes == 0:
         return None
-    file = share_on_host(mpi, host, least * host.Get_size(), sparse=True)
-    return None if file is None else Arena(file, host.Get_rank(), least)
+    file = share_on_host(mpi, host, part_bytes * host.Get_size(), sparse=True)
+    if file is None:
+        return None
+    file.hide()
+    return Arena(file, host.Get_rank(), part_bytes)
 
 
 class Arena:
@@ -37,33 +44,40 @@ class Arena:
 
     def __init__(self, file: SharedFile, seat: int, part_bytes: int) -> None:
         self._file = file
-        self._first = seat * part_bytes
+        self._part_start = seat * part_bytes
         self._part_bytes = part_bytes
-        self._base = file.array(self._first, 1).ctypes.data
+        self._address = file.array(self._part_start, 1).ctypes.data
         self._taken: dict[int, int] = {}
 
     def empty(self, nbytes: int) -> np.ndarray:
-        """A flat uint8 array; outside of the arena where that has no room for it."""
+        """A buffer, as flat uint8 array.
+
+        Raises:
+            MemoryError: There is no room for it.
+        """
         whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         place = self._gap(whole)
-        if place is None or not self._file.claim(self._first + place, whole):
-            return np.empty(nbytes, np.uint8)
+        if place is None or not self._file.claim(self._part_start + place, whole):
+            raise MemoryError(f"The arena has no room for {nbytes} bytes.")
         self._taken[place] = whole
-        return self._file.array(self._first + place, nbytes)
+        return self._file.array(self._part_start + place, nbytes)
 
     def drop(self, buffer: np.ndarray) -> None:
-        """Give the memory back that ``empty`` gave; nobody reads or writes it any more."""
+        """Give a buffer back that nobody reads or writes any more."""
         place = self.place(buffer)
-        if place >= 0:
-            self._file.release(self._first + place, self._taken.pop(place))
+        self._file.release(self._part_start + place, self._taken.pop(place))
+
+    def drop_part(self, seat: int) -> None:
+        """Give back all that a rank had which is no more."""
+        self._file.release(seat * self._part_bytes, self._part_bytes)
 
     def place(self, array: np.ndarray) -> int:
         """Where in this rank's part an array begins, in bytes; -1 if it lies elsewhere."""
-        place = array.ctypes.data - self._base
+        place = array.ctypes.data - self._address
         return place if 0 <= place < self._part_bytes else -1
 
     def at(self, seat: int, place: int, nbytes: int) -> np.ndarray:
-        """What lies at that place in the part of another rank, as flat uint8 array."""
+        """What lies at that place in the part of a rank, as flat uint8 array."""
         return self._file.array(seat * self._part_bytes + place, nbytes)
 
     def _gap(self, nbytes: int) -> int | None:

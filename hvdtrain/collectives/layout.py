@@ -39,13 +39,18 @@ PIECE_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class Piece:
-    """``arrays[index].flat[start:stop]`` lies at ``[chunk_start:chunk_stop]`` of its chunk."""
+    """``arrays[index].flat[start:stop]`` lies at ``[chunk_start:chunk_stop]`` of its chunk.
+
+    Of the buffer with all outputs it is ``[output_start:output_stop]``.
+    """
 
     index: int
     start: int
     stop: int
     chunk_start: int
     chunk_stop: int
+    output_start: int
+    output_stop: int
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ def plan_layout(
         nbytes = -(-size * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         output_starts.append(output_starts[-1] + nbytes)
     array_starts = [0, *itertools.accumulate(sizes)]
+    firsts = [start // itemsize for start in output_starts]
     chunks = []
     for begin in range(0, max(1, total), chunk_items):
         items = min(chunk_items, total - begin)
@@ -98,7 +104,9 @@ def plan_layout(
             Chunk(
                 items,
                 tuple(
-                    tuple(_cut(array_starts, begin, begin + start, begin + stop, piece_items))
+                    tuple(
+                        _cut(array_starts, firsts, begin, begin + start, begin + stop, piece_items)
+                    )
                     for start, stop in split_evenly(items, shares)
                 ),
             )
@@ -107,7 +115,12 @@ def plan_layout(
 
 
 def _cut(
-    array_starts: Sequence[int], origin: int, start: int, stop: int, piece_items: int
+    array_starts: Sequence[int],
+    output_starts: Sequence[int],
+    origin: int,
+    start: int,
+    stop: int,
+    piece_items: int,
 ) -> Iterator[Piece]:
     """The pieces of arrays between two positions of the sequence; ``origin`` is the chunk's."""
     index = bisect.bisect_right(array_starts, start) - 1
@@ -116,8 +129,16 @@ def _cut(
             index += 1
             continue
         end = min(stop, array_starts[index + 1], start + piece_items)
-        first = array_starts[index]
-        yield Piece(index, start - first, end - first, start - origin, end - origin)
+        first, output = array_starts[index], output_starts[index] - array_starts[index]
+        yield Piece(
+            index,
+            start - first,
+            end - first,
+            start - origin,
+            end - origin,
+            output + start,
+            output + end,
+        )
         start = end
 
 

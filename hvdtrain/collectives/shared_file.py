@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SharedFile", "capacity_bytes", "free_bytes", "share_file", "share_on_host"]
+__all__ = ["SharedFile", "free_bytes", "share_file", "share_on_host"]
 
 # Where MPI libraries keep shared windows; small in many containers.
 SHARED_MEMORY = "/dev/shm"
+# On some kernels a signal undoes a claim that is not finished.
+CLAIM_BYTES = 16 << 20
 
 
 def free_bytes() -> int | None:
@@ -29,29 +31,35 @@ def free_bytes() -> int | None:
     return space.f_bavail * space.f_frsize
 
 
-def capacity_bytes() -> int:
-    """The size of the file system that backs shared memory; 0 if there is none."""
-    if not os.path.isdir(SHARED_MEMORY):
-        return 0
-    space = os.statvfs(SHARED_MEMORY)
-    return space.f_blocks * space.f_frsize
-
-
 class SharedFile:
-    """A file that this process has mapped, and others as well.
+    """A file in shared memory that this process has mapped, and others as well.
 
     Args:
-        file: Its descriptor, which belongs to this object from now on.
+        descriptor: Of the file; belongs to this object from now on.
         nbytes: Its size.
     """
 
-    def __init__(self, file: int, nbytes: int) -> None:
-        self._memory = mmap.mmap(file, nbytes)
-        self._file = file
-        weakref.finalize(self, os.close, file)
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self._memory = mmap.mmap(descriptor, nbytes)
+        self._descriptor = descriptor
+        # Not at exit: functions that run then may still use it.
+        weakref.finalize(self, os.close, descriptor).atexit = False
+
+    def hide(self) -> None:
+        """Leave it out of dumps, which would give all of a sparse file its space, and of forks.
+
+        A process that is forked would see what this one writes later; so it can't look at all.
+        """
+        self._memory.madvise(mmap.MADV_DONTDUMP)
+        self._memory.madvise(mmap.MADV_DONTFORK)
+
+    @property
+    def held_bytes(self) -> int:
+        """How much of it has its space."""
+        return os.fstat(self._descriptor).st_blocks * 512
 
     def array(self, start: int, nbytes: int) -> np.ndarray:
-        """A part of it as flat uint8 array, which owns its references like fresh memory."""
+        """A part of it as flat uint8 array, which all views of it refer to as their base."""
         return np.frombuffer(self._memory, np.uint8, nbytes, start)
 
     def cut(self, sizes: Sequence[int]) -> list[np.ndarray]:
@@ -60,19 +68,24 @@ class SharedFile:
         return [self.array(start, size) for start, size in zip(starts, sizes)]
 
     def claim(self, start: int, nbytes: int) -> bool:
-        """Make sure that a part has its space; False where more than half of what is free goes."""
-        free = free_bytes()
-        if free is None or nbytes > free // 2:
+        """Make sure that a part has its space; whether that could be done."""
+        if nbytes > (free_bytes() or 0):
             return False
         try:
-            os.posix_fallocate(self._file, start, nbytes)
+            for block in range(start, start + nbytes, CLAIM_BYTES):
+                os.posix_fallocate(
+                    self._descriptor, block, min(CLAIM_BYTES, start + nbytes - block)
+                )
         except OSError:
+            self.release(start, nbytes)
             return False
         return True
 
     def release(self, start: int, nbytes: int) -> None:
         """Give the space of whole pages back, for all who have mapped them."""
-        self._memory.madvise(mmap.MADV_REMOVE, start, nbytes)
+        # Pages that are locked can't be given back.
+        with contextlib.suppress(OSError):
+            self._memory.madvise(mmap.MADV_REMOVE, start, nbytes)
 
 
 def share_file(
@@ -91,16 +104,19 @@ def share_file(
         first: Whether this is the rank that makes the file.
         tell: Gives all ranks of the host what that rank says.
         agree: Whether something is true on all of them.
-        sparse: Whether its parts have space only once they are claimed, rather than for certain.
+        sparse: Whether a part has space only once it is claimed.
     """
     path = tell(_new_file(nbytes, sparse) if first else "")
-    file = _open_file(path, nbytes)
-    agreed = agree(file is not None)
-    if path:
-        # Whoever comes first: the rank that made the file may have died.
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-    return file if agreed else None
+    try:
+        file = _open_file(path, nbytes)
+        # Where the program locks its memory, the whole file has space now.
+        opened = file is not None and not (sparse and file.held_bytes)
+        return file if agree(opened) else None
+    finally:
+        if path:
+            # Whoever comes first: the rank that made the file may have died.
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def share_on_host(
@@ -122,29 +138,29 @@ def _new_file(nbytes: int, sparse: bool) -> str:
     if platform.machine() not in ("x86_64", "AMD64") or not os.path.isdir(SHARED_MEMORY):
         return ""
     try:
-        file, path = tempfile.mkstemp(prefix="hvdtrain-", dir=SHARED_MEMORY)
+        descriptor, path = tempfile.mkstemp(prefix="hvdtrain-", dir=SHARED_MEMORY)
     except OSError:
         return ""
     try:
         if sparse:
-            os.truncate(file, nbytes)
+            os.truncate(descriptor, nbytes)
         else:
-            os.posix_fallocate(file, 0, nbytes)
+            os.posix_fallocate(descriptor, 0, nbytes)
     except OSError:
         os.unlink(path)
         return ""
     finally:
-        os.close(file)
+        os.close(descriptor)
     return path
 
 
 def _open_file(path: str, nbytes: int) -> SharedFile | None:
     try:
-        file = os.open(path, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR)
     except OSError:  # ranks of a host may be in containers that share no files
         return None
     try:
-        return SharedFile(file, nbytes)
+        return SharedFile(descriptor, nbytes)
     except OSError:
-        os.close(file)
+        os.close(descriptor)
         return None

@@ -18,6 +18,7 @@ memory that another rank still needs; ``_run`` says why.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from hvdtrain.collectives.arrangement import arrange
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.engine import Reduction
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
-from hvdtrain.collectives.layout import BufferPool, Piece, pack, split_evenly, unpack
+from hvdtrain.collectives.layout import BufferPool, pack, split_evenly, unpack
 from hvdtrain.collectives.mpi import MpiCollectives
 from hvdtrain.collectives.ordered import OrderedAllreduce
 from hvdtrain.collectives.window import Window
@@ -50,8 +51,10 @@ LEAST_IN_ARENA = 256 << 10
 class _Job:
     """One allreduce on its way through the slots.
 
-    ``buffers`` are the buffers of all ranks' results, in their order, where this rank can write
-    to them.
+    Attributes:
+        in_arena: Whether the results of all ranks lie in the arena.
+        sums: Where totals are added up there: this rank's own buffer, if they are of its type.
+        others: The buffers that totals are copied to.
     """
 
     asked: Reduction
@@ -59,7 +62,9 @@ class _Job:
     results: Sequence[np.ndarray]
     scratch: np.ndarray
     base: int
-    buffers: Sequence[np.ndarray] = ()
+    in_arena: bool = False
+    sums: np.ndarray | None = None
+    others: Sequence[np.ndarray] = ()
 
 
 class SharedMemoryCollectives(MpiCollectives):
@@ -88,6 +93,9 @@ class SharedMemoryCollectives(MpiCollectives):
         self._tickets = 0
         self._words = [self._window.words[seat] for seat in self._seats]
         self._mine = self._words[self._local_rank]
+        if self._arena is not None:
+            for seat in set(range(self._window.seats)) - set(self._seats):
+                self._arena.drop_part(seat)
         self._window.clear_words(self._seats[self._local_rank])
         self._window.sync()
         self._lane_allreduce = self._join_lane()
@@ -134,9 +142,10 @@ class SharedMemoryCollectives(MpiCollectives):
         return views
 
     def _take_buffer(self, nbytes: int) -> np.ndarray:
-        if self._arena is None or nbytes < self.least_in_arena:
-            return super()._take_buffer(nbytes)
-        return self._arena_pool.take(nbytes)
+        if self._arena is not None and nbytes >= self.least_in_arena:
+            with contextlib.suppress(MemoryError):
+                return self._arena_pool.take(nbytes)
+        return super()._take_buffer(nbytes)
 
     def _agree(self, call: Call) -> None:
         if self._hosts > 1:
@@ -198,6 +207,7 @@ class SharedMemoryCollectives(MpiCollectives):
         s-4. It has unpacked chunk s-4 in step s-1 at the latest, for which all ranks had reduced
         it. It also reduces chunk s-1 into the result slot of chunk s-5; every other rank has
         packed chunk s-1 by then, so has finished its step s-2 and with it unpacking chunk s-5.
+        Results in the arena are not unpacked, but ranks wait there as long.
         """
         chunks = len(job.asked.layout.chunks)
         for step in range(chunks + len(self._stages) - 1):
@@ -216,43 +226,40 @@ class SharedMemoryCollectives(MpiCollectives):
         self._wait(PACKED, self._everyone, job.base + number + 1, job.asked.call)
         if number == 0:
             self._check_digests(job.asked.call)
-            job.buffers = self._results_of_all(job.asked)
+            self._find_buffers(job)
         result = job.results[number % self._window.slots]
         packed = [slots[number % self._window.slots] for slots in job.slots]
         pieces = job.asked.layout.chunks[number].shares[self._local_rank]
         for piece in pieces:
             start, stop = piece.chunk_start, piece.chunk_stop
+            output = slice(piece.output_start, piece.output_stop)
             contributions = [slot[start:stop] for slot in packed]
             mine = job.asked.inputs[piece.index][piece.start : piece.stop]
             contributions[self._local_rank] = mine
-            total = result[start:stop]
-            if job.buffers and total.dtype == mine.dtype:
-                total = job.asked.outputs[piece.index][piece.start : piece.stop]
+            total = result[start:stop] if job.sums is None else job.sums[output]
             combine(contributions, job.asked.op, total, job.scratch)
             if self._hosts == 1:
                 finish(total, job.asked.op, self.size)
                 self._look(job, total)
-            self._hand_out(job, piece, total)
+            for buffer in job.others:
+                np.copyto(buffer[output], total, casting="unsafe")
         self._signal(REDUCED, job.base + number + 1)
 
-    def _results_of_all(self, asked: Reduction) -> Sequence[np.ndarray]:
-        """The buffers of everyone's results, of one type with them; none if one is out of reach."""
+    def _find_buffers(self, job: _Job) -> None:
+        """Learn where the others want their results; the same decision on all ranks."""
         places = [words[PLACES + self._operations % 2] for words in self._words]
         if self._arena is None or min(places) < 0:
-            return ()
-        nbytes, dtype = asked.layout.output_bytes, asked.inputs[0].dtype
-        return [
+            return
+        nbytes, dtype = job.asked.layout.output_bytes, job.asked.inputs[0].dtype
+        buffers = [
             self._arena.at(seat, place, nbytes).view(dtype)
             for seat, place in zip(self._seats, places)
         ]
-
-    def _hand_out(self, job: _Job, piece: Piece, total: np.ndarray) -> None:
-        """Write a piece of the result to everyone, in the result's type."""
-        for local_rank, buffer in enumerate(job.buffers):
-            if local_rank != self._local_rank or total.dtype != buffer.dtype:
-                first = job.asked.layout.output_starts[piece.index] // buffer.itemsize
-                out = buffer[first + piece.start : first + piece.stop]
-                np.copyto(out, total, casting="unsafe")
+        job.in_arena = True
+        # Nobody reads my share of my own result before it is complete.
+        if dtype == accumulator_dtype(dtype):
+            job.sums = buffers.pop(self._local_rank)
+        job.others = buffers
 
     def _look(self, job: _Job, share: np.ndarray) -> None:
         """Tell the ranks of this host whether the share is finite; together they see all."""
@@ -276,7 +283,7 @@ class SharedMemoryCollectives(MpiCollectives):
             self._wait(REDUCED, self._everyone, job.base + number + 1, job.asked.call)
         else:
             self._wait(RETURNED, range(self._lanes), job.base + number + 1, job.asked.call)
-        if job.buffers:
+        if job.in_arena:
             return  # they have written it
         unpack(
             job.asked.layout.chunks[number].pieces,

@@ -14,22 +14,22 @@ __all__ = ["Window", "ring_slots"]
 LEAST_SLOTS = 4
 # Of all slots of a host. What a rank writes into memory that another has in its cache costs far
 # more where the two don't share one; so a slot should have left the caches before its next turn.
-RING_BYTES = 96 << 20
+RING_BYTES = 64 << 20
 HEADER_BYTES = 4096
 
 
-def ring_slots(local_size: int, chunk_bytes: int, free_bytes: int | None) -> int:
+def ring_slots(local_size: int, chunk_bytes: int, free: int | None) -> int:
     """Slots of one rank: as many as a ring of ``RING_BYTES`` holds, and at least four.
 
     Args:
         local_size: Ranks on the host; one more set of slots holds the results.
         chunk_bytes: Size of a slot.
-        free_bytes: Of the file system that backs shared memory, None if unknown. A ring that
+        free: Bytes of the file system that backs shared memory, None if unknown. A ring that
             would take more than half of it is made as small as it can be.
     """
     turn_bytes = (local_size + 1) * chunk_bytes
     slots = max(LEAST_SLOTS, RING_BYTES // turn_bytes)
-    if free_bytes is not None and slots * turn_bytes > free_bytes // 2:
+    if free is not None and slots * turn_bytes > free // 2:
         return LEAST_SLOTS
     return slots
 
@@ -54,7 +54,8 @@ class Window:
         self._chunk_bytes = chunk_bytes
         self.slots = _choose_slots(host, chunk_bytes)
         slots_bytes = self.slots * chunk_bytes
-        sizes = [HEADER_BYTES + slots_bytes] * host.Get_size()
+        self.seats: int = host.Get_size()
+        sizes = [HEADER_BYTES + slots_bytes] * self.seats
         sizes[0] += slots_bytes  # the results
         self._window: Any = None
         file = share_on_host(mpi, host, sum(sizes)) if survives else None
@@ -63,7 +64,7 @@ class Window:
         else:
             self._window = mpi.Win.Allocate_shared(sizes[host.Get_rank()], 1, comm=host)
             self._window.Lock_all()
-            seats = range(host.Get_size())
+            seats = range(self.seats)
             memory = [np.frombuffer(self._window.Shared_query(s)[0], np.uint8) for s in seats]
         self._memory = memory
         self.words = [memory[:HEADER_BYTES].data.cast("q") for memory in self._memory]

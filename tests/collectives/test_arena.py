@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-import os
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +14,13 @@ import pytest
 from hvdtrain.collectives import shared_file
 from hvdtrain.collectives.arena import Arena, open_arena
 from hvdtrain.collectives.layout import BufferPool
-from hvdtrain.collectives.shared_file import SharedFile, share_file
+from hvdtrain.collectives.shared_file import SharedFile, free_bytes, share_file, share_on_host
 from hvdtrain.collectives.shared_memory import LEAST_IN_ARENA
 from tests.collectives.engines import EngineCase, everyone, mpi_of_job, new_engine, on_engines
 
 PAGE = mmap.PAGESIZE
 PART_BYTES = 64 * PAGE
+MCL_FUTURE = 2  # of mlockall
 ON_TWO_AND_THREE = on_engines(
     [EngineCase(kind="shared_memory", hosts=(0,) * ranks) for ranks in (2, 3)]
 )
@@ -38,19 +40,13 @@ def arena(file: SharedFile) -> Arena:
     return Arena(file, 1, PART_BYTES)
 
 
-def _held_bytes(file: SharedFile) -> int:
-    return os.fstat(file._file).st_blocks * 512
-
-
 def test_buffers_lie_apart(arena: Arena) -> None:
-    buffers = [arena.empty(nbytes) for nbytes in (1, PAGE, PAGE + 1, 0, 5)]
+    buffers = [arena.empty(nbytes) for nbytes in (1, PAGE, PAGE + 1, 5)]
     for number, buffer in enumerate(buffers):
         buffer[:] = number + 1
     for number, buffer in enumerate(buffers):
         assert (buffer == number + 1).all()
-    places = [arena.place(buffer) for buffer in buffers]
-    assert places[:3] == [0, PAGE, 2 * PAGE]
-    assert places[4] == 4 * PAGE
+    assert [arena.place(buffer) for buffer in buffers] == [0, PAGE, 2 * PAGE, 4 * PAGE]
 
 
 def test_others_find_them(file: SharedFile, arena: Arena) -> None:
@@ -68,10 +64,10 @@ def test_others_find_them(file: SharedFile, arena: Arena) -> None:
 def test_place_and_memory_come_back(file: SharedFile, arena: Arena) -> None:
     first, second, third = (arena.empty(8 * PAGE) for _ in range(3))
     first[:], second[:], third[:] = 1, 2, 3
-    held = _held_bytes(file)
+    held = file.held_bytes
     place = arena.place(second)
     arena.drop(second)
-    assert _held_bytes(file) == held - 8 * PAGE
+    assert file.held_bytes == held - 8 * PAGE
     assert (first == 1).all()
     assert (third == 3).all()
     assert arena.place(arena.empty(9 * PAGE)) > arena.place(third), "it would not fit between"
@@ -85,25 +81,70 @@ def test_pool_gives_dropped_memory_back(file: SharedFile, arena: Arena) -> None:
         assert arena.place(buffer) >= 0
         buffer[:] = pages
         del buffer
-    assert _held_bytes(file) == (20 + 1 + 24 + 1) * PAGE, "more than two were kept"
+    assert file.held_bytes == (20 + 1 + 24 + 1) * PAGE, "more than two were kept"
 
 
-@pytest.mark.parametrize("why", ["full", "little-is-free", "nothing-known"])
-def test_without_room(arena: Arena, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = arena.empty(PART_BYTES - PAGE)
-    wanted = 2 * PAGE
-    if why != "full":
-        arena.drop(held)
-        free = {"little-is-free": 3 * PAGE, "nothing-known": None}[why]
-        monkeypatch.setattr(shared_file, "free_bytes", lambda: free)
-    buffer = arena.empty(wanted)
-    assert buffer.size == wanted
-    assert arena.place(buffer) == -1
-    arena.drop(buffer)
+@pytest.mark.parametrize("free", [None, 2 * PAGE - 1])
+def test_where_little_is_free(
+    file: SharedFile, arena: Arena, free: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_file, "free_bytes", lambda: free)
+    with pytest.raises(MemoryError, match="no room for"):
+        arena.empty(2 * PAGE)
+    assert file.held_bytes == 0
     monkeypatch.undo()
-    if why == "full":
-        arena.drop(held)
-    assert arena.place(arena.empty(wanted)) == 0
+    assert arena.place(arena.empty(2 * PAGE)) == 0
+
+
+def test_without_room(arena: Arena) -> None:
+    held = arena.empty(PART_BYTES - PAGE)
+    with pytest.raises(MemoryError):
+        arena.empty(2 * PAGE)
+    arena.drop(held)
+    assert arena.place(arena.empty(2 * PAGE)) == 0
+
+
+def test_full_file_system(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others take space between the look and the claim; what was claimed in vain is free again."""
+    monkeypatch.setattr(shared_file, "SHARED_MEMORY", str(small_disk))
+    monkeypatch.setattr(shared_file, "CLAIM_BYTES", 4 * PAGE)
+    room = free_bytes()
+    assert room
+    file = share_file(2 * room, True, lambda path: path, lambda opened: opened, sparse=True)
+    assert file is not None
+    assert list(small_disk.iterdir()) == []
+    monkeypatch.setattr(shared_file, "free_bytes", lambda: 2 * room)
+    assert not file.claim(0, room + PAGE)
+    assert file.held_bytes == 0
+    assert file.claim(0, room // 2)
+    assert file.held_bytes == room // 2
+
+
+@pytest.mark.ranks(2)
+def test_neither_dumped_nor_forked(rank_count: int) -> None:
+    """A dump would fill shared memory; a child would see what its parent writes later."""
+    mpi = mpi_of_job()
+    arena = open_arena(mpi, mpi.COMM_WORLD.Dup())
+    assert arena is not None
+    address = arena.at(0, 0, 1).ctypes.data
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    (head,) = (n for n, line in enumerate(lines) if line.startswith(f"{address:x}-"))
+    flags = next(line for line in lines[head:] if line.startswith("VmFlags:"))
+    assert {"dd", "dc"} <= set(flags.split())
+
+
+@pytest.mark.ranks(2)
+def test_where_the_program_locks_its_memory(rank_count: int) -> None:
+    """Then all of a sparse file would get its space at once: no arena."""
+    libc = ctypes.CDLL(None)
+    if libc.mlockall(MCL_FUTURE) != 0:
+        pytest.skip("this process may not lock its memory")
+    try:
+        mpi = mpi_of_job()
+        file = share_on_host(mpi, mpi.COMM_WORLD.Dup(), 100 * PAGE, sparse=True)
+    finally:
+        libc.munlockall()
+    assert file is None
 
 
 @pytest.fixture
@@ -169,3 +210,20 @@ def test_ranks_may_take_different_places(case: EngineCase) -> None:
     assert len(set(everyone(engine.size, places[-1]))) > 1
     for turn, result in kept:
         assert (result == turn * engine.size).all()
+
+
+@pytest.mark.ranks(2)
+def test_parts_of_the_dead(rank_count: int) -> None:
+    """Others give back what a rank had that died; theirs stays."""
+    mpi = mpi_of_job()
+    host = mpi.COMM_WORLD.Dup()
+    arena = open_arena(mpi, host)
+    assert arena is not None
+    mine = arena.empty(3 * PAGE)
+    mine[:] = 5
+    host.Barrier()
+    if host.Get_rank() == 0:
+        arena.drop_part(1)
+        assert (mine == 5).all()
+        assert arena._file.held_bytes == 3 * PAGE
+    host.Barrier()

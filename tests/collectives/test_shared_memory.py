@@ -17,11 +17,11 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     ("local_size", "chunk_bytes", "free_bytes", "expected"),
     [
-        pytest.param(2, 2 * MIB, None, 16, id="fills-the-ring"),
-        pytest.param(8, 2 * MIB, 1 << 40, 5, id="shared-by-more-ranks"),
+        pytest.param(2, 2 * MIB, None, 10, id="fills-the-ring"),
+        pytest.param(4, 2 * MIB, 1 << 40, 6, id="shared-by-more-ranks"),
         pytest.param(64, 2 * MIB, 1 << 40, 4, id="never-below-four"),
-        pytest.param(2, 64, 1 << 40, 524288, id="small-chunks"),
-        pytest.param(2, 2 * MIB, 192 * MIB, 16, id="half-of-what-is-free"),
+        pytest.param(2, 64, 1 << 40, 349525, id="small-chunks"),
+        pytest.param(2, 2 * MIB, 120 * MIB, 10, id="half-of-what-is-free"),
         pytest.param(2, 2 * MIB, 64 * MIB, 4, id="small-container"),
     ],
 )

@@ -93,7 +93,7 @@ STAGES = {
         *("_broadcast_bytes", "_reduce_scatter", "_alltoall_bytes", "_operate"),
     ),
     "one-host": ("_agree", "_pack", "_reduce", "_unpack", "_look", "_signal", "confirm"),
-    "arena": ("_pack", "_reduce", "_hand_out", "_unpack"),
+    "arena": ("_pack", "_reduce", "_find_buffers", "_look", "_unpack"),
     "two-hosts": ("_agree", "_pack", "_reduce", "_network", "_unpack", "_look", "confirm"),
 }
 
