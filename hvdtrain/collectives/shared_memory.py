@@ -94,7 +94,7 @@ class SharedMemoryCollectives(MpiCollectives):
         self._words = [self._window.words[seat] for seat in self._seats]
         self._mine = self._words[self._local_rank]
         if self._arena is not None:
-            for seat in set(range(self._window.seats)) - set(self._seats):
+            for seat in set(range(len(self._window.words))) - set(self._seats):
                 self._arena.drop_part(seat)
         self._window.clear_words(self._seats[self._local_rank])
         self._window.sync()

@@ -54,8 +54,7 @@ class Window:
         self._chunk_bytes = chunk_bytes
         self.slots = _choose_slots(host, chunk_bytes)
         slots_bytes = self.slots * chunk_bytes
-        self.seats: int = host.Get_size()
-        sizes = [HEADER_BYTES + slots_bytes] * self.seats
+        sizes = [HEADER_BYTES + slots_bytes] * host.Get_size()
         sizes[0] += slots_bytes  # the results
         self._window: Any = None
         file = share_on_host(mpi, host, sum(sizes)) if survives else None
@@ -64,7 +63,7 @@ class Window:
         else:
             self._window = mpi.Win.Allocate_shared(sizes[host.Get_rank()], 1, comm=host)
             self._window.Lock_all()
-            seats = range(self.seats)
+            seats = range(host.Get_size())
             memory = [np.frombuffer(self._window.Shared_query(s)[0], np.uint8) for s in seats]
         self._memory = memory
         self.words = [memory[:HEADER_BYTES].data.cast("q") for memory in self._memory]

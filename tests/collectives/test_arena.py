@@ -17,6 +17,7 @@ from hvdtrain.collectives.layout import BufferPool
 from hvdtrain.collectives.shared_file import SharedFile, free_bytes, share_file, share_on_host
 from hvdtrain.collectives.shared_memory import LEAST_IN_ARENA
 from tests.collectives.engines import EngineCase, everyone, mpi_of_job, new_engine, on_engines
+from tests.harness.required import do_without
 
 PAGE = mmap.PAGESIZE
 PART_BYTES = 64 * PAGE
@@ -138,7 +139,7 @@ def test_where_the_program_locks_its_memory(rank_count: int) -> None:
     """Then all of a sparse file would get its space at once: no arena."""
     libc = ctypes.CDLL(None)
     if libc.mlockall(MCL_FUTURE) != 0:
-        pytest.skip("this process may not lock its memory")
+        do_without("memlock", "this process may not lock its memory")
     try:
         mpi = mpi_of_job()
         file = share_on_host(mpi, mpi.COMM_WORLD.Dup(), 100 * PAGE, sparse=True)
