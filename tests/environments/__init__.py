@@ -1,13 +1,19 @@
 """Python environments with another MPI than the project's own, and with Horovod, for tests.
 
-``python -m tests.environments [NAME ...]`` makes them in ``.venvs``; ``plugin.py`` gives them to
-tests. There is a file ``NAME.txt`` for each, with what pip installs; ``packages.txt`` has the
-Debian packages that they use.
+``python -m tests.environments [NAME ...]`` makes them; ``plugin.py`` gives them to tests. There is
+a file ``NAME.txt`` for each, with what pip installs; ``packages.txt`` has the Debian packages that
+they use.
+
+Those with another MPI are in ``.venvs`` and find everything else in the project's own environment.
+Those with Horovod have nothing of that and take minutes, so they are in the user's cache, for all
+checkouts, under names that tell what they are made of.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -15,15 +21,44 @@ from pathlib import Path
 
 from tests.harness.jobs import REPOSITORY
 
-__all__ = ["HERE", "folder_of", "missing_environment", "requirements_of", "stamp_of"]
+__all__ = [
+    "BELOW",
+    "BUILD",
+    "CACHE",
+    "HERE",
+    "HOROVODS",
+    "HOROVODS_PYTHON",
+    "folder_of",
+    "missing_environment",
+    "requirements_of",
+    "stamp_of",
+]
 
 HERE = Path(__file__).parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hvdtrain-tests")
+# An environment that finds what it lacks in another.
+BELOW = {"horovod-keras3": "horovod"}
+HOROVODS = ("horovod", *BELOW)
+# The last Python that the TensorFlow which Horovod builds against runs on.
+HOROVODS_PYTHON = "python3.11"
+BUILD = {
+    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+    "HOROVOD_WITH_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_PYTORCH": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    "HOROVOD_WITH_MPI": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    # Not optimised: it builds in half the time, and how fast Horovod is doesn't matter here.
+    "HOROVOD_DEBUG": "1",
+}
 # Where mpirun is that no pip has installed.
 _SYSTEM_MPIRUN = "/usr/bin/mpirun"
 
 
 def folder_of(name: str) -> Path:
     """Where the environment is, or will be."""
+    if name in HOROVODS:
+        return CACHE / f"{name}-{_digest(name)[:16]}"
     return REPOSITORY / ".venvs" / name
 
 
@@ -35,8 +70,19 @@ def requirements_of(name: str) -> list[str]:
 
 def stamp_of(name: str) -> tuple[Path, str]:
     """A file that is in the environment once it is complete, and what it then holds."""
-    made_of = repr((requirements_of(name), sys.prefix, sys.version))
-    return folder_of(name) / ".complete", hashlib.sha256(made_of.encode()).hexdigest()
+    return folder_of(name) / ".complete", _digest(name)
+
+
+@functools.cache
+def _digest(name: str) -> str:
+    """Of what it is made of."""
+    layers = [requirements_of(layer) for layer in (name, BELOW.get(name)) if layer]
+    if name in HOROVODS:
+        python = os.path.realpath(shutil.which(HOROVODS_PYTHON) or "")
+        made_of = repr((layers, python, _system_mpi(), sorted(BUILD.items())))
+    else:
+        made_of = repr((layers, sys.prefix, sys.version))
+    return hashlib.sha256(made_of.encode()).hexdigest()
 
 
 def missing_environment(name: str) -> str | None:
@@ -48,12 +94,15 @@ def missing_environment(name: str) -> str | None:
     if path.read_text() != content:
         return f"{folder_of(name)} is out of date; {how}"
     if name == "openmpi4":
-        program = shutil.which(_SYSTEM_MPIRUN)
-        text = "nothing" if program is None else _output([program, "--version"])
+        text = _system_mpi()
         if "(Open MPI) 4." not in text:
             return f"{_SYSTEM_MPIRUN} is {text!r}, not Open MPI 4; install Debian's openmpi-bin"
     return None
 
 
-def _output(argv: list[str]) -> str:
-    return subprocess.run(argv, capture_output=True, text=True, timeout=20).stdout.strip()
+def _system_mpi() -> str:
+    program = shutil.which(_SYSTEM_MPIRUN)
+    if program is None:
+        return "nothing"
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20)
+    return done.stdout.strip()

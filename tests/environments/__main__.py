@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import re
 import shutil
@@ -11,24 +12,19 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from tests.environments import HERE, folder_of, requirements_of, stamp_of
+from tests.environments import (
+    BELOW,
+    BUILD,
+    CACHE,
+    HERE,
+    HOROVODS,
+    HOROVODS_PYTHON,
+    folder_of,
+    requirements_of,
+    stamp_of,
+)
 
-HOROVODS = ("horovod", "horovod-keras3")
 LIGHT = sorted({path.stem for path in HERE.glob("*.txt")} - {"packages", *HOROVODS})
-# Installed without what they depend on: Horovod is built here, and its TensorFlow asks for Keras 2.
-ALONE = ("horovod", "keras")
-# The last Python that the TensorFlow which Horovod builds against runs on.
-HOROVODS_PYTHON = "python3.11"
-BUILD = {
-    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
-    "HOROVOD_WITH_TENSORFLOW": "1",
-    "HOROVOD_WITHOUT_PYTORCH": "1",
-    "HOROVOD_WITHOUT_MXNET": "1",
-    "HOROVOD_WITH_MPI": "1",
-    "HOROVOD_WITH_GLOO": "1",
-    # Not optimised: it builds in half the time, and how fast Horovod is doesn't matter here.
-    "HOROVOD_DEBUG": "1",
-}
 PIP = ("--disable-pip-version-check", "--quiet")
 
 
@@ -39,16 +35,26 @@ def main() -> None:
     names = parser.parse_args().names or LIGHT
     if unknown := set(names) - set(known):
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
-    for name in names:
-        stamp, content = stamp_of(name)
-        if stamp.exists() and stamp.read_text() == content:
-            continue
-        print(f"making {folder_of(name)}", flush=True)
-        if name in HOROVODS:
-            make_horovod(name)
-        else:
-            make_light(name)
-        stamp.write_text(content)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    # Other checkouts make theirs in the same place.
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # What is below others comes first.
+        for name in sorted({*names, *(BELOW[name] for name in names if name in BELOW)}):
+            stamp, content = stamp_of(name)
+            if not stamp.exists() or stamp.read_text() != content:
+                make(name)
+                stamp.write_text(content)
+
+
+def make(name: str) -> None:
+    print(f"making {folder_of(name)}", flush=True)
+    if name in BELOW:
+        make_over_horovod(name)
+    elif name in HOROVODS:
+        make_horovod(name)
+    else:
+        make_light(name)
 
 
 def make_light(name: str) -> None:
@@ -58,33 +64,62 @@ def make_light(name: str) -> None:
     if requirements := requirements_of(name):
         prefix = ("--prefix", folder, "--ignore-installed")
         run(sys.executable, "-m", "pip", *PIP, "install", *prefix, *requirements)
-    where = {"base": str(folder), "platbase": str(folder)}
-    packages = Path(sysconfig.get_path("purelib", vars=where))
-    # Not a mere path: the project itself is found through a .pth file of that folder.
-    parent = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-    (packages / "parent.pth").write_text(parent)
+    find_in(folder, Path(sysconfig.get_path("purelib")))
 
 
 def make_horovod(name: str) -> None:
-    """Horovod with MPI and Gloo, as its users have it; the wheel is kept, as it takes minutes."""
+    """Horovod with MPI and Gloo, as its users have it."""
+    folder = folder_of(name)
+    run(find_horovods_python(), "-m", "venv", "--clear", folder)
+    pip = (folder / "bin" / "python", "-m", "pip", *PIP)
+    horovod, others = divide(requirements_of(name), "horovod")
+    run(*pip, "install", *others)
+    print("building Horovod, which takes some minutes", flush=True)
+    path = os.pathsep.join([str(folder / "bin"), os.environ.get("PATH", os.defpath)])
+    build = ("install", "--no-build-isolation", "--no-deps", "--no-cache-dir", *horovod)
+    run(*pip, *build, env={**os.environ, **BUILD, "PATH": path})
+
+
+def make_over_horovod(name: str) -> None:
+    """Keras 3 before the Keras 2 of the environment below, whose TensorFlow asks for that."""
+    folder, below = folder_of(name), folder_of(BELOW[name])
+    run(find_horovods_python(), "-m", "venv", "--clear", "--without-pip", folder)
+    pip = (below / "bin" / "python", "-m", "pip")
+    install = (*pip, *PIP, "install", "--prefix", folder)
+    keras, others = divide(requirements_of(name), "keras")
+    # What is there below stays as it is.
+    there = [line for line in output(*pip, "freeze").splitlines() if "==" in line]
+    (constraints := folder / "below.txt").write_text("\n".join(there))
+    run(*install, "--constraint", constraints, *others)
+    run(*install, "--no-deps", "--ignore-installed", *keras)
+    (packages,) = below.glob("lib/python*/site-packages")
+    find_in(folder, packages)
+    (folder / "bin" / "horovodrun").symlink_to(below / "bin" / "horovodrun")
+
+
+def find_in(folder: Path, packages: Path) -> None:
+    """Let an environment find what it lacks in a folder of packages."""
+    # Not a mere path: the project itself is found through a .pth file of that folder.
+    parent = f"import site; site.addsitedir({str(packages)!r})\n"
+    (own,) = folder.glob("lib/python*/site-packages")
+    (own / "parent.pth").write_text(parent)
+
+
+def find_horovods_python() -> str:
     python = shutil.which(HOROVODS_PYTHON)
     if python is None:
         sys.exit(f"Horovod needs {HOROVODS_PYTHON} on PATH, and there is none.")
-    folder = folder_of(name)
-    run(python, "-m", "venv", "--clear", folder)
-    pip = (folder / "bin" / "python", "-m", "pip", *PIP)
-    alone = {re.split(r"\W", text)[0]: text for text in requirements_of(name)}
-    alone = {package: text for package, text in alone.items() if package in ALONE}
-    run(*pip, "install", *(text for text in requirements_of(name) if text not in alone.values()))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hvdtrain-tests")
-    if not (wheels := list(cache.glob("horovod-*.whl"))):
-        print("building Horovod, which takes some minutes", flush=True)
-        path = os.pathsep.join([str(folder / "bin"), os.environ.get("PATH", os.defpath)])
-        build = ("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", cache)
-        run(*pip, *build, alone["horovod"], env={**os.environ, **BUILD, "PATH": path})
-        wheels = list(cache.glob("horovod-*.whl"))
-    others = (text for package, text in alone.items() if package != "horovod")
-    run(*pip, "install", "--no-deps", *wheels, *others)
+    return python
+
+
+def divide(requirements: list[str], name: str) -> tuple[list[str], list[str]]:
+    """What asks for the package ``name``, and what for others."""
+    own = [text for text in requirements if re.split(r"\W", text)[0] == name]
+    return own, [text for text in requirements if text not in own]
+
+
+def output(*argv: str | os.PathLike[str]) -> str:
+    return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True).stdout
 
 
 def run(*argv: str | os.PathLike[str], env: dict[str, str] | None = None) -> None:
