@@ -9,16 +9,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NP ?= 2
+# Processes that run tests side by side, each with jobs of its own.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
 CHAOS_S ?= 120
 CHAOS_SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-horovod chaos environments lint format clean
+.PHONY: help train quick test test-all test-horovod chaos environments lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train         learn handwritten digits on $(NP) MPI ranks (NP=4 for more)"
-	@echo "make test          run the tests, alone and on 2 to 4 ranks"
+	@echo "make quick         run the tests that start no MPI job, in a minute"
+	@echo "make test          run those on 2 to 4 ranks of MPI as well, in some minutes"
+	@echo "make test-all      run all tests, those on a cluster of four hosts too, and show their times"
 	@echo "make test-horovod  the tests with a real Horovod as the engine, which is built once"
 	@echo "make chaos         train on four hosts among random faults (CHAOS_S=1200 for 20 minutes)"
 	@echo "make environments  get other MPIs for the tests (NAMES=horovod for Horovod)"
@@ -29,8 +34,14 @@ help:
 train: $(VENV)/.train
 	$(BIN)/hvdtrain run -np $(NP) -- $(BIN)/python examples/mnist.py
 
+quick: $(VENV)/.dev
+	$(PYTEST) -m "not ranks and not mpi and not cluster"
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) -m "not cluster and (not mpi or essential)"
+
+test-all: $(VENV)/.dev
+	$(PYTEST) --file-times
 
 test-horovod: $(VENV)/.dev
 	$(BIN)/python -m tests.environments horovod horovod-keras3

@@ -7,6 +7,7 @@ pytest_plugins = (
     "tests.checkpoint.disks",
     "tests.environments.plugin",
     "tests.harness.plugin",
+    "tests.harness.times",
     "tests.testbed.plugin",
     "pytester",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 import time
@@ -15,12 +16,12 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 
 
 @pytest.fixture
-def run_tests(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
+def run_tests(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, forked_python: list[str]):
     """Run the given test functions in a pytest of their own that uses the harness."""
 
     def run(body: str, *arguments: str) -> pytest.RunResult:
         monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-        pytester.makeconftest('pytest_plugins = ("tests.harness.plugin",)')
+        pytester.makeconftest('pytest_plugins = ("tests.harness.plugin", "tests.harness.times")')
         pytester.makepyprojecttoml("[tool.pytest.ini_options]\ntimeout = 6\n")
         header = """
             import os, signal, sys, time
@@ -202,6 +203,38 @@ def test_no_process_outlives_a_session(run_tests, tmp_path: Path) -> None:
     assert not [pid for pid in found if _runs(pid)]
 
 
+def test_no_file_outlives_a_session(run_tests, tmp_path: Path) -> None:
+    """Whoever is killed removes nothing: neither Open MPI's shared memory nor a test's files."""
+    told = tmp_path / "told"
+    run_tests(
+        f"""
+        @pytest.mark.ranks(2)
+        def test_is_killed():
+            from mpi4py import MPI
+            MPI.COMM_WORLD.barrier()
+            if rank() == 0:
+                shared = os.environ["OMPI_MCA_btl_sm_backing_directory"]
+                with open({str(told)!r}, "w") as file:
+                    print(shared, len(os.listdir(shared)), os.environ["TMPDIR"], file=file)
+            MPI.COMM_WORLD.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    ).assert_outcomes(failed=1)
+    shared, files, temporary = told.read_text().split()
+    assert int(files) > 0
+    assert not Path(shared).exists()
+    assert not Path(temporary).exists()
+
+
+def test_time_is_told_by_file_the_slowest_first(run_tests, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_slow="import time\ndef test_it(): time.sleep(0.3)")
+    result = run_tests("def test_one(): pass\ndef test_two(): pass", "--file-times")
+    result.assert_outcomes(passed=3)
+    result.stdout.re_match_lines(
+        [r" +0\.[3-9] s +1 tests  test_slow\.py", r".* 2 tests  test_it\.py"]
+    )
+
+
 def _runs(pid: str) -> bool:
     """False also for a process that has ended but that nobody has reaped yet."""
     try:
@@ -253,6 +286,56 @@ def test_launch_returns_what_the_job_did(launch) -> None:
 def test_launch_alone_has_no_launcher(launch) -> None:
     done = launch(None, "import os; print([n for n in os.environ if n.startswith('OMPI_COMM')])")
     assert (done.returncode, done.stdout) == (0, "[]\n")
+
+
+TELLS = """
+    import json, os, random, sys, tempfile
+    import numpy as np
+
+    same = [sys.argv, __name__, __file__, sys.path[0], os.getcwd(), os.environ["EXTRA"]]
+    same += [os.getpgid(0) == os.getpid(), os.isatty(0), os.isatty(1)]
+    same += [os.path.isdir(tempfile.gettempdir()), len(os.listdir("/proc/self/fd"))]
+    own = [hash("text"), random.random(), np.random.random()]
+    os.write(1, (json.dumps([same, own, "tensorflow" in sys.modules]) + "\\n").encode())
+"""
+
+
+def test_a_fork_is_like_any_program_but_has_imported(launch) -> None:
+    """And what is random differs between ranks."""
+    told = {}
+    for fresh in (True, False):
+        done = launch(2, TELLS, "argument", fresh=fresh, env={"EXTRA": "extra"})
+        assert done.returncode == 0, done
+        told[fresh] = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [same for same, _, _ in told[True]] == [same for same, _, _ in told[False]]
+    assert [imported for *_, imported in told[True] + told[False]] == [False] * 2 + [True] * 2
+    for one, other in zip(*(own for _, own, _ in told[False]), strict=True):
+        assert one != other
+
+
+def test_what_python_reads_when_it_starts_is_not_ignored(launch) -> None:
+    done = launch(None, "import sys; print(sys.flags.dev_mode)", env={"PYTHONDEVMODE": "1"})
+    assert done.stdout == "True\n", done
+
+
+def test_a_fork_dies_as_it_is_told_and_with_its_stand_in(launch, tmp_path: Path) -> None:
+    done = launch(None, "import os; os.kill(os.getpid(), 11)")
+    assert (done.returncode, done.stderr.count("Segmentation fault")) == (128 + 11, 1), done
+    program = """
+        import os, pathlib, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: pathlib.Path(sys.argv[2]).touch())
+        pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+        time.sleep(60)
+        time.sleep(60)
+    """
+    pid, told = tmp_path / "pid", tmp_path / "told"
+    done = launch(None, program, str(pid), str(told), timeout_s=2.0, may_time_out=True)
+    assert done.timed_out
+    assert told.exists()
+    deadline = time.monotonic() + 10
+    while _runs(pid.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_run_command_ends_a_program_that_hangs_with_its_children(run_command, tmp_path) -> None:

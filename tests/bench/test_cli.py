@@ -12,6 +12,12 @@ import pytest
 from hvdtrain.cli import main
 
 BENCH = [sys.executable, "-m", "hvdtrain", "bench"]
+# One rank of a job that is there; starting one is the same for all benchmarks but startup.
+IN_A_JOB = """
+import sys
+from hvdtrain.cli import main
+sys.exit(main(["bench", *sys.argv[1:]]))
+"""
 TINY_ALLREDUCE = ["allreduce", "--max-bytes", "4096", "--repetitions", "2"]
 TINY_TRAINING = [
     *("training", "--models", "lenet", "--batch-size", "2", "--steps", "3"),
@@ -113,9 +119,7 @@ def test_allreduce_starts_its_ranks_writes_and_draws(run_command, tmp_path: Path
 def test_allreduce_uses_the_ranks_of_a_job(launch, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     arguments = [*TINY_ALLREDUCE, "--engine", "mpi", "--json", str(path)]
-    done = launch(
-        3, "import sys; from hvdtrain.cli import main; sys.exit(main())", "bench", *arguments
-    )
+    done = launch(3, IN_A_JOB, *arguments)
     assert done.returncode == 0, done
     found = json.loads(path.read_text())
     assert found["ranks"] == 3
@@ -123,10 +127,10 @@ def test_allreduce_uses_the_ranks_of_a_job(launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_servers_measures_two_workers_and_all(run_command, tmp_path: Path) -> None:
+def test_servers_measures_two_workers_and_all(launch, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    argv = [*BENCH, "servers", "-np", "4", "--runs", "2", "--updates", "3", "--json", str(path)]
-    done = run_command(argv)
+    options = ["--runs", "2", "--updates", "3", "--json", str(path)]
+    done = launch(4, IN_A_JOB, "servers", *options)
     assert done.returncode == 0, done
     found = json.loads(path.read_text())
     assert [row["workers"] for row in found["rows"]] == [2, 3]
@@ -140,9 +144,9 @@ def test_servers_measures_two_workers_and_all(run_command, tmp_path: Path) -> No
 
 
 @pytest.mark.mpi
-def test_training_measures_one_rank_and_two(run_command, tmp_path: Path) -> None:
+def test_training_measures_one_rank_and_two(launch, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    done = run_command([*BENCH, *TINY_TRAINING, "-np", "2", "--json", str(path)])
+    done = launch(2, IN_A_JOB, *TINY_TRAINING, "--json", str(path))
     assert done.returncode == 0, done
     (row,) = json.loads(path.read_text())["models"]
     assert row["model"] == "lenet"
@@ -155,11 +159,11 @@ def test_training_measures_one_rank_and_two(run_command, tmp_path: Path) -> None
 
 
 @pytest.mark.mpi
-def test_checkpoint_tells_waiting_from_writing(run_command, tmp_path: Path) -> None:
+def test_checkpoint_tells_waiting_from_writing(launch, tmp_path: Path) -> None:
     path, folder = tmp_path / "out.json", tmp_path / "disk"
     folder.mkdir()
-    argv = [*BENCH, "checkpoint", "-np", "2", "--checkpoints", "2", "--between-steps", "2"]
-    done = run_command([*argv, "--directory", str(folder), "--json", str(path)], timeout_s=100)
+    options = ["--checkpoints", "2", "--between-steps", "2", "--directory", str(folder)]
+    done = launch(2, IN_A_JOB, "checkpoint", *options, "--json", str(path), timeout_s=100)
     assert done.returncode == 0, done
     found = json.loads(path.read_text())
     assert found["bytes"] > 3 * 4 * 20_000_000, "weights and Adam's two moments"
@@ -188,9 +192,7 @@ def test_recovery_kills_all_ranks_but_one(run_command, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_recovery_names_why_a_job_is_not_elastic(launch) -> None:
-    done = launch(
-        2, "import sys; from hvdtrain.cli import main; sys.exit(main())", "bench", *TINY_RECOVERY
-    )
+    done = launch(2, IN_A_JOB, *TINY_RECOVERY)
     assert done.returncode != 0, done
     assert "this one ends: start it with `hvdtrain run --elastic`" in done.stdout + done.stderr
 

@@ -98,7 +98,7 @@ def test_alone_needs_no_mpi(launch) -> None:
         print(create(Topology(), Settings()).kind)
         assert "mpi4py" not in sys.modules
     """
-    done = launch(None, script, env={"MPI4PY_LIBMPI": "/no/such/libmpi.so"})
+    done = launch(None, script, fresh=True, env={"MPI4PY_LIBMPI": "/no/such/libmpi.so"})
     assert (done.returncode, done.stdout, done.stderr) == (0, "single\n", "")
 
 

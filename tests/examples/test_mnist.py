@@ -21,10 +21,11 @@ def _test_accuracy(done: Completed) -> float:
     return float(found[0])
 
 
+@pytest.mark.essential
 @pytest.mark.timeout(300)
 def test_two_ranks_learn_the_digits(launch, tmp_path: Path) -> None:
-    # Threads are left to TensorFlow, as for a user.
-    done = launch(2, MNIST, timeout_s=240)
+    # As a user starts it: nothing is imported before.
+    done = launch(2, MNIST, timeout_s=240, fresh=True)
     accuracy = _test_accuracy(done)
     assert accuracy >= 0.97, done
 
@@ -60,6 +61,7 @@ def _evaluate_without_hvdtrain(launch, folder: Path) -> float:
         )
         print(f"test accuracy = {{results['accuracy']:.4f}}")
         """,
+        fresh=True,
     )
     return _test_accuracy(done)
 

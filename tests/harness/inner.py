@@ -109,7 +109,6 @@ def _summary(reports: list[pytest.TestReport], started: ItemReport) -> ItemRepor
         phase=decisive.when,
         text=text,
         xfail=getattr(decisive, "wasxfail", None),
-        duration_s=sum(report.duration for report in reports),
     )
 
 

@@ -145,9 +145,7 @@ class Job:
     ) -> None:
         self._mark = uuid.uuid4().hex
         # An mpirun that is killed leaves its session folder behind.
-        self._scratch = tempfile.TemporaryDirectory(
-            prefix="hvdtrain-job-", dir="/tmp", ignore_cleanup_errors=True
-        )
+        self._scratch = tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
             list(argv),
             stdin=subprocess.DEVNULL,

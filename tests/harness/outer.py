@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tests.harness.reports import ItemReport, ReportReader, read_log
 __all__ = ["Outcome", "RankSessions"]
 
 START_TIMEOUT_S = 90.0
-END_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +27,23 @@ class Outcome:
     outcome: str
     text: str = ""
     xfail: str | None = None
-    duration_s: float = 0.0
 
 
 class RankSessions:
-    """Hands out the outcome of each item; starts a session where none runs that holds it."""
+    """Hands out the outcome of each item; starts a session where none runs that holds it.
 
-    def __init__(self, config: pytest.Config, folder: Path) -> None:
+    Args:
+        config: The outer pytest's.
+        folder: Where sessions have theirs.
+        python: Gives the command that starts Python.
+    """
+
+    def __init__(
+        self, config: pytest.Config, folder: Path, python: Callable[[], list[str]]
+    ) -> None:
         self._config = config
         self._folder = folder
+        self._python = python
         self._count = 0
         self._session: _Session | None = None
         self._cannot_start: dict[int, Outcome] = {}
@@ -82,14 +90,22 @@ class RankSessions:
             "arguments": arguments,
         }
         (folder / "plan.json").write_text(json.dumps(plan))
-        return _Session(folder, config.rootpath, [item.nodeid for item in items], limits, size)
+        program = [*self._python(), "-m", "tests.harness", str(folder)]
+        nodeids = [item.nodeid for item in items]
+        return _Session(folder, config.rootpath, program, nodeids, limits, size)
 
 
 class _Session:
     """One MPI job that works through a list of items."""
 
     def __init__(
-        self, folder: Path, rootdir: Path, nodeids: list[str], limits_s: list[float], size: int
+        self,
+        folder: Path,
+        rootdir: Path,
+        program: list[str],
+        nodeids: list[str],
+        limits_s: list[float],
+        size: int,
     ) -> None:
         self._folder = folder
         self._nodeids = nodeids
@@ -98,7 +114,6 @@ class _Session:
         self._next = 0
         self._reader = ReportReader(folder, size)
         self._output = (folder / "mpirun.log").open("wb")
-        program = [sys.executable, "-m", "tests.harness", str(folder)]
         self._job = Job(
             mpirun_argv(size, program),
             stdout=self._output,
@@ -187,20 +202,19 @@ def _combine(ended: dict[int, ItemReport]) -> Outcome:
     """One outcome from all ranks': they must agree, or some must have failed."""
     size = len(ended)
     reports = [ended[rank] for rank in range(size)]
-    duration_s = max(report.duration_s for report in reports)
     failed = sorted((r for r in reports if r.outcome == "failed"), key=lambda r: r.time_s)
     if failed:
         text = "\n".join(
             f"--- rank {report.rank} of {size} failed in {report.phase}\n{report.text}"
             for report in failed
         )
-        return Outcome(outcome="failed", text=text, duration_s=duration_s)
+        return Outcome(outcome="failed", text=text)
     if len({(report.outcome, report.xfail is None) for report in reports}) > 1:
         lines = [f"rank {r.rank}: {r.outcome} {r.text}".rstrip() for r in reports]
         text = "the ranks do not agree on the outcome\n" + "\n".join(lines)
-        return Outcome(outcome="failed", text=text, duration_s=duration_s)
+        return Outcome(outcome="failed", text=text)
     first = reports[0]
-    return Outcome(outcome=first.outcome, text=first.text, xfail=first.xfail, duration_s=duration_s)
+    return Outcome(outcome=first.outcome, text=first.text, xfail=first.xfail)
 
 
 def _timeout_s(item: pytest.Item) -> float:

@@ -2,13 +2,17 @@
 
 ``@pytest.mark.ranks(2, 3, 4)``
     The test's body, with its fixtures, runs on every rank of a real MPI job, once for each of the
-    numbers, and passes only if it passes on every rank. All items of one number share one job,
+    numbers, and passes only if it passes on every rank. A file's items of one number share a job,
     which is started again after a failure. ``ranks(1, 2)`` runs it in this process as well.
     Whoever kills or hangs ranks on purpose starts its own job with ``launch``.
 
 ``launch(np, script, ...)``, ``run_command(argv, ...)``
     Fixtures that run a script under mpirun (``np=None``: alone), or any program, in a folder of
     their own, and return what it printed, its exit code and its time. Nothing outlives them.
+    Scripts are forks of a process that has imported TensorFlow; ``fresh=True`` has none of that.
+
+``forked_python``
+    Fixture: the beginning of a command, in the place of ``python``, whose program is such a fork.
 
 ``elastic(script, ...)``
     Fixture that runs a script's text on three ranks of ``hvdtrain run --elastic``, some of which it
@@ -25,14 +29,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.harness.forkserver import ForkServers, can_fork
 from tests.harness.inner import RankPlugin
 from tests.harness.jobs import (
     Completed,
@@ -43,11 +48,13 @@ from tests.harness.jobs import (
 )
 from tests.harness.outer import Outcome, RankSessions
 from tests.harness.required import do_without
+from tests.harness.scratch import Scratch
 
 Launch = Callable[..., Completed]
 
 _SIZE = "rank_count"
 _COMPLETED = pytest.StashKey[list[Completed]]()
+_FORK_SERVERS = pytest.StashKey[ForkServers]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,6 +85,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if _SIZE not in metafunc.fixturenames:
         metafunc.fixturenames.append(_SIZE)
     metafunc.parametrize(_SIZE, marker.args, ids=[f"np{n}" for n in marker.args], indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark by fixture, before tests are chosen by their markers."""
+    for item in items:
+        if {"elastic", "launch", "mpirun"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("mpi")
 
 
 @pytest.fixture
@@ -135,14 +150,31 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
+@pytest.fixture(scope="session")
+def fork_servers(request: pytest.FixtureRequest) -> ForkServers:
+    """What forks programs; not started before somebody wants one."""
+    return request.config.stash[_FORK_SERVERS]
+
+
 @pytest.fixture
-def launch(run_command: Launch, tmp_path: Path) -> Launch:
-    """Run a Python script, given as a path or as its text, on ``np`` ranks (None: alone)."""
+def forked_python(fork_servers: ForkServers) -> list[str]:
+    """A command in the place of ``python``, for programs that import TensorFlow."""
+    return fork_servers.python()
+
+
+@pytest.fixture
+def launch(run_command: Launch, tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
+    """Run a Python script, given as a path or as its text, on ``np`` ranks (None: alone).
+
+    ``fresh=True``, and variables that Python or libraries read when they are loaded, have it start
+    with nothing imported.
+    """
 
     def run(
         np: int | None,
         script: str | Path,
         *arguments: str,
+        fresh: bool = False,
         **options: Any,
     ) -> Completed:
         if isinstance(script, str):
@@ -150,17 +182,20 @@ def launch(run_command: Launch, tmp_path: Path) -> Launch:
             path.write_text(textwrap.dedent(script))
         else:
             path = script
-        program = [sys.executable, str(path), *arguments]
+        if np is not None:
+            _need_mpirun()
+        fresh = fresh or not can_fork(options.get("env") or {})
+        python = [sys.executable] if fresh else request.getfixturevalue("forked_python")
+        program = [*python, str(path), *arguments]
         if np is None:
             return run_command(program, **options)
-        _need_mpirun()
         return run_command(mpirun_argv(np, program), **options)
 
     return run
 
 
 @pytest.fixture
-def elastic(run_command: Launch, tmp_path: Path) -> Launch:
+def elastic(run_command: Launch, tmp_path: Path, forked_python: list[str]) -> Launch:
     """Run a Python script, given as its text, on three ranks that go on when some of them die.
 
     ``options`` are those of ``hvdtrain run``.
@@ -171,7 +206,7 @@ def elastic(run_command: Launch, tmp_path: Path) -> Launch:
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
         command = [sys.executable, "-m", "hvdtrain", "run", "-np", "3", "--elastic"]
-        program = [sys.executable, str(path), *arguments]
+        program = [*forked_python, str(path), *arguments]
         return run_command([*command, "--grace-s", "2", *options, "--", *program], timeout_s=200)
 
     return run
@@ -199,18 +234,18 @@ class _OuterPlugin:
     """Sends the items of several ranks to their sessions; the rest runs as ever."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="hvdtrain-test-", dir="/tmp", ignore_cleanup_errors=True
-        )
-        self._sessions = RankSessions(config, Path(self._folder.name))
+        self._scratch = Scratch()
+        folder = self._scratch.folder
+        forks = folder / "forks"
+        forks.mkdir()
+        self._fork_servers = config.stash[_FORK_SERVERS] = ForkServers(forks, clean_environment())
+        self._sessions = RankSessions(config, folder, self._fork_servers.python)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Quick tests first, then those that start jobs, then 2, 3, ... ranks."""
 
         def order(item: pytest.Item) -> int:
-            if {"elastic", "launch", "mpirun"} & set(getattr(item, "fixturenames", ())):
-                item.add_marker("mpi")
             return _size(item) if _size(item) > 1 else int(bool(item.get_closest_marker("mpi")))
 
         items.sort(key=order)
@@ -222,8 +257,10 @@ class _OuterPlugin:
         if _size(item) == 1:
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        begun = time.perf_counter()
         outcome = self._outcome(item)
-        for report in _reports(item, outcome):
+        # The start of the job counts, too.
+        for report in _reports(item, outcome, time.perf_counter() - begun):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         # What earlier tests of this process set up must not outlive its scope.
@@ -237,7 +274,8 @@ class _OuterPlugin:
 
     def pytest_unconfigure(self) -> None:
         self._sessions.close()
-        self._folder.cleanup()
+        self._fork_servers.close()
+        self._scratch.close()
 
     def _outcome(self, item: pytest.Item) -> Outcome:
         try:
@@ -248,7 +286,8 @@ class _OuterPlugin:
             return Outcome(outcome="failed", text=str(reason))
         items = item.session.items
         later = items[items.index(item) + 1 :]
-        following = [other for other in later if _size(other) == _size(item)]
+        like = (item.path, _size(item))
+        following = [other for other in later if (other.path, _size(other)) == like]
         try:
             return self._sessions.run(item, following, _size(item))
         except KeyboardInterrupt:
@@ -256,7 +295,7 @@ class _OuterPlugin:
             raise
 
 
-def _reports(item: pytest.Item, outcome: Outcome) -> Iterator[pytest.TestReport]:
+def _reports(item: pytest.Item, outcome: Outcome, duration_s: float) -> Iterator[pytest.TestReport]:
     path, line, _ = item.location
     longrepr: Any = None
     if outcome.outcome == "failed":
@@ -265,9 +304,9 @@ def _reports(item: pytest.Item, outcome: Outcome) -> Iterator[pytest.TestReport]
         longrepr = (path, (line or 0) + 1, outcome.text)
     elif outcome.outcome == "skipped":
         longrepr = outcome.text
-    decided = {"call": (outcome.outcome, longrepr, outcome.duration_s)}
+    decided = {"call": (outcome.outcome, longrepr, duration_s)}
     for when in ("setup", "call", "teardown"):
-        state, text, duration_s = decided.get(when, ("passed", None, 0.0))
+        state, text, taken_s = decided.get(when, ("passed", None, 0.0))
         report = pytest.TestReport(
             nodeid=item.nodeid,
             location=item.location,
@@ -275,9 +314,9 @@ def _reports(item: pytest.Item, outcome: Outcome) -> Iterator[pytest.TestReport]
             outcome=state,  # type: ignore[arg-type]
             longrepr=text,
             when=when,  # type: ignore[arg-type]
-            duration=duration_s,
+            duration=taken_s,
             start=0.0,
-            stop=duration_s,
+            stop=taken_s,
         )
         if when == "call" and outcome.xfail is not None:
             report.wasxfail = outcome.xfail

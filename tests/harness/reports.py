@@ -25,7 +25,6 @@ class ItemReport:
     phase: str = ""
     text: str = ""
     xfail: str | None = None
-    duration_s: float = 0.0
 
 
 class ReportWriter:

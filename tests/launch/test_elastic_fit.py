@@ -6,7 +6,6 @@ import csv
 import json
 import random
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ PROGRAM = Path(__file__).with_name("elastic_fit.py")
 
 
 @pytest.fixture
-def run_on(run_command: Any) -> Callable[..., Any]:
+def run_on(run_command: Any, forked_python: list[str]) -> Callable[..., Any]:
     def run(program: Path, arguments: Sequence[str], ranks: int, *options: str) -> Any:
         command = [*HVDTRAIN, "-np", str(ranks), "--elastic", "--grace-s", "2", *options]
         return run_command(
-            [*command, "--", sys.executable, str(program), *arguments], timeout_s=300
+            [*command, "--", *forked_python, str(program), *arguments], timeout_s=300
         )
 
     return run

@@ -34,7 +34,9 @@ def train(run_command: Any, tmp_path: Path) -> Any:
     return run
 
 
-@pytest.mark.parametrize("fault", TOLD)
+@pytest.mark.parametrize(
+    "fault", [pytest.param("kill", marks=pytest.mark.essential), "stop", "preempt"]
+)
 def test_a_training_goes_on_by_itself(train, fault, tmp_path):
     stdout, stderr = train(
         *("-np", "2", "--max-restarts", "1", "--hang-timeout-s", "5", "--grace-s", "2"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,9 @@ print(socket.gethostname(), role, f"{model.evaluate(x, y, verbose=0):.4f}", flus
 
 @pytest.mark.parametrize("way", ["ssh", "slurm"])
 @pytest.mark.parametrize("mode", ["async-ps", "sync-ps", "easgd"])
-def test_servers_on_hosts_of_their_own(cluster: Cluster, way: str, mode: str) -> None:
+def test_servers_on_hosts_of_their_own(
+    cluster: Cluster, forked_python: list[str], way: str, mode: str
+) -> None:
     program = Path(cluster.folder, "served.py")
     program.write_text(PROGRAM)
     words = ["--mode", mode, "--num-ps", "2"]
@@ -65,7 +66,7 @@ def test_servers_on_hosts_of_their_own(cluster: Cluster, way: str, mode: str) ->
         Path(cluster.folder, "cluster.json").write_text(json.dumps(tasks))
         words = ["--mode", mode, "--cluster", f"{cluster.folder}/cluster.json"]
         start = []
-    argv = [*start, *HVDTRAIN, *words, "--", sys.executable, str(program), ""]
+    argv = [*start, *HVDTRAIN, *words, "--", *forked_python, str(program), ""]
     done = cluster.run(argv, env=ON_CLUSTER, timeout_s=200)
     assert done.returncode == 0, done
     sent = "differences" if mode == "easgd" else "gradients"
@@ -79,7 +80,9 @@ def test_servers_on_hosts_of_their_own(cluster: Cluster, way: str, mode: str) ->
 
 
 @pytest.mark.parametrize("way", ["ssh", "slurm"])
-def test_a_worker_that_dies_on_another_host(cluster: Cluster, way: str) -> None:
+def test_a_worker_that_dies_on_another_host(
+    cluster: Cluster, forked_python: list[str], way: str
+) -> None:
     """The others go on; in a Slurm job, where ranks end together, the job starts again."""
     program, folder = Path(cluster.folder, "served.py"), Path(cluster.folder, f"dies-{way}")
     program.write_text(PROGRAM)
@@ -89,7 +92,7 @@ def test_a_worker_that_dies_on_another_host(cluster: Cluster, way: str) -> None:
     if way == "ssh":
         words = ["--mode", "async-ps", "-H", "node1,node2,node3,node4", "--ps-ranks", "3"]
         start = []
-    argv = [*start, *HVDTRAIN, *words, "--", sys.executable, str(program), str(folder)]
+    argv = [*start, *HVDTRAIN, *words, "--", *forked_python, str(program), str(folder)]
     done = cluster.run(argv, env=ON_CLUSTER, timeout_s=200)
     assert done.returncode == 0, done
     hosts = re.findall(r"(node\d) (?:trains|serves)", done.stdout)

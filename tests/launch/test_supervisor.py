@@ -56,6 +56,7 @@ class Run:
 
 def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
     """Supervise two ranks, on a host and another, that ``argv`` is to start."""
+    before = descendants(os.getpid())
     out, err = io.StringIO(), io.StringIO()
     console = Console(out, err, ranks=2, with_host=False, chief_only=False)
     with contextlib.closing(Hub(2, console, local=True)) as hub, caught_signals() as received:
@@ -74,7 +75,7 @@ def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
         seconds = time.monotonic() - started
     for words in outcome.words:
         console.notice(words)
-    assert descendants(os.getpid()) == [], "nothing is left"
+    assert descendants(os.getpid()) == before, "nothing is left"
     return Run(outcome.code, out.getvalue(), err.getvalue(), seconds)
 
 

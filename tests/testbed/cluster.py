@@ -37,6 +37,7 @@ MARK = "HVDTRAIN_TESTBED"
 # has cores: Open MPI 5 would put all ranks on the first host of a hostfile.
 _ABSENT = (
     *("TMPDIR", "XDG_RUNTIME_DIR"),
+    *("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory"),
     *("OMPI_MCA_rmaps_base_oversubscribe", "PRTE_MCA_rmaps_default_mapping_policy"),
 )
 
@@ -58,6 +59,9 @@ class Process(NamedTuple):
 class Cluster:
     """Four hosts and a head; a context manager that leaves nothing behind.
 
+    Args:
+        shared: More folders that are the same everywhere.
+
     Attributes:
         hosts: the names of the hosts.
         folder: a scratch folder that all hosts share; gone with the cluster.
@@ -66,7 +70,8 @@ class Cluster:
     hosts: tuple[str, ...] = network.HOSTS
     folder: Path
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Sequence[Path] = ()) -> None:
+        self._shared = shared
         self._name = uuid.uuid4().hex
         self._mark = f"{MARK}={self._name}"
         self._addresses = network.addresses()
@@ -234,7 +239,9 @@ class Cluster:
         for name in (_HEAD, *self.hosts):
             self._machines[name] = Host(name, self._environment())
             folders = ["/run"] if name == _HEAD else ["/run", "/tmp", "/dev/shm"]
-            self._machines[name].furnish(folders, files, stage=self._state / "stage")
+            self._machines[name].furnish(
+                folders, files, shared=self._shared, stage=self._state / "stage"
+            )
         head, *hosts = self._machines.values()
         network.connect(head, hosts)
         self._start_slurm(head, hosts)

@@ -69,18 +69,26 @@ class Host:
             )
         return done.stdout
 
-    def furnish(self, folders: Sequence[str], files: Mapping[str, Path], *, stage: Path) -> None:
+    def furnish(
+        self,
+        folders: Sequence[str],
+        files: Mapping[str, Path],
+        *,
+        shared: Sequence[Path] = (),
+        stage: Path,
+    ) -> None:
         """Give the host its name, and file systems that differ from the machine's.
 
         Args:
             folders: are the host's own and empty, but for the project's folders below them.
             files: what is to be found, file or folder, at some paths.
+            shared: more folders of the project.
             stage: an empty folder, to prepare a file system in.
         """
         self.do("hostname", self.name)
         for place in folders:
             self._mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", str(stage))
-            for source in _project_folders(stage.parent):
+            for source in _project_folders(stage.parent, *shared):
                 if source.is_relative_to(place):
                     self._bind(source, stage / source.relative_to(place))
             self._mount("--move", str(stage), place)
@@ -98,7 +106,7 @@ class Host:
         self.do("mount", "--no-mtab", *arguments)
 
 
-def _project_folders(state: Path) -> list[Path]:
-    """What all hosts share wherever it is: the cluster's folder, the repository, Python."""
-    wanted = {state, REPOSITORY, *(Path(path).resolve() for path in (sys.prefix, sys.base_prefix))}
+def _project_folders(*own: Path) -> list[Path]:
+    """What all hosts share wherever it is: the cluster's folders, the repository, Python."""
+    wanted = {*own, REPOSITORY, *(Path(path).resolve() for path in (sys.prefix, sys.base_prefix))}
     return sorted(path for path in wanted if not wanted.intersection(path.parents))

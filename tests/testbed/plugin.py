@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.harness.forkserver import ForkServers
 from tests.harness.required import do_without
 from tests.testbed.cluster import Cluster
 from tests.testbed.requirements import missing_requirements
@@ -43,9 +44,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster(fork_servers: ForkServers) -> Iterator[Cluster]:
     """The cluster of four hosts; one for all tests of the session."""
-    with Cluster() as built:
+    with Cluster(shared=[fork_servers.folder]) as built:
         yield built
 
 

@@ -64,14 +64,14 @@ EXACT = program("""
 
 
 @pytest.fixture
-def start(run_command: Any, tmp_path: Path) -> Any:
+def start(run_command: Any, tmp_path: Path, forked_python: list[str]) -> Any:
     """Start a program in an elastic job of ``hvdtrain run``."""
 
     def run(text: str, mode: str, ranks: int, *arguments: str, **settings: Any) -> Any:
         script = tmp_path / "program.py"
         script.write_text(text)
         argv = [*HVDTRAIN, "-np", str(ranks), "--elastic", "--grace-s", "2"]
-        command = [*argv, "--", sys.executable, str(script), *arguments]
+        command = [*argv, "--", *forked_python, str(script), *arguments]
         return run_command(command, timeout_s=200, env=servers(mode, **settings))
 
     return run
@@ -225,12 +225,12 @@ VITAL = program("""
 
 @pytest.mark.parametrize(("who", "what"), [(3, "a parameter server"), (0, "the chief")])
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_who_can_not_be_done_without(run_command, tmp_path, who, what, restarts):
+def test_who_can_not_be_done_without(run_command, forked_python, tmp_path, who, what, restarts):
     """The job ends with the documented code, and says how it goes on; or it does so by itself."""
     script, folder = tmp_path / "program.py", tmp_path / "checkpoints"
     script.write_text(VITAL)
     argv = [*HVDTRAIN, "-np", "4", "--elastic", "--max-restarts", str(restarts), "--grace-s", "2"]
-    command = [*argv, "--", sys.executable, str(script), str(who), str(folder)]
+    command = [*argv, "--", *forked_python, str(script), str(who), str(folder)]
     done = run_command(command, timeout_s=200, env=servers("async-ps"))
     assert f"rank {who} on " in done.stderr
     assert f", {what}, failed first: ended by signal 9 (SIGKILL)" in done.stderr
@@ -346,12 +346,12 @@ TOO_FEW = program("""
 """)
 
 
-def test_too_few(run_command, tmp_path):
+def test_too_few(run_command, forked_python, tmp_path):
     """What there is is saved, and the job ends as the lost rank did."""
     script, folder = tmp_path / "program.py", tmp_path / "checkpoints"
     script.write_text(TOO_FEW)
     argv = [*HVDTRAIN, "-np", "4", "--elastic", "--min-np", "4"]
-    command = [*argv, "--", sys.executable, str(script), str(folder)]
+    command = [*argv, "--", *forked_python, str(script), str(folder)]
     done = run_command(command, timeout_s=200, env=servers("async-ps"))
     assert done.returncode == 137, done
     told = facts(done, "too few")
