@@ -90,6 +90,8 @@ INPUTS = program("""
 
 
     def train(what, model, *data, **options):
+        if sys.argv[1:] and what not in sys.argv[1:]:
+            return
         before = model.get_weights()
         model.fit(*data, epochs=2, verbose=0, **options)
         changed = not np.array_equal(model.get_weights()[0], before[0])
@@ -147,21 +149,30 @@ COUNTS = {
 }
 
 
+# How input is shared out and read is the same in all modes; these end in different ways.
+ENDS = ["arrays", "unknown length", "steps", "own", "presharded"]
+
+
 @pytest.mark.parametrize(
-    ("mode", "every", "overlap"),
-    [("async-ps", 1, 0), ("async-ps", 1, 1), ("async-ps", 4, 0), ("sync-ps", 1, 0)],
+    ("mode", "every", "overlap", "inputs"),
+    [
+        ("async-ps", 1, 0, list(COUNTS)),
+        ("async-ps", 1, 1, ENDS),
+        ("async-ps", 4, 0, ENDS),
+        ("sync-ps", 1, 0, ENDS),
+    ],
+    ids=["async-ps", "overlap", "every fourth", "sync-ps"],
 )
-def test_every_batch_is_pushed_once(launch, mode, every, overlap):
+def test_every_batch_is_pushed_once(launch, mode, every, overlap, inputs):
     env = servers(mode, push_every=every, overlap=overlap)
-    done = launch(3, INPUTS, timeout_s=200, env=env)
+    done = launch(3, INPUTS, *inputs, timeout_s=200, env=env)
     assert done.returncode == 0
-    for what in COUNTS:
+    for what in inputs:
         told = facts(done, what)
         assert [entry["rank"] for entry in told] == [0, 1, 2], what
         assert all(entry["alike"] and entry["changed"] for entry in told), what
     sent = re.findall(r"2 workers sent (\d+) gradients", done.stderr)
-    expected = {what: counts[every > 1] for what, counts in COUNTS.items()}
-    assert dict(zip(COUNTS, map(int, sent))) == expected
+    assert list(map(int, sent)) == [COUNTS[what][every > 1] for what in inputs]
     evaluated = facts(done, "evaluated")
     assert [entry["rows"] for entry in evaluated] == [104] * 3, "a server's own are not counted"
     assert max(entry["off"] for entry in evaluated) < 1e-5
