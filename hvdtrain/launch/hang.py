@@ -30,8 +30,11 @@ def hangs(reports: Reports, running: Sequence[int], now: float, timeout_s: float
     states = [state for state in latest if state.phase != SERVING]
     if timeout_s <= 0 or reports.moved_at is None or not states:
         return False
-    # While one writes a checkpoint the others wait for it in the next step.
-    if any(state.phase != TRAINING for state in states):
+    # While one writes a checkpoint the others wait for it in the next step; who waits itself is
+    # not what they wait for, as after the end of its own training.
+    if any(state.phase != TRAINING and not state.waiting_in for state in states):
+        return False
+    if all(state.phase != TRAINING for state in states):
         return False
     factor = 1 if reports.stepped else FIRST_STEP_FACTOR
     return now - reports.moved_at > timeout_s * factor
@@ -53,14 +56,13 @@ def stuck(
     """
     latest = {rank: reports.latest[rank] for rank in running if rank in reports.latest}
     states = {rank: state for rank, state in latest.items() if state.phase != SERVING}
-    quiet = {
-        rank: now - reports.moved[rank]
-        for rank, state in states.items()
-        if state.phase == TRAINING
-        and not state.waiting_in
-        and (state.step or 0) > (state.resumed or 0)
-    }
-    late = {rank: quiet_s for rank, quiet_s in quiet.items() if quiet_s > timeout_s > 0}
+    late = {}
+    for rank, state in states.items():
+        quiet_s = now - reports.moved[rank]
+        stepped = (state.step or 0) > (state.resumed or 0)
+        limit_s = timeout_s * (1 if stepped else FIRST_STEP_FACTOR)
+        if state.phase == TRAINING and not state.waiting_in and quiet_s > limit_s > 0:
+            late[rank] = quiet_s
     return late if len(late) < len(states) else {}
 
 

@@ -9,6 +9,8 @@ from hvdtrain.launch.reports import Report, Reports
 
 LIMIT_S = 10.0
 BUSY = Report(phase="training", step=5)
+WAITS = Report(phase="training", step=5, waiting_in="end, for the parameter servers")
+AFTER = Report(phase="after fit", step=9, waiting_in="end, for the parameter servers")
 
 
 def noted(*states: Report, at: float = 100.0) -> Reports:
@@ -27,6 +29,9 @@ JUDGED: dict[str, tuple[list[Report], float, bool]] = {
     "no-phase": ([Report(step=5), Report(step=5)], 1000.0, False),
     "validation": ([Report(phase="validation", step=5)] * 2, 1000.0, False),
     "one-writes-a-checkpoint": ([Report(phase="checkpoint", step=5), BUSY], 1000.0, False),
+    "all-have-ended-but-one": ([AFTER, BUSY], 11.0, True),
+    "all-have-ended-but-one-that-waited": ([AFTER, WAITS], 11.0, True),
+    "all-have-ended": ([AFTER, AFTER], 1000.0, False),
     "first-step": ([Report(phase="training")] * 2, 11.0, False),
     "first-step-for-long": ([Report(phase="training")] * 2, 10.0 * FIRST_STEP_FACTOR + 1, True),
     "first-step-after-a-resume": ([Report(phase="training", resumed=5, step=5)] * 2, 11.0, False),
@@ -50,8 +55,7 @@ def test_ranks_that_have_ended_do_not_count() -> None:
 
 NEW = Report(phase="training", step=6)
 SERVES = Report(phase="serving")
-WAITS = Report(phase="training", step=5, waiting_in="end, for the parameter servers")
-
+FIRST = Report(phase="training")
 # What the ranks reported first, what they did 8 s later, and who is stuck 11 s after the first.
 STUCK: dict[str, tuple[list[Report], dict[int, Report], list[int]]] = {
     "others-go-on": ([BUSY, BUSY, SERVES], {0: NEW}, [1]),
@@ -61,7 +65,7 @@ STUCK: dict[str, tuple[list[Report], dict[int, Report], list[int]]] = {
     "nobody": ([BUSY, BUSY], {0: NEW, 1: NEW}, []),
     "waits": ([BUSY, WAITS], {0: NEW}, []),
     "validates": ([BUSY, Report(phase="validation", step=5)], {0: NEW}, []),
-    "first-step": ([BUSY, Report(phase="training")], {0: NEW}, []),
+    "first-step": ([BUSY, FIRST], {0: NEW}, []),
     "first-step-after-a-resume": (
         [BUSY, Report(phase="training", step=5, resumed=5)],
         {0: NEW},
@@ -80,6 +84,14 @@ def test_stuck(states: list[Report], later: dict[int, Report], expected: list[in
     assert stuck(reports, running, 111.0, LIMIT_S) == dict.fromkeys(expected, 11.0)
     assert stuck(reports, running, 111.0, 0.0) == {}, "0 is for as long as it likes"
     assert stuck(reports, [rank for rank in running if rank not in expected], 111.0, LIMIT_S) == {}
+
+
+def test_stuck_in_the_first_step() -> None:
+    """It may be short: a rank reports every second, and may hang before it reported any."""
+    reports = noted(BUSY, FIRST)
+    reports.note(0, NEW, 140.0)
+    assert stuck(reports, [0, 1], 100.0 + LIMIT_S * FIRST_STEP_FACTOR, LIMIT_S) == {}
+    assert stuck(reports, [0, 1], 141.0, LIMIT_S) == {1: 41.0}
 
 
 HOSTS = {0: "a", 1: "a", 2: "b"}

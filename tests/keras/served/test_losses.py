@@ -299,6 +299,8 @@ HANGS = program("""
 
     def stop(batch):
         if RANK == 1 and batch == 5:
+            # A rank reports its step once a second.
+            time.sleep(2)
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
