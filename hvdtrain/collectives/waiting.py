@@ -14,6 +14,10 @@ __all__ = ["Patience"]
 SPINS = 1000
 FIRST_PAUSE_S = 20e-6
 LONGEST_PAUSE_S = 100e-6
+# Who has waited for long sleeps for longer: it costs a hundredth of the wait at most, and leaves
+# the cores to those that trace or load data meanwhile.
+PAUSE_PER_WAITED = 0.01
+LAST_PAUSE_S = 2e-3
 ALARM_INTERVAL_S = 5e-3
 
 
@@ -70,8 +74,9 @@ class Patience:
         pause = FIRST_PAUSE_S
         while not ready():
             time.sleep(pause)
-            pause = min(pause * 1.25, LONGEST_PAUSE_S)
             now = time.monotonic()
+            late = min((now - start) * PAUSE_PER_WAITED, LAST_PAUSE_S)
+            pause = max(min(pause * 1.25, LONGEST_PAUSE_S), late)
             if now >= next_check:
                 next_check = now + ALARM_INTERVAL_S
                 self._alarm.check(waiting_in, self._needs_all)

@@ -23,6 +23,7 @@ from tests.harness.reports import ItemReport, ReportReader, ReportWriter, log_pa
 
 __all__ = ["RankPlugin", "main"]
 
+END_S = 30.0
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
@@ -137,4 +138,7 @@ def main() -> int:
     plan = json.loads((folder / "plan.json").read_text())
     plugin = RankPlugin(folder, rank, plan)
     arguments = [*plan["arguments"], *dict.fromkeys(item.split("::")[0] for item in plan["items"])]
-    return int(pytest.main(arguments, plugins=[plugin]))
+    code = int(pytest.main(arguments, plugins=[plugin]))
+    # Where it is, should it not come to its end; the outer pytest waits for longer.
+    faulthandler.dump_traceback_later(END_S, exit=False)
+    return code

@@ -243,10 +243,14 @@ class _OuterPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Quick tests first, then those that start jobs, then 2, 3, ... ranks."""
+        """Quick tests first, then the longest, so that none of those is alone at the end."""
 
         def order(item: pytest.Item) -> int:
-            return _size(item) if _size(item) > 1 else int(bool(item.get_closest_marker("mpi")))
+            if item.get_closest_marker("cluster"):
+                return 1
+            if item.get_closest_marker("mpi"):
+                return 2
+            return _size(item) + 1 if _size(item) > 1 else 0
 
         items.sort(key=order)
 

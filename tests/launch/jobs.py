@@ -77,9 +77,9 @@ FAULTS: dict[str, tuple[str, int, str]] = {
 }
 
 
-def program(body: str) -> list[str]:
+def program(body: str, python: Sequence[str] = ("python",)) -> list[str]:
     """A command that runs ``body`` in Python, knowing its rank."""
-    return ["python", "-c", f"import os, sys, time; rank = {RANK}\n{textwrap.dedent(body)}"]
+    return [*python, "-c", f"import os, sys, time; rank = {RANK}\n{textwrap.dedent(body)}"]
 
 
 def with_mark(mark: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -25,13 +25,13 @@ RANKS = 4
 WAYS = ["ssh", "slurm"]
 
 
-def command(way: str, *options: str, body: str) -> list[str]:
+def command(way: str, *options: str, body: str, python: Sequence[str] = ("python",)) -> list[str]:
     """``hvdtrain run`` over ssh, or through srun from within an allocation."""
     if way == "ssh":
-        return [*HVDTRAIN, "-H", HOSTS, *options, "--", *program(body)]
+        return [*HVDTRAIN, "-H", HOSTS, *options, "--", *program(body, python)]
     nodes = ["--nodes=3", "--nodelist=node1,node2,node3"]
     allocate = ["salloc", "--quiet", *nodes, f"--ntasks={RANKS}", "--overcommit"]
-    return [*allocate, *HVDTRAIN, *options, "--", *program(body)]
+    return [*allocate, *HVDTRAIN, *options, "--", *program(body, python)]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -79,7 +79,9 @@ def test_horovodruns_flags_for_ssh_and_mpirun(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_devices_of_several_hosts_reduce_together(cluster: Cluster, way: str) -> None:
+def test_devices_of_several_hosts_reduce_together(
+    cluster: Cluster, forked_python: list[str], way: str
+) -> None:
     """TensorFlow's servers find each other by the hosts' names."""
     body = """
     import hvdtrain, tensorflow as tf
@@ -92,7 +94,8 @@ def test_devices_of_several_hosts_reduce_together(cluster: Cluster, way: str) ->
         total = reduce(tf.fill([100_000], hvdtrain.rank() + 1.0))
     print("total", set(total.numpy().tolist()))
     """
-    done = cluster.run(command(way, "--backend", "nccl", body=body), env=ON_CLUSTER, timeout_s=120)
+    argv = command(way, "--backend", "nccl", body=body, python=forked_python)
+    done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
     assert done.returncode == 0, done
     assert done.stdout.count("total {10.0}") == RANKS, done
 

@@ -59,11 +59,11 @@ def test_mpi_is_mpirun_over_ssh(environment, command: Path, cluster: Cluster) ->
     assert seen == [["0", "3", "0", "1", "6"], ["1", "3", "0", "2", "6"], ["2", "3", "1", "2", "6"]]
 
 
-def test_mpi_trains_with_open_mpi_5(horovodrun, mpirun) -> None:
+def test_mpi_trains_with_open_mpi_5(horovodrun, mpirun, forked_python) -> None:
     """Horovod's own words for binding are Open MPI 4's; 5 takes them for the program."""
     binding = "--binding-args=--bind-to none --map-by slot"
     example = REPOSITORY / "examples" / "mnist.py"
-    program = (sys.executable, example, "--epochs", "1")
+    program = (*forked_python, example, "--epochs", "1")
     done = horovodrun("--mpi", binding, *program, folder=Path(mpirun(2, [])[0]).parent)
     assert done.returncode == 0, done
     # 4,000 digits in joint batches of 128, and the chief alone tells.

@@ -141,10 +141,12 @@ def test_a_time_limit_leads_to_one_requeue(cluster: Cluster) -> None:
     job.goes_on_once(steps, timeout_s=150)
 
 
-def test_a_real_training_goes_on_in_the_second_run(cluster: Cluster) -> None:
+def test_a_real_training_goes_on_in_the_second_run(
+    cluster: Cluster, forked_python: list[str]
+) -> None:
     """A signal comes to one rank within the first epoch; each sample of it is seen once."""
     program = str(REPOSITORY / "tests/keras/saving/program.py")
-    job = Job(cluster, program="--fault preempt", words=[program])
+    job = Job(cluster, program="--fault preempt", words=[*forked_python[1:], program])
     job.start_again(180)
     job.until(lambda: job.shown("JobState") == "COMPLETED", 180)
     output = job.output()

@@ -5,9 +5,8 @@
     at the end of the session. A test puts back what it cuts or stops.
 
 ``@pytest.mark.cluster``
-    The test needs such a cluster; whoever uses the fixture has the marker. Such tests run after
-    all others. Where the cluster can't be built they are skipped, or fail where
-    ``HVDTRAIN_TEST_REQUIRE`` contains ``cluster``.
+    The test needs such a cluster; whoever uses the fixture has the marker. Where the cluster can't
+    be built they are skipped, or fail where ``HVDTRAIN_TEST_REQUIRE`` contains ``cluster``.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cluster: needs the cluster of four hosts")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Mark by fixture, and put the marked last, after the harness has sorted."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark by fixture, before the harness sorts and tests are chosen by their markers."""
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("cluster")
-    yield
-    items.sort(key=_needs_cluster)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -84,12 +84,12 @@ EXACT = program(
     PRELUDE
     + MODELS
     + """
-    last = len(PIDS) - 1
-    for make in (deep, momentum, accumulating, averaging):
-        for victim in range(len(PIDS)) if make is deep else [last]:
-            folder = f"{make.__name__} {victim}"
+    for name, *victims in (case.split() for case in sys.argv[1:]):
+        make = globals()[name]
+        whole = run(1, make, [hvdtrain.Checkpoint(f"{name} whole", every_steps=4)])
+        for victim in map(int, victims):
+            folder = f"{name} {victim}"
             kill = lambda: RANK == 0 and os.kill(PIDS[victim], signal.SIGUSR1)
-            whole = run(1, make, [hvdtrain.Checkpoint(folder + " whole", every_steps=4)])
             stopped = run(1, make, [at_step(5, kill), hvdtrain.Checkpoint(folder, every_steps=1)])
             resumed = run(9, make, [hvdtrain.Checkpoint(folder, every_steps=4)])
             parts = whole if hvdtrain.is_chief() else ["weights"]
@@ -97,22 +97,28 @@ EXACT = program(
             tell("exact", case=folder, stopped=stopped, off=off)
 """
 )
+BOUND_0 = servers("async-ps", 2, staleness_bound=0)
 
 
+# Models, and which ranks get the signal.
 @pytest.mark.parametrize(
-    ("ranks", "environment"),
+    ("ranks", "environment", "cases"),
     [
-        pytest.param(3, servers("sync-ps"), id="sync-ps"),
-        pytest.param(4, servers("async-ps", 2, staleness_bound=0), id="bound 0, 2 servers"),
-        pytest.param(2, servers("async-ps"), id="one worker"),
+        pytest.param(
+            3, servers("sync-ps"), ("deep 0 1 2", "momentum 0", "averaging 2"), id="sync-ps"
+        ),
+        pytest.param(4, BOUND_0, ("deep 1 2 3", "accumulating 3"), id="bound 0, 2 servers"),
+        pytest.param(
+            2, servers("async-ps"), ("momentum 1", "accumulating 0", "averaging 1"), id="one worker"
+        ),
     ],
 )
-def test_resuming_is_exact_where_training_is(launch, ranks, environment):
+def test_resuming_is_exact_where_training_is(launch, ranks, environment, cases):
     """A signal to any rank, a server too, saves and ends all."""
-    done = launch(ranks, EXACT, timeout_s=300, env=environment)
+    done = launch(ranks, EXACT, *cases, timeout_s=300, env=environment)
     assert done.returncode == 0
     told = facts(done, "exact")
-    assert len(told) == ranks * (ranks + 3)
+    assert len(told) == ranks * sum(len(case.split()) - 1 for case in cases)
     for entry in told:
         assert (entry["stopped"], entry["off"]) == (10, []), entry
 
