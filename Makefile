@@ -10,8 +10,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NP ?= 2
 # Processes that run tests side by side, each with jobs of its own.
-WORKERS ?= 3
+WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
+# What `make test` runs, and `make test-all` before the rest.
+FIRST := not cluster and not more and (not mpi or essential)
 CHAOS_S ?= 120
 CHAOS_SEED ?=
 
@@ -22,7 +24,7 @@ CHAOS_SEED ?=
 help:
 	@echo "make train         learn handwritten digits on $(NP) MPI ranks (NP=4 for more)"
 	@echo "make quick         run the tests that start no MPI job, in a minute"
-	@echo "make test          run those on 2 to 4 ranks of MPI as well, in some minutes"
+	@echo "make test          run the contracts on ranks of MPI as well, in some minutes"
 	@echo "make test-all      run all tests, those on a cluster of four hosts too, and show their times"
 	@echo "make test-horovod  the tests with a real Horovod as the engine, which is built once"
 	@echo "make chaos         train on four hosts among random faults (CHAOS_S=1200 for 20 minutes)"
@@ -38,10 +40,10 @@ quick: $(VENV)/.dev
 	$(PYTEST) -m "not ranks and not mpi and not cluster"
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not cluster and (not mpi or essential)"
+	$(PYTEST) --file-times -m "$(FIRST)"
 
-test-all: $(VENV)/.dev
-	$(PYTEST) --file-times
+test-all: test
+	$(PYTEST) --file-times -m "not ($(FIRST))"
 
 test-horovod: $(VENV)/.dev
 	$(BIN)/python -m tests.environments horovod horovod-keras3

@@ -275,6 +275,6 @@ def test_without_its_packages(
     )
     result = pytester.runpytest_subprocess("-v", "-rA", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=2, **{outcome: 2})
-    order = ["*test_quick *", "*test_with_mpi *", "*test_by_fixture *", "*test_by_marker *"]
+    order = ["*test_quick *", "*test_by_fixture *", "*test_by_marker *", "*test_with_mpi *"]
     result.stdout.fnmatch_lines(order)
     result.stdout.fnmatch_lines(["*needs what is not here*"])

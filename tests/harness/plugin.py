@@ -26,6 +26,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -60,6 +61,7 @@ _FORK_SERVERS = pytest.StashKey[ForkServers]()
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(n, ...): runs on every rank of an MPI job of n")
     config.addinivalue_line("markers", "mpi: starts MPI jobs itself")
+    config.addinivalue_line("markers", "more: more of what other tests do")
     inside = any(isinstance(plugin, RankPlugin) for plugin in config.pluginmanager.get_plugins())
     if not inside:
         config.pluginmanager.register(_OuterPlugin(config), "hvdtrain-outer")
@@ -91,8 +93,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark by fixture, before tests are chosen by their markers."""
     for item in items:
-        if {"elastic", "launch", "mpirun"} & set(getattr(item, "fixturenames", ())):
+        if {"elastic", "environment", "launch", "mpirun"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("mpi")
+        if marker := item.get_closest_marker("ranks"):
+            few = min((n for n in marker.args if n > 1), default=1)
+            if _size(item) > few:
+                item.add_marker("more")
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage among what tests make: there is much that they have imported."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -7,16 +7,17 @@ import pytest
 from tests.keras.equivalence import CASES, OPTIMIZERS, alike, distance, train_both
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.more
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_equals_one_process(world, optimizer, case):
     equals_one_process(world, optimizer, case)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize(
-    ("optimizer", "case"), zip(["adamw", "adam", "momentum", "sgd", "adamw", "adam"], CASES)
+    ("optimizer", "case"), [*zip(["adamw", "adam", "momentum", "sgd", "adamw", "adam"], CASES)]
 )
 def test_so_it_does_on_other_numbers_of_ranks(world, optimizer, case):
     equals_one_process(world, optimizer, case)

@@ -186,6 +186,7 @@ INPUTS = (
 )
 
 
+@pytest.mark.more
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fit", INPUTS)
 def test_resuming_is_exact_with_every_kind_of_input(world, fit, tmp_path):
@@ -252,6 +253,7 @@ def setting() -> list[Any]:
     return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7), Scaled()]
 
 
+@pytest.mark.more
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("own", "first"),
@@ -327,6 +329,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(world, tmp_path):
             assert outcome(*resumed) == whole
 
 
+@pytest.mark.more
 @pytest.mark.ranks(1, 3)
 def test_a_signal_within_validation_ends_it_and_it_begins_anew(world, tmp_path):
     class Kill(keras.callbacks.Callback):
