@@ -95,6 +95,7 @@ class Supervisor:
         self._stop_at: float | None = None
         self._give_up_at: float | None = None
         self._late = False
+        self._too_few = False
         self._judged: set[int] = set()
         self._looking_since: float | None = None
         self._hang = ""
@@ -222,9 +223,9 @@ class Supervisor:
                 enough = self._note_loss(end)
                 if enough:
                     continue
-                # They learn of it, and save what they have.
-                others_s = self._patience.preempt_grace_s
-            elif preempted(self._hub.ends):
+                self._too_few = True
+            if self._too_few or preempted(self._hub.ends):
+                # They learn of it, and save what they have; some sooner than others.
                 others_s = self._patience.preempt_grace_s
             if end.code != 0:
                 self._stop_at = min(self._stop_at or now + others_s, now + others_s)
