@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.launch.mpirun import find_mpirun
 from tests.harness.jobs import REPOSITORY
 from tests.launch.cgroups import ENTER, FILL
 from tests.launch.jobs import FAULTS, HVDTRAIN, OWN_DEFAULTS, StartedJob, program
@@ -325,16 +324,3 @@ def test_what_children_leave_behind_ends_with_the_job(start_job) -> None:
     job = start_job("-np", "2", body=body)
     assert job.process.wait(timeout=20) == 0
     assert job.left() == []
-
-
-def test_starting_costs_little_over_bare_mpirun(run_command) -> None:
-    mpirun = find_mpirun(Path(sys.executable).parent, os.environ).path
-    words = ["-np", "2", sys.executable, "-c", "pass"]
-    # The best of several, as many as it takes: others use the machine too.
-    ours = bare = float("inf")
-    for _ in range(10):
-        ours = min(ours, run_command([*HVDTRAIN, *words]).seconds)
-        bare = min(bare, run_command([mpirun, *words]).seconds)
-        if ours - bare < 0.3:
-            return
-    pytest.fail(f"hvdtrain run took {ours:.2f} s, bare mpirun {bare:.2f} s")
