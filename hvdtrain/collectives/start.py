@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from hvdtrain.cluster.topology import Topology
+from hvdtrain.collectives.fence import fence
 from hvdtrain.errors import LaunchError
 
 __all__ = ["start_mpi", "why_not_elastic"]
@@ -21,11 +22,6 @@ _ONE_HOST = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
 # Open MPI's collectives in two levels (coll/han), its first choice from two hosts on, forget the
 # errors of their parts: while a rank dies they return success without the data.
 _ELASTIC = {"OMPI_MCA_coll_han_priority": "0"}
-# Open MPI 5 starts with a fence that carries addresses, and then an empty one. Slurm passes the
-# empty one up and down a tree, and lets go of some ranks before the others have come (seen with
-# 22.05.8); what they send finds no communicator, and its receiver dies in MPI_Init of SIGSEGV. So
-# there is the first fence alone, which Slurm passes around a ring.
-_SRUN = {"OMPI_MCA_pmix_base_async_modex": "1"}
 
 
 def start_mpi(
@@ -49,8 +45,6 @@ def start_mpi(
     settings = dict(_ANY_HOSTS)
     if topology.local_size == topology.size:
         settings.update(_ONE_HOST)
-    if topology.launcher == "slurm":
-        settings.update(_SRUN)
     if _tells_of_losses(environ):
         settings.update(_ELASTIC)
     for name, value in settings.items():
@@ -62,6 +56,9 @@ def start_mpi(
         mpi4py.rc.finalize = False
         with _ending_after(timeout_s):
             from mpi4py import MPI
+
+            if topology.launcher == "slurm":
+                fence()
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"The launcher started {topology.size} ranks, but no MPI library could be loaded "

@@ -89,17 +89,6 @@ def test_settings_of_the_user_stay(launch) -> None:
     assert "'OMPI_MCA_osc': '^ucx'" in done.stdout
 
 
-@pytest.mark.parametrize("launcher", CLAIMS)
-def test_one_fence_under_srun(launch, launcher: str) -> None:
-    """Where Slurm's second one lets ranks go early, one in ten jobs on four hosts would crash."""
-    rank_0_of_1 = str.maketrans("14", "01")
-    alone = {name: value.translate(rank_0_of_1) for name, value in CLAIMS[launcher].items()}
-    done = launch(None, SCRIPT.format(extra={}), env=alone)
-    assert done.returncode == 0, done
-    one_fence = "'OMPI_MCA_pmix_base_async_modex': '1'" in done.stdout
-    assert one_fence == (launcher == "slurm")
-
-
 def test_alone_needs_no_mpi(launch) -> None:
     script = """
         import sys
