@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-from tests.harness.jobs import REPOSITORY
+from tests.examples.digits import load_mnist_data
 
-
-def _load() -> ModuleType:
-    path = REPOSITORY / "examples" / "mnist_data.py"
-    spec = importlib.util.spec_from_file_location("mnist_data", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mnist_data"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-mnist_data = _load()
+mnist_data = load_mnist_data()
 
 TEST_SUM = 25825445
 

@@ -52,8 +52,9 @@ print(socket.gethostname(), role, f"{model.evaluate(x, y, verbose=0):.4f}", flus
 """
 
 
-@pytest.mark.parametrize("way", ["ssh", "slurm"])
-@pytest.mark.parametrize("mode", ["async-ps", "sync-ps", "easgd"])
+@pytest.mark.parametrize(
+    ("way", "mode"), [("ssh", "async-ps"), ("slurm", "sync-ps"), ("ssh", "easgd")]
+)
 def test_servers_on_hosts_of_their_own(
     cluster: Cluster, forked_python: list[str], way: str, mode: str
 ) -> None:

@@ -110,11 +110,10 @@ print("same", flush=True)
 """
 
 
-@pytest.mark.parametrize("np", [2, 3])
-def test_it_gives_what_the_engine_gives(launch, np: int) -> None:
-    done = launch(np, START + SAME, env=NCCL, timeout_s=120)
+def test_it_gives_what_the_engine_gives(launch) -> None:
+    done = launch(3, START + SAME, env=NCCL, timeout_s=120)
     assert done.returncode == 0, done
-    assert done.stdout.count("same") == np
+    assert done.stdout.count("same") == 3
     why = r"NCCL combines gradients: --backend nccl \(by TensorFlow's ring on CPUs"
     assert len(re.findall(why, done.stderr)) == 2, "once for each init(), by the chief alone"
 
@@ -252,11 +251,3 @@ def test_training_equals_one_process(launch) -> None:
     assert done.returncode == 0, done
     assert done.stdout.count("trained") == 2
     assert "NCCL combines gradients" in done.stderr
-
-
-def test_the_example_learns(launch) -> None:
-    example = REPOSITORY / "examples" / "mnist.py"
-    done = launch(2, example, "--epochs", "2", env=NCCL, timeout_s=250)
-    assert done.returncode == 0, done
-    (accuracy,) = re.findall(r"test accuracy = (0\.\d+)", done.stdout)
-    assert float(accuracy) > 0.8
