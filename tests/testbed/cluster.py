@@ -238,10 +238,13 @@ class Cluster:
         files = self._write_files()
         for name in (_HEAD, *self.hosts):
             self._machines[name] = Host(name, self._environment())
-            folders = ["/run"] if name == _HEAD else ["/run", "/tmp", "/dev/shm"]
-            self._machines[name].furnish(
-                folders, files, shared=self._shared, stage=self._state / "stage"
-            )
+            folders, shared = ["/run", "/tmp"], list(self._shared)
+            if name == _HEAD:
+                # Where tests have their files; launchers that are killed leave theirs beside it.
+                shared.append(Path(tempfile.gettempdir()))
+            else:
+                folders.append("/dev/shm")
+            self._machines[name].furnish(folders, files, shared=shared, stage=self._state / "stage")
         head, *hosts = self._machines.values()
         network.connect(head, hosts)
         self._start_slurm(head, hosts)
