@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 RUNNER = [sys.executable, "-m", "tests.checkpoint.killed_writer"]
 
 
+@pytest.mark.more
 def test_killed_at_random_moments(tmp_path: Path, run_command) -> None:
     done = run_command([*RUNNER, "random", tmp_path / "runs", "300"], timeout_s=110)
     assert done.returncode == 0, done

@@ -38,7 +38,13 @@ def equals_one_process(world, optimizer, case):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("case", ["even", "uneven", "sample_weight", "accumulation"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("uneven", "accumulation"),
+        *(pytest.param(case, marks=pytest.mark.more) for case in ("even", "sample_weight")),
+    ],
+)
 def test_training_in_float64_equals_one_process_to_rounding(world, case):
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")

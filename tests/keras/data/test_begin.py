@@ -57,16 +57,19 @@ def _threads(_: int) -> Batches:
     return _Plain(ROWS, 4, workers=3)
 
 
+more = pytest.mark.more
 KINDS = [
     pytest.param(_arrays, {"batch_size": 4, "shuffle": True}, id="arrays"),
-    pytest.param(_arrays, {"batch_size": 4}, id="arrays-in-order"),
-    pytest.param(_arrays, {"batch_size": 4, "shuffle": "batch"}, id="arrays-within-batches"),
-    pytest.param(_pipeline, {}, id="pipeline"),
+    pytest.param(_arrays, {"batch_size": 4}, id="arrays-in-order", marks=more),
+    pytest.param(
+        _arrays, {"batch_size": 4, "shuffle": "batch"}, id="arrays-within-batches", marks=more
+    ),
+    pytest.param(_pipeline, {}, id="pipeline", marks=more),
     pytest.param(_shuffled, {}, id="pipeline-that-shuffles"),
-    pytest.param(_nested, {"class_weight": None}, id="pipeline-nested"),
+    pytest.param(_nested, {"class_weight": None}, id="pipeline-nested", marks=more),
     pytest.param(_unknown, {}, id="pipeline-of-unknown-length"),
     pytest.param(_pydataset, {"shuffle": True}, id="pydataset"),
-    pytest.param(_threads, {}, id="pydataset-threads"),
+    pytest.param(_threads, {}, id="pydataset-threads", marks=more),
 ]
 kinds = pytest.mark.parametrize(("make", "options"), KINDS)
 

@@ -93,11 +93,13 @@ def test_resuming_is_exact(world, make, stop, tmp_path):
     exact(world, make, arrays, tmp_path, stop)
 
 
+@pytest.mark.more
 @pytest.mark.ranks(1, 3)
 def test_resuming_is_exact_on_any_number_of_ranks(world, tmp_path):
     exact(world, accumulating, arrays, tmp_path, 3)
 
 
+@pytest.mark.more
 @pytest.mark.ranks(2)
 def test_resuming_twice_is_exact(world, tmp_path):
     saving = [Checkpoint(tmp_path, every_steps=1), StopAfter(2)]
@@ -106,6 +108,7 @@ def test_resuming_twice_is_exact(world, tmp_path):
     exact(world, dropout, arrays, tmp_path, 3)
 
 
+@pytest.mark.more
 @pytest.mark.ranks(2)
 def test_resuming_after_the_last_step_of_an_epoch_is_exact(world, tmp_path):
     exact(world, dropout, arrays, tmp_path, 6)
@@ -200,6 +203,7 @@ def test_resuming_is_exact_with_every_kind_of_input(world, fit, tmp_path):
         assert (state["epoch"], state["place"]["epochs"]) == (EPOCHS, EPOCHS)
 
 
+@pytest.mark.more
 @pytest.mark.ranks(2)
 def test_after_data_of_unknown_length_ran_out_a_pass_begins(world, tmp_path):
     """Its six steps end within the second epoch of four; the third begins another pass."""
@@ -280,6 +284,7 @@ def test_only_the_chief_needs_the_directory(world, tmp_path):
     assert (tmp_path / "runs").exists() == world.is_chief()
 
 
+@pytest.mark.more
 @pytest.mark.ranks(2)
 def test_a_complete_training_is_not_done_again(world, tmp_path):
     model, _ = run(world, averaged, plain([Checkpoint(tmp_path)], batch_size=6), seed=1)
@@ -290,6 +295,7 @@ def test_a_complete_training_is_not_done_again(world, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.more
 @pytest.mark.ranks(2)
 def test_the_model_is_exported_on_demand(world, tmp_path):
     path = tmp_path / "models" / "last.keras"
