@@ -18,6 +18,8 @@ from typing import IO
 
 __all__ = [
     "MARK",
+    "REPOSITORY",
+    "YIELDING",
     "Completed",
     "Job",
     "clean_environment",
@@ -35,6 +37,14 @@ MARK = "HVDTRAIN_TEST_JOB"
 _LAUNCHERS = ("OMPI_COMM_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "HOROVOD_")
 _HVDTRAIN_RANK = ("HVDTRAIN_RANK", "HVDTRAIN_SIZE", "HVDTRAIN_LOCAL_", "HVDTRAIN_NODE_")
 
+# A rank that waits within Open MPI must not take a core from the one it waits for. It sleeps: from
+# Linux 6.18 on, ranks that only yield can keep other processes from running for a minute.
+YIELDING = {
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
+    "OMPI_MCA_threads_pthreads_nanosleep_time": "100000",
+}
+
 _ENVIRONMENT = {
     # Open MPI: root in a container, more ranks than cores, no network but what every host has.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -42,10 +52,10 @@ _ENVIRONMENT = {
     "OMPI_MCA_btl": "self,vader,tcp",  # shared memory, as Open MPI 4 and 5 both call it
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_osc": "^ucx",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
+    **YIELDING,
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    # A waiting rank must not take a core from the one it waits for.
+    # Ranks of a test share the cores with those of others.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.harness.jobs import REPOSITORY
+from tests.harness.jobs import REPOSITORY, YIELDING
 from tests.launch.cgroups import ENTER, FILL, LIMIT_BYTES
 
 __all__ = [
@@ -34,7 +34,7 @@ OWN_DEFAULTS: dict[str, str | None] = {
     "OMPI_MCA_btl": None,
     "OMPI_MCA_pml": None,
     "OMPI_MCA_osc": None,
-    "OMPI_MCA_mpi_yield_when_idle": None,
+    **dict.fromkeys(YIELDING),
     "OMPI_MCA_rmaps_base_oversubscribe": None,
     "PRTE_MCA_rmaps_default_mapping_policy": None,
     "OMP_NUM_THREADS": None,
@@ -50,7 +50,7 @@ RANK = (
 ON_CLUSTER = {
     **OWN_DEFAULTS,
     "PYTHONPATH": str(REPOSITORY),
-    "OMPI_MCA_mpi_yield_when_idle": "1",
+    **YIELDING,
 }
 
 # What the failing rank does, the exit code of the job, and what the verdict holds. Out of memory

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.jobs import REPOSITORY
+from tests.harness.jobs import REPOSITORY, YIELDING
 from tests.launch.jobs import HVDTRAIN, with_mark
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
@@ -30,7 +30,7 @@ class Training:
     def __init__(self, folder: Path, *options: str, program: tuple[str, ...] = ()) -> None:
         self.folder = folder
         standin = ["-m", "tests.launch.standin", str(folder), *program]
-        environ = {**with_mark(uuid.uuid4().hex), "OMPI_MCA_mpi_yield_when_idle": "1"}
+        environ = {**with_mark(uuid.uuid4().hex), **YIELDING}
         self.process = subprocess.Popen(
             [*HVDTRAIN, *options, "--", sys.executable, *standin],
             env=environ,
