@@ -18,6 +18,7 @@ _REMEDY = {
     errno.EPERM: "Allow writing there, or name a directory of your own",
     errno.ENOTDIR: "Name a directory, not a file",
     errno.EEXIST: "Name a directory, not a file",
+    errno.ETIMEDOUT: "Try again later",
     errno.EIO: "Have the disk checked, or name a directory on another one",
 }
 

@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,15 +23,20 @@ from hvdtrain.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from hvdtrain.errors import CheckpointError
 
 __all__ = [
+    "PATIENCE_S",
     "Found",
     "aside_name",
     "draft_name",
     "find_complete",
     "folder_name",
     "hidden_name",
+    "keeps_changing",
     "settle",
     "sweep",
 ]
+
+# How long to look again and again at a directory that another process changes at the same time.
+PATIENCE_S = 30.0
 
 _STEP = re.compile(r"(\.replaced-)?step-(\d{8,})")
 _REMAINS = re.compile(r"\.(?:writing|removing)-step-\d{8,}-[0-9a-f]{8}")
@@ -71,17 +77,32 @@ def hidden_name(step: int) -> str:
 
 
 def find_complete(directory: Path) -> list[Found]:
-    """The folders with a manifest, the newest step first.
+    """The folders with a manifest, the newest step first, all as they were at one moment.
 
     Raises:
-        OSError: The directory is there and can't be listed.
+        OSError: The directory is there and can't be listed, or changes all the time.
     """
-    found = []
-    for step, path, aside in _steps(directory):
-        identity = _identity(path)
-        if identity is not None:
-            found.append(Found(step=step, path=path, aside=aside, identity=identity))
-    return sorted(found, key=lambda entry: (-entry.step, entry.aside))
+    give_up_s = time.monotonic() + PATIENCE_S
+    listed = _steps(directory)
+    while time.monotonic() < give_up_s:
+        found = []
+        for step, path, aside, _ in listed:
+            identity = _identity(path)
+            if identity is not None:
+                found.append(Found(step=step, path=path, aside=aside, identity=identity))
+        # A folder that goes after the list was made may have been replaced by one not in it.
+        before, listed = listed, _steps(directory)
+        if listed == before:
+            return sorted(found, key=lambda entry: (-entry.step, entry.aside))
+    raise keeps_changing()
+
+
+def keeps_changing() -> OSError:
+    """For a directory that another process changes faster than this one can read."""
+    seconds = f"{PATIENCE_S:.0f} s"
+    return TimeoutError(
+        errno.ETIMEDOUT, f"for {seconds} another process has replaced them faster than that"
+    )
 
 
 def settle(directory: Path, step: int) -> None:
@@ -109,15 +130,15 @@ def sweep(directory: Path, *, alone: bool) -> None:
     Raises:
         OSError: A replacement can't be ended.
     """
-    for step, _, aside in list(_steps(directory)):
+    for step, _, aside, _ in _steps(directory):
         if aside:
             settle(directory, step)
     if not alone:
         return
-    for name in _folders(directory):
+    for name, _ in _folders(directory):
         if _REMAINS.fullmatch(name):
             shutil.rmtree(directory / name, ignore_errors=True)
-    for step, path, _ in list(_steps(directory)):
+    for step, path, _, _ in _steps(directory):
         if not os.path.lexists(path / MANIFEST):
             remove_folder(path, directory / hidden_name(step))
 
@@ -140,18 +161,25 @@ def _is_complete(folder: Path, step: int) -> bool:
     return True
 
 
-def _steps(directory: Path) -> Iterator[tuple[int, Path, bool]]:
-    for name in _folders(directory):
+def _steps(directory: Path) -> list[tuple[int, Path, bool, int]]:
+    """Step, path, whether set aside, and inode of what is named like a checkpoint."""
+    steps = []
+    for name, inode in _folders(directory):
         match = _STEP.fullmatch(name)
         # step-000000120 is not the name of step 120.
         if match and folder_name(int(match[2])) == name.removeprefix(match[1] or ""):
-            yield int(match[2]), directory / name, match[1] is not None
+            steps.append((int(match[2]), directory / name, match[1] is not None, inode))
+    return sorted(steps)
 
 
-def _folders(directory: Path) -> list[str]:
-    """Names of the folders in the directory, none if there is none; links aren't followed."""
+def _folders(directory: Path) -> list[tuple[str, int]]:
+    """Name and inode of the directory's folders, none if there is none; links aren't followed."""
     try:
         with os.scandir(directory) as entries:
-            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            return [
+                (entry.name, entry.inode())
+                for entry in entries
+                if entry.is_dir(follow_symlinks=False)
+            ]
     except FileNotFoundError:
         return []

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from hvdtrain.checkpoint.durable import make_folders, reason, remove_folder, sync, write_file
 from hvdtrain.checkpoint.folders import (
+    PATIENCE_S,
     Found,
     aside_name,
     draft_name,
     find_complete,
     folder_name,
     hidden_name,
+    keeps_changing,
     settle,
     sweep,
 )
@@ -46,7 +50,7 @@ __all__ = ["Store"]
 # The manifest before it counts.
 _UNPUBLISHED = ".manifest.json"
 
-# How often a reader looks again at a directory that another process changes at the same time.
+# How often a reader looks again at least, however long it takes to read a checkpoint.
 _LOOKS = 5
 
 # Reading failed with these: what is on the disk isn't a checkpoint any more. With others, such as
@@ -249,10 +253,10 @@ class Store:
 
     def _first_intact(self) -> tuple[Snapshot | None, list[str]]:
         """The newest intact checkpoint, and what is wrong with those that are newer."""
-        snapshot: Snapshot | None = None
-        problems: dict[Found, str] = {}
-        for _ in range(_LOOKS):
-            snapshot, problems = None, {}
+        give_up_s = time.monotonic() + PATIENCE_S
+        for look in itertools.count(1):
+            snapshot: Snapshot | None = None
+            problems: dict[Found, str] = {}
             listed = find_complete(self._directory)
             for found in listed:
                 try:
@@ -261,10 +265,12 @@ class Store:
                 except DamagedError as error:
                     problems[found] = f"{found.path}: {error}"
             # What seems damaged or missing may have been replaced meanwhile.
-            if snapshot is not None and not problems:
+            if all(found.is_there() for found in problems) and (
+                snapshot is not None or find_complete(self._directory) == listed
+            ):
                 break
-            if find_complete(self._directory) == listed:
-                break
+            if look >= _LOOKS and time.monotonic() > give_up_s:
+                raise keeps_changing()
         self._damaged |= set(problems)
         return snapshot, list(problems.values())
 
