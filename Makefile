@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NP ?= 2
 # Processes that run tests side by side, each with jobs of its own.
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
 # What `make test` runs, and `make test-all` before the rest.
 FIRST := not cluster and not more and (not mpi or essential)

@@ -39,7 +39,7 @@ def horovodrun(environment, run_command, tmp_path):
 
 
 def test_the_example_learns(horovodrun, tmp_path):
-    data = ("--epochs", "4", "--data-dir", write_few(tmp_path))
+    data = ("--epochs", "12", "--data-dir", write_few(tmp_path))
     done = horovodrun("--gloo", MNIST, *data)
     assert done.returncode == 0, done
     why = "horovodrun --gloo started"
