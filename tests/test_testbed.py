@@ -84,7 +84,7 @@ def test_srun_with_pmix(cluster: Cluster, allreduce: Path) -> None:
     env = {"OPAL_PREFIX": sys.prefix, "PMIX_MCA_psec": "native"}
     # Without hvdtrain, see hvdtrain.collectives.start: Slurm's fence in a tree lets ranks go early.
     env["SLURM_PMIX_FENCE"] = "ring"
-    argv = ["srun", "--mpi=pmix", "-N4", "-n4", sys.executable, str(allreduce)]
+    argv = ["srun", "--quiet", "--mpi=pmix", "-N4", "-n4", sys.executable, str(allreduce)]
     done = cluster.run(argv, timeout_s=60, env=env)
     assert sorted(done.stdout.splitlines()) == [f"{host} 10" for host in cluster.hosts], done
     assert done.stderr == ""

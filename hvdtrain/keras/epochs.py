@@ -10,8 +10,6 @@ gradients went into it. Then the rest of the pass is shared out among those that
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,9 +21,6 @@ from hvdtrain.keras.data.position import Position
 from hvdtrain.keras.membership import Change, Membership
 
 __all__ = ["Epochs", "Place"]
-
-# By then Keras has taken the next iterator into its loop.
-KEEP_S = 1.0
 
 
 class Place(NamedTuple):
@@ -270,9 +265,7 @@ class Epochs:
 
     def _read(self, begun: Pass) -> None:
         self._pass = begun
-        before, self._iterator = self._iterator, iter(begun.dataset)
-        if before is not None:
-            threading.Thread(target=_keep, args=(before,), daemon=True).start()
+        self._iterator = iter(begun.dataset)
         self._done = 0
         self._ran_out = False
 
@@ -283,14 +276,6 @@ class Epochs:
         if self._steps_per_epoch is None and self.sharded.steps is not None:
             return max(0, self.sharded.steps - (left or 0))
         return -(-resumed.epoch_step * resumed.ranks // self._membership.size)
-
-
-def _keep(iterator: Any) -> None:
-    """Outlive all who use an iterator, so that the thread of this function is who destroys it.
-
-    That waits for a thread of tf.data which tunes it, and which may have gone to sleep for seconds.
-    """
-    time.sleep(KEEP_S)
 
 
 class _EpochIterator(TFEpochIterator):

@@ -21,6 +21,7 @@ from hvdtrain.keras.data.partition import (
     units_left,
 )
 from hvdtrain.keras.data.position import Position
+from hvdtrain.keras.data.running import untuned
 from hvdtrain.keras.data.source import Report, ShardPlan
 
 __all__ = ["ArraySource", "ShardedArrays"]
@@ -186,11 +187,10 @@ class ArraySource:
             else:
                 dataset = self._nothing(steps)
             options = tf.data.Options()
-            options.deterministic = True
             # As in Keras: optimising would serialise the graph with the arrays that it captured.
             options.experimental_optimization.apply_default_optimizations = False
             dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
-            return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
+            return untuned(dataset.with_options(options)).prefetch(tf.data.AUTOTUNE)
 
     def _nothing(self, steps: int) -> tf.data.Dataset:
         """A rank without a row among others that have some; or the end of a pass."""

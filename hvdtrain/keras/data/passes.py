@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
+from hvdtrain.keras.data.running import untuned
 
 __all__ = ["PipelinePasses", "Reshuffling", "reshuffling", "shuffles"]
 
@@ -178,7 +179,7 @@ class PipelinePasses:
                 "that goes on through all epochs."
             )
         for _ in range(self._begun, passes):
-            iterator = iter(self._dataset)
+            iterator = iter(untuned(self._dataset))
             if self._order.at_once:
                 continue
             for _ in iterator:
@@ -213,7 +214,7 @@ class PipelinePasses:
             self._epoch, self._saved = epoch, None
         if not again and not (repeatable and self._order.repeatable):
             return self._dataset
-        iterator = iter(self._dataset)
+        iterator = iter(untuned(self._dataset))
         if again:
             tf.raw_ops.DeserializeIterator(
                 resource_handle=iterator._iterator_resource, serialized=self._saved

@@ -18,6 +18,7 @@ from hvdtrain.keras.data.agreement import REMEDIES, raise_if_different
 from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, ShardedInput
 from hvdtrain.keras.data.partition import epoch_order, joint_steps, units_left
 from hvdtrain.keras.data.position import Position
+from hvdtrain.keras.data.running import untuned
 from hvdtrain.keras.data.source import Report, ShardPlan
 
 __all__ = ["PyDatasetSource", "ShardedPyDataset"]
@@ -159,9 +160,7 @@ class PyDatasetSource:
             dataset = dataset.map(pack)
             if steps is not None:
                 dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
-            options = tf.data.Options()
-            options.deterministic = True
-            return dataset.with_options(options).prefetch(1)
+            return untuned(dataset).prefetch(1)
 
     @staticmethod
     def present(batch: tuple[Any, ...]) -> list[Any]:

@@ -20,6 +20,7 @@ from hvdtrain.keras.data.joint_stream import JointStream
 from hvdtrain.keras.data.partition import joint_steps
 from hvdtrain.keras.data.passes import PipelinePasses, shuffles
 from hvdtrain.keras.data.position import Position
+from hvdtrain.keras.data.running import untuned
 from hvdtrain.keras.data.source import Report, ShardPlan
 
 __all__ = ["NOTICE", "ShardedPipeline", "TfDataSource"]
@@ -143,9 +144,7 @@ class TfDataSource:
                 dataset = self._joint_steps(dataset, batches, padding, record)
             if steps is not None:
                 dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
-            options = tf.data.Options()
-            options.deterministic = True
-            return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
+            return untuned(dataset).prefetch(tf.data.AUTOTUNE)
 
     def _whole_batch(self, *element: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
         """A step that is one batch of this rank: nothing to choose and nothing to add up."""
