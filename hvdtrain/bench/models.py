@@ -1,4 +1,4 @@
-"""The models that ``hvdtrain bench training`` trains, and data of their shapes."""
+"""The models that ``hvdtrain bench`` trains, and data of their shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLASSES = 10
 
 
 def build_model(name: str) -> keras.Model:
-    """A compiled model by its name in ``options.MODELS``; the same weights each time."""
+    """A compiled model with the same weights each time: ``small``, or one of ``options.MODELS``."""
     keras.utils.set_random_seed(SEED)
     model: keras.Model = _BUILDERS[name]()
     model.compile(
@@ -63,4 +63,12 @@ def _mlp() -> Any:
     )
 
 
-_BUILDERS: dict[str, Callable[[], Any]] = {"lenet": _lenet, "mlp": _mlp}
+def _small() -> Any:
+    """Next to nothing to compute."""
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((32,)), layers.Dense(64, activation="relu"), layers.Dense(CLASSES)]
+    )
+
+
+_BUILDERS: dict[str, Callable[[], Any]] = {"lenet": _lenet, "mlp": _mlp, "small": _small}

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain import world
+from hvdtrain.bench.calls import measure_calls, show_calls
 from hvdtrain.bench.machine import describe_machine, machine_line, resident_bytes
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import TrainingOptions
@@ -25,15 +26,26 @@ __all__ = ["measure"]
 LEAST_LENET_EFFICIENCY = 93.0
 # Asked of two ranks, and of more in proportion.
 LEAST_MLP_EFFICIENCY = 80.0
+# From the last callback to the return of ``fit``.
+MOST_END_MS = 50.0
 # Allocators and threads move a little either way.
 MOST_GROWTH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """One run: samples a second over its ranks, and processor time of this rank for a step."""
+    """One run of this rank alone or of all.
+
+    Attributes:
+        samples_per_s: Over its ranks, by the steps after the warm-up.
+        call_samples_per_s: By the clock around the call of ``fit``, the warm-up included.
+        end_s: From the last callback to the return of ``fit``.
+        cpu_step_s: Processor time of this rank for a step.
+    """
 
     samples_per_s: float
+    call_samples_per_s: float
+    end_s: float
     cpu_step_s: float
 
 
@@ -46,10 +58,11 @@ class _Runs:
 
 
 class _StepClock(keras.callbacks.Callback):
-    """Notes when each step has ended, and this process's memory at some of them."""
+    """Notes when each step and the training ended, and this process's memory at some steps."""
 
     def __init__(self, memory_after: tuple[int, ...] = ()) -> None:
         super().__init__()
+        self.end_s = 0.0
         self.ends_s: list[float] = []
         self.cpu_s: list[float] = []
         self.resident_bytes: list[int] = []
@@ -60,6 +73,9 @@ class _StepClock(keras.callbacks.Callback):
         self.cpu_s.append(time.process_time())
         if len(self.ends_s) in self._memory_after:
             self.resident_bytes.append(resident_bytes())
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.end_s = time.perf_counter()
 
 
 def measure(options: TrainingOptions) -> None:
@@ -86,8 +102,10 @@ def measure(options: TrainingOptions) -> None:
         runs = _measure_runs(model, name, options, collectives)
         growth = _measure_growth(model, options, collectives)
         rows.append(_row(name, runs, growth, collectives))
+    overheads = measure_calls(collectives)
     if chief:
         _show(report, rows, options.memory_steps)
+        show_calls(report, overheads)
         report.finish(options.json)
 
 
@@ -108,13 +126,16 @@ def _measure_runs(
 
 
 def _run(model: keras.Model, options: TrainingOptions, ranks: int) -> _Run:
-    """One ``fit``; the steps after the warm-up count."""
+    """One ``fit``; the steps after the warm-up count, and the call as a whole."""
     clock = _StepClock()
-    _fit(model, options.batch_size, options.warmup_steps + options.steps, ranks, clock)
+    steps, samples = options.warmup_steps + options.steps, options.batch_size * ranks
+    call_s = _fit(model, options.batch_size, steps, ranks, clock)
     first = options.warmup_steps - 1
     seconds = clock.ends_s[-1] - clock.ends_s[first]
     return _Run(
-        samples_per_s=options.steps * options.batch_size * ranks / seconds,
+        samples_per_s=options.steps * samples / seconds,
+        call_samples_per_s=steps * samples / call_s,
+        end_s=time.perf_counter() - clock.end_s,
         cpu_step_s=(clock.cpu_s[-1] - clock.cpu_s[first]) / options.steps,
     )
 
@@ -128,9 +149,12 @@ def _measure_growth(model: keras.Model, options: TrainingOptions, collectives: C
     return int(collectives.allreduce(growth, "max", name="hvdtrain bench: memory")[0])
 
 
-def _fit(model: keras.Model, batch_size: int, steps: int, ranks: int, clock: _StepClock) -> None:
+def _fit(model: keras.Model, batch_size: int, steps: int, ranks: int, clock: _StepClock) -> float:
+    """How long the call of ``fit`` took, in seconds."""
     x, y = synthetic_data(model, batch_size * steps * ranks)
+    begin_s = time.perf_counter()
     model.fit(x, y, batch_size=batch_size, epochs=1, verbose=0, callbacks=[clock])
+    return time.perf_counter() - begin_s
 
 
 def _row(name: str, runs: _Runs, growth_bytes: int, collectives: Collectives) -> dict[str, Any]:
@@ -138,6 +162,9 @@ def _row(name: str, runs: _Runs, growth_bytes: int, collectives: Collectives) ->
     mine = [run.samples_per_s for run in runs.alone]
     alone = collectives.allgather_object(mine, name="hvdtrain bench: each rank alone")
     joint = [run.samples_per_s for run in runs.joint]
+    calls = [run.call_samples_per_s for run in runs.joint]
+    end_s = max(run.end_s for run in runs.joint)
+    ends_s = collectives.allgather_object(end_s, name="hvdtrain bench: ends of fit")
     cpu_alone_s, cpu_joint_s = (
         min(run.cpu_step_s for run in kind) for kind in (runs.alone, runs.joint)
     )
@@ -147,6 +174,8 @@ def _row(name: str, runs: _Runs, growth_bytes: int, collectives: Collectives) ->
         "model": name,
         "alone_samples_per_s": alone,
         "joint_samples_per_s": joint,
+        "joint_call_samples_per_s": calls,
+        "end_s": max(ends_s),
         "one_rank_samples_per_s": one_rank,
         "speedup": max(joint) / one_rank,
         "efficiency_percent": 100 * max(joint) / one_rank / collectives.size,
@@ -162,6 +191,7 @@ def _show(report: Report, rows: list[dict[str, Any]], memory_steps: int) -> None
             row["model"],
             f"{row['one_rank_samples_per_s']:.0f}",
             f"{max(row['joint_samples_per_s']):.0f}",
+            f"{max(row['joint_call_samples_per_s']):.0f}",
             f"{row['speedup']:.2f}",
             f"{row['efficiency_percent']:.1f} %",
             f"{row['median_speedup']:.2f}",
@@ -170,12 +200,13 @@ def _show(report: Report, rows: list[dict[str, Any]], memory_steps: int) -> None
         ]
         for row in rows
     ]
-    head = ["model", "one rank", "all ranks", "speedup", "efficiency", "of medians", "processor"]
-    report.print(table([*head, "memory"], cells, left=1))
+    head = ["model", "one rank", "all ranks", "by calls", "speedup", "efficiency", "of medians"]
+    report.print(table([*head, "processor", "memory"], cells, left=1))
     report.print(
         "samples/s of the best run; one rank is plain Keras with the same threads while the\n"
-        "others wait, the mean over the ranks, each in turn. processor: processor time of a step\n"
-        "of one rank over that of a step of all, on the chief; other programs disturb it less.\n"
+        "others wait, the mean over the ranks, each in turn. by calls: all ranks by the clock\n"
+        "around fit, with its first steps. processor: processor time of a step of one rank over\n"
+        "that of a step of all, on the chief; other programs disturb it less.\n"
         "memory: growth of the resident set of the worst rank from step "
         f"{memory_steps} to {2 * memory_steps}."
     )
@@ -190,6 +221,15 @@ def _show(report: Report, rows: list[dict[str, Any]], memory_steps: int) -> None
                 limit=least[name],
                 unit="%",
                 bound="at least",
+            )
+        )
+        report.hold_against(
+            Limit(
+                what=f"{name}: fit returns after its last callback, the worst",
+                measured=1000 * row["end_s"],
+                limit=MOST_END_MS,
+                unit="ms",
+                bound="at most",
             )
         )
         report.hold_against(

@@ -148,7 +148,8 @@ def test_training_measures_one_rank_and_two(launch, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     done = launch(2, IN_A_JOB, *TINY_TRAINING, "--json", str(path))
     assert done.returncode == 0, done
-    (row,) = json.loads(path.read_text())["models"]
+    found = json.loads(path.read_text())
+    (row,) = found["models"]
     assert row["model"] == "lenet"
     assert [len(speeds) for speeds in row["alone_samples_per_s"]] == [2, 2], "each rank, each run"
     assert len(row["joint_samples_per_s"]) == 2
@@ -156,6 +157,10 @@ def test_training_measures_one_rank_and_two(launch, tmp_path: Path) -> None:
     best = max(row["joint_samples_per_s"]) / one_rank
     assert row["speedup"] == pytest.approx(best)
     assert row["efficiency_percent"] == pytest.approx(50 * best)
+    by_calls = row["joint_call_samples_per_s"]
+    assert all(call < 3 * step for call, step in zip(by_calls, row["joint_samples_per_s"]))
+    assert [row["input"] for row in found["calls"]] == ["arrays", "tf.data", "PyDataset"]
+    assert all(row["together_s"] > 0 < row["alone_s"] for row in found["calls"])
 
 
 @pytest.mark.mpi

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -44,20 +46,32 @@ class JointStream:
         dataset = dataset.concatenate(end.repeat(ends))
         # batches in the joint step, this rank's batch, its rows, joint rows, steps given, digest
         state = (zero, self._blanks, zero, zero, tf.constant(0, tf.int64), no_print)
-        dataset = dataset.scan(state, _undecorated(self._next))
+        follow = _follow(self._rank, self._size, self._padded, dataset.element_spec)
+        dataset = dataset.scan(state, _undecorated(lambda *both: follow(*both)))
         return dataset.filter(_undecorated(lambda ready, *_: ready))
 
-    def _next(self, state: tuple[Any, ...], element: tuple[Any, ...]) -> tuple[Any, Any]:
+
+@functools.lru_cache(maxsize=32)
+def _follow(rank: int, size: int, padded: bool, element_spec: Any) -> Callable[..., Any]:
+    """What becomes of the state with the next batch, as a graph.
+
+    ``Dataset.scan`` traces it twice in each ``fit``, which takes a tenth of a second: it is kept.
+    """
+    counter, steps = tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int64)
+    tensors, _, stream, _ = element_spec
+    state = (counter, tensors, counter, counter, steps, stream)
+
+    def follow(state: tuple[Any, ...], element: tuple[Any, ...]) -> tuple[Any, Any]:
         count, kept, rows, joint_rows, step, stream = state
         tensors, batch_rows, batch_print, is_batch = element
-        whole = tf.equal(count, self._size)
-        ready = tf.where(is_batch, whole, (count > 0) | (step > 0) | self._padded)
+        whole = tf.equal(count, size)
+        ready = tf.where(is_batch, whole, (count > 0) | (step > 0) | padded)
         given = (ready, kept, rows, joint_rows, step, ~is_batch, stream)
         position = tf.where(whole, 0, count)
-        mine = is_batch & (position <= self._rank)
+        mine = is_batch & (position <= rank)
         kept = tf.cond(mine, lambda: tensors, lambda: kept)
         before = tf.where(tf.equal(position, 0), 0, rows)
-        rows = tf.where(tf.equal(position, self._rank), batch_rows, before)
+        rows = tf.where(tf.equal(position, rank), batch_rows, before)
         joint_rows = tf.where(whole, 0, joint_rows) + batch_rows
         new_state = (
             tf.where(is_batch, position + 1, 0),
@@ -68,3 +82,5 @@ class JointStream:
             structures.chain(stream, batch_print),  # of no more use after an end
         )
         return new_state, given
+
+    return tf.function(follow, input_signature=(state, element_spec), autograph=False)

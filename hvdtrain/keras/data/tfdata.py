@@ -51,6 +51,7 @@ class TfDataSource:
         self._passes = PipelinePasses(dataset)
         self.shuffles = shuffles(dataset)
         self._class_weight = class_weight
+        self._given = dataset
         self._dataset = dataset = self._weighted(dataset)
         self._spec = structures.as_tuple(dataset.element_spec)
         _check_batched(self._spec)
@@ -89,11 +90,16 @@ class TfDataSource:
 
     def pass_from(
         self, position: Position, steps: int | None, record: Any, *, repeatable: bool
-    ) -> tf.data.Dataset:
-        """What is left of a pass at ``position``; the pipeline runs from its start."""
+    ) -> tf.data.Dataset | None:
+        """What is left of a pass at ``position``; the pipeline runs from its start.
+
+        None where that is the whole pass, in the order that the pipeline has next.
+        """
         with tf.device("CPU:0"):
             within = position.start > 0
             dataset = self._passes.begin(position.epoch, within=within, repeatable=repeatable)
+            if dataset is self._given and not within and not position.missed:
+                return None
             dataset = self._weighted(dataset)
             if position.missed:
                 dataset = _only_left(dataset, position)
@@ -235,7 +241,8 @@ class ShardedPipeline(ShardedInput):
     def _dataset_from(
         self, position: Position, steps: int | None, repeatable: bool
     ) -> tf.data.Dataset:
-        return self._pipeline.pass_from(position, steps, self._recorder, repeatable=repeatable)
+        left = self._pipeline.pass_from(position, steps, self._recorder, repeatable=repeatable)
+        return self.dataset if left is None else left
 
     @property
     def repeatable(self) -> bool:

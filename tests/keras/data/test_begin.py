@@ -102,6 +102,16 @@ def test_from_the_start_a_pass_is_the_dataset(make, options) -> None:
 
 
 @kinds
+def test_dropping_an_iterator_waits_for_no_thread_that_tunes_it(make, options) -> None:
+    (share,) = shard_on_ranks(1, make, **options)
+    datasets = [
+        share.dataset,
+        *(share.begin(Position(epoch=epoch, start=4 * epoch)).dataset for epoch in (0, 1)),
+    ]
+    assert [dataset.options().autotune.enabled for dataset in datasets] == [False] * 3
+
+
+@kinds
 def test_as_many_ranks_go_on_with_the_batches_that_would_have_come(make, options) -> None:
     size = 2
     expected = _read_epochs(size, make, options)

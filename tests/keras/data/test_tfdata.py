@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
+from hvdtrain.keras.data.position import Position
 from tests.keras.data.ranks import flat, joint, on_ranks, read, shard_on_ranks
 
 Dataset = tf.data.Dataset
@@ -245,6 +246,22 @@ def test_order_is_deterministic_though_the_pipeline_asks_otherwise() -> None:
         return _ids(10, 2).with_options(options)
 
     assert shard_on_ranks(2, make)[0].dataset.options().deterministic
+
+
+def test_who_asks_for_autotuning_gets_it() -> None:
+    def make(_: int) -> Dataset:
+        options = tf.data.Options()
+        options.autotune.enabled = True
+        return _ids(10, 2).with_options(options)
+
+    assert shard_on_ranks(2, make)[0].dataset.options().autotune.enabled
+
+
+def test_whole_passes_share_one_graph() -> None:
+    (share, _) = shard_on_ranks(2, lambda _: _ids(10, 2).shuffle(5, seed=1))
+    passes = [share.begin(Position(epoch=epoch)).dataset for epoch in range(2)]
+    assert all(dataset is share.dataset for dataset in passes)
+    assert share.begin(Position(epoch=2, start=2)).dataset is not share.dataset
 
 
 def test_notice_says_how_to_shard_the_source() -> None:
