@@ -40,6 +40,7 @@ _MARK = "_hvdtrain_distribution"
 _REPLACED = (
     "train_step",
     "test_step",
+    "predict_step",
     "train_on_batch",
     "fit",
     "evaluate",
@@ -101,6 +102,7 @@ class Distribution:
         self._replace(
             train_step=steps.train,
             test_step=steps.test,
+            predict_step=steps.predict,
             fit=loops.fit,
             evaluate=loops.evaluate,
             predict=loops.predict,

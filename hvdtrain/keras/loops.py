@@ -230,13 +230,7 @@ class Loops:
             )
             return join_predictions(mine, self._collectives, interleaved=not self._whole.presharded)
 
-        put(self._model, "predict_step", self._steps.predict)
-        self._model.predict_function = None
-        try:
-            return self._whole.whole_pass(sharded, run)
-        finally:
-            vars(self._model).pop("predict_step", None)
-            self._model.predict_function = None
+        return self._whole.whole_pass(sharded, run)
 
     def joint_results(self, logs: Any) -> Any:
         """Metrics of all ranks, at the end of an epoch or of an evaluation."""

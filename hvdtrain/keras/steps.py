@@ -86,7 +86,9 @@ class Steps:
             return self._compute.test(share.batch)
 
     def predict(self, data: Any) -> Any:
-        """``predict_step``; beside the outputs how many rows of the batch count."""
+        """``predict_step``; for a share beside the outputs how many rows of the batch count."""
+        if not _is_share(data):
+            return self._compute.predict(data)
         share = self._open(data)
         outputs = self._compute.predict(share.batch)
         counts = tf.stack([tf.cast(share.rows, tf.int64), tf.cast(rows_of(share.batch), tf.int64)])

@@ -119,3 +119,14 @@ def test_presharded_predictions_follow_each_other_in_rank_order(world):
     parts = [X[:10], X[10:17]]
     joint = model.predict(parts[world.rank()], batch_size=4, verbose=0)
     np.testing.assert_allclose(joint, model.predict_on_batch(X[:17]), atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_predict_is_traced_once(world):
+    _, together = plain_and_distributed(world)
+    functions = set()
+    for _ in range(2):
+        together.predict(X, batch_size=4, verbose=0)
+        functions.add(together.predict_function)
+    assert len(functions) == 1
+    np.testing.assert_allclose(together.predict_step((X,)), together.predict_on_batch(X), atol=1e-6)

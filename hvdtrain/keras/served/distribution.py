@@ -202,6 +202,7 @@ class ServedDistribution(Distribution):
             train_step=steps.train,
             train_on_batch=lambda *args, **options: refuse_training(),
             test_step=steps.test,
+            predict_step=steps.predict,
             fit=fit,
             evaluate=lambda *args, **options: now().evaluate(*args, **options),
             predict=lambda *args, **options: now().predict(*args, **options),
