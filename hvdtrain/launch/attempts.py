@@ -17,6 +17,7 @@ from hvdtrain.launch.console import Console
 from hvdtrain.launch.elastic import vital
 from hvdtrain.launch.failure import PREEMPTING, ExitCode
 from hvdtrain.launch.hub import Hub
+from hvdtrain.launch.information import is_information, is_unwanted
 from hvdtrain.launch.interrupts import caught_signals
 from hvdtrain.launch.job import (
     Job,
@@ -140,13 +141,23 @@ class _Attempts:
             with_host=len(plan.hosts) > 1,
             chief_only=job.chief_only,
             timestamps=job.timestamps,
+            collapse=job.collapse,
+            environ=self._environ,
         )
+        hides = is_information if is_unwanted(self._environ) else None
         with (
-            contextlib.closing(Hub(len(plan.places), console, local=plan.local)) as hub,
+            contextlib.closing(
+                Hub(len(plan.places), console, local=plan.local, hides=hides)
+            ) as hub,
             tempfile.TemporaryDirectory(prefix="hvdtrain-") as scratch,
         ):
             words = words_to_agents(
-                job, plan, port=hub.port, secret=hub.job, attempt=len(self._history) + 1
+                job,
+                plan,
+                self._environ,
+                port=hub.port,
+                secret=hub.job,
+                attempt=len(self._history) + 1,
             )
             command = make_command(
                 job, self._site, plan, {**self._environ, **words}, Path(scratch, "hosts")

@@ -69,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chief-only", action="store_true", help="show rank 0's output alone, untagged"
     )
     ranks.add_argument(
+        "--no-collapse",
+        dest="collapse",
+        action="store_false",
+        help="show what several ranks print once for each",
+    )
+    ranks.add_argument(
         "--start-timeout-s",
         type=_seconds,
         default=120.0,
@@ -101,8 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hang-timeout-s",
         type=_seconds,
         metavar="S",
-        help="for a training step before the job counts as hanging; 0 for as long as it likes; "
-        "default 0.9 x --timeout-s",
+        help="for a step before the job hangs; 0: no limit; default 0.9 x --timeout-s",
     )
     parser.add_argument(
         "--config", metavar="FILE", help="options from a TOML file; those given here win"
@@ -167,6 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
         output_dir=arguments.output_dir,
         chief_only=arguments.chief_only,
         timestamps=arguments.timestamps,
+        collapse=arguments.collapse,
         patience=Patience(
             start_s=arguments.start_timeout_s,
             grace_s=arguments.grace_s,

@@ -12,6 +12,7 @@ from typing import Literal
 
 from hvdtrain.cluster.placement import Place
 from hvdtrain.errors import ConfigurationError, LaunchError
+from hvdtrain.launch.information import LEVEL, WITHOUT_INFORMATION
 
 __all__ = [
     "OVER_TCP",
@@ -101,8 +102,14 @@ def rank_environment(environ: Mapping[str, str], folders: Sequence[Path]) -> dic
     So ``python`` is the Python that runs hvdtrain, even when its environment isn't activated.
     What a rank prints must not wait in a buffer until it is killed, and a crash must say where.
     Intel MPI would bind each rank to a part of the cores, of which its agent takes a part again.
+    TensorFlow's information is for those who ask for it.
     """
-    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "I_MPI_PIN": "0"}
+    defaults = {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "I_MPI_PIN": "0",
+        LEVEL: WITHOUT_INFORMATION,
+    }
     path = [folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if folder]
     paths = os.pathsep.join(dict.fromkeys([*map(str, folders), *path]))
     return {**defaults, **environ, "PATH": paths}

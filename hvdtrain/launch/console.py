@@ -5,13 +5,23 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Iterable, Mapping
 from typing import TextIO
 
-__all__ = ["Console"]
+from hvdtrain.launch.collapse import Collapse, Group, describe_ranks
+
+__all__ = ["Console", "is_redrawn"]
 
 _ERASE = "\r\x1b[K"
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _RESET = "\x1b[0m"
+# Wider than any terminal.
+_UNBOUNDED = 1 << 16
+
+
+def is_redrawn(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    """Whether ``stream`` is a terminal whose last line can be written over."""
+    return stream.isatty() and environ.get("TERM") != "dumb"
 
 
 class Console:
@@ -24,6 +34,9 @@ class Console:
         with_host: Whether tags name the host.
         chief_only: Show nothing of other ranks, and the chief's lines as they are.
         timestamps: Begin each line with the local time.
+        collapse: Show once what several ranks print within moments of one another; ``review`` is
+            to be called often then, and ``flush`` at the end.
+        environ: Tells what a terminal can do (TERM), and whether colours are wanted (NO_COLOR).
     """
 
     def __init__(
@@ -35,13 +48,20 @@ class Console:
         with_host: bool,
         chief_only: bool,
         timestamps: bool = False,
+        collapse: bool = False,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self._streams = {"stdout": stdout, "stderr": stderr}
-        self._coloured = {name: stream.isatty() for name, stream in self._streams.items()}
+        environ = environ or {}
+        self._redrawn = {
+            name: is_redrawn(stream, environ) for name, stream in self._streams.items()
+        }
+        self._has_colours = not environ.get("NO_COLOR")
         self._width = len(str(max(ranks - 1, 0)))
         self._with_host = with_host
         self._chief_only = chief_only
         self._timestamps = timestamps
+        self._collapse = Collapse(ranks) if collapse else None
         self._lost: set[int] = set()
         self._status = ""
 
@@ -61,31 +81,55 @@ class Console:
 
     def line(self, rank: int, host: str, stream: str, text: str) -> None:
         """One line of a rank."""
-        if self._chief_only and rank != self._chief:
-            return
         if self._chief_only:
-            self._print(stream, text)
-            return
-        tag = f"[{rank:>{self._width}}" + (f" {host}]" if self._with_host else "]")
-        if self._coloured[stream]:
-            tag = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{tag}{_RESET}"
-        self._print(stream, f"{tag} {text}")
+            if rank == self._chief:
+                self._print(stream, text)
+        elif self._collapse is None:
+            self._print(stream, f"{self._tag({rank: host}, stream)} {text}")
+        else:
+            self._collapse.add(rank, host, stream, text, time.monotonic())
+            self.review()
+
+    def review(self) -> None:
+        """Print lines that have waited long enough for the same of other ranks."""
+        if self._collapse is not None:
+            self._print_groups(self._collapse.take(time.monotonic()))
+
+    def flush(self) -> None:
+        """Print all lines that still wait."""
+        if self._collapse is not None:
+            self._print_groups(self._collapse.take_all())
 
     def notice(self, text: str) -> None:
         """The launcher's own words."""
+        self.flush()
         for line in text.splitlines():
             self._print("stderr", f"hvdtrain run: {line}")
 
     def status(self, rank: int, text: str) -> None:
         """What a rank draws over and over; the chief's is shown, on a terminal."""
-        if rank == self._chief and self._coloured["stdout"]:
-            self._status = text
-            self._write("stdout", _ERASE + text)
+        if rank == self._chief and self._redrawn["stdout"]:
+            # A line that wraps could not be erased; the window may be another by now.
+            self._status = text[: _columns(self._streams["stdout"]) - 1]
+            self._write("stdout", _ERASE + self._status)
+
+    def _tag(self, hosts: Mapping[int, str], stream: str) -> str:
+        """In front of a line of the ranks in ``hosts``."""
+        tag = f"{describe_ranks(list(hosts)):>{self._width}}"
+        if self._with_host and len(names := set(hosts.values())) == 1:
+            tag += f" {names.pop()}"
+        if not self._redrawn[stream] or not self._has_colours or len(hosts) > 1:
+            return f"[{tag}]"
+        return f"\x1b[{_COLOURS[min(hosts) % len(_COLOURS)]}m[{tag}]{_RESET}"
+
+    def _print_groups(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self._print(group.stream, f"{self._tag(group.hosts, group.stream)} {group.text}")
 
     def _print(self, stream: str, line: str) -> None:
         if self._timestamps:
             line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}"
-        if self._status and self._coloured[stream]:
+        if self._status and self._redrawn[stream]:
             self._write(stream, f"{_ERASE}{line}\n")
             self._write("stdout", self._status)
         else:
@@ -105,3 +149,11 @@ class Console:
             # goes on. Python would fail at what is left in the buffer when it exits.
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), out.fileno())
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        # A pseudo-terminal may have no size.
+        return os.get_terminal_size(stream.fileno()).columns or _UNBOUNDED
+    except (OSError, ValueError):
+        return _UNBOUNDED

@@ -8,7 +8,7 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class Hub:
         console: Where their lines go.
         local: Take connections from this host alone.
         hold_s: How long a rank may take to fail after its traceback.
+        hides: Whether a line of stderr is worth nothing, here and in the verdict; None for none.
 
     Attributes:
         job: The secret that agents say hello with.
@@ -57,7 +58,13 @@ class Hub:
     """
 
     def __init__(
-        self, ranks: int, console: Console, *, local: bool, hold_s: float = HOLD_S
+        self,
+        ranks: int,
+        console: Console,
+        *,
+        local: bool,
+        hold_s: float = HOLD_S,
+        hides: Callable[[str], bool] | None = None,
     ) -> None:
         self.job = secrets.token_hex(16)
         self.ranks = ranks
@@ -66,6 +73,7 @@ class Hub:
         self.reports = Reports()
         self.stopped: dict[int, bool] = {}
         self._console = console
+        self._hides = hides
         self._order: bytes | None = None
         self._connected: dict[int, _Rank] = {}
         self._tracebacks = Tracebacks(self.ends, self._print_error, hold_s=hold_s)
@@ -94,6 +102,7 @@ class Hub:
         for key, _ in self.selector.select(timeout_s):
             key.data(key.fileobj)
         self._tracebacks.review()
+        self._console.review()
 
     def stop(self, number: int, grace_s: float) -> None:
         """Have every rank's program get signal ``number``, and SIGKILL ``grace_s`` later.
@@ -130,8 +139,9 @@ class Hub:
                 self._tell(rank, encode("bye"))
 
     def settle(self) -> None:
-        """Show what was held back, unless a rank has failed."""
+        """Show what was held back; of tracebacks those that matter, if a rank has failed."""
         self._tracebacks.settle()
+        self._console.flush()
         self._console.status(0, "")
 
     def close(self) -> None:
@@ -223,6 +233,8 @@ class Hub:
 
     def _show(self, rank: _Rank, stream: str, text: str) -> None:
         if stream == "stderr":
+            if self._hides is not None and self._hides(text):
+                return
             rank.stderr.append(text)
             if begins_traceback(text):
                 rank.traceback_at = time.monotonic()

@@ -27,6 +27,7 @@ from hvdtrain.launch.commands import (
     rank_environment,
     srun_command,
 )
+from hvdtrain.launch.console import is_redrawn
 from hvdtrain.launch.cores import available_cores
 from hvdtrain.launch.elastic import why_not
 from hvdtrain.launch.mpirun import find_mpirun
@@ -64,6 +65,7 @@ class Job:
         output_dir: Folder for a file per rank; None for none.
         chief_only: Show the chief's output alone.
         timestamps: Show the time before each line.
+        collapse: Show once what several ranks print within moments of one another.
         patience: How long what may take.
         max_restarts: How many failures may be followed by another start.
         dry_run: Only print the plan.
@@ -83,6 +85,7 @@ class Job:
     output_dir: str | None = None
     chief_only: bool = False
     timestamps: bool = False
+    collapse: bool = True
     patience: Patience = field(default_factory=Patience)
     max_restarts: int = 0
     dry_run: bool = False
@@ -257,14 +260,14 @@ def _through_srun(
 
 
 def words_to_agents(
-    job: Job, plan: Plan, *, port: int, secret: str, attempt: int
+    job: Job, plan: Plan, environ: Mapping[str, str], *, port: int, secret: str, attempt: int
 ) -> dict[str, str]:
     """Variables by which the agents find the launcher, and learn what it was told."""
     addresses = ["127.0.0.1"] if plan.local else own_addresses(list(plan.hosts))
     words = {LAUNCHER: format_addresses(addresses, port), JOB: secret, ATTEMPT: str(attempt)}
     if job.output_dir is not None:
         words[OUTPUT_DIR] = str(Path(job.output_dir).absolute())
-    if sys.stdout.isatty():
+    if is_redrawn(sys.stdout, environ):
         words[COLUMNS] = str(shutil.get_terminal_size().columns)
     return words
 

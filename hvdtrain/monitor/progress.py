@@ -12,11 +12,11 @@ import keras
 
 from hvdtrain import world
 from hvdtrain.errors import ConfigurationError
+from hvdtrain.monitor.bar import Pace, Progress, draw
 from hvdtrain.monitor.terminal import StatusLine, terminal_columns
 
 __all__ = ["StepLog"]
 
-_BAR_WIDTH = 30
 _REDRAW_S = 0.1
 
 
@@ -27,11 +27,13 @@ class StepLog(keras.callbacks.Callback):
 
         step 120, loss = 0.31 (5632.1 examples/sec; 0.023 sec/batch)
         epoch 4/10: accuracy = 0.9812, loss = 0.2941, val_accuracy = 0.9745, val_loss = 0.3012
+        epoch 5/10 [=====.......................] 6/32 loss = 0.29, ETA 1 s, 5610 samples/s
 
     Steps count on through all epochs, and through a later ``fit``. The loss is the chief's
     average since the last line. Examples are those of all ranks, taken as the chief's times the
     number of ranks. Validation and the time between epochs do not count. The epoch's results are
-    those that ``fit`` reports: exact over all ranks after ``hvdtrain.distribute``.
+    those that ``fit`` reports: exact over all ranks after ``hvdtrain.distribute``. The bar has the
+    chief's average loss of the epoch, the time to the epoch's end, and the speed of late.
 
     Other ranks print nothing; in an elastic job that has lost its chief the new one goes on after
     its first step. Without ``hvdtrain.init()`` it works for the one process there is.
@@ -56,6 +58,7 @@ class StepLog(keras.callbacks.Callback):
         self._resumes = False
         self._epoch = 0
         self._interval = _Interval()
+        self._pace = Pace()
         self._seen = _Seen()
         self._marked_s = 0.0
         self._drawn_s = -math.inf
@@ -92,6 +95,11 @@ class StepLog(keras.callbacks.Callback):
         now_s = time.perf_counter()
         before, self._seen = self._seen, _Seen.of(self.model, self._done(batch))
         self._interval.add(before, self._seen, now_s - self._marked_s, _ranks())
+        self._pace.add(
+            self._seen.steps - before.steps,
+            (self._seen.rows - before.rows) * _ranks(),
+            now_s - self._marked_s,
+        )
         self._marked_s = now_s
         step = self._first_step + self._seen.steps
         if step // self._every > (self._first_step + before.steps) // self._every:
@@ -99,7 +107,7 @@ class StepLog(keras.callbacks.Callback):
             self._interval = _Interval()
         if now_s - self._drawn_s > _REDRAW_S and not self._keras_draws():
             self._drawn_s = now_s
-            self._line.show(self._bar(self._seen.steps))
+            self._line.show(draw(self._progress(logs), self._line.columns))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._first_step += self._seen.steps
@@ -122,13 +130,16 @@ class StepLog(keras.callbacks.Callback):
         # An epoch in which ranks were lost may have more steps than Keras knows.
         return total if 0 < done - total < self.model.steps_per_execution else done
 
-    def _bar(self, done: int) -> str:
-        total = (self.params or {}).get("steps")
-        head = f"epoch {self._epoch + 1}/{self._epochs()}"
-        if not total:
-            return f"{head} {done}"
-        filled = min(_BAR_WIDTH, _BAR_WIDTH * done // total)
-        return f"{head} [{'=' * filled}{'.' * (_BAR_WIDTH - filled)}] {done}/{total}"
+    def _progress(self, logs: Any) -> Progress:
+        return Progress(
+            epoch=self._epoch + 1,
+            epochs=self._epochs(),
+            done=self._seen.steps,
+            steps=(self.params or {}).get("steps") or 0,
+            loss=self._seen.loss(logs),
+            rate=self._pace.rate,
+            step_s=self._pace.step_s,
+        )
 
     def _epochs(self) -> int:
         return int((self.params or {}).get("epochs") or 1)
@@ -152,6 +163,14 @@ class _Seen:
         if tracker is None:
             return cls(steps=steps)
         return cls(steps=steps, rows=_number(tracker.count), loss_sum=_number(tracker.total))
+
+    def loss(self, logs: Any) -> float:
+        """The average; in a train_step of the user's that keeps none, what it reports, if any."""
+        return (
+            self.loss_sum / self.rows
+            if self.rows > 0
+            else float((logs or {}).get("loss", math.nan))
+        )
 
 
 class _Interval:

@@ -21,7 +21,7 @@ _LAUNCHERS = {
 
 
 def terminal_columns(stream: TextIO) -> int:
-    """The width of the terminal that shows ``stream``; 0 where no person is looking at one.
+    """The width of the terminal that shows ``stream``; 0 for none that a line can be erased on.
 
     A rank can't ask its own output alone: Open MPI gives every rank a pseudo-terminal without a
     size, whatever mpirun's own output is, and Hydra a pipe. What they are given comes out at
@@ -30,6 +30,8 @@ def terminal_columns(stream: TextIO) -> int:
     """
     if LAUNCHER in os.environ:
         return int(os.environ.get(COLUMNS, "0"))
+    if os.environ.get("TERM") == "dumb":
+        return 0
     try:
         number = stream.fileno()
         if os.isatty(number):
@@ -63,22 +65,25 @@ class StatusLine:
     Args:
         stream: Where to print.
         columns: The terminal's width; 0 for no terminal, where no status is shown.
+
+    Attributes:
+        columns: The same.
     """
 
     def __init__(self, stream: TextIO, columns: int) -> None:
         self._stream = stream
-        self._columns = columns
+        self.columns = columns
         self._status = ""
 
     def print(self, line: str) -> None:
         """Print ``line`` for good; whatever stands in the last line goes, if it can be redrawn."""
-        erase = _ERASE if self._columns else ""
+        erase = _ERASE if self.columns else ""
         self._write(f"{erase}{line}\n{self._status}")
 
     def show(self, status: str) -> None:
         """Make ``status`` the last line; too long a one is cut, because it could not be erased."""
-        if self._columns:
-            self._status = status[: self._columns - 1]
+        if self.columns:
+            self._status = status[: self.columns - 1]
             self._write(_ERASE + self._status)
 
     def clear(self) -> None:

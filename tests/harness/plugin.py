@@ -216,7 +216,16 @@ def elastic(run_command: Launch, tmp_path: Path, forked_python: list[str]) -> La
         _need_mpirun()
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(script))
-        command = [sys.executable, "-m", "hvdtrain", "run", "-np", "3", "--elastic"]
+        command = [
+            sys.executable,
+            "-m",
+            "hvdtrain",
+            "run",
+            "--no-collapse",
+            "-np",
+            "3",
+            "--elastic",
+        ]
         program = [*forked_python, str(path), *arguments]
         return run_command([*command, "--grace-s", "2", *options, "--", *program], timeout_s=200)
 

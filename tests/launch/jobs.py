@@ -16,6 +16,7 @@ from tests.harness.jobs import REPOSITORY, YIELDING
 from tests.launch.cgroups import ENTER, FILL, LIMIT_BYTES
 
 __all__ = [
+    "COLLAPSING",
     "FAULTS",
     "HVDTRAIN",
     "ON_CLUSTER",
@@ -26,7 +27,9 @@ __all__ = [
     "with_mark",
 ]
 
-HVDTRAIN = [sys.executable, "-m", "hvdtrain", "run"]
+COLLAPSING = [sys.executable, "-m", "hvdtrain", "run"]
+# So that each rank's lines can be told apart.
+HVDTRAIN = [*COLLAPSING, "--no-collapse"]
 # What the harness sets for jobs of its own; here hvdtrain's own defaults are on trial.
 OWN_DEFAULTS: dict[str, str | None] = {
     "OMPI_ALLOW_RUN_AS_ROOT": None,

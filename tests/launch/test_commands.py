@@ -273,6 +273,7 @@ def test_ranks_find_python_and_mpi_first() -> None:
         "PATH": "/venv/bin:/mpi/bin:/usr/bin:/bin",
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "1",
     }
 
 
@@ -290,7 +291,12 @@ def test_path_names_no_folder_twice(given: str | None, path: str) -> None:
 
 
 def test_the_users_own_variables_win() -> None:
-    mine = {"PYTHONUNBUFFERED": "", "PYTHONFAULTHANDLER": "0", "I_MPI_PIN": "1"}
+    mine = {
+        "PYTHONUNBUFFERED": "",
+        "PYTHONFAULTHANDLER": "0",
+        "I_MPI_PIN": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+    }
     made = rank_environment(mine, [])
     assert {name: made[name] for name in mine} == mine
 

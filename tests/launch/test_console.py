@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -148,6 +153,48 @@ def test_only_the_chiefs_status_is_shown_and_only_on_a_terminal() -> None:
     make(terminal, err).status(1, "1/3")
     make(out, err).status(0, "1/3")
     assert (terminal.getvalue(), out.getvalue(), err.getvalue()) == ("", "", "")
+
+
+def test_what_several_ranks_print_is_shown_once() -> None:
+    out, err = Terminal(), io.StringIO()
+    console = Console(
+        out, err, ranks=12, with_host=True, chief_only=False, collapse=True, environ={}
+    )
+    for rank in range(12):
+        console.line(rank, f"node{rank // 8}", "stdout", "hello")
+    for rank in (3, 0):
+        console.line(rank, "node0", "stderr", "careful")
+    console.line(3, "node0", "stderr", "alone")
+    assert (out.screen(), err.getvalue()) == (["[0-11] hello", ""], ""), "the others may come"
+    console.notice("the end")
+    assert err.getvalue().splitlines() == [
+        *("[0,3 node0] careful", "[ 3 node0] alone", "hvdtrain run: the end")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environ", "shown"),
+    [
+        ({"TERM": "dumb"}, "[0] text\n"),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, "\r\x1b[K1/3\r\x1b[K[0] text\n1/3"),
+    ],
+)
+def test_what_the_terminal_can_do(environ: dict[str, str], shown: str) -> None:
+    out = Terminal()
+    console = Console(out, out, ranks=2, with_host=False, chief_only=False, environ=environ)
+    console.status(0, "1/3")
+    console.line(0, "node1", "stdout", "text")
+    assert out.getvalue() == shown
+
+
+def test_the_status_fits_into_the_window_as_it_is_now() -> None:
+    main, side = pty.openpty()
+    with os.fdopen(side, "w") as out, os.fdopen(main, "rb", buffering=0) as screen:
+        console = Console(out, out, ranks=2, with_host=False, chief_only=False)
+        for columns, shown in ((0, "0123456789"), (8, "0123456"), (20, "0123456789")):
+            fcntl.ioctl(out, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+            console.status(0, "0123456789")
+            assert screen.read(100).decode() == f"\r\x1b[K{shown}"
 
 
 def in_a_process(code: str, encoding: str = "utf-8", **streams) -> subprocess.CompletedProcess[str]:

@@ -22,12 +22,12 @@ TRACE = ["Traceback (most recent call last):", '  File "train.py", line 3', "Val
 class Desk:
     """A hub for three ranks, its console, and agents that are only sockets."""
 
-    def __init__(self, stack: contextlib.ExitStack) -> None:
+    def __init__(self, stack: contextlib.ExitStack, **options: Any) -> None:
         self._stack = stack
         self.out, self.err = io.StringIO(), io.StringIO()
         console = Console(self.out, self.err, ranks=3, with_host=False, chief_only=False)
         self.hub = stack.enter_context(
-            contextlib.closing(Hub(3, console, local=True, hold_s=HOLD_S))
+            contextlib.closing(Hub(3, console, local=True, hold_s=HOLD_S, **options))
         )
 
     def until(self, true: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -185,6 +185,17 @@ def test_lines_and_ends_are_taken_in(desk: Desk) -> None:
         (0, "a", 0, ("b",), False),
         (1, "a", 7, ("c",), True),
     ]
+
+
+def test_what_is_hidden_is_no_last_word_either() -> None:
+    with contextlib.ExitStack() as stack:
+        desk = Desk(stack, hides="noise".__eq__)
+        agent = desk.agent(0)
+        agent.sendall(line("noise") + line("words") + line("noise", "stdout"))
+        agent.sendall(encode("end", code=1))
+        desk.until(lambda: not desk.hub.running)
+        assert (desk.out.getvalue(), desk.err.getvalue()) == ("[0] noise\n", "[0] words\n")
+        assert desk.hub.ends[0].stderr == ("words",)
 
 
 def test_a_lost_agent_is_an_end_without_a_code(desk: Desk) -> None:

@@ -55,7 +55,7 @@ class OtherMpi:
 
     @property
     def hvdtrain_run(self) -> list[str]:
-        return [str(self.python), "-m", "hvdtrain", "run"]
+        return [str(self.python), "-m", "hvdtrain", "run", "--no-collapse"]
 
     @property
     def path(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from tests.harness.jobs import REPOSITORY
 from tests.launch.cgroups import ENTER, FILL
-from tests.launch.jobs import FAULTS, HVDTRAIN, OWN_DEFAULTS, StartedJob, program
+from tests.launch.jobs import COLLAPSING, FAULTS, HVDTRAIN, OWN_DEFAULTS, StartedJob, program
 
 pytestmark = pytest.mark.mpi
 
@@ -131,6 +132,42 @@ def test_lines_stay_whole(hvdtrain_run) -> None:
     for rank, lines in expected.items():
         assert [line for line in done.stdout.splitlines() if line.startswith(f"[{rank}]")] == lines
     assert len(done.stdout.splitlines()) == 600
+
+
+def test_what_several_ranks_print_is_shown_once(run_command, tmp_path: Path) -> None:
+    """And nothing is lost, also of a rank that is killed in the middle of a line."""
+    body = f"""
+    print(f"I0000 00:00:1795552261.{{rank}}   178{{rank}} port.cc:153] oneDNN", file=sys.stderr)
+    open(os.path.join({str(tmp_path)!r}, f"began-{{rank}}"), "w").close()
+    while len([name for name in os.listdir({str(tmp_path)!r}) if "began" in name]) < 3:
+        time.sleep(0.01)
+    for number in range(50):
+        print(f"line {{number}}")
+        print(f"own {{rank}}") if number % 10 == rank else None
+        time.sleep(0.02)
+    print("the end", end="")
+    sys.stdout.flush()
+    os.kill(os.getpid(), 9) if rank == 2 else time.sleep(60)
+    """
+    argv = [*COLLAPSING, "-np", "3", "--output-dir", str(tmp_path), "--", *program(body)]
+    env = {**OWN_DEFAULTS, "TF_CPP_MIN_LOG_LEVEL": None, "PYTHONPATH": str(REPOSITORY)}
+    done = run_command(argv, env=env)
+    assert done.returncode == 137, done
+    assert "oneDNN" not in done.stderr
+    shown: dict[int, list[str]] = {0: [], 1: [], 2: []}
+    lines = done.stdout.splitlines()
+    for line in lines:
+        found = re.fullmatch(r"\[(0|1|2|0,1|0,2|1,2|0-2)\] (.+)", line)
+        assert found is not None, line
+        tag, text = found.groups()
+        for rank in range(3) if tag == "0-2" else map(int, tag.split(",")):
+            shown[rank].append(text)
+    assert len(lines) < 3 * 50, done
+    for rank, texts in shown.items():
+        wrote = (tmp_path / f"rank-{rank}.log").read_text().splitlines()
+        assert texts[-1] == "the end"
+        assert wrote[0].endswith("oneDNN")
+        assert [line for line in wrote if "oneDNN" not in line] == texts
 
 
 def test_a_file_for_each_rank(hvdtrain_run, tmp_path: Path) -> None:

@@ -39,6 +39,10 @@ def test_what_is_given_counts(job) -> None:
     assert given.patience.preempt_grace_s == 7
 
 
+def test_ranks_that_say_the_same_speak_once_unless_asked(job) -> None:
+    assert (job().collapse, job("--no-collapse").collapse) == (True, False)
+
+
 def test_gradients_that_are_not_finite_are_refused_on_request(job, monkeypatch) -> None:
     monkeypatch.setenv("HVDTRAIN_NON_FINITE", "ignore")
     assert job().settings.non_finite == "ignore"

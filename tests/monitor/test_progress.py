@@ -231,6 +231,29 @@ def test_the_chief_draws_on_the_terminal_of_mpirun(mpirun, tmp_path: Path) -> No
     assert [_kind(line) for line in _render(raw) if line] == kinds
 
 
+@pytest.mark.mpi
+def test_the_chief_draws_on_the_terminal_of_hvdtrain_run(
+    forked_python: list[str], tmp_path: Path
+) -> None:
+    """Below the lines of all ranks, though each of them writes to pipes."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        FIT + "hvdtrain.init()\n"
+        "hvdtrain.distribute(model)\n"
+        "print(f'rank {hvdtrain.rank()} begins')\n"
+        "model.fit(x, y, batch_size=8, epochs=2, verbose=0,\n"
+        "          callbacks=[hvdtrain.StepLog(5), Slow(0.1)])\n"
+    )
+    run = [sys.executable, "-m", "hvdtrain", "run", "-np", "2", "--", *forked_python, str(script)]
+    raw = _run_on_terminal(run, tmp_path)
+    bar = r"epoch 2/2 \[=+\.*\] \d/7 loss = \d\.\d\d, ETA \d+ s, \d+ samples/s"
+    assert re.search(bar, raw)
+    lines = [line for line in _render(raw) if line]
+    assert {"[0] rank 0 begins", "[1] rank 1 begins"} < set(lines)
+    own = [line.removeprefix("[0] ") for line in lines if "step" in line or "epoch" in line]
+    assert [_kind(line) for line in own] == ["step 5", "epoch 1/2", "step 10", "epoch 2/2"]
+
+
 def _kind(line: str) -> str:
     """What a line is about; fails if it is not a whole line of StepLog's."""
     assert STEP.fullmatch(line) or EPOCH.fullmatch(line), repr(line)

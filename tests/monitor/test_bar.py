@@ -1,0 +1,71 @@
+"""The bar says as much as the terminal has room for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hvdtrain.monitor.bar import Pace, Progress, draw
+
+
+def progress(**changes: float) -> Progress:
+    stand = {
+        "epoch": 3,
+        "epochs": 10,
+        "done": 8,
+        "steps": 32,
+        "loss": 0.3149,
+        "rate": 1234.5,
+        "step_s": 0.5,
+    }
+    return Progress(**{**stand, **changes})
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (
+            200,
+            "epoch 3/10 [=======.......................] 8/32 "
+            "loss = 0.31, ETA 12 s, 1234 samples/s",
+        ),
+        (80, "epoch 3/10 [=====..................] 8/32 loss = 0.31, ETA 12 s, 1234 samples/s"),
+        (55, "epoch 3/10 8/32 loss = 0.31, ETA 12 s, 1234 samples/s"),
+        (50, "epoch 3/10 [==.......] 8/32 loss = 0.31, ETA 12 s"),
+        (36, "epoch 3/10 8/32 loss = 0.31"),
+        (20, "epoch 3/10 8/32"),
+        (8, "epoch 3"),
+    ],
+)
+def test_as_wide_as_the_terminal(columns: int, line: str) -> None:
+    drawn = draw(progress(), columns)
+    assert drawn == line
+    assert len(drawn) < columns
+
+
+@pytest.mark.parametrize(
+    ("changes", "end"),
+    [
+        ({"done": 32}, "] 32/32 loss = 0.31, 1234 samples/s"),
+        ({"loss": math.nan, "rate": 0.0, "step_s": 0.0}, "] 8/32"),
+        ({"steps": 0}, "epoch 3/10 step 8 loss = 0.31, 1234 samples/s"),
+        ({"step_s": 10.1}, " ETA 4:03 min, 1234 samples/s"),
+        ({"step_s": 200}, " ETA 1:20:00 h, 1234 samples/s"),
+    ],
+)
+def test_what_is_not_known_is_left_out(changes: dict[str, float], end: str) -> None:
+    assert draw(progress(**changes), 120).endswith(end)
+
+
+def test_the_pace_follows_the_last_steps() -> None:
+    pace = Pace()
+    assert (pace.rate, pace.step_s) == (0.0, 0.0)
+    pace.add(1, 64, 20.0)
+    assert (pace.rate, pace.step_s) == (3.2, 20.0)
+    pace.add(2, 128, 0.5)
+    assert (pace.rate, pace.step_s) == (256.0, 0.25), "the first step was compiled"
+    for _ in range(200):
+        pace.add(1, 64, 1.0)
+    assert pace.rate == pytest.approx(64, rel=0.01)
+    assert pace.step_s == pytest.approx(1.0, rel=0.01)
