@@ -66,6 +66,7 @@ class Collapse:
         key = (stream, _TIME.sub("", text, count=1))
         alike = self._alike.setdefault(key, [])
         for group in alike:
+            # It can't follow itself either, but that takes longer to find out.
             if rank not in group.hosts and self._may_follow(newest, group):
                 break
         else:

@@ -106,7 +106,7 @@ def test_a_line_waits_for_a_moment() -> None:
 
 
 def test_what_stands_before_a_line_that_is_due_comes_with_it() -> None:
-    collapse = Collapse(2)
+    collapse = Collapse(3)
     collapse.add(0, "node1", "stdout", "a", 0.0)
     collapse.add(1, "node1", "stdout", "x", 0.9 * WINDOW_S)
     collapse.add(1, "node1", "stdout", "a", 0.9 * WINDOW_S)
