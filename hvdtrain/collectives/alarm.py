@@ -23,6 +23,8 @@ FAILED, SEEN, LEFT, ASK, TELL, STOPPED = 1, 2, 3, 4, 5, 6
 
 FAREWELL_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 3.0
+# For the others to come to their end, after a program has ended with an exit code of its own.
+EXIT_TIMEOUT_S = 3.0
 POLL_S = 0.002
 # Open MPI looks for news of ranks that died only now and then when it is called, and passes them
 # on from rank to rank in the same way.
@@ -201,9 +203,6 @@ class Alarm:
     def fail(self, reason: str) -> bool:
         """Tell all ranks that this one failed, and wait a little until they have seen it.
 
-        Where ranks survive others, one that ended unheard would pass for dead, and they would go
-        on: then this waits as long as for any operation.
-
         Returns:
             Whether no rank can be left that doesn't know.
         """
@@ -216,8 +215,7 @@ class Alarm:
         def heard() -> bool:
             return self._seen | self._left.keys() | self.lost >= listening
 
-        timeout_s = self._timeout_s if self._survives else FAREWELL_TIMEOUT_S
-        return self._wait_for(heard, timeout_s) and not self._silent
+        return self._wait_for(heard, FAREWELL_TIMEOUT_S) and not self._silent
 
     def tell_failure(self, reason: str) -> bool:
         """Tell all ranks, or the one that failed first that this one knows; returns whether so."""
@@ -234,7 +232,9 @@ class Alarm:
         """Tell all ranks that this one takes part in nothing any more."""
         self._send_all(LEFT, str(self._operations()))
 
-    def leave(self, rejoin: Callable[[], None] = lambda: None) -> bool:
+    def leave(
+        self, rejoin: Callable[[], None] = lambda: None, failing_code: int | None = None
+    ) -> bool:
         """Wait at the end of the program until all ranks are there, however long that takes.
 
         Ending before would end them: mpirun takes a rank that has not finalised MPI for a failed
@@ -242,6 +242,8 @@ class Alarm:
 
         Args:
             rejoin: Leaves lost ranks behind, together with the others, once all have stopped.
+            failing_code: With which the program ends; then the others are waited for only a moment,
+                as its end is to end the job.
 
         Returns:
             Whether all ranks came to their end well, so that MPI may be finalised.
@@ -253,6 +255,15 @@ class Alarm:
         def settled() -> bool:
             return self._all_left() or self._failure is not None or self.interrupted
 
+        if failing_code is not None:
+            if not self._wait_for(settled, EXIT_TIMEOUT_S):
+                print(
+                    f"hvdtrain: rank {self.rank} of {self.size} ends with exit code "
+                    f"{failing_code}, before rank {self._still_there()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return self._all_left() and not self.lost and not self.failed
         while not self._all_left() and self._failure is None:
             if not self.interrupted:
                 self._wait_at_the_end(settled)
@@ -273,13 +284,17 @@ class Alarm:
     def _wait_at_the_end(self, done: Callable[[], bool]) -> None:
         """Wait without end, and say from time to time for whom."""
         while not self._wait_for(done, self._timeout_s):
-            missing = [r for r in self._others if r not in self._left and r not in self.lost]
             print(
                 f"hvdtrain: rank {self.rank} has ended its program and waits for rank "
-                f"{', '.join(map(str, missing))}",
+                f"{self._still_there()}",
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _still_there(self) -> str:
+        """The ranks that have neither ended their program nor died."""
+        missing = [r for r in self._others if r not in self._left and r not in self.lost]
+        return ", ".join(map(str, missing))
 
     def _have_stopped(self, rank: int) -> bool:
         return self._stopped.get(rank, -1) >= self._generation

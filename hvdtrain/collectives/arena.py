@@ -67,6 +67,11 @@ class Arena:
         place = self.place(buffer)
         self._file.release(self._part_start + place, self._taken.pop(place))
 
+    def own(self, buffer: np.ndarray) -> None:
+        """In a child of this process: let a buffer hold what it holds, in memory of the child's."""
+        place = self.place(buffer)
+        self._file.own(self._part_start + place, self._taken[place])
+
     def drop_part(self, seat: int) -> None:
         """Give back all that a rank had which is no more."""
         self._file.release(seat * self._part_bytes, self._part_bytes)

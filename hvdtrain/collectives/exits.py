@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hvdtrain.collectives.base import Collectives
+from hvdtrain.collectives.exit_code import ExitCodeWatch
 from hvdtrain.collectives.mpi import MpiCollectives
 from hvdtrain.errors import PeerFailedError
 
@@ -40,8 +41,15 @@ def install(collectives: Collectives) -> None:
         return
     if _current is None:
         sys.excepthook = functools.partial(_on_exception, sys.excepthook)
-        atexit.register(_leave)
+        atexit.register(_leave, ExitCodeWatch())
+        os.register_at_fork(after_in_child=_forget)
     _current = collectives
+
+
+def _forget() -> None:
+    """In a child of this process, whose end is no rank's."""
+    global _current
+    _current = None
 
 
 def _on_exception(
@@ -94,7 +102,8 @@ def _end_within(seconds: float) -> None:
     threading.Thread(target=end, daemon=True).start()
 
 
-def _leave() -> None:
+def _leave(watch: ExitCodeWatch) -> None:
+    watch.close()
     sys.stdout.flush()
     if _current is not None:
-        _current.leave()
+        _current.leave(watch.code)

@@ -239,6 +239,11 @@ class BufferPool:
         offset = -owner.ctypes.data % ALIGNMENT_BYTES
         return owner[offset : offset + nbytes]
 
+    def held(self) -> list[np.ndarray]:
+        """The buffers that somebody holds."""
+        positions = range(len(self._buffers))
+        return [self._buffers[p] for p in positions if not self._is_idle(p)]
+
     def _capacity(self, position: int) -> int:
         return self._buffers[position].size - ALIGNMENT_BYTES
 

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from hvdtrain.collectives.recovery import Recovery
 from hvdtrain.collectives.shared_file import share_file
 from hvdtrain.collectives.waiting import Patience
 from hvdtrain.collectives.watchdog import Watchdog
+from hvdtrain.errors import Preempted
 
 __all__ = ["MpiCollectives"]
 
@@ -162,21 +163,33 @@ class MpiCollectives(Engine):
                 alarm.tell_failure(reason)
         if not self.alarm.fail(reason) and self._recovery is not None:
             # mpirun would let the ranks that don't listen go on, or hang.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            self._mpi.COMM_WORLD.Abort(1)
+            self._end_all(1)
 
-    def leave(self) -> None:
+    def _end_all(self, code: int) -> NoReturn:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._mpi.COMM_WORLD.Abort(code)
+        raise AssertionError("MPI ends the process")
+
+    def leave(self, code: int = 0) -> None:
         """Wait for the other ranks at the end of the program, then finalise MPI.
 
-        Where one has failed or died MPI is left as it is: finalising would wait for it.
+        Where one has failed or died MPI is left as it is: finalising would wait for it. So it is
+        where this program ends with an exit code that is a failure: the others get a moment to come
+        to their end, too, and then what started the ranks sees the code.
         """
         rejoin = self._recovery.rejoin if self._recovery is not None else lambda: None
         for alarm in self.alarm.family:
             if alarm is not self.alarm:
                 alarm.tell_end()
-        if not self._mpi.Is_finalized() and self.alarm.leave(rejoin):
+        if self._mpi.Is_finalized():
+            return
+        failing = code not in (0, Preempted.EXIT_CODE)
+        if self.alarm.leave(rejoin, failing_code=code if failing else None):
             self._mpi.Finalize()
+        elif failing and self._recovery is not None and not self.alarm.failed:
+            # The others would take this rank for one that died, and go on.
+            self._end_all(code)
 
     def close(self) -> None:
         super().close()

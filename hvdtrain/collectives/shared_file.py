@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import mmap
 import os
@@ -21,6 +22,7 @@ __all__ = ["SharedFile", "free_bytes", "share_file", "share_on_host"]
 SHARED_MEMORY = "/dev/shm"
 # On some kernels a signal undoes a claim that is not finished.
 CLAIM_BYTES = 16 << 20
+MAP_FIXED = 0x10  # of mmap(2), on Linux
 
 
 def free_bytes() -> int | None:
@@ -48,10 +50,27 @@ class SharedFile:
     def hide(self) -> None:
         """Leave it out of dumps, which would give all of a sparse file its space, and of forks.
 
-        A process that is forked would see what this one writes later; so it can't look at all.
+        A process that is forked would see what is written later; see ``own``.
         """
         self._memory.madvise(mmap.MADV_DONTDUMP)
         self._memory.madvise(mmap.MADV_DONTFORK)
+
+    def own(self, start: int, nbytes: int) -> None:
+        """In a child of this process: put a copy of a part, of whole pages, where the part was."""
+        whole = self.array(0, len(self._memory))
+        place = ctypes.c_void_p(whole.ctypes.data + start)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        mapped = libc.mmap(place, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if mapped != place.value:
+            raise MemoryError(f"No {nbytes} bytes for a result: {os.strerror(ctypes.get_errno())}.")
+        done = start
+        while done < start + nbytes:
+            done += os.preadv(
+                self._descriptor, [memoryview(self._memory)[done : start + nbytes]], done
+            )
 
     @property
     def held_bytes(self) -> int:

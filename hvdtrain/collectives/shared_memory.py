@@ -29,6 +29,7 @@ from hvdtrain.collectives.arena import open_arena
 from hvdtrain.collectives.arrangement import arrange
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.engine import Reduction
+from hvdtrain.collectives.heirs import Heirs
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
 from hvdtrain.collectives.layout import BufferPool, pack, split_evenly, unpack
 from hvdtrain.collectives.mpi import MpiCollectives
@@ -82,6 +83,7 @@ class SharedMemoryCollectives(MpiCollectives):
         self._arena = open_arena(self._mpi, host) if host.Get_size() == self.size else None
         if self._arena is not None:
             self._arena_pool = BufferPool(empty=self._arena.empty, drop=self._arena.drop)
+            self._heirs = Heirs(self._arena_pool.held, self._arena.own)
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
         super().connect(comm, members)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -211,6 +212,35 @@ def test_ranks_may_take_different_places(case: EngineCase) -> None:
     assert len(set(everyone(engine.size, places[-1]))) > 1
     for turn, result in kept:
         assert (result == turn * engine.size).all()
+
+
+@ON_TWO_AND_THREE
+def test_results_in_a_forked_child(case: EngineCase) -> None:
+    """They are what its parent held when it was forked, and its own, whatever happens later."""
+    engine = new_engine(case)
+    engine.least_in_arena = 0
+    dropped = engine.allreduce(np.ones(9000, np.float32))
+    kept = engine.allreduce(np.full(9000, 2, np.float32))
+    place = engine._arena.place(dropped)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        right = False
+        try:
+            os.read(reader, 1)
+            right = bool((dropped == engine.size).all() and (kept == 2 * engine.size).all())
+            kept[:] = 5
+        finally:
+            os._exit(7 if right else 1)
+    del dropped
+    again = engine.allreduce(np.full(9000, 3, np.float32))
+    assert engine._arena.place(again) == place
+    os.write(writer, b"1")
+    os.close(reader)
+    os.close(writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert (kept == 2 * engine.size).all()
+    assert (again == 3 * engine.size).all()
 
 
 @pytest.mark.ranks(2)

@@ -123,6 +123,50 @@ def test_exit_code_of_one_rank(launch) -> None:
     }
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_exit_code_while_others_are_busy(launch, rank: int) -> None:
+    body = f"""
+        engine.barrier()
+        if rank == {rank}:
+            {"sys.exit(7)" if rank else "raise SystemExit(7)"}
+        time.sleep(60)
+    """
+    done = launch(2, _script(body))
+    assert done.returncode == 7
+    assert done.seconds < LIMIT_S
+    assert (
+        f"hvdtrain: rank {rank} of 2 ends with exit code 7, before rank {1 - rank}\n" in done.stderr
+    )
+
+
+def test_exit_code_where_a_loss_is_survived(elastic) -> None:
+    """It is none, and ends the others, which would otherwise go on without the rank."""
+    body = """
+        engine.barrier()
+        if rank == 1:
+            sys.exit(7)
+        time.sleep(60)
+    """
+    done = elastic(_script(body))
+    assert done.returncode == 7
+    assert "rank 1 on " in done.stderr.partition(" failed first: exit code 7")[0].splitlines()[-1]
+
+
+def test_end_of_a_forked_child(launch) -> None:
+    """It is not the end of the rank, whatever its exit code is."""
+    body = """
+        engine.barrier()
+        if rank == 1:
+            child = os.fork()
+            if child == 0:
+                sys.exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        engine.barrier()
+    """
+    done = launch(2, _script(body))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_early_end_of_one_rank(launch) -> None:
     """Exit code 0 on one rank is no success when the others still need it."""
     body = """
