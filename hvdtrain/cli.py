@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from hvdtrain.errors import ConfigurationError, HvdtrainError
+from hvdtrain.log import LOGGER, show
 from hvdtrain.version import __version__
 
 __all__ = ["COMMANDS", "main"]
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser = _parser(argv[0] if argv else None)
         arguments = parser.parse_args(argv)
+        show("info", who=f"hvdtrain {arguments.command}: ")
         module = importlib.import_module(COMMANDS[arguments.command][0])
         if hasattr(module, "arguments_of_file"):
             from_file = module.arguments_of_file(arguments)
@@ -44,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # argparse has printed help, the version, or what was wrong.
         return end.code if isinstance(end.code, int) else USAGE_ERROR
     except ConfigurationError as error:
-        print(f"hvdtrain {arguments.command}: {error}", file=sys.stderr)
+        LOGGER.error("%s", error)
         return USAGE_ERROR
     except HvdtrainError as error:
-        print(f"hvdtrain {arguments.command}: {error}", file=sys.stderr)
+        LOGGER.error("%s", error)
         return FAILED
 
 

@@ -253,7 +253,7 @@ class Settings:
     timeout_s: float = _setting(
         600.0,
         _positive_float,
-        "seconds a rank waits for the others in a collective before it raises an error",
+        "seconds a rank waits for others in a collective, then fails",
     )
     chunk_bytes: int = _setting(
         2 << 20, _positive_int, "bytes a rank passes through shared memory at a time"
@@ -295,7 +295,10 @@ class Settings:
     log_level: str = _setting(
         "info",
         _log_level,
-        "how much hvdtrain itself prints on the chief",
+        "what hvdtrain itself prints: debug, info, warning, error",
+    )
+    log_with_timestamp: bool = _setting(
+        False, _flag, "1 puts time and rank before what hvdtrain itself prints"
     )
 
     @property

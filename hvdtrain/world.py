@@ -9,7 +9,6 @@ import dataclasses
 import os
 import secrets
 import socket
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from hvdtrain.cluster.backend import Choice, Means, choose_backend, choose_for_d
 from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.collectives import Collectives, create
-from hvdtrain.config import Settings, read_settings
+from hvdtrain.config import LAUNCHER, Settings, read_settings
 from hvdtrain.errors import ConfigurationError, LaunchError, NotInitializedError
+from hvdtrain.log import LOGGER, show
 from hvdtrain.monitor import report
 from hvdtrain.monitor.timeline import Timeline, file_of
 
@@ -216,6 +216,11 @@ def _entered() -> _World:
 def _enter() -> _World:
     topology = read_topology(os.environ)
     settings = read_settings(os.environ)
+    timed = settings.log_with_timestamp
+    # hvdtrain run puts the rank before each line itself.
+    tag = f"[{topology.rank}] " if timed and LAUNCHER not in os.environ else ""
+    show(settings.log_level, tag=tag, with_time=timed)
+    LOGGER.debug("%s", topology)
     roles = assign_roles(topology.size, settings)
     choice = choose_backend(topology, settings.backend, has_servers=settings.has_servers)
     collectives = _engine(choice, topology, settings)
@@ -242,7 +247,7 @@ def _enter() -> _World:
     choice, on_devices = _on_devices(choice, settings, collectives, means, hosts)
     if topology.size > 1:
         if topology.is_chief:
-            _report(choice, settings)
+            _report(choice, collectives, settings)
         seeds.set_unless_set(
             collectives.broadcast_object(secrets.randbits(31), name="seed of hvdtrain.init()")
         )
@@ -295,11 +300,11 @@ def _on_devices(
         return Choice("mpi", str(error)), None
 
 
-def _report(choice: Choice, settings: Settings) -> None:
+def _report(choice: Choice, collectives: Collectives, settings: Settings) -> None:
     who = {"mpi": "MPI", "nccl": "NCCL", "horovod": "an installed Horovod"}[choice.backend]
-    if settings.log_level in ("debug", "info"):
-        text = f"hvdtrain: {who} combines gradients: {choice.reason}"
-        print(text, file=sys.stderr, flush=True)
+    LOGGER.info("%s combines gradients: %s", who, choice.reason)
+    LOGGER.debug("collectives: %s between %d ranks", collectives.kind, collectives.size)
+    LOGGER.debug("%s", settings)
 
 
 def _host_id() -> str:

@@ -3,6 +3,14 @@
 ``plugin.py`` in ``tests/harness``, ``tests/testbed`` and ``tests/environments`` says how.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hvdtrain.log import LOGGER, show
+
 pytest_plugins = (
     "tests.checkpoint.disks",
     "tests.environments.plugin",
@@ -11,3 +19,12 @@ pytest_plugins = (
     "tests.testbed.plugin",
     "pytester",
 )
+
+
+@pytest.fixture(autouse=True)
+def log() -> Iterator[None]:
+    """What hvdtrain says is shown as in a rank, whatever tests before this one chose."""
+    LOGGER.handlers.clear()
+    show("info")
+    yield
+    LOGGER.handlers.clear()

@@ -6,8 +6,8 @@ host, plain ``mpi`` otherwise. The choice can be forced with ``HVDTRAIN_COLLECTI
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from types import ModuleType
 
 from hvdtrain.cluster.topology import Topology
@@ -15,6 +15,8 @@ from hvdtrain.collectives.base import Collectives
 from hvdtrain.config import Settings
 
 __all__ = ["Collectives", "create"]
+
+logger = logging.getLogger(__name__)
 
 
 def create(topology: Topology, settings: Settings) -> Collectives:
@@ -50,9 +52,7 @@ def _survives(mpi: ModuleType, topology: Topology, settings: Settings) -> bool:
 
     reason = why_not_elastic(mpi, os.environ)
     if reason and topology.is_chief and settings.elastic:
-        print(
-            f"hvdtrain: HVDTRAIN_ELASTIC=1 has no effect, a rank that dies ends the job: {reason}",
-            file=sys.stderr,
-            flush=True,
+        logger.warning(
+            "HVDTRAIN_ELASTIC=1 has no effect, a rank that dies ends the job: %s", reason
         )
     return not reason

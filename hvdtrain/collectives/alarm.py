@@ -7,7 +7,7 @@ where it is noticed that one died. The communicator outlives that: ranks keep th
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -18,6 +18,8 @@ import numpy as np
 from hvdtrain.errors import CollectiveTimeoutError, PeerFailedError
 
 __all__ = ["Alarm", "RanksLost", "is_loss"]
+
+logger = logging.getLogger(__package__)
 
 FAILED, SEEN, LEFT, ASK, TELL, STOPPED = 1, 2, 3, 4, 5, 6
 
@@ -257,11 +259,9 @@ class Alarm:
 
         if failing_code is not None:
             if not self._wait_for(settled, EXIT_TIMEOUT_S):
-                print(
-                    f"hvdtrain: rank {self.rank} of {self.size} ends with exit code "
-                    f"{failing_code}, before rank {self._still_there()}",
-                    file=sys.stderr,
-                    flush=True,
+                logger.error(
+                    f"rank {self.rank} of {self.size} ends with exit code {failing_code}, before "
+                    f"rank {self._still_there()}"
                 )
             return self._all_left() and not self.lost and not self.failed
         while not self._all_left() and self._failure is None:
@@ -284,11 +284,8 @@ class Alarm:
     def _wait_at_the_end(self, done: Callable[[], bool]) -> None:
         """Wait without end, and say from time to time for whom."""
         while not self._wait_for(done, self._timeout_s):
-            print(
-                f"hvdtrain: rank {self.rank} has ended its program and waits for rank "
-                f"{self._still_there()}",
-                file=sys.stderr,
-                flush=True,
+            logger.warning(
+                f"rank {self.rank} has ended its program and waits for rank {self._still_there()}"
             )
 
     def _still_there(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import sys
 import threading
@@ -19,6 +20,8 @@ from hvdtrain.collectives.mpi import MpiCollectives
 from hvdtrain.errors import PeerFailedError
 
 __all__ = ["install"]
+
+logger = logging.getLogger(__package__)
 
 # A rank that only follows another's failure lets that one end first, so that its exit code counts.
 FOLLOWER_PAUSE_S = 2.0
@@ -67,7 +70,7 @@ def _on_exception(
     who = f"rank {collectives.alarm.rank} of {collectives.alarm.size}"
     follows = isinstance(cause, PeerFailedError)
     what = f"stops: {cause}" if follows else f"failed: {type(cause).__name__}: {cause}"
-    print(f"hvdtrain: {who} {what}", file=sys.stderr, flush=True)
+    logger.error("%s %s", who, what)
     collectives.fail(f"{type(cause).__name__}: {cause}{_place(trace)}")
     if follows:
         time.sleep(FOLLOWER_PAUSE_S)

@@ -8,6 +8,7 @@ that kind.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -18,6 +19,8 @@ from typing import NoReturn
 from hvdtrain.errors import CollectiveTimeoutError
 
 __all__ = ["Inside", "Watchdog"]
+
+logger = logging.getLogger(__package__)
 
 # Whoever can give up by itself has done so by then.
 MARGIN_S = 10.0
@@ -73,12 +76,10 @@ class Watchdog:
                 self._end(inside[1])
 
     def _end(self, operation: str) -> NoReturn:
-        print(
-            f"hvdtrain: {self._who} failed: {CollectiveTimeoutError.__name__}: it was "
+        logger.error(
+            f"{self._who} failed: {CollectiveTimeoutError.__name__}: it was "
             f"{self._limit_s:.0f} s inside {self._of} in {operation}{_WHY[self._of]} Start the job "
-            "again.",
-            file=sys.stderr,
-            flush=True,
+            "again."
         )
         sys.stdout.flush()
         # Neither an exception nor the end of the interpreter would get out of that call.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +33,8 @@ from hvdtrain.tensorflow.devices import tower_devices
 from hvdtrain.tensorflow.reducer import GradientReducer
 
 __all__ = ["Distribution"]
+
+logger = logging.getLogger(__package__)
 
 _MARK = "_hvdtrain_distribution"
 
@@ -186,4 +188,4 @@ class Distribution:
     def _notice(self, text: str | None) -> None:
         if text and self._membership.rank == 0 and text not in self._noticed:
             self._noticed.add(text)
-            print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
+            logger.warning(text)

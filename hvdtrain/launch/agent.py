@@ -10,6 +10,7 @@ died.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -40,8 +41,11 @@ from hvdtrain.launch.messages import Decoder, encode, keep_alive
 from hvdtrain.launch.speech import Speech
 from hvdtrain.launch.tree import descendants, kill_descendants, process_state, shell_code
 from hvdtrain.launch.variables import JOB, parse_addresses
+from hvdtrain.log import show
 
 __all__ = ["main"]
+
+logger = logging.getLogger(__package__)
 
 CONNECT_TIMEOUT_S = 20.0
 # When nobody says how long: without a launcher, and when mpirun or srun ends the rank.
@@ -62,7 +66,8 @@ def _work(program: Sequence[str], lifeline: int) -> int:
         hub = connect(parse_addresses(os.environ[LAUNCHER]))
     except (HvdtrainError, OSError) as error:
         host = socket.gethostname()
-        print(f"hvdtrain run: on host {host}: {error}", file=sys.stderr, flush=True)
+        show("error", who="hvdtrain run: ")
+        logger.error(f"on host {host}: {error}")
         return ExitCode.CANNOT_START
     return Agent(topology, hub, os.environ).run(program, lifeline)
 

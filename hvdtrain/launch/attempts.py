@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
+import shlex
 import sys
 import tempfile
 import time
@@ -40,8 +42,11 @@ from hvdtrain.launch.restarts import (
 from hvdtrain.launch.supervisor import Supervisor
 from hvdtrain.launch.verdict import Outcome
 from hvdtrain.launch.where import is_this_host
+from hvdtrain.log import show
 
 __all__ = ["pause", "run_job"]
+
+logger = logging.getLogger(__package__)
 
 STEP_S = 0.05
 
@@ -86,20 +91,28 @@ class _Attempts:
         self._limits = Limits(max_restarts=job.max_restarts, min_np=job.settings.min_np)
         self._history: list[Outcome] = []
         self._console = Console(sys.stdout, sys.stderr, ranks=1, with_host=False, chief_only=False)
+        settings = job.settings
+        show(
+            settings.log_level,
+            who="",
+            with_time=settings.log_with_timestamp,
+            write=lambda text: self._console.notice(text),
+        )
 
     def run(self, plan: Plan) -> int:
         """Attempt the job until it is done or nothing more can be done; returns its exit code."""
         ranks = len(plan.places)
         hosts: Sequence[Host] = self._site.hosts
         if self._site.remark:
-            self._console.notice(self._site.remark)
+            logger.warning(self._site.remark)
         while True:
             outcome = self._attempt(plan)
             if outcome is None:
                 return 0
             self._history.append(outcome)
+            level = logging.WARNING if outcome.cause in ("ordered", "preempted") else logging.ERROR
             for words in outcome.words:
-                self._console.notice(words)
+                logger.log(level, words)
             decision = decide(
                 self._history, self._limits, in_slurm=self._site.in_slurm, chance=random.random()
             )
@@ -116,10 +129,10 @@ class _Attempts:
                     # With fewer hosts a rank may lack a GPU, or the job its last worker.
                     why_not = f"the job is not started again: {error}"
             if why_not:
-                self._console.notice(why_not)
+                logger.error(why_not)
             if not decision.again or why_not or self._received:
                 return self._over()
-            self._console.notice(
+            logger.warning(
                 announce(
                     self._history,
                     self._limits,
@@ -167,6 +180,7 @@ class _Attempts:
                 return None
             if job.verbose:
                 console.notice(describe_plan(plan, command, job.extra))
+            logger.debug("attempt %d: %s", len(self._history) + 1, shlex.join(command.argv))
             supervisor = Supervisor(
                 command,
                 hub,
@@ -209,7 +223,7 @@ class _Attempts:
         """The exit code, after a last word on what was lost and what is left."""
         for words in (account(self._history), remains(self._history)):
             if words:
-                self._console.notice(words)
+                logger.info(words)
         last = self._history[-1]
         if self._received and last.cause != "ordered":
             # Between two attempts, when nothing runs.

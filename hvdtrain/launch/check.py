@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 import signal
 import sys
@@ -20,6 +21,8 @@ from hvdtrain.launch.reach import Answer, Way
 from hvdtrain.launch.where import add_where, named_hosts
 
 __all__ = ["add_arguments", "run"]
+
+logger = logging.getLogger(__package__)
 
 FIT, UNFIT = 0, 1
 # Without a word on ranks, this host is checked for the fewest that need each other.
@@ -57,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _run(arguments, way, ranks)
     except KeyboardInterrupt:
-        print("hvdtrain check: interrupted", file=sys.stderr)
+        logger.warning("interrupted")
         return 128 + signal.SIGINT
 
 
@@ -67,7 +70,7 @@ def _run(arguments: argparse.Namespace, way: Way, ranks: Mapping[str, int]) -> i
     here, answers = ask(ranks, os.environ, way=way)
     if here.facts is None:
         words = here.failure.words if here.failure else ""
-        print(f"hvdtrain check: this host can't be asked: {words}", file=sys.stderr)
+        logger.error(f"this host can't be asked: {words}")
         return UNFIT
     if way == "here" and arguments.num_proc is None:
         answers = [_with_default_ranks(answer) for answer in answers]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,11 @@ from hvdtrain.launch.jobfile import read_jobfile
 from hvdtrain.launch.network import network_variables, ssh_options
 from hvdtrain.launch.variables import BIND
 from hvdtrain.launch.where import TF_CONFIG, add_cluster, add_where, named_cluster
+from hvdtrain.log import show
 
 __all__ = ["add_arguments", "arguments_of_file", "run"]
+
+logger = logging.getLogger(__package__)
 
 HANG_SHARE = 0.9
 _EPILOG = """\
@@ -154,6 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
     environ = _environment(arguments, os.environ)
     # Every rank would fail at the same value; say it once instead.
     settings = read_settings(environ)
+    show(settings.log_level, who="hvdtrain run: ", with_time=settings.log_with_timestamp)
     cluster = named_cluster(arguments, settings, environ)
     if cluster is not None:
         # It would tell every rank that it is this process's task.
@@ -184,11 +188,11 @@ def run(arguments: argparse.Namespace) -> int:
         verbose=arguments.verbose,
     )
     for line in note_on(arguments.unneeded).splitlines():
-        print(f"hvdtrain run: {line}", file=sys.stderr)
+        logger.info(line)
     try:
         return run_job(job, environ)
     except LaunchError as error:
-        print(f"hvdtrain run: {error}", file=sys.stderr)
+        logger.error("%s", error)
         return ExitCode.CANNOT_START
 
 

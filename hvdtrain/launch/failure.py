@@ -71,7 +71,9 @@ _HANGS = "CollectiveTimeoutError"
 _TIMED_OUT, _STARTING = "Timeout (", " in start_mpi"
 # What hvdtrain.collectives.exits adds to a traceback. It knows better: TensorFlow turns errors
 # between ranks into some of its own.
-_VERDICT = re.compile(r"hvdtrain: rank \d+ of \d+ (?:stops|failed: (\w+)):")
+_VERDICT = re.compile(
+    r"(?:[\d: -]+ )?(?:\[\d+\] )?hvdtrain: rank \d+ of \d+ (?:stops|failed: (\w+)):"
+)
 _MORE_MEMORY = (
     "take a smaller batch or fewer ranks on a host, or give each rank more memory (Slurm: --mem, "
     "--mem-per-cpu; containers: their limit)"

@@ -161,7 +161,6 @@ _THREADS = "MPI is asked for as many threads as are needed"
 _SSH = "for mpirun's ssh and hvdtrain's own"
 _NETWORK = "for Open MPI's TCP and NCCL; without it nothing is probed"
 _NO_INFINIBAND = "keeps Open MPI and NCCL from InfiniBand"
-_LOG_TIME = "what hvdtrain itself prints has no time in it"
 _WARNING = (
     "there is no warning before a job that hangs is ended, and the rank named (--hang-timeout-s)"
 )
@@ -255,13 +254,22 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
         "--gloo-timeout-seconds",
     ),
     _same("--log-level", 1, "Horovod's names of levels are understood"),
-    *_unneeded(
-        _LOG_TIME,
+    _same("--log-with-timestamp", 0, "and with the rank; off unless it is given"),
+    _same(
+        "--log-without-timestamp --log-hide-timestamp",
         0,
-        "--log-with-timestamp",
-        "--log-without-timestamp",
-        "--log-hide-timestamp",
+        "the default",
+        dest="log_with_timestamp",
+        action="store_const",
+        const="0",
+    ),
+    _same(
         "--no-log-hide-timestamp",
+        0,
+        "`--log-with-timestamp`",
+        dest="log_with_timestamp",
+        action="store_const",
+        const="1",
     ),
     _same(
         "-prefix-timestamp --prefix-output-with-timestamp",

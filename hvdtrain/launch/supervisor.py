@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -26,6 +27,8 @@ from hvdtrain.launch.tree import kill_descendants, shell_code
 from hvdtrain.launch.verdict import Ending, Outcome, judge, preempted
 
 __all__ = ["Patience", "Supervisor"]
+
+logger = logging.getLogger(__package__)
 
 STEP_S = 0.05
 # After a rank has failed the others, which learn of it from each other, may end by themselves.
@@ -162,7 +165,7 @@ class Supervisor:
         for line in splitter.feed(data, final=not data):
             self._words.append(line)
             if line.strip() and self._hub.connected and not self._failed:
-                self._console.notice(f"{self._name}: {line}")
+                logger.warning(f"{self._name}: {line}")
         if not data:
             self._hub.selector.unregister(pipe)
 
@@ -243,7 +246,7 @@ class Supervisor:
         enough = left >= self._min_np
         report = self._hub.reports.latest.get(end.rank)
         step = report.step if report is not None else None
-        self._console.notice(describe_loss(end, step, left, enough=enough))
+        logger.warning(describe_loss(end, step, left, enough=enough))
         if enough:
             self._hub.forgive(end)
             self._console.leave_behind(end.rank)
@@ -265,7 +268,7 @@ class Supervisor:
     def _kill(self, rank: int, why: str) -> None:
         if rank not in self._killed:
             self._killed.add(rank)
-            self._console.notice(f"rank {rank} on {self._hub.hosts()[rank]} {why}: it is killed")
+            logger.warning(f"rank {rank} on {self._hub.hosts()[rank]} {why}: it is killed")
             self._hub.kill(rank)
 
     def _look_for_hang(self, now: float) -> None:
@@ -284,7 +287,7 @@ class Supervisor:
             hosts = {rank: host for rank, host in self._hub.hosts().items() if rank in running}
             quiet_s = now - (reports.moved_at or now)
             self._hang = describe_hang(reports, hosts, self._hub.stopped, quiet_s)
-            self._console.notice(self._hang)
+            logger.error(self._hang)
             self._stop(signal.SIGTERM, self._patience.grace_s, now)
 
     def _kill_missing(self, running: Sequence[int]) -> bool:

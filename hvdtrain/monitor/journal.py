@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 __all__ = ["Journal"]
+
+logger = logging.getLogger(__package__)
 
 
 class Journal:
@@ -58,9 +60,7 @@ class Journal:
         if file is not None:
             with suppress(OSError):
                 file.close()
-        print(
-            f"hvdtrain: can't write {self._what} to {self._path}: {error.strerror or error}. "
-            f"Training goes on without. Make room there, or name another one ({self._flag}).",
-            file=sys.stderr,
-            flush=True,
+        logger.warning(
+            f"can't write {self._what} to {self._path}: {error.strerror or error}. "
+            f"Training goes on without. Make room there, or name another one ({self._flag})."
         )

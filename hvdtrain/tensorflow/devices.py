@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
-import sys
+import logging
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
@@ -25,6 +25,8 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.tensorflow import runtime
 
 __all__ = ["assign_gpus", "bind", "means", "set_placement", "tower_devices", "visible_gpus"]
+
+logger = logging.getLogger(__package__)
 
 
 def visible_gpus(host: str, environ: Mapping[str, str]) -> list[str]:
@@ -99,7 +101,7 @@ def bind(
 
     Args:
         topology: Who this process is.
-        settings: ``share_gpus``, the number of towers and ``log_level`` count here.
+        settings: ``share_gpus`` and the number of towers count here.
         visible: What ``visible_gpus`` returned on each rank; None for one that needs no GPU.
 
     Returns:
@@ -110,7 +112,7 @@ def bind(
     """
     chosen = assign_gpus(visible, share=settings.share_gpus, each=settings.towers)
     indices = chosen[topology.rank]
-    if topology.is_chief and settings.log_level in ("debug", "info"):
+    if topology.is_chief:
         _report_missing(visible)
     if visible[topology.rank] is None:
         tf.config.set_visible_devices([], "GPU")
@@ -171,11 +173,10 @@ def _report_missing(visible: Sequence[Sequence[str] | None]) -> None:
     if not without:
         return
     if not any(visible):
-        text = "no GPU found; computing on the CPU"
+        logger.info("no GPU found; computing on the CPU")
     else:
         ranks = ", ".join(map(str, without))
-        text = f"rank {ranks} of {len(visible)} found no GPU and will slow down the others"
-    print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
+        logger.warning(f"rank {ranks} of {len(visible)} found no GPU and will slow down the others")
 
 
 def _use_gpus(gpus: Sequence[tf.config.PhysicalDevice]) -> None:

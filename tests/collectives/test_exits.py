@@ -16,7 +16,9 @@ import numpy as np
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import create, exits
 from hvdtrain.config import read_settings
+from hvdtrain.log import show
 
+show("info")
 engine = create(read_topology(os.environ), read_settings(os.environ))
 exits.install(engine)
 rank = engine.rank

@@ -23,6 +23,7 @@ from hvdtrain.launch.interrupts import caught_signals
 from hvdtrain.launch.supervisor import Patience, Supervisor
 from hvdtrain.launch.tree import descendants
 from hvdtrain.launch.variables import JOB, format_addresses
+from hvdtrain.log import show
 from tests.harness.jobs import REPOSITORY
 from tests.launch.processes import assert_all_end
 
@@ -59,6 +60,7 @@ def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
     before = descendants(os.getpid())
     out, err = io.StringIO(), io.StringIO()
     console = Console(out, err, ranks=2, with_host=False, chief_only=False)
+    show("info", who="", write=console.notice)
     with contextlib.closing(Hub(2, console, local=True)) as hub, caught_signals() as received:
         own = {LAUNCHER: format_addresses(["127.0.0.1"], hub.port), JOB: hub.job}
         environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **own}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +31,8 @@ from hvdtrain.monitor import report
 from hvdtrain.tensorflow import seeds
 
 __all__ = ["Keeper"]
+
+logger = logging.getLogger(__package__)
 
 # Where fit ended by an error: the job is about to be ended, too.
 CLOSE_TIMEOUT_S = 4.0
@@ -398,7 +400,9 @@ class Keeper:
                     f"{self._asked.directory}. Start the program again to go on"
                 )
             else:
-                self._say(f"{name} came, and no checkpoint could be saved: {error}")
+                self._say(
+                    f"{name} came, and no checkpoint could be saved: {error}", logging.WARNING
+                )
         self._collectives.barrier(name="checkpoint is saved")
         self._preempted = True
         raise Preempted(number)
@@ -408,8 +412,8 @@ class Keeper:
         written = len(self._writer.written_s)
         if self._complained_after != written:
             self._complained_after = written
-            self._say(f"no checkpoint could be saved, training goes on: {error}")
+            self._say(f"no checkpoint could be saved, training goes on: {error}", logging.WARNING)
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, level: int = logging.INFO) -> None:
         if self._chief:
-            print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
+            logger.log(level, text)

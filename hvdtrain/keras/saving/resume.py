@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from hvdtrain.monitor import report
 from hvdtrain.tensorflow import seeds
 
 __all__ = ["Found", "Resume", "broadcast_arrays", "find"]
+
+logger = logging.getLogger(__package__)
 
 _CHIEF_LOST = "The rank that reads the checkpoint was lost meanwhile. Start the job again."
 
@@ -166,7 +168,7 @@ class Resume:
 
     def _say(self, text: str) -> None:
         if self._collectives.rank == 0:
-            print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
+            logger.warning(text)
 
 
 def broadcast_arrays(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +23,8 @@ from hvdtrain.keras.saving.state import TrainingState
 from hvdtrain.monitor import report
 
 __all__ = ["Session", "asked_for", "begin_session", "store_of"]
+
+logger = logging.getLogger(__package__)
 
 
 def asked_for(callbacks: Sequence[Any]) -> Checkpoint | None:
@@ -173,4 +175,4 @@ class Session:
 
 
 def _say(text: str) -> None:
-    print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
+    logger.warning(text)

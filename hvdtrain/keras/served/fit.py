@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -45,6 +45,8 @@ from hvdtrain.parameter_server.shards import Shard, Spec
 from hvdtrain.parameter_server.update_log import UpdateLog
 
 __all__ = ["ServedFit", "Shares"]
+
+logger = logging.getLogger(__package__)
 
 # They decide by validation results, or for all: the chief's decide.
 _OF_CHIEF = (
@@ -152,7 +154,7 @@ class ServedFit:
                 # Who waits for it would give up otherwise.
                 silence_s=min(settings.worker_timeout_s, settings.timeout_s / 2),
                 least_workers=settings.min_np - len(roles.servers),
-                tell=_print if rank == roles.servers[0] else lambda line: None,
+                tell=logger.warning if rank == roles.servers[0] else lambda line: None,
             )
             if asked is not None:
                 signals.catch()
@@ -289,7 +291,7 @@ class ServedFit:
                 )
         broadcast_weights(self._model, self._collectives)
         if self._is_chief:
-            _print(self._account(next(iter(served.values()))))
+            logger.info(self._account(next(iter(served.values()))))
         mine = history.history.items()
         logs = {name: [np.asarray(value).tolist() for value in values] for name, values in mine}
         chiefs = {"epoch": getattr(history, "epoch", []), "logs": logs}
@@ -344,10 +346,6 @@ class ServedFit:
     @property
     def _is_chief(self) -> bool:
         return self._collectives.rank == 0
-
-
-def _print(line: str) -> None:
-    print(f"hvdtrain: {line}", file=sys.stderr, flush=True)
 
 
 def _train_alone(given: dict[str, Any]) -> None:
