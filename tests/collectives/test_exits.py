@@ -80,7 +80,7 @@ def test_exception_on_one_rank(launch, engine: str) -> None:
     assert said[2] == f"failed: {cause}"
     for rank in (0, 1):
         assert said[rank].startswith(f"stops: rank 2 failed: {cause} (")
-        assert re.search(r"script\.py:14\)\. Rank \d was waiting", said[rank])
+        assert re.search(r"script\.py:16\)\. Rank \d was waiting", said[rank])
         assert "in allreduce(gradients)" in said[rank]
 
 
@@ -94,7 +94,7 @@ def test_wrong_argument_on_one_rank(launch) -> None:
     assert done.seconds < LIMIT_S
     said = _said(done)
     assert said[0].startswith("failed: ConfigurationError: op='mean'")
-    assert "script.py:12)" in said[1]
+    assert "script.py:14)" in said[1]
 
 
 def test_exception_while_others_are_busy(launch) -> None:
