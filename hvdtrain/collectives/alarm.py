@@ -205,6 +205,9 @@ class Alarm:
     def fail(self, reason: str) -> bool:
         """Tell all ranks that this one failed, and wait a little until they have seen it.
 
+        Where ranks survive others, one that ended unheard would pass for dead, and they would go
+        on: then this waits as long as for any operation.
+
         Returns:
             Whether no rank can be left that doesn't know.
         """
@@ -217,7 +220,8 @@ class Alarm:
         def heard() -> bool:
             return self._seen | self._left.keys() | self.lost >= listening
 
-        return self._wait_for(heard, FAREWELL_TIMEOUT_S) and not self._silent
+        timeout_s = self._timeout_s if self._survives else FAREWELL_TIMEOUT_S
+        return self._wait_for(heard, timeout_s) and not self._silent
 
     def tell_failure(self, reason: str) -> bool:
         """Tell all ranks, or the one that failed first that this one knows; returns whether so."""
