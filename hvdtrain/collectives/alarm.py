@@ -26,7 +26,7 @@ FAILED, SEEN, LEFT, ASK, TELL, STOPPED = 1, 2, 3, 4, 5, 6
 FAREWELL_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 3.0
 # For the others to come to their end, after a program has ended with an exit code of its own.
-EXIT_TIMEOUT_S = 3.0
+EXIT_TIMEOUT_S = 1.0
 POLL_S = 0.002
 # Open MPI looks for news of ranks that died only now and then when it is called, and passes them
 # on from rank to rank in the same way.
