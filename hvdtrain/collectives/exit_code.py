@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import sys
-from types import MemberDescriptorType
 from typing import Any, NoReturn
 
 __all__ = ["ExitCodeWatch"]
 
 
 class ExitCodeWatch:
-    """From now on knows the code, of which Python tells nobody, and functions at exit least of all.
+    """From now on knows the code given to ``sys.exit``, which Python tells no function at exit.
 
     A program ends by a ``SystemExit`` that nobody catches, which the interpreter then asks for its
     ``code``. That is the one reader without a caller in Python: what a program catches, looks at
-    and goes on from is not taken for its end. ``sys.exit`` is replaced because before Python 3.12
-    it makes no exception that could be asked.
+    and goes on from is not taken for its end. A program that raises ``SystemExit`` itself is not
+    seen, as classes that are built in can't be changed.
 
     Attributes:
         code: 0 until the interpreter has asked.
@@ -25,45 +22,52 @@ class ExitCodeWatch:
 
     def __init__(self) -> None:
         self.code = 0
-        self._attributes: dict[str, Any] = gc.get_referents(SystemExit.__dict__)[0]
-        self._member: MemberDescriptorType = self._attributes["code"]
-        self._exit = sys.exit
-        sys.exit = _exit
-        self._replace(property(self._read, self._member.__set__, self._member.__delete__))
+        self._before = sys.exit
+        sys.exit = self._exit
 
     def close(self) -> None:
         """Leave Python as it was."""
-        self._replace(self._member)
-        sys.exit = self._exit
+        sys.exit = self._before
 
-    def _read(self, error: SystemExit) -> object:
-        code = self._member.__get__(error)
+    def _exit(self, status: object = None, /) -> NoReturn:
+        """Exit the interpreter by raising SystemExit(status), as ``sys.exit`` of Python does."""
+        raise _Exit(self, status)
+
+    def note(self, code: object) -> None:
+        """The interpreter has asked; what is no number it prints, and ends with 1."""
+        self.code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+
+
+class _Exit(SystemExit):
+    """Tells the watch when the interpreter reads its code."""
+
+    def __init__(self, watch: ExitCodeWatch, *status: object) -> None:
+        super().__init__(*status)
+        self._watch = watch
+        self._code = status[0]
+
+    @property
+    def code(self) -> Any:
         if _nobody_calls():
-            self.code = _as_number(code)
-        return code
+            self._watch.note(self._code)
+        return self._code
 
-    def _replace(self, attribute: object) -> None:
-        self._attributes["code"] = attribute
-        # What was found under the name before is remembered until the type says that it changed.
-        ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+    @code.setter
+    def code(self, value: Any) -> None:
+        self._code = value
+
+    def __reduce__(self) -> tuple[type[SystemExit], tuple[object]]:
+        return SystemExit, (self._code,)
 
 
-def _exit(status: object = None, /) -> NoReturn:
-    """Exit the interpreter by raising SystemExit(status), as ``sys.exit`` of Python does."""
-    raise SystemExit(status)
+_Exit.__name__ = _Exit.__qualname__ = SystemExit.__name__
+_Exit.__module__ = SystemExit.__module__
 
 
 def _nobody_calls() -> bool:
-    """Whether no code in Python reads the attribute, this function and the reader aside."""
+    """Whether no code in Python reads the attribute, this function and the property aside."""
     try:
         sys._getframe(2)
     except ValueError:
         return True
     return False
-
-
-def _as_number(code: object) -> int:
-    """What the process ends with: the interpreter prints what is no number, and ends with 1."""
-    if code is None:
-        return 0
-    return code & 0xFF if isinstance(code, int) else 1
