@@ -110,6 +110,8 @@ class Engine:
         self._inside: tuple[float, str] | None = None
         self._handed: _Handed | None = None
         self.broken: HvdtrainError | None = None
+        # By which this rank left an operation last; also one after which it may go on.
+        self.last_error: HvdtrainError | None = None
         self.closed = False
 
     @property
@@ -360,7 +362,7 @@ class Engine:
         return self.members.index(member) if member in self.members else 0
 
     def _operate(self, call: Call, attempt: Callable[[], Result], source: int = -1) -> Result:
-        """One operation at a time; after an error between ranks none can be trusted any more.
+        """One operation at a time; none after an error that ranks may not all have had.
 
         Args:
             call: For errors, and for whoever asks what this rank waits in.
@@ -419,8 +421,12 @@ class Engine:
             return self._carry_out(call, attempt, source)
         except SomeJoined as some:
             self._joined = some.ranks
-            asked = self._learn_call(call)
-            check_can_join(asked, sorted(some.ranks))
+            try:
+                asked = self._learn_call(call)
+                check_can_join(asked, sorted(some.ranks))
+            except MismatchError:
+                self._joined = frozenset()
+                raise
             if self.rank not in some.ranks:
                 return self._carry_out(call, attempt, source)
             self._stand_in(asked)
@@ -448,7 +454,7 @@ class Engine:
         return self._gather_words(np.array(counts, np.int64))
 
     def _raise_mismatch(self, call: Call) -> NoReturn:
-        """Say what each rank has called; all ranks raise the same."""
+        """Say what each rank has called; all ranks raise the same, and may go on."""
         data = np.frombuffer(call.text.encode(), np.uint8)
         counts = self._gather_words(np.array([data.size], np.int64))[:, 0].tolist()
         everything = np.empty(sum(counts), np.uint8)
@@ -458,6 +464,7 @@ class Engine:
         joined = [rank for rank, text in enumerate(texts) if text == JOIN]
         if joined and len(set(texts)) == 2:
             raise SomeJoined(joined)
+        self._start_over()
         raise MismatchError(explain(texts, [self.numbers[member] for member in self.members]))
 
     def _observe(self, call: Call, operation: Callable[[], Result]) -> Result:
@@ -477,9 +484,12 @@ class Engine:
                 observer(done)
 
     def _remember(self, error: BaseException) -> None:
-        # Ranks that are told that something is lost all leave the operation alike.
-        told = (ConfigurationError, RanksLostError, SomeJoined)
-        if self.closed or isinstance(error, told):
+        if self.closed:
+            return
+        if isinstance(error, HvdtrainError):
+            self.last_error = error
+        # Ranks that are told that they differ, or what is lost, all leave the operation alike.
+        if isinstance(error, (ConfigurationError, MismatchError, RanksLostError, SomeJoined)):
             return
         if isinstance(error, HvdtrainError):
             self.broken = error

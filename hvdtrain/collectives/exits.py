@@ -79,8 +79,8 @@ def _on_exception(
 
 def _behind(error: BaseException, collectives: MpiCollectives) -> BaseException:
     """The error between ranks that TensorFlow has turned into one of its own, if so."""
-    broken = collectives.broken
-    return broken if broken is not None and str(broken) in str(error) else error
+    last = collectives.last_error
+    return last if last is not None and str(last) in str(error) else error
 
 
 def _place(trace: TracebackType | None) -> str:

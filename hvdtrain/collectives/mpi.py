@@ -22,7 +22,7 @@ from hvdtrain.collectives.recovery import Recovery
 from hvdtrain.collectives.shared_file import share_file
 from hvdtrain.collectives.waiting import Patience
 from hvdtrain.collectives.watchdog import Watchdog
-from hvdtrain.errors import Preempted
+from hvdtrain.errors import MismatchError, Preempted
 
 __all__ = ["MpiCollectives"]
 
@@ -212,7 +212,11 @@ class MpiCollectives(Engine):
     def _carry_out(self, call: Call, attempt: Callable[[], Result], source: int) -> Result:
         if self._recovery is None:
             return attempt()
-        return self._recovery.carry_out(self._operations, call, attempt, source)
+        # That ranks differ is a result of the operation, which all are to have, or none.
+        found = self._recovery.carry_out(self._operations, call, lambda: _outcome(attempt), source)
+        if isinstance(found, MismatchError):
+            raise found
+        return found
 
     def _agree(self, call: Call) -> None:
         self._word[0], self._word[1] = call.digest, -call.digest
@@ -308,6 +312,13 @@ class MpiCollectives(Engine):
         for start in range(0, send.size, MESSAGE_BYTES):
             requests.append(self.comm.Isend([send[start : start + MESSAGE_BYTES], byte], to))
         self._mpi.Request.Waitall(requests)
+
+
+def _outcome(attempt: Callable[[], Result]) -> Result | MismatchError:
+    try:
+        return attempt()
+    except MismatchError as error:
+        return error
 
 
 def _slices(buffer: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:

@@ -216,6 +216,7 @@ class DeviceCollectives:
 
         Numbers are given when ranks first agree on such a call: in the same order on all.
         """
+        self.error = None
         try:
             self._collectives.hand_over(KIND, name, detail)
         except HvdtrainError as error:

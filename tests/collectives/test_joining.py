@@ -96,6 +96,8 @@ def test_what_takes_all_ranks_is_an_error_for_all(case, what):
     text = rf"Rank 1 called join, and the others {what}\(x\).*is allreduce"
     with pytest.raises(MismatchError, match=text):
         engine.join() if engine.rank == 1 else calls[what]()
+    np.testing.assert_array_equal(engine.allreduce(np.ones(3)), np.full(3, engine.size))
+    assert engine.join() == engine.size - 1
 
 
 @EVERY_NEW_ENGINE

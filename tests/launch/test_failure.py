@@ -280,7 +280,7 @@ def test_what_ranks_say_at_their_end_is_understood(
     error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alarm = SimpleNamespace(rank=0, size=4)
-    engine = SimpleNamespace(closed=False, alarm=alarm, broken=error, fail=lambda reason: None)
+    engine = SimpleNamespace(closed=False, alarm=alarm, last_error=error, fail=lambda reason: None)
     monkeypatch.setattr(exits, "_current", engine)
     monkeypatch.setattr(exits, "FOLLOWER_PAUSE_S", 0.0)
     monkeypatch.setattr(exits, "_end_within", lambda seconds: None)
