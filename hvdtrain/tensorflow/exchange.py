@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import tensorflow as tf
+
+from hvdtrain.tensorflow.errors import raise_as_in_tensorflow
 from hvdtrain.tensorflow.operations import broadcast
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.tape import check_averages, variable_label
@@ -22,8 +25,8 @@ def broadcast_variables(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
-) -> None:
-    """Give every rank the values that ``root_rank`` has; in a tf.function, too.
+) -> tf.Operation | None:
+    """Give every rank the values that ``root_rank`` has; in a tf.function or a graph, too.
 
     Args:
         variables: The same on every rank.
@@ -31,14 +34,20 @@ def broadcast_variables(
         process_set: The ranks that take part; all of them if not given.
         inplace: Of no effect.
 
+    Returns:
+        In a graph what does it, for a session to run; None where it is done.
+
     Raises:
         MismatchError: Shapes or types differ between ranks.
         ModelError: Some ranks are parameter servers.
     """
     check_averages("tensorflow.broadcast_variables")
+    assigned = []
     for variable in variables:
         name = variable_label(variable)
-        variable.assign(broadcast(variable, root_rank, name, process_set=process_set))
+        given = broadcast(variable, root_rank, name, process_set=process_set)
+        assigned.append(variable.assign(given))
+    return None if tf.executing_eagerly() else tf.group(assigned)
 
 
 def broadcast_object(
@@ -57,9 +66,10 @@ def broadcast_object(
         name: For errors; the same on all ranks.
         process_set: The ranks that take part; all of them if not given.
     """
-    return process_set.collectives().broadcast_object(
-        obj, process_set.place_of(root_rank), name=name or "object", codec="pickle"
-    )
+    with raise_as_in_tensorflow():
+        return process_set.collectives().broadcast_object(
+            obj, process_set.place_of(root_rank), name=name or "object", codec="pickle"
+        )
 
 
 def broadcast_object_fn(
@@ -79,5 +89,6 @@ def allgather_object(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """The objects of all ranks, in rank order; they travel by pickle. See ``broadcast_object``."""
-    collectives = process_set.collectives()
-    return collectives.allgather_object(obj, name=name or "object", codec="pickle")
+    with raise_as_in_tensorflow():
+        collectives = process_set.collectives()
+        return collectives.allgather_object(obj, name=name or "object", codec="pickle")

@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["Arrays", "run_on_host"]
+from hvdtrain.tensorflow import sessions
+from hvdtrain.tensorflow.errors import raise_as_in_tensorflow
+from hvdtrain.tensorflow.graph_order import MARK, in_order
+
+__all__ = ["Arrays", "run_between_ranks", "run_on_host"]
 
 Arrays = Sequence[np.ndarray]
 
@@ -29,12 +33,28 @@ def run_on_host(
     """
     types = types or [tensor.dtype for tensor in tensors[: len(shapes)]]
     if tf.executing_eagerly():
-        results = function(*map(_array, tensors))
+        with raise_as_in_tensorflow():
+            results = function(*map(_array, tensors))
         return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, types)]
-    several = tf.numpy_function(lambda *arrays: tuple(function(*arrays)), tensors, types)
+    several = run_between_ranks(lambda *arrays: tuple(function(*arrays)), tensors, types)
     for tensor, shape in zip(several, shapes):
         tensor.set_shape(shape)
     return list(several)
+
+
+def run_between_ranks(
+    function: Callable[..., Any], tensors: Sequence[tf.Tensor], types: Any
+) -> Any:
+    """``tf.numpy_function`` whose function calls the engine.
+
+    Ranks must call it in the same order. A tf.function sees to that by itself; other graphs keep
+    the order in which such functions were added to them.
+    """
+    if tf.executing_eagerly():
+        return tf.numpy_function(function, tensors, types)
+    sessions.keep_order()
+    with in_order(tf.compat.v1.get_default_graph()):
+        return tf.numpy_function(function, tensors, types, name=MARK)
 
 
 def _array(tensor: tf.Tensor) -> np.ndarray:

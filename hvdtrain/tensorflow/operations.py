@@ -237,8 +237,7 @@ def broadcast_(
     values = []
     for n, variable in enumerate(variables):
         given = broadcast(variable, root_rank, _member(name, n), process_set=process_set)
-        variable.assign(given)
-        values.append(tf.convert_to_tensor(variable))
+        values.append(tf.convert_to_tensor(variable.assign(given)))
     return values
 
 
@@ -283,7 +282,9 @@ def alltoall(
         def backward(upstream: tf.Tensor, _: Any) -> tuple[tf.Tensor, None]:
             shapes = [value.shape, [None]]
             types = [value.dtype, tf.int32]
-            return run_on_host(exchange, [upstream, received], shapes, types)[0], None
+            # In a classic graph, what comes may have another type.
+            sent = tf.cast(upstream, value.dtype)
+            return run_on_host(exchange, [sent, received], shapes, types)[0], None
 
         return (came, received), backward
 

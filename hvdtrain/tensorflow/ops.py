@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collectives
+from hvdtrain.tensorflow.host import run_between_ranks
 
 __all__ = ["stack_ranks"]
 
@@ -62,7 +63,7 @@ def _stack_survivors(collectives: Collectives, tensor: tf.Tensor, name: str) -> 
             me = collectives.members[collectives.rank]
             return rows, np.array(collectives.contributed.index(me), np.int32)
 
-        result, row = tf.numpy_function(gather, [value], [value.dtype, tf.int32])
+        result, row = run_between_ranks(gather, [value], [value.dtype, tf.int32])
         result.set_shape([None, *value.shape])
         row.set_shape([])
 
@@ -78,6 +79,6 @@ def _stack_survivors(collectives: Collectives, tensor: tf.Tensor, name: str) -> 
 
 
 def _call(function: Callable[[np.ndarray], np.ndarray], value: tf.Tensor, shape: Any) -> tf.Tensor:
-    result = tf.numpy_function(function, [value], value.dtype)
+    result = run_between_ranks(function, [value], value.dtype)
     result.set_shape(shape)
     return result

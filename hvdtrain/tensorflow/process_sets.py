@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain import world
 from hvdtrain.collectives.base import Collectives
-from hvdtrain.errors import ConfigurationError
+from hvdtrain.tensorflow.errors import raise_as_in_tensorflow, refusal
 
 __all__ = [
     "ProcessSet",
@@ -76,12 +76,12 @@ class ProcessSet:
             ConfigurationError: It can't be used, or not by this rank.
         """
         if not self._usable:
-            raise ConfigurationError(
+            raise refusal(
                 f"{self} can't be used yet, or no longer. Pass it to add_process_set on all ranks, "
                 "or to init."
             )
         if self._part is None:
-            raise ConfigurationError(
+            raise refusal(
                 f"Rank {world.collectives().rank} called a collective of {self}, to which it "
                 "doesn't belong. Call it where process_set.included() is true."
             )
@@ -94,7 +94,7 @@ class ProcessSet:
             ConfigurationError: It doesn't belong to it.
         """
         if rank not in self.ranks:
-            raise ConfigurationError(f"Rank {rank} does not belong to {self}.")
+            raise refusal(f"Rank {rank} does not belong to {self}.")
         return self.ranks.index(rank)
 
     def __repr__(self) -> str:
@@ -159,7 +159,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(
             f"There is a process set of the ranks {process_set.ranks} already; use that."
         )
-    process_set._open(1 + max((entry.process_set_id or 0 for entry in _added), default=0))
+    with raise_as_in_tensorflow():
+        process_set._open(1 + max((entry.process_set_id or 0 for entry in _added), default=0))
     _added.append(process_set)
     return process_set
 
@@ -182,7 +183,7 @@ def find_process_set(process_set_id: int) -> ProcessSet:
     for entry in (global_process_set, *_added):
         if entry.process_set_id == process_set_id and entry._usable:
             return entry
-    raise ConfigurationError(
+    raise refusal(
         f"There is no process set with the number {process_set_id}; add_process_set gives numbers."
     )
 

@@ -21,6 +21,7 @@ from hvdtrain.collectives.base import Collectives, ReduceOp
 from hvdtrain.errors import HvdtrainError, MismatchError, NonFiniteError
 from hvdtrain.tensorflow.contributions import Contributions
 from hvdtrain.tensorflow.device_collectives import DeviceCollectives
+from hvdtrain.tensorflow.host import run_between_ranks
 from hvdtrain.tensorflow.names import counted_anew
 from hvdtrain.tensorflow.rows import pack_rows, unpack_rows
 
@@ -137,7 +138,7 @@ class GradientReducer:
             with self.remember_error():
                 return self.collectives.allreduce(array, op, name=name)
 
-        result = tf.numpy_function(run, [value], value.dtype)
+        result = run_between_ranks(run, [value], value.dtype)
         result.set_shape(value.shape)
         return result
 
@@ -157,7 +158,7 @@ class GradientReducer:
             with self.remember_error():
                 self._verify(entries)
 
-        tf.numpy_function(run, [], [])
+        run_between_ranks(run, [], [])
 
     def _average_dense(
         self,
@@ -182,7 +183,7 @@ class GradientReducer:
                         averages = [average * average.dtype.type(scale) for average in averages]
                 return tuple(averages)
 
-        reduced = tf.numpy_function(run, [*group, *weights], [dtype] * len(group))
+        reduced = run_between_ranks(run, [*group, *weights], [dtype] * len(group))
         if len(group) == 1 and not isinstance(reduced, (list, tuple)):
             reduced = [reduced]
         for average, gradient in zip(reduced, group):
@@ -256,7 +257,7 @@ class GradientReducer:
                     rows = rows * rows.dtype.type(scale)
                 return rows, where
 
-        values, indices = tf.numpy_function(
+        values, indices = run_between_ranks(
             run, [gradient.values, gradient.indices, one], [dtype, gradient.indices.dtype]
         )
         values.set_shape([None, *gradient.values.shape[1:]])

@@ -156,6 +156,22 @@ def test_exception_is_no_loss(elastic: Run) -> None:
         assert said[rank].startswith("stops: rank 1 failed: ValueError: mistake (")
 
 
+def test_ranks_that_differed_go_on_and_may_be_lost(elastic: Run) -> None:
+    body = """
+        from hvdtrain.errors import MismatchError
+        for rows in (3, 30_000):
+            try:
+                engine.allreduce(np.ones(rows + (rank == 1)), name="gradients")
+            except MismatchError:
+                engine.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), 9)
+        total = engine.allreduce(np.ones(2), name="gradients")
+    """
+    done = elastic(3, body, show="total.tolist()")
+    assert _printed(done) == [[2.0, 2.0]] * 2, done
+
+
 def test_exception_while_others_are_busy(elastic: Run) -> None:
     """It waits until they have heard of it; ended before, it would pass for dead."""
     body = """

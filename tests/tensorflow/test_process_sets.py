@@ -169,4 +169,4 @@ def test_a_communicator_of_mpi(world):
 def test_ranks_must_add_the_same(world):
     with pytest.raises(MismatchError, match="subset"):
         hvd.add_process_set([0] if hvd.rank() == 2 else [1])
-    hvd.shutdown()  # what came of it is over; the next test begins anew
+    assert hvd.remove_process_set(hvd.add_process_set([0]))

@@ -1,0 +1,72 @@
+"""Which operations of a graph are between ranks; in function graphs, also their order.
+
+A tf.function runs what has effects in the order in which it was made ("automatic control
+dependencies"). The bodies of ``tf.cond`` and ``tf.while_loop`` in classic graphs, and what
+``tf.compat.v1.wrap_function`` makes, do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["MARK", "calls_between_ranks", "in_order"]
+
+MARK = "hvdtrain"
+"""What the names of operations between ranks begin with."""
+
+
+def calls_between_ranks(op: tf.Operation) -> bool:
+    """Whether it is an operation between ranks, or calls a function that holds one."""
+    if op.type == "PyFunc":
+        return _is_marked(op.name)
+    return any(_holds_marked(op.graph, name) for name in _functions_of(op))
+
+
+@contextmanager
+def in_order(graph: Any) -> Iterator[None]:
+    """What is added within runs after all operations between ranks that were added before.
+
+    And it does run, if its result is used or not. Of no effect where TensorFlow sees to it, and in
+    a graph for sessions, for which ``session_order`` does.
+    """
+    before = list(_last_ones(graph))
+    known = len(graph.get_operations()) if _is_unordered_function(graph) else None
+    with tf.control_dependencies(before):
+        yield
+    if known is not None:
+        graph.control_outputs += filter(calls_between_ranks, graph.get_operations()[known:])
+
+
+def _is_unordered_function(graph: Any) -> bool:
+    return hasattr(graph, "outer_graph") and not graph._add_control_dependencies
+
+
+def _last_ones(graph: Any) -> Iterator[tf.Operation]:
+    """The last operation between ranks of a function graph and of those around it."""
+    while _is_unordered_function(graph):
+        yield from islice(filter(calls_between_ranks, reversed(graph.get_operations())), 1)
+        graph = graph.outer_graph
+
+
+def _is_marked(name: str) -> bool:
+    return name.rpartition("/")[2].startswith(MARK)
+
+
+def _functions_of(op: tf.Operation) -> Iterator[str]:
+    for attribute in op.op_def.attr:
+        if attribute.type == "func":
+            yield op.get_attr(attribute.name).name
+        elif attribute.type == "list(func)":
+            yield from (function.name for function in op.get_attr(attribute.name))
+
+
+def _holds_marked(graph: Any, name: str) -> bool:
+    function = graph._get_function(name)
+    if function is None:
+        return False
+    return any(calls_between_ranks(op) for op in function.graph.get_operations())
