@@ -145,12 +145,13 @@ def test_branches(world, version):
 @pair
 @CONTROL_FLOWS
 def test_loops(world, version):
-    """Operations in the turns of a loop that don't depend on one another."""
+    """Operations in a turn that don't depend on one another; one begins the next turn early."""
     with session(version) as run:
 
         def turn(n: tf.Tensor, a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, ...]:
             plus = tf.cond(tf.equal(n % 2, 0), lambda: total(1.0, 1), lambda: 0.0)
-            return n + 1, a + total(10.0, 0) + plus, b + total(100.0, 1)
+            hundred = total(late(100.0 + 0.0 * b, 1), 1)
+            return n + 1, a + total(10.0 + 0.0 * a, 0) + plus, b + hundred
 
         before = total(1.0, 0)
         looped = tf.while_loop(lambda n, a, b: n < 4, turn, [0, 0.0, 0.0])
