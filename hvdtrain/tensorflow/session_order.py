@@ -41,6 +41,8 @@ class _Link(NamedTuple):
 
     operation: tf.Operation
     done: tf.Tensor
+    gate: tf.Tensor
+    """The one after it."""
 
 
 class SessionOrder:
@@ -56,7 +58,6 @@ class SessionOrder:
         self._seen = 0
         self._version = -1
         self._links: list[_Link] = []
-        self._gate: tf.Tensor | None = None
         self._borders: set[tf.Operation] = set()
         self._loops: dict[Any, list[tf.Operation]] = {}  # by context, the last ones within
         self._left_out: dict[Any, list[tf.Tensor]] = {}
@@ -115,8 +116,12 @@ class SessionOrder:
         asked = [*targets, *(tensor.op for tensor in fetches if tensor.name not in fed)]
         needed = _needed(asked, fed, self._borders)
         places = [n for n, link in enumerate(self._links) if link.operation in needed]
-        before = self._links[: places[-1]] if places else []
-        return [link.done for link in before if link.operation not in needed]
+        if not places:
+            return []
+        begin, end = places[0], places[-1]
+        between = [n.done for n in self._links[begin:end] if n.operation not in needed]
+        # One feed leaves out all that there is before the first.
+        return [self._links[begin - 1].gate, *between] if begin else between
 
     def _add(self, operation: tf.Operation) -> None:
         """Chain an operation within its loop, and the loop within what is around that."""
@@ -145,12 +150,13 @@ class SessionOrder:
             # TensorFlow's optimizer takes a control dependency away where there is a longer way,
             # before it knows what is fed, and makes one of an input that is not used. So the way
             # from gate to gate is for data, and what an operation waits for is an assertion.
-            if self._gate is not None:
-                _run_after(first, [tf.raw_ops.Assert(condition=self._gate, data=[self._gate])])
             done = tf.compat.v1.placeholder_with_default(_after(last, branches).outputs[0], [])
-            self._gate = done if self._gate is None else tf.logical_and(self._gate, done)
-        self._borders |= {self._gate.op}
-        self._links.append(_Link(first[0], done))
+            gate = done
+            for link in self._links[-1:]:
+                _run_after(first, [tf.raw_ops.Assert(condition=link.gate, data=[link.gate])])
+                gate = tf.logical_and(link.gate, done)
+        self._borders.add(gate.op)
+        self._links.append(_Link(first[0], done, gate))
 
 
 def _branches_and_loop(context: Any) -> tuple[list[Any], Any]:
