@@ -9,6 +9,7 @@ import keras
 from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.distribution import Distribution
+from hvdtrain.keras.model_optimizers import optimizers_of
 from hvdtrain.keras.optimizer import distribute_optimizer
 from hvdtrain.keras.replicas import check_same_model
 from hvdtrain.tensorflow.reducer import GradientReducer
@@ -26,9 +27,12 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
     every rank runs the same number of steps. Progress and files come from the chief alone, dropout
     differs by rank, and the model is saved as if hvdtrain had never been there.
 
+    A ``train_step`` of the model's own may apply several optimizers, as that of a GAN does: those
+    that are attributes of the model, or of what is in it.
+
     Args:
-        model: Compiled and built. Compile again, or change what is trainable, and it must be
-            distributed again.
+        model: Compiled and built, or made of models that are built. Compile again, or change what
+            is trainable, and it must be distributed again.
         presharded: Each rank passes its own part of the data, as Horovod's users do, instead of
             the whole.
 
@@ -42,15 +46,24 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
     """
     collectives = world.collectives()
     _check_ready(model)
-    if collectives.rank not in world.roles().servers and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+    settings = world.settings()
+    optimizers = optimizers_of(model)
+    if len(optimizers) > 1 and settings.has_servers:
+        raise ModelError(
+            f"The model {model.name!r} has {len(optimizers)} optimizers, and parameter servers "
+            "apply one. Train it with --mode allreduce."
+        )
+    # Of several each knows its variables when it is first applied.
+    if len(optimizers) == 1 and collectives.rank not in world.roles().servers:
+        (optimizer,) = optimizers
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
     if presharded and collectives.survives_losses:
         raise ModelError(
             "In an elastic job (--elastic) every rank must be given the whole data, so that the "
             "others can do what is left of a lost rank's part. Leave presharded=True out, or use "
             "--max-restarts in place of --elastic."
         )
-    settings = world.settings()
     if settings.has_servers:
         from hvdtrain.keras.served.distribution import ServedDistribution
 
@@ -97,9 +110,28 @@ def _check_ready(model: Any) -> None:
             f"The model {model.name!r} is not compiled. Call model.compile(optimizer=…, loss=…) "
             "before hvdtrain.distribute(model)."
         )
-    if not model.built or not model.variables:
+    unbuilt = (
+        [] if model.built else [layer.name for layer in model._flatten_layers() if _lacks(layer)]
+    )
+    if unbuilt or not model.variables:
         raise ModelError(
-            f"The model {model.name!r} is not built: it has no variables that could be broadcast. "
-            "Begin it with keras.Input(shape=…), or call model.build(input_shape) or model(x[:1]) "
-            "before hvdtrain.distribute(model)."
+            f"The model {model.name!r} is not built: {_listed(unbuilt)} variables that could be "
+            "broadcast. Begin it with keras.Input(shape=…), or call model.build(input_shape) or "
+            "model(x[:1]) before hvdtrain.distribute(model)."
         )
+    if not optimizers_of(model):
+        raise ModelError(
+            f"The model {model.name!r} has no optimizer. Call model.compile(optimizer=…), or make "
+            "those that its train_step applies attributes of the model."
+        )
+
+
+def _lacks(layer: Any) -> bool:
+    """Whether a layer still has variables to make."""
+    return not layer.built and type(layer).build is not keras.layers.Layer.build
+
+
+def _listed(unbuilt: list[str]) -> str:
+    if not unbuilt:
+        return "it has no"
+    return f"{', '.join(unbuilt[:5])} {'has' if len(unbuilt) == 1 else 'have'} no"

@@ -19,12 +19,13 @@ from hvdtrain.keras.batch_normalization import (
 )
 from hvdtrain.keras.callback_list import list_callbacks
 from hvdtrain.keras.compute import Compute, OneDevice, Towers
-from hvdtrain.keras.compute.base import has_own
 from hvdtrain.keras.inputs import Inputs
 from hvdtrain.keras.learning_rate import follow_size, prepare_to_follow
 from hvdtrain.keras.loops import Loops, forget_functions, put
 from hvdtrain.keras.membership import Change, Membership
+from hvdtrain.keras.model_optimizers import optimizers_of
 from hvdtrain.keras.optimizer import distribute_optimizer
+from hvdtrain.keras.own_steps import has_own
 from hvdtrain.keras.replicas import broadcast_model, reseed_by_rank
 from hvdtrain.keras.saving.session import asked_for
 from hvdtrain.keras.steps import Steps
@@ -80,9 +81,10 @@ class Distribution:
         seed = collectives.broadcast_object(random.getrandbits(31), name="seed")
         flag = RowFlag()
         compute = self._choose_compute()
-        distribute_optimizer(model.optimizer, self._reducer)
-        if self._membership.elastic:
-            prepare_to_follow(model.optimizer)
+        for optimizer in optimizers_of(model):
+            distribute_optimizer(optimizer, self._reducer)
+            if self._membership.elastic:
+                prepare_to_follow(optimizer)
         for layer in self._choose_synchronized():
             synchronize_batch_normalization(layer, collectives, flag)
         steps = Steps(model, self._reducer, compute, flag)
@@ -139,7 +141,8 @@ class Distribution:
         put(self._model, _MARK, self)
 
     def _follow(self, change: Change) -> None:
-        follow_size(self._model.optimizer, len(change.before), len(change.now))
+        for optimizer in optimizers_of(self._model):
+            follow_size(optimizer, len(change.before), len(change.now))
 
     def _remove_earlier(self) -> None:
         if _MARK in vars(self._model):

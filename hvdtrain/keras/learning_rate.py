@@ -15,6 +15,7 @@ import keras
 from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.membership import Change
+from hvdtrain.keras.model_optimizers import optimizers_of
 from hvdtrain.keras.optimizer import plain_optimizers
 
 __all__ = ["WarmUp", "follow_saved", "follow_size", "prepare_to_follow", "scale_learning_rate"]
@@ -129,7 +130,13 @@ class WarmUp(keras.callbacks.Callback):
         self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        optimizer = self.model.optimizer
+        optimizers = optimizers_of(self.model)
+        if len(optimizers) != 1:
+            raise ModelError(
+                f"WarmUp sets the rate of one optimizer, and this model has {len(optimizers)}. Set "
+                "their rates in a callback of your own."
+            )
+        (optimizer,) = optimizers
         plain = getattr(optimizer, "inner_optimizer", optimizer)
         if isinstance(plain._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
             raise ModelError(
@@ -153,4 +160,4 @@ class WarmUp(keras.callbacks.Callback):
         if done < 1 or (done < 1 + 1 / steps):
             share = min(done, 1.0)
             rate = self._initial + share * (self._target - self._initial)
-            self.model.optimizer.learning_rate = rate
+            optimizers_of(self.model)[0].learning_rate = rate

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collectives
@@ -18,9 +17,12 @@ from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.epochs import Epochs
 from hvdtrain.keras.inputs import Inputs
 from hvdtrain.keras.learning_rate import WarmUp
+from hvdtrain.keras.logs import join_logs, results_of_metrics
 from hvdtrain.keras.membership import Follower, Membership
 from hvdtrain.keras.metrics import joint_metrics
+from hvdtrain.keras.model_optimizers import optimizers_of
 from hvdtrain.keras.optimizer import accumulates, is_distributed
+from hvdtrain.keras.own_steps import has_own, has_own_call
 from hvdtrain.keras.predictions import join_predictions
 from hvdtrain.keras.replicas import average_statistics, broadcast_model
 from hvdtrain.keras.saving.checkpoint import Checkpoint
@@ -80,7 +82,7 @@ class Loops:
         self._begin = begin or (lambda: broadcast_model(model, collectives))
         self._own_session = begin_session
         self._steps = steps
-        self._optimizer = model.optimizer
+        self._optimizers = optimizers_of(model)
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
         self._results = model._get_metrics_result_or_logs
         self._symbolic_build = model._maybe_symbolic_build
@@ -139,7 +141,7 @@ class Loops:
             self._membership,
             steps_per_epoch=steps_per_epoch,
             steps_per_execution=self._model.steps_per_execution,
-            accumulates=accumulates(self._model.optimizer),
+            accumulates=any(map(accumulates, self._optimizers)),
         )
         self._validation = validation
         succession = Succession(listed, self._collectives, self._membership, verbose)
@@ -234,15 +236,19 @@ class Loops:
 
     def joint_results(self, logs: Any) -> Any:
         """Metrics of all ranks, at the end of an epoch or of an evaluation."""
-        with joint_metrics(self._model, self._collectives):
+        model, collectives = self._model, self._collectives
+        with joint_metrics(model, collectives):
             # Resumed after the last step of an epoch, there was no step that could return some.
-            joint = self._results(logs or self._model.get_metrics_result())
-        if joint is not logs or not isinstance(logs, dict):
-            return joint
-        # The user's own train_step returned other values than the metrics: average those.
-        values = np.array([float(value) for value in logs.values()], np.float64)
-        averages = self._collectives.allreduce(values, "average", name="logs")
-        return dict(zip(logs, (float(value) for value in averages)))
+            joint = self._results(logs or model.get_metrics_result())
+            if joint is not logs:
+                # A metric of the user's own may return its variable, which is about to change.
+                return keras.tree.map_structure(tf.identity, joint)
+            if not isinstance(logs, dict):
+                return logs
+            # The user's own step returned something else than what the metrics say.
+            results = results_of_metrics(model)
+        rows = int(self._steps.rows.numpy())
+        return join_logs(logs, rows, results_of_metrics(model), results, collectives)
 
     def adopt(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Keras' own, which is where ``fit`` shows its iterator over an epoch's steps."""
@@ -272,7 +278,13 @@ class Loops:
             self._steps.joint_rows_known = sharded.joint_rows_known
             forget_functions(self._model)
         batch_spec = sharded.dataset.element_spec[0]
-        self._model._symbolic_build(data_batch=batch_spec)
+        try:
+            if has_own_call(self._model):
+                self._model._symbolic_build(data_batch=batch_spec)
+        except Exception:
+            # A step of the user's own need not call the model, nor compute metrics, as Keras would.
+            if not has_own(self._model, "train_step"):
+                raise
 
     @property
     def _is_chief(self) -> bool:
@@ -284,8 +296,9 @@ class Loops:
         Raises:
             ModelError: It was.
         """
-        optimizer = self._model.optimizer
-        if optimizer is not self._optimizer or not is_distributed(optimizer):
+        optimizers = optimizers_of(self._model)
+        same = [*map(id, optimizers)] == [*map(id, self._optimizers)]
+        if not same or not all(map(is_distributed, optimizers)):
             raise ModelError(
                 f"The model {self._model.name!r} was compiled after hvdtrain.distribute(model), so "
                 "that its optimizer would average nothing. Call hvdtrain.distribute(model) again "

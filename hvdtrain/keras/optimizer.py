@@ -176,9 +176,9 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 @contextmanager
-def weighting(optimizer: Any, how: Weighting) -> Iterator[None]:
+def weighting(optimizers: Sequence[Any], how: Weighting) -> Iterator[None]:
     """Within the block gradients that are applied are treated so."""
-    inner = plain_optimizers(optimizer)
+    inner = [leaf for optimizer in optimizers for leaf in plain_optimizers(optimizer)]
     for leaf in inner:
         object.__setattr__(leaf, "_hvdtrain_weighting", how)
     try:

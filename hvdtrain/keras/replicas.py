@@ -11,7 +11,12 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import MismatchError
-from hvdtrain.keras.optimizer import accumulators, plain_optimizers
+from hvdtrain.keras.model_optimizers import (
+    optimizers_of,
+    plain_optimizers_of,
+    state_of_optimizers,
+)
+from hvdtrain.keras.optimizer import accumulators
 from hvdtrain.tensorflow.names import counted_anew
 
 __all__ = [
@@ -56,10 +61,15 @@ def _describe(model: keras.Model) -> dict[str, str]:
     paths = counted_anew([variable.path for variable in model.variables])
     for index, (path, variable) in enumerate(zip(paths, model.variables)):
         described[f"variable {path} ({index})"] = f"{variable.dtype} {variable.shape}"
-    optimizer = model.optimizer
-    described["optimizer"] = type(optimizer).__name__
-    for key, value in _without_names(optimizer.get_config()).items():
-        described[f"optimizer {key}"] = repr(value)
+    optimizers = optimizers_of(model)
+    for number, optimizer in enumerate(optimizers, 1):
+        name = "optimizer" if number == 1 else f"optimizer {number}"
+        described[name] = type(optimizer).__name__
+        # Built when they are first applied, on some rank perhaps before. One alone is built by now,
+        # but for parameter servers, which need no state for themselves.
+        described[f"{name} is built"] = str(optimizer.built or len(optimizers) == 1)
+        for key, value in _without_names(optimizer.get_config()).items():
+            described[f"{name} {key}"] = repr(value)
     described["loss"] = repr(_plain(model.loss))
     described["steps_per_execution"] = str(model.steps_per_execution)
     described["run_eagerly"] = str(model.run_eagerly)
@@ -97,9 +107,9 @@ def broadcast_model(model: keras.Model, collectives: Collectives) -> None:
 
     Nor its gradients that wait for an update: others have those of their own samples.
     """
-    waiting = [v for leaf in plain_optimizers(model.optimizer) for v in accumulators(leaf)]
+    waiting = [v for leaf in plain_optimizers_of(model) for v in accumulators(leaf)]
     own = {id(variable) for variable in waiting if variable is not None}
-    state = [variable for variable in model.optimizer.variables if id(variable) not in own]
+    state = [variable for variable in state_of_optimizers(model) if id(variable) not in own]
     broadcast_weights(model, collectives, [*state, *model.metrics_variables])
 
 

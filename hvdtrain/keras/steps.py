@@ -10,12 +10,16 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.batch_normalization import RowFlag
 from hvdtrain.keras.compute import Compute
-from hvdtrain.keras.compute.base import has_own, rows_of
+from hvdtrain.keras.compute.base import rows_of
+from hvdtrain.keras.draws import drawn_by
 from hvdtrain.keras.loss_weights import LossWeights, reduction_of
+from hvdtrain.keras.model_optimizers import optimizers_of
 from hvdtrain.keras.optimizer import weighting
+from hvdtrain.keras.own_steps import has_own
 from hvdtrain.tensorflow.reducer import GradientReducer
 
 __all__ = ["Steps"]
@@ -54,13 +58,16 @@ class Steps:
         self._contributions = reducer.contributions
         self._compute = compute
         self._flag = flag
-        self._variables = [variable.path for variable in model.trainable_variables]
+        self._member = world.collectives().member
+        self._variables = [variable.path for variable in self._watched_variables]
         self._plain_train_step = model.train_step
         self.joint_rows_known = False
         self.samples = keras.Variable(0, dtype="int64", trainable=False, name="samples")
         """How many samples this rank has trained on."""
         self.ran = keras.Variable(0, dtype="int64", trainable=False, name="ran")
         """How many training steps ran in this process, the one in work included."""
+        self.rows = keras.Variable(0, dtype="int64", trainable=False, name="rows")
+        """How many samples counted in the last step, of training or of a test."""
 
     def train(self, data: Any) -> Any:
         """``train_step`` on an element of a sharded dataset, or on a batch of this rank."""
@@ -69,10 +76,11 @@ class Steps:
             tf.numpy_function(self._contributions.begin_step, [], [])
         share = self._open(data)
         self._flag.set(share.rows)
-        self.samples.assign_add(tf.cast(share.rows, tf.int64))
+        self.rows.assign(tf.cast(share.rows, tf.int64))
+        self.samples.assign_add(self.rows.value)
         self.ran.assign_add(1)
         try:
-            with _CountRows(self._model, share.rows):
+            with _CountRows(self._model, share.rows), drawn_by(self._member):
                 if has_own(self._model, "train_step"):
                     return self._train_own(share)
                 return self._train_plain(share)
@@ -82,6 +90,7 @@ class Steps:
     def test(self, data: Any) -> Any:
         """``test_step``; a batch that doesn't count leaves the metrics alone."""
         share = self._open(data)
+        self.rows.assign(tf.cast(share.rows, tf.int64))
         with _CountRows(self._model, share.rows):
             return self._compute.test(share.batch)
 
@@ -108,7 +117,7 @@ class Steps:
             factor = tf.where(weight > 0, exact / weight, 0.0)
             gradients = [g if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
             weight = exact
-        with weighting(model.optimizer, self._weights.weighting(kind, weight, None)):
+        with weighting([model.optimizer], self._weights.weighting(kind, weight, None)):
             model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return model.get_metrics_result()
 
@@ -116,7 +125,7 @@ class Steps:
         """A ``train_step`` of the user's: its gradients are weighted when they are applied."""
         weight = self._weights.weight("mean", share.rows, share.joint_rows)
         how = self._weights.weighting("mean", weight, factor=weight)
-        with weighting(self._model.optimizer, how):
+        with weighting(optimizers_of(self._model), how):
             return self._plain_train_step(share.batch)
 
     def _check_reduction(self, kind: str) -> None:
@@ -134,12 +143,18 @@ class Steps:
         # train_on_batch and its like: this rank's own batch.
         return _Share(data, rows_of(data), None)
 
+    @property
+    def _watched_variables(self) -> list[Any]:
+        """What may not change: with a step of the user's own it says itself what it trains."""
+        own = has_own(self._model, "train_step")
+        return list(self._model.variables if own else self._model.trainable_variables)
+
     def _check_variables(self) -> None:
-        now = [variable.path for variable in self._model.trainable_variables]
+        now = [variable.path for variable in self._watched_variables]
         if now != self._variables:
             changed = sorted(set(now) ^ set(self._variables)) or ["their order"]
             raise ModelError(
-                "The trainable variables changed after hvdtrain.distribute(model): "
+                "The variables that are trained changed after hvdtrain.distribute(model): "
                 f"{', '.join(changed)}. Add layers and set `trainable` first, then compile the "
                 "model and call hvdtrain.distribute(model) again."
             )

@@ -40,6 +40,20 @@ class OwnStep(keras.Sequential):
         return {"loss": loss}
 
 
+class TwoOptimizers(keras.Sequential):
+    """A train_step that applies another optimizer to the first layer."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y, *_ = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True), training=True)
+        first, last = (layer.trainable_variables for layer in self.layers)
+        of_first, of_last = tape.gradient(loss, (first, last))
+        self.optimizer.apply(of_last, last)
+        self.of_first.apply(of_first, first)
+        return {"loss": loss}
+
+
 class Squares(keras.losses.Loss):
     """Squared errors of targets that come with the number of their sample."""
 
@@ -77,7 +91,10 @@ def model_of(kind: str, notes: Path | None) -> keras.Model:
     """Compiled; the same weights each time."""
     keras.utils.set_random_seed(3)
     layers = [keras.Input((6,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
-    model = (OwnStep if kind == "own step" else keras.Sequential)(layers)
+    classes = {"own step": OwnStep, "two optimizers": TwoOptimizers}
+    model = classes.get(kind, keras.Sequential)(layers)
+    if kind == "two optimizers":
+        model.of_first = keras.optimizers.SGD(0.05, momentum=0.9)
     reduction = {"weights": "mean_with_sample_weight", "sum": "sum"}.get(kind, "mean")
     optimizer: Any = keras.optimizers.Adam(0.01)
     if kind == "accumulating":

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.keras.loss_weights import reduction_of
 
-__all__ = ["Compute", "call", "has_own", "rows_of", "scaled_loss"]
+__all__ = ["Compute", "call", "rows_of", "scaled_loss"]
 
 
 class Compute(Protocol):
@@ -36,11 +36,6 @@ class Compute(Protocol):
 
     def predict(self, batch: Any) -> Any:
         """The model's ``predict_step``."""
-
-
-def has_own(model: keras.Model, step: str) -> bool:
-    """Whether the model's class defines this step itself: ``train_step`` or another."""
-    return getattr(type(model), step) is not getattr(keras.Model, step)
 
 
 def call(model: keras.Model, x: Any, *, training: bool) -> Any:

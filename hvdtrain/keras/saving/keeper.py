@@ -346,6 +346,7 @@ class Keeper:
             others=others,
             begins=list(self._epochs.begins.values()),
             each=self._epochs.sharded.each,
+            built=self._state.built(),
         )
         model = {**self._state.shared(), **arrays}
         self._writer.start(

@@ -34,6 +34,7 @@ class Progress:
             empty where all are where the chief is.
         begins: Where passes began that did not begin at their start, for ``others``.
         each: Units that a rank takes in a step; 0 where not known.
+        built: For each optimizer the places of the variables that it was built for.
     """
 
     step: int
@@ -49,6 +50,7 @@ class Progress:
     others: Sequence[Stand] = ()
     begins: Sequence[Position] = ()
     each: int = 0
+    built: Sequence[Sequence[int]] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As a dictionary of plain values."""
@@ -69,13 +71,14 @@ class Progress:
         """
         try:
             # The last ones are not in checkpoints of earlier versions.
-            given = {"others": (), "begins": (), "each": 0, **values}
+            given = {"others": (), "begins": (), "each": 0, "built": (), **values}
             known = {entry.name: given[entry.name] for entry in dataclasses.fields(cls)}
             for name in ("step", "epoch", "seed", "samples", "each"):
                 known[name] = int(known[name])
             known["place"] = place_from_json(known["place"])
             known["others"] = [Stand.from_json(stand) for stand in known["others"]]
             known["begins"] = [Position.from_json(position) for position in known["begins"]]
+            known["built"] = [[int(place) for place in places] for places in known["built"]]
             return cls(**known)
         except (KeyError, TypeError, ValueError, DataError) as error:
             raise CheckpointError(

@@ -14,6 +14,7 @@ from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import CheckpointError, RanksLostError
 from hvdtrain.keras.epochs import Epochs
 from hvdtrain.keras.learning_rate import follow_saved
+from hvdtrain.keras.model_optimizers import optimizers_of
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks, restore_callbacks
 from hvdtrain.keras.saving.progress import Progress
 from hvdtrain.keras.saving.state import TrainingState
@@ -62,7 +63,7 @@ def find(store: Store | None, state: TrainingState, collectives: Collectives) ->
         try:
             snapshot = store.newest()
             if snapshot is not None:
-                Progress.from_json(snapshot.state)
+                state.build(Progress.from_json(snapshot.state).built)
                 state.check(snapshot.model)
                 answer["state"] = snapshot.state
         except CheckpointError as error:
@@ -72,7 +73,9 @@ def find(store: Store | None, state: TrainingState, collectives: Collectives) ->
         raise CheckpointError(answer["error"])
     if "state" not in answer:
         return None
-    return Found(Progress.from_json(answer["state"]), snapshot)
+    progress = Progress.from_json(answer["state"])
+    state.build(progress.built)
+    return Found(progress, snapshot)
 
 
 class Resume:
@@ -149,7 +152,8 @@ class Resume:
         snapshot, progress = self._snapshot, self.progress
         self._state.restore_shared(None if snapshot is None else snapshot.model)
         ranks = progress.place.ranks
-        follow_saved(model.optimizer, ranks, self._collectives.size)
+        for optimizer in optimizers_of(model):
+            follow_saved(optimizer, ranks, self._collectives.size)
         kept = None if snapshot is None else kept_by_callbacks(snapshot.model)
         self.restore_callbacks(callbacks, broadcast_arrays(kept, self._collectives))
         # Last: what came before draws random numbers here and there.

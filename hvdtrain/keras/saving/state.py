@@ -21,7 +21,13 @@ from hvdtrain.collectives.base import Collectives
 from hvdtrain.collectives.layout import join_bytes, split_bytes
 from hvdtrain.errors import CheckpointError, RanksLostError
 from hvdtrain.keras.metrics import reduction_of_metric
-from hvdtrain.keras.optimizer import accumulators, plain_optimizers
+from hvdtrain.keras.model_optimizers import (
+    build_as,
+    built_for,
+    plain_optimizers_of,
+    state_of_optimizers,
+)
+from hvdtrain.keras.optimizer import accumulators
 from hvdtrain.keras.replicas import (
     broadcast_model,
     layer_statistics,
@@ -100,6 +106,18 @@ class TrainingState:
             for rank, row in enumerate(received)
             for key, array in split_bytes(row, mine).items()
         }
+
+    def built(self) -> list[list[int]]:
+        """For each optimizer the places of the variables that it was built for."""
+        return built_for(self._model)
+
+    def build(self, built: Sequence[Sequence[int]]) -> None:
+        """Build the optimizers that are to be restored; call before ``check``.
+
+        Args:
+            built: What ``built`` told when the checkpoint was taken.
+        """
+        build_as(self._model, built)
 
     def check(self, saved: Mapping[str, np.ndarray]) -> None:
         """See that what ``shared`` returned once belongs to this model and optimizer.
@@ -190,7 +208,7 @@ class TrainingState:
     @property
     def accumulates(self) -> bool:
         """Whether gradients wait for those of more steps."""
-        return any(map(_is_accumulating, plain_optimizers(self._model.optimizer)))
+        return any(map(_is_accumulating, plain_optimizers_of(self._model)))
 
     def _take_own(self, mine: Mapping[str, np.ndarray]) -> None:
         for own in self._own_variables(accumulated=True):
@@ -203,7 +221,8 @@ class TrainingState:
     def _shared_variables(self) -> dict[str, Any]:
         """By kind and number: Keras counts names on in a process that makes several models."""
         own = {id(entry.variable) for entry in self._own_variables(accumulated=True)}
-        kinds = {"weights": self._model.variables, "optimizer": self._model.optimizer.variables}
+        optimizers = state_of_optimizers(self._model)
+        kinds = {"weights": self._model.variables, "optimizer": optimizers}
         return {
             f"{kind}/{number:04d}": variable
             for kind, variables in kinds.items()
@@ -221,7 +240,7 @@ class TrainingState:
             ("metrics", model.metrics_variables, _rule_of_metric),
         ]
         if accumulated:
-            waiting = [v for o in plain_optimizers(model.optimizer) for v in accumulators(o)]
+            waiting = [v for o in plain_optimizers_of(model) for v in accumulators(o)]
             kinds.append(("accumulated", waiting, lambda _: "average"))
         found = [
             _Own(f"{kind}/{number:04d}", variable, rule(variable))

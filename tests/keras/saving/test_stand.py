@@ -44,7 +44,7 @@ def progress(**more):
 
 def test_progress():
     others = [stand_at(position) for position in POSITIONS]
-    before = progress(others=others, begins=[BEGIN], each=2)
+    before = progress(others=others, begins=[BEGIN], each=2, built=[[0, 2], []])
     assert Progress.from_json(json.loads(json.dumps(before.to_json()))) == before
 
 

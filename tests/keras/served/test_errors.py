@@ -26,6 +26,17 @@ MISTAKES = """
         model.compile("sgd", "mse")
         hvdtrain.distribute(model)
 
+    class Two(keras.Sequential):
+        def train_step(self, data):
+            raise NotImplementedError
+
+    def two():
+        model = Two([keras.Input((6,)), keras.layers.Dense(3)])
+        model.compile("sgd", LOSS)
+        model.another = keras.optimizers.SGD(0.1)
+        hvdtrain.distribute(model)
+
+    refused("two optimizers", two)
     refused("use_ema", average)
     refused("global_clipnorm", norm)
     refused("too many servers", tiny)
@@ -39,6 +50,7 @@ MISTAKES = """
 
 def test_mistakes_that_every_rank_sees(launch):
     said = {
+        "two optimizers": "has 2 optimizers, and parameter servers apply one",
         "use_ema": "received gradient_accumulation_steps=2",
         "global_clipnorm": "global_clipnorm=1.0 and 2 parameter servers",
         "too many servers": "2 parameter servers can't hold something each",

@@ -1,0 +1,64 @@
+"""Random numbers within the steps of a model, drawn by each rank for itself.
+
+Layers have generators of their own, see ``reseed_by_rank``. This is for what a ``train_step`` or a
+layer draws without one: from TensorFlow's global seed, which is alike on all ranks so that they
+read their data in one order, and from the generator behind ``keras.random``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
+
+__all__ = ["drawn_by"]
+
+
+_SHARED = seed_generator.GLOBAL_SEED_GENERATOR
+
+
+@contextmanager
+def drawn_by(member: int) -> Iterator[None]:
+    """What is put into a graph within the block draws this rank's numbers; the chief's stay.
+
+    Run eagerly, ``tf.random`` has one order of numbers for the whole program, which is left alone.
+    """
+    if member == 0:
+        yield
+        return
+    own = _OfMember(global_state.get_global_attribute(_SHARED), member)
+    global_state.set_global_attribute(_SHARED, own)
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    seed = None if graph is None else graph.seed
+    if graph is not None and seed is not None:
+        words = np.random.SeedSequence([int(abs(seed)), member]).generate_state(1)
+        graph.seed = int(words[0]) % (2**31 - 1)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_SHARED, own.shared)
+        if graph is not None:
+            graph.seed = seed
+
+
+class _OfMember:
+    """Goes on with the generator of the process, whose state is saved, in other numbers."""
+
+    def __init__(self, shared: Any, member: int) -> None:
+        self.shared = shared
+        self._member = member
+
+    def next(self, ordered: bool = True) -> Any:
+        if self.shared is None:
+            # Keras makes it when it is first used, from Python's generator: so on every rank.
+            global_state.set_global_attribute(_SHARED, None)
+            self.shared = seed_generator.global_seed_generator()
+            global_state.set_global_attribute(_SHARED, self)
+        drawn = self.shared.next(ordered)
+        return drawn + keras.ops.convert_to_tensor([self._member, 0], dtype=drawn.dtype)

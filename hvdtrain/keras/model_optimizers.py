@@ -1,0 +1,72 @@
+"""The optimizers of a model: one as a rule, several where a ``train_step`` of its own applies them.
+
+Keras knows of ``model.optimizer`` alone. A GAN holds one for each of its networks as an attribute,
+builds them when they are first applied, and leaves ``model.optimizer`` unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+
+from hvdtrain.keras.optimizer import plain_optimizers
+from hvdtrain.keras.own_steps import has_own
+
+__all__ = ["build_as", "built_for", "optimizers_of", "plain_optimizers_of", "state_of_optimizers"]
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """Those that may update the model's variables, ``model.optimizer`` first if there is one.
+
+    Where the model has a ``train_step`` of its own: all that are attributes of the model, or of
+    models and layers in it, also in lists and dicts.
+    """
+    found = [] if model.optimizer is None else [model.optimizer]
+    if has_own(model, "train_step"):
+        for layer in model._flatten_layers():
+            found += _within(vars(layer), set())
+    inner = {id(leaf) for outer in found for leaf in plain_optimizers(outer) if leaf is not outer}
+    return list({id(entry): entry for entry in found if id(entry) not in inner}.values())
+
+
+def plain_optimizers_of(model: keras.Model) -> list[Any]:
+    """Those within ``optimizers_of`` that update weights."""
+    return [leaf for outer in optimizers_of(model) for leaf in plain_optimizers(outer)]
+
+
+def state_of_optimizers(model: keras.Model) -> list[Any]:
+    """The variables of all optimizers."""
+    return [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
+
+
+def built_for(model: keras.Model) -> list[list[int]]:
+    """For each optimizer which of ``model.variables`` it has state for; none if not built."""
+    places = {id(variable): place for place, variable in enumerate(model.variables)}
+    return [
+        [
+            places[id(variable)]
+            for leaf in plain_optimizers(optimizer)
+            if leaf.built
+            for variable in leaf._trainable_variables
+            if id(variable) in places
+        ]
+        for optimizer in optimizers_of(model)
+    ]
+
+
+def build_as(model: keras.Model, built: Sequence[Sequence[int]]) -> None:
+    """Build the optimizers that are not yet, as those were of which ``built_for`` told."""
+    for optimizer, places in zip(optimizers_of(model), built):
+        if places and not optimizer.built and max(places) < len(model.variables):
+            optimizer.build([model.variables[place] for place in places])
+
+
+def _within(value: Any, seen: set[int]) -> Iterator[Any]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+        seen.add(id(value))
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _within(entry, seen)

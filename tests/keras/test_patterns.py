@@ -1,0 +1,108 @@
+"""Programs as Keras' guides write them: on two ranks each gives what it gives in one process."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain import world as job
+from hvdtrain.errors import ModelError
+from tests.keras.features import JOINT_BATCH, TOLERANCE, X
+from tests.keras.patterns import NOISE, PATTERNS, fit, make_gan, outcome, state
+from tests.keras.saving.runs import Stop, StopAfter
+
+
+def _marked(name):
+    return pytest.param(name, marks=() if PATTERNS[name].often else pytest.mark.more)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", [*map(_marked, PATTERNS)])
+def test_a_pattern_of_keras_guides(world, name):
+    pattern = PATTERNS[name]
+    keras.utils.set_random_seed(3)
+    alone = pattern.make()
+    told_alone = outcome(pattern.train(alone, JOINT_BATCH))
+    keras.utils.set_random_seed(3)
+    together = pattern.make()
+    world.distribute(together)
+    told = outcome(pattern.train(together, JOINT_BATCH // world.size()))
+    for mine, theirs in zip(state(together), state(alone), strict=True):
+        scale = max(np.max(np.abs(theirs), initial=0.0), 1e-30)
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=TOLERANCE * scale)
+    assert told.keys() == told_alone.keys()
+    for entry, values in told_alone.items():
+        np.testing.assert_allclose(told[entry], values, rtol=1e-4, atol=1e-6, err_msg=entry)
+    digests = [array.tobytes().hex() for array in state(together)]
+    assert job.collectives().allgather_object(digests, name="test") == [digests] * world.size()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("source", ["generator of the model", "keras.random", "tf.random"])
+def test_ranks_draw_their_own_numbers_in_a_step(world, source):
+    draws = {
+        "generator of the model": lambda shape, seeds: keras.random.normal(shape, seed=seeds),
+        "keras.random": lambda shape, seeds: keras.random.normal(shape),
+        "tf.random": lambda shape, seeds: tf.random.normal(shape),
+    }
+    seen = []
+
+    def draw(shape, seeds):
+        noise = draws[source](shape, seeds)
+        tf.numpy_function(lambda array: seen.append(array[0].tolist()), [noise], [])
+        return noise
+
+    _begin_anew()
+    gan = make_gan(draw=draw)
+    world.distribute(gan)
+    fit(X, NOISE, epochs=1)(gan, JOINT_BATCH // 2)
+    drawn = job.collectives().allgather_object(seen, name="test")
+    assert len(drawn[0]) == len(drawn[1]) >= 5
+    assert not any(mine == theirs for mine in drawn[0] for theirs in drawn[1])
+    _begin_anew()
+    seen.clear()
+    fit(X, NOISE, epochs=1)(make_gan(draw=draw), JOINT_BATCH // 2)
+    if world.is_chief():
+        assert seen[: len(drawn[0])] == drawn[0], "the chief's numbers are those of one process"
+
+
+def _begin_anew():
+    """With all generators as they are in a new process; Keras makes one when it is first used."""
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(3)
+    keras.random.normal(())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("steps", [2, 5])
+def test_a_gan_that_is_resumed_ends_as_if_it_had_not_been_stopped(world, tmp_path_factory, steps):
+    """In a new process the optimizers are not built yet: the checkpoint tells for which weights."""
+
+    def train(*callbacks):
+        keras.utils.set_random_seed(3)
+        gan = make_gan(draw=lambda shape, seeds: keras.random.normal(shape, seed=seeds))
+        world.distribute(gan)
+        told = fit(X, NOISE, callbacks=[*callbacks])(gan, JOINT_BATCH // 2)
+        return [array.tobytes() for array in state(gan)], told
+
+    folder = job.collectives().broadcast_object(str(tmp_path_factory.mktemp("saved")), name="test")
+    whole = train()
+    checkpoint = world.Checkpoint(folder, every_steps=1)
+    with pytest.raises(Stop):
+        train(checkpoint, StopAfter(steps))
+    assert train(checkpoint) == whole
+
+
+@pytest.mark.ranks(2)
+def test_what_one_optimizer_alone_can_do_says_so(world):
+    gan = make_gan()
+    world.distribute(gan)
+    with pytest.raises(ModelError, match="WarmUp sets the rate of one optimizer"):
+        fit(X, NOISE, callbacks=[world.WarmUp(initial=0.1)])(gan, 6)
+    gan.d_optimizer = keras.optimizers.SGD(0.1)
+    with pytest.raises(ModelError, match="compiled after"):
+        fit(X, NOISE)(gan, 6)
+    bare = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    bare.compile(optimizer=None)
+    with pytest.raises(ModelError, match="has no optimizer"):
+        world.distribute(bare)
