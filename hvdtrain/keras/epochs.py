@@ -237,6 +237,11 @@ class Epochs:
             taken = self._block
             if self._pass.steps is not None:
                 taken = min(taken, self._pass.steps - self._done)
+            else:
+                taken = self.sharded.agree_on_steps(taken)
+                self._ran_out = not taken
+                if self._ran_out:
+                    continue
             self._done += taken
             self.step += taken
             keras_iterator._steps_seen = step + self._block

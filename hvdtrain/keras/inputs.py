@@ -57,8 +57,9 @@ class Inputs:
         *,
         shuffle: Any = False,
         class_weight: Any = None,
+        trains: bool = False,
     ) -> ShardedInput:
-        """This rank's share, arguments as Keras has them; collective.
+        """This rank's share, arguments as Keras has them, or ``shard_input``; collective.
 
         Raises:
             DataError: The input can't be shared out.
@@ -77,6 +78,7 @@ class Inputs:
             seed=self.seed,
             collectives=self._collectives,
             presharded=self.presharded,
+            trains=trains,
         )
         self._notice(sharded.notice)
         return sharded

@@ -128,6 +128,7 @@ class Loops:
             steps_per_epoch,
             shuffle=shuffle,
             class_weight=class_weight,
+            trains=True,
         )
         self._inputs.check_repeatable(sharded)
         validation = None

@@ -128,7 +128,7 @@ def test_ranks_with_other_data(world):
 
 
 @pytest.mark.ranks(2)
-def test_a_generator(world):
+def test_a_generator_that_is_not_a_ranks_own(world):
     model = classifier()
     world.distribute(model)
     with pytest.raises(DataError, match="PyDataset"):

@@ -213,6 +213,14 @@ class ShardedInput:
                 "pass the whole data on every rank and leave presharded out."
             )
 
+    def agree_on_steps(self, block: int) -> int:
+        """How many of the next ``block`` steps there are in a pass of unknown length; collective.
+
+        Call before each block in a pass whose ``steps`` are None, where that is not for Keras to
+        find out, by the end of the dataset.
+        """
+        return block
+
     @property
     def repeatable(self) -> bool:
         """Whether a pass can be begun again in this process; else ``Pass.dataset`` raises."""

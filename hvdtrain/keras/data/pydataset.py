@@ -15,10 +15,10 @@ import tensorflow as tf
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import adapters, structures
 from hvdtrain.keras.data.agreement import REMEDIES, raise_if_different
-from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, ShardedInput
+from hvdtrain.keras.data.base import ShardedInput
+from hvdtrain.keras.data.batches import present, signature_of, standardize, to_dataset
 from hvdtrain.keras.data.partition import epoch_order, joint_steps, units_left
 from hvdtrain.keras.data.position import Position
-from hvdtrain.keras.data.running import untuned
 from hvdtrain.keras.data.source import Report, ShardPlan
 
 __all__ = ["PyDatasetSource", "ShardedPyDataset"]
@@ -62,16 +62,12 @@ class PyDatasetSource:
             raise DataError("The PyDataset has length 0; expected at least one batch.")
         count = min(_EXAMINED_BATCHES, self.units or _EXAMINED_BATCHES)
         self._examined = [self.standardize(self.dataset[index]) for index in range(count)]
-        self._specs = adapters.specs_of_batches([self.present(b) for b in self._examined])
-        specs = iter(self._specs)
-        signature = keras.tree.map_structure(
-            lambda leaf: None if leaf is None else next(specs), self._examined[0]
-        )
+        self._specs = adapters.specs_of_batches([present(b) for b in self._examined])
         return Report(
             structure={
                 "kind of input": "a PyDataset",
                 "steps": plan.steps,
-                **structures.signature(signature),
+                **signature_of(self._examined[0], self._specs),
             },
             content={
                 "number of batches": "endless" if self.units is None else self.units,
@@ -93,21 +89,7 @@ class PyDatasetSource:
         Raises:
             ValueError: It is none of what Keras takes.
         """
-        if not isinstance(batch, (dict, np.ndarray, tuple, list)) or len(batch) not in (
-            (1, 2, 3) if isinstance(batch, (tuple, list)) else (len(batch),)
-        ):
-            raise ValueError(
-                "PyDataset.__getitem__() must return a dict, an array, or a tuple (inputs,), "
-                "(inputs, targets) or (inputs, targets, sample_weights). Received: "
-                f"{str(batch)[:100]} of type {type(batch).__name__}"
-            )
-        packed = structures.as_tuple(batch)
-        if self._class_weight is not None and len(packed) > 1:
-            if len(packed) == 3:
-                raise ValueError("class_weight and sample_weight can't be used at the same time.")
-            packed += (adapters.sample_weights_of_classes(packed[1], self._class_weight),)
-        packed = keras.tree.map_structure(adapters.without_scipy, packed)
-        return keras.tree.lists_to_tuples(packed)
+        return standardize(batch, self._class_weight, "PyDataset.__getitem__()")
 
     def fingerprint(self, batch: tuple[Any, ...]) -> str:
         """A digest of what a batch is recognised by."""
@@ -138,34 +120,13 @@ class PyDatasetSource:
         indices, counts = itertools.tee(self.indices(position, steps))
         batches = _fetch(self.dataset, (index for index, _ in indices))
         for batch, (_, real) in zip(batches, counts):
-            leaves = self.present(self.standardize(batch))
+            leaves = present(self.standardize(batch))
             rows = int(leaves[0].shape[0]) if real else 0
             yield (*leaves, np.int32(rows))
 
     def to_dataset(self, elements: Any, steps: int | None) -> tf.data.Dataset:
         """Elements (batch, rows, joint_rows) from the generator function ``elements``."""
-        example = self._examined[0]
-
-        @tf.autograph.experimental.do_not_convert
-        def pack(*element: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
-            leaves = iter(element[:-1])
-            batch = keras.tree.map_structure(
-                lambda leaf: None if leaf is None else next(leaves), example
-            )
-            return batch, element[-1], tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
-
-        with tf.device("CPU:0"):
-            signature = (*self._specs, tf.TensorSpec([], tf.int32))
-            dataset = tf.data.Dataset.from_generator(elements, output_signature=signature)
-            dataset = dataset.map(pack)
-            if steps is not None:
-                dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
-            return untuned(dataset).prefetch(1)
-
-    @staticmethod
-    def present(batch: tuple[Any, ...]) -> list[Any]:
-        """The leaves that are there."""
-        return [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+        return to_dataset(elements, self._examined[0], self._specs, steps).prefetch(1)
 
 
 class ShardedPyDataset(ShardedInput):

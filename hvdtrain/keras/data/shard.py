@@ -12,6 +12,7 @@ from hvdtrain.errors import DataError
 from hvdtrain.keras.data import adapters, agreement
 from hvdtrain.keras.data.arrays import ArraySource
 from hvdtrain.keras.data.base import ShardedInput
+from hvdtrain.keras.data.generator import GeneratorSource
 from hvdtrain.keras.data.partition import Shuffle
 from hvdtrain.keras.data.pydataset import PyDatasetSource
 from hvdtrain.keras.data.source import Report, ShardPlan, Source
@@ -34,11 +35,13 @@ def shard_input(
     seed: int,
     collectives: Collectives,
     presharded: bool = False,
+    trains: bool = False,
 ) -> ShardedInput:
     """Make this rank's share of an input. Collective: every rank calls it.
 
     Args:
-        x: As in Keras' ``fit``: arrays, a batched ``tf.data.Dataset``, or a ``PyDataset``.
+        x: As in Keras' ``fit``: arrays, a batched ``tf.data.Dataset``, or a ``PyDataset``; with
+            ``presharded`` also a generator.
         y: Targets beside arrays.
         sample_weight: Weights beside arrays.
         batch_size: Rows per rank and step, for arrays; None for Keras' choice.
@@ -51,6 +54,7 @@ def shard_input(
         collectives: The ranks' connection.
         presharded: Every rank passes its own data, which is used whole. A rank that has fewer
             batches than others takes part in the rest of an epoch with rows = 0.
+        trains: Whether ``Epochs`` reads it, which asks before each block of steps.
 
     Raises:
         DataError: The input can't be shared out, or ranks passed different input. On every rank;
@@ -68,7 +72,7 @@ def shard_input(
             presharded=presharded,
             collectives=collectives,
         )
-        source = _source(x, y, sample_weight, batch_size, shuffle, class_weight, plan)
+        source = _source(x, y, sample_weight, batch_size, shuffle, class_weight, trains, plan)
         report = source.report()
     except Exception as error:
         # The others are about to wait for this rank's report: they get the reason instead.
@@ -90,6 +94,7 @@ def _source(
     batch_size: Any,
     shuffle: Any,
     class_weight: Any,
+    trains: bool,
     plan: ShardPlan,
 ) -> Source:
     _check_numbers(batch_size, plan)
@@ -109,6 +114,9 @@ def _source(
     if isinstance(x, keras.utils.PyDataset):
         adapters.refuse_extra("PyDataset", y, sample_weight)
         return PyDatasetSource(x, shuffle=bool(shuffle), class_weight=class_weight, plan=plan)
+    if isinstance(x, types.GeneratorType) and plan.presharded:
+        adapters.refuse_extra("generator", y, sample_weight)
+        return GeneratorSource(x, class_weight=class_weight, trains=trains, plan=plan)
     raise DataError(_refusal(x))
 
 
@@ -141,5 +149,5 @@ def _refusal(x: Any) -> str:
         f"{what} ({kind.__module__}.{kind.__qualname__}) can't be shared out among ranks: {why}. "
         "Put the code that makes batch i into a keras.utils.PyDataset; or wrap it in "
         "tf.data.Dataset.from_generator(...), of which every rank runs the whole and keeps its "
-        "part; or, with from_generator and presharded=True, let each rank generate its own data."
+        "part; or let each rank generate its own data, with a generator and presharded=True."
     )
