@@ -60,7 +60,7 @@ def join_logs(
         if value is None or any(entry is None or entry[0] != told[0][0] for entry in told):
             continue
         from_metrics = [entry[1] for entry in told if entry[1] is not None]
-        agreed = [n for n in from_metrics[0] if all(n in n_ for n_ in from_metrics)]
+        agreed = [n for n in from_metrics[0] if all(n in names for names in from_metrics)]
         if agreed:
             joined[index] = _plain(joint[agreed[0]])
         else:
