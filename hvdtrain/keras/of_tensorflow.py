@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.keras import wrapping
+from hvdtrain.tensorflow.classic_optimizer import distribute_classic_optimizer, is_classic
 from hvdtrain.tensorflow.compression import Compression, Compressor
-from hvdtrain.tensorflow.gradients import Groups
+from hvdtrain.tensorflow.gradients import GradientReduction, Groups
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.reductions import Average, ReduceOp
+from hvdtrain.tensorflow.tape import check_averages
 
 __all__ = ["DistributedOptimizer"]
 
@@ -33,7 +35,8 @@ def DistributedOptimizer(
     """As ``hvdtrain.keras.DistributedOptimizer``, whose arguments have another order.
 
     Args:
-        optimizer: Of Keras 3.
+        optimizer: Of Keras 3, or of ``tf.compat.v1.train``: that one combines gradients in
+            ``compute_gradients`` and ``minimize``.
         name: See there.
         use_locking: Of no effect.
         device_dense: See there.
@@ -49,6 +52,25 @@ def DistributedOptimizer(
         process_set: See there.
         scale_local_gradients: See there.
     """
+    if is_classic(optimizer):
+        check_averages("tensorflow.DistributedOptimizer")
+        reduction = GradientReduction(
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            groups=groups if groups is not None else num_groups or None,
+            process_set=process_set,
+            scale_local_gradients=scale_local_gradients,
+        )
+        return distribute_classic_optimizer(
+            optimizer,
+            reduction,
+            passes=backward_passes_per_step,
+            averages=average_aggregated_gradients,
+        )
     return wrapping.DistributedOptimizer(
         optimizer,
         name,

@@ -27,8 +27,8 @@ _NO_STEP = "count steps in a tf.Variable, or take the optimizer's iterations"
 _NO_CONFIG = "drop it: hvdtrain.init() binds the GPU and takes its memory as it is needed"
 _NO_ESTIMATOR = "write a Keras model and train it with fit"
 
-# Of TensorFlow 1's graphs and sessions. Most are still in tf.compat.v1, but hvdtrain trains
-# nothing that was built there. All names stand after `tensorflow.`.
+# Of TensorFlow 1's graphs and sessions. They are still in tf.compat.v1, and hvdtrain trains there,
+# except for what its layers were. All names stand after `tensorflow.`.
 GRAPHS: dict[str, str] = {
     "ConfigProto": _NO_CONFIG,
     "GPUOptions": _NO_CONFIG,
@@ -107,17 +107,6 @@ GRAPHS: dict[str, str] = {
     "trainable_variables": _NO_COLLECTION,
     "variable_scope": "layers keep their variables: use keras.layers",
 }
-
-# Beginnings of those that in tf.compat.v1 also work without a graph.
-_EAGER_TOO = (
-    "assign",
-    "get_variable",
-    "losses.",
-    "train.create_global_step",
-    "train.get_global_step",
-    "train.get_or_create_global_step",
-    "variable_scope",
-)
 
 # The others that left TensorFlow with version 2. All names stand after `tensorflow.`.
 TENSORFLOW: dict[str, str] = {
@@ -278,8 +267,6 @@ HOROVOD: dict[str, str] = {
     "run": _NO_STARTER,
     "runner": _NO_STARTER,
     "spark": _NO_STARTER,
-    "tensorflow.BroadcastGlobalVariablesHook": _BROADCAST,
-    "tensorflow.broadcast_global_variables": _BROADCAST,
     "tensorflow.compression": _IN_TENSORFLOW,
     "tensorflow.functions": _IN_TENSORFLOW,
     "tensorflow.keras.broadcast_global_variables": _BROADCAST,
@@ -319,11 +306,17 @@ def _of_horovod(name: str) -> str | None:
 
 def _of_tensorflow(name: str) -> str | None:
     old = name.removeprefix("compat.v1.")
-    if old != name and not old.startswith(_EAGER_TOO):
-        advice = _longest(GRAPHS, old) or _longest(SWITCHES, old)
-        if advice is not None:
-            return f"is for TensorFlow 1's graphs, in which hvdtrain doesn't train; {advice}"
-    advice = _longest(GRAPHS, name) or _longest(TENSORFLOW, name) or _longest(SWITCHES, name)
+    classic, is_layer = old != name, old.partition(".")[0] == "layers"
+    advice = _longest(SWITCHES, old)
+    if classic and advice is not None:
+        return f"is for scripts without Keras; where there is Keras, {advice}"
+    advice = advice or _longest(GRAPHS, old)
+    if classic and is_layer:
+        return f"is gone since Keras 3; {advice}"
+    if classic or advice is None:
+        advice = _longest(TENSORFLOW, name)
+    elif not is_layer and old not in SWITCHES:
+        advice += "; or take it from tf.compat.v1"
     if advice is not None:
         return f"is gone since TensorFlow 2; {advice}"
     # Another name of tf.keras.optimizers.

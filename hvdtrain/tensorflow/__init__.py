@@ -93,6 +93,10 @@ __getattr__, __dir__, __all__ = lazy_names(
             "broadcast_object_fn",
             "broadcast_variables",
         ),
+        "hvdtrain.tensorflow.global_variables": (
+            "BroadcastGlobalVariablesHook",
+            "broadcast_global_variables",
+        ),
     },
     submodules=("elastic", "keras"),
 )

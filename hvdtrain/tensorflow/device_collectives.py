@@ -96,8 +96,11 @@ class DeviceCollectives:
         threading.Thread(target=self._look, name="hvdtrain devices", daemon=True).start()
 
     def takes(self, tensors: Sequence[tf.Tensor]) -> bool:
-        """Whether these can be reduced here: floating, of shapes that are known."""
-        return all(
+        """Whether these can be reduced here: floating, of shapes that are known.
+
+        Not in graphs for sessions: those know nothing of the other ranks' devices.
+        """
+        return tf.compat.v1.executing_eagerly_outside_functions() and all(
             tensor.dtype in _REDUCED_AS and tensor.shape.is_fully_defined() for tensor in tensors
         )
 

@@ -191,7 +191,7 @@ _FROM = """\
 from horovod import tensorflow as hvd
 from horovod.tensorflow import (
     allreduce as mean,
-    broadcast_global_variables)
+    refs_to_vars)
 from horovod \\
     .keras import callbacks
 from horovod import keras, spark
@@ -257,8 +257,7 @@ SCRIPTS: dict[str, Script] = {
             7: "tf.placeholder is gone since TensorFlow 2",
             8: "use keras.losses.CategoricalCrossentropy(from_logits=True)",
             9: "tf.train.AdamOptimizer is gone since TensorFlow 2; use keras.optimizers.Adam",
-            10: "tf1.train.GradientDescentOptimizer is for TensorFlow 1's graphs, in which",
-            11: "hvd.BroadcastGlobalVariablesHook is not offered by hvdtrain; use broadcast_var",
+            11: "tf.train.StopAtStepHook is gone since TensorFlow 2",
             12: "tf.train.MonitoredTrainingSession is gone since TensorFlow 2",
         },
     ),
@@ -275,7 +274,7 @@ SCRIPTS: dict[str, Script] = {
         text=_FROM,
         changed=(1, 2, 5, 9),
         left={
-            4: "horovod.tensorflow.broadcast_global_variables is not offered by hvdtrain; use br",
+            4: "horovod.tensorflow.refs_to_vars is not offered by hvdtrain; it is a part",
             7: "give what hvdtrain offers an import of its own, from hvdtrain",
         },
     ),

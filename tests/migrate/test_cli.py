@@ -56,7 +56,8 @@ def test_what_is_left_is_shown_and_exits_1(folder: Path, capfdbinary) -> None:
     shown = capfdbinary.readouterr()
     assert shown.out.count(b"--- ") == 1
     assert shown.err.decode().splitlines() == [
-        "model.py:2: tf.train.AdamOptimizer is gone since TensorFlow 2; use keras.optimizers.Adam",
+        "model.py:2: tf.train.AdamOptimizer is gone since TensorFlow 2; use keras.optimizers.Adam; "
+        "or take it from tf.compat.v1",
         "1 line to change, 1 edit left for you",
     ]
 

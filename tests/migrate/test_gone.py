@@ -52,6 +52,12 @@ def test_what_left_tensorflow_is_gone(tf) -> None:
     assert [name for name in names if is_there(tf, name)] == []
 
 
+def test_graphs_are_there_without_their_layers(tf) -> None:
+    names = [*gone.GRAPHS, *gone.SWITCHES]
+    gone_there = {name for name in names if not is_there(tf.compat.v1, name)}
+    assert gone_there == {name for name in names if name.startswith("layers.")}
+
+
 def test_what_left_keras_is_gone(tf, keras) -> None:
     assert [name for name in gone.KERAS if is_there(keras, name)] == []
     assert [name for name in gone.KERAS if is_there(tf.keras, name)] == []
@@ -124,6 +130,8 @@ FINE = [
     "tensorflow.train.Checkpoint",
     "tensorflow.compat.v1.logging.set_verbosity",
     "tensorflow.compat.v1.losses.huber_loss",
+    "tensorflow.compat.v1.train.MonitoredTrainingSession",
+    "horovod.tensorflow.BroadcastGlobalVariablesHook",
     "keras.backend.image_data_format",
     "keras.preprocessing.image.load_img",
     "horovod.tensorflow.broadcast_variables",
@@ -139,6 +147,11 @@ def test_of_what_is_there_nothing_is_told(name: str) -> None:
 TOLD = {
     "tensorflow.layers.conv2d": "is gone since TensorFlow 2; use keras.layers.Conv2D",
     "tensorflow.layers.Layer": "is gone since TensorFlow 2; use the layers in keras.layers",
+    "tensorflow.compat.v1.layers.conv2d": "is gone since Keras 3; use keras.layers.Conv2D",
+    "tensorflow.train.SessionRunHook": (
+        "is gone since TensorFlow 2; use a keras.callbacks.Callback, or plain code in your "
+        "training loop; or take it from tf.compat.v1"
+    ),
     "tensorflow.contrib.layers.fully_connected": (
         "is gone since TensorFlow 2; use the layers in keras.layers"
     ),
@@ -148,10 +161,9 @@ TOLD = {
     "tensorflow.optimizers.legacy.SGD": ("can't be made since Keras 3; use keras.optimizers.SGD"),
     "keras.backend.mean": "is gone since Keras 3; tf.keras.backend.mean still does it",
     "tensorflow.compat.v1.disable_eager_execution": (
-        "is for TensorFlow 1's graphs, in which hvdtrain doesn't train; drop it: Keras 3 needs "
-        "eager execution"
+        "is for scripts without Keras; where there is Keras, drop it: Keras 3 needs eager execution"
     ),
-    "hvdtrain.tensorflow.BroadcastGlobalVariablesHook": (
+    "hvdtrain.tensorflow.keras.broadcast_global_variables": (
         "is not offered by hvdtrain; use broadcast_variables, or in fit the callback "
         "BroadcastGlobalVariablesCallback"
     ),

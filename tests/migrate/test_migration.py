@@ -148,7 +148,7 @@ def test_the_whole_package_moves_with_all_its_uses() -> None:
 
 def test_a_package_that_may_be_missing_is_known_all_the_same() -> None:
     text = "try:\n    import {} as hvd\nexcept ImportError:\n    hvd = None\n{}\n"
-    text = text.format("horovod.tensorflow", "hvd.BroadcastGlobalVariablesHook(0)")
+    text = text.format("horovod.tensorflow", "hvd.refs_to_vars([])")
     assert moved(text) == text.replace("horovod", "hvdtrain")
     assert sorted(told(migrate(text.encode()))) == [5]
     # The name of the package would have to be another in both places.
