@@ -121,6 +121,7 @@ def test_ranks_learn_as_one_process(world, name, apply):
     "options",
     [
         {"sparse_as_dense": True},
+        {"sparse_as_dense": False},
         {"groups": 2},
         {"gradient_predivide_factor": 2.0},
         {"compression": hvd.Compression.bf16},
@@ -169,3 +170,25 @@ def test_gradients_come_from_compute_gradients(world):
         variables = v1.trainable_variables()
         with pytest.raises(ModelError, match="has not computed"):
             optimizer.apply_gradients(zip(tf.gradients(loss, variables), variables))
+
+
+@pair
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_without_a_session(world, compiled, passes):
+    """Each rank's gradient is its number plus one, in each of four steps."""
+    weight = tf.Variable([1.0, 2.0])
+    optimizer = hvd.DistributedOptimizer(
+        v1.train.GradientDescentOptimizer(0.125), backward_passes_per_step=passes
+    )
+
+    def step():
+        optimizer.minimize(lambda: (hvd.rank() + 1.0) * tf.reduce_sum(weight), var_list=[weight])
+
+    run = tf.function(step) if compiled else step
+    seen = []
+    for _ in range(4):
+        run()
+        seen.append(float(weight[0]))
+    each = [1.5 * 0.125 * passes * ((n + 1) // passes) for n in range(4)]
+    assert seen == [1 - change for change in each]

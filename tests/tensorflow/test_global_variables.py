@@ -62,3 +62,32 @@ def test_all_global_variables_are_broadcast(world) -> None:
 def test_eagerly_there_is_no_list_of_variables(world) -> None:
     with pytest.raises(ModelError, match=r"Use broadcast_variables"):
         hvd.broadcast_global_variables(0)
+
+
+def test_an_error_beside_a_monitored_session_ends_all_ranks(launch) -> None:
+    """And the rank that waits in its session says whose it is."""
+    done = launch(
+        2,
+        """
+        import tensorflow as tf
+        import hvdtrain.tensorflow as hvd
+
+        v1 = tf.compat.v1
+        hvd.init()
+        with tf.Graph().as_default():
+            weight = v1.get_variable("weight", initializer=1.0)
+            optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.1))
+            train = optimizer.minimize(weight, v1.train.get_or_create_global_step())
+            with v1.train.MonitoredTrainingSession(
+                hooks=[hvd.BroadcastGlobalVariablesHook(0)]
+            ) as session:
+                for step in range(100):
+                    session.run(train)
+                    if hvd.rank() == 1 and step == 3:
+                        raise KeyError("no such digit")
+        """,
+        timeout_s=60,
+    )
+    assert done.returncode != 0
+    assert "rank 1 of 2 failed: KeyError: 'no such digit'" in done.stderr, done
+    assert "hvdtrain: rank 0 of 2 stops: rank 1 failed: KeyError: 'no such digit'" in done.stderr
