@@ -23,7 +23,7 @@ CHAOS_SEED ?=
 
 help:
 	@echo "make train         learn handwritten digits on $(NP) MPI ranks (NP=4 for more)"
-	@echo "make quick         run the tests that start no MPI job, in two minutes"
+	@echo "make quick         run the tests that start no MPI job, in a minute"
 	@echo "make test          run the contracts on ranks of MPI as well, in some minutes"
 	@echo "make test-all      run all tests, those on a cluster of four hosts too, and show their times"
 	@echo "make test-horovod  the tests with a real Horovod as the engine, which is built once"
@@ -37,7 +37,7 @@ train: $(VENV)/.train
 	$(BIN)/hvdtrain run -np $(NP) -- $(BIN)/python examples/mnist.py
 
 quick: $(VENV)/.dev
-	$(PYTEST) -m "not ranks and not mpi and not cluster and not more"
+	$(PYTEST) -m "not ranks and not in_job and not mpi and not cluster and not slow and not more"
 
 test: $(VENV)/.dev
 	$(PYTEST) --file-times -m "$(FIRST)"

@@ -155,6 +155,7 @@ def test_importing_loads_neither_tensorflow_nor_mpi(module: str, run_command) ->
     assert (done.returncode, done.stdout) == (0, "[]\n"), done
 
 
+@pytest.mark.slow
 def test_importing_leaves_environment_and_signals_alone(run_command) -> None:
     program = """
 import os, signal

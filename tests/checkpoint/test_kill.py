@@ -16,11 +16,13 @@ def test_killed_at_random_moments(tmp_path: Path, run_command) -> None:
     assert done.returncode == 0, done
 
 
+@pytest.mark.slow
 def test_killed_before_each_operation(tmp_path: Path, run_command) -> None:
     done = run_command([*RUNNER, "everywhere", tmp_path / "runs"], timeout_s=110)
     assert done.returncode == 0, done
 
 
+@pytest.mark.slow
 def test_each_operation_fails(tmp_path: Path, run_command) -> None:
     done = run_command([*RUNNER, "failing", tmp_path / "runs"], timeout_s=110)
     assert done.returncode == 0, done

@@ -146,6 +146,7 @@ def test_stores_of_one_process_share_the_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pause_s", [0, 0.002])
+@pytest.mark.slow
 def test_a_reader_beside_a_writer_always_finds_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float
 ) -> None:

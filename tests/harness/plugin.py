@@ -61,6 +61,8 @@ _FORK_SERVERS = pytest.StashKey[ForkServers]()
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(n, ...): runs on every rank of an MPI job of n")
     config.addinivalue_line("markers", "mpi: starts MPI jobs itself")
+    config.addinivalue_line("markers", "in_job: runs on the ranks of an MPI job; given by itself")
+    config.addinivalue_line("markers", "slow: takes seconds; not in `make quick`")
     config.addinivalue_line("markers", "more: more of what other tests do")
     inside = any(isinstance(plugin, RankPlugin) for plugin in config.pluginmanager.get_plugins())
     if not inside:
@@ -95,6 +97,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"elastic", "environment", "launch", "mpirun"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("mpi")
+        if _size(item) > 1:
+            item.add_marker("in_job")
         if marker := item.get_closest_marker("ranks"):
             few = min((n for n in marker.args if n > 1), default=1)
             if _size(item) > few:

@@ -152,6 +152,7 @@ class Piecewise(keras.optimizers.schedules.LearningRateSchedule):
         return schedule()(step) * tf.where(step < 2, 1.0, 1 / 3)
 
 
+@pytest.mark.slow
 def test_the_saved_optimizer_has_the_schedule_of_the_program(scaled, run_command, tmp_path: Path):
     model = classifier(optimizer=keras.optimizers.Adam(schedule()))
     plain = model.optimizer.get_config()

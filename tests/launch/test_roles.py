@@ -94,6 +94,7 @@ def test_the_tasks_of_the_variable(planned, monkeypatch, cluster_file: str) -> N
     assert "the variable TF_CONFIG can't be used: it is no JSON" in planned(*servers)
 
 
+@pytest.mark.slow
 def test_a_cluster_in_a_slurm_job_is_like_hosts_that_are_named(
     planned, monkeypatch, cluster_file: str
 ) -> None:

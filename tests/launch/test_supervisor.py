@@ -109,6 +109,7 @@ def test_a_starter_that_says_nothing_either() -> None:
     assert "said:" not in done.err
 
 
+@pytest.mark.slow
 def test_a_starter_that_hangs(tmp_path: Path) -> None:
     """It has a child that stays when it is asked to end."""
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
@@ -162,6 +163,7 @@ def test_a_starter_that_fails_when_the_ranks_are_done() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_starter_that_dies_takes_the_ranks_with_it() -> None:
     code = BOTH + "import time; time.sleep(1); os.kill(os.getpid(), 9)"
     done = run(*python(code, "import time; time.sleep(60)"))
@@ -169,6 +171,7 @@ def test_a_starter_that_dies_takes_the_ranks_with_it() -> None:
     assert done.seconds < 30
 
 
+@pytest.mark.slow
 def test_comments_of_the_starter_on_a_failed_rank_are_left_out() -> None:
     code = BOTH + (
         "codes = [rank.wait() for rank in ranks]\n"
@@ -204,6 +207,7 @@ def test_a_signal_ends_the_ranks(tmp_path: Path, number: int, code: int) -> None
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_listen_are_killed_after_the_grace() -> None:
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     program = RANK + deaf + "time.sleep(1)\nif rank == 0: sys.exit(3)\ntime.sleep(60)"

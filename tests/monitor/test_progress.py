@@ -198,6 +198,7 @@ def test_another_chief_goes_on(elastic) -> None:
         assert float(match[3]) * float(match[4]) == pytest.approx(4 * ranks, rel=0.05)
 
 
+@pytest.mark.slow
 def test_lines_and_bars_share_a_terminal(tmp_path: Path) -> None:
     program = FIT + (
         "for verbose in (0, 1):\n"

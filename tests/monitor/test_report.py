@@ -103,6 +103,7 @@ def test_steps_are_told_now_and_then_and_the_last_at_the_end(start) -> None:
     assert len(reports) < 20
 
 
+@pytest.mark.slow
 def test_what_changes_is_told_while_the_program_waits(start) -> None:
     program = start(f"""
         words = ["", "allreduce(gradients)"]

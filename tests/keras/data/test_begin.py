@@ -67,7 +67,7 @@ KINDS = [
     pytest.param(_pipeline, {}, id="pipeline", marks=more),
     pytest.param(_shuffled, {}, id="pipeline-that-shuffles"),
     pytest.param(_nested, {"class_weight": None}, id="pipeline-nested", marks=more),
-    pytest.param(_unknown, {}, id="pipeline-of-unknown-length"),
+    pytest.param(_unknown, {}, id="pipeline-of-unknown-length", marks=pytest.mark.slow),
     pytest.param(_pydataset, {"shuffle": True}, id="pydataset"),
     pytest.param(_threads, {}, id="pydataset-threads", marks=more),
 ]
@@ -153,6 +153,7 @@ def test_what_a_lost_rank_had_taken_comes_first(make, options) -> None:
 
 
 @kinds
+@pytest.mark.slow
 def test_survivors_share_out_anew_in_the_same_process(make, options) -> None:
     later = _read_epochs(2, make, options)
 
