@@ -24,6 +24,7 @@ __all__ = [
     "Weighting",
     "accumulates",
     "accumulators",
+    "check_parts_known",
     "distribute_optimizer",
     "is_distributed",
     "keep_weights",
@@ -149,13 +150,14 @@ def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
     elsewhere, as the plain optimizer it is. Doing it twice changes the reducer only.
 
     Raises:
-        ModelError: Not a Keras 3 optimizer.
+        ModelError: Not a Keras 3 optimizer, or one whose parts are not known yet.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ModelError(
             f"Expected a Keras 3 optimizer, received {type(optimizer).__name__}. Optimizers of "
             "tf_keras or keras.optimizers.legacy must be replaced by those of keras.optimizers."
         )
+    check_parts_known(optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         distribute_optimizer(optimizer.inner_optimizer, reducer)
         mix_in(optimizer, AgreesOnFinite, reducer)
@@ -239,6 +241,20 @@ def mark(optimizer: Any, way: Any) -> None:
     """Note that an optimizer is distributed, and by what way."""
     # Not through Keras' own __setattr__, which would track it as part of what is saved.
     object.__setattr__(optimizer, _MARK, way)
+
+
+def check_parts_known(optimizer: Any) -> None:
+    """See that a ``MultiOptimizer`` has its optimizers: a function makes them for each variable.
+
+    Raises:
+        ModelError: It doesn't; it would average nothing.
+    """
+    outer = getattr(optimizer, "inner_optimizer", optimizer)
+    if getattr(outer, "optimizers", None) == []:
+        raise ModelError(
+            f"{type(outer).__name__} has no optimizers yet, as a function chooses them when it is "
+            "built. Call optimizer.build(model.trainable_variables) before it is distributed."
+        )
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:

@@ -77,8 +77,13 @@ def _describe(model: keras.Model) -> dict[str, str]:
 
 
 def _without_names(config: Any) -> Any:
-    """A Keras configuration without names: Keras numbers them by what the process has made."""
+    """A Keras configuration without names: Keras numbers them by what the process has made.
+
+    And without what a lambda is made of, which holds addresses in memory.
+    """
     if isinstance(config, dict):
+        if config.get("class_name") == "__lambda__":
+            return "a lambda"
         return {key: _without_names(value) for key, value in config.items() if key != "name"}
     if isinstance(config, (list, tuple)):
         return [_without_names(value) for value in config]

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.optimizer import AgreesOnFinite, mix_in, plain_optimizers
+from hvdtrain.keras.optimizer import AgreesOnFinite, check_parts_known, mix_in, plain_optimizers
 from hvdtrain.tensorflow.compression import Compression, Compressor
 from hvdtrain.tensorflow.gradients import GradientReduction, Groups, trainable_weights_of
 from hvdtrain.tensorflow.process_sets import ProcessSet, global_process_set
@@ -113,6 +113,7 @@ def DistributedOptimizer(
     )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and process_set.included():
         mix_in(optimizer, AgreesOnFinite, GradientReducer(process_set.collectives()))
+    check_parts_known(optimizer)
     for plain in plain_optimizers(optimizer):
         if backward_passes_per_step > 1:
             _accumulate(plain, backward_passes_per_step)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from hvdtrain import world as state
+from hvdtrain.errors import ModelError
 from hvdtrain.tensorflow.reducer import GradientReducer
 from tests.keras.equivalence import alike, distance, weights
 from tests.keras.features import (
@@ -67,6 +68,20 @@ def test_any_optimizer(world, name):
         lambda: classifier(optimizer=getattr(keras.optimizers, name)(0.01)),
         train_arrays,
     )
+
+
+@pytest.mark.ranks(2)
+def test_optimizers_by_variable_in_a_loop_of_ones_own(world):
+    """A function makes them when they are built; before, there is nothing that could average."""
+    momentum = keras.optimizers.SGD(1.0, momentum=0.5)
+    optimizer = keras.optimizers.MultiOptimizer(lambda variable: momentum)
+    with pytest.raises(ModelError, match=r"no optimizers yet.*optimizer\.build"):
+        world.DistributedOptimizer(optimizer)
+    weight = keras.Variable(np.zeros(3))
+    optimizer.build([weight])
+    world.DistributedOptimizer(optimizer)
+    optimizer.apply([np.full(3, float(world.rank()), "float32")], [weight])
+    np.testing.assert_array_equal(weight.numpy(), np.full(3, -0.5))
 
 
 @pytest.mark.ranks(2)

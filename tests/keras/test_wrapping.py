@@ -169,6 +169,9 @@ def test_what_does_not_fit_together(world):
         DistributedOptimizer(sgd(), op=Max)
     with pytest.raises(ModelError, match="has gradient_accumulation_steps=2; expected a new one"):
         DistributedOptimizer(sgd(gradient_accumulation_steps=2), backward_passes_per_step=3)
+    by_variable = keras.optimizers.MultiOptimizer(lambda variable: sgd())
+    with pytest.raises(ModelError, match="MultiOptimizer has no optimizers yet"):
+        DistributedOptimizer(by_variable)
     with pytest.raises(ValueError, match="Received int among local_layers"):
         PartialDistributedOptimizer(sgd(), local_layers=[3])
     with pytest.raises(ModelError, match="legacy_opts=True"):
