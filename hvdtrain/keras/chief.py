@@ -15,6 +15,7 @@ __all__ = ["CHIEF_ONLY", "Succession"]
 
 CHIEF_ONLY = (
     keras.callbacks.ModelCheckpoint,
+    *([keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, "OrbaxCheckpoint") else []),
     keras.callbacks.TensorBoard,
     keras.callbacks.CSVLogger,
     keras.callbacks.BackupAndRestore,

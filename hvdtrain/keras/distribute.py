@@ -11,7 +11,9 @@ from hvdtrain.errors import ModelError
 from hvdtrain.keras.distribution import Distribution
 from hvdtrain.keras.model_optimizers import optimizers_of
 from hvdtrain.keras.optimizer import distribute_optimizer
+from hvdtrain.keras.own_steps import has_own_call
 from hvdtrain.keras.replicas import check_same_model
+from hvdtrain.keras.unbuilt import check_built, forget, is_built, postpone
 from hvdtrain.tensorflow.reducer import GradientReducer
 from hvdtrain.tensorflow.tape import check_averages
 
@@ -31,8 +33,8 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
     that are attributes of the model, or of what is in it.
 
     Args:
-        model: Compiled and built, or made of models that are built. Compile again, or change what
-            is trainable, and it must be distributed again.
+        model: Compiled. One that is not built yet is when it is first given data. Compile again, or
+            change what is trainable, and it must be distributed again.
         presharded: Each rank passes its own part of the data, as Horovod's users do, instead of
             the whole.
 
@@ -40,12 +42,23 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
         The same model.
 
     Raises:
-        ModelError: The model is not compiled or not built, or can't be distributed; or ranks have
-            data of their own in an elastic job.
+        ModelError: The model is not compiled, holds parts that are not built and has no call() that
+            builds them, or can't be distributed; or ranks have data of their own in an elastic job.
         MismatchError: Ranks have different models; raised on all of them.
     """
-    collectives = world.collectives()
+    world.collectives()
     _check_ready(model)
+    forget(model)
+    if has_own_call(model) and not is_built(model):
+        postpone(model, lambda: _distribute(model, presharded))
+    else:
+        _distribute(model, presharded)
+    return model
+
+
+def _distribute(model: keras.Model, presharded: bool) -> None:
+    collectives = world.collectives()
+    check_built(model)
     settings = world.settings()
     optimizers = optimizers_of(model)
     if len(optimizers) > 1 and settings.has_servers:
@@ -78,7 +91,6 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
         distribution.install()
     else:
         distribution.wait_for_checkpoint()
-    return model
 
 
 def DistributedOptimizer(optimizer: Any) -> Any:
@@ -110,28 +122,8 @@ def _check_ready(model: Any) -> None:
             f"The model {model.name!r} is not compiled. Call model.compile(optimizer=…, loss=…) "
             "before hvdtrain.distribute(model)."
         )
-    unbuilt = (
-        [] if model.built else [layer.name for layer in model._flatten_layers() if _lacks(layer)]
-    )
-    if unbuilt or not model.variables:
-        raise ModelError(
-            f"The model {model.name!r} is not built: {_listed(unbuilt)} variables that could be "
-            "broadcast. Begin it with keras.Input(shape=…), or call model.build(input_shape) or "
-            "model(x[:1]) before hvdtrain.distribute(model)."
-        )
     if not optimizers_of(model):
         raise ModelError(
             f"The model {model.name!r} has no optimizer. Call model.compile(optimizer=…), or make "
             "those that its train_step applies attributes of the model."
         )
-
-
-def _lacks(layer: Any) -> bool:
-    """Whether a layer still has variables to make."""
-    return not layer.built and type(layer).build is not keras.layers.Layer.build
-
-
-def _listed(unbuilt: list[str]) -> str:
-    if not unbuilt:
-        return "it has no"
-    return f"{', '.join(unbuilt[:5])} {'has' if len(unbuilt) == 1 else 'have'} no"

@@ -14,6 +14,7 @@ from hvdtrain.errors import ModelError
 from hvdtrain.keras.callback_list import list_callbacks, wrap_callbacks
 from hvdtrain.keras.chief import Succession
 from hvdtrain.keras.data import ShardedInput
+from hvdtrain.keras.data.structures import is_absent
 from hvdtrain.keras.epochs import Epochs
 from hvdtrain.keras.inputs import Inputs
 from hvdtrain.keras.learning_rate import WarmUp
@@ -278,7 +279,9 @@ class Loops:
         if sharded.joint_rows_known != self._steps.joint_rows_known:
             self._steps.joint_rows_known = sharded.joint_rows_known
             forget_functions(self._model)
-        batch_spec = sharded.dataset.element_spec[0]
+        batch_spec = keras.tree.map_structure(
+            lambda spec: None if is_absent(spec) else spec, sharded.dataset.element_spec[0]
+        )
         try:
             if has_own_call(self._model):
                 self._model._symbolic_build(data_batch=batch_spec)

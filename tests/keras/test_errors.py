@@ -20,14 +20,6 @@ def test_not_compiled(world):
 
 
 @pytest.mark.ranks(1, 2)
-def test_not_built(world):
-    model = keras.Sequential([keras.layers.Dense(3)])
-    model.compile("sgd", LOSS)
-    with pytest.raises(ModelError, match=r"not built.*keras\.Input"):
-        world.distribute(model)
-
-
-@pytest.mark.ranks(1, 2)
 def test_not_a_model(world):
     with pytest.raises(ModelError, match="received str"):
         world.distribute("model")

@@ -7,8 +7,10 @@ import tensorflow as tf
 
 from hvdtrain import world as job
 from hvdtrain.errors import ModelError
-from tests.keras.features import JOINT_BATCH, TOLERANCE, X
-from tests.keras.patterns import NOISE, PATTERNS, fit, make_gan, outcome, state
+from tests.keras.features import JOINT_BATCH, TOLERANCE, X, Y
+from tests.keras.patterns import PATTERNS
+from tests.keras.patterns.pattern import NOISE, SEQUENCES, fit, outcome, stack, state
+from tests.keras.patterns.steps import make_gan
 from tests.keras.saving.runs import Stop, StopAfter
 
 
@@ -35,6 +37,30 @@ def test_a_pattern_of_keras_guides(world, name):
         np.testing.assert_allclose(told[entry], values, rtol=1e-4, atol=1e-6, err_msg=entry)
     digests = [array.tobytes().hex() for array in state(together)]
     assert job.collectives().allgather_object(digests, name="test") == [digests] * world.size()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.more
+def test_recurrent_layers_that_keep_their_states_between_batches(world):
+    """Sample i of a batch goes on where that of the batch before ended: each rank has its own."""
+
+    class Forget(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                self.model.layers[0].reset_state()
+
+    def train(size, distribute):
+        keras.utils.set_random_seed(3)
+        start = keras.Input(batch_shape=(size, 5, 3))
+        model = stack(keras.layers.GRU(3, stateful=True), keras.layers.Dense(3), start=start)
+        distribute(model)
+        history = fit(SEQUENCES[:48], Y[:48], epochs=4, callbacks=[Forget()])(model, size)
+        return [state(model), history["loss"]]
+
+    alone = train(JOINT_BATCH, lambda model: None)
+    together = train(JOINT_BATCH // 2, world.distribute)
+    for mine, theirs in zip(keras.tree.flatten(together), keras.tree.flatten(alone), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.ranks(2)

@@ -99,3 +99,28 @@ def test_resumed_within_its_epoch_it_is_read_up_to_there(world, tmp_path_factory
     resumed = distributed(world)
     resumed.fit(batches(world.rank(), 2), callbacks=[checkpoint], verbose=0)
     assert distance(resumed, weights(whole)) == 0.0
+
+
+def test_one_that_fails_on_one_rank_ends_the_job_with_its_error(launch):
+    done = launch(
+        2,
+        """
+        import hvdtrain
+        from tests.keras.data.test_generator import SIZE, X, Y
+        from tests.keras.features import classifier
+
+        hvdtrain.init()
+
+        def batches():
+            yield X[:SIZE], Y[:SIZE]
+            if hvdtrain.rank() == 1:
+                raise ValueError("file 3 is damaged")
+            yield X[:SIZE], Y[:SIZE]
+
+        model = classifier()
+        hvdtrain.distribute(model, presharded=True)
+        model.fit(batches(), verbose=0)
+        """,
+    )
+    assert done.returncode != 0
+    assert "rank 1 of 2 failed: ValueError: file 3 is damaged" in done.stderr, done

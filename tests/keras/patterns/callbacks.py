@@ -1,0 +1,229 @@
+"""Guides on callbacks, saving and the API: what is given to Keras' loops."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdtrain
+from hvdtrain import world as job
+from tests.keras.features import JOINT_BATCH, X, Y, classifier
+from tests.keras.patterns.pattern import LOSS, Pattern, fit, validated
+
+__all__ = ["CALLBACKS"]
+
+
+def _loaded(model: keras.Model, size: int) -> Any:
+    """Rebuilt from its configuration and weights, as the guide on saving does."""
+    again = keras.Sequential.from_config(model.get_config())
+    again.set_weights(model.get_weights())
+    again.compile(keras.optimizers.SGD(0.1), LOSS, metrics=["accuracy"])
+    if size < JOINT_BATCH:
+        hvdtrain.distribute(again)
+    history = fit()(again, size)
+    model.set_weights(again.get_weights())
+    return history
+
+
+def _evaluated(model: keras.Model, size: int) -> Any:
+    fit()(model, size)
+    told = model.evaluate(X, Y, batch_size=size, verbose=0, return_dict=True)
+    listed = model.evaluate(X, Y, batch_size=size, verbose=0)
+    return np.concatenate([[told[name] for name in sorted(told)], np.ravel(listed)])
+
+
+class Noted(keras.callbacks.Callback):
+    """As the guide on callbacks: looks at logs of epochs, sets the rate, stops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen += [logs["loss"], logs["val_loss"]]
+        self.model.optimizer.learning_rate = self.model.optimizer.learning_rate * 0.5
+        if epoch == 2:
+            self.model.stop_training = True
+
+
+def _with_callbacks(model: keras.Model, size: int) -> Any:
+    noted = Noted()
+    callbacks = [
+        noted,
+        keras.callbacks.LambdaCallback(on_train_begin=lambda logs: None),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+        keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=10.0),
+        keras.callbacks.EarlyStopping(monitor="val_loss", patience=3, restore_best_weights=True),
+        keras.callbacks.TerminateOnNaN(),
+    ]
+    history = fit(callbacks=callbacks, epochs=5, validation_split=0.25)(model, size)
+    return {"seen": noted.seen, **history}
+
+
+def _swapped(model: keras.Model, size: int) -> Any:
+    callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+    return fit(callbacks=callbacks, **validated)(model, size)
+
+
+def _pipeline(model: keras.Model, size: int) -> Any:
+    weights = np.where(Y == 1, 2.0, 0.5).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((X, Y, weights)).batch(size)
+    history = model.fit(data, validation_data=data, epochs=3, validation_freq=2, verbose=0)
+    return history.history
+
+
+def _shared_folder() -> Path:
+    """A folder of this job's, new for each call."""
+    folder = None
+    if hvdtrain.is_chief():
+        folder = tempfile.mkdtemp(prefix="patterns-")
+    return Path(job.collectives().broadcast_object(folder, name="test"))
+
+
+def _saved(model: keras.Model, size: int) -> Any:
+    """Every rank loads what the callbacks of the chief wrote, and goes on with it."""
+    folder = _shared_folder()
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(folder / "best.keras", "val_loss", save_best_only=True),
+        keras.callbacks.ModelCheckpoint(folder / "{epoch}.weights.h5", save_weights_only=True),
+        keras.callbacks.CSVLogger(folder / "log.csv"),
+        keras.callbacks.BackupAndRestore(folder / "backup"),
+        keras.callbacks.TensorBoard(folder / "logs", histogram_freq=1, update_freq="batch"),
+    ]
+    before = fit(callbacks=callbacks, **validated)(model, size)
+    job.collectives().barrier(name="test")  # one process trains on each rank, too
+    again = keras.models.load_model(folder / "best.keras")
+    if size < JOINT_BATCH:
+        hvdtrain.distribute(again)
+    after = fit(**validated)(again, size)
+    model.load_weights(folder / "1.weights.h5")
+    told = {name: [*values, *after[name]] for name, values in before.items()}
+    with open(folder / "log.csv") as file:
+        told["log"] = [float(row["loss"]) for row in csv.DictReader(file)]
+    job.collectives().barrier(name="test")
+    if hvdtrain.is_chief():
+        shutil.rmtree(folder)
+    return told
+
+
+class BestWeights(keras.callbacks.Callback):
+    """Keeps weights, looks at batches, predicts, and stops, as the guide's examples do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.best = np.inf
+        self.batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches += int("loss" in logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches += int("loss" in logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seen += [float(np.sum(self.model.predict(X[:7], verbose=0)))]
+        if logs["loss"] < self.best and epoch < 2:
+            self.best, self.weights = logs["loss"], self.model.get_weights()
+        else:
+            self.model.stop_training = True
+            self.model.set_weights(self.weights)
+
+
+def _kept(model: keras.Model, size: int) -> Any:
+    best = BestWeights()
+    history = fit(callbacks=[best], epochs=6, **validated)(model, size)
+    return {"seen": best.seen, "batches": best.batches, **history}
+
+
+def _cloned(model: keras.Model, size: int) -> Any:
+    """A copy of the architecture with the weights, trained instead."""
+    again = keras.models.clone_model(model)
+    again.set_weights(model.get_weights())
+    again.compile(keras.optimizers.Adam(0.01), LOSS)
+    if size < JOINT_BATCH:
+        hvdtrain.distribute(again)
+    history = fit()(again, size)
+    model.set_weights(again.get_weights())
+    return history
+
+
+def _steps(model: keras.Model, size: int) -> Any:
+    """So many steps an epoch of one endless pass, and a part of the validation."""
+    data = tf.data.Dataset.from_tensor_slices((X[:48], Y[:48])).batch(size)
+    options = {"steps_per_epoch": 3, "epochs": 3, "validation_steps": 2, "verbose": 0}
+    return model.fit(data.repeat(), validation_data=data, **options).history
+
+
+def _two_kinds(variable: Any, made: dict[str, Any]) -> Any:
+    """The optimizer of a variable, as a function for MultiOptimizer."""
+    return made["kernels" if variable.ndim == 2 else "others"]
+
+
+def _multi_optimizer() -> keras.Model:
+    made = {
+        "kernels": keras.optimizers.Muon(0.01),
+        "others": keras.optimizers.ScheduleFreeAdamW(0.01, warmup_steps=2),
+    }
+    return classifier(optimizer=keras.optimizers.MultiOptimizer(lambda v: _two_kinds(v, made)))
+
+
+def _decaying() -> keras.Model:
+    optimizer = keras.optimizers.AdamW(0.01, clipvalue=0.02, loss_scale_factor=8.0)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return classifier(optimizer=optimizer)
+
+
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay
+BUILT_IN, OWN_CALLBACKS = "training with built-in methods", "writing your own callbacks"
+SAVING, API = "serialization and saving", "API"
+
+CALLBACKS: dict[str, Pattern] = {
+    "a pipeline with weights": Pattern(
+        BUILT_IN, lambda: classifier(weighted_metrics=["accuracy"]), _pipeline
+    ),
+    "steps_per_epoch and validation_steps": Pattern(BUILT_IN, classifier, _steps),
+    "a schedule": Pattern(
+        BUILT_IN,
+        lambda: classifier(optimizer=keras.optimizers.Adam(SCHEDULE(0.05, 2, 0.5))),
+        fit(),
+    ),
+    "validation_split, callbacks, early stopping": Pattern(
+        OWN_CALLBACKS, lambda: classifier(optimizer=keras.optimizers.SGD(0.1)), _with_callbacks
+    ),
+    "batches seen, weights kept and set": Pattern(OWN_CALLBACKS, classifier, _kept),
+    "from_config and weights": Pattern(SAVING, classifier, _loaded),
+    "clone_model": Pattern(SAVING, classifier, _cloned),
+    "files of callbacks, load_model and fit again": Pattern(
+        SAVING, lambda: classifier(optimizer=keras.optimizers.Adam(0.01)), _saved
+    ),
+    "evaluate as a dict and as a list": Pattern(
+        API, lambda: classifier(metrics=["accuracy"]), _evaluated
+    ),
+    "initial_epoch and class weights": Pattern(
+        API, classifier, fit(epochs=4, initial_epoch=2, class_weight={0: 1.0, 1: 2.0, 2: 0.5})
+    ),
+    "moving averages swapped in": Pattern(
+        API,
+        lambda: classifier(optimizer=keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)),
+        _swapped,
+    ),
+    "LossScaleOptimizer with clipping": Pattern(
+        API,
+        lambda: classifier(
+            optimizer=keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.Adam(0.01, global_clipnorm=0.1), initial_scale=8.0
+            )
+        ),
+        fit(),
+    ),
+    "optimizers by variable, of new kinds": Pattern(API, _multi_optimizer, fit()),
+    "scaled losses, clipped values, no decay of biases": Pattern(API, _decaying, fit()),
+}

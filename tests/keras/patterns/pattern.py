@@ -1,0 +1,108 @@
+"""What a pattern is, and the small models and data that most of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from hvdtrain.keras.model_optimizers import state_of_optimizers
+from tests.keras.features import ROWS, X, Y
+
+__all__ = [
+    "LOSS",
+    "NOISE",
+    "SEQUENCES",
+    "TOKENS",
+    "WEIGHTS",
+    "Hits",
+    "Pattern",
+    "Train",
+    "built",
+    "fit",
+    "outcome",
+    "stack",
+    "state",
+    "validated",
+]
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+NOISE = np.random.default_rng(8).normal(size=(ROWS, 2)).astype("float32")
+TOKENS = np.random.default_rng(9).integers(0, 7, (ROWS, 5))  # zeros are masked
+SEQUENCES = np.random.default_rng(10).normal(size=(ROWS, 5, 3)).astype("float32")
+WEIGHTS = np.where(Y == 1, 2.0, 0.5).astype("float32")
+validated = {"validation_data": (X[:17], Y[:17])}
+
+Train = Callable[[keras.Model, int], Any]
+
+
+class Pattern(NamedTuple):
+    """One way to train.
+
+    Attributes:
+        guide: Where Keras shows it.
+        make: The model, compiled.
+        train: Takes the model and a batch size; returns what the user sees of it.
+        often: Whether ``make test`` runs it.
+    """
+
+    guide: str
+    make: Callable[[], keras.Model]
+    train: Train
+    often: bool = False
+
+
+def state(model: keras.Model) -> list[np.ndarray]:
+    """Weights and the state of all optimizers, without random seeds."""
+    variables = [*model.weights, *state_of_optimizers(model)]
+    return [np.asarray(variable.numpy()) for variable in variables]
+
+
+def outcome(told: Any) -> dict[str, np.ndarray]:
+    """What a user sees of a training, as arrays by name."""
+    if not isinstance(told, dict):
+        return {"": np.asarray(told, np.float64)}
+    return {name: np.asarray(values, np.float64) for name, values in sorted(told.items())}
+
+
+def fit(*arrays: Any, **options: Any) -> Train:
+    """Training on arrays for two epochs; the last batch is an uneven one."""
+    x, y, *rest = arrays or (X, Y)
+    weights = {"sample_weight": rest[0]} if rest else {}
+
+    def train(model: keras.Model, size: int) -> Any:
+        given = {"epochs": 2, "shuffle": False, "verbose": 0, **weights, **options}
+        return model.fit(x, y, batch_size=size, **given).history
+
+    return train
+
+
+def built(model: keras.Model, x: Any = X, **options: Any) -> keras.Model:
+    """A subclassed model after its first call, compiled."""
+    model(x[:1])
+    model.compile(**{"optimizer": keras.optimizers.Adam(0.01), "loss": LOSS, **options})
+    return model
+
+
+def stack(*parts: Any, start: Any = None, **options: Any) -> keras.Model:
+    """Layers one after another, compiled; of six numbers a row, if no other start is given."""
+    model = keras.Sequential([keras.Input((6,)) if start is None else start, *parts])
+    model.compile(**{"optimizer": keras.optimizers.Adam(0.01), "loss": LOSS, **options})
+    return model
+
+
+class Hits(keras.metrics.Metric):
+    """A metric of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__(name="hits")
+        self.found = self.add_variable((), "zeros", name="found")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        hits = keras.ops.equal(keras.ops.argmax(y_pred, -1), keras.ops.cast(y_true, "int64"))
+        self.found.assign_add(keras.ops.sum(keras.ops.cast(hits, self.dtype)))
+
+    def result(self) -> Any:
+        return self.found.value

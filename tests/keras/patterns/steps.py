@@ -1,0 +1,345 @@
+"""Guide "Customizing what happens in fit() with TensorFlow": steps of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tests.keras.features import X, Y
+from tests.keras.patterns.pattern import (
+    LOSS,
+    NOISE,
+    WEIGHTS,
+    Hits,
+    Pattern,
+    built,
+    fit,
+    validated,
+)
+
+__all__ = ["STEPS", "make_gan"]
+
+layers = keras.layers
+
+
+class NestedLogs(keras.Model):
+    """Updates all metrics in its step and returns each by name: those of compile are a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.dense = layers.Dense(4, "tanh"), layers.Dense(3)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.dense(self.hidden(x))
+
+    def _update(self, y: Any, y_pred: Any, loss: Any, weight: Any) -> Any:
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss, sample_weight=tf.shape(y)[0])
+            else:
+                metric.update_state(y, y_pred, weight)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def train_step(self, data: Any) -> Any:
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=weight)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return self._update(y, y_pred, loss, weight)
+
+    def test_step(self, data: Any) -> Any:
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred = self(x)
+        return self._update(y, y_pred, self.compute_loss(y=y, y_pred=y_pred), weight)
+
+
+class OwnTrackers(keras.Model):
+    """As autoencoders do: trackers whose names are not those in the logs; others by the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = layers.Dense(2), layers.Dense(6)
+        self.total = keras.metrics.Mean(name="total_loss")
+        self.error = keras.metrics.Mean(name="error")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.total, self.error]
+
+    def call(self, x: Any) -> Any:
+        return self.decoder(self.encoder(x))
+
+    def train_step(self, data: Any) -> Any:
+        x, _ = data
+        with tf.GradientTape() as tape:
+            difference = keras.ops.square(self(x) - x)
+            error = keras.ops.mean(difference)
+            loss = error + 0.1 * keras.ops.mean(keras.ops.square(self.encoder(x)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        rows = tf.shape(x)[0]
+        self.total.update_state(loss, sample_weight=rows)
+        self.error.update_state(error, sample_weight=rows)
+        return {
+            "loss": self.total.result(),
+            "parts": {"error": self.error.result(), "of": {"last": loss}},
+            "columns": keras.ops.mean(difference, axis=0),
+            "pair": [error, 2 * error],
+            "steps": self.optimizer.iterations,
+            "note": None,
+        }
+
+
+class Gan(keras.Model):
+    """Two networks and two optimizers, no call(); noise comes with the data or is drawn."""
+
+    def __init__(self, every: int = 1, draw: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.generator = keras.Sequential([keras.Input((2,)), layers.Dense(4, "tanh")])
+        self.generator.add(layers.Dense(6))
+        self.critic = keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh")])
+        self.critic.add(layers.Dense(1))
+        self.seeds = keras.random.SeedGenerator(4)
+        self.every = every
+        self.draw = draw
+        self.d_loss = keras.metrics.Mean(name="d_loss")
+        self.g_loss = keras.metrics.Mean(name="g_loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.d_loss, self.g_loss]
+
+    def compile(self, d_optimizer: Any, g_optimizer: Any, loss_fn: Any) -> None:
+        super().compile()
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+
+    def _both_losses(self, real: Any, noise: Any) -> tuple[Any, Any]:
+        fake = self.critic(self.generator(noise))
+        real = self.critic(real)
+        ones, zeros = keras.ops.ones_like(fake), keras.ops.zeros_like(fake)
+        d_loss = self.loss_fn(ones, real) + self.loss_fn(zeros, fake)
+        return d_loss, self.loss_fn(ones, fake)
+
+    def _told(self, d_loss: Any, g_loss: Any, rows: Any) -> Any:
+        self.d_loss.update_state(d_loss, sample_weight=rows)
+        self.g_loss.update_state(g_loss, sample_weight=rows)
+        return {"d_loss": self.d_loss.result(), "g_loss": self.g_loss.result()}
+
+    def train_step(self, data: Any) -> Any:
+        real, noise = data
+        if self.draw is not None:
+            noise = self.draw(keras.ops.shape(noise), self.seeds)
+        with tf.GradientTape() as tape:
+            d_loss, _ = self._both_losses(real, noise)
+        weights = self.critic.trainable_weights
+        self.d_optimizer.apply(tape.gradient(d_loss, weights), weights)
+        with tf.GradientTape() as tape:
+            _, g_loss = self._both_losses(real, noise)
+        mine = self.generator.trainable_weights
+        gradients = tape.gradient(g_loss, mine)
+        if self.every == 1:
+            self.g_optimizer.apply(gradients, mine)
+        else:
+            tf.cond(
+                self.d_optimizer.iterations.value % self.every == 0,
+                lambda: self._apply(gradients, mine),
+                lambda: 0,
+            )
+        return self._told(d_loss, g_loss, keras.ops.shape(real)[0])
+
+    def _apply(self, gradients: Any, mine: Any) -> int:
+        self.g_optimizer.apply(gradients, mine)
+        return 0
+
+    def test_step(self, data: Any) -> Any:
+        real, noise = data
+        return self._told(*self._both_losses(real, noise), keras.ops.shape(real)[0])
+
+
+def make_gan(scaled: bool = False, **options: Any) -> keras.Model:
+    """Compiled; nothing of it has been called as a whole."""
+    gan = Gan(**options)
+    d_optimizer: Any = keras.optimizers.Adam(0.01)
+    if scaled:
+        d_optimizer = keras.optimizers.LossScaleOptimizer(d_optimizer, initial_scale=1.0)
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    gan.compile(d_optimizer, keras.optimizers.SGD(0.05, momentum=0.9), loss)
+    if gan.every > 1:
+        # Within tf.cond nothing can be built.
+        gan.g_optimizer.build(gan.generator.trainable_weights)
+    return gan
+
+
+class Distiller(keras.Model):
+    """Holds built models, has a call(), and is never called itself before fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+        self.teacher.trainable = False
+        self.student = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **options: Any
+    ) -> Any:
+        theirs = keras.ops.softmax(self.teacher(x, training=False))
+        mine = keras.ops.softmax(y_pred)
+        loss = super().compute_loss(x, y, y_pred, *args, **options)
+        return loss + keras.ops.mean(keras.ops.square(theirs - mine))
+
+    def call(self, x: Any) -> Any:
+        return self.student(x)
+
+
+def distiller() -> keras.Model:
+    model = Distiller()
+    model.compile(keras.optimizers.SGD(0.1), LOSS, metrics=["accuracy"])
+    return model
+
+
+def _by_layer() -> keras.Model:
+    """A dict and a list of optimizers, each for a layer."""
+
+    class ByLayer(NestedLogs):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape(persistent=True) as tape:
+                y_pred = self(x, training=True)
+                loss = self.compute_loss(y=y, y_pred=y_pred)
+            for layer, optimizer in [
+                (self.hidden, self.those["hidden"]),
+                (self.dense, self.more[0]),
+            ]:
+                weights = layer.trainable_weights
+                optimizer.apply(tape.gradient(loss, weights), weights)
+            return self._update(y, y_pred, loss, None)
+
+    model = ByLayer()
+    model.those = {"hidden": keras.optimizers.Adam(0.01)}
+    model.more = [keras.optimizers.SGD(0.1)]
+    return built(model, optimizer=None, metrics=["accuracy"])
+
+
+class GuideTrackers(keras.Model):
+    """Built from inputs and outputs; has trackers, updated once a batch."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.tracker = keras.metrics.Mean(name="loss")
+        self.mae = keras.metrics.MeanAbsoluteError(name="mae")
+        self.loss_fn = keras.losses.MeanSquaredError()
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker, self.mae]
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.loss_fn(y, y_pred)
+        trainable = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, trainable), trainable)
+        self.tracker.update_state(loss)
+        self.mae.update_state(y, y_pred)
+        return {"loss": self.tracker.result(), "mae": self.mae.result()}
+
+
+class OwnTest(keras.Model):
+    """Keras' step of training, and one of its own for evaluation."""
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        y_pred = self(x, training=False)
+        loss = self.compute_loss(y=y, y_pred=y_pred)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def functional(kind: type[keras.Model], **options: Any) -> keras.Model:
+    start = keras.Input((6,))
+    model = kind(start, layers.Dense(3)(layers.Dense(4, "tanh")(start)))
+    model.compile(keras.optimizers.Adam(0.01), **options)
+    return model
+
+
+class Images(keras.Model):
+    """A step on elements that are one tensor; the images it makes depend on no random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = keras.Sequential([keras.Input((6,)), layers.Dense(4), layers.Dense(6)])
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def train_step(self, images: Any) -> Any:
+        if isinstance(images, tuple):
+            images = images[0]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.network(images) - images))
+        weights = self.network.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+def _images() -> keras.Model:
+    model = Images()
+    model.compile(keras.optimizers.Adam(0.01))
+    return model
+
+
+def _on_images(model: keras.Model, size: int) -> Any:
+    """A pipeline without labels, and one more on a part of it."""
+    data = tf.data.Dataset.from_tensor_slices(X[:48]).batch(size)
+    history = model.fit(data, epochs=2, verbose=0).history
+    more = model.fit(data.take(2 if size == 12 else 4), epochs=1, verbose=0).history
+    return {name: [*values, *more[name]] for name, values in history.items()}
+
+
+CUSTOM = "custom train_step"
+
+STEPS: dict[str, Pattern] = {
+    "metrics of compile by name": Pattern(
+        CUSTOM,
+        lambda: built(NestedLogs(), metrics=["accuracy", Hits()]),
+        fit(**validated),
+        often=True,
+    ),
+    "sample weights in a step of one's own": Pattern(
+        CUSTOM,
+        lambda: built(NestedLogs(), weighted_metrics=["accuracy"]),
+        fit(X, Y, WEIGHTS),
+    ),
+    "trackers of one's own": Pattern(
+        CUSTOM, lambda: built(OwnTrackers(), loss=None), fit(), often=True
+    ),
+    "trackers that count each batch as one": Pattern(
+        CUSTOM, lambda: functional(GuideTrackers), fit(X[:48], X[:48, :3])
+    ),
+    "an evaluation step of one's own": Pattern(
+        CUSTOM,
+        lambda: functional(OwnTest, loss="mse", metrics=["mae"]),
+        fit(X[:48], X[:48, :3], validation_data=(X[:24], X[:24, :3])),
+    ),
+    "elements that are one tensor": Pattern(CUSTOM, _images, _on_images),
+    "GAN": Pattern(
+        CUSTOM, make_gan, fit(X, NOISE, validation_data=(X[:17], NOISE[:17])), often=True
+    ),
+    "GAN, the generator every third step": Pattern(
+        CUSTOM, lambda: make_gan(every=3), fit(X, NOISE, epochs=3), often=True
+    ),
+    "GAN with a LossScaleOptimizer": Pattern(CUSTOM, lambda: make_gan(scaled=True), fit(X, NOISE)),
+    "an optimizer for each layer": Pattern(CUSTOM, _by_layer, fit()),
+    "compute_loss of one's own, not called before": Pattern(CUSTOM, distiller, fit()),
+}
