@@ -65,8 +65,11 @@ JOB = {
     "warning": (["rank 1 on "], ["waits for rank 1"]),
     "error": (["rank 1 on "], []),
 }
+# Both are to come to init() within its time-out, which is short.
 BODY = """
 import hvdtrain
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
 hvdtrain.init()
 if rank == 1:
     time.sleep(2.5)

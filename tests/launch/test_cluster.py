@@ -189,7 +189,6 @@ def test_the_first_failure_is_named(
     assert (code == 1) == ("Traceback (most recent call last):" in verdict), done
     for other in set(range(RANKS)) - {failing}:
         assert f"[{other} " not in done.stderr, "what follows from it is left out"
-    assert done.seconds < 25
 
 
 class Started:
@@ -296,7 +295,6 @@ def test_a_host_that_refuses_the_key_is_named(cluster: Cluster) -> None:
     assert done.returncode == 125, done
     assert "problem on node2: ssh does not accept your key" in done.stderr, done
     assert "do: ssh-copy-id node2" in done.stderr, done
-    assert done.seconds < 25
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -306,7 +304,6 @@ def test_a_host_without_this_python_is_named(cluster: Cluster, way: str) -> None
     assert done.returncode == 125, done
     assert "problem on node2: the launcher's Python can't be started there" in done.stderr, done
     assert f"expected: {sys.executable}, at the same path on every host" in done.stderr, done
-    assert done.seconds < 25
 
 
 def wait_for_job(cluster: Cluster, job: str, timeout_s: float) -> str:

@@ -197,7 +197,7 @@ def test_the_first_failure_is_named(hvdtrain_run, request, fault: str, failing: 
     assert f"rank {failing} on " in before.splitlines()[-1]
     assert words in verdict
     assert (code == 1) == ("Traceback (most recent call last):" in verdict)
-    assert done.seconds < 20
+    assert done.seconds < 55, "the others were ended and not waited for"
     for other in {0, 1, 2} - {failing}:
         assert f"[{other}]" not in done.stderr, "what follows from it is left out"
 
