@@ -25,6 +25,7 @@ __all__ = [
     "broadcast_weights",
     "check_same_model",
     "layer_statistics",
+    "recurrent_states",
     "reseed_by_rank",
     "seed_generators",
     "seed_of_rank",
@@ -170,6 +171,13 @@ def layer_statistics(model: keras.Model) -> list[Any]:
     """
     kept = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
     return list({id(variable): variable for variable in kept}.values())
+
+
+def recurrent_states(model: keras.Model) -> list[Any]:
+    """What stateful recurrent layers carry over from batch to batch, which are no weights."""
+    layers = [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
+    states = [keras.tree.flatten(getattr(layer, "states", None)) for layer in layers]
+    return [state for entry in states for state in entry if isinstance(state, keras.Variable)]
 
 
 def average_statistics(model: keras.Model, collectives: Collectives) -> None:

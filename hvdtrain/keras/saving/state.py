@@ -2,10 +2,12 @@
 
 Weights and the optimizer are alike on all ranks; the chief's are saved for all. What each rank has
 for itself is saved for every rank: random states, what layers track on their own batches (alike at
-the end of an epoch only), metrics and accumulated gradients between two updates, samples seen.
+the end of an epoch only), metrics and accumulated gradients between two updates, what recurrent
+layers carry over from its batches, samples seen.
 
 A run with the same number of ranks gives every rank its own back. With another number there is a
-rule for each: sums go to the chief, averages to all, random states to those who had one.
+rule for each: sums go to the chief, averages to all, random states to those who had one; recurrent
+states, which belong to samples that come elsewhere now, begin anew.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from hvdtrain.keras.optimizer import accumulators
 from hvdtrain.keras.replicas import (
     broadcast_model,
     layer_statistics,
+    recurrent_states,
     seed_generators,
     seed_of_rank,
 )
@@ -38,7 +41,7 @@ from hvdtrain.keras.saving.randomness import random_state, restore_random_state
 
 __all__ = ["TrainingState"]
 
-_Rule = Literal["sum", "average", "chief", "seed"]
+_Rule = Literal["sum", "average", "chief", "seed", "anew"]
 _RANDOM = "random/"
 _OTHER_MODEL = "The checkpoint is of another model or optimizer"
 _REMEDY = "Resume with the model that was saved, or begin anew in another directory."
@@ -238,6 +241,7 @@ class TrainingState:
             ("seeds", [g.state for g in seed_generators(model)], lambda _: "seed"),
             ("statistics", statistics, _rule_of_statistics),
             ("metrics", model.metrics_variables, _rule_of_metric),
+            ("states", recurrent_states(model), lambda _: "anew"),
         ]
         if accumulated:
             waiting = [v for o in plain_optimizers_of(model) for v in accumulators(o)]
@@ -299,6 +303,8 @@ def _share(kept: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
         return np.mean([np.asarray(k, np.float64) for k in kept], axis=0).astype(first.dtype)
     if rule == "seed":
         return kept[rank] if rank < len(kept) else seed_of_rank(first, rank)
+    if rule == "anew":
+        return np.zeros_like(first)
     return kept[min(rank, len(kept) - 1)]
 
 

@@ -94,6 +94,25 @@ def test_resuming_is_exact(world, make, stop, tmp_path):
 
 
 @pytest.mark.more
+@pytest.mark.ranks(1, 2)
+def test_resuming_is_exact_with_states_that_go_from_batch_to_batch(world, tmp_path):
+    """Twelve steps an epoch on one rank, six on two."""
+
+    def make() -> keras.Model:
+        layers = [keras.layers.Reshape((2, 3)), keras.layers.GRU(4, stateful=True)]
+        model = keras.Sequential([keras.Input(batch_shape=(4, 6)), *layers, keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.05), loss, metrics=["accuracy"])
+        return model
+
+    def fit(callbacks: list[Any]) -> Any:
+        options = {"batch_size": 4, "epochs": 3, "shuffle": False, "callbacks": callbacks}
+        return lambda model: model.fit(X[:48], Y[:48], verbose=0, **options)
+
+    exact(world, make, fit, tmp_path, 8)
+
+
+@pytest.mark.more
 @pytest.mark.ranks(1, 3)
 def test_resuming_is_exact_on_any_number_of_ranks(world, tmp_path):
     exact(world, accumulating, arrays, tmp_path, 3)
