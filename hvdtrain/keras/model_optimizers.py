@@ -6,11 +6,12 @@ builds them when they are first applied, and leaves ``model.optimizer`` unused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
+from hvdtrain.keras.held import held_by
 from hvdtrain.keras.optimizer import plain_optimizers
 from hvdtrain.keras.own_steps import has_own
 
@@ -26,7 +27,7 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     found = [] if model.optimizer is None else [model.optimizer]
     if has_own(model, "train_step"):
         for layer in model._flatten_layers():
-            found += _within(vars(layer), set())
+            found += held_by(layer, keras.optimizers.Optimizer)
     inner = {id(leaf) for outer in found for leaf in plain_optimizers(outer) if leaf is not outer}
     return list({id(entry): entry for entry in found if id(entry) not in inner}.values())
 
@@ -61,12 +62,3 @@ def build_as(model: keras.Model, built: Sequence[Sequence[int]]) -> None:
     for optimizer, places in zip(optimizers_of(model), built):
         if places and not optimizer.built and max(places) < len(model.variables):
             optimizer.build([model.variables[place] for place in places])
-
-
-def _within(value: Any, seen: set[int]) -> Iterator[Any]:
-    if isinstance(value, keras.optimizers.Optimizer):
-        yield value
-    elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
-        seen.add(id(value))
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from _within(entry, seen)

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import MismatchError
+from hvdtrain.keras.held import held_by
 from hvdtrain.keras.model_optimizers import (
     optimizers_of,
     plain_optimizers_of,
@@ -124,7 +125,7 @@ def broadcast_weights(
 ) -> None:
     """Give all ranks the chief's weights, and ``more`` variables; not its random seeds."""
     seeds = {id(generator.state) for generator in seed_generators(model)}
-    variables = [*model.variables, *more]
+    variables = [*model.variables, *_of_tensorflow(model), *more]
     unique = {id(variable): variable for variable in variables if id(variable) not in seeds}
     for index, variable in enumerate(unique.values()):
         value = np.asarray(variable.numpy())
@@ -170,7 +171,15 @@ def layer_statistics(model: keras.Model) -> list[Any]:
     Frozen weights, which Keras counts as non-trainable, are none.
     """
     kept = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
+    kept += _of_tensorflow(model)
     return list({id(variable): variable for variable in kept}.values())
+
+
+def _of_tensorflow(model: keras.Model) -> list[tf.Variable]:
+    """Numbers that layers hold as ``tf.Variable``, of which Keras knows nothing."""
+    found = [v for layer in model._flatten_layers() for v in held_by(layer, tf.Variable)]
+    numbers = [v for v in found if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
+    return list({id(variable): variable for variable in numbers}.values())
 
 
 def recurrent_states(model: keras.Model) -> list[Any]:

@@ -99,11 +99,8 @@ def forget(model: keras.Model) -> None:
 def _build(model: keras.Model, x: Any) -> None:
     if is_built(model):
         return  # the user did it since
-    inputs = _symbols(x)
     try:
-        if inputs is None:
-            raise TypeError(f"it was given {type(x).__name__}, which shows no shapes")
-        keras.src.backend.compute_output_spec(model, inputs, training=False)
+        keras.src.backend.compute_output_spec(model, _symbols(x), training=False)
     except Exception as error:
         raise ModelError(
             f"The model {model.name!r} was not built when hvdtrain.distribute(model) was called, "
@@ -112,13 +109,13 @@ def _build(model: keras.Model, x: Any) -> None:
 
 
 def _symbols(x: Any) -> Any:
-    """What a batch of ``x`` looks like, as Keras' symbolic tensors; None where nobody can know."""
+    """What a batch of ``x`` looks like, as Keras' symbolic tensors."""
     if isinstance(x, tf.data.Dataset):
         return _of_batch(x.element_spec)
     if isinstance(x, keras.utils.PyDataset):
         return _of_batch(x[0])
     if hasattr(x, "__next__"):
-        return None
+        raise TypeError(f"it was given {type(x).__name__}, which shows no shapes")
     return keras.tree.map_structure(_symbol, x)
 
 

@@ -183,12 +183,12 @@ class _Statistics:
     def __init__(self, model: keras.Model, parts: Sequence[_Part]) -> None:
         self._parts = parts
         self._variables = layer_statistics(model)
-        self._before = [tf.identity(variable.value) for variable in self._variables]
+        self._before = self._values()
         self._after: list[list[tf.Tensor]] = []
 
     def take(self) -> None:
         """Called after each tower's pass."""
-        self._after.append([tf.identity(variable.value) for variable in self._variables])
+        self._after.append(self._values())
         self._assign(self._before)
 
     def join(self) -> None:
@@ -203,6 +203,9 @@ class _Statistics:
             for value, part in zip(after, self._parts)
         ]
         return before + tf.add_n(changes)
+
+    def _values(self) -> list[tf.Tensor]:
+        return [tf.identity(tf.convert_to_tensor(variable)) for variable in self._variables]
 
     def _assign(self, values: Sequence[tf.Tensor]) -> None:
         for variable, value in zip(self._variables, values):

@@ -341,7 +341,7 @@ def _numpy_dtype(variable: Any) -> np.dtype:
 
 def _view(variable: Any) -> np.ndarray:
     """The variable's value, without a copy where TensorFlow lends its memory."""
-    value = variable.value
+    value = variable if isinstance(variable, tf.Variable) else variable.value
     tensor = value.read_value() if isinstance(value, tf.Variable) else value
     try:
         return np.asarray(memoryview(tensor))

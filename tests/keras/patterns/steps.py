@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tests.keras.features import X, Y
@@ -263,6 +264,21 @@ class OwnTest(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+class OwnPrediction(keras.Model):
+    """Tells probabilities where the model computes logits."""
+
+    def predict_step(self, data: Any) -> Any:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return {"label": keras.ops.softmax(self(x, training=False))}
+
+
+def _predicted(model: keras.Model, size: int) -> Any:
+    fit()(model, size)
+    data = tf.data.Dataset.from_tensor_slices(X).batch(size)
+    told = [model.predict(given, batch_size=n, verbose=0) for given, n in [(X, size), (data, None)]]
+    return np.concatenate([entry["label"] for entry in told])
+
+
 def functional(kind: type[keras.Model], **options: Any) -> keras.Model:
     start = keras.Input((6,))
     model = kind(start, layers.Dense(3)(layers.Dense(4, "tanh")(start)))
@@ -331,6 +347,9 @@ STEPS: dict[str, Pattern] = {
         CUSTOM,
         lambda: functional(OwnTest, loss="mse", metrics=["mae"]),
         fit(X[:48], X[:48, :3], validation_data=(X[:24], X[:24, :3])),
+    ),
+    "predictions of one's own": Pattern(
+        CUSTOM, lambda: functional(OwnPrediction, loss=LOSS), _predicted
     ),
     "elements that are one tensor": Pattern(CUSTOM, _images, _on_images),
     "GAN": Pattern(

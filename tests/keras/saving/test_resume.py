@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain import world as job
 from hvdtrain.checkpoint import Store
 from hvdtrain.keras.saving.checkpoint import Checkpoint
 from tests.keras.saving.runs import ROWS, Draws, Stop, StopAfter, X, Y, model_of, outcome, run
@@ -110,6 +111,45 @@ def test_resuming_is_exact_with_states_that_go_from_batch_to_batch(world, tmp_pa
         return lambda model: model.fit(X[:48], Y[:48], verbose=0, **options)
 
     exact(world, make, fit, tmp_path, 8)
+
+
+class Followed(keras.layers.Dense):
+    """Holds what Keras knows nothing of: drawn when it is made, and followed in its calls."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__(units)
+        self.scale = tf.Variable(np.random.random(units), dtype=tf.float32)
+        self.followed = {"mean": tf.Variable(0.0), "calls": [tf.Variable(0)]}
+
+    def call(self, x: Any) -> Any:
+        self.followed["mean"].assign(0.9 * self.followed["mean"] + tf.reduce_mean(x))
+        self.followed["calls"][0].assign_add(1)
+        return super().call(x) * (self.scale + 0.1 * self.followed["mean"])
+
+    @property
+    def own(self) -> list[Any]:
+        mean, (calls,) = self.followed.values()
+        return [variable.numpy().tolist() for variable in (self.scale, mean, calls)]
+
+
+@pytest.mark.more
+@pytest.mark.ranks(2)
+def test_variables_of_tensorflow_in_layers_are_alike_and_come_back(world, tmp_path):
+    def make() -> keras.Model:
+        np.random.seed(20 + world.rank())
+        return model_of([Followed(4)])
+
+    def trained(*callbacks: Any, seed: int) -> list[Any]:
+        model, _ = run(world, make, arrays([*callbacks]), seed)
+        return [*model.layers[0].own, [v.numpy().tolist() for v in model.trainable_variables]]
+
+    whole = trained(seed=1)
+    everyone = job.collectives().allgather_object(whole, name="test")
+    assert everyone == [whole] * 2
+    assert whole[2] == 3 * 6
+    with pytest.raises(Stop):
+        trained(Checkpoint(tmp_path, every_steps=2), StopAfter(8), seed=1)
+    assert trained(Checkpoint(tmp_path, every_steps=2), seed=9) == whole
 
 
 @pytest.mark.more
