@@ -23,7 +23,13 @@ from tests.parameter_server.tables import (
 opt = keras.optimizers
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+FEW = ("SGD", "SGD nesterov", "Adam EMA", "Adafactor")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in OPTIMIZERS],
+)
 def test_tables_do_as_a_plain_optimizer(name):
     """Also when the state moves to the model's optimizer, and to another number of servers."""
     variables = make_variables()

@@ -57,7 +57,7 @@ def _threads(_: int) -> Batches:
     return _Plain(ROWS, 4, workers=3)
 
 
-more = pytest.mark.more
+more, slow = pytest.mark.more, pytest.mark.slow
 KINDS = [
     pytest.param(_arrays, {"batch_size": 4, "shuffle": True}, id="arrays"),
     pytest.param(_arrays, {"batch_size": 4}, id="arrays-in-order", marks=more),
@@ -65,9 +65,9 @@ KINDS = [
         _arrays, {"batch_size": 4, "shuffle": "batch"}, id="arrays-within-batches", marks=more
     ),
     pytest.param(_pipeline, {}, id="pipeline", marks=more),
-    pytest.param(_shuffled, {}, id="pipeline-that-shuffles"),
+    pytest.param(_shuffled, {}, id="pipeline-that-shuffles", marks=slow),
     pytest.param(_nested, {"class_weight": None}, id="pipeline-nested", marks=more),
-    pytest.param(_unknown, {}, id="pipeline-of-unknown-length", marks=pytest.mark.slow),
+    pytest.param(_unknown, {}, id="pipeline-of-unknown-length", marks=slow),
     pytest.param(_pydataset, {"shuffle": True}, id="pydataset"),
     pytest.param(_threads, {}, id="pydataset-threads", marks=more),
 ]
