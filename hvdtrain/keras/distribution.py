@@ -48,6 +48,7 @@ _REPLACED = (
     "fit",
     "evaluate",
     "predict",
+    "make_predict_function",
     "_get_metrics_result_or_logs",
     "_maybe_symbolic_build",
 )
@@ -110,6 +111,7 @@ class Distribution:
             fit=loops.fit,
             evaluate=loops.evaluate,
             predict=loops.predict,
+            make_predict_function=loops.make_predict_function,
             _get_metrics_result_or_logs=loops.joint_results,
             _maybe_symbolic_build=loops.adopt,
         )

@@ -24,7 +24,7 @@ from hvdtrain.keras.metrics import joint_metrics
 from hvdtrain.keras.model_optimizers import optimizers_of
 from hvdtrain.keras.optimizer import accumulates, is_distributed
 from hvdtrain.keras.own_steps import has_own, has_own_call
-from hvdtrain.keras.predictions import join_predictions
+from hvdtrain.keras.predictions import join_predictions, noting_rows
 from hvdtrain.keras.replicas import average_statistics, broadcast_model
 from hvdtrain.keras.saving.checkpoint import Checkpoint
 from hvdtrain.keras.saving.session import Session, asked_for, begin_session
@@ -85,6 +85,7 @@ class Loops:
         self._steps = steps
         self._optimizers = optimizers_of(model)
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
+        self._make_predict_function = model.make_predict_function
         self._results = model._get_metrics_result_or_logs
         self._symbolic_build = model._maybe_symbolic_build
         self._validation: ShardedInput | None = None
@@ -225,6 +226,7 @@ class Loops:
         sharded = self._whole.share(x, None, None, batch_size, steps)
 
         def run(dataset: tf.data.Dataset) -> Any:
+            self._steps.predicted_rows.clear()
             mine = self._guard(
                 self._predict,
                 dataset,
@@ -232,9 +234,21 @@ class Loops:
                 steps=steps,
                 callbacks=callbacks,
             )
-            return join_predictions(mine, self._collectives, interleaved=not self._whole.presharded)
+            return join_predictions(
+                mine,
+                self._steps.predicted_rows,
+                self._collectives,
+                interleaved=not self._whole.presharded,
+            )
 
         return self._whole.whole_pass(sharded, run)
+
+    def make_predict_function(self, force: bool = False) -> None:
+        """Keras' own, but that callbacks see the model's outputs and no more."""
+        model = self._model
+        if model.predict_function is None or force:
+            self._make_predict_function(force)
+            model.predict_function = noting_rows(model.predict_function, self._steps.predicted_rows)
 
     def joint_results(self, logs: Any) -> Any:
         """Metrics of all ranks, at the end of an epoch or of an evaluation."""

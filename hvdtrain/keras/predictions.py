@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -10,15 +11,45 @@ import numpy as np
 from hvdtrain.collectives.base import Collectives
 from hvdtrain.errors import DataError
 
-__all__ = ["join_predictions"]
+__all__ = ["Predicted", "join_predictions", "noting_rows"]
 
 
-def join_predictions(mine: Any, collectives: Collectives, *, interleaved: bool) -> Any:
+class Predicted(NamedTuple):
+    """What a step of this rank's share gives.
+
+    Attributes:
+        outputs: The model's.
+        rows: int64, (1, 2): how many rows count, all or none, and how many there are.
+    """
+
+    outputs: Any
+    rows: Any
+
+
+def noting_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable[[Any], Any]:
+    """Keras' predict function, without what is not for the user: that is added to ``rows``.
+
+    Keras would join it step by step, as it does the outputs, and callbacks would see it.
+    """
+
+    def predict(data: Any) -> Any:
+        told = function(data)
+        if not isinstance(told, Predicted):
+            return told
+        rows.append(told.rows)
+        return told.outputs
+
+    return predict
+
+
+def join_predictions(
+    mine: Any, rows: Sequence[Any], collectives: Collectives, *, interleaved: bool
+) -> Any:
     """Gather what each rank predicted.
 
     Args:
-        mine: ``{"outputs": structure of arrays, "rows": int64 (steps, 2)}``: for each step how
-            many rows count (all or none) and how many there are.
+        mine: Structure of arrays.
+        rows: As in ``Predicted``, of one step or several, in their order.
         collectives: The engine.
         interleaved: Whether step k of all ranks together is step k of the input; otherwise the
             parts simply follow each other in rank order.
@@ -26,7 +57,7 @@ def join_predictions(mine: Any, collectives: Collectives, *, interleaved: bool) 
     Returns:
         The structure, with all rows of all ranks, alike on every rank.
     """
-    counts = np.asarray(mine["rows"], np.int64)
+    counts = np.concatenate([np.asarray(entry, np.int64) for entry in rows])
     kept = np.repeat(counts[:, 0] > 0, counts[:, 1])
     everyone = collectives.allgather(counts[:, :1], name="predicted rows")
     per_rank = collectives.allgather(np.array([len(counts)], np.int64), name="predicted steps")
@@ -38,10 +69,10 @@ def join_predictions(mine: Any, collectives: Collectives, *, interleaved: bool) 
                 f"Predictions of type {type(leaf).__name__} can't be gathered; return plain "
                 "tensors."
             )
-        rows = collectives.allgather(leaf[kept], name="predictions")
-        return rows if order is None else rows[order]
+        joint = collectives.allgather(leaf[kept], name="predictions")
+        return joint if order is None else joint[order]
 
-    return keras.tree.map_structure(join, mine["outputs"])
+    return keras.tree.map_structure(join, mine)
 
 
 def _order(rows: np.ndarray, steps_per_rank: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ from hvdtrain.keras.loss_weights import LossWeights, reduction_of
 from hvdtrain.keras.model_optimizers import optimizers_of
 from hvdtrain.keras.optimizer import weighting
 from hvdtrain.keras.own_steps import has_own
+from hvdtrain.keras.predictions import Predicted
 from hvdtrain.tensorflow.reducer import GradientReducer
 
 __all__ = ["Steps"]
@@ -66,6 +67,8 @@ class Steps:
         """How many samples this rank has trained on."""
         self.ran = keras.Variable(0, dtype="int64", trainable=False, name="ran")
         """How many training steps ran in this process, the one in work included."""
+        self.predicted_rows: list[Any] = []
+        """``Predicted.rows`` of each step of a prediction."""
         self.rows = keras.Variable(0, dtype="int64", trainable=False, name="rows")
         """How many samples counted in the last step, of training or of a test."""
 
@@ -95,13 +98,13 @@ class Steps:
             return self._compute.test(share.batch)
 
     def predict(self, data: Any) -> Any:
-        """``predict_step``; for a share beside the outputs how many rows of the batch count."""
+        """``predict_step``; for a share ``Predicted``."""
         if not _is_share(data):
             return self._compute.predict(data)
         share = self._open(data)
         outputs = self._compute.predict(share.batch)
         counts = tf.stack([tf.cast(share.rows, tf.int64), tf.cast(rows_of(share.batch), tf.int64)])
-        return {"outputs": outputs, "rows": counts[tf.newaxis]}
+        return Predicted(outputs, counts[tf.newaxis])
 
     def _train_plain(self, share: _Share) -> Any:
         """What ``keras.Model.train_step`` does, with the loss weighted for the joint batch."""

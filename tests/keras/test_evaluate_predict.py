@@ -130,3 +130,19 @@ def test_predict_is_traced_once(world):
         functions.add(together.predict_function)
     assert len(functions) == 1
     np.testing.assert_allclose(together.predict_step((X,)), together.predict_on_batch(X), atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("block", [1, 3])
+def test_callbacks_see_what_this_rank_predicted_and_no_more(world, block):
+    class Seen(keras.callbacks.Callback):
+        def on_predict_batch_end(self, batch, logs=None):
+            self.outputs = [*getattr(self, "outputs", []), *np.asarray(logs["outputs"])]
+
+    seen = Seen()
+    model = classifier(steps_per_execution=block)
+    world.distribute(model)
+    joint = model.predict(X[:48], batch_size=4, verbose=0, callbacks=[seen])
+    # Steps of four rows on each rank in turn.
+    mine = [row for step in range(world.rank(), 12, 2) for row in joint[4 * step : 4 * step + 4]]
+    np.testing.assert_array_equal(seen.outputs, mine)

@@ -206,6 +206,7 @@ class ServedDistribution(Distribution):
             fit=fit,
             evaluate=lambda *args, **options: now().evaluate(*args, **options),
             predict=lambda *args, **options: now().predict(*args, **options),
+            make_predict_function=together.make_predict_function,
             _get_metrics_result_or_logs=lambda logs: now().joint_results(logs),
             _maybe_symbolic_build=lambda *args, **options: now().adopt(*args, **options),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -79,17 +78,17 @@ def _pipeline(model: keras.Model, size: int) -> Any:
     return history.history
 
 
-def _shared_folder() -> Path:
-    """A folder of this job's, new for each call."""
-    folder = None
-    if hvdtrain.is_chief():
-        folder = tempfile.mkdtemp(prefix="patterns-")
-    return Path(job.collectives().broadcast_object(folder, name="test"))
-
-
 def _saved(model: keras.Model, size: int) -> Any:
     """Every rank loads what the callbacks of the chief wrote, and goes on with it."""
-    folder = _shared_folder()
+    together = size < JOINT_BATCH
+    with tempfile.TemporaryDirectory(prefix="patterns-") as own:
+        shared = job.collectives().broadcast_object(own, name="test")
+        told = _saved_in(Path(shared if together else own), model, size)
+        job.collectives().barrier(name="test")  # others may still read the chief's folder
+    return told
+
+
+def _saved_in(folder: Path, model: keras.Model, size: int) -> Any:
     callbacks = [
         keras.callbacks.ModelCheckpoint(folder / "best.keras", "val_loss", save_best_only=True),
         keras.callbacks.ModelCheckpoint(folder / "{epoch}.weights.h5", save_weights_only=True),
@@ -98,7 +97,6 @@ def _saved(model: keras.Model, size: int) -> Any:
         keras.callbacks.TensorBoard(folder / "logs", histogram_freq=1, update_freq="batch"),
     ]
     before = fit(callbacks=callbacks, **validated)(model, size)
-    job.collectives().barrier(name="test")  # one process trains on each rank, too
     again = keras.models.load_model(folder / "best.keras")
     if size < JOINT_BATCH:
         hvdtrain.distribute(again)
@@ -107,9 +105,6 @@ def _saved(model: keras.Model, size: int) -> Any:
     told = {name: [*values, *after[name]] for name, values in before.items()}
     with open(folder / "log.csv") as file:
         told["log"] = [float(row["loss"]) for row in csv.DictReader(file)]
-    job.collectives().barrier(name="test")
-    if hvdtrain.is_chief():
-        shutil.rmtree(folder)
     return told
 
 
