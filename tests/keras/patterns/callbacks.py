@@ -14,21 +14,27 @@ import tensorflow as tf
 import hvdtrain
 from hvdtrain import world as job
 from tests.keras.features import JOINT_BATCH, X, Y, classifier
-from tests.keras.patterns.pattern import LOSS, Pattern, fit, validated
+from tests.keras.patterns.pattern import LOSS, WEIGHTS, Pattern, fit, validated
 
 __all__ = ["CALLBACKS"]
 
 
-def _loaded(model: keras.Model, size: int) -> Any:
-    """Rebuilt from its configuration and weights, as the guide on saving does."""
-    again = keras.Sequential.from_config(model.get_config())
+def _goes_on(again: keras.Model, model: keras.Model, size: int, **compiled: Any) -> Any:
+    """Train ``again`` from the weights of ``model``, which gets what came of them."""
     again.set_weights(model.get_weights())
-    again.compile(keras.optimizers.SGD(0.1), LOSS, metrics=["accuracy"])
+    again.compile(loss=LOSS, **compiled)
     if size < JOINT_BATCH:
         hvdtrain.distribute(again)
     history = fit()(again, size)
     model.set_weights(again.get_weights())
     return history
+
+
+def _loaded(model: keras.Model, size: int) -> Any:
+    """Rebuilt from its configuration and weights, as the guide on saving does."""
+    again = keras.Sequential.from_config(model.get_config())
+    optimizer = keras.optimizers.SGD(0.1)
+    return _goes_on(again, model, size, optimizer=optimizer, metrics=["accuracy"])
 
 
 def _evaluated(model: keras.Model, size: int) -> Any:
@@ -72,8 +78,7 @@ def _swapped(model: keras.Model, size: int) -> Any:
 
 
 def _pipeline(model: keras.Model, size: int) -> Any:
-    weights = np.where(Y == 1, 2.0, 0.5).astype("float32")
-    data = tf.data.Dataset.from_tensor_slices((X, Y, weights)).batch(size)
+    data = tf.data.Dataset.from_tensor_slices((X, Y, WEIGHTS)).batch(size)
     history = model.fit(data, validation_data=data, epochs=3, validation_freq=2, verbose=0)
     return history.history
 
@@ -141,13 +146,7 @@ def _kept(model: keras.Model, size: int) -> Any:
 def _cloned(model: keras.Model, size: int) -> Any:
     """A copy of the architecture with the weights, trained instead."""
     again = keras.models.clone_model(model)
-    again.set_weights(model.get_weights())
-    again.compile(keras.optimizers.Adam(0.01), LOSS)
-    if size < JOINT_BATCH:
-        hvdtrain.distribute(again)
-    history = fit()(again, size)
-    model.set_weights(again.get_weights())
-    return history
+    return _goes_on(again, model, size, optimizer=keras.optimizers.Adam(0.01))
 
 
 def _steps(model: keras.Model, size: int) -> Any:

@@ -48,7 +48,7 @@ def _own_loop(model: keras.Model, size: int) -> Any:
     return model.predict_on_batch(X[:3])
 
 
-def _optimizer_of(model: keras.Model, size: int) -> Any:
+def _new_optimizer(size: int) -> Any:
     """One made beside the model, as for a loop of one's own."""
     optimizer = keras.optimizers.Adam(0.01)
     return hvdtrain.DistributedOptimizer(optimizer) if size < JOINT_BATCH else optimizer
@@ -56,7 +56,7 @@ def _optimizer_of(model: keras.Model, size: int) -> Any:
 
 def _compiled_loop(model: keras.Model, size: int) -> Any:
     """A tf.function with the losses of layers, an optimizer and a metric of its own."""
-    optimizer = _optimizer_of(model, size)
+    optimizer = _new_optimizer(size)
     accuracy = keras.metrics.SparseCategoricalAccuracy()
 
     @tf.function
@@ -77,7 +77,7 @@ def _compiled_loop(model: keras.Model, size: int) -> Any:
 
 def _two_loops(model: keras.Model, size: int) -> Any:
     """A GAN in a loop of one's own; the optimizers are given zipped pairs, as of old."""
-    d_optimizer, g_optimizer = _optimizer_of(model, size), _optimizer_of(model, size)
+    d_optimizer, g_optimizer = _new_optimizer(size), _new_optimizer(size)
 
     @tf.function
     def step(real: Any, noise: Any) -> None:
