@@ -348,5 +348,5 @@ child.wait(timeout=60)
 """
     done = run_command([sys.executable, "-c", program], timeout_s=2.0, may_time_out=True)
     assert done.timed_out
-    assert done.seconds < 10
+    assert done.seconds < 50
     assert not _runs(pid_file.read_text())

@@ -14,6 +14,7 @@ __all__ = ["unreachable"]
 CONNECT_TIMEOUT_S = 10
 ANSWER_TIMEOUT_S = 20.0
 STEP_S = 0.05
+ASKED_TIMES = 2
 _QUESTION = ("true",)
 
 
@@ -24,14 +25,26 @@ def unreachable(
     ssh: Sequence[str] = (),
     weary: Callable[[], bool],
 ) -> list[str]:
-    """The hosts that ssh gets no answer from; all are asked at the same time.
+    """The hosts that ssh gets no answer from, asked twice: a busy one may miss one connection.
 
     Args:
-        hosts: Their names.
+        hosts: Their names; all are asked at the same time.
         environ: Of ssh.
         ssh: Options that it needs.
         weary: Whether to ask no longer; then nothing is held against those that have not answered.
     """
+    silent = [host for host in hosts if not is_this_host(host)]
+    for _ in range(ASKED_TIMES):
+        silent = _without_answer(silent, environ, ssh, weary)
+    return [] if weary() else silent
+
+
+def _without_answer(
+    hosts: Sequence[str],
+    environ: Mapping[str, str],
+    ssh: Sequence[str],
+    weary: Callable[[], bool],
+) -> list[str]:
     asked = {
         host: subprocess.Popen(
             ssh_probe(host, _QUESTION, environ, connect_timeout_s=CONNECT_TIMEOUT_S, options=ssh),
@@ -42,7 +55,6 @@ def unreachable(
             start_new_session=True,
         )
         for host in hosts
-        if not is_this_host(host)
     }
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while any(probe.poll() is None for probe in asked.values()):
@@ -53,4 +65,4 @@ def unreachable(
     for probe in asked.values():
         probe.kill()
         probe.wait(timeout=ANSWER_TIMEOUT_S)
-    return [] if weary() else silent
+    return silent

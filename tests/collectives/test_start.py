@@ -47,7 +47,7 @@ def test_launcher_and_mpi_contradict_each_other(launch, launcher: str) -> None:
     """The launcher counts four; MPI, which belongs to another one, finds itself alone."""
     done = launch(None, SCRIPT.format(extra={}), env=CLAIMS[launcher])
     assert done.returncode == 1
-    assert done.seconds < 10
+    assert done.seconds < 30
     error = done.stderr.strip().splitlines()[-1]
     assert error.startswith(f"hvdtrain.errors.LaunchError: The launcher ({launcher}) says rank 1")
     assert "rank 1 of 4, but MPI says rank 0 of 1" in error

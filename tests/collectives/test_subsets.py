@@ -97,7 +97,7 @@ else:
     {does}
 """
     )
-    env = {"HVDTRAIN_TIMEOUT_S": "2" if case == "elsewhere" else "60"}
+    env = {"HVDTRAIN_TIMEOUT_S": "4" if case == "elsewhere" else "60"}
     done = launch(3, script, timeout_s=60, env=env)
     assert done.returncode == 1, done
     assert said in done.stderr

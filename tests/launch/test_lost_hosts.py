@@ -113,7 +113,11 @@ def test_a_server_stays_on_its_host(cluster: Cluster, lost: str) -> None:
         cluster.mend(lost)
     assert done.returncode == 0, done
     left = ["[2 node3] serves"] if lost == "node2" else ["[2 node2] trains"]
-    assert sorted(done.stdout.splitlines()) == ["[0 node1] trains", "[1 node1] serves", *left]
+    assert sorted(done.stdout.splitlines()) == [
+        "[0 node1] trains",
+        "[1 node1] serves",
+        *left,
+    ], done
 
 
 def test_without_a_server_nothing_goes_on(cluster: Cluster, mended: None) -> None:

@@ -280,14 +280,14 @@ SILENT = program("""
 )
 def test_nobody_waits_for_who_says_nothing(launch, mode, settings):
     """Under any MPI, and without --elastic; what it sends when it is back is taken, or too late."""
-    environment = servers(mode, worker_timeout_s=1, **settings)
+    environment = servers(mode, worker_timeout_s=4, **settings)
     done = launch(4, SILENT, timeout_s=120, env=environment)
     assert done.returncode == 0
     assert len(facts(done, "epoch without one")) == 1
     assert [entry["like"] for entry in facts(done, "end")] == [True] * 4
     lines = [line for line in done.stderr.splitlines() if "rank 1" in line]
     assert lines == [
-        "hvdtrain: rank 1 has said nothing for 1 s; the others wait for it no longer",
+        "hvdtrain: rank 1 has said nothing for 4 s; the others wait for it no longer",
         "hvdtrain: rank 1 is back, and is waited for again",
     ]
     assert "3 workers sent 120 gradients" in done.stderr
