@@ -48,7 +48,7 @@ test-all: test
 test-horovod: $(VENV)/.dev
 	$(BIN)/python -m tests.environments horovod horovod-keras3
 	HVDTRAIN_TEST_REQUIRE=horovod,horovod-keras3 $(BIN)/python -m pytest \
-		tests/tensorflow/test_horovod_engine.py tests/tensorflow/test_horovod_names.py $(PYTEST_ARGS)
+		tests/tensorflow/test_horovod_engine.py tests/horovod/test_names.py $(PYTEST_ARGS)
 
 chaos: $(VENV)/.dev
 	HVDTRAIN_TEST_CHAOS_S=$(CHAOS_S) HVDTRAIN_TEST_CHAOS_SEED=$(CHAOS_SEED) \

@@ -21,7 +21,7 @@ from statistics import median
 
 from jobs import run_job
 
-from hvdtrain.bench.gradients import resnet50_shapes
+from hvdtrain.bench.measure_gradients import resnet50_shapes
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("collective_calls.py")

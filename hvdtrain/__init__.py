@@ -39,11 +39,11 @@ if TYPE_CHECKING:
         RanksLostError,
         TooFewRanksError,
     )
+    from hvdtrain.gradients.tape import DistributedGradientTape, broadcast_variables
     from hvdtrain.keras.distribute import DistributedOptimizer, distribute
     from hvdtrain.keras.learning_rate import WarmUp, scale_learning_rate
-    from hvdtrain.keras.saving.checkpoint import Checkpoint
-    from hvdtrain.monitor.progress import StepLog
-    from hvdtrain.tensorflow.tape import DistributedGradientTape, broadcast_variables
+    from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
+    from hvdtrain.keras.step_log import StepLog
     from hvdtrain.world import (
         init,
         is_chief,
@@ -92,14 +92,14 @@ _HOME = {
         ),
         "hvdtrain.world",
     ),
-    "DistributedGradientTape": "hvdtrain.tensorflow.tape",
-    "broadcast_variables": "hvdtrain.tensorflow.tape",
+    "DistributedGradientTape": "hvdtrain.gradients.tape",
+    "broadcast_variables": "hvdtrain.gradients.tape",
     "DistributedOptimizer": "hvdtrain.keras.distribute",
     "distribute": "hvdtrain.keras.distribute",
     "scale_learning_rate": "hvdtrain.keras.learning_rate",
-    "Checkpoint": "hvdtrain.keras.saving.checkpoint",
+    "Checkpoint": "hvdtrain.keras.saving.checkpoint_callback",
     "WarmUp": "hvdtrain.keras.learning_rate",
-    "StepLog": "hvdtrain.monitor.progress",
+    "StepLog": "hvdtrain.keras.step_log",
 }
 
 __all__ = [

@@ -24,7 +24,7 @@ FAILED = 1
 # Name: (module, one line of help).
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("hvdtrain.launch.cli", "start a training program on several ranks"),
-    "check": ("hvdtrain.launch.check", "tell whether this host or cluster is fit to train"),
+    "check": ("hvdtrain.check.cli", "tell whether this host or cluster is fit to train"),
     "migrate": ("hvdtrain.migrate.cli", "move scripts that use Horovod over to hvdtrain"),
     "bench": ("hvdtrain.bench.cli", "measure collectives, training and starting on this machine"),
 }

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["lazy_names"]
+__all__ = ["lazy_names", "names_of"]
 
 
 def lazy_names(
@@ -33,3 +33,15 @@ def lazy_names(
         return value
 
     return get, lambda: everything, everything
+
+
+def names_of(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a module that stands for another one.
+
+    Args:
+        module: The other one's name.
+    """
+    return (
+        lambda name: getattr(importlib.import_module(module), name),
+        lambda: dir(importlib.import_module(module)),
+    )

@@ -225,13 +225,13 @@ def _enter() -> _World:
     choice = choose_backend(topology, settings.backend, has_servers=settings.has_servers)
     collectives = _engine(choice, topology, settings)
     if topology.size > 1:
-        from hvdtrain.collectives import exits
+        from hvdtrain.collectives import exit_hooks
 
         # From here on a rank that fails ends the others too.
-        exits.install(collectives)
+        exit_hooks.install(collectives)
     report.phase("started")
     # Reached only when asked for: this imports TensorFlow.
-    from hvdtrain.tensorflow import devices, seeds
+    from hvdtrain.tensorflow import devices, random_seed
 
     devices.set_placement(settings)
     host = _host_id()
@@ -248,7 +248,7 @@ def _enter() -> _World:
     if topology.size > 1:
         if topology.is_chief:
             _report(choice, collectives, settings)
-        seeds.set_unless_set(
+        random_seed.set_unless_set(
             collectives.broadcast_object(secrets.randbits(31), name="seed of hvdtrain.init()")
         )
     return _World(

@@ -12,6 +12,7 @@ import pytest
 from hvdtrain.log import LOGGER, show
 
 pytest_plugins = (
+    "tests.agent.cgroups",
     "tests.checkpoint.disks",
     "tests.environments.plugin",
     "tests.harness.plugin",

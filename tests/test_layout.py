@@ -16,43 +16,84 @@ from tests.harness.jobs import REPOSITORY
 PACKAGE = REPOSITORY / "hvdtrain"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
+# Each part of hvdtrain and the parts that it may import, beside itself: whatever is named was named
+# above. The launching side (agent, remote, launch, check) and the training side never meet.
 _BASE = {"config", "errors", "log", "version"}
-_RANKS = {"cluster", "collectives", "world", *_BASE}
-
-# Which parts of hvdtrain a part may import, beside itself. `launch` and the training side never
-# meet; `errors` knows nobody.
-ALLOWED = {
+_RANKS = {"cluster", "collectives", "monitor", "tensorflow", "world", *_BASE}
+ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "lazy": set(),
-    "log": set(),
     "version": set(),
+    "log": set(),
     "config": {"errors"},
     "cluster": _BASE,
-    "launch": {"cluster", *_BASE},
+    "agent": {"cluster", *_BASE},
+    "remote": {"agent", "cluster", *_BASE},
+    "launch": {"remote", "agent", "cluster", *_BASE},
     "collectives": {"cluster", *_BASE},
-    "world": {"collectives", "cluster", "monitor", "tensorflow", *_BASE},
-    "monitor": _RANKS,
+    "monitor": {"collectives", *_BASE},
+    "tensorflow": {"collectives", "cluster", *_BASE},
+    "world": {"tensorflow", "monitor", "collectives", "cluster", *_BASE},
     "checkpoint": {"errors"},
-    "tensorflow": {"lazy", *_RANKS},
-    "parameter_server": {"monitor", *_RANKS},
-    "keras": {"parameter_server", "tensorflow", "checkpoint", "monitor", "lazy", *_RANKS},
+    "gradients": _RANKS,
+    "parameter_server": _RANKS,
+    "keras": {"parameter_server", "gradients", "checkpoint", *_RANKS},
+    "horovod": {"keras", "gradients", *_RANKS},
     "migrate": {"errors"},
-    "bench": {"keras", "parameter_server", "tensorflow", "launch", *_RANKS},
+    "bench": {"keras", "gradients", "parameter_server", "launch", "agent", *_RANKS},
+    "check": {"bench", "launch", "remote", "agent", *_RANKS},
+    "cli": {"check", "launch", "bench", "migrate", *_BASE},
     "__main__": {"cli"},
-    "cli": {"launch", "cluster", "bench", "migrate", *_BASE},
+    "faces": {"horovod", "keras", "gradients", "lazy", *_RANKS},
+}
+
+# Modules that hold no code: under the names that users import they offer what others define.
+FACES = {
+    "hvdtrain",
+    "hvdtrain.keras",
+    "hvdtrain.keras.callbacks",
+    "hvdtrain.keras.elastic",
+    "hvdtrain.tensorflow",
+    "hvdtrain.tensorflow.compression",
+    "hvdtrain.tensorflow.elastic",
+    "hvdtrain.tensorflow.keras",
+    "hvdtrain.tensorflow.keras.callbacks",
+    "hvdtrain.tensorflow.keras.elastic",
 }
 
 # Heavy packages, and the only parts that may import them.
 THIRD_PARTY = {
-    "tensorflow": {"tensorflow", "keras", "parameter_server", "monitor", "bench"},
-    "keras": {"tensorflow", "keras", "parameter_server", "monitor", "bench"},
+    "tensorflow": {"tensorflow", "gradients", "keras", "horovod", "parameter_server", "bench"},
+    "keras": {"tensorflow", "gradients", "keras", "horovod", "parameter_server", "bench"},
     "mpi4py": {"collectives"},
 }
 
 
-def _part(path: Path) -> str:
-    relative = path.relative_to(PACKAGE)
-    return relative.parts[0].removesuffix(".py")
+def _dotted(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+NAMES = {_dotted(path): path for path in MODULES}
+
+
+def _part(module: str) -> str:
+    return "faces" if module in FACES else module.split(".")[1]
+
+
+def _known(module: str) -> Iterator[str]:
+    """The modules of hvdtrain that one names, also within strings and where it imports late."""
+    path = NAMES[module]
+    found = set(_imports(path))
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    for name in found:
+        # What an import names is a module, or something in one.
+        for known in (name, name.rpartition(".")[0]):
+            if known in NAMES:
+                yield known
+                break
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -69,25 +110,46 @@ def _name(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_imports_go_one_way(path: Path) -> None:
-    part = _part(path)
-    if part == "__init__":
-        return
+@pytest.mark.parametrize("module", NAMES)
+def test_imports_go_one_way(module: str) -> None:
+    part = _part(module)
     assert part in ALLOWED, f"say in ALLOWED what hvdtrain.{part} may import"
-    for name in _imports(path):
-        package, _, rest = name.partition(".")
-        if package == "hvdtrain" and rest:
-            other = rest.split(".")[0]
-            allowed = ALLOWED[part] | {part}
-            assert other in allowed, f"hvdtrain.{part} must not import {name}"
-        elif package in THIRD_PARTY:
-            assert part in THIRD_PARTY[package], f"hvdtrain.{part} must not import {name}"
+    for name in _known(module):
+        other = _part(name)
+        # The top is asked for what it knows without importing more.
+        if name != "hvdtrain":
+            assert other in ALLOWED[part] | {part}, f"{module} must not import {name}"
+    for name in _imports(NAMES[module]):
+        package = name.partition(".")[0]
+        if package in THIRD_PARTY:
+            assert part in THIRD_PARTY[package], f"{module} must not import {name}"
+
+
+def test_what_may_be_imported_was_named_before() -> None:
+    order = list(ALLOWED)
+    for part, others in ALLOWED.items():
+        late = [other for other in others if order.index(other) > order.index(part)]
+        assert not late, f"{part} stands above {late}"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    known = {module: sorted(set(_known(module)) - {"hvdtrain", module}) for module in NAMES}
+    done: set[str] = set()
+
+    def follow(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join([*way[way.index(module) :], module])
+        if module not in done:
+            for other in known[module]:
+                follow(other, (*way, module))
+            done.add(module)
+
+    for module in NAMES:
+        follow(module, ())
 
 
 def test_one_module_starts_mpi() -> None:
     found = [_name(path) for path in MODULES if "mpi4py.MPI" in set(_imports(path))]
-    assert found == ["hvdtrain/collectives/start.py"]
+    assert found == ["hvdtrain/collectives/mpi_start.py"]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)

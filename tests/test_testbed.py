@@ -82,7 +82,8 @@ def test_mpirun_over_ssh(cluster: Cluster, allreduce: Path) -> None:
 def test_srun_with_pmix(cluster: Cluster, allreduce: Path) -> None:
     # The wheel of Open MPI was built for another prefix, and Debian's PMIx asks for munge.
     env = {"OPAL_PREFIX": sys.prefix, "PMIX_MCA_psec": "native"}
-    # Without hvdtrain, see hvdtrain.collectives.start: Slurm's fence in a tree lets ranks go early.
+    # Without hvdtrain, see hvdtrain.collectives.mpi_start: Slurm's fence in a tree lets ranks go
+    # early.
     env["SLURM_PMIX_FENCE"] = "ring"
     argv = ["srun", "--quiet", "--mpi=pmix", "-N4", "-n4", sys.executable, str(allreduce)]
     done = cluster.run(argv, timeout_s=60, env=env)

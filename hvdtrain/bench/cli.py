@@ -47,12 +47,12 @@ it held. docs/performance.md says how to read the figures.
 """
 
 _MODULES = {
-    "allreduce": ("hvdtrain.bench.allreduce", AllreduceOptions),
-    "training": ("hvdtrain.bench.training", TrainingOptions),
-    "checkpoint": ("hvdtrain.bench.checkpoint", CheckpointOptions),
-    "recovery": ("hvdtrain.bench.recovery", RecoveryOptions),
-    "servers": ("hvdtrain.bench.servers", ServersOptions),
-    "startup": ("hvdtrain.bench.startup", StartupOptions),
+    "allreduce": ("hvdtrain.bench.measure_allreduce", AllreduceOptions),
+    "training": ("hvdtrain.bench.measure_training", TrainingOptions),
+    "checkpoint": ("hvdtrain.bench.measure_checkpoint", CheckpointOptions),
+    "recovery": ("hvdtrain.bench.measure_recovery", RecoveryOptions),
+    "servers": ("hvdtrain.bench.measure_servers", ServersOptions),
+    "startup": ("hvdtrain.bench.measure_startup", StartupOptions),
 }
 
 
@@ -186,7 +186,7 @@ def _check_recovery(ranks: int) -> None:
         ConfigurationError: They can't.
         LaunchError: There is no mpirun.
     """
-    from hvdtrain.launch.elastic import why_not
+    from hvdtrain.launch.loss_policy import why_not
     from hvdtrain.launch.mpirun import find_mpirun
 
     if ranks < 2:

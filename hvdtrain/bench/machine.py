@@ -7,7 +7,7 @@ import os
 import platform
 from pathlib import Path
 
-from hvdtrain.launch.cores import available_cores
+from hvdtrain.agent.cpu_share import available_cores
 from hvdtrain.version import __version__
 
 __all__ = ["describe_machine", "machine_line", "resident_bytes", "resident_shared_bytes"]

@@ -25,6 +25,7 @@ from hvdtrain.checkpoint.folders import (
     settle,
     sweep,
 )
+from hvdtrain.checkpoint.json_state import decode_state, encode_state
 from hvdtrain.checkpoint.lock import WriteLock, hold
 from hvdtrain.checkpoint.manifest import (
     FILES,
@@ -41,7 +42,6 @@ from hvdtrain.checkpoint.manifest import (
     read_regular,
 )
 from hvdtrain.checkpoint.snapshot import Snapshot
-from hvdtrain.checkpoint.state import decode_state, encode_state
 from hvdtrain.checkpoint.tensors import check_arrays, read_tensors, write_tensors
 from hvdtrain.errors import CheckpointError, ConfigurationError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.cluster.hosts import Host, merge_hosts
-from hvdtrain.cluster.listing import counted, listing
+from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.errors import ConfigurationError
 
 __all__ = ["Place", "Role", "place", "share_of_cores", "table"]

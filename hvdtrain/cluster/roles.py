@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.cluster.classic import ClassicCluster
 from hvdtrain.cluster.hosts import Host
-from hvdtrain.cluster.listing import counted, listing
 from hvdtrain.cluster.placement import Place, place
+from hvdtrain.cluster.ranges import counted, listing
+from hvdtrain.cluster.tf_config import ClassicCluster
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 

@@ -11,7 +11,7 @@ import os
 from types import ModuleType
 
 from hvdtrain.cluster.topology import Topology
-from hvdtrain.collectives.base import Collectives
+from hvdtrain.collectives.interface import Collectives
 from hvdtrain.config import Settings
 
 __all__ = ["Collectives", "create"]
@@ -30,8 +30,8 @@ def create(topology: Topology, settings: Settings) -> Collectives:
 
         return SingleCollectives()
     from hvdtrain.collectives.mpi import MpiCollectives
+    from hvdtrain.collectives.mpi_start import start_mpi
     from hvdtrain.collectives.shared_memory import SharedMemoryCollectives
-    from hvdtrain.collectives.start import start_mpi
 
     mpi = start_mpi(topology, timeout_s=settings.timeout_s)
     world = mpi.COMM_WORLD
@@ -48,7 +48,7 @@ def create(topology: Topology, settings: Settings) -> Collectives:
 
 def _survives(mpi: ModuleType, topology: Topology, settings: Settings) -> bool:
     """Whether ranks can go on without one; the chief says so if that was asked for and can't be."""
-    from hvdtrain.collectives.start import why_not_elastic
+    from hvdtrain.collectives.mpi_start import why_not_elastic
 
     reason = why_not_elastic(mpi, os.environ)
     if reason and topology.is_chief and settings.elastic:

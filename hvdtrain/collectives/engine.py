@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from hvdtrain.collectives.base import Codec, Done, ReduceOp
 from hvdtrain.collectives.calls import (
     Call,
     Calls,
@@ -25,7 +24,16 @@ from hvdtrain.collectives.calls import (
     type_name,
     with_rows,
 )
-from hvdtrain.collectives.joining import (
+from hvdtrain.collectives.fusion import (
+    ALIGNMENT_BYTES,
+    BufferPool,
+    Layout,
+    empty_outputs,
+    plan_layout,
+    split_evenly,
+)
+from hvdtrain.collectives.interface import Codec, Done, ReduceOp
+from hvdtrain.collectives.join import (
     JOIN,
     SomeJoined,
     check_can_join,
@@ -34,17 +42,9 @@ from hvdtrain.collectives.joining import (
     write_call,
 )
 from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, check_reducible
-from hvdtrain.collectives.layout import (
-    ALIGNMENT_BYTES,
-    BufferPool,
-    Layout,
-    empty_outputs,
-    plan_layout,
-    split_evenly,
-)
-from hvdtrain.collectives.messages import Messages
 from hvdtrain.collectives.mismatch import explain
-from hvdtrain.collectives.objects import decode, encode
+from hvdtrain.collectives.point_to_point import Messages
+from hvdtrain.collectives.serialization import decode, encode
 from hvdtrain.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -83,7 +83,7 @@ class _Handed(NamedTuple):
 
 
 class Engine:
-    """Base of the engines; see ``hvdtrain.collectives.base.Collectives`` for the contract."""
+    """Base of the engines; see ``hvdtrain.collectives.interface.Collectives`` for the contract."""
 
     kind = "engine"
     # Among how many ranks a chunk is divided for combining it.

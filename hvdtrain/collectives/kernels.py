@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
-from hvdtrain.collectives.base import OPS, ReduceOp
+from hvdtrain.collectives.interface import OPS, ReduceOp
 from hvdtrain.errors import ConfigurationError
 
 __all__ = [

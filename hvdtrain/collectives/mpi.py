@@ -10,17 +10,17 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from hvdtrain.collectives.alarm import Alarm
-from hvdtrain.collectives.base import ReduceOp
 from hvdtrain.collectives.calls import Call
+from hvdtrain.collectives.deterministic_allreduce import OrderedAllreduce
 from hvdtrain.collectives.engine import Engine, Reduction
+from hvdtrain.collectives.failure_detector import Alarm
+from hvdtrain.collectives.fusion import ALIGNMENT_BYTES, MESSAGE_BYTES, Scratch, pack, unpack
+from hvdtrain.collectives.interface import ReduceOp
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
-from hvdtrain.collectives.layout import ALIGNMENT_BYTES, MESSAGE_BYTES, Scratch, pack, unpack
-from hvdtrain.collectives.messages import Messages
-from hvdtrain.collectives.ordered import OrderedAllreduce
+from hvdtrain.collectives.point_to_point import Messages
 from hvdtrain.collectives.recovery import Recovery
 from hvdtrain.collectives.shared_file import share_file
-from hvdtrain.collectives.waiting import Patience
+from hvdtrain.collectives.spin_wait import Patience
 from hvdtrain.collectives.watchdog import Watchdog
 from hvdtrain.errors import MismatchError, Preempted
 

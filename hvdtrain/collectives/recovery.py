@@ -31,9 +31,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from hvdtrain.collectives.alarm import POLL_S, Alarm, RanksLost, is_loss
 from hvdtrain.collectives.calls import Call
-from hvdtrain.collectives.waiting import Patience
+from hvdtrain.collectives.failure_detector import POLL_S, Alarm, RanksLost, is_loss
+from hvdtrain.collectives.spin_wait import Patience
 from hvdtrain.errors import (
     CollectiveError,
     CollectiveTimeoutError,

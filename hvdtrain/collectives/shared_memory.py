@@ -26,15 +26,15 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.collectives.arena import open_arena
-from hvdtrain.collectives.arrangement import arrange
 from hvdtrain.collectives.calls import Call
+from hvdtrain.collectives.deterministic_allreduce import OrderedAllreduce
 from hvdtrain.collectives.engine import Reduction
-from hvdtrain.collectives.heirs import Heirs
+from hvdtrain.collectives.fork_copies import Heirs
+from hvdtrain.collectives.fusion import BufferPool, pack, split_evenly, unpack
+from hvdtrain.collectives.hierarchy import arrange
+from hvdtrain.collectives.host_window import Window
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
-from hvdtrain.collectives.layout import BufferPool, pack, split_evenly, unpack
 from hvdtrain.collectives.mpi import MpiCollectives
-from hvdtrain.collectives.ordered import OrderedAllreduce
-from hvdtrain.collectives.window import Window
 
 __all__ = ["SharedMemoryCollectives"]
 

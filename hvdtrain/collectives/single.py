@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.collectives.base import ReduceOp
 from hvdtrain.collectives.engine import Call, Engine, Reduction
-from hvdtrain.collectives.messages import Messages
+from hvdtrain.collectives.interface import ReduceOp
+from hvdtrain.collectives.point_to_point import Messages
 from hvdtrain.errors import ConfigurationError
 
 __all__ = ["SingleCollectives"]

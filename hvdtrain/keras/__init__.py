@@ -16,13 +16,13 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         **OF_JOB,
-        "hvdtrain.tensorflow.reductions": ("Adasum", "Average", "Sum"),
-        "hvdtrain.keras.wrapping": (
+        "hvdtrain.horovod.reduce_ops": ("Adasum", "Average", "Sum"),
+        "hvdtrain.horovod.keras_optimizer": (
             "DistributedOptimizer",
             "PartialDistributedOptimizer",
             "load_model",
         ),
-        "hvdtrain.keras.values": ("allgather", "allreduce", "broadcast", "reducescatter"),
+        "hvdtrain.horovod.keras_ops": ("allgather", "allreduce", "broadcast", "reducescatter"),
     },
     submodules=("callbacks", "elastic"),
 )

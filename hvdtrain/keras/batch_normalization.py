@@ -11,9 +11,9 @@ import keras
 import tensorflow as tf
 
 from hvdtrain import world
-from hvdtrain.collectives.base import Collectives
-from hvdtrain.tensorflow.names import without_counts
-from hvdtrain.tensorflow.ops import stack_ranks
+from hvdtrain.collectives.interface import Collectives
+from hvdtrain.tensorflow.differentiable_ops import stack_ranks
+from hvdtrain.tensorflow.variable_names import without_counts
 
 __all__ = ["SyncBatchNormalization", "synchronize_batch_normalization", "synchronized_layers"]
 

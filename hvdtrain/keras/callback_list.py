@@ -8,15 +8,15 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.collectives.base import Collectives
+from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import RanksLostError
-from hvdtrain.keras.chief import Succession
-from hvdtrain.keras.epochs import Epochs
+from hvdtrain.gradients.contributions import Contributions
+from hvdtrain.keras.chief_failover import Succession
+from hvdtrain.keras.epoch_iterator import Epochs
 from hvdtrain.keras.membership import Membership
-from hvdtrain.keras.replicas import average_statistics
-from hvdtrain.keras.reports import Reports
-from hvdtrain.keras.saving.checkpoint import Checkpoint
-from hvdtrain.tensorflow.contributions import Contributions
+from hvdtrain.keras.model_sync import average_statistics
+from hvdtrain.keras.progress_callback import Reports
+from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 
 __all__ = ["list_callbacks", "wrap_callbacks"]
 

@@ -8,14 +8,14 @@ import keras
 
 from hvdtrain import world
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.distribution import Distribution
+from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.gradients.tape import check_averages
+from hvdtrain.keras.deferred_build import check_built, forget, is_built, postpone
 from hvdtrain.keras.model_optimizers import optimizers_of
-from hvdtrain.keras.optimizer import distribute_optimizer
+from hvdtrain.keras.model_patch import Distribution
+from hvdtrain.keras.model_sync import check_same_model
+from hvdtrain.keras.optimizer_patch import distribute_optimizer
 from hvdtrain.keras.own_steps import has_own_call
-from hvdtrain.keras.replicas import check_same_model
-from hvdtrain.keras.unbuilt import check_built, forget, is_built, postpone
-from hvdtrain.tensorflow.reducer import GradientReducer
-from hvdtrain.tensorflow.tape import check_averages
 
 __all__ = ["DistributedOptimizer", "distribute"]
 
@@ -78,7 +78,7 @@ def _distribute(model: keras.Model, presharded: bool) -> None:
             "--max-restarts in place of --elastic."
         )
     if settings.has_servers:
-        from hvdtrain.keras.served.distribution import ServedDistribution
+        from hvdtrain.keras.served.served_patch import ServedDistribution
 
         roles = world.roles()
         distribution: Distribution = ServedDistribution(

@@ -16,7 +16,7 @@ from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.membership import Change
 from hvdtrain.keras.model_optimizers import optimizers_of
-from hvdtrain.keras.optimizer import plain_optimizers
+from hvdtrain.keras.optimizer_patch import plain_optimizers
 
 __all__ = ["WarmUp", "follow_saved", "follow_size", "prepare_to_follow", "scale_learning_rate"]
 

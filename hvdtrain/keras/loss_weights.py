@@ -22,8 +22,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.optimizer import Weighting
-from hvdtrain.tensorflow.reducer import GradientReducer
+from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.keras.optimizer_patch import Weighting
 
 __all__ = ["LossWeights", "contribution", "reduction_of", "valid_values"]
 

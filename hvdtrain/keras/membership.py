@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.collectives.base import Collectives
+from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import TooFewRanksError
 
 __all__ = ["Change", "Follower", "Membership"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import keras
 
-from hvdtrain.keras.held import held_by
-from hvdtrain.keras.optimizer import plain_optimizers
+from hvdtrain.keras.layer_attributes import held_by
+from hvdtrain.keras.optimizer_patch import plain_optimizers
 from hvdtrain.keras.own_steps import has_own
 
 __all__ = ["build_as", "built_for", "optimizers_of", "plain_optimizers_of", "state_of_optimizers"]

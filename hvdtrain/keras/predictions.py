@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from hvdtrain.collectives.base import Collectives
+from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import DataError
 
 __all__ = ["Predicted", "join_predictions", "noting_rows"]

@@ -12,15 +12,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvdtrain.agent.exit_codes import PREEMPTING, ExitCode
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.errors import ConfigurationError
+from hvdtrain.launch.agent_server import Hub
+from hvdtrain.launch.caught_signals import caught_signals
 from hvdtrain.launch.commands import Plan
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.elastic import vital
-from hvdtrain.launch.failure import PREEMPTING, ExitCode
-from hvdtrain.launch.hub import Hub
-from hvdtrain.launch.information import is_information, is_unwanted
-from hvdtrain.launch.interrupts import caught_signals
 from hvdtrain.launch.job import (
     Job,
     Site,
@@ -30,6 +28,8 @@ from hvdtrain.launch.job import (
     survey,
     words_to_agents,
 )
+from hvdtrain.launch.loss_policy import vital
+from hvdtrain.launch.outcome import Outcome
 from hvdtrain.launch.restarts import (
     Limits,
     account,
@@ -40,9 +40,9 @@ from hvdtrain.launch.restarts import (
     without,
 )
 from hvdtrain.launch.supervisor import Supervisor
-from hvdtrain.launch.verdict import Outcome
-from hvdtrain.launch.where import is_this_host
+from hvdtrain.launch.tensorflow_information import is_information, is_unwanted
 from hvdtrain.log import show
+from hvdtrain.remote.own_addresses import is_this_host
 
 __all__ = ["pause", "run_job"]
 
@@ -200,7 +200,7 @@ class _Attempts:
         if not missing or self._site.in_slurm:
             return hosts
         # Seldom needed, and much of hvdtrain check comes with it.
-        from hvdtrain.launch.alive import unreachable
+        from hvdtrain.remote.reachability import unreachable
 
         gone = [host for host in outcome.lost_hosts if not is_this_host(host)]
         left = without(hosts, gone)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.mpirun import find_mpirun
-from hvdtrain.launch.probe import installed_versions
+from hvdtrain.remote.host_probe import installed_versions
 
 __all__ = ["Build", "describe", "look"]
 

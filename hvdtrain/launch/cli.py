@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.agent.agent_environment import BIND
 from hvdtrain.config import Settings, read_settings, variable_name, written_default
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.launch.horovod_file import read_horovod_file
 from hvdtrain.launch.horovod_flags import add_horovod_flags, note_on
-from hvdtrain.launch.jobfile import read_jobfile
-from hvdtrain.launch.network import network_variables, ssh_options
-from hvdtrain.launch.variables import BIND
-from hvdtrain.launch.where import TF_CONFIG, add_cluster, add_where, named_cluster
+from hvdtrain.launch.host_arguments import TF_CONFIG, add_cluster, add_where, named_cluster
+from hvdtrain.launch.interface_flags import network_variables, ssh_options
+from hvdtrain.launch.toml_options import read_jobfile
 from hvdtrain.log import show
 
 __all__ = ["add_arguments", "arguments_of_file", "run"]
@@ -147,8 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: A setting can't be used, no program was named, or hosts don't fit.
     """
+    from hvdtrain.agent.exit_codes import ExitCode
     from hvdtrain.launch.attempts import run_job
-    from hvdtrain.launch.failure import ExitCode
     from hvdtrain.launch.job import Job
     from hvdtrain.launch.supervisor import Patience
 

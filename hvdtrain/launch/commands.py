@@ -12,7 +12,7 @@ from typing import Literal
 
 from hvdtrain.cluster.placement import Place
 from hvdtrain.errors import ConfigurationError, LaunchError
-from hvdtrain.launch.information import LEVEL, WITHOUT_INFORMATION
+from hvdtrain.launch.tensorflow_information import LEVEL, WITHOUT_INFORMATION
 
 __all__ = [
     "OVER_TCP",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TextIO
 
-from hvdtrain.launch.collapse import Collapse, Group, describe_ranks
+from hvdtrain.launch.line_collapse import Collapse, Group, describe_ranks
 
 __all__ = ["Console", "is_redrawn"]
 

@@ -7,32 +7,18 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdtrain.launch.memory import Kills
+from hvdtrain.agent.exit_codes import ExitCode, signal_name
+from hvdtrain.agent.oom import Kills
 
 __all__ = [
-    "PREEMPTING",
     "End",
-    "ExitCode",
     "begins_traceback",
     "describe",
     "exception_name",
     "exit_code",
     "first_failure",
     "follows",
-    "signal_name",
 ]
-
-
-class ExitCode:
-    """Codes of ``hvdtrain run`` beside those of the program and 128 + signal."""
-
-    PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same job again may well succeed
-    HANG = 124  # as timeout(1)
-    CANNOT_START = 125  # as timeout(1), env(1), docker run
-
-
-# What says that the time of a job is nearly over, as long as it can still save what it has.
-PREEMPTING = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +53,9 @@ _MODULES = "Extension modules:"
 _FOLLOWS = "PeerFailedError"
 _HANGS = "CollectiveTimeoutError"
 # What faulthandler prints of a rank that the others did not meet in MPI's start, where Python can
-# say nothing; see hvdtrain.collectives.start.
+# say nothing; see hvdtrain.collectives.mpi_start.
 _TIMED_OUT, _STARTING = "Timeout (", " in start_mpi"
-# What hvdtrain.collectives.exits adds to a traceback. It knows better: TensorFlow turns errors
+# What hvdtrain.collectives.exit_hooks adds to a traceback. It knows better: TensorFlow turns errors
 # between ranks into some of its own.
 _VERDICT = re.compile(
     r"(?:[\d: -]+ )?(?:\[\d+\] )?hvdtrain: rank \d+ of \d+ (?:stops|failed: (\w+)):"
@@ -112,14 +98,6 @@ def exit_code(first: End | None) -> int:
     if exception_name(first.stderr) == _HANGS:
         return ExitCode.HANG
     return _KILLED if first.code is None else first.code
-
-
-def signal_name(code: int) -> str | None:
-    """The signal that a shell's exit code tells of; None where the program ended by itself."""
-    try:
-        return signal.Signals(code - 128).name
-    except ValueError:
-        return None
 
 
 def describe(first: End, what: str = "") -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hvdtrain.cluster.listing import listing
-from hvdtrain.launch.reports import Report, Reports
+from hvdtrain.agent.rank_report import RankReport
+from hvdtrain.cluster.ranges import listing
+from hvdtrain.launch.job_progress import JobProgress
 
 __all__ = ["describe_hang", "hangs", "missing", "stuck"]
 
@@ -17,7 +18,7 @@ FIRST_STEP_FACTOR = 4
 _MOST_OPERATIONS = 3
 
 
-def hangs(reports: Reports, running: Sequence[int], now: float, timeout_s: float) -> bool:
+def hangs(reports: JobProgress, running: Sequence[int], now: float, timeout_s: float) -> bool:
     """Whether the ranks should have done a step by now.
 
     Args:
@@ -41,7 +42,7 @@ def hangs(reports: Reports, running: Sequence[int], now: float, timeout_s: float
 
 
 def stuck(
-    reports: Reports, running: Sequence[int], now: float, timeout_s: float
+    reports: JobProgress, running: Sequence[int], now: float, timeout_s: float
 ) -> dict[int, float]:
     """Ranks that should have done a step by now, where others go on or wait.
 
@@ -67,7 +68,7 @@ def stuck(
 
 
 def missing(
-    reports: Reports, running: Sequence[int], stopped: Mapping[int, bool]
+    reports: JobProgress, running: Sequence[int], stopped: Mapping[int, bool]
 ) -> dict[int, str]:
     """Whom the other ranks wait for in a job that hangs, and why.
 
@@ -76,7 +77,7 @@ def missing(
         running: Ranks that have not ended.
         stopped: As for ``describe_hang``.
     """
-    latest = {rank: reports.latest.get(rank, Report()) for rank in running}
+    latest = {rank: reports.latest.get(rank, RankReport()) for rank in running}
     absent = {r: "it waits for no other rank" for r, s in latest.items() if not s.waiting_in}
     silent = {rank: "its agent does not answer" for rank in running if rank not in stopped}
     halted = {rank: "it is stopped (state T)" for rank in running if stopped.get(rank)}
@@ -84,7 +85,7 @@ def missing(
 
 
 def describe_hang(
-    reports: Reports, hosts: Mapping[int, str], stopped: Mapping[int, bool], quiet_s: float
+    reports: JobProgress, hosts: Mapping[int, str], stopped: Mapping[int, bool], quiet_s: float
 ) -> str:
     """What is known of a hang: who is missing, and where the others wait.
 
@@ -98,7 +99,7 @@ def describe_hang(
     lines = [f"the job hangs: no rank has done a step for {quiet_s:.0f} s{step}"]
     # Agents connect in any order.
     ranks_here = sorted(hosts)
-    latest = {rank: reports.latest.get(rank, Report()) for rank in ranks_here}
+    latest = {rank: reports.latest.get(rank, RankReport()) for rank in ranks_here}
     waiting = {rank: state.waiting_in for rank, state in latest.items() if state.waiting_in}
     absent = missing(reports, ranks_here, stopped)
     lines += [f"missing: rank {rank} on {hosts[rank]}: {why}" for rank, why in absent.items()]
@@ -117,7 +118,7 @@ def describe_hang(
     return "\n".join(lines)
 
 
-def _next_step(latest: Mapping[int, Report], ranks: Sequence[int]) -> str:
+def _next_step(latest: Mapping[int, RankReport], ranks: Sequence[int]) -> str:
     done = {latest[rank].step for rank in ranks}
     step = next(iter(done))
     return f" of step {step + 1}" if len(done) == 1 and step is not None else ""

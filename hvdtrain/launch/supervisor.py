@@ -14,17 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from hvdtrain.agent.exit_codes import PREEMPTING
+from hvdtrain.agent.output_lines import LineSplitter
+from hvdtrain.agent.process_tree import kill_descendants, shell_code
 from hvdtrain.errors import LaunchError
+from hvdtrain.launch.agent_server import Hub
+from hvdtrain.launch.caught_signals import ENDING
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.elastic import describe_loss, is_loss
-from hvdtrain.launch.failure import PREEMPTING, End
+from hvdtrain.launch.failure import End
 from hvdtrain.launch.hang import describe_hang, hangs, missing, stuck
-from hvdtrain.launch.hub import Hub
-from hvdtrain.launch.interrupts import ENDING
-from hvdtrain.launch.output import LineSplitter
-from hvdtrain.launch.tree import kill_descendants, shell_code
-from hvdtrain.launch.verdict import Ending, Outcome, judge, preempted
+from hvdtrain.launch.loss_policy import describe_loss, is_loss
+from hvdtrain.launch.outcome import Ending, Outcome, judge, preempted
 
 __all__ = ["Patience", "Supervisor"]
 

@@ -18,7 +18,7 @@ from hvdtrain.launch.failure import End, begins_traceback, exception_name
 __all__ = ["HOLD_S", "Author", "Tracebacks"]
 
 # What may follow from another rank's failure waits that long for it. Python may take its time to
-# exit: hvdtrain.collectives.exits grants it 5 s.
+# exit: hvdtrain.collectives.exit_hooks grants it 5 s.
 HOLD_S = 8.0
 # After its last line a traceback may go on: with the exception that it led to, or a message of
 # several lines.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.migrate import files
+from hvdtrain.migrate import script_files
 from hvdtrain.migrate.migration import Migration, migrate
 
 __all__ = ["add_arguments", "run"]
@@ -49,14 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
     scripts = _migrations([Path(name) for name in arguments.files])
     changed = {path: script for path, script in scripts.items() if script.old != script.new}
     if arguments.write:
-        files.refuse_to_lose_originals(changed)
+        script_files.refuse_to_lose_originals(changed)
     for path, script in changed.items():
         sys.stdout.flush()
         sys.stdout.buffer.write(script.diff(os.fsencode(path)))
         sys.stdout.buffer.flush()
     if arguments.write:
         for path, script in changed.items():
-            files.write(path, script.old, script.new)
+            script_files.write(path, script.old, script.new)
     print(_report(scripts, written=arguments.write), file=sys.stderr)
     return LEFT if any(script.left for script in scripts.values()) else DONE
 
@@ -75,7 +75,7 @@ def _migrations(paths: Sequence[Path]) -> dict[Path, Migration]:
             continue
         seen.add(os.path.realpath(path))
         try:
-            scripts[path] = migrate(files.read(path))
+            scripts[path] = migrate(script_files.read(path))
         except ConfigurationError as error:
             unusable.append(f"{path}: {error}")
     if unusable:

@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hvdtrain.migrate.calls import judge_calls
 from hvdtrain.migrate.finding import Finding
-from hvdtrain.migrate.imports import NEW, OLD, move_imports
-from hvdtrain.migrate.names import Names
+from hvdtrain.migrate.import_moves import NEW, OLD, move_imports
+from hvdtrain.migrate.keras_calls import judge_calls
 from hvdtrain.migrate.review import gone_imports, gone_names
-from hvdtrain.migrate.source import read_source
+from hvdtrain.migrate.script_names import Names
+from hvdtrain.migrate.script_source import read_source
 
 __all__ = ["Migration", "migrate"]
 

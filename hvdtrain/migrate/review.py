@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from hvdtrain.migrate.finding import Finding
-from hvdtrain.migrate.gone import OFFERED_MODULES, why_gone
-from hvdtrain.migrate.names import Names
+from hvdtrain.migrate.gone_names import OFFERED_MODULES, why_gone
+from hvdtrain.migrate.script_names import Names
 
 __all__ = ["gone_imports", "gone_names"]
 

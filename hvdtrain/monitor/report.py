@@ -4,7 +4,7 @@ The launcher says with it what a failed job has lost, and notices one that hangs
 launcher all of it does nothing. Nothing here waits, and no error of it reaches the program.
 
 What is written: one JSON object a line into the file that ``config.REPORT_FD`` names, each with all
-there is to say; see ``hvdtrain.launch.reports`` for the other side. The first call installs
+there is to say; see ``hvdtrain.launch.job_progress`` for the other side. The first call installs
 Python's own printer of stacks for SIGQUIT, by which the launcher asks a rank where it is.
 """
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.collectives.base import Done
+from hvdtrain.collectives.interface import Done
 from hvdtrain.monitor.journal import Journal
 
 __all__ = ["Timeline", "file_of"]

@@ -9,11 +9,10 @@ from threading import Event
 
 import numpy as np
 
-from hvdtrain.collectives.layout import BufferPool
-from hvdtrain.collectives.messages import Messages
-from hvdtrain.parameter_server.asking import Asked, Peer, Wanted
-from hvdtrain.parameter_server.gradients import SENT, Gradient, pack_gradients
-from hvdtrain.parameter_server.handing import SLOTS, Slots
+from hvdtrain.collectives.fusion import BufferPool
+from hvdtrain.collectives.point_to_point import Messages
+from hvdtrain.parameter_server.gradient_packing import SENT, Gradient, pack_gradients
+from hvdtrain.parameter_server.pending_request import Asked, Peer, Wanted
 from hvdtrain.parameter_server.protocol import (
     NO_STAND,
     REFUSALS,
@@ -21,8 +20,9 @@ from hvdtrain.parameter_server.protocol import (
     Kind,
     Request,
 )
-from hvdtrain.parameter_server.published import Published
-from hvdtrain.parameter_server.shards import Shard, Spec, numpy_dtype
+from hvdtrain.parameter_server.sharding import Shard, Spec, numpy_dtype
+from hvdtrain.parameter_server.shared_gradients import SLOTS, Slots
+from hvdtrain.parameter_server.shared_weights import Published
 
 __all__ = ["Client"]
 

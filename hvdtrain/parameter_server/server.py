@@ -9,17 +9,15 @@ from typing import Protocol
 
 import numpy as np
 
-from hvdtrain.collectives.layout import BufferPool
-from hvdtrain.collectives.messages import Messages
+from hvdtrain.collectives.fusion import BufferPool
+from hvdtrain.collectives.point_to_point import Messages
 from hvdtrain.errors import CollectiveError, MismatchError, NonFiniteError, PeerLostError
-from hvdtrain.parameter_server.answers import Answers
-from hvdtrain.parameter_server.attendance import Attendance
-from hvdtrain.parameter_server.compensation import Compensation
-from hvdtrain.parameter_server.counts import Counts
-from hvdtrain.parameter_server.freezing import Freezing
-from hvdtrain.parameter_server.gathering import Gathering
-from hvdtrain.parameter_server.gradients import Parts
-from hvdtrain.parameter_server.handing import Slots
+from hvdtrain.parameter_server.consistency import Rule
+from hvdtrain.parameter_server.consistent_snapshot import Freezing
+from hvdtrain.parameter_server.dc_asgd import Compensation
+from hvdtrain.parameter_server.gradient_aggregation import Gathering
+from hvdtrain.parameter_server.gradient_packing import Parts
+from hvdtrain.parameter_server.liveness import Attendance
 from hvdtrain.parameter_server.protocol import (
     DATA,
     NO_STAND,
@@ -29,9 +27,11 @@ from hvdtrain.parameter_server.protocol import (
     Reply,
     Request,
 )
-from hvdtrain.parameter_server.published import Published
-from hvdtrain.parameter_server.rules import Rule
-from hvdtrain.parameter_server.shards import Shard
+from hvdtrain.parameter_server.reply_sender import Answers
+from hvdtrain.parameter_server.sharding import Shard
+from hvdtrain.parameter_server.shared_gradients import Slots
+from hvdtrain.parameter_server.shared_weights import Published
+from hvdtrain.parameter_server.staleness_stats import Counts
 from hvdtrain.parameter_server.update_log import Origin, UpdateLog
 
 __all__ = ["Server", "Variables"]
@@ -40,7 +40,7 @@ WAITING = "parameter server, for workers"
 
 
 class Variables(Protocol):
-    """What a server has of the model; see ``hvdtrain.parameter_server.holding``."""
+    """What a server has of the model; see ``hvdtrain.parameter_server.shard_buffers``."""
 
     state_bytes: int
     paths: Sequence[str]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from hvdtrain.lazy import lazy_names
 
 OF_JOB = {
-    "hvdtrain.tensorflow.start": ("init",),
+    "hvdtrain.horovod.initialization": ("init",),
     "hvdtrain.world": (
         "is_initialized",
         "local_rank",
@@ -23,7 +23,7 @@ OF_JOB = {
         "start_timeline",
         "stop_timeline",
     ),
-    "hvdtrain.tensorflow.queries": (
+    "hvdtrain.horovod.build_info": (
         "ccl_built",
         "cross_rank",
         "cross_size",
@@ -37,14 +37,14 @@ OF_JOB = {
         "nccl_built",
         "rocm_built",
     ),
-    "hvdtrain.tensorflow.process_sets": (
+    "hvdtrain.horovod.process_sets": (
         "ProcessSet",
         "add_process_set",
         "global_process_set",
         "remove_process_set",
     ),
-    "hvdtrain.tensorflow.reductions": ("Average", "Sum"),
-    "hvdtrain.tensorflow.compression": ("Compression",),
+    "hvdtrain.horovod.reduce_ops": ("Average", "Sum"),
+    "hvdtrain.horovod.compression": ("Compression",),
 }
 """What the modules for Keras have as well."""
 
@@ -52,8 +52,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         **OF_JOB,
-        "hvdtrain.tensorflow.queries": (
-            *OF_JOB["hvdtrain.tensorflow.queries"],
+        "hvdtrain.horovod.build_info": (
+            *OF_JOB["hvdtrain.horovod.build_info"],
             "is_homogeneous",
             "local_rank_op",
             "local_size_op",
@@ -61,7 +61,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "rank_op",
             "size_op",
         ),
-        "hvdtrain.tensorflow.reductions": (
+        "hvdtrain.horovod.reduce_ops": (
             "Adasum",
             "Average",
             "Max",
@@ -69,7 +69,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "Product",
             "Sum",
         ),
-        "hvdtrain.tensorflow.operations": (
+        "hvdtrain.horovod.collective_ops": (
             "allgather",
             "allreduce",
             "alltoall",
@@ -81,19 +81,19 @@ __getattr__, __dir__, __all__ = lazy_names(
             "join",
             "reducescatter",
         ),
-        "hvdtrain.tensorflow.tapes": (
+        "hvdtrain.horovod.gradient_tape": (
             "DistributedGradientTape",
             "PartialDistributedGradientTape",
         ),
         "hvdtrain.keras.batch_normalization": ("SyncBatchNormalization",),
-        "hvdtrain.keras.of_tensorflow": ("DistributedOptimizer",),
-        "hvdtrain.tensorflow.exchange": (
+        "hvdtrain.horovod.tensorflow_optimizer": ("DistributedOptimizer",),
+        "hvdtrain.horovod.broadcast": (
             "allgather_object",
             "broadcast_object",
             "broadcast_object_fn",
             "broadcast_variables",
         ),
-        "hvdtrain.tensorflow.global_variables": (
+        "hvdtrain.horovod.global_variables": (
             "BroadcastGlobalVariablesHook",
             "broadcast_global_variables",
         ),

@@ -22,7 +22,7 @@ import tensorflow as tf
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
-from hvdtrain.tensorflow import runtime
+from hvdtrain.tensorflow import private_api
 
 __all__ = ["assign_gpus", "bind", "means", "set_placement", "tower_devices", "visible_gpus"]
 
@@ -89,7 +89,7 @@ def assign_gpus(
 def means() -> tuple[bool, bool]:
     """``has_nccl`` and ``ready`` of ``cluster.backend.Means``, before devices are used."""
     with_gpus = tf.test.is_built_with_cuda() or tf.test.is_built_with_rocm()
-    return with_gpus, runtime.is_connected() or not runtime.in_use()
+    return with_gpus, private_api.is_connected() or not private_api.in_use()
 
 
 def bind(
@@ -143,7 +143,7 @@ def set_placement(settings: Settings) -> None:
     if not settings.log_device_placement:
         return
     # TensorFlow itself would print nothing then, and not say so.
-    if runtime.in_use():
+    if private_api.in_use():
         raise LaunchError(
             "The placement on devices can't be printed (--log-device-placement), because this "
             "program has used TensorFlow's devices already. Call hvdtrain.init() first, before any "

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.base import ReduceOp
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.engine import Engine, Reduction
+from hvdtrain.collectives.fusion import split_evenly
+from hvdtrain.collectives.interface import ReduceOp
 from hvdtrain.collectives.kernels import finish, widen
-from hvdtrain.collectives.layout import split_evenly
-from hvdtrain.collectives.messages import Messages
+from hvdtrain.collectives.point_to_point import Messages
 from hvdtrain.collectives.watchdog import Watchdog
 from hvdtrain.errors import CollectiveError, ConfigurationError, LaunchError
 

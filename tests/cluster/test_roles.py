@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.cluster.classic import ClassicCluster, arrange
 from hvdtrain.cluster.hosts import Host, parse_hosts
 from hvdtrain.cluster.placement import place
 from hvdtrain.cluster.roles import Roles, assign_roles, remaining
+from hvdtrain.cluster.tf_config import ClassicCluster, arrange
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 

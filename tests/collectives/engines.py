@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from hvdtrain.cluster.topology import read_topology
-from hvdtrain.collectives import exits
+from hvdtrain.collectives import exit_hooks
 from hvdtrain.collectives.kernels import accumulator_dtype
 from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.collectives.mpi_start import start_mpi
 from hvdtrain.collectives.shared_memory import SharedMemoryCollectives
 from hvdtrain.collectives.single import SingleCollectives
-from hvdtrain.collectives.start import start_mpi
 
 __all__ = [
     "BFLOAT16",
@@ -112,7 +112,7 @@ def mpi_of_job() -> ModuleType:
     """MPI, which tests may use besides the engines."""
     mpi = start_mpi(read_topology(os.environ))
     # Sees to it that the processes of the job finalise MPI together when they end.
-    exits.install(MpiCollectives(mpi, mpi.COMM_WORLD, mpi.COMM_SELF, MANY_CHUNKS, 30.0))
+    exit_hooks.install(MpiCollectives(mpi, mpi.COMM_WORLD, mpi.COMM_SELF, MANY_CHUNKS, 30.0))
     return mpi
 
 

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.cluster.topology import read_topology
-from hvdtrain.collectives import exits
+from hvdtrain.collectives import exit_hooks
 from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.collectives.mpi_start import start_mpi
 from hvdtrain.collectives.shared_memory import SharedMemoryCollectives
-from hvdtrain.collectives.start import start_mpi
 
 __all__ = ["Death", "Plan"]
 
@@ -92,7 +92,7 @@ def main(plan: Plan) -> None:
     engine = engine_class(mpi, comm, host, 4096, plan.timeout_s, plan.min_np)
     if plan.kind == "arena":
         engine.least_in_arena = 0
-    exits.install(engine)
+    exit_hooks.install(engine)
     # Open MPI crashes where a rank dies while others still set up a communicator.
     engine.barrier()
     me = engine.rank

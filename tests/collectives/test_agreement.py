@@ -14,8 +14,8 @@ import time
 import numpy as np
 import pytest
 
-from hvdtrain.collectives import alarm
-from hvdtrain.collectives.alarm import Alarm
+from hvdtrain.collectives import failure_detector
+from hvdtrain.collectives.failure_detector import Alarm
 from hvdtrain.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -199,7 +199,7 @@ def test_rank_that_leaves_after_the_last_operation() -> None:
 
 @on_engines(CASES)
 def test_rank_that_does_not_arrive(case: EngineCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alarm, "ASK_TIMEOUT_S", 0.7)
+    monkeypatch.setattr(failure_detector, "ASK_TIMEOUT_S", 0.7)
     engine = new_engine(case, timeout_s=0.5)
     last = engine.size - 1
     if engine.rank == last:

@@ -14,7 +14,7 @@ import pytest
 
 from hvdtrain.collectives import shared_file
 from hvdtrain.collectives.arena import Arena, open_arena
-from hvdtrain.collectives.layout import BufferPool
+from hvdtrain.collectives.fusion import BufferPool
 from hvdtrain.collectives.shared_file import SharedFile, free_bytes, share_file, share_on_host
 from hvdtrain.collectives.shared_memory import LEAST_IN_ARENA
 from tests.collectives.engines import EngineCase, everyone, mpi_of_job, new_engine, on_engines

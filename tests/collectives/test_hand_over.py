@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from hvdtrain.collectives import alarm
+from hvdtrain.collectives import failure_detector
 from hvdtrain.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -93,7 +93,7 @@ def test_failure_of_another_rank(case: EngineCase) -> None:
 
 @several
 def test_rank_that_does_not_come_to_its_end(case: EngineCase, monkeypatch) -> None:
-    monkeypatch.setattr(alarm, "ASK_TIMEOUT_S", 0.7)
+    monkeypatch.setattr(failure_detector, "ASK_TIMEOUT_S", 0.7)
     engine = new_engine(case, timeout_s=0.5)
     engine.hand_over("copy", "weights", ())
     if engine.rank == engine.size - 1:

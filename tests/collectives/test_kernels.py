@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdtrain.collectives.base import OPS
+from hvdtrain.collectives.interface import OPS
 from hvdtrain.collectives.kernels import (
     FiniteCheck,
     accumulator_dtype,

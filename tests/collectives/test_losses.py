@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.collectives.test_exits import LIMIT_S, START, _said
+from tests.collectives.test_exit_hooks import LIMIT_S, START, _said
 from tests.harness.jobs import Completed
 
 Run = Callable[..., Completed]

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.collectives.arrangement import Arrangement, arrange
+from hvdtrain.collectives.hierarchy import Arrangement, arrange
+from hvdtrain.collectives.mpi_start import why_not_elastic
 from hvdtrain.collectives.recovery import Stand, Verdict, judge
-from hvdtrain.collectives.start import why_not_elastic
 from hvdtrain.errors import CollectiveError
 
 

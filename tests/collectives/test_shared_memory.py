@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.collectives import shared_file
-from hvdtrain.collectives.window import Window, ring_slots
+from hvdtrain.collectives.host_window import Window, ring_slots
 from tests.collectives.engines import everyone, mpi_of_job
 
 MIB = 1 << 20

@@ -72,7 +72,7 @@ class Training:
             process
             for process in self.cluster.processes(marker)
             if str(PROGRAM) in process.argv
-            and "hvdtrain.launch.agent" not in process.argv
+            and "hvdtrain.agent.rank_agent" not in process.argv
             and "hvdtrain" not in process.argv
         ]
 

@@ -5,20 +5,10 @@ from __future__ import annotations
 import signal
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.launch.cgroups import CGROUP, little_memory
 from tests.launch.jobs import StartedJob
-
-
-@pytest.fixture
-def cgroup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A control group with little memory, which every process finds; see ``ENTER``."""
-    with little_memory() as folder:
-        monkeypatch.setenv(CGROUP, str(folder))
-        yield folder
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.agent.cgroups import ENTER, FILL, LIMIT_BYTES
 from tests.harness.jobs import REPOSITORY, YIELDING
-from tests.launch.cgroups import ENTER, FILL, LIMIT_BYTES
 
 __all__ = [
     "COLLAPSING",

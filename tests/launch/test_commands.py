@@ -51,7 +51,7 @@ def test_what_is_not_recognised_is_an_error(text: str) -> None:
         recognise(Path("/opt/mpi/bin/mpirun"), text)
 
 
-PROGRAM = ("python", "-m", "hvdtrain.launch.agent", "train.py", "--lr", "0.1 ")
+PROGRAM = ("python", "-m", "hvdtrain.agent.rank_agent", "train.py", "--lr", "0.1 ")
 SECRET = "hunter2"
 HOSTFILE = Path("/tmp/hosts")
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.collectives import exits
+from hvdtrain.agent.oom import Kills
+from hvdtrain.collectives import exit_hooks
 from hvdtrain.errors import CollectiveTimeoutError, PeerFailedError
 from hvdtrain.launch.failure import End, begins_traceback, describe, exit_code, first_failure
-from hvdtrain.launch.memory import Kills
 
 HEADER = "Traceback (most recent call last):"
 FRAME = '  File "train.py", line 3, in <module>'
@@ -112,7 +112,7 @@ def test_first_failure(ends: list[End], rank: int | None) -> None:
 NEVER_MET = (
     "Timeout (0:01:00)!",
     "Thread 0x00007f5250b3cb80 (most recent call first):",
-    '  File "/home/me/hvdtrain/collectives/start.py", line 50 in start_mpi',
+    '  File "/home/me/hvdtrain/collectives/mpi_start.py", line 50 in start_mpi',
     '  File "/home/me/hvdtrain/world.py", line 64 in init',
 )
 TIMEOUT = trace("hvdtrain.errors.CollectiveTimeoutError: rank 3 did not arrive within 5 s")
@@ -281,11 +281,11 @@ def test_what_ranks_say_at_their_end_is_understood(
 ) -> None:
     alarm = SimpleNamespace(rank=0, size=4)
     engine = SimpleNamespace(closed=False, alarm=alarm, last_error=error, fail=lambda reason: None)
-    monkeypatch.setattr(exits, "_current", engine)
-    monkeypatch.setattr(exits, "FOLLOWER_PAUSE_S", 0.0)
-    monkeypatch.setattr(exits, "_end_within", lambda seconds: None)
+    monkeypatch.setattr(exit_hooks, "_current", engine)
+    monkeypatch.setattr(exit_hooks, "FOLLOWER_PAUSE_S", 0.0)
+    monkeypatch.setattr(exit_hooks, "_end_within", lambda seconds: None)
     wrapped = RuntimeError(f"2 root error(s) found: {error}")
-    exits._on_exception(sys.__excepthook__, RuntimeError, wrapped, None)
+    exit_hooks._on_exception(sys.__excepthook__, RuntimeError, wrapped, None)
     told = end(0, 1, tuple(capsys.readouterr().err.splitlines()))
     follows = isinstance(error, PeerFailedError)
     assert first_failure([told, end(1, 7)]) == (end(1, 7) if follows else told)

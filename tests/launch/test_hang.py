@@ -4,70 +4,75 @@ from __future__ import annotations
 
 import pytest
 
+from hvdtrain.agent.rank_report import RankReport
 from hvdtrain.launch.hang import FIRST_STEP_FACTOR, describe_hang, hangs, stuck
-from hvdtrain.launch.reports import Report, Reports
+from hvdtrain.launch.job_progress import JobProgress
 
 LIMIT_S = 10.0
-BUSY = Report(phase="training", step=5)
-WAITS = Report(phase="training", step=5, waiting_in="end, for the parameter servers")
-AFTER = Report(phase="after fit", step=9, waiting_in="end, for the parameter servers")
+BUSY = RankReport(phase="training", step=5)
+WAITS = RankReport(phase="training", step=5, waiting_in="end, for the parameter servers")
+AFTER = RankReport(phase="after fit", step=9, waiting_in="end, for the parameter servers")
 
 
-def noted(*states: Report, at: float = 100.0) -> Reports:
-    reports = Reports()
+def noted(*states: RankReport, at: float = 100.0) -> JobProgress:
+    reports = JobProgress()
     for rank, state in enumerate(states):
         reports.note(rank, state, at)
     return reports
 
 
 # The ranks' states, the seconds since something moved, and whether that is a hang.
-JUDGED: dict[str, tuple[list[Report], float, bool]] = {
+JUDGED: dict[str, tuple[list[RankReport], float, bool]] = {
     "steps": ([BUSY, BUSY], 9.0, False),
     "no-steps": ([BUSY, BUSY], 11.0, True),
     "one-rank-only-reports": ([BUSY], 11.0, True),
     "nobody-reports": ([], 1000.0, False),
-    "no-phase": ([Report(step=5), Report(step=5)], 1000.0, False),
-    "validation": ([Report(phase="validation", step=5)] * 2, 1000.0, False),
-    "one-writes-a-checkpoint": ([Report(phase="checkpoint", step=5), BUSY], 1000.0, False),
+    "no-phase": ([RankReport(step=5), RankReport(step=5)], 1000.0, False),
+    "validation": ([RankReport(phase="validation", step=5)] * 2, 1000.0, False),
+    "one-writes-a-checkpoint": ([RankReport(phase="checkpoint", step=5), BUSY], 1000.0, False),
     "all-have-ended-but-one": ([AFTER, BUSY], 11.0, True),
     "all-have-ended-but-one-that-waited": ([AFTER, WAITS], 11.0, True),
     "all-have-ended": ([AFTER, AFTER], 1000.0, False),
-    "first-step": ([Report(phase="training")] * 2, 11.0, False),
-    "first-step-for-long": ([Report(phase="training")] * 2, 10.0 * FIRST_STEP_FACTOR + 1, True),
-    "first-step-after-a-resume": ([Report(phase="training", resumed=5, step=5)] * 2, 11.0, False),
-    "step-after-a-resume": ([Report(phase="training", resumed=5, step=6)] * 2, 11.0, True),
+    "first-step": ([RankReport(phase="training")] * 2, 11.0, False),
+    "first-step-for-long": ([RankReport(phase="training")] * 2, 10.0 * FIRST_STEP_FACTOR + 1, True),
+    "first-step-after-a-resume": (
+        [RankReport(phase="training", resumed=5, step=5)] * 2,
+        11.0,
+        False,
+    ),
+    "step-after-a-resume": ([RankReport(phase="training", resumed=5, step=6)] * 2, 11.0, True),
 }
 
 
 @pytest.mark.parametrize(("states", "quiet_s", "expected"), JUDGED.values(), ids=JUDGED)
-def test_hangs(states: list[Report], quiet_s: float, expected: bool) -> None:
+def test_hangs(states: list[RankReport], quiet_s: float, expected: bool) -> None:
     reports = noted(*states)
     assert hangs(reports, [0, 1], 100.0 + quiet_s, LIMIT_S) is expected
     assert not hangs(reports, [0, 1], 100.0 + quiet_s, 0.0), "0 is for as long as it likes"
 
 
 def test_ranks_that_have_ended_do_not_count() -> None:
-    reports = noted(BUSY, Report(phase="validation", step=5))
+    reports = noted(BUSY, RankReport(phase="validation", step=5))
     assert not hangs(reports, [0, 1], 111.0, LIMIT_S)
     assert hangs(reports, [0], 111.0, LIMIT_S)
     assert not hangs(reports, [], 111.0, LIMIT_S)
 
 
-NEW = Report(phase="training", step=6)
-SERVES = Report(phase="serving")
-FIRST = Report(phase="training")
+NEW = RankReport(phase="training", step=6)
+SERVES = RankReport(phase="serving")
+FIRST = RankReport(phase="training")
 # What the ranks reported first, what they did 8 s later, and who is stuck 11 s after the first.
-STUCK: dict[str, tuple[list[Report], dict[int, Report], list[int]]] = {
+STUCK: dict[str, tuple[list[RankReport], dict[int, RankReport], list[int]]] = {
     "others-go-on": ([BUSY, BUSY, SERVES], {0: NEW}, [1]),
     "others-wait": ([WAITS, BUSY, SERVES], {}, [1]),
-    "another-validates": ([Report(phase="validation", step=5), BUSY], {}, [1]),
+    "another-validates": ([RankReport(phase="validation", step=5), BUSY], {}, [1]),
     "all-of-them": ([BUSY, BUSY, SERVES], {}, []),
     "nobody": ([BUSY, BUSY], {0: NEW, 1: NEW}, []),
     "waits": ([BUSY, WAITS], {0: NEW}, []),
-    "validates": ([BUSY, Report(phase="validation", step=5)], {0: NEW}, []),
+    "validates": ([BUSY, RankReport(phase="validation", step=5)], {0: NEW}, []),
     "first-step": ([BUSY, FIRST], {0: NEW}, []),
     "first-step-after-a-resume": (
-        [BUSY, Report(phase="training", step=5, resumed=5)],
+        [BUSY, RankReport(phase="training", step=5, resumed=5)],
         {0: NEW},
         [],
     ),
@@ -76,7 +81,7 @@ STUCK: dict[str, tuple[list[Report], dict[int, Report], list[int]]] = {
 
 
 @pytest.mark.parametrize(("states", "later", "expected"), STUCK.values(), ids=STUCK)
-def test_stuck(states: list[Report], later: dict[int, Report], expected: list[int]) -> None:
+def test_stuck(states: list[RankReport], later: dict[int, RankReport], expected: list[int]) -> None:
     reports = noted(*states)
     for rank, state in later.items():
         reports.note(rank, state, 108.0)
@@ -98,11 +103,11 @@ HOSTS = {0: "a", 1: "a", 2: "b"}
 WELL = dict.fromkeys(HOSTS, False)
 
 
-def waits(operation: str = "allreduce(gradients)") -> Report:
-    return Report(phase="training", step=5, waiting_in=operation)
+def waits(operation: str = "allreduce(gradients)") -> RankReport:
+    return RankReport(phase="training", step=5, waiting_in=operation)
 
 
-def described(*states: Report, stopped: dict[int, bool] | None = None) -> list[str]:
+def described(*states: RankReport, stopped: dict[int, bool] | None = None) -> list[str]:
     head, *lines = describe_hang(
         noted(*states), HOSTS, WELL if stopped is None else stopped, 12.4
     ).splitlines()

@@ -17,8 +17,8 @@ from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.launch.cli import add_arguments
 from hvdtrain.launch.commands import Mpirun
 from hvdtrain.launch.horovod_flags import HOROVOD_FLAGS, HorovodFlag, note_on
+from hvdtrain.launch.interface_flags import network_variables
 from hvdtrain.launch.job import Job, Site, make_command, make_plan
-from hvdtrain.launch.network import network_variables
 from hvdtrain.launch.supervisor import Patience, Supervisor
 from tests.harness.jobs import REPOSITORY
 

@@ -124,7 +124,7 @@ def test_a_signal_to_one_node_leads_to_one_requeue(cluster: Cluster) -> None:
     agents = [
         process.pid
         for process in cluster.processes(f"SLURM_JOB_ID={job.number}")
-        if process.host == "node2" and "hvdtrain.launch.agent" in process.argv
+        if process.host == "node2" and "hvdtrain.agent.rank_agent" in process.argv
     ]
     assert agents
     for pid in agents:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.cluster.hosts import parse_hosts
+from hvdtrain.launch.outcome import Cause, Outcome
 from hvdtrain.launch.restarts import (
     LONGEST_DELAY_S,
     SPREAD,
@@ -18,7 +19,6 @@ from hvdtrain.launch.restarts import (
     remains,
     without,
 )
-from hvdtrain.launch.verdict import Cause, Outcome
 
 
 def after(cause: Cause, code: int = 1, **more: Any) -> Outcome:

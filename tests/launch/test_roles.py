@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.cli import main
-from hvdtrain.cluster.classic import ClassicCluster, arrange
 from hvdtrain.cluster.hosts import parse_hosts
+from hvdtrain.cluster.tf_config import ClassicCluster, arrange
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import Mpirun, Plan

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.agent.cgroups import ENTER, FILL
 from tests.harness.jobs import REPOSITORY
-from tests.launch.cgroups import ENTER, FILL
 from tests.launch.jobs import COLLAPSING, FAULTS, HVDTRAIN, OWN_DEFAULTS, StartedJob, program
 
 pytestmark = pytest.mark.mpi
@@ -305,7 +305,7 @@ def test_ranks_get_time_to_end_well(start_job, tmp_path: Path) -> None:
 
 
 MPIRUN = ("mpirun", "prterun", "mpiexec.hydra")
-AGENT = ("hvdtrain.launch.agent",)
+AGENT = ("hvdtrain.agent.rank_agent",)
 
 
 def victim_in(job: StartedJob, name: str) -> int:

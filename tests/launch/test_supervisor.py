@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.agent.agent_environment import JOB, format_addresses
+from hvdtrain.agent.process_tree import descendants
 from hvdtrain.config import LAUNCHER
 from hvdtrain.errors import LaunchError
+from hvdtrain.launch.agent_server import Hub
+from hvdtrain.launch.caught_signals import caught_signals
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.hub import Hub
-from hvdtrain.launch.interrupts import caught_signals
 from hvdtrain.launch.supervisor import Patience, Supervisor
-from hvdtrain.launch.tree import descendants
-from hvdtrain.launch.variables import JOB, format_addresses
 from hvdtrain.log import show
+from tests.agent.processes import assert_all_end
 from tests.harness.jobs import REPOSITORY
-from tests.launch.processes import assert_all_end
 
 # What mpirun does: starts an agent for each rank, and tells it its number.
 STARTER = """
@@ -33,7 +33,7 @@ import os, subprocess, sys
 def start(rank, program):
     numbers = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
     environ = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in numbers.items()}
-    agent = [sys.executable, "-m", "hvdtrain.launch.agent"]
+    agent = [sys.executable, "-m", "hvdtrain.agent.rank_agent"]
     return subprocess.Popen([*agent, sys.executable, "-c", program], env={**os.environ, **environ})
 """
 BOTH = STARTER + "ranks = [start(rank, sys.argv[1]) for rank in (0, 1)]\n"

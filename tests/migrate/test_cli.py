@@ -13,7 +13,7 @@ import pytest
 
 from hvdtrain.cli import main
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.migrate import files
+from hvdtrain.migrate import script_files
 from tests.harness.jobs import REPOSITORY
 
 OLD = "import horovod.keras as hvd\nhvd.init()\n"
@@ -123,7 +123,7 @@ def test_not_even_one_that_came_meanwhile(folder: Path) -> None:
     (folder / "train.py").write_text(OLD)
     (folder / "train.py.orig").write_text("mine")
     with pytest.raises(ConfigurationError, match="File exists"):
-        files.write(folder / "train.py", OLD.encode(), NEW.encode())
+        script_files.write(folder / "train.py", OLD.encode(), NEW.encode())
     assert (folder / "train.py.orig").read_text() == "mine"
 
 
@@ -150,7 +150,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(
     def full(*names: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "replace", full)
+    monkeypatch.setattr(script_files.os, "replace", full)
     assert main(["migrate", "--write", "train.py"]) == 2
     assert "train.py: it can't be written: No space left on device" in capsys.readouterr().err
     assert names(folder) == ["train.py"]

@@ -263,11 +263,11 @@ def test_a_step_costs_next_to_nothing(start) -> None:
 
 
 def test_the_launcher_reads_what_is_told(start, tmp_path: Path) -> None:
-    from hvdtrain.launch.reports import Report, read_report
+    from hvdtrain.agent.rank_report import RankReport, read_report
 
     program = start(f"report.step(3, 1); report.phase('training'); report.saved(2); {WAIT}")
     program.until(lambda report: report.get("saved") == 2)
-    assert read_report(program.reports()[-1]) == Report(
+    assert read_report(program.reports()[-1]) == RankReport(
         pid=program.process.pid, step=3, epoch=1, phase="training", saved=2
     )
 

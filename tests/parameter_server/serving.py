@@ -7,13 +7,13 @@ import numpy as np
 
 from hvdtrain import world as state
 from hvdtrain.parameter_server.client import Client
-from hvdtrain.parameter_server.counts import Counts
-from hvdtrain.parameter_server.handing import share_slots
-from hvdtrain.parameter_server.holding import Holding, put_states, take_states
-from hvdtrain.parameter_server.published import share_weights
-from hvdtrain.parameter_server.rules import FreeRunning, Rounds
+from hvdtrain.parameter_server.consistency import FreeRunning, Rounds
 from hvdtrain.parameter_server.server import Server
-from hvdtrain.parameter_server.shards import cut, specs_of
+from hvdtrain.parameter_server.shard_buffers import Holding, put_states, take_states
+from hvdtrain.parameter_server.sharding import cut, specs_of
+from hvdtrain.parameter_server.shared_gradients import share_slots
+from hvdtrain.parameter_server.shared_weights import share_weights
+from hvdtrain.parameter_server.staleness_stats import Counts
 
 WORKERS = (0, 1)
 SHAPES = [(1500, 2), (5,), ()]

@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.parameter_server.optimizers import stays_whole
-from hvdtrain.parameter_server.shards import cut, specs_of
-from hvdtrain.parameter_server.states import cut_state, gather_state
-from hvdtrain.parameter_server.table import Table
+from hvdtrain.parameter_server.optimizer_state import cut_state, gather_state
+from hvdtrain.parameter_server.sharded_optimizers import stays_whole
+from hvdtrain.parameter_server.sharding import cut, specs_of
+from hvdtrain.parameter_server.variable_table import Table
 
 opt = keras.optimizers
 SHAPES = {"dense/kernel": (7, 6), "dense/bias": (6,), "embedding/table": (40, 2), "norm/scale": ()}

@@ -10,7 +10,7 @@ import socket
 import pytest
 import tensorflow as tf
 
-from hvdtrain.tensorflow import device_collectives, runtime
+from hvdtrain.tensorflow import device_collectives, private_api
 from hvdtrain.tensorflow.device_collectives import _divide
 from tests.harness.jobs import REPOSITORY
 
@@ -27,7 +27,7 @@ import hvdtrain.tensorflow as hvd
 from hvdtrain import world
 from hvdtrain.errors import MismatchError, NonFiniteError
 from hvdtrain.tensorflow import device_collectives
-from hvdtrain.tensorflow.reducer import GradientReducer
+from hvdtrain.gradients.reducer import GradientReducer
 
 hvdtrain.init()
 rank, size = hvdtrain.rank(), hvdtrain.size()
@@ -49,7 +49,7 @@ def test_buckets_begin_with_what_is_ready_first(monkeypatch) -> None:
 
 def test_a_reserved_port_is_nobody_elses() -> None:
     before = os.environ.get("TF_GRPC_REUSE_PORT")
-    with runtime.reserve_port() as port, socket.socket() as other:
+    with private_api.reserve_port() as port, socket.socket() as other:
         with pytest.raises(OSError):
             other.bind(("", port))
         assert os.environ["TF_GRPC_REUSE_PORT"] == "1"

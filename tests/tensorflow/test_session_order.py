@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from hvdtrain import world as job
 from hvdtrain.errors import ConfigurationError, MismatchError
-from hvdtrain.tensorflow.exchange import broadcast_variables
-from hvdtrain.tensorflow.operations import allgather, allreduce, alltoall, broadcast_
-from hvdtrain.tensorflow.reductions import Sum
+from hvdtrain.horovod.broadcast import broadcast_variables
+from hvdtrain.horovod.collective_ops import allgather, allreduce, alltoall, broadcast_
+from hvdtrain.horovod.reduce_ops import Sum
 
 v1 = tf.compat.v1
 pair = pytest.mark.ranks(2)

@@ -1,6 +1,6 @@
 """What a rank computes of a batch: on one device, or on several, a part of the batch on each."""
 
-from hvdtrain.keras.compute.base import Compute
+from hvdtrain.keras.compute.interface import Compute
 from hvdtrain.keras.compute.one_device import OneDevice
 from hvdtrain.keras.compute.towers import Towers
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras.compute.base import call, scaled_loss
+from hvdtrain.keras.compute.interface import call, scaled_loss
 from hvdtrain.keras.loss_weights import valid_values
 
 __all__ = ["OneDevice"]

@@ -17,10 +17,10 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.compute.base import call, rows_of, scaled_loss
+from hvdtrain.keras.compute.interface import call, rows_of, scaled_loss
 from hvdtrain.keras.loss_weights import valid_values
+from hvdtrain.keras.model_sync import layer_statistics
 from hvdtrain.keras.own_steps import has_own
-from hvdtrain.keras.replicas import layer_statistics
 
 __all__ = ["Towers"]
 

@@ -10,8 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import adapters, structures
-from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, ShardedInput
+from hvdtrain.keras.data import batch_structure, keras_adapters
+from hvdtrain.keras.data.data_position import Position
+from hvdtrain.keras.data.dataset_options import untuned
 from hvdtrain.keras.data.partition import (
     Shuffle,
     epoch_order,
@@ -20,9 +21,8 @@ from hvdtrain.keras.data.partition import (
     split_evenly,
     units_left,
 )
-from hvdtrain.keras.data.position import Position
-from hvdtrain.keras.data.running import untuned
-from hvdtrain.keras.data.source import Report, ShardPlan
+from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
+from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput
 
 __all__ = ["ArraySource", "ShardedArrays"]
 
@@ -55,27 +55,27 @@ class ArraySource:
         class_weight: Any,
         plan: ShardPlan,
     ) -> None:
-        self._batch, self.units = adapters.pack_arrays(x, y, sample_weight, class_weight)
+        self._batch, self.units = keras_adapters.pack_arrays(x, y, sample_weight, class_weight)
         # With rows of its own and a given number of steps, each rank chooses another batch size.
         self.sizes_differ = batch_size is None and plan.presharded and plan.steps is not None
         if batch_size is None:
-            batch_size = adapters.default_batch_size(self.units, plan.steps, plan.size)
+            batch_size = keras_adapters.default_batch_size(self.units, plan.steps, plan.size)
         self.each = batch_size
         self._shuffle = _checked_shuffle(shuffle)
         self.plan = plan
         with tf.device("CPU:0"):
             self._columns = [
-                None if leaf is None else adapters.column(leaf)
+                None if leaf is None else keras_adapters.column(leaf)
                 for leaf in keras.tree.flatten(self._batch)
             ]
 
-    def report(self) -> Report:
+    def report(self) -> InputReport:
         """The arrays' rows, types and shapes, and fingerprints of some rows of each."""
         rows, plan = self.units, self.plan
         if rows == 0 and not plan.presharded:
             raise DataError("The input arrays have no rows; expected at least one.")
         sampled = np.unique(np.linspace(0, max(rows - 1, 0), min(rows, _SAMPLED_ROWS), dtype=int))
-        names = structures.leaf_names(self._batch)
+        names = batch_structure.leaf_names(self._batch)
         structure = {"kind of input": "arrays", "steps": plan.steps}
         content = {
             "number of samples": rows,
@@ -88,9 +88,11 @@ class ArraySource:
                 if leaf is None:
                     structure[name] = "None"
                     continue
-                structure[name] = structures.row_text(tf.type_spec_from_value(leaf))
-                content[f"content of {name}"] = structures.digest([leaf]).numpy().tobytes().hex()
-        return Report(
+                structure[name] = batch_structure.row_text(tf.type_spec_from_value(leaf))
+                content[f"content of {name}"] = (
+                    batch_structure.digest([leaf]).numpy().tobytes().hex()
+                )
+        return InputReport(
             structure=structure,
             content=content,
             steps=joint_steps(rows, self.each, plan.shards),
@@ -101,7 +103,7 @@ class ArraySource:
         return ShardedArrays(self, steps or 0)
 
     def _gather(self, indices: Any) -> list[Any]:
-        return [None if c is None else adapters.gather(c, indices) for c in self._columns]
+        return [None if c is None else keras_adapters.gather(c, indices) for c in self._columns]
 
     def gather_batch(self, indices: Any) -> Any:
         """The rows at ``indices`` in the structure of a batch."""
@@ -196,7 +198,7 @@ class ArraySource:
         """A rank without a row among others that have some; or the end of a pass."""
         leaves = self._gather(tf.zeros([0], tf.int64))
         blanks = [
-            None if leaf is None else structures.blank(tf.type_spec_from_value(leaf))
+            None if leaf is None else batch_structure.blank(tf.type_spec_from_value(leaf))
             for leaf in leaves
         ]
         batch = keras.tree.pack_sequence_as(self._batch, blanks)

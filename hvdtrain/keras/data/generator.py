@@ -16,11 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import adapters
-from hvdtrain.keras.data.base import ShardedInput
-from hvdtrain.keras.data.batches import present, signature_of, standardize, to_dataset
-from hvdtrain.keras.data.position import Position
-from hvdtrain.keras.data.source import Report, ShardPlan
+from hvdtrain.keras.data import keras_adapters
+from hvdtrain.keras.data.data_position import Position
+from hvdtrain.keras.data.python_batches import present, signature_of, standardize, to_dataset
+from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
+from hvdtrain.keras.data.sharded_input import ShardedInput
 
 __all__ = ["GeneratorSource", "ShardedGenerator"]
 
@@ -61,10 +61,10 @@ class GeneratorSource:
                 "generator can be read once: make a new one for each fit, evaluate or predict."
             )
         self.example = examined[0]
-        self.specs = adapters.specs_of_batches([present(batch) for batch in examined])
+        self.specs = keras_adapters.specs_of_batches([present(batch) for batch in examined])
         self.queue = _Queue(itertools.chain(examined, batches))
 
-    def report(self) -> Report:
+    def report(self) -> InputReport:
         """Types and shapes of the batches; how many there are shows at their end."""
         plan = self.plan
         if plan.steps is None and not self._trains:
@@ -75,7 +75,7 @@ class GeneratorSource:
         structure = {"kind of input": "a generator", "steps": plan.steps}
         structure.update(signature_of(self.example, self.specs))
         # As with an endless input there is nothing to compare.
-        return Report(structure=structure, endless=True)
+        return InputReport(structure=structure, endless=True)
 
     def shard(self, steps: int | None) -> ShardedGenerator:
         """This rank's batches: all of its generator."""

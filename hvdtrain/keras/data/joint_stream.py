@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.keras.data import structures
+from hvdtrain.keras.data import batch_structure
 
 __all__ = ["JointStream"]
 
@@ -79,7 +79,7 @@ def _follow(rank: int, size: int, padded: bool, element_spec: Any) -> Callable[.
             tf.where(is_batch, rows, 0),
             tf.where(is_batch, joint_rows, 0),
             step + tf.cast(ready, tf.int64),
-            structures.chain(stream, batch_print),  # of no more use after an end
+            batch_structure.chain(stream, batch_print),  # of no more use after an end
         )
         return new_state, given
 

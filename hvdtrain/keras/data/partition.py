@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from hvdtrain.keras.data.position import Position
+from hvdtrain.keras.data.data_position import Position
 
 __all__ = [
     "JointSteps",

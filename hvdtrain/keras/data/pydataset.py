@@ -13,13 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import adapters, structures
-from hvdtrain.keras.data.agreement import REMEDIES, raise_if_different
-from hvdtrain.keras.data.base import ShardedInput
-from hvdtrain.keras.data.batches import present, signature_of, standardize, to_dataset
+from hvdtrain.keras.data import batch_structure, keras_adapters
+from hvdtrain.keras.data.data_position import Position
+from hvdtrain.keras.data.input_agreement import REMEDIES, raise_if_different
 from hvdtrain.keras.data.partition import epoch_order, joint_steps, units_left
-from hvdtrain.keras.data.position import Position
-from hvdtrain.keras.data.source import Report, ShardPlan
+from hvdtrain.keras.data.python_batches import present, signature_of, standardize, to_dataset
+from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
+from hvdtrain.keras.data.sharded_input import ShardedInput
 
 __all__ = ["PyDatasetSource", "ShardedPyDataset"]
 
@@ -50,7 +50,7 @@ class PyDatasetSource:
         self._examined: list[tuple[Any, ...]] = []
         self._specs: list[tf.TypeSpec] = []
 
-    def report(self) -> Report:
+    def report(self) -> InputReport:
         """Number, types and shapes of the batches, and a fingerprint of the first."""
         plan = self.plan
         if self.units is None and not plan.steps:
@@ -62,8 +62,8 @@ class PyDatasetSource:
             raise DataError("The PyDataset has length 0; expected at least one batch.")
         count = min(_EXAMINED_BATCHES, self.units or _EXAMINED_BATCHES)
         self._examined = [self.standardize(self.dataset[index]) for index in range(count)]
-        self._specs = adapters.specs_of_batches([present(b) for b in self._examined])
-        return Report(
+        self._specs = keras_adapters.specs_of_batches([present(b) for b in self._examined])
+        return InputReport(
             structure={
                 "kind of input": "a PyDataset",
                 "steps": plan.steps,
@@ -94,7 +94,9 @@ class PyDatasetSource:
     def fingerprint(self, batch: tuple[Any, ...]) -> str:
         """A digest of what a batch is recognised by."""
         with tf.device("CPU:0"):
-            return structures.digest(structures.targets_first(batch)).numpy().tobytes().hex()
+            return (
+                batch_structure.digest(batch_structure.targets_first(batch)).numpy().tobytes().hex()
+            )
 
     def indices(self, position: Position, steps: int | None) -> Iterator[tuple[int, bool]]:
         """For each step of a pass the index of this rank's batch, and whether it counts."""

@@ -13,15 +13,15 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import adapters, structures
-from hvdtrain.keras.data.agreement import REMEDIES, raise_if_different
-from hvdtrain.keras.data.base import JOINT_ROWS_UNKNOWN, ShardedInput
+from hvdtrain.keras.data import batch_structure, keras_adapters
+from hvdtrain.keras.data.data_position import Position
+from hvdtrain.keras.data.dataset_options import untuned
+from hvdtrain.keras.data.input_agreement import REMEDIES, raise_if_different
 from hvdtrain.keras.data.joint_stream import JointStream
 from hvdtrain.keras.data.partition import joint_steps
-from hvdtrain.keras.data.passes import PipelinePasses, shuffles
-from hvdtrain.keras.data.position import Position
-from hvdtrain.keras.data.running import untuned
-from hvdtrain.keras.data.source import Report, ShardPlan
+from hvdtrain.keras.data.pipeline_passes import PipelinePasses, shuffles
+from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
+from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput
 
 __all__ = ["NOTICE", "ShardedPipeline", "TfDataSource"]
 
@@ -53,13 +53,13 @@ class TfDataSource:
         self._class_weight = class_weight
         self._given = dataset
         self._dataset = dataset = self._weighted(dataset)
-        self._spec = structures.as_tuple(dataset.element_spec)
+        self._spec = batch_structure.as_tuple(dataset.element_spec)
         _check_batched(self._spec)
         cardinality = int(dataset.cardinality())
         self._endless = cardinality == tf.data.INFINITE_CARDINALITY
         self.units = cardinality if cardinality >= 0 else None
 
-    def report(self) -> Report:
+    def report(self) -> InputReport:
         """Element types and the number of batches; what is in them shows when it runs."""
         plan = self.plan
         if self._endless and not plan.steps:
@@ -70,10 +70,10 @@ class TfDataSource:
         if self.units == 0 and not plan.presharded:
             raise DataError("The dataset has no batches; expected at least one.")
         structure = {"kind of input": "a tf.data.Dataset", "steps": plan.steps}
-        structure.update(structures.signature(self._spec))
+        structure.update(batch_structure.signature(self._spec))
         amount = "endless" if self._endless else self.units
         steps = None if self.units is None else joint_steps(self.units, 1, plan.shards)
-        return Report(
+        return InputReport(
             structure=structure,
             content={"number of batches": "unknown" if amount is None else amount},
             steps=steps,
@@ -120,12 +120,12 @@ class TfDataSource:
     def _weighted(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         if self._class_weight is None:
             return dataset
-        spec = structures.as_tuple(dataset.element_spec)
+        spec = batch_structure.as_tuple(dataset.element_spec)
         if len(spec) < 2 or spec[1] is None:
             raise DataError(
                 "class_weight was given with a dataset without targets. Expected elements (x, y)."
             )
-        return dataset.map(adapters.class_weight_map(self._class_weight))
+        return dataset.map(keras_adapters.class_weight_map(self._class_weight))
 
     def _elements(
         self, dataset: tf.data.Dataset, batches: int | None, steps: int | None, record: Any
@@ -165,7 +165,7 @@ class TfDataSource:
         joint = JointStream(
             rank=plan.shard,
             size=plan.shards,
-            blanks=_components([structures.blank(spec) for spec in self._present(self._spec)]),
+            blanks=_components([batch_structure.blank(spec) for spec in self._present(self._spec)]),
             padded=batches == 0,
         )
         dataset = dataset.map(
@@ -179,21 +179,21 @@ class TfDataSource:
         specs = self._present(self._spec)
         leaves = iter(tf.nest.pack_sequence_as(specs, components, expand_composites=True))
         return keras.tree.map_structure(
-            lambda spec: None if structures.is_absent(spec) else next(leaves), self._spec
+            lambda spec: None if batch_structure.is_absent(spec) else next(leaves), self._spec
         )
 
     @staticmethod
     def _present(batch: tuple[Any, ...]) -> list[Any]:
-        return [leaf for leaf in keras.tree.flatten(batch) if not structures.is_absent(leaf)]
+        return [leaf for leaf in keras.tree.flatten(batch) if not batch_structure.is_absent(leaf)]
 
     def _prepare(self, digests: bool, *element: Any) -> tuple[Any, ...]:
         # tf.data spreads a tuple over the arguments, even one of a single entry.
         spread = type(self._dataset.element_spec) is tuple
-        batch = structures.as_tuple(element if spread else element[0])
+        batch = batch_structure.as_tuple(element if spread else element[0])
         leaves = self._present(batch)
-        recognised = structures.targets_first(batch)
-        print_ = structures.digest(recognised) if digests else tf.zeros([8], tf.uint8)
-        return _components(leaves), structures.count_rows(leaves[0]), print_, True
+        recognised = batch_structure.targets_first(batch)
+        print_ = batch_structure.digest(recognised) if digests else tf.zeros([8], tf.uint8)
+        return _components(leaves), batch_structure.count_rows(leaves[0]), print_, True
 
     def _element(
         self,
@@ -298,10 +298,10 @@ def _components(leaves: list[Any]) -> tuple[tf.Tensor, ...]:
 def _check_batched(spec: tuple[Any, ...]) -> None:
     """Raise if the components can't be batches of one size."""
     sizes: dict[int, str] = {}
-    for name, leaf in zip(structures.leaf_names(spec), keras.tree.flatten(spec)):
-        if structures.is_absent(leaf):
+    for name, leaf in zip(batch_structure.leaf_names(spec), keras.tree.flatten(spec)):
+        if batch_structure.is_absent(leaf):
             continue
-        structures.blank(leaf)
+        batch_structure.blank(leaf)
         if leaf.shape.rank == 0:
             raise DataError(
                 f"The dataset isn't batched: {name} is a single value per element. Call "

@@ -10,16 +10,16 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint import Snapshot, Store
-from hvdtrain.collectives.base import Collectives
+from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, RanksLostError
-from hvdtrain.keras.epochs import Epochs
+from hvdtrain.keras.epoch_iterator import Epochs
 from hvdtrain.keras.learning_rate import follow_saved
 from hvdtrain.keras.model_optimizers import optimizers_of
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks, restore_callbacks
-from hvdtrain.keras.saving.progress import Progress
-from hvdtrain.keras.saving.state import TrainingState
+from hvdtrain.keras.saving.training_progress import Progress
+from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.monitor import report
-from hvdtrain.tensorflow import seeds
+from hvdtrain.tensorflow import random_seed
 
 __all__ = ["Found", "Resume", "broadcast_arrays", "find"]
 
@@ -109,7 +109,7 @@ class Resume:
                 f"now is shared out by {data.unit}. Resume with the same kind of input, or begin "
                 "anew in another directory."
             )
-        seed = seeds.current_seed()
+        seed = random_seed.current_seed()
         if progress.within_epoch and data.follows_global_seed and progress.tensorflow_seed != seed:
             self._say(
                 f"the tf.data pipeline shuffles, and TensorFlow's global seed was "

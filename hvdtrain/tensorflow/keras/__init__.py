@@ -1,4 +1,4 @@
-"""The same as ``hvdtrain.keras``, where Horovod has it, too.
+"""The same as ``hvdtrain.keras``, under Horovod's other path.
 
 ::
 
@@ -7,13 +7,6 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from hvdtrain.lazy import names_of
 
-
-def __getattr__(name: str) -> Any:
-    return getattr(importlib.import_module("hvdtrain.keras"), name)
-
-
-def __dir__() -> list[str]:
-    return dir(importlib.import_module("hvdtrain.keras"))
+__getattr__, __dir__ = names_of("hvdtrain.keras")

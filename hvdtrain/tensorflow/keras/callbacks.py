@@ -1,14 +1,7 @@
-"""The same as ``hvdtrain.keras.callbacks``, where Horovod has it, too."""
+"""Horovod's callbacks, under Horovod's path."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from hvdtrain.lazy import names_of
 
-
-def __getattr__(name: str) -> Any:
-    return getattr(importlib.import_module("hvdtrain.keras.callbacks"), name)
-
-
-def __dir__() -> list[str]:
-    return dir(importlib.import_module("hvdtrain.keras.callbacks"))
+__getattr__, __dir__ = names_of("hvdtrain.horovod.keras_callbacks")

@@ -1,14 +1,7 @@
-"""The same as ``hvdtrain.keras.elastic``, where Horovod has it, too."""
+"""Horovod's elastic training for Keras, under Horovod's path."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from hvdtrain.lazy import names_of
 
-
-def __getattr__(name: str) -> Any:
-    return getattr(importlib.import_module("hvdtrain.keras.elastic"), name)
-
-
-def __dir__() -> list[str]:
-    return dir(importlib.import_module("hvdtrain.keras.elastic"))
+__getattr__, __dir__ = names_of("hvdtrain.horovod.keras_elastic")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.keras.data import ShardedInput, shard_input
-from hvdtrain.keras.data.base import Pass
+from hvdtrain.keras.data.sharded_input import Pass
 
 __all__ = ["Step", "ThreadCollectives", "flat", "joint", "on_ranks", "read", "shard_on_ranks"]
 

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import ShardedInput
-from hvdtrain.keras.data.base import Pass
-from hvdtrain.keras.data.position import Position
+from hvdtrain.keras.data.data_position import Position
+from hvdtrain.keras.data.sharded_input import Pass
 from tests.keras.data.ranks import flat, joint, on_ranks, read, shard_on_ranks
 from tests.keras.data.test_pydataset import Batches
 

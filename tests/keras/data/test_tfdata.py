@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data.position import Position
+from hvdtrain.keras.data.data_position import Position
 from tests.keras.data.ranks import flat, joint, on_ranks, read, shard_on_ranks
 
 Dataset = tf.data.Dataset

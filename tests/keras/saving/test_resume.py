@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvdtrain import world as job
 from hvdtrain.checkpoint import Store
-from hvdtrain.keras.saving.checkpoint import Checkpoint
+from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 from tests.keras.saving.runs import ROWS, Draws, Stop, StopAfter, X, Y, model_of, outcome, run
 
 EPOCHS = 3

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.keras.served.programs import facts, program, servers
-from tests.keras.served.test_saving import COUNTING, PRELUDE
+from tests.keras.served.test_worker_checkpoints import COUNTING, PRELUDE
 from tests.launch.jobs import HVDTRAIN
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]

@@ -1,0 +1,36 @@
+"""How many cores there are to share, and the share of one rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from hvdtrain.agent.agent_environment import BIND
+from hvdtrain.cluster.placement import share_of_cores
+from hvdtrain.cluster.topology import Topology
+
+__all__ = ["available_cores", "take_cores"]
+
+
+def available_cores() -> int:
+    """Cores that this process may run on: fewer than the machine has in many containers."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def take_cores(place: Topology, environ: Mapping[str, str]) -> dict[str, str]:
+    """Bind this process to its rank's share of the cores; the variables that go with it.
+
+    Every library would otherwise compute with as many threads as the host has cores.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    # Where Slurm gave the job fewer, but binds nobody, it can't be told which they are.
+    allowed = min(len(cores), int(environ.get("SLURM_CPUS_ON_NODE", len(cores))))
+    share = share_of_cores(place.local_rank, place.local_size, allowed) or (0, 0)
+    if place.local_size <= allowed == len(cores) and environ.get(BIND) != "0":
+        os.sched_setaffinity(0, cores[share[0] : share[1] + 1])
+    threads = str(share[1] - share[0] + 1)
+    return {"TF_NUM_INTRAOP_THREADS": threads, "OMP_NUM_THREADS": threads}

@@ -1,0 +1,323 @@
+"""Stands between the launcher and one rank's program, on the rank's host.
+
+mpirun or srun starts it in the program's place (``python -m hvdtrain.agent.rank_agent``). It starts
+the program in a process group of its own, sends its output and its end to the launcher, and sees
+to it that nothing of the rank outlives the job: when the launcher says so, when mpirun or srun
+sends a signal, and when the connection to the launcher is lost, because it was killed or its host
+died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import FrameType
+from typing import Any
+
+from hvdtrain.agent.agent_environment import JOB, parse_addresses
+from hvdtrain.agent.child_guard import (
+    PASSED_ON,
+    adopt_orphans,
+    die_with_parent,
+    lead_group,
+    run_guarded,
+)
+from hvdtrain.agent.cpu_share import take_cores
+from hvdtrain.agent.exit_codes import PREEMPTING, ExitCode, signal_name
+from hvdtrain.agent.messages import Decoder, encode, keep_alive
+from hvdtrain.agent.oom import KillWatch
+from hvdtrain.agent.output_relay import Speech
+from hvdtrain.agent.process_tree import descendants, kill_descendants, process_state, shell_code
+from hvdtrain.agent.report_pipe import Channel
+from hvdtrain.cluster.topology import Topology, read_topology
+from hvdtrain.config import LAUNCHER, variable_name
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.log import show
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__package__)
+
+CONNECT_TIMEOUT_S = 20.0
+# When nobody says how long: without a launcher, and when mpirun or srun ends the rank.
+ORPHAN_GRACE_S = 5.0
+TOLD_GRACE_S = 2.0
+DRAIN_S = 0.5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program in ``argv`` as this process's rank; returns the exit code for mpirun."""
+    program = list(sys.argv[1:] if argv is None else argv)
+    return run_guarded(lambda lifeline: _work(program, lifeline))
+
+
+def _work(program: Sequence[str], lifeline: int) -> int:
+    try:
+        topology = read_topology(os.environ)
+        hub = connect(parse_addresses(os.environ[LAUNCHER]))
+    except (HvdtrainError, OSError) as error:
+        host = socket.gethostname()
+        show("error", who="hvdtrain run: ")
+        logger.error(f"on host {host}: {error}")
+        return ExitCode.CANNOT_START
+    return Agent(topology, hub, os.environ).run(program, lifeline)
+
+
+def _before_program() -> None:
+    lead_group()
+    die_with_parent()
+
+
+def connect(addresses: Sequence[tuple[str, int]]) -> socket.socket:
+    """A connection to the launcher, over the first of its addresses that answers.
+
+    Raises:
+        OSError: None does.
+    """
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    errors: dict[str, str] = {}
+    while time.monotonic() < deadline:
+        for host, port in addresses:
+            try:
+                connection = socket.create_connection((host, port), timeout=5.0)
+            except OSError as error:
+                errors[f"{host}:{port}"] = error.strerror or str(error)
+                continue
+            keep_alive(connection)
+            return connection
+        time.sleep(0.2)
+    tried = "; ".join(f"{address}: {why}" for address, why in errors.items())
+    raise OSError(
+        f"the launcher can't be reached ({tried}). Ranks need a TCP connection to the host where "
+        "hvdtrain run was started; look for a firewall between them."
+    )
+
+
+class Agent:
+    """One rank's program and what is known about it."""
+
+    def __init__(self, topology: Topology, hub: socket.socket, environ: Mapping[str, str]) -> None:
+        self._topology = topology
+        self._hub: socket.socket | None = hub
+        self._environ = environ
+        self._decoder = Decoder()
+        self._selector = selectors.DefaultSelector()
+        self._signals: list[int] = []
+        self._deadline: float | None = None
+        self._dismissed = False
+        self._bidden = False
+        self._elastic = environ.get(variable_name("elastic")) == "1"
+        self._memory = KillWatch()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._channel = Channel()
+        self._speech = Speech(self._selector, self._send)
+        self._selector.register(hub, selectors.EVENT_READ, self._read_hub)
+        self._send(
+            "hello",
+            job=environ[JOB],
+            rank=topology.rank,
+            host=socket.gethostname(),
+        )
+
+    def run(self, program: Sequence[str], lifeline: int) -> int:
+        """Run the program to its end and say how it ended.
+
+        Args:
+            program: With its arguments.
+            lifeline: At its end once mpirun or srun has killed the process that it knows.
+        """
+        self._catch_signals()
+        adopt_orphans()
+        self._selector.register(lifeline, selectors.EVENT_READ, self._lose_guard)
+        try:
+            self._speech.keep(self._topology.rank, self._environ)
+            self._start(program)
+        except OSError as error:
+            return self._refuse(program, error)
+        self._watch()
+        return self._finish()
+
+    def _start(self, program: Sequence[str]) -> None:
+        self._child = subprocess.Popen(
+            program,
+            env={
+                **take_cores(self._topology, self._environ),
+                **self._environ,
+                **self._channel.variables,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            close_fds=False,  # Hydra hands its PMI connection on as an open file
+            preexec_fn=_before_program,
+        )
+        self._channel.handed_over()
+        self._selector.register(self._channel, selectors.EVENT_READ, self._read_reports)
+        self._speech.listen(self._child)
+
+    def _refuse(self, program: Sequence[str], error: OSError) -> int:
+        """Report a program that can't be started, with the code that a shell would give."""
+        name = error.filename or (program[0] if program else "")
+        self._speech.pass_on("stderr", f"{name}: {error.strerror}")
+        code = 127 if isinstance(error, FileNotFoundError) else 126
+        self._say_end(code)
+        return self._await_dismissal(code)
+
+    def _watch(self) -> None:
+        assert self._child is not None
+        while self._child.poll() is None:
+            self._memory.look(self._child.pid)
+            self._wait(0.05)
+            self._act_on_signals()
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                kill_descendants(os.getpid())
+
+    def _wait(self, timeout_s: float) -> None:
+        if not self._selector.get_map():
+            time.sleep(timeout_s)
+            return
+        for key, _ in self._selector.select(timeout_s):
+            key.data(key.fileobj)
+
+    def _read_reports(self, channel: Channel) -> None:
+        reports = channel.read()
+        if reports is None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(channel)
+        for report in reports or ():
+            self._send("report", **report)
+
+    def _read_hub(self, hub: socket.socket) -> None:
+        try:
+            data = hub.recv(1 << 16)
+            messages = self._decoder.feed(data)
+        except (OSError, HvdtrainError):
+            data, messages = b"", []
+        for message in messages:
+            if message["kind"] == "stop":
+                self._stop(int(message["signal"]), float(message["grace_s"]))
+            elif message["kind"] == "kill" and self._child is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._child.pid, signal.SIGKILL)
+            elif message["kind"] == "look":
+                self._look()
+            elif message["kind"] == "bye":
+                self._dismissed = True
+        if not data:
+            self._lose_hub()
+
+    def _lose_guard(self, lifeline: int) -> None:
+        self._selector.unregister(lifeline)
+        self._send("told", signal=int(signal.SIGKILL))
+        self._dismissed = True
+        self._stop(signal.SIGTERM, TOLD_GRACE_S)
+
+    def _lose_hub(self) -> None:
+        if self._hub is None:
+            return
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self._hub)
+        self._hub = None
+        self._dismissed = True
+        self._stop(signal.SIGTERM, ORPHAN_GRACE_S)
+
+    def _look(self) -> None:
+        """For a rank that hangs: whether it is stopped, and the stacks of its threads."""
+        assert self._child is not None
+        pid = self._reporting()
+        states = {process_state(one) for one in (self._child.pid, pid) if one is not None}
+        self._send("looked", stopped=not states.isdisjoint("tT"))
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGQUIT)
+
+    def _reporting(self) -> int | None:
+        """The process of the program that reports, and is ready to be asked."""
+        pid = self._channel.pid
+        return pid if pid in descendants(os.getpid()) else None
+
+    def _act_on_signals(self) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
+            self._send("told", signal=number)
+            ends = number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            self._stop(number, TOLD_GRACE_S if ends else None)
+
+    def _stop(self, number: int, grace_s: float | None) -> None:
+        """Signal the program; with ``grace_s`` it is killed that many seconds later."""
+        self._bidden = True
+        if self._child is None or self._child.poll() is not None:
+            return
+        # Before a preemption the program is to save what it has: its own workers, which would die
+        # of the signal, are needed for that.
+        pid = self._reporting() if number in PREEMPTING else None
+        with contextlib.suppress(ProcessLookupError):
+            if pid is None:
+                os.killpg(self._child.pid, number)
+            else:
+                os.kill(pid, number)
+        if grace_s is not None:
+            deadline = time.monotonic() + grace_s
+            self._deadline = min(self._deadline or deadline, deadline)
+
+    def _finish(self) -> int:
+        """Take in what is left of the output, end what the program left behind, report."""
+        assert self._child is not None
+        code = shell_code(self._child.returncode)
+        lost = self._elastic and not self._bidden and signal_name(code) is not None
+        if lost:
+            # The others wait until mpirun tells them: what holds the output open must go.
+            kill_descendants(os.getpid())
+        deadline = time.monotonic() + DRAIN_S
+        while self._speech.goes_on and time.monotonic() < deadline:
+            self._wait(0.02)
+        self._read_reports(self._channel)
+        kill_descendants(os.getpid())
+        self._say_end(code)
+        if lost:
+            # mpirun goes on without this rank, and is to find nothing wrong with it.
+            return 0
+        return self._await_dismissal(code)
+
+    def _say_end(self, code: int) -> None:
+        kills = asdict(self._memory.kills()) if code != 0 else None
+        self._send("end", code=code, kills=kills)
+
+    def _await_dismissal(self, code: int) -> int:
+        """Stay until the launcher lets go: mpirun and srun would end the ranks that still work.
+
+        A launcher that is gone has lost its connection, which keeps itself alive.
+        """
+        while not self._dismissed and self._hub is not None:
+            self._wait(0.05)
+            # mpirun's impatience ends the waiting; the launcher has been told.
+            self._dismissed = self._dismissed or bool(self._signals)
+        return code
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        if self._hub is None:
+            return
+        try:
+            self._hub.sendall(encode(kind, **fields))
+        except OSError:
+            self._lose_hub()
+
+    def _catch_signals(self) -> None:
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        for number in PASSED_ON:
+            signal.signal(number, note)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

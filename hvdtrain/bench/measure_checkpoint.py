@@ -1,0 +1,104 @@
+"""``hvdtrain bench checkpoint`` on one rank: for how long checkpoints keep training waiting."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+
+import hvdtrain
+from hvdtrain import world
+from hvdtrain.bench.machine import describe_machine, machine_line
+from hvdtrain.bench.models import build_model, synthetic_data
+from hvdtrain.bench.options import CheckpointOptions
+from hvdtrain.bench.results import Limit, Report, format_seconds, table
+from hvdtrain.keras.saving.checkpoint_loop import Keeper
+
+__all__ = ["measure"]
+
+MOST_PAUSE_OVER_WRITE = 25.0  # percent
+
+
+class _Watch(keras.callbacks.Callback):
+    """Notes the time of each step, and who takes the checkpoints."""
+
+    def __init__(self, checkpoint: hvdtrain.Checkpoint) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+        self.keeper: Keeper | None = None
+        self.ends_s: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.keeper = self._checkpoint.keeper
+        self.ends_s.append(time.monotonic())
+
+
+def measure(options: CheckpointOptions) -> None:
+    """Measure on the ranks that are there; the chief prints and writes."""
+    hvdtrain.init()
+    chief = world.is_chief()
+    machine = describe_machine()
+    header = {"machine": machine, "ranks": world.size(), "options": dataclasses.asdict(options)}
+    report = Report("checkpoint", header)
+    if chief:
+        report.print(f"hvdtrain bench checkpoint: {world.size()} ranks\n{machine_line(machine)}")
+    place = options.directory or None
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-", dir=place) as folder:
+        watch = _train(options, Path(folder))
+        size_bytes = _size_of_newest(Path(folder))
+    if chief:
+        _show(report, watch, size_bytes)
+        report.finish(options.json)
+
+
+def _train(options: CheckpointOptions, folder: Path) -> _Watch:
+    model = build_model("mlp")
+    # With Adam a checkpoint is three times the weights.
+    model.compile("adam", model.loss)
+    hvdtrain.distribute(model)
+    checkpoint = hvdtrain.Checkpoint(folder, every_steps=options.between_steps, keep=1)
+    watch = _Watch(checkpoint)
+    # What is saved at the very end comes on top, half an interval later; it doesn't count.
+    steps = options.checkpoints * options.between_steps + options.between_steps // 2
+    rows = steps * options.batch_size * world.size()
+    x, y = synthetic_data(model, rows)
+    batch_size = options.batch_size
+    model.fit(x, y, batch_size=batch_size, verbose=0, callbacks=[watch, checkpoint])
+    return watch
+
+
+def _size_of_newest(folder: Path) -> int:
+    """Bytes of the last checkpoint; 0 on the ranks that don't see it."""
+    newest = sorted(folder.glob("step-*"))[-1:]
+    return sum(file.stat().st_size for path in newest for file in path.iterdir())
+
+
+def _show(report: Report, watch: _Watch, size_bytes: int) -> None:
+    assert watch.keeper is not None
+    paused_s = watch.keeper.paused_s[:-1]
+    written_s = watch.keeper.written_s[: len(paused_s)]
+    step_s = statistics.median(b - a for a, b in itertools.pairwise(watch.ends_s))
+    rows = [
+        [str(number), format_seconds(paused), format_seconds(written), f"{paused / written:.1%}"]
+        for number, (paused, written) in enumerate(zip(paused_s, written_s), start=1)
+    ]
+    report.print(f"{size_bytes / 1e6:.0f} MB each; a step takes {format_seconds(step_s)}\n")
+    report.print(table(["checkpoint", "training waited", "written in", "share"], rows))
+    for name, value in (("paused_s", paused_s), ("written_s", written_s), ("step_s", step_s)):
+        report.add(name, value)
+    report.add("bytes", size_bytes)
+    report.hold_against(
+        Limit(
+            what="waiting over writing, median",
+            measured=100 * statistics.median(p / w for p, w in zip(paused_s, written_s)),
+            limit=MOST_PAUSE_OVER_WRITE,
+            unit="%",
+            bound="at most",
+        )
+    )

@@ -1,0 +1,148 @@
+"""``hvdtrain bench startup``: what ``hvdtrain run`` costs over a bare mpirun; runs outside MPI."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hvdtrain.bench.machine import describe_machine, machine_line
+from hvdtrain.bench.options import StartupOptions
+from hvdtrain.bench.results import Limit, Report, format_seconds, table
+from hvdtrain.bench.start_program import MARK
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.commands import Mpirun
+from hvdtrain.launch.mpirun import find_mpirun
+
+__all__ = ["bare_command", "measure"]
+
+MOST_EXTRA_S = 0.3
+START_TIMEOUT_S = 300.0
+IMPORT, INIT = "import_tensorflow_s", "init_s"
+EMPTY, PROBE = "python -c pass", "hvdtrain.init()"
+LESS_IMPORT = f"{PROBE}, less import"
+PROGRAMS: dict[str, tuple[str, ...]] = {
+    EMPTY: (sys.executable, "-c", "pass"),
+    PROBE: (sys.executable, "-m", "hvdtrain.bench.start_program"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Starts:
+    """Seconds from the command to its end, and what the probe found inside; one for each start."""
+
+    whole_s: dict[str, list[float]] = field(
+        default_factory=lambda: {name: [] for name in (EMPTY, PROBE, LESS_IMPORT)}
+    )
+    probes: list[dict[str, float]] = field(default_factory=list)
+
+    def note(self, program: str, spent_s: float, output: str) -> None:
+        """Keep one start of ``program``."""
+        self.whole_s[program].append(spent_s)
+        for line in output.splitlines():
+            if MARK in line:
+                probe = json.loads(line.partition(MARK)[2])
+                self.probes.append(probe)
+                self.whole_s[LESS_IMPORT].append(spent_s - probe[IMPORT])
+
+
+def measure(options: StartupOptions) -> None:
+    """Start both programs both ways in turn; print and write."""
+    machine = describe_machine()
+    report = Report("startup", {"machine": machine, "options": dataclasses.asdict(options)})
+    report.print(f"hvdtrain bench startup: {options.ranks} ranks\n{machine_line(machine)}")
+    mpirun = find_mpirun(Path(sys.executable).parent, os.environ)
+    ours = (sys.executable, "-m", "hvdtrain", "run", "-np", str(options.ranks), "--")
+    bare, extra = bare_command(mpirun, options.ranks)
+    run, plain = _Starts(), _Starts()
+    for _ in range(options.runs):
+        for name, program in PROGRAMS.items():
+            plain.note(name, *_start([*bare, *program], {**extra, **os.environ}))
+            run.note(name, *_start([*ours, *program], os.environ))
+    _show_starts(report, run, plain)
+    _show_parts(report, [*run.probes, *plain.probes])
+    report.finish(options.json)
+
+
+def bare_command(mpirun: Mpirun, ranks: int) -> tuple[list[str], dict[str, str]]:
+    """mpirun, and the variables it needs to start at all: as root, and on few cores."""
+    argv = [str(mpirun.path), "-np", str(ranks)]
+    if mpirun.family == "hydra":
+        return argv, {}
+    return argv, {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        # Open MPI 4 and 5 have different names for the same permission.
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+
+
+def _start(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[float, str]:
+    start = time.perf_counter()
+    done = subprocess.run(
+        argv,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=START_TIMEOUT_S,
+        check=False,
+        text=True,
+    )
+    spent_s = time.perf_counter() - start
+    if done.returncode != 0:
+        raise LaunchError(
+            f"{' '.join(argv)} ended with exit code {done.returncode}: {done.stderr.strip()} "
+            "Start it by hand to see what is wrong."
+        )
+    return spent_s, done.stdout
+
+
+def _show_starts(report: Report, run: _Starts, plain: _Starts) -> None:
+    cells = []
+    for name, ours_s in run.whole_s.items():
+        bare_s = plain.whole_s[name]
+        for way, spent_s in (("hvdtrain run", ours_s), ("mpirun", bare_s)):
+            cells.append([name, way, *_median_and_best(spent_s)])
+        extra_s = statistics.median(ours_s) - statistics.median(bare_s)
+        best_s = min(ours_s) - min(bare_s)
+        cells.append([name, "difference", *(f"{value:+.3f} s" for value in (extra_s, best_s))])
+        if name != PROBE:
+            report.hold_against(
+                Limit(
+                    what=f"{name}: hvdtrain run over mpirun, medians",
+                    measured=extra_s,
+                    limit=MOST_EXTRA_S,
+                    unit="s",
+                    bound="at most",
+                )
+            )
+    report.print(f"\nseconds of the whole command, {len(run.whole_s[EMPTY])} starts each, in turn")
+    report.print(table(["program", "started by", "median", "best"], cells, left=2))
+    report.print(
+        "less import: without the seconds that the slowest rank imported TensorFlow, which are\n"
+        "the same either way and vary more than the rest."
+    )
+    report.add("hvdtrain_run_s", run.whole_s)
+    report.add("mpirun_s", plain.whole_s)
+
+
+def _show_parts(report: Report, probes: list[dict[str, float]]) -> None:
+    names = {IMPORT: "import tensorflow", INIT: "hvdtrain.init() after it"}
+    rows = [
+        [name, *_median_and_best([probe[part] for probe in probes])] for part, name in names.items()
+    ]
+    report.print("\ninside the ranks, the slowest of each start")
+    report.print(table(["", "median", "best"], rows, left=1))
+    report.add("probes", probes)
+
+
+def _median_and_best(seconds: list[float]) -> list[str]:
+    return [format_seconds(statistics.median(seconds)), format_seconds(min(seconds))]

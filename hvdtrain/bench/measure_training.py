@@ -1,0 +1,243 @@
+"""``hvdtrain bench training`` on one rank: each rank alone against all together, in turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdtrain
+from hvdtrain import world
+from hvdtrain.bench.machine import describe_machine, machine_line, resident_bytes
+from hvdtrain.bench.measure_calls import measure_calls, show_calls
+from hvdtrain.bench.models import build_model, synthetic_data
+from hvdtrain.bench.options import TrainingOptions
+from hvdtrain.bench.results import Limit, Report, table
+from hvdtrain.collectives import Collectives
+
+__all__ = ["measure"]
+
+LEAST_LENET_EFFICIENCY = 93.0
+# Asked of two ranks, and of more in proportion.
+LEAST_MLP_EFFICIENCY = 80.0
+# From the last callback to the return of ``fit``.
+MOST_END_MS = 50.0
+# Allocators and threads move a little either way.
+MOST_GROWTH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """One run of this rank alone or of all.
+
+    Attributes:
+        samples_per_s: Over its ranks, by the steps after the warm-up.
+        call_samples_per_s: By the clock around the call of ``fit``, the warm-up included.
+        end_s: From the last callback to the return of ``fit``.
+        cpu_step_s: Processor time of this rank for a step.
+    """
+
+    samples_per_s: float
+    call_samples_per_s: float
+    end_s: float
+    cpu_step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Runs:
+    """Runs of this rank alone and of all ranks."""
+
+    alone: list[_Run]
+    joint: list[_Run]
+
+
+class _StepClock(keras.callbacks.Callback):
+    """Notes when each step and the training ended, and this process's memory at some steps."""
+
+    def __init__(self, memory_after: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.end_s = 0.0
+        self.ends_s: list[float] = []
+        self.cpu_s: list[float] = []
+        self.resident_bytes: list[int] = []
+        self._memory_after = memory_after
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ends_s.append(time.perf_counter())
+        self.cpu_s.append(time.process_time())
+        if len(self.ends_s) in self._memory_after:
+            self.resident_bytes.append(resident_bytes())
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.end_s = time.perf_counter()
+
+
+def measure(options: TrainingOptions) -> None:
+    """Measure on the ranks that are there; the chief prints and writes."""
+    tf.config.threading.set_intra_op_parallelism_threads(options.intra_op_threads)
+    tf.config.threading.set_inter_op_parallelism_threads(options.inter_op_threads)
+    hvdtrain.init()
+    collectives = world.collectives()
+    size, chief = collectives.size, collectives.rank == 0
+    machine = describe_machine()
+    report = Report(
+        "training", {"machine": machine, "ranks": size, "options": dataclasses.asdict(options)}
+    )
+    if chief:
+        report.print(f"hvdtrain bench training: {size} ranks\n{machine_line(machine)}")
+        report.print(
+            f"batch {options.batch_size} a rank, {options.intra_op_threads} intra-op and "
+            f"{options.inter_op_threads} inter-op threads a rank; {options.runs} runs of "
+            f"{options.steps} steps each, in turn\n"
+        )
+    rows = []
+    for name in options.models.split(","):
+        model = hvdtrain.distribute(build_model(name))
+        runs = _measure_runs(model, name, options, collectives)
+        growth = _measure_growth(model, options, collectives)
+        rows.append(_row(name, runs, growth, collectives))
+    overheads = measure_calls(collectives)
+    if chief:
+        _show(report, rows, options.memory_steps)
+        show_calls(report, overheads)
+        report.finish(options.json)
+
+
+def _measure_runs(
+    model: keras.Model, name: str, options: TrainingOptions, collectives: Collectives
+) -> _Runs:
+    """Runs of each rank alone, with plain Keras, and of all ranks, in turn."""
+    plain = build_model(name)
+    runs = _Runs(alone=[], joint=[])
+    for _ in range(options.runs):
+        for rank in range(collectives.size):
+            if rank == collectives.rank:
+                runs.alone.append(_run(plain, options, 1))
+            collectives.barrier(name=f"hvdtrain bench: rank {rank} trains alone")
+        runs.joint.append(_run(model, options, collectives.size))
+        collectives.barrier(name="hvdtrain bench")
+    return runs
+
+
+def _run(model: keras.Model, options: TrainingOptions, ranks: int) -> _Run:
+    """One ``fit``; the steps after the warm-up count, and the call as a whole."""
+    clock = _StepClock()
+    steps, samples = options.warmup_steps + options.steps, options.batch_size * ranks
+    call_s = _fit(model, options.batch_size, steps, ranks, clock)
+    first = options.warmup_steps - 1
+    seconds = clock.ends_s[-1] - clock.ends_s[first]
+    return _Run(
+        samples_per_s=options.steps * samples / seconds,
+        call_samples_per_s=steps * samples / call_s,
+        end_s=time.perf_counter() - clock.end_s,
+        cpu_step_s=(clock.cpu_s[-1] - clock.cpu_s[first]) / options.steps,
+    )
+
+
+def _measure_growth(model: keras.Model, options: TrainingOptions, collectives: Collectives) -> int:
+    """Bytes by which the resident set of the worst rank grew over ``memory_steps`` steps."""
+    steps = options.memory_steps
+    clock = _StepClock(memory_after=(steps, 2 * steps))
+    _fit(model, options.batch_size, 2 * steps, collectives.size, clock)
+    growth = np.array([clock.resident_bytes[1] - clock.resident_bytes[0]], np.int64)
+    return int(collectives.allreduce(growth, "max", name="hvdtrain bench: memory")[0])
+
+
+def _fit(model: keras.Model, batch_size: int, steps: int, ranks: int, clock: _StepClock) -> float:
+    """How long the call of ``fit`` took, in seconds."""
+    x, y = synthetic_data(model, batch_size * steps * ranks)
+    begin_s = time.perf_counter()
+    model.fit(x, y, batch_size=batch_size, epochs=1, verbose=0, callbacks=[clock])
+    return time.perf_counter() - begin_s
+
+
+def _row(name: str, runs: _Runs, growth_bytes: int, collectives: Collectives) -> dict[str, Any]:
+    """The figures of a model; cores differ, so ranks together are held against each of them."""
+    mine = [run.samples_per_s for run in runs.alone]
+    alone = collectives.allgather_object(mine, name="hvdtrain bench: each rank alone")
+    joint = [run.samples_per_s for run in runs.joint]
+    calls = [run.call_samples_per_s for run in runs.joint]
+    end_s = max(run.end_s for run in runs.joint)
+    ends_s = collectives.allgather_object(end_s, name="hvdtrain bench: ends of fit")
+    cpu_alone_s, cpu_joint_s = (
+        min(run.cpu_step_s for run in kind) for kind in (runs.alone, runs.joint)
+    )
+    one_rank = statistics.mean(max(speeds) for speeds in alone)
+    median_one_rank = statistics.mean(statistics.median(speeds) for speeds in alone)
+    return {
+        "model": name,
+        "alone_samples_per_s": alone,
+        "joint_samples_per_s": joint,
+        "joint_call_samples_per_s": calls,
+        "end_s": max(ends_s),
+        "one_rank_samples_per_s": one_rank,
+        "speedup": max(joint) / one_rank,
+        "efficiency_percent": 100 * max(joint) / one_rank / collectives.size,
+        "median_speedup": statistics.median(joint) / median_one_rank,
+        "processor_efficiency_percent": 100 * cpu_alone_s / cpu_joint_s,
+        "memory_growth_bytes": growth_bytes,
+    }
+
+
+def _show(report: Report, rows: list[dict[str, Any]], memory_steps: int) -> None:
+    cells = [
+        [
+            row["model"],
+            f"{row['one_rank_samples_per_s']:.0f}",
+            f"{max(row['joint_samples_per_s']):.0f}",
+            f"{max(row['joint_call_samples_per_s']):.0f}",
+            f"{row['speedup']:.2f}",
+            f"{row['efficiency_percent']:.1f} %",
+            f"{row['median_speedup']:.2f}",
+            f"{row['processor_efficiency_percent']:.1f} %",
+            f"{row['memory_growth_bytes'] / 1024:.0f} KiB",
+        ]
+        for row in rows
+    ]
+    head = ["model", "one rank", "all ranks", "by calls", "speedup", "efficiency", "of medians"]
+    report.print(table([*head, "processor", "memory"], cells, left=1))
+    report.print(
+        "samples/s of the best run; one rank is plain Keras with the same threads while the\n"
+        "others wait, the mean over the ranks, each in turn. by calls: all ranks by the clock\n"
+        "around fit, with its first steps. processor: processor time of a step of one rank over\n"
+        "that of a step of all, on the chief; other programs disturb it less.\n"
+        "memory: growth of the resident set of the worst rank from step "
+        f"{memory_steps} to {2 * memory_steps}."
+    )
+    report.add("models", rows)
+    least = {"lenet": LEAST_LENET_EFFICIENCY, "mlp": LEAST_MLP_EFFICIENCY}
+    for row in rows:
+        name = row["model"]
+        report.hold_against(
+            Limit(
+                what=f"{name}: efficiency, best runs",
+                measured=row["efficiency_percent"],
+                limit=least[name],
+                unit="%",
+                bound="at least",
+            )
+        )
+        report.hold_against(
+            Limit(
+                what=f"{name}: fit returns after its last callback, the worst",
+                measured=1000 * row["end_s"],
+                limit=MOST_END_MS,
+                unit="ms",
+                bound="at most",
+            )
+        )
+        report.hold_against(
+            Limit(
+                what=f"{name}: growth of memory over {memory_steps} steps",
+                measured=row["memory_growth_bytes"] / 1024,
+                limit=MOST_GROWTH_BYTES / 1024,
+                unit="KiB",
+                bound="at most",
+            )
+        )

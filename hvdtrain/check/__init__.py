@@ -1,0 +1,1 @@
+"""``hvdtrain check``: is this cluster fit to train?"""

@@ -1,0 +1,151 @@
+"""``hvdtrain check``: is this cluster fit to train?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+from hvdtrain.check.allreduce_check import judge_allreduce, show_allreduce
+from hvdtrain.check.check_report import diagnose, show
+from hvdtrain.cluster.hosts import Host, slurm_hosts
+from hvdtrain.cluster.placement import place
+from hvdtrain.cluster.ranges import listing
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.host_arguments import add_where, named_hosts
+from hvdtrain.remote.problem import Problem, show_problem
+from hvdtrain.remote.remote_probe import Answer, Way
+
+__all__ = ["add_arguments", "run"]
+
+logger = logging.getLogger(__package__)
+
+FIT, UNFIT = 0, 1
+# Without a word on ranks, this host is checked for the fewest that need each other.
+DEFAULT_RANKS = 2
+
+_EPILOG = """\
+examples:
+  hvdtrain check                       this host
+  hvdtrain check -H a:4,b:4            over ssh
+  hvdtrain check                       in a Slurm job: all its hosts, through srun
+
+exit codes: 0 fit to train (warnings may have been printed), 1 not, 2 unusable arguments.
+docs/check.md tells what is looked at.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``hvdtrain check``; they mean what they mean to ``run``."""
+    parser.usage = "hvdtrain check [-np N] [-H a:4,b:4 | --hostfile FILE] [--no-allreduce]"
+    parser.epilog = _EPILOG
+    add_where(parser)
+    parser.add_argument(
+        "--no-allreduce", action="store_true", help="only look; start no ranks at the end"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the hosts that ``arguments`` name, print what was found, and return the exit code.
+
+    Raises:
+        ConfigurationError: Hosts can't be read, or the ranks don't fit on them.
+    """
+    way, hosts = _hosts(arguments, os.environ)
+    ranks = _ranks(hosts, arguments.num_proc)
+    try:
+        return _run(arguments, way, ranks)
+    except KeyboardInterrupt:
+        logger.warning("interrupted")
+        return 128 + signal.SIGINT
+
+
+def _run(arguments: argparse.Namespace, way: Way, ranks: Mapping[str, int]) -> int:
+    from hvdtrain.check.survey import ask
+
+    here, answers = ask(ranks, os.environ, way=way)
+    if here.facts is None:
+        words = here.failure.words if here.failure else ""
+        logger.error(f"this host can't be asked: {words}")
+        return UNFIT
+    if way == "here" and arguments.num_proc is None:
+        answers = [_with_default_ranks(answer) for answer in answers]
+    use_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    diagnosis = diagnose(here, answers, way=way, python=sys.executable, use_gpus=use_gpus)
+    print(show(diagnosis), flush=True)
+    problems = list(diagnosis.problems)
+    if diagnosis.fit and not arguments.no_allreduce and sum(ranks.values()) > 1:
+        problems += _reduce(arguments, sum(ranks.values()), answers)
+    return _conclude(problems)
+
+
+def _reduce(
+    arguments: argparse.Namespace, ranks: int, answers: Sequence[Answer]
+) -> Sequence[Problem]:
+    """Let all ranks reduce an array; print how it went, and return what went wrong."""
+    from hvdtrain.check.survey import measure_allreduce
+
+    try:
+        measured = measure_allreduce(ranks, arguments.hosts, arguments.hostfile, os.environ)
+    except LaunchError as error:
+        problem: Problem | None = Problem(
+            hosts=(),
+            found=str(error),
+            expected="a launcher that starts ranks on all hosts",
+            remedy="as said above",
+        )
+    else:
+        problem = judge_allreduce(measured, answers)
+        if problem is None:
+            print("\n" + show_allreduce(measured))
+            return []
+    assert problem is not None
+    print("\n" + show_problem(problem))
+    return [problem]
+
+
+def _hosts(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Way, list[Host]]:
+    """The hosts that are meant, and how they are reached."""
+    named = named_hosts(arguments.hosts, arguments.hostfile)
+    if named is not None:
+        return "ssh", named
+    allocated = slurm_hosts(environ)
+    if allocated is not None:
+        return "srun", allocated
+    return "here", [Host(name="localhost", slots=arguments.num_proc or DEFAULT_RANKS)]
+
+
+def _ranks(hosts: Sequence[Host], ranks: int | None) -> dict[str, int]:
+    """Ranks of each host; hosts that would get none are checked all the same."""
+    counts = {host.name: 0 for host in hosts}
+    for entry in place(hosts, ranks):
+        counts[entry.host] += 1
+    return counts
+
+
+def _with_default_ranks(answer: Answer) -> Answer:
+    """As many ranks as nobody would call too many for the host."""
+    facts = answer.facts
+    if facts is None:
+        return answer
+    ranks = min(DEFAULT_RANKS, facts.cores or DEFAULT_RANKS, len(facts.gpus) or DEFAULT_RANKS)
+    return dataclasses.replace(answer, ranks=ranks)
+
+
+def _conclude(problems: Sequence[Problem]) -> int:
+    """The last line, and the exit code."""
+    errors = [problem for problem in problems if problem.error]
+    warnings = len(problems) - len(errors)
+    noted = f" ({warnings} warning{'' if warnings == 1 else 's'})" if warnings else ""
+    if not errors:
+        print(f"\nfit to train{noted}")
+        return FIT
+    hosts = list(dict.fromkeys(host for problem in errors for host in problem.hosts))
+    where = f" on {listing(hosts)}" if hosts else ""
+    count = f"{len(errors)} problem{'' if len(errors) == 1 else 's'}"
+    print(f"\nnot fit to train: {count}{where}{noted}")
+    return UNFIT

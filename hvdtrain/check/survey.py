@@ -1,0 +1,203 @@
+"""Asks all hosts at once what ``hvdtrain check`` wants to know, and lets them reduce an array."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hvdtrain.agent.exit_codes import ExitCode
+from hvdtrain.check.allreduce_check import Measured
+from hvdtrain.config import Settings
+from hvdtrain.launch.attempts import run_job
+from hvdtrain.launch.job import Job
+from hvdtrain.launch.supervisor import Patience
+from hvdtrain.remote.own_addresses import is_this_host, own_addresses
+from hvdtrain.remote.probe_messages import Question
+from hvdtrain.remote.remote_probe import (
+    Answer,
+    Failure,
+    FailureKind,
+    Way,
+    read_answer,
+    srun_probe,
+    ssh_probe,
+)
+
+__all__ = ["ask", "measure_allreduce"]
+
+CONNECT_TIMEOUT_S = 10
+# The probe gives up on what it asks after 16 s.
+ANSWER_TIMEOUT_S = 40.0
+ENDING_TIMEOUT_S = 2.0
+ASKED_AT_ONCE = 64
+START_TIMEOUT_S = 60.0
+_NOT_STARTED: dict[Way, FailureKind] = {
+    "here": "no answer",
+    "ssh": "ssh failed",
+    "srun": "srun failed",
+}
+
+
+def ask(
+    hosts: Mapping[str, int], environ: Mapping[str, str], *, way: Way
+) -> tuple[Answer, list[Answer]]:
+    """Ask this host, and all ``hosts`` at the same time.
+
+    Args:
+        hosts: Ranks of each host by its name.
+        environ: Of the commands.
+        way: How to start something on a host; ``here`` asks none but this one.
+
+    Returns:
+        The answer of this host, and those of ``hosts``, in their order.
+    """
+    remote = [name for name in hosts if way == "srun" or not is_this_host(name)]
+    environ = {**environ, "LC_ALL": "C"}
+    with _token_file() as (token_file, token), _listener() as port:
+        question = Question(
+            names=tuple(hosts),
+            folder=os.getcwd(),
+            token_file=token_file,
+            token=token,
+            port=port,
+        )
+        with ThreadPoolExecutor(max_workers=min(ASKED_AT_ONCE, 1 + len(remote))) as pool:
+            mine = pool.submit(_ask_one, "", "here", question, own_addresses(remote[:1]), environ)
+            theirs = {
+                name: pool.submit(_ask_one, name, way, question, None, environ) for name in remote
+            }
+            try:
+                here = mine.result()
+                asked = {name: theirs[name].result() if name in theirs else here for name in hosts}
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    return here, [
+        dataclasses.replace(asked[name], host=name, ranks=ranks) for name, ranks in hosts.items()
+    ]
+
+
+def measure_allreduce(
+    ranks: int | None, hosts: str | None, hostfile: str | None, environ: Mapping[str, str]
+) -> Measured:
+    """Start the ranks as ``hvdtrain run`` does, and time an allreduce over them.
+
+    Raises:
+        ConfigurationError: The ranks don't fit on the hosts.
+        LaunchError: There is no usable mpirun or srun.
+    """
+    mark = f"hvdtrain-allreduce-{secrets.token_hex(4)} "
+    job = Job(
+        program=(sys.executable, "-m", "hvdtrain.check.allreduce_program", mark),
+        ranks=ranks,
+        hosts=hosts,
+        hostfile=hostfile,
+        settings=Settings(share_gpus=True),
+        patience=Patience(start_s=START_TIMEOUT_S),
+        chief_only=True,
+    )
+    output, complaints = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(complaints):
+        code = run_job(job, {"HVDTRAIN_TIMEOUT_S": "60", **environ})
+    if code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    for line in output.getvalue().splitlines():
+        _, found, text = line.partition(mark)
+        if found and code == 0:
+            return Measured(**json.loads(text))
+    return Measured(code=code or ExitCode.CANNOT_START, words=complaints.getvalue().strip())
+
+
+def _ask_one(
+    host: str,
+    way: Way,
+    question: Question,
+    addresses: Sequence[str] | None,
+    environ: Mapping[str, str],
+) -> Answer:
+    """Start the probe on ``host`` and wait for its answer; never raises for what goes wrong."""
+    addresses = own_addresses([host]) if addresses is None else addresses
+    question = dataclasses.replace(question, addresses=tuple(addresses))
+    asked = json.dumps(dataclasses.asdict(question))
+    program = (sys.executable, "-m", "hvdtrain.remote.host_probe", asked)
+    argv: Sequence[str] = program
+    if way == "ssh":
+        argv = ssh_probe(host, program, environ, connect_timeout_s=CONNECT_TIMEOUT_S)
+    elif way == "srun":
+        argv = srun_probe(host, program)
+    asked_s = time.time()
+    try:
+        code, stdout, stderr = _run(argv, environ)
+    except OSError as error:
+        words = f"{argv[0]}: {error.strerror}"
+        return Answer(host=host, failure=Failure(kind=_NOT_STARTED[way], words=words))
+    answered_s = time.time()
+    found = read_answer(way, code, stdout, stderr)
+    if isinstance(found, Failure):
+        return Answer(host=host, failure=found)
+    return Answer(host=host, facts=found, asked_s=asked_s, answered_s=answered_s)
+
+
+def _run(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[int | None, str, str]:
+    """Exit code, None if it took too long, and what was printed."""
+    process = subprocess.Popen(
+        argv,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    code: int | None = None
+    try:
+        stdout, stderr = process.communicate(timeout=ANSWER_TIMEOUT_S)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        # srun ends its step when it is asked to, and leaves it behind when it is killed.
+        process.terminate()
+        try:
+            stdout, stderr = process.communicate(timeout=ENDING_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            stdout, stderr = b"", b""
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_TIMEOUT_S)
+    return code, stdout.decode(errors="replace"), stderr.decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _token_file() -> Iterator[tuple[str, str]]:
+    """A file in the current folder, and what is in it; no name where none can be written."""
+    token = secrets.token_hex(16)
+    path = Path(f".hvdtrain-check-{secrets.token_hex(8)}")
+    try:
+        try:
+            path.write_text(token)
+            name = path.name
+        except OSError:
+            name = ""
+        yield name, token
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _listener() -> Iterator[int]:
+    """A port of this host that hosts can connect to, as the agents of ranks do.
+
+    Nobody accepts: the kernel does, for as many as are let wait.
+    """
+    with socket.create_server(("", 0), backlog=1024) as listener:
+        yield listener.getsockname()[1]

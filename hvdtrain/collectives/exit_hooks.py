@@ -1,0 +1,112 @@
+"""How a rank ends: well, together with the others; or badly, and then they hear of it at once."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from hvdtrain.collectives.exit_code import ExitCodeWatch
+from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.errors import PeerFailedError
+
+__all__ = ["install"]
+
+logger = logging.getLogger(__package__)
+
+# A rank that only follows another's failure lets that one end first, so that its exit code counts.
+FOLLOWER_PAUSE_S = 2.0
+PACKAGE = str(Path(__file__).parents[1])
+# Threads of libraries have kept failed processes from ending.
+EXIT_DEADLINE_S = 5.0
+
+
+_current: MpiCollectives | None = None
+
+
+def install(collectives: Collectives) -> None:
+    """From now on tell the other ranks when this process fails or leaves.
+
+    A second call, after ``shutdown()`` and another ``init()``, puts the new engine in place of the
+    old one.
+    """
+    global _current
+    if not isinstance(collectives, MpiCollectives):
+        return
+    if _current is None:
+        sys.excepthook = functools.partial(_on_exception, sys.excepthook)
+        atexit.register(_leave, ExitCodeWatch())
+        os.register_at_fork(after_in_child=_forget)
+    _current = collectives
+
+
+def _forget() -> None:
+    """In a child of this process, whose end is no rank's."""
+    global _current
+    _current = None
+
+
+def _on_exception(
+    previous: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    previous(kind, error, trace)
+    collectives = _current
+    if collectives is None or collectives.closed:
+        return
+    cause = _behind(error, collectives)
+    # By its first number, as the launcher calls it: others may have been lost.
+    who = f"rank {collectives.alarm.rank} of {collectives.alarm.size}"
+    follows = isinstance(cause, PeerFailedError)
+    what = f"stops: {cause}" if follows else f"failed: {type(cause).__name__}: {cause}"
+    logger.error("%s %s", who, what)
+    collectives.fail(f"{type(cause).__name__}: {cause}{_place(trace)}")
+    if follows:
+        time.sleep(FOLLOWER_PAUSE_S)
+    _end_within(EXIT_DEADLINE_S)
+
+
+def _behind(error: BaseException, collectives: MpiCollectives) -> BaseException:
+    """The error between ranks that TensorFlow has turned into one of its own, if so."""
+    last = collectives.last_error
+    return last if last is not None and str(last) in str(error) else error
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The last line of the user's own program, which says more than the depths of a library."""
+    frames = traceback.extract_tb(trace)
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename and not frame.filename.startswith(PACKAGE)
+    ]
+    if not frames:
+        return ""
+    frame = (own or frames)[-1]
+    return f" ({frame.filename}:{frame.lineno})"
+
+
+def _end_within(seconds: float) -> None:
+    def end() -> None:
+        time.sleep(seconds)
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
+def _leave(watch: ExitCodeWatch) -> None:
+    watch.close()
+    sys.stdout.flush()
+    if _current is not None:
+        _current.leave(watch.code)

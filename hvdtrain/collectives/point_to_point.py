@@ -1,0 +1,224 @@
+"""Messages from one rank to another, beside the collectives; every wait has an end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.collectives.failure_detector import Alarm
+from hvdtrain.collectives.fusion import MESSAGE_BYTES
+from hvdtrain.collectives.spin_wait import Patience
+from hvdtrain.errors import PeerLostError
+
+__all__ = ["Messages", "Pending"]
+
+
+class Pending(NamedTuple):
+    """A message on its way from or to a rank."""
+
+    request: Any
+    rank: int
+
+
+class Messages:
+    """Point-to-point messages of bytes.
+
+    Ranks are the first numbers of the engine's. Nothing is serialised, and what is sent travels
+    from the caller's own memory. A rank that leaves while another waits here is an error there:
+    an operation has to come after the last message.
+
+    Where ranks may be lost, a dead one concerns only who has a message for it, or waits for one.
+
+    Args:
+        mpi: The ``mpi4py.MPI`` module.
+        comm: A communicator of all ranks, used by nothing else.
+        members: Their first numbers.
+        alarm: Looked at while waiting is long.
+        timeout_s: After that many seconds waiting is an error.
+        local_size: Ranks on this host; see ``Patience``.
+    """
+
+    def __init__(
+        self,
+        mpi: ModuleType,
+        comm: Any,
+        members: Sequence[int],
+        alarm: Alarm,
+        timeout_s: float,
+        local_size: int,
+    ) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._members = tuple(members)
+        self._places = {member: place for place, member in enumerate(members)}
+        self._alarm = alarm
+        # MPI may still write to the buffers of what was begun with a rank that died.
+        self._abandoned: list[Pending] = []
+        self._patience = Patience(alarm, timeout_s, local_size, needs_all=True)
+        self._endless = Patience(alarm, math.inf, local_size, needs_all=True)
+        self._inside = ""
+
+    @property
+    def waiting_in(self) -> str:
+        """What this rank waits for, if it does; another thread may ask."""
+        return self._inside
+
+    @property
+    def lost(self) -> set[int]:
+        """The ranks that died, as far as is known here."""
+        return self._alarm.lost
+
+    def start_send(self, data: np.ndarray, to: int, tag: int) -> list[Pending]:
+        """Begin to send; ``data`` must stay as it is until ``wait`` has returned.
+
+        Args:
+            data: Contiguous, of any type.
+            to: The rank.
+            tag: Must be the same where it is received.
+
+        Returns:
+            For ``wait``.
+
+        Raises:
+            PeerLostError: The rank died.
+        """
+        return self._start(self._comm.Isend, data, to, tag)
+
+    def start_receive(self, buffer: np.ndarray, source: int, tag: int) -> list[Pending]:
+        """Begin to receive as many bytes as ``buffer`` has; else as ``start_send``."""
+        return self._start(self._comm.Irecv, buffer, source, tag)
+
+    def wait(
+        self,
+        pending: Sequence[Pending],
+        waiting_in: str,
+        *,
+        endless: bool = False,
+        unless: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Return when all of them are done.
+
+        Args:
+            pending: What ``start_send`` and ``start_receive`` returned.
+            waiting_in: For errors, and for whoever asks.
+            endless: Wait as long as no rank fails, because the other side gives up in time.
+            unless: Whether to give them up instead of waiting on; asked often.
+
+        Raises:
+            PeerLostError: A rank died that one of them comes from, or goes to.
+            PeerFailedError: Another rank failed or left meanwhile.
+            CollectiveTimeoutError: The time is over.
+        """
+        left = list(pending)
+        patience = self._endless if endless else self._patience
+
+        def over() -> bool:
+            return unless() or self._are_over(left, waiting_in)
+
+        try:
+            self._wait_until(over, patience, waiting_in)
+        finally:
+            self._abandoned += left
+
+    def receive_any(
+        self,
+        buffer: np.ndarray,
+        tag: int,
+        waiting_in: str,
+        *,
+        unless: Callable[[], bool] = lambda: False,
+    ) -> int | None:
+        """Wait for a message from whichever rank; returns which.
+
+        Args:
+            buffer: Takes it; as many bytes as it has.
+            tag: Of the message.
+            waiting_in: For errors, and for whoever asks.
+            unless: Whether to return None instead of waiting on; asked often. So it does where
+                the sender dies.
+
+        Raises:
+            PeerFailedError: Another rank failed or left meanwhile.
+            CollectiveTimeoutError: None came in time.
+        """
+        status = self._mpi.Status()
+        found: list[Any] = []
+
+        def came() -> bool:
+            try:
+                message = self._comm.Improbe(self._mpi.ANY_SOURCE, tag, status)
+            except self._mpi.Exception as error:
+                self._note_lost(error)
+                message = None
+            if message is not None:
+                found.append(message)
+            return bool(found) or unless()
+
+        self._wait_until(came, self._patience, waiting_in)
+        if not found:
+            return None
+        try:
+            found[0].Recv([buffer.view(np.uint8), self._mpi.BYTE])
+        except self._mpi.Exception as error:
+            self._note_lost(error)
+            return None
+        return self._members[status.Get_source()]
+
+    def _start(
+        self, start: Callable[..., Any], data: np.ndarray, rank: int, tag: int
+    ) -> list[Pending]:
+        place, byte = self._places[rank], self._mpi.BYTE
+        try:
+            return [Pending(start([part, byte], place, tag), rank) for part in _parts(data)]
+        except self._mpi.Exception as error:
+            self._note_lost(error)
+            raise self.loss_of(rank, "exchanged messages with it") from None
+
+    def _are_over(self, pending: list[Pending], waiting_in: str) -> bool:
+        """Whether none is left of them; takes away those that are done."""
+        while pending:
+            request, rank = pending[-1]
+            try:
+                done = request.Test()
+            except self._mpi.Exception as error:
+                self._note_lost(error)
+                # From here on MPI takes the request for one that is done.
+                self.lost.add(rank)
+                done = False
+            if not done and rank in self.lost:
+                raise self.loss_of(rank, f"waited for it in {waiting_in}")
+            if not done:
+                return False
+            pending.pop()
+        return True
+
+    def _note_lost(self, error: Exception) -> None:
+        self._alarm.note_lost(error, self._comm, self._members)
+
+    def loss_of(self, rank: int, doing: str) -> PeerLostError:
+        """The error of a rank that can't do without another.
+
+        Args:
+            rank: That died.
+            doing: What this rank did meanwhile.
+        """
+        me = self._alarm.rank
+        return PeerLostError(
+            f"rank {rank} died while rank {me} {doing}. Rank {me} can't go on without it. Start "
+            "the job again; with hvdtrain.Checkpoint it goes on from the newest checkpoint.",
+            rank,
+        )
+
+    def _wait_until(self, ready: Callable[[], bool], patience: Patience, waiting_in: str) -> None:
+        self._inside = waiting_in
+        patience.until(ready, waiting_in)
+        self._inside = ""
+
+
+def _parts(data: np.ndarray) -> list[np.ndarray]:
+    flat = data.reshape(-1).view(np.uint8)
+    return [flat[s : s + MESSAGE_BYTES] for s in range(0, flat.size, MESSAGE_BYTES)]

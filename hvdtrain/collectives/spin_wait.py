@@ -1,0 +1,84 @@
+"""One way to wait for other ranks: spin shortly, then sleep, look for alarms, and give up."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from hvdtrain.collectives.failure_detector import Alarm
+
+__all__ = ["Patience"]
+
+# About 100 microseconds: ranks in step meet within it.
+SPINS = 1000
+FIRST_PAUSE_S = 20e-6
+LONGEST_PAUSE_S = 100e-6
+# Who has waited for long sleeps for longer: it costs a hundredth of the wait at most, and leaves
+# the cores to those that trace or load data meanwhile.
+PAUSE_PER_WAITED = 0.01
+LAST_PAUSE_S = 2e-3
+ALARM_INTERVAL_S = 5e-3
+
+
+class Patience:
+    """How long and in which way this rank waits.
+
+    Args:
+        alarm: Looked at while waiting is long.
+        timeout_s: After that many seconds waiting is an error.
+        local_size: Ranks on this host; where they outnumber the cores nobody spins, because the
+            rank that is waited for needs the core.
+        needs_all: See ``Alarm.check``.
+    """
+
+    def __init__(
+        self, alarm: Alarm, timeout_s: float, local_size: int, needs_all: bool = False
+    ) -> None:
+        self._alarm = alarm
+        self._timeout_s = timeout_s
+        self._needs_all = needs_all
+        self.waits = False
+        """Whether this rank waits here, and will give up by itself."""
+        self.waited_until_s = 0.0
+        """When it last did, by the monotonic clock."""
+        self.waited_s = 0.0
+        """How long in all."""
+        self._spins = SPINS if local_size <= (os.cpu_count() or 1) else 1
+
+    def until(self, ready: Callable[[], bool], waiting_in: str) -> None:
+        """Return once ``ready()`` is true.
+
+        After some spinning the thread sleeps, which leaves the core and the interpreter to
+        whoever the others are waiting for.
+
+        Raises:
+            PeerFailedError: Another rank failed or left meanwhile.
+            CollectiveTimeoutError: The time is over.
+        """
+        for _ in range(self._spins):
+            if ready():
+                return
+        self.waits = True
+        start_s = time.monotonic()
+        try:
+            self._wait(ready, waiting_in)
+        finally:
+            self.waited_until_s = time.monotonic()
+            self.waited_s += self.waited_until_s - start_s
+            self.waits = False
+
+    def _wait(self, ready: Callable[[], bool], waiting_in: str) -> None:
+        start = time.monotonic()
+        next_check = start + ALARM_INTERVAL_S
+        pause = FIRST_PAUSE_S
+        while not ready():
+            time.sleep(pause)
+            now = time.monotonic()
+            late = min((now - start) * PAUSE_PER_WAITED, LAST_PAUSE_S)
+            pause = max(min(pause * 1.25, LONGEST_PAUSE_S), late)
+            if now >= next_check:
+                next_check = now + ALARM_INTERVAL_S
+                self._alarm.check(waiting_in, self._needs_all)
+                if now - start > self._timeout_s:
+                    self._alarm.time_out(waiting_in, self._timeout_s)

@@ -1,0 +1,94 @@
+"""Variables and Python objects between ranks, under Horovod's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.gradients.tape import check_averages, variable_label
+from hvdtrain.horovod.collective_ops import broadcast
+from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
+from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+]
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> tf.Operation | None:
+    """Give every rank the values that ``root_rank`` has; in a tf.function or a graph, too.
+
+    Args:
+        variables: The same on every rank.
+        root_rank: Whose values they get.
+        process_set: The ranks that take part; all of them if not given.
+        inplace: Of no effect.
+
+    Returns:
+        In a graph what does it, for a session to run; None where it is done.
+
+    Raises:
+        MismatchError: Shapes or types differ between ranks.
+        ModelError: Some ranks are parameter servers.
+    """
+    check_averages("tensorflow.broadcast_variables")
+    assigned = []
+    for variable in variables:
+        name = variable_label(variable)
+        given = broadcast(variable, root_rank, name, process_set=process_set)
+        assigned.append(variable.assign(given))
+    return None if tf.executing_eagerly() else tf.group(assigned)
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Give every rank an object of ``root_rank``; it travels by pickle.
+
+    Args:
+        obj: Anything that pickle takes; looked at on ``root_rank`` alone.
+        root_rank: Whose object it is.
+        session: None: there are no sessions in TensorFlow 2.
+        name: For errors; the same on all ranks.
+        process_set: The ranks that take part; all of them if not given.
+    """
+    with raise_as_in_tensorflow():
+        return process_set.collectives().broadcast_object(
+            obj, process_set.place_of(root_rank), name=name or "object", codec="pickle"
+        )
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """A function of an object that calls ``broadcast_object`` with these arguments."""
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+def allgather_object(
+    obj: Any,
+    session: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """The objects of all ranks, in rank order; they travel by pickle. See ``broadcast_object``."""
+    with raise_as_in_tensorflow():
+        collectives = process_set.collectives()
+        return collectives.allgather_object(obj, name=name or "object", codec="pickle")

@@ -1,0 +1,132 @@
+"""Models that Keras builds from the first data they see, as a Sequential without an Input."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.errors import ModelError
+from hvdtrain.keras.data.batch_structure import is_absent
+from hvdtrain.keras.fit_loop import put
+from hvdtrain.keras.model_optimizers import optimizers_of
+
+__all__ = ["check_built", "forget", "is_built", "postpone"]
+
+_WAITING = ("fit", "evaluate", "predict", "train_on_batch")
+_MARK = "_hvdtrain_waits_for_data"
+_ADVICE = (
+    "Begin it with keras.Input(shape=…), or call model.build(input_shape) or model(x[:1]), before "
+    "hvdtrain.distribute(model)."
+)
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether the model has all of its variables."""
+    return bool(model.variables) and not _lacking(model)
+
+
+def check_built(model: keras.Model) -> None:
+    """See that there are variables to broadcast.
+
+    Raises:
+        ModelError: Names the layers that have none yet.
+    """
+    if is_built(model):
+        return
+    names = _lacking(model)
+    listed = f"{', '.join(names[:5])} {'has' if len(names) == 1 else 'have'}" if names else "it has"
+    raise ModelError(
+        f"The model {model.name!r} is not built: {listed} no variables that could be broadcast. "
+        + _ADVICE
+    )
+
+
+def _lacking(model: keras.Model) -> list[str]:
+    """Names of the layers that still have variables to make."""
+    return [] if model.built else [layer.name for layer in model._flatten_layers() if _lacks(layer)]
+
+
+def _lacks(layer: Any) -> bool:
+    return not layer.built and type(layer).build is not keras.layers.Layer.build
+
+
+def postpone(model: keras.Model, distribute: Callable[[], Any]) -> None:
+    """Build the model when its first data come, and call ``distribute`` then.
+
+    Raises:
+        ModelError: In ``fit`` and the others: the data don't tell, or the model can't be built.
+    """
+
+    def waiting(name: str) -> Callable[..., Any]:
+        @functools.wraps(getattr(model, name))
+        def call(x: Any = None, *args: Any, **options: Any) -> Any:
+            _build(model, x)
+            forget(model)
+            distribute()
+            return getattr(model, name)(x, *args, **options)
+
+        return call
+
+    def apply(*args: Any, **options: Any) -> Any:
+        # Not to be done in silence: weights would differ between ranks, and gradients stay apart.
+        raise ModelError(
+            f"The model {model.name!r} was not built when hvdtrain.distribute(model) was called, "
+            f"so that nothing is alike on all ranks yet. {_ADVICE}"
+        )
+
+    for name in _WAITING:
+        put(model, name, waiting(name))
+    optimizers = optimizers_of(model)
+    for optimizer in optimizers:
+        object.__setattr__(optimizer, "apply", apply)
+    put(model, _MARK, optimizers)
+
+
+def forget(model: keras.Model) -> None:
+    """Let the model's and its optimizers' own methods be seen again."""
+    if _MARK in vars(model):
+        for optimizer in vars(model).pop(_MARK):
+            vars(optimizer).pop("apply", None)
+        for name in _WAITING:
+            vars(model).pop(name, None)
+
+
+def _build(model: keras.Model, x: Any) -> None:
+    if is_built(model):
+        return  # the user did it since
+    try:
+        keras.src.backend.compute_output_spec(model, _symbols(x), training=False)
+    except Exception as error:
+        raise ModelError(
+            f"The model {model.name!r} was not built when hvdtrain.distribute(model) was called, "
+            f"and can't be from its data: {error}. {_ADVICE}"
+        ) from error
+
+
+def _symbols(x: Any) -> Any:
+    """What a batch of ``x`` looks like, as Keras' symbolic tensors."""
+    if isinstance(x, tf.data.Dataset):
+        return _of_batch(x.element_spec)
+    if isinstance(x, keras.utils.PyDataset):
+        return _of_batch(x[0])
+    if hasattr(x, "__next__"):
+        raise TypeError(f"it was given {type(x).__name__}, which shows no shapes")
+    return keras.tree.map_structure(_symbol, x)
+
+
+def _of_batch(batch: Any) -> Any:
+    return keras.tree.map_structure(_symbol, keras.utils.unpack_x_y_sample_weight(batch)[0])
+
+
+def _symbol(leaf: Any) -> Any:
+    if is_absent(leaf):
+        return None
+    shape = tuple(leaf.shape) if hasattr(leaf, "shape") else np.shape(leaf)
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    # Of any number of rows, as the last batch may be a short one.
+    return keras.KerasTensor((None, *shape[1:]), keras.backend.standardize_dtype(dtype))

@@ -1,0 +1,120 @@
+"""What ``fit``, ``evaluate`` and ``predict`` are given, shared out among the ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from hvdtrain.collectives.interface import Collectives
+from hvdtrain.errors import DataError
+from hvdtrain.keras.data import ShardedInput, shard_input
+from hvdtrain.keras.membership import Membership
+
+__all__ = ["Inputs"]
+
+Result = TypeVar("Result")
+
+
+class Inputs:
+    """Shares out what a model is given.
+
+    Args:
+        collectives: The engine.
+        membership: Who takes part.
+        seed: Of the data's orders, the same on all ranks.
+        presharded: Whether each rank passes data of its own.
+        notice: Tells the user something, once.
+        watches: Whether this rank's own data count for nothing: what it evaluates and predicts is
+            that of the others, at whose side it does every step.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        membership: Membership,
+        *,
+        seed: int,
+        presharded: bool,
+        notice: Callable[[str | None], None],
+        watches: bool = False,
+    ) -> None:
+        self._collectives = collectives
+        self._membership = membership
+        self.seed = seed
+        self.presharded = presharded
+        self._notice = notice
+        self._watches = watches
+
+    def share(
+        self,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        batch_size: int | None,
+        steps: int | None,
+        *,
+        shuffle: Any = False,
+        class_weight: Any = None,
+        trains: bool = False,
+    ) -> ShardedInput:
+        """This rank's share, arguments as Keras has them, or ``shard_input``; collective.
+
+        Raises:
+            DataError: The input can't be shared out.
+        """
+        self._membership.renew()
+        sharded = shard_input(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            steps=steps,
+            rank=self._membership.rank,
+            size=self._membership.size,
+            seed=self.seed,
+            collectives=self._collectives,
+            presharded=self.presharded,
+            trains=trains,
+        )
+        self._notice(sharded.notice)
+        return sharded
+
+    def check_repeatable(self, sharded: ShardedInput) -> None:
+        """See that the rest of a pass can be shared out anew, where ranks may be lost.
+
+        Raises:
+            DataError: It can't.
+        """
+        if self._membership.elastic and not sharded.repeatable:
+            raise DataError(
+                "In an elastic job (--elastic) a pass over the tf.data pipeline must be able to "
+                "begin again when a rank is lost, and its shuffle has another order then. Use "
+                "Dataset.shuffle(..., reshuffle_each_iteration=False), or shuffle in the pipeline "
+                "itself and once; or pass arrays or a keras.utils.PyDataset, which hvdtrain "
+                "shuffles; or use --max-restarts in place of --elastic."
+            )
+
+    def whole_pass(self, sharded: ShardedInput, run: Callable[[tf.data.Dataset], Result]) -> Result:
+        """What ``run`` makes of all of an input, on all ranks; again where one was lost meanwhile.
+
+        Args:
+            sharded: This rank's share, perhaps from when there were more ranks.
+            run: Takes this rank's part as ``ShardedInput.dataset``.
+        """
+        while True:
+            sharded = sharded.reshard(rank=self._membership.rank, size=self._membership.size)
+            sharded.on_epoch_begin(0)
+            dataset = sharded.dataset
+            result = run(dataset.map(_without_rows) if self._watches else dataset)
+            sharded.on_epoch_end()
+            if not self._membership.renew():
+                return result
+
+
+def _without_rows(batch: Any, rows: tf.Tensor, joint_rows: tf.Tensor) -> Any:
+    """An element of a share in which nothing counts."""
+    return batch, tf.zeros_like(rows), joint_rows

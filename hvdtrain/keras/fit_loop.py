@@ -1,0 +1,341 @@
+"""``fit``, ``evaluate`` and ``predict`` as a distributed model has them, around Keras' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.collectives.interface import Collectives
+from hvdtrain.errors import ModelError
+from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.keras.callback_list import list_callbacks, wrap_callbacks
+from hvdtrain.keras.chief_failover import Succession
+from hvdtrain.keras.data import ShardedInput
+from hvdtrain.keras.data.batch_structure import is_absent
+from hvdtrain.keras.epoch_iterator import Epochs
+from hvdtrain.keras.fit_inputs import Inputs
+from hvdtrain.keras.joint_metrics import joint_metrics
+from hvdtrain.keras.learning_rate import WarmUp
+from hvdtrain.keras.membership import Follower, Membership
+from hvdtrain.keras.model_optimizers import optimizers_of
+from hvdtrain.keras.model_steps import Steps
+from hvdtrain.keras.model_sync import average_statistics, broadcast_model
+from hvdtrain.keras.optimizer_patch import accumulates, is_distributed
+from hvdtrain.keras.own_steps import has_own, has_own_call
+from hvdtrain.keras.predictions import join_predictions, noting_rows
+from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
+from hvdtrain.keras.saving.checkpoint_session import Session, asked_for, begin_session
+from hvdtrain.keras.step_results import join_logs, results_of_metrics
+
+__all__ = ["Loops", "forget_functions", "put", "split_validation"]
+
+
+def put(model: keras.Model, name: str, value: Any) -> None:
+    """Set an attribute past Keras' ``__setattr__``, which would track it as part of the model."""
+    object.__setattr__(model, name, value)
+
+
+def forget_functions(model: keras.Model) -> None:
+    """Drop graphs that were traced for other steps."""
+    model.train_function = None
+    model.test_function = None
+    model.predict_function = None
+
+
+class Loops:
+    """What takes the place of a model's own methods; those stay underneath.
+
+    Args:
+        model: Compiled, built, its optimizer distributed.
+        collectives: The engine.
+        membership: Who takes part.
+        inputs: Shares out the data.
+        reducer: Of the gradients; keeps the errors that TensorFlow hides.
+        steps: What Keras' loops run on each batch.
+        whole: Shares out what is evaluated or predicted; as ``inputs`` if not given.
+        begin: Gives all ranks the chief's state as training begins.
+        begin_session: Takes the place of the function of this name.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        collectives: Collectives,
+        *,
+        membership: Membership,
+        inputs: Inputs,
+        reducer: GradientReducer,
+        steps: Steps,
+        whole: Inputs | None = None,
+        begin: Callable[[], None] | None = None,
+        begin_session: Callable[[], Session] | None = None,
+    ) -> None:
+        self._model = model
+        self._collectives = collectives
+        self._membership = membership
+        self._reducer = reducer
+        self._inputs = inputs
+        self._whole = whole or inputs
+        self._begin = begin or (lambda: broadcast_model(model, collectives))
+        self._own_session = begin_session
+        self._steps = steps
+        self._optimizers = optimizers_of(model)
+        self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
+        self._make_predict_function = model.make_predict_function
+        self._results = model._get_metrics_result_or_logs
+        self._symbolic_build = model._maybe_symbolic_build
+        self._validation: ShardedInput | None = None
+        self._epochs: Epochs | None = None
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: Any = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+    ) -> Any:
+        """``keras.Model.fit`` on all ranks; ``batch_size`` is per rank."""
+        self.check_still_ours()
+        listed = list_callbacks(callbacks)
+        asked = asked_for(listed)
+        session = None
+        if asked is not None:
+            session = self._begin_session(asked, listed)
+            self._inputs.seed = session.seed(self._inputs.seed)
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = split_validation(
+                (x, y, sample_weight), validation_split
+            )
+        sharded = self._inputs.share(
+            x,
+            y,
+            sample_weight,
+            batch_size,
+            steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            trains=True,
+        )
+        self._inputs.check_repeatable(sharded)
+        validation = None
+        if validation_data is not None:
+            val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
+            size = validation_batch_size or batch_size
+            validation = self._whole.share(val_x, val_y, val_weight, size, validation_steps)
+        self._prepare(sharded)
+        epochs_ = self._epochs = Epochs(
+            sharded.reshard(rank=self._membership.rank, size=self._membership.size),
+            self._membership,
+            steps_per_epoch=steps_per_epoch,
+            steps_per_execution=self._model.steps_per_execution,
+            accumulates=any(map(accumulates, self._optimizers)),
+        )
+        self._validation = validation
+        succession = Succession(listed, self._collectives, self._membership, verbose)
+        followers: list[Follower] = [epochs_.share_out_anew, succession.take_over]
+        followers += [entry.follow for entry in listed if isinstance(entry, WarmUp)]
+        keeping = session.keeping(epochs_, self._inputs.seed) if session else nullcontext()
+        try:
+            with keeping, self._membership.followed_by(followers), self._reducer.going_on():
+                return self._guard(
+                    self._fit,
+                    sharded.dataset,
+                    epochs=epochs,
+                    shuffle=False,  # the dataset is in this epoch's order already
+                    verbose=verbose if self._is_chief else 0,
+                    callbacks=wrap_callbacks(
+                        succession,
+                        self._collectives,
+                        self._membership,
+                        epochs_,
+                        self._reducer.contributions,
+                        self._begin,
+                    ),
+                    validation_data=validation.dataset if validation else None,
+                    initial_epoch=initial_epoch,
+                    steps_per_epoch=steps_per_epoch,
+                    validation_steps=validation_steps,
+                    validation_freq=validation_freq,
+                )
+        finally:
+            self._validation = None
+            self._epochs = None
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        **options: Any,
+    ) -> Any:
+        """``keras.Model.evaluate`` over the samples of all ranks."""
+        average_statistics(self._model, self._collectives)
+        within_fit = options.get("_use_cached_eval_dataset", False)
+        if within_fit and self._validation is not None:
+            sharded = self._validation
+            if self._membership.elastic:
+                options["_use_cached_eval_dataset"] = False  # it would hold the share of before
+        else:
+            self.check_still_ours()
+            sharded = self._whole.share(x, y, sample_weight, batch_size, steps)
+            self._prepare(sharded)
+
+        def run(dataset: tf.data.Dataset) -> Any:
+            return self._guard(
+                self._evaluate,
+                dataset,
+                verbose=verbose if self._is_chief else 0,
+                steps=steps,
+                callbacks=callbacks,
+                return_dict=return_dict,
+                **options,
+            )
+
+        return self._whole.whole_pass(sharded, run)
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """``keras.Model.predict``: every rank gets the whole result, in the order of the input."""
+        sharded = self._whole.share(x, None, None, batch_size, steps)
+
+        def run(dataset: tf.data.Dataset) -> Any:
+            self._steps.predicted_rows.clear()
+            mine = self._guard(
+                self._predict,
+                dataset,
+                verbose=verbose if self._is_chief else 0,
+                steps=steps,
+                callbacks=callbacks,
+            )
+            return join_predictions(
+                mine,
+                self._steps.predicted_rows,
+                self._collectives,
+                interleaved=not self._whole.presharded,
+            )
+
+        return self._whole.whole_pass(sharded, run)
+
+    def make_predict_function(self, force: bool = False) -> None:
+        """Keras' own, but that callbacks see the model's outputs and no more."""
+        model = self._model
+        if model.predict_function is None or force:
+            self._make_predict_function(force)
+            model.predict_function = noting_rows(model.predict_function, self._steps.predicted_rows)
+
+    def joint_results(self, logs: Any) -> Any:
+        """Metrics of all ranks, at the end of an epoch or of an evaluation."""
+        model, collectives = self._model, self._collectives
+        with joint_metrics(model, collectives):
+            # Resumed after the last step of an epoch, there was no step that could return some.
+            joint = self._results(logs or model.get_metrics_result())
+            if joint is not logs:
+                # A metric of the user's own may return its variable, which is about to change.
+                return keras.tree.map_structure(tf.identity, joint)
+            if not isinstance(logs, dict):
+                return logs
+            # The user's own step returned something else than what the metrics say.
+            results = results_of_metrics(model)
+        rows = int(self._steps.rows.numpy())
+        return join_logs(logs, rows, results_of_metrics(model), results, collectives)
+
+    def adopt(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Keras' own, which is where ``fit`` shows its iterator over an epoch's steps."""
+        self._symbolic_build(iterator=iterator, data_batch=data_batch)
+        if iterator is not None and self._epochs is not None:
+            epochs, self._epochs = self._epochs, None  # not the validation's
+            epochs.take_over(iterator)
+
+    # What they share.
+
+    def _begin_session(self, asked: Checkpoint, callbacks: Sequence[Any]) -> Session:
+        if self._own_session is not None:
+            return self._own_session()
+        return begin_session(
+            asked,
+            self._model,
+            self._collectives,
+            self._membership,
+            callbacks,
+            self._steps.samples,
+            presharded=self._inputs.presharded,
+        )
+
+    def _prepare(self, sharded: ShardedInput) -> None:
+        """Build metrics and losses before the first step: every rank must have all of them."""
+        if sharded.joint_rows_known != self._steps.joint_rows_known:
+            self._steps.joint_rows_known = sharded.joint_rows_known
+            forget_functions(self._model)
+        batch_spec = keras.tree.map_structure(
+            lambda spec: None if is_absent(spec) else spec, sharded.dataset.element_spec[0]
+        )
+        try:
+            if has_own_call(self._model):
+                self._model._symbolic_build(data_batch=batch_spec)
+        except Exception:
+            # A step of the user's own need not call the model, nor compute metrics, as Keras would.
+            if not has_own(self._model, "train_step"):
+                raise
+
+    @property
+    def _is_chief(self) -> bool:
+        return self._membership.rank == 0
+
+    def check_still_ours(self) -> None:
+        """See that the model was not compiled since.
+
+        Raises:
+            ModelError: It was.
+        """
+        optimizers = optimizers_of(self._model)
+        same = [*map(id, optimizers)] == [*map(id, self._optimizers)]
+        if not same or not all(map(is_distributed, optimizers)):
+            raise ModelError(
+                f"The model {self._model.name!r} was compiled after hvdtrain.distribute(model), so "
+                "that its optimizer would average nothing. Call hvdtrain.distribute(model) again "
+                "after model.compile(…)."
+            )
+
+    def _guard(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run a method of Keras; show errors between ranks as they were, not as TensorFlow's."""
+        try:
+            return method(*args, **options)
+        except tf.errors.OpError as raised:
+            error = self._reducer.take_error(raised)
+            if error is None:
+                raise
+            raise error from None
+
+
+def split_validation(arrays: Any, validation_split: float) -> Any:
+    """What ``fit`` trains on, and what it validates with."""
+    from keras.src.trainers.data_adapters import array_slicing
+
+    return array_slicing.train_validation_split(arrays, validation_split=validation_split)

@@ -1,0 +1,196 @@
+"""What ``distribute`` puts into a model."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from hvdtrain.collectives.interface import Collectives
+from hvdtrain.config import Settings
+from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.keras.batch_normalization import (
+    RowFlag,
+    synchronize_batch_normalization,
+    synchronized_layers,
+)
+from hvdtrain.keras.callback_list import list_callbacks
+from hvdtrain.keras.compute import Compute, OneDevice, Towers
+from hvdtrain.keras.fit_inputs import Inputs
+from hvdtrain.keras.fit_loop import Loops, forget_functions, put
+from hvdtrain.keras.learning_rate import follow_size, prepare_to_follow
+from hvdtrain.keras.membership import Change, Membership
+from hvdtrain.keras.model_optimizers import optimizers_of
+from hvdtrain.keras.model_steps import Steps
+from hvdtrain.keras.model_sync import broadcast_model, reseed_by_rank
+from hvdtrain.keras.optimizer_patch import distribute_optimizer
+from hvdtrain.keras.own_steps import has_own
+from hvdtrain.keras.saving.checkpoint_session import asked_for
+from hvdtrain.monitor import report
+from hvdtrain.tensorflow.devices import tower_devices
+
+__all__ = ["Distribution"]
+
+logger = logging.getLogger(__package__)
+
+_MARK = "_hvdtrain_distribution"
+
+
+_REPLACED = (
+    "train_step",
+    "test_step",
+    "predict_step",
+    "train_on_batch",
+    "fit",
+    "evaluate",
+    "predict",
+    "make_predict_function",
+    "_get_metrics_result_or_logs",
+    "_maybe_symbolic_build",
+)
+
+
+class Distribution:
+    """Replaces the methods of one model's instance; its class stays as it is.
+
+    Args:
+        model: Compiled and built.
+        collectives: The engine.
+        presharded: Whether each rank passes data of its own.
+        settings: Of this job.
+    """
+
+    def __init__(
+        self, model: keras.Model, collectives: Collectives, presharded: bool, settings: Settings
+    ) -> None:
+        self._model = model
+        self._collectives = collectives
+        self._membership = Membership(collectives, settings.min_np, [self._follow])
+        self._presharded = presharded
+        self._reducer = GradientReducer.of_job()
+        self._devices = tower_devices(settings.towers)
+        self._noticed: set[str] = set()
+
+    def install(self) -> None:
+        """Let the model train on all ranks together; collective."""
+        model, collectives = self._model, self._collectives
+        self._remove_earlier()
+        seed = collectives.broadcast_object(random.getrandbits(31), name="seed")
+        flag = RowFlag()
+        compute = self._choose_compute()
+        for optimizer in optimizers_of(model):
+            distribute_optimizer(optimizer, self._reducer)
+            if self._membership.elastic:
+                prepare_to_follow(optimizer)
+        for layer in self._choose_synchronized():
+            synchronize_batch_normalization(layer, collectives, flag)
+        steps = Steps(model, self._reducer, compute, flag)
+        inputs = Inputs(
+            collectives,
+            self._membership,
+            seed=seed,
+            presharded=self._presharded,
+            notice=self._notice,
+        )
+        loops = Loops(
+            model,
+            collectives,
+            membership=self._membership,
+            inputs=inputs,
+            reducer=self._reducer,
+            steps=steps,
+        )
+        self._replace(
+            train_step=steps.train,
+            test_step=steps.test,
+            predict_step=steps.predict,
+            fit=loops.fit,
+            evaluate=loops.evaluate,
+            predict=loops.predict,
+            make_predict_function=loops.make_predict_function,
+            _get_metrics_result_or_logs=loops.joint_results,
+            _maybe_symbolic_build=loops.adopt,
+        )
+        report.watch(lambda: collectives.waiting_in)
+        forget_functions(model)
+        broadcast_model(model, collectives)
+        reseed_by_rank(model, collectives)
+
+    def wait_for_checkpoint(self) -> None:
+        """On the only rank leave the model as it is, until a ``fit`` is to be saved or resumed."""
+        self._remove_earlier()
+        plain_fit = self._model.fit
+
+        def fit(*args: Any, **options: Any) -> Any:
+            given = inspect.signature(plain_fit).bind(*args, **options).arguments
+            if asked_for(list_callbacks(given.get("callbacks"))) is None:
+                return plain_fit(*args, **options)
+            self.install()
+            return self._model.fit(*args, **options)
+
+        put(self._model, "fit", fit)
+        put(self._model, _MARK, self)
+
+    def _replace(self, **methods: Callable[..., Any]) -> None:
+        """Put methods in the place of the model's own."""
+        assert methods.keys() <= set(_REPLACED)
+        for name, method in methods.items():
+            put(self._model, name, method)
+        put(self._model, _MARK, self)
+
+    def _follow(self, change: Change) -> None:
+        for optimizer in optimizers_of(self._model):
+            follow_size(optimizer, len(change.before), len(change.now))
+
+    def _remove_earlier(self) -> None:
+        if _MARK in vars(self._model):
+            for name in (*_REPLACED, _MARK):
+                vars(self._model).pop(name, None)
+
+    def _choose_synchronized(self) -> list[Any]:
+        """The layers that are to normalize with the samples of all ranks."""
+        layers = synchronized_layers(self._model)
+        if layers and len(self._devices) > 1:
+            self._notice(
+                "BatchNormalization(synchronized=True) normalizes each tower's part of a batch by "
+                "itself, as one tower's pass comes after another's."
+            )
+            return []
+        return layers
+
+    def _choose_compute(self) -> Compute:
+        jit = self._choose_jit()
+        if len(self._devices) > 1:
+            return Towers(self._model, self._devices)
+        return OneDevice(self._model, jit)
+
+    def _choose_jit(self) -> bool:
+        """Take compilation away from Keras, which would compile the communication as well."""
+        model = self._model
+        jit = bool(model.jit_compile)
+        model.jit_compile = False
+        if jit and len(self._devices) > 1:
+            self._notice("XLA compiles for one device; with towers this runs without jit_compile.")
+            return False
+        if jit and synchronized_layers(model):
+            self._notice(
+                "BatchNormalization(synchronized=True) talks to other ranks within the forward "
+                "pass, which XLA can't; this model runs without jit_compile."
+            )
+            return False
+        if jit and has_own(model, "train_step"):
+            self._notice(
+                "This model has a train_step of its own, which can't be split around the "
+                "communication; it runs without jit_compile."
+            )
+            return False
+        return jit
+
+    def _notice(self, text: str | None) -> None:
+        if text and self._membership.rank == 0 and text not in self._noticed:
+            self._noticed.add(text)
+            logger.warning(text)

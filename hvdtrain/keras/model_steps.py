@@ -1,0 +1,208 @@
+"""The steps that Keras' loops run on each batch, on one rank of several.
+
+What devices compute of a batch stands apart, and may be compiled by XLA; here is what communicates.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from hvdtrain import world
+from hvdtrain.errors import ModelError
+from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.keras.batch_normalization import RowFlag
+from hvdtrain.keras.compute import Compute
+from hvdtrain.keras.compute.interface import rows_of
+from hvdtrain.keras.loss_weights import LossWeights, reduction_of
+from hvdtrain.keras.model_optimizers import optimizers_of
+from hvdtrain.keras.optimizer_patch import weighting
+from hvdtrain.keras.own_steps import has_own
+from hvdtrain.keras.per_rank_random import drawn_by
+from hvdtrain.keras.predictions import Predicted
+
+__all__ = ["Steps"]
+
+
+class _Share(NamedTuple):
+    """One element of a sharded dataset; ``joint_rows`` None means unknown."""
+
+    batch: Any
+    rows: tf.Tensor
+    joint_rows: tf.Tensor | None
+
+
+class Steps:
+    """train_step, test_step and predict_step for one model.
+
+    Args:
+        model: Compiled and built.
+        reducer: Averages gradients.
+        compute: With the batches of this rank.
+        flag: Told whether the batch in work counts.
+        weights: What this rank's loss counts for; as one of ``reducer``'s ranks if not given.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        reducer: GradientReducer,
+        compute: Compute,
+        flag: RowFlag,
+        weights: LossWeights | None = None,
+    ) -> None:
+        self._model = model
+        self._weights = weights or LossWeights(reducer)
+        self._elastic = reducer.collectives.survives_losses
+        self._contributions = reducer.contributions
+        self._compute = compute
+        self._flag = flag
+        self._member = world.collectives().member
+        self._variables = [variable.path for variable in self._watched_variables]
+        self._plain_train_step = model.train_step
+        self.joint_rows_known = False
+        self.samples = keras.Variable(0, dtype="int64", trainable=False, name="samples")
+        """How many samples this rank has trained on."""
+        self.ran = keras.Variable(0, dtype="int64", trainable=False, name="ran")
+        """How many training steps ran in this process, the one in work included."""
+        self.predicted_rows: list[Any] = []
+        """``Predicted.rows`` of each step of a prediction."""
+        self.rows = keras.Variable(0, dtype="int64", trainable=False, name="rows")
+        """How many samples counted in the last step, of training or of a test."""
+
+    def train(self, data: Any) -> Any:
+        """``train_step`` on an element of a sharded dataset, or on a batch of this rank."""
+        self._check_variables()
+        if self._elastic and _is_share(data):
+            tf.numpy_function(self._contributions.begin_step, [], [])
+        share = self._open(data)
+        self._flag.set(share.rows)
+        self.rows.assign(tf.cast(share.rows, tf.int64))
+        self.samples.assign_add(self.rows.value)
+        self.ran.assign_add(1)
+        try:
+            with _CountRows(self._model, share.rows), drawn_by(self._member):
+                if has_own(self._model, "train_step"):
+                    return self._train_own(share)
+                return self._train_plain(share)
+        finally:
+            self._flag.set(None)
+
+    def test(self, data: Any) -> Any:
+        """``test_step``; a batch that doesn't count leaves the metrics alone."""
+        share = self._open(data)
+        self.rows.assign(tf.cast(share.rows, tf.int64))
+        with _CountRows(self._model, share.rows):
+            return self._compute.test(share.batch)
+
+    def predict(self, data: Any) -> Any:
+        """``predict_step``; for a share ``Predicted``."""
+        if not _is_share(data):
+            return self._compute.predict(data)
+        share = self._open(data)
+        outputs = self._compute.predict(share.batch)
+        counts = tf.stack([tf.cast(share.rows, tf.int64), tf.cast(rows_of(share.batch), tf.int64)])
+        return Predicted(outputs, counts[tf.newaxis])
+
+    def _train_plain(self, share: _Share) -> Any:
+        """What ``keras.Model.train_step`` does, with the loss weighted for the joint batch."""
+        model = self._model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(share.batch)
+        kind = reduction_of(model)
+        self._check_reduction(kind)
+        weight = self._weights.weight(kind, share.rows, share.joint_rows, sample_weight)
+        gradients, valid = self._compute.differentiate(x, y, sample_weight, weight)
+        if valid is not None and kind == "mean":
+            live = tf.where(share.rows > 0, valid, 0.0)
+            exact = self._weights.weight(kind, live)
+            factor = tf.where(weight > 0, exact / weight, 0.0)
+            gradients = [g if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
+            weight = exact
+        with weighting([model.optimizer], self._weights.weighting(kind, weight, None)):
+            model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return model.get_metrics_result()
+
+    def _train_own(self, share: _Share) -> Any:
+        """A ``train_step`` of the user's: its gradients are weighted when they are applied."""
+        weight = self._weights.weight("mean", share.rows, share.joint_rows)
+        how = self._weights.weighting("mean", weight, factor=weight)
+        with weighting(optimizers_of(self._model), how):
+            return self._plain_train_step(share.batch)
+
+    def _check_reduction(self, kind: str) -> None:
+        if self._elastic and kind == "sum" and self._model.losses:
+            raise ModelError(
+                "In an elastic job (--elastic) losses with reduction='sum' and regularization "
+                "can't be told apart when a rank is lost. Use reduction='sum_over_batch_size', or "
+                "--max-restarts in place of --elastic."
+            )
+
+    def _open(self, data: Any) -> _Share:
+        if _is_share(data):
+            batch, rows, joint_rows = data
+            return _Share(batch, rows, joint_rows if self.joint_rows_known else None)
+        # train_on_batch and its like: this rank's own batch.
+        return _Share(data, rows_of(data), None)
+
+    @property
+    def _watched_variables(self) -> list[Any]:
+        """What may not change: with a step of the user's own it says itself what it trains."""
+        own = has_own(self._model, "train_step")
+        return list(self._model.variables if own else self._model.trainable_variables)
+
+    def _check_variables(self) -> None:
+        now = [variable.path for variable in self._watched_variables]
+        if now != self._variables:
+            changed = sorted(set(now) ^ set(self._variables)) or ["their order"]
+            raise ModelError(
+                "The variables that are trained changed after hvdtrain.distribute(model): "
+                f"{', '.join(changed)}. Add layers and set `trainable` first, then compile the "
+                "model and call hvdtrain.distribute(model) again."
+            )
+
+
+class _CountRows:
+    """Sees to it that the metrics count each row that counts, and no other.
+
+    A batch without rows that count leaves them as they were. The losses of single outputs, which
+    Keras tracks with a weight of one for each batch whose size it doesn't know, are weighted by
+    rows.
+    """
+
+    def __init__(self, model: keras.Model, rows: tf.Tensor) -> None:
+        self._model = model
+        self._rows = rows
+        self._before: list[tuple[Any, tf.Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._before = [(v, tf.identity(v.value)) for v in self._model.metrics_variables]
+
+    def __exit__(self, kind: Any, *exc: Any) -> None:
+        if kind is not None:
+            return
+        before = {id(variable): value for variable, value in self._before}
+        for mean in getattr(self._model._compile_loss, "metrics", []):
+            if id(mean.total) in before and id(mean.count) in before:
+                self._weight_by_rows(mean, before[id(mean.total)], before[id(mean.count)])
+        counts = self._rows > 0
+        for variable, value in self._before:
+            variable.assign(tf.where(counts, variable.value, value))
+
+    def _weight_by_rows(self, mean: Any, total: tf.Tensor, count: tf.Tensor) -> None:
+        rows = tf.cast(self._rows, mean.total.dtype)
+        added = tf.cast(mean.count.value - count, mean.total.dtype)
+        scale = tf.math.divide_no_nan(rows, added)
+        mean.total.assign(total + (mean.total.value - total) * scale)
+        mean.count.assign(count + tf.cast(tf.where(added > 0, rows, 0.0), mean.count.dtype))
+
+
+def _is_share(data: Any) -> bool:
+    return (
+        isinstance(data, tuple)
+        and len(data) == 3
+        and isinstance(data[0], tuple)
+        and tf.is_tensor(data[1])
+        and data[1].shape.rank == 0
+    )

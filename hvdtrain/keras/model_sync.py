@@ -1,0 +1,212 @@
+"""Keeping the variables of a model alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.interface import Collectives
+from hvdtrain.errors import MismatchError
+from hvdtrain.keras.layer_attributes import held_by
+from hvdtrain.keras.model_optimizers import (
+    optimizers_of,
+    plain_optimizers_of,
+    state_of_optimizers,
+)
+from hvdtrain.keras.optimizer_patch import accumulators
+from hvdtrain.tensorflow.variable_names import counted_anew
+
+__all__ = [
+    "average_statistics",
+    "broadcast_model",
+    "broadcast_weights",
+    "check_same_model",
+    "layer_statistics",
+    "recurrent_states",
+    "reseed_by_rank",
+    "seed_generators",
+    "seed_of_rank",
+]
+
+
+def check_same_model(model: keras.Model, collectives: Collectives) -> None:
+    """Compare models and optimizers between ranks before the first byte is broadcast.
+
+    Raises:
+        MismatchError: On every rank; names the first variables or settings that differ.
+    """
+    everyone = collectives.allgather_object(_describe(model), name="model")
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        differences = [
+            f"{key}: {everyone[0].get(key, 'absent')} on rank 0, {theirs.get(key, 'absent')} on "
+            f"rank {rank}"
+            for key in {**everyone[0], **theirs}
+            if everyone[0].get(key) != theirs.get(key)
+        ]
+        raise MismatchError(
+            "All ranks must build the same model and optimizer, but they differ. "
+            + "; ".join(differences[:5])
+            + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
+            + ". Look for choices in the script that depend on the rank or on the host."
+        )
+
+
+def _describe(model: keras.Model) -> dict[str, str]:
+    trainable = counted_anew([variable.path for variable in model.trainable_variables])
+    described = {"trainable order": "|".join(trainable)}
+    paths = counted_anew([variable.path for variable in model.variables])
+    for index, (path, variable) in enumerate(zip(paths, model.variables)):
+        described[f"variable {path} ({index})"] = f"{variable.dtype} {variable.shape}"
+    optimizers = optimizers_of(model)
+    for number, optimizer in enumerate(optimizers, 1):
+        name = "optimizer" if number == 1 else f"optimizer {number}"
+        described[name] = type(optimizer).__name__
+        # Built when they are first applied, on some rank perhaps before. One alone is built by now,
+        # but for parameter servers, which need no state for themselves.
+        described[f"{name} is built"] = str(optimizer.built or len(optimizers) == 1)
+        for key, value in _without_names(optimizer.get_config()).items():
+            described[f"{name} {key}"] = repr(value)
+    described["loss"] = repr(_plain(model.loss))
+    described["steps_per_execution"] = str(model.steps_per_execution)
+    described["run_eagerly"] = str(model.run_eagerly)
+    return described
+
+
+def _without_names(config: Any) -> Any:
+    """A Keras configuration without names: Keras numbers them by what the process has made.
+
+    And without what a lambda is made of, which holds addresses in memory.
+    """
+    if isinstance(config, dict):
+        if config.get("class_name") == "__lambda__":
+            return "a lambda"
+        return {key: _without_names(value) for key, value in config.items() if key != "name"}
+    if isinstance(config, (list, tuple)):
+        return [_without_names(value) for value in config]
+    return config
+
+
+def _plain(loss: Any) -> Any:
+    """What ``compile`` took as loss, without memory addresses, which differ between processes."""
+    if isinstance(loss, dict):
+        return {key: _plain(entry) for key, entry in loss.items()}
+    if isinstance(loss, (list, tuple)):
+        return [_plain(entry) for entry in loss]
+    if isinstance(loss, keras.losses.Loss):
+        options = sorted(loss.get_config().items())
+        return [
+            type(loss).__name__,
+            [(key, value) for key, value in options if isinstance(value, (str, int, float))],
+        ]
+    if loss is None or isinstance(loss, str):
+        return loss
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+def broadcast_model(model: keras.Model, collectives: Collectives) -> None:
+    """Give all ranks the chief's weights, optimizer state and metrics; not its random seeds.
+
+    Nor its gradients that wait for an update: others have those of their own samples.
+    """
+    waiting = [v for leaf in plain_optimizers_of(model) for v in accumulators(leaf)]
+    own = {id(variable) for variable in waiting if variable is not None}
+    state = [variable for variable in state_of_optimizers(model) if id(variable) not in own]
+    broadcast_weights(model, collectives, [*state, *model.metrics_variables])
+
+
+def broadcast_weights(
+    model: keras.Model, collectives: Collectives, more: Sequence[Any] = ()
+) -> None:
+    """Give all ranks the chief's weights, and ``more`` variables; not its random seeds."""
+    seeds = {id(generator.state) for generator in seed_generators(model)}
+    variables = [*model.variables, *_of_tensorflow(model), *more]
+    unique = {id(variable): variable for variable in variables if id(variable) not in seeds}
+    for index, variable in enumerate(unique.values()):
+        value = np.asarray(variable.numpy())
+        # By index: Keras numbers names by what the process has made before, on this rank alone.
+        variable.assign(collectives.broadcast(value, name=f"variable {index}"))
+
+
+def seed_generators(model: keras.Model) -> list[Any]:
+    """All random states of the model's layers."""
+    found = {id(g): g for layer in model._flatten_layers() for g in _own_generators(layer)}
+    return list(found.values())
+
+
+def _own_generators(layer: Any) -> Iterable[Any]:
+    return getattr(layer, "_seed_generators", [])
+
+
+def reseed_by_rank(model: keras.Model, collectives: Collectives) -> None:
+    """Let each rank draw its own random numbers; the chief's are those of a single process.
+
+    Otherwise all ranks would drop the same units of their different samples.
+    """
+    for generator in seed_generators(model):
+        state = np.asarray(generator.state.numpy())
+        shared = collectives.broadcast(state, name="seed")
+        generator.state.assign(seed_of_rank(shared, collectives.rank))
+
+
+def seed_of_rank(state: np.ndarray, rank: int) -> np.ndarray:
+    """The chief's random state turned into another rank's; the chief keeps it."""
+    if rank == 0:
+        return state
+    bits = np.random.SeedSequence([int(abs(state[0])), rank])
+    limit = np.iinfo(state.dtype).max
+    own = state.copy()
+    own[0] = int(bits.generate_state(1, np.uint64)[0]) % limit
+    return own
+
+
+def layer_statistics(model: keras.Model) -> list[Any]:
+    """The variables that layers update themselves, such as BatchNorm's moving moments.
+
+    Frozen weights, which Keras counts as non-trainable, are none.
+    """
+    kept = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
+    kept += _of_tensorflow(model)
+    return list({id(variable): variable for variable in kept}.values())
+
+
+def _of_tensorflow(model: keras.Model) -> list[tf.Variable]:
+    """Numbers that layers hold as ``tf.Variable``, of which Keras knows nothing."""
+    found = [v for layer in model._flatten_layers() for v in held_by(layer, tf.Variable)]
+    numbers = [v for v in found if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
+    return list({id(variable): variable for variable in numbers}.values())
+
+
+def recurrent_states(model: keras.Model) -> list[Any]:
+    """What stateful recurrent layers carry over from batch to batch, which are no weights."""
+    layers = [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
+    states = [keras.tree.flatten(getattr(layer, "states", None)) for layer in layers]
+    return [state for entry in states for state in entry if isinstance(state, keras.Variable)]
+
+
+def average_statistics(model: keras.Model, collectives: Collectives) -> None:
+    """Average what layers track on their own batches, such as BatchNorm's moving moments.
+
+    Whole numbers, which can't be averaged, become the chief's.
+    """
+    if collectives.size == 1:
+        return
+    averaged: list[tuple[Any, np.ndarray]] = []
+    for variable in layer_statistics(model):
+        value = np.asarray(variable.numpy())
+        if value.dtype.kind in "iub":
+            chiefs = collectives.broadcast(value, name="layer statistics", replicated=True)
+            variable.assign(chiefs)
+        else:
+            # In float64 the mean of equal numbers is that number, for any number of ranks.
+            averaged.append((variable, value.astype(np.float64)))
+    means = collectives.grouped_allreduce(
+        [value for _, value in averaged], "average", name="layer statistics"
+    )
+    for (variable, _), mean in zip(averaged, means):
+        variable.assign(mean.astype(tf.as_dtype(variable.dtype).as_numpy_dtype))

@@ -1,0 +1,263 @@
+"""An optimizer that averages gradients over all ranks just before it clips and applies them.
+
+``_clip_gradients`` is the one point of a Keras optimizer that lies after gradient accumulation
+and before clipping, weight decay and the update: reducing there costs one reduction for K
+accumulated steps, and clipping sees the average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import ModelError
+from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.gradients.tape import variable_label, variable_name
+
+__all__ = [
+    "AgreesOnFinite",
+    "KeepsWeights",
+    "Weighting",
+    "accumulates",
+    "accumulators",
+    "check_parts_known",
+    "distribute_optimizer",
+    "is_distributed",
+    "keep_weights",
+    "mark",
+    "mix_in",
+    "plain_optimizers",
+    "unmix",
+    "waiting_weight",
+    "weighting",
+]
+
+_MARK = "_hvdtrain_reducer"
+
+
+class Weighting(NamedTuple):
+    """What becomes of the gradients of one step on their way into the optimizer.
+
+    Attributes:
+        factor: Multiplies them before they are accumulated; None for 1.
+        weight: What this rank's gradients have been multiplied with in all, for jobs in which
+            ranks may be lost; see ``GradientReducer.average``.
+        op: How those of the ranks are combined.
+    """
+
+    factor: tf.Tensor | None = None
+    weight: tf.Tensor | None = None
+    op: Literal["average", "sum"] = "average"
+
+
+class KeepsWeights:
+    """Knows what gradients count for, those that are accumulated, too, after ``keep_weights``."""
+
+    _hvdtrain_weighting = Weighting()
+    # The sum of the weights of accumulated gradients.
+    _hvdtrain_waiting: keras.Variable | None = None
+
+    def _backend_increment_gradient_accumulators(self, grads: Any, acc_grads: Any) -> None:
+        weight = self._hvdtrain_weighting.weight
+        if self._hvdtrain_waiting is not None and weight is not None:
+            self._hvdtrain_waiting.assign_add(weight)
+        super()._backend_increment_gradient_accumulators(grads, acc_grads)  # type: ignore[misc]
+
+    def _hvdtrain_take_weight(self) -> tf.Tensor | None:
+        """The mean weight of the gradients that are applied now."""
+        waiting, weight = self._hvdtrain_waiting, self._hvdtrain_weighting.weight
+        if weight is None or waiting is None:
+            return weight
+        total = tf.convert_to_tensor(waiting) + weight
+        waiting.assign(tf.zeros_like(total))
+        return total / float(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
+
+
+def keep_weights(optimizer: Any, dtype: str) -> None:
+    """Let an optimizer that accumulates gradients know what they count for.
+
+    Args:
+        optimizer: A plain one with ``KeepsWeights`` mixed in.
+        dtype: Of the weights.
+    """
+    accumulates = optimizer.gradient_accumulation_steps
+    waiting = keras.Variable(0.0, dtype=dtype, trainable=False) if accumulates else None
+    # Not through Keras' own __setattr__, which would track it as part of what is saved.
+    object.__setattr__(optimizer, "_hvdtrain_waiting", waiting)
+
+
+class _AveragesGradients(KeepsWeights):
+    """Mixed into the class of a plain optimizer; saved as the plain class."""
+
+    _hvdtrain_reducer: GradientReducer
+    _hvdtrain_names: Sequence[str]
+    _hvdtrain_missing: Sequence[str]
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        factor = self._hvdtrain_weighting.factor
+        if factor is not None:
+            grads = [g if g is None else g * tf.cast(factor, g.dtype) for g in grads]
+        super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:
+        # Which gradients are None is part of what the ranks must agree on.
+        self._hvdtrain_missing = [variable_name(v) for g, v in zip(grads, vars) if g is None]
+        return super()._filter_empty_gradients(grads, vars)  # type: ignore[misc]
+
+    def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
+        # float8 scales travel as "gradients"; the largest of all ranks is the one that fits.
+        grads = [
+            self._hvdtrain_reducer.reduce(g, "max", variable_label(v))
+            if self._overwrite_variable_with_gradient(v)  # type: ignore[attr-defined]
+            else g
+            for g, v in zip(grads, vars)
+        ]
+        return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        self._hvdtrain_names = [variable_name(variable) for variable in trainable_variables]
+        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        missing = list(self._hvdtrain_missing)
+        averages = self._hvdtrain_reducer.average(
+            [*grads, *[None] * len(missing)],
+            [*self._hvdtrain_names, *missing],
+            weight=self._hvdtrain_take_weight(),
+            op=self._hvdtrain_weighting.op,
+        )
+        return super()._clip_gradients(averages[: len(grads)])  # type: ignore[misc]
+
+
+class AgreesOnFinite:
+    """Mixed into ``LossScaleOptimizer``: an overflow on one rank skips the step on all."""
+
+    _hvdtrain_reducer: GradientReducer
+
+    def check_finite(self, grads: Any) -> Any:
+        mine = tf.cast(super().check_finite(grads), tf.int32)  # type: ignore[misc]
+        return tf.cast(self._hvdtrain_reducer.reduce(mine, "min", "finite gradients"), tf.bool)
+
+
+def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
+    """Make ``optimizer`` average its gradients; returns the same object.
+
+    Its class becomes a subclass of the same name and module, so that it is saved, and loaded
+    elsewhere, as the plain optimizer it is. Doing it twice changes the reducer only.
+
+    Raises:
+        ModelError: Not a Keras 3 optimizer, or one whose parts are not known yet.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ModelError(
+            f"Expected a Keras 3 optimizer, received {type(optimizer).__name__}. Optimizers of "
+            "tf_keras or keras.optimizers.legacy must be replaced by those of keras.optimizers."
+        )
+    check_parts_known(optimizer)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        distribute_optimizer(optimizer.inner_optimizer, reducer)
+        mix_in(optimizer, AgreesOnFinite, reducer)
+    elif _inner_optimizers(optimizer):
+        for inner in _inner_optimizers(optimizer):
+            distribute_optimizer(inner, reducer)
+        mark(optimizer, reducer)
+    else:
+        mix_in(optimizer, _AveragesGradients, reducer)
+        if reducer.collectives.survives_losses:
+            keep_weights(optimizer, "float32")
+    return optimizer
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether ``distribute_optimizer`` has been applied to it."""
+    return hasattr(optimizer, _MARK)
+
+
+@contextmanager
+def weighting(optimizers: Sequence[Any], how: Weighting) -> Iterator[None]:
+    """Within the block gradients that are applied are treated so."""
+    inner = [leaf for optimizer in optimizers for leaf in plain_optimizers(optimizer)]
+    for leaf in inner:
+        object.__setattr__(leaf, "_hvdtrain_weighting", how)
+    try:
+        yield
+    finally:
+        for leaf in inner:
+            object.__setattr__(leaf, "_hvdtrain_weighting", Weighting())
+
+
+def accumulates(optimizer: Any) -> bool:
+    """Whether gradients of several steps are applied together."""
+    return any(leaf.gradient_accumulation_steps for leaf in plain_optimizers(optimizer))
+
+
+def waiting_weight(optimizer: Any) -> list[keras.Variable]:
+    """What a plain optimizer keeps beside its accumulated gradients; one variable or none."""
+    waiting = getattr(optimizer, "_hvdtrain_waiting", None)
+    return [] if waiting is None else [waiting]
+
+
+def accumulators(optimizer: Any) -> list[Any]:
+    """What a plain optimizer keeps of gradients that wait for those of later steps."""
+    return [*getattr(optimizer, "_accumulated_gradients", ()), *waiting_weight(optimizer)]
+
+
+def plain_optimizers(optimizer: Any) -> list[Any]:
+    """Those that update weights, within a ``LossScaleOptimizer`` or a ``MultiOptimizer``."""
+    outer = getattr(optimizer, "inner_optimizer", optimizer)
+    return _inner_optimizers(outer) or [outer]
+
+
+def mix_in(optimizer: Any, mixin: type, way: Any) -> None:
+    """Make the optimizer's class a subclass of ``mixin``, under the same name.
+
+    Args:
+        optimizer: Changed in place.
+        mixin: Finds ``way`` as ``_hvdtrain_reducer``.
+        way: To the other ranks.
+    """
+    plain = type(optimizer)
+    if not issubclass(plain, mixin):
+        names = {
+            "__module__": plain.__module__,
+            "__qualname__": plain.__qualname__,
+            "_hvdtrain_plain_class": plain,
+        }
+        optimizer.__class__ = type(plain.__name__, (mixin, plain), names)
+    mark(optimizer, way)
+
+
+def unmix(optimizer: Any) -> None:
+    """Give an optimizer, and those within it, the classes that they had before ``mix_in``."""
+    for entry in (optimizer, *plain_optimizers(optimizer)):
+        entry.__class__ = getattr(type(entry), "_hvdtrain_plain_class", type(entry))
+
+
+def mark(optimizer: Any, way: Any) -> None:
+    """Note that an optimizer is distributed, and by what way."""
+    # Not through Keras' own __setattr__, which would track it as part of what is saved.
+    object.__setattr__(optimizer, _MARK, way)
+
+
+def check_parts_known(optimizer: Any) -> None:
+    """See that a ``MultiOptimizer`` has its optimizers: a function makes them for each variable.
+
+    Raises:
+        ModelError: It doesn't; it would average nothing.
+    """
+    outer = getattr(optimizer, "inner_optimizer", optimizer)
+    if getattr(outer, "optimizers", None) == []:
+        raise ModelError(
+            f"{type(outer).__name__} has no optimizers yet, as a function chooses them when it is "
+            "built. Call optimizer.build(model.trainable_variables) before it is distributed."
+        )
+
+
+def _inner_optimizers(optimizer: Any) -> list[Any]:
+    """Those of a ``MultiOptimizer``."""
+    inner = getattr(optimizer, "optimizers", None)
+    return list(inner) if isinstance(inner, (list, tuple)) else []

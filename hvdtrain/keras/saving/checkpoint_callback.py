@@ -1,0 +1,102 @@
+"""``hvdtrain.Checkpoint``: the callback with which a user asks for checkpoints."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+import keras
+
+from hvdtrain.errors import ModelError
+from hvdtrain.keras.saving.checkpoint_loop import Keeper
+from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
+
+__all__ = ["Checkpoint"]
+
+
+class Checkpoint(keras.callbacks.Callback):
+    """Saves all of a training as it goes, and resumes it when the program is started again.
+
+    ::
+
+        model.fit(x, y, epochs=10, callbacks=[hvdtrain.Checkpoint("runs/mnist", every_s=60)])
+
+    The chief writes, in the background: weights, optimizer, callbacks, position in the data and the
+    random states of all ranks. The next ``fit`` with the same directory goes on from the newest
+    checkpoint that is intact, also in the middle of an epoch: with as many ranks as before exactly
+    as if it had never been stopped; with another number of ranks, on the samples of the epoch that
+    had not been seen. The other ranks need not see the directory. Use one directory for each
+    ``fit`` of a program.
+
+    On SIGTERM, SIGUSR1 or SIGUSR2, on any rank, all ranks save a checkpoint after the same step and
+    end with exit code 75: start the program again, and it goes on.
+
+    Args:
+        directory: Where checkpoints go, each a folder of its own.
+        every_steps: Save after so many steps.
+        every_s: Save after so many seconds. Without both of them, at the end of every epoch; the
+            end of the training is saved always.
+        keep: How many of the newest to keep.
+        export: Also save the model as a ``.keras`` file at this path, at the end of each epoch
+            after which a checkpoint is taken.
+        on_error: What a full disk or the like does: ``"warn"`` says so once and trains on,
+            ``"raise"`` ends training on every rank.
+
+    Raises:
+        ConfigurationError: An argument can't be used.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        keep: int = 3,
+        export: str | os.PathLike[str] | None = None,
+        on_error: Literal["warn", "raise"] = "warn",
+    ) -> None:
+        super().__init__()
+        self.options = CheckpointOptions(
+            directory=os.fspath(directory),
+            every_steps=every_steps,
+            every_s=every_s,
+            keep=keep,
+            export=None if export is None else os.fspath(export),
+            on_error=on_error,
+        )
+        self.keeper: Keeper | None = None
+        """Does the work within a ``fit`` of a distributed model."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.keeper is None:
+            raise ModelError(
+                "hvdtrain.Checkpoint needs a model that was given to hvdtrain.distribute(model), "
+                "after hvdtrain.init(); also where there is one process only."
+            )
+        self.keeper.on_train_begin()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        assert self.keeper is not None
+        self.keeper.on_batch_end(batch)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        assert self.keeper is not None
+        self.keeper.on_epoch_begin(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        assert self.keeper is not None
+        last = epoch + 1 >= int((self.params or {}).get("epochs", 1))
+        self.keeper.on_epoch_end(epoch, logs or {}, last=last)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self.keeper is not None:
+            self.keeper.on_test_begin()
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.keeper is not None:
+            self.keeper.on_test_batch_end()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        assert self.keeper is not None
+        self.keeper.on_train_end()

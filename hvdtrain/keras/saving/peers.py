@@ -1,0 +1,57 @@
+"""The ranks beside this one, as a ``Keeper`` deals with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hvdtrain.keras.epoch_iterator import Epochs
+from hvdtrain.keras.saving.worker_position import Stand
+
+__all__ = ["Others"]
+
+
+class Others:
+    """Ranks that make each step together, and ask each other by collectives: nothing else to do.
+
+    Where each goes its own way another class takes the place of this one.
+    """
+
+    def open(self, epochs: Epochs, samples: int) -> None:
+        """Call before training begins.
+
+        Args:
+            epochs: Where this rank stands in its data.
+            samples: That it has trained on.
+        """
+
+    def received(self, own: int) -> int:
+        """The signal that this rank acts on.
+
+        Args:
+            own: One that has come to it, or 0.
+        """
+        return own
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a checkpoint to be had after the step just done."""
+        return True
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Call when an epoch begins, and a checkpoint has been restored if there was one."""
+
+    def collect(self) -> Sequence[Stand]:
+        """On the chief give the model what is to be saved; where the others stand then."""
+        return ()
+
+    def were_behind(self, epoch: int) -> bool:
+        """Whether some had not come to ``epoch`` when training began."""
+        return False
+
+    def until_all_have_ended(self, *, stop: bool) -> Iterator[None]:
+        """Call after this rank's last step; yields now and then as long as others train.
+
+        Args:
+            stop: Whether they are to end as well.
+        """
+        return iter(())

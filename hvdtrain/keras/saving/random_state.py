@@ -1,0 +1,88 @@
+"""The random states of this process: Python's, NumPy's, TensorFlow's and Keras' global ones.
+
+Those of a model's layers, such as dropout's, are variables of the model and not here. What can't
+be had: where ``tf.random.uniform`` and its like stand inside a ``tf.function``, which only the
+running graph knows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
+
+from hvdtrain.tensorflow import random_seed
+
+__all__ = ["random_state", "restore_random_state"]
+
+_ABSENT = -1
+
+
+def random_state() -> dict[str, np.ndarray]:
+    """All of them as arrays, of the same names, shapes and types on every rank."""
+    tensorflow = random_seed.current()
+    unset = (_ABSENT, random.Random(0).getstate())
+    seed, operations = unset if tensorflow is None else tensorflow
+    return {
+        "python": _pack_python(random.getstate()),
+        "numpy": _pack_numpy(np.random.get_state(legacy=False)),
+        "tensorflow seed": np.array(seed, np.int64),
+        "tensorflow": _pack_python(operations),
+        "keras": _keras_state(),
+    }
+
+
+def restore_random_state(state: Mapping[str, np.ndarray]) -> None:
+    """Let this process draw what it would have drawn after ``random_state``."""
+    # Keras first: making its generator draws from Python's.
+    if state["keras"][0] == _ABSENT:
+        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
+    else:
+        generator = seed_generator.global_seed_generator()
+        generator.state.assign(state["keras"].astype(generator.state.dtype))
+    seed = int(state["tensorflow seed"])
+    if seed != _ABSENT:
+        random_seed.restore(seed, _unpack_python(state["tensorflow"]))
+    _restore_numpy(state["numpy"])
+    random.setstate(_unpack_python(state["python"]))
+
+
+def _keras_state() -> np.ndarray:
+    """Of the generator behind ``keras.random``, which Keras makes when it is first used."""
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    if generator is None:
+        return np.full(2, _ABSENT, np.int64)
+    return np.asarray(generator.state.numpy()).astype(np.int64)
+
+
+def _pack_python(state: Any) -> np.ndarray:
+    """Version, words and the second half of a pair of Gaussian numbers, as uint64."""
+    version, words, gauss = state
+    bits = np.array([np.nan if gauss is None else gauss], np.float64).view(np.uint64)
+    return np.concatenate([np.array([version, *words], np.uint64), bits])
+
+
+def _unpack_python(packed: np.ndarray) -> Any:
+    gauss = float(packed[-1:].view(np.float64)[0])
+    words = tuple(int(word) for word in packed[1:-1])
+    return int(packed[0]), words, None if np.isnan(gauss) else gauss
+
+
+def _pack_numpy(state: Any) -> np.ndarray:
+    """Key, position and the second half of a Gaussian pair; zeros for another bit generator."""
+    if state["bit_generator"] != "MT19937":
+        return np.zeros(627, np.uint64)
+    rest = np.array([state["state"]["pos"], state["has_gauss"]], np.uint64)
+    gauss = np.array([state["gauss"]], np.float64).view(np.uint64)
+    return np.concatenate([state["state"]["key"].astype(np.uint64), rest, gauss])
+
+
+def _restore_numpy(packed: np.ndarray) -> None:
+    key = packed[:624].astype(np.uint32)
+    if key.any():
+        gauss = float(packed[626:].view(np.float64)[0])
+        np.random.set_state(("MT19937", key, int(packed[624]), int(packed[625]), gauss))

@@ -1,0 +1,92 @@
+"""How far a training has come: what a checkpoint says beside its arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.errors import CheckpointError, DataError
+from hvdtrain.keras.data.data_position import Position
+from hvdtrain.keras.epoch_iterator import Place
+from hvdtrain.keras.saving.worker_position import Stand, place_from_json, place_to_json
+
+__all__ = ["Progress"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The state of a training after a step; all of it fits into JSON.
+
+    Attributes:
+        step: Steps done since the beginning of the training.
+        epoch: The epoch in work, or the next one where no step of one is done; from 0.
+        place: Where the data stands.
+        unit: What positions count: samples or batches.
+        seed: Of all orders of the data that hvdtrain chooses.
+        tensorflow_seed: TensorFlow's global seed, or None; orders of ``tf.data`` follow from it.
+        presharded: Whether each rank had data of its own.
+        samples: Seen since the beginning by the ranks that are left.
+        callbacks: By class, what each keeps.
+        history: What ``fit`` returns for the epochs so far: "epoch", numbers, and "logs", lists.
+        others: Where the ranks after the chief stand, in their order, where each goes its own way;
+            empty where all are where the chief is.
+        begins: Where passes began that did not begin at their start, for ``others``.
+        each: Units that a rank takes in a step; 0 where not known.
+        built: For each optimizer the places of the variables that it was built for.
+    """
+
+    step: int
+    epoch: int
+    place: Place
+    unit: str
+    seed: int
+    tensorflow_seed: int | None
+    presharded: bool
+    samples: int
+    callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    history: Mapping[str, Any] = field(default_factory=dict)
+    others: Sequence[Stand] = ()
+    begins: Sequence[Position] = ()
+    each: int = 0
+    built: Sequence[Sequence[int]] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As a dictionary of plain values."""
+        values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        return {
+            **values,
+            "place": place_to_json(self.place),
+            "others": [stand.to_json() for stand in self.others],
+            "begins": [position.to_json() for position in self.begins],
+        }
+
+    @classmethod
+    def from_json(cls, values: Any) -> Progress:
+        """What ``to_json`` made.
+
+        Raises:
+            CheckpointError: Something is missing or can't be used.
+        """
+        try:
+            # The last ones are not in checkpoints of earlier versions.
+            given = {"others": (), "begins": (), "each": 0, "built": (), **values}
+            known = {entry.name: given[entry.name] for entry in dataclasses.fields(cls)}
+            for name in ("step", "epoch", "seed", "samples", "each"):
+                known[name] = int(known[name])
+            known["place"] = place_from_json(known["place"])
+            known["others"] = [Stand.from_json(stand) for stand in known["others"]]
+            known["begins"] = [Position.from_json(position) for position in known["begins"]]
+            known["built"] = [[int(place) for place in places] for places in known["built"]]
+            return cls(**known)
+        except (KeyError, TypeError, ValueError, DataError) as error:
+            raise CheckpointError(
+                f"The checkpoint's state.json can't be used ({type(error).__name__}: {error}); it "
+                "was written by another version of hvdtrain, or changed by hand."
+            ) from None
+
+    @property
+    def within_epoch(self) -> bool:
+        """Whether some steps of the epoch are done."""
+        return self.place.epoch_step > 0

@@ -1,0 +1,350 @@
+"""Whose is which part of what training depends on.
+
+Weights and the optimizer are alike on all ranks; the chief's are saved for all. What each rank has
+for itself is saved for every rank: random states, what layers track on their own batches (alike at
+the end of an epoch only), metrics and accumulated gradients between two updates, what recurrent
+layers carry over from its batches, samples seen.
+
+A run with the same number of ranks gives every rank its own back. With another number there is a
+rule for each: sums go to the chief, averages to all, random states to those who had one; recurrent
+states, which belong to samples that come elsewhere now, begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.fusion import join_bytes, split_bytes
+from hvdtrain.collectives.interface import Collectives
+from hvdtrain.errors import CheckpointError, RanksLostError
+from hvdtrain.keras.joint_metrics import reduction_of_metric
+from hvdtrain.keras.model_optimizers import (
+    build_as,
+    built_for,
+    plain_optimizers_of,
+    state_of_optimizers,
+)
+from hvdtrain.keras.model_sync import (
+    broadcast_model,
+    layer_statistics,
+    recurrent_states,
+    seed_generators,
+    seed_of_rank,
+)
+from hvdtrain.keras.optimizer_patch import accumulators
+from hvdtrain.keras.saving.random_state import random_state, restore_random_state
+
+__all__ = ["TrainingState"]
+
+_Rule = Literal["sum", "average", "chief", "seed", "anew"]
+_RANDOM = "random/"
+_OTHER_MODEL = "The checkpoint is of another model or optimizer"
+_REMEDY = "Resume with the model that was saved, or begin anew in another directory."
+
+
+class _Own(NamedTuple):
+    """A variable that differs by rank, and what becomes of it for another number of ranks."""
+
+    key: str
+    variable: Any
+    rule: _Rule
+
+
+class TrainingState:
+    """All that ``fit`` changes in a model on its way, as arrays.
+
+    Args:
+        model: Compiled and built.
+        collectives: The engine.
+        samples: Counts the samples that this rank has computed with.
+    """
+
+    def __init__(
+        self, model: keras.Model, collectives: Collectives, samples: keras.Variable
+    ) -> None:
+        self._model = model
+        self._collectives = collectives
+        self._samples = samples
+        self._buffers: dict[str, np.ndarray] = {}
+
+    def shared(self) -> dict[str, np.ndarray]:
+        """Copies of what is alike on all ranks; the next call overwrites them."""
+        copies = {}
+        for place, variable in self._shared_variables().items():
+            key = f"{place}/{variable.path}"
+            value = _view(variable)
+            buffer = self._buffers.get(key)
+            if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+                buffer = self._buffers[key] = np.empty(value.shape, value.dtype)
+            np.copyto(buffer, value)
+            copies[key] = buffer
+        return copies
+
+    def copy_own(self) -> dict[str, np.ndarray]:
+        """What this rank has for itself now, but for accumulated gradients; for ``gather_own``."""
+        return {key: array.copy() for key, array in self._own_values(accumulated=False).items()}
+
+    def gather_own(self, earlier: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+        """What each rank has for itself, under ``rank/<r>/``, on the chief; collective.
+
+        Where a rank is lost meanwhile something is missing: see ``Membership.renew``.
+
+        Metrics are part of it, so that this belongs after a step and before they are reset.
+
+        Args:
+            earlier: From ``copy_own``; takes the place of what has changed since.
+        """
+        mine = {**self._own_values(), **(earlier or {})}
+        collectives = self._collectives
+        rows = join_bytes(mine)[np.newaxis]
+        to_chief = [1] + [0] * (collectives.size - 1)
+        received, _ = collectives.alltoall(rows, to_chief, name="what ranks have of their own")
+        return {
+            f"rank/{rank}/{key}": array
+            for rank, row in enumerate(received)
+            for key, array in split_bytes(row, mine).items()
+        }
+
+    def built(self) -> list[list[int]]:
+        """For each optimizer the places of the variables that it was built for."""
+        return built_for(self._model)
+
+    def build(self, built: Sequence[Sequence[int]]) -> None:
+        """Build the optimizers that are to be restored; call before ``check``.
+
+        Args:
+            built: What ``built`` told when the checkpoint was taken.
+        """
+        build_as(self._model, built)
+
+    def check(self, saved: Mapping[str, np.ndarray]) -> None:
+        """See that what ``shared`` returned once belongs to this model and optimizer.
+
+        Raises:
+            CheckpointError: It doesn't; says which variable.
+        """
+        found = _by_place(saved)
+        for place, variable in self._shared_variables().items():
+            expected = f"{_numpy_dtype(variable).name} {tuple(variable.shape)}"
+            array = found.pop(place, None)
+            held = "nothing" if array is None else f"{array.dtype.name} {array.shape}"
+            if held != expected:
+                raise CheckpointError(
+                    f"{_OTHER_MODEL}: for {variable.path} ({place}) expected {expected}, found "
+                    f"{held}. {_REMEDY}"
+                )
+        if found:
+            raise CheckpointError(
+                f"{_OTHER_MODEL}: it holds {len(found)} more variables than this one has, the "
+                f"first is {next(iter(found))}. {_REMEDY}"
+            )
+
+    def restore_shared(self, saved: Mapping[str, np.ndarray] | None) -> None:
+        """Give all ranks the weights and the optimizer that the chief read; collective.
+
+        Args:
+            saved: On the chief what ``shared`` returned, elsewhere None.
+        """
+        if saved is not None:
+            found = _by_place(saved)
+            for place, variable in self._shared_variables().items():
+                variable.assign(found[place])
+        broadcast_model(self._model, self._collectives)
+
+    def restore_own(self, saved: Mapping[str, np.ndarray] | None, ranks: int) -> int:
+        """Give each rank what was its own, or its part of it; collective.
+
+        Args:
+            saved: On the chief what ``gather_own`` returned, elsewhere None.
+            ranks: How many ranks there were.
+
+        Returns:
+            The samples that all ranks had seen.
+        """
+        template = self._own_values(accumulated=True)
+        collectives = self._collectives
+        nbytes = join_bytes(template).size
+        rows = np.zeros((0, nbytes), np.uint8)
+        splits = [0] * collectives.size
+        if saved is not None:
+            rows = np.stack(
+                [
+                    join_bytes(self._part(saved, template, ranks, rank, collectives.size))
+                    for rank in range(collectives.size)
+                ]
+            )
+            splits = [1] * collectives.size
+        received, _ = collectives.alltoall(rows, splits, name="what ranks had of their own")
+        if not len(received):
+            raise RanksLostError(
+                "The rank that reads the checkpoint was lost. Start the job again."
+            )
+        mine = split_bytes(received[0], template)
+        self._take_own(mine)
+        seen = collectives.allreduce(mine["samples"], "sum", name="samples seen")
+        return int(seen)
+
+    def restore_part(
+        self, saved: Mapping[str, np.ndarray], ranks: int, *, rank: int, size: int
+    ) -> None:
+        """As ``restore_own`` on a rank that has all that was saved; communicates with nobody.
+
+        Args:
+            saved: What ``gather_own`` returned.
+            ranks: How many ranks there were.
+            rank: This one.
+            size: How many there are now.
+        """
+        template = self._own_values(accumulated=True)
+        self._take_own(self._part(saved, template, ranks, rank, size))
+
+    @property
+    def samples(self) -> int:
+        """That this rank has trained on."""
+        return int(self._samples.numpy())
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait for those of more steps."""
+        return any(map(_is_accumulating, plain_optimizers_of(self._model)))
+
+    def _take_own(self, mine: Mapping[str, np.ndarray]) -> None:
+        for own in self._own_variables(accumulated=True):
+            own.variable.assign(mine[own.key].astype(_numpy_dtype(own.variable)))
+        prefix = len(_RANDOM)
+        random = {key[prefix:]: a for key, a in mine.items() if key.startswith(_RANDOM)}
+        if any(array.any() for array in random.values()):
+            restore_random_state(random)
+
+    def _shared_variables(self) -> dict[str, Any]:
+        """By kind and number: Keras counts names on in a process that makes several models."""
+        own = {id(entry.variable) for entry in self._own_variables(accumulated=True)}
+        optimizers = state_of_optimizers(self._model)
+        kinds = {"weights": self._model.variables, "optimizer": optimizers}
+        return {
+            f"{kind}/{number:04d}": variable
+            for kind, variables in kinds.items()
+            for number, variable in enumerate(variables)
+            if id(variable) not in own
+        }
+
+    def _own_variables(self, *, accumulated: bool) -> list[_Own]:
+        """``accumulated`` is whether gradients that wait for an update are among them."""
+        model = self._model
+        statistics = layer_statistics(model)
+        kinds: list[tuple[str, Sequence[Any], Any]] = [
+            ("seeds", [g.state for g in seed_generators(model)], lambda _: "seed"),
+            ("statistics", statistics, _rule_of_statistics),
+            ("metrics", model.metrics_variables, _rule_of_metric),
+            ("states", recurrent_states(model), lambda _: "anew"),
+        ]
+        if accumulated:
+            waiting = [v for o in plain_optimizers_of(model) for v in accumulators(o)]
+            kinds.append(("accumulated", waiting, lambda _: "average"))
+        found = [
+            _Own(f"{kind}/{number:04d}", variable, rule(variable))
+            for kind, variables, rule in kinds
+            for number, variable in enumerate(variables)
+        ]
+        return [*found, _Own("samples", self._samples, "sum")]
+
+    def _own_values(self, *, accumulated: bool | None = None) -> dict[str, np.ndarray]:
+        """This rank's own; accumulated gradients where some wait, unless told."""
+        if accumulated is None:
+            accumulated = self.accumulates
+        values = {
+            entry.key: _view(entry.variable)
+            for entry in self._own_variables(accumulated=accumulated)
+        }
+        values.update({_RANDOM + key: array for key, array in random_state().items()})
+        return values
+
+    def _part(
+        self,
+        saved: Mapping[str, np.ndarray],
+        template: Mapping[str, np.ndarray],
+        ranks: int,
+        rank: int,
+        size: int,
+    ) -> dict[str, np.ndarray]:
+        """What ``rank`` of ``size`` gets of what ``ranks`` ranks had."""
+        rules = {entry.key: entry.rule for entry in self._own_variables(accumulated=True)}
+        part = {}
+        for key, like in template.items():
+            kept = [saved[f"rank/{r}/{key}"] for r in range(ranks) if f"rank/{r}/{key}" in saved]
+            if not kept:
+                part[key] = np.zeros_like(like)  # nothing had been accumulated
+            elif key.startswith(_RANDOM) and rank >= len(kept):
+                part[key] = np.zeros_like(like)  # it had none, and goes on with what it has
+            elif len(kept) == size:
+                part[key] = kept[rank]
+            else:
+                part[key] = _share(kept, rules.get(key, "chief"), rank)
+            if part[key].nbytes != like.nbytes:
+                raise CheckpointError(
+                    f"{_OTHER_MODEL}: for {key} expected {like.dtype} {like.shape}, found "
+                    f"{part[key].dtype} {part[key].shape}. {_REMEDY}"
+                )
+        return part
+
+
+def _share(kept: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
+    """What another number of ranks makes of the values of all former ones."""
+    first = kept[0]
+    if rule == "sum":
+        total = np.sum(kept, axis=0, dtype=first.dtype)
+        return total if rank == 0 else np.zeros_like(first)
+    if rule == "average":
+        return np.mean([np.asarray(k, np.float64) for k in kept], axis=0).astype(first.dtype)
+    if rule == "seed":
+        return kept[rank] if rank < len(kept) else seed_of_rank(first, rank)
+    if rule == "anew":
+        return np.zeros_like(first)
+    return kept[min(rank, len(kept) - 1)]
+
+
+def _rule_of_statistics(variable: Any) -> _Rule:
+    return "chief" if _numpy_dtype(variable).kind in "iub" else "average"
+
+
+def _rule_of_metric(variable: Any) -> _Rule:
+    reduction = reduction_of_metric(variable)
+    if reduction == "sum" or reduction == "average":
+        return reduction
+    return "chief"
+
+
+def _is_accumulating(optimizer: Any) -> bool:
+    steps = optimizer.gradient_accumulation_steps
+    # Unlike ``iterations``, which counts updates.
+    return bool(steps) and int(optimizer._iterations.numpy()) % steps != 0
+
+
+def _by_place(saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Without the names, which are there for people."""
+    kinds = ("weights", "optimizer")
+    return {
+        "/".join(key.split("/")[:2]): array
+        for key, array in saved.items()
+        if key.split("/")[0] in kinds
+    }
+
+
+def _numpy_dtype(variable: Any) -> np.dtype:
+    return np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
+
+
+def _view(variable: Any) -> np.ndarray:
+    """The variable's value, without a copy where TensorFlow lends its memory."""
+    value = variable if isinstance(variable, tf.Variable) else variable.value
+    tensor = value.read_value() if isinstance(value, tf.Variable) else value
+    try:
+        return np.asarray(memoryview(tensor))
+    except (TypeError, ValueError):
+        # bfloat16 and the like have no name in Python's protocol.
+        return np.asarray(tensor.numpy())

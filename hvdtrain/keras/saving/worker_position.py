@@ -1,0 +1,100 @@
+"""Where a rank stands in its training, where not all ranks are after the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from hvdtrain.keras.data.data_position import Position
+from hvdtrain.keras.epoch_iterator import Place
+
+__all__ = ["Stand", "place_from_json", "place_to_json"]
+
+_COUNTS = ("epoch_step", "epochs", "passes", "ranks")
+_NONE = -1
+
+
+class Stand(NamedTuple):
+    """One rank's.
+
+    Attributes:
+        epoch: The epoch in work, or the next one where no step of one is done; from 0.
+        place: Where its data stands.
+        samples: That it has trained on.
+    """
+
+    epoch: int
+    place: Place
+    samples: int
+
+    def to_numbers(self) -> tuple[int, ...]:
+        """Nine numbers, for ``from_numbers``."""
+        place, position = self.place, self.place.position
+        counts = (self.epoch, self.samples, place.epoch_step, place.epochs, place.passes)
+        if position is None:
+            return (*counts, *[_NONE] * 4)
+        return (
+            *counts,
+            position.epoch,
+            position.start,
+            len(position.missed),
+            _NONE if position.joint_batch is None else position.joint_batch,
+        )
+
+    @classmethod
+    def from_numbers(
+        cls, numbers: tuple[int, ...], *, ranks: int, begins: Mapping[int, Position]
+    ) -> Stand:
+        """The stand that ``to_numbers`` was called on.
+
+        Args:
+            numbers: What it returned.
+            ranks: How many there are.
+            begins: Where passes of this rank began that did not begin at their start: what is left
+                of the places that were missed in one are the last of those that were.
+        """
+        epoch, samples, epoch_step, epochs, passes, *rest = numbers
+        position = None
+        if rest[0] != _NONE:
+            missed = begins[rest[0]].missed[-rest[2] :] if rest[2] else ()
+            joint_batch = None if rest[3] == _NONE else rest[3]
+            position = Position(
+                epoch=rest[0], start=rest[1], missed=missed, joint_batch=joint_batch
+            )
+        place = Place(
+            position=position, epoch_step=epoch_step, epochs=epochs, passes=passes, ranks=ranks
+        )
+        return cls(epoch, place, samples)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a dictionary of plain values."""
+        return {**self._asdict(), "place": place_to_json(self.place)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Stand:
+        """What ``to_json`` made.
+
+        Raises:
+            DataError: Its position is none.
+            KeyError: Something else is missing.
+        """
+        place = place_from_json(value["place"])
+        return cls(int(value["epoch"]), place, int(value["samples"]))
+
+
+def place_to_json(place: Place) -> dict[str, Any]:
+    """As a dictionary of plain values."""
+    position = place.position
+    return place._asdict() | {"position": position and position.to_json()}
+
+
+def place_from_json(value: Any) -> Place:
+    """What ``place_to_json`` made.
+
+    Raises:
+        DataError: Its position is none.
+        KeyError: Something else is missing.
+    """
+    counts = {name: int(value[name]) for name in _COUNTS}
+    position = value["position"]
+    return Place(position=None if position is None else Position.from_json(position), **counts)

@@ -1,0 +1,220 @@
+"""What a worker's steps exchange with the servers, inside TensorFlow's graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.keras.model_steps import Steps
+from hvdtrain.keras.optimizer_patch import accumulates
+from hvdtrain.keras.served.server_optimizer_state import ServersState
+from hvdtrain.keras.served.worker_link import Link
+from hvdtrain.parameter_server.gradient_packing import Gradient, Rows
+from hvdtrain.parameter_server.protocol import NO_STAND
+from hvdtrain.parameter_server.push_accumulation import Accrued
+
+__all__ = ["Exchange"]
+
+# From a step's numbers to its gradients; None where it has none that count.
+Find = Callable[[np.ndarray, Sequence[np.ndarray]], list[Gradient] | None]
+# What is to be sent now, and what it counts for.
+Take = Callable[..., tuple[list[Gradient] | None, float]]
+
+
+class Exchange(Link):
+    """Takes the place of the optimizer's update on a worker.
+
+    Args:
+        model: Compiled and built.
+        reducer: Keeps the errors that TensorFlow hides.
+        steps: Of the model.
+        is_chief: Whether the learning rate here is the one that counts.
+        require_finite: Refuse gradients with NaN or infinity.
+        push_every: Send gradients after so many steps, their sum. In those between, the model
+            takes a step of plain gradient descent by itself, as in Downpour (Dean et al. 2012).
+        overlaps: Go on while gradients are under way, with the weights that came for those before.
+            Between epochs, and before validations and checkpoints, nothing is under way.
+        averages: As for ``Link``.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        reducer: GradientReducer,
+        steps: Steps,
+        *,
+        is_chief: bool,
+        require_finite: bool,
+        push_every: int,
+        overlaps: bool,
+        averages: ServersState | None,
+    ) -> None:
+        super().__init__(model, reducer, steps, require_finite=require_finite, averages=averages)
+        self._places = {id(variable): n for n, variable in enumerate(self._variables)}
+        self._accumulates = accumulates(model.optimizer)
+        self._is_chief = is_chief
+        self._push_every = push_every
+        self._overlaps = overlaps
+        self._accrued = Accrued(push_every)
+        self._epoch_begins = False
+
+    def begin_epoch(self) -> None:
+        # The weights of the last step are old when a validation has been between.
+        self.pull()
+        self._epoch_begins = True
+
+    def go_on(self) -> None:
+        if self._epoch_begins and self._averages is not None:
+            # Callbacks that put averages in the place of weights have taken them out since.
+            self.pull()
+        self._epoch_begins = False
+
+    def pull(self) -> None:
+        """Take the newest weights, after the last gradients have been sent."""
+        self.assign(self.send_rest() or self.reach().pull())
+
+    def show_newest(self) -> None:
+        if self._averages is not None:
+            self.send_rest()
+            self.assign(self._averages.newest_weights(self.reach()))
+        elif self.reach().is_ahead:
+            self.pull()
+
+    def send_rest(self) -> list[np.ndarray] | None:
+        """Send what waits for gradients of more steps; returns weights if there was any."""
+        if not self._accrued.steps:
+            return None
+        ran, samples = (counted.numpy() for counted in self._counted())
+        gradients, stand = self._accrued.take(), self._stand(ran, samples)
+        return self.reach().push(gradients, weight=1.0, learning_rate=math.nan, stand=stand)
+
+    def _forget(self) -> None:
+        self._accrued = Accrued(self._push_every)
+
+    def step(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        *,
+        weight: tf.Tensor | None,
+        learning_rate: Any,
+        ends: bool = True,
+    ) -> None:
+        """Send gradients of some variables, and take the weights of all.
+
+        Args:
+            gradients: Tensors or ``IndexedSlices``.
+            variables: What they belong to.
+            weight: What they count for beside those of other workers; 0 for nothing.
+            learning_rate: Of the optimizer; None where it follows a schedule.
+            ends: Whether with them all steps until now are done.
+        """
+        places = [self._places[id(variable)] for variable in variables]
+        sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+        flat: list[Any] = []
+        for gradient in gradients:
+            if isinstance(gradient, tf.IndexedSlices):
+                flat += [gradient.indices, gradient.values]
+            else:
+                flat.append(gradient)
+        tells = self._is_chief and learning_rate is not None
+        rate = tf.cast(learning_rate, tf.float64) if tells else tf.constant(math.nan, tf.float64)
+        counts = tf.constant(1.0, tf.float64) if weight is None else weight
+
+        def find(counts: np.ndarray, arrays: Sequence[np.ndarray]) -> list[Gradient] | None:
+            found = _gradients(len(self._variables), places, sparse, arrays)
+            if float(counts) <= 0:
+                return None
+            self._check_finite(found, "A gradient")
+            return found
+
+        if self._push_every == 1:
+            self._send(find, ends, counts, rate, flat)
+        else:
+            complete, servers_rate = self._accrue(find, counts, flat)
+            rate_now = rate if tells else servers_rate
+
+            def go_on() -> None:
+                tf.cond(counts > 0, lambda: _descend(gradients, variables, rate_now), lambda: None)
+
+            tf.cond(complete, lambda: self._send_accrued(ends, rate), go_on)
+
+    def skip_step(self) -> None:
+        """Tell the servers that this step has no gradients."""
+        nothing = tf.constant(0.0, tf.float64)
+        # Gradients of earlier steps may wait here: those are not done yet.
+        self.step([], [], weight=nothing, learning_rate=None, ends=not self._accumulates)
+
+    def _send(self, find: Find, ends: bool, counts: Any, rate: Any, flat: Sequence[Any]) -> None:
+        def take(counts: np.ndarray, *arrays: np.ndarray) -> tuple[list[Gradient] | None, float]:
+            return find(counts, arrays), float(counts)
+
+        self._push(take, ends, rate, [counts, *flat])
+
+    def _send_accrued(self, ends: bool, rate: Any) -> None:
+        self._push(lambda: (self._accrued.take(), 1.0), ends, rate, [])
+
+    def _push(self, take: Take, ends: bool, rate: Any, inputs: Sequence[Any]) -> None:
+        """Exchange with the servers.
+
+        Args:
+            take: From ``inputs`` to gradients and what they count for.
+            ends: As for ``step``.
+            rate: The learning rate.
+            inputs: Tensors.
+        """
+
+        def run(
+            ran: np.ndarray, samples: np.ndarray, rate: np.ndarray, *arrays: np.ndarray
+        ) -> list[np.ndarray] | None:
+            with self._reducer.remember_error():
+                client = self.reach()
+                gradients, weight = take(*arrays)
+                stand = self._stand(ran, samples) if ends else NO_STAND
+                push = client.push_ahead if self._overlaps else client.push
+                return push(gradients, weight=weight, learning_rate=float(rate), stand=stand)
+
+        exchange = self._run_if_any if self._overlaps else self._run
+        exchange(run, [*self._counted(), rate, *inputs])
+
+    def _accrue(self, find: Find, counts: Any, flat: Sequence[Any]) -> tuple[Any, Any]:
+        """Whether it is time to send, and the servers' learning rate."""
+
+        def run(counts: np.ndarray, *arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            with self._reducer.remember_error():
+                self._accrued.add(find(counts, arrays))
+                rate = self.reach().learning_rate
+                return np.array(self._accrued.complete), np.array(rate, np.float64)
+
+        complete, rate = tf.numpy_function(run, [counts, *flat], [tf.bool, tf.float64])
+        complete.set_shape([])
+        rate.set_shape([])
+        return complete, rate
+
+
+def _descend(gradients: Sequence[Any], variables: Sequence[Any], rate: tf.Tensor) -> None:
+    """A step of plain gradient descent."""
+    for gradient, variable in zip(gradients, variables):
+        change = tf.math.scalar_mul(tf.cast(rate, gradient.dtype), gradient)
+        if isinstance(change, tf.IndexedSlices):
+            variable.value.scatter_sub(change)
+        else:
+            variable.assign_sub(change)
+
+
+def _gradients(
+    count: int, places: Sequence[int], sparse: Sequence[bool], arrays: Sequence[np.ndarray]
+) -> list[Gradient]:
+    """The gradients of all variables, None for those that have none."""
+    found: list[Gradient] = [None] * count
+    left = iter(arrays)
+    for place, is_sparse in zip(places, sparse):
+        first = next(left)
+        found[place] = Rows(first.astype(np.int64, copy=False), next(left)) if is_sparse else first
+    return found

@@ -1,0 +1,118 @@
+"""From the callbacks of a ``fit`` with servers to its checkpoints, as ``hvdtrain.keras.saving``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from hvdtrain.checkpoint import Snapshot, Store
+from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.single import SingleCollectives
+from hvdtrain.keras.model_steps import Steps
+from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
+from hvdtrain.keras.saving.checkpoint_session import Session, store_of
+from hvdtrain.keras.saving.resume import broadcast_arrays, find
+from hvdtrain.keras.saving.training_progress import Progress
+from hvdtrain.keras.saving.training_state import TrainingState
+from hvdtrain.keras.served.independent_worker import Apart
+from hvdtrain.keras.served.server_optimizer_state import ServersState
+from hvdtrain.keras.served.worker_checkpoints import ServedOthers, ServedResume
+from hvdtrain.keras.served.worker_link import Link
+
+__all__ = ["begin_session", "find_for_all"]
+
+
+def find_for_all(
+    store: Store | None, state: TrainingState, collectives: Collectives
+) -> tuple[Progress, Snapshot] | None:
+    """Look for a checkpoint, and give all of it to all ranks; collective.
+
+    Args:
+        store: On the chief, elsewhere None.
+        state: Of the model that is to be trained.
+        collectives: Of all ranks.
+
+    Raises:
+        CheckpointError: None can be used; on all ranks.
+    """
+    found = find(store, state, collectives)
+    if found is None:
+        return None
+    progress, snapshot = found
+    model = broadcast_arrays(None if snapshot is None else snapshot.model, collectives)
+    ranks = broadcast_arrays(None if snapshot is None else snapshot.ranks, collectives)
+    return progress, Snapshot(step=progress.step, state={}, model=model, ranks=ranks)
+
+
+def begin_session(
+    asked: Checkpoint,
+    model: keras.Model,
+    collectives: Collectives,
+    callbacks: Sequence[Any],
+    exchange: Link,
+    steps: Steps,
+    *,
+    place: Apart,
+    servers: ServersState,
+    in_update: Callable[[int], int],
+    presharded: bool,
+) -> tuple[Session, ServedResume | None]:
+    """What takes checkpoints on a worker; collective, with ``find_for_all`` on servers.
+
+    Args:
+        asked: The user's callback.
+        model: Compiled, built and distributed.
+        collectives: Of all ranks.
+        callbacks: Of this worker.
+        exchange: With the servers.
+        steps: Of the model.
+        place: Of this worker among all.
+        servers: What their optimizers know.
+        in_update: How many gradients one update is made of, for a number of workers.
+        presharded: Whether each worker has data of its own.
+
+    Returns:
+        It, and what training goes on from, or None.
+
+    Raises:
+        CheckpointError: No checkpoint can be used; on all ranks.
+    """
+    alone = SingleCollectives()
+    state = TrainingState(model, alone, steps.samples)
+    store = store_of(asked)
+    found = find_for_all(store if place.rank == 0 else None, state, collectives)
+    resume = None
+    if found is not None:
+        resume = ServedResume(
+            *found,
+            state,
+            rank=place.rank,
+            size=place.size,
+            in_update=in_update,
+            pull=exchange.pull,
+        )
+    others = ServedOthers(
+        model,
+        exchange,
+        steps,
+        state,
+        servers,
+        rank=place.rank,
+        size=place.size,
+        resume=resume,
+    )
+    session = Session(
+        asked,
+        model,
+        alone,
+        place,
+        callbacks,
+        state=state,
+        store=store,
+        resume=resume,
+        others=others,
+        presharded=presharded,
+    )
+    return session, resume

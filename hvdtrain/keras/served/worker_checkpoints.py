@@ -1,0 +1,262 @@
+"""Checkpoints of a ``fit`` in which each worker goes its own way, and servers hold the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.checkpoint import Snapshot
+from hvdtrain.collectives.single import SingleCollectives
+from hvdtrain.keras.data.data_position import Position
+from hvdtrain.keras.data.leftovers import leftovers
+from hvdtrain.keras.epoch_iterator import Epochs, Place
+from hvdtrain.keras.learning_rate import follow_saved
+from hvdtrain.keras.model_steps import Steps
+from hvdtrain.keras.optimizer_patch import accumulators, plain_optimizers
+from hvdtrain.keras.saving.callback_states import kept_by_callbacks
+from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S
+from hvdtrain.keras.saving.peers import Others
+from hvdtrain.keras.saving.resume import Found, Resume
+from hvdtrain.keras.saving.training_progress import Progress
+from hvdtrain.keras.saving.training_state import TrainingState
+from hvdtrain.keras.saving.worker_position import Stand
+from hvdtrain.keras.served.server_optimizer_state import ServersState
+from hvdtrain.keras.served.worker_link import Link
+from hvdtrain.monitor import report
+from hvdtrain.parameter_server.protocol import NO_STAND
+
+__all__ = ["ServedOthers", "ServedResume"]
+
+_SHORTEST_PAUSE_S = 0.01
+
+
+class ServedResume(Resume):
+    """A checkpoint on its way into one worker, which has all of it.
+
+    Args:
+        progress: How far the training had come.
+        snapshot: What was saved.
+        state: Of the model.
+        rank: Number of this worker.
+        size: How many there are.
+        in_update: How many gradients one update is made of, for a number of workers.
+        pull: Takes the newest weights from the servers.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        snapshot: Snapshot,
+        state: TrainingState,
+        *,
+        rank: int,
+        size: int,
+        in_update: Callable[[int], int],
+        pull: Callable[[], None],
+    ) -> None:
+        super().__init__(Found(progress, snapshot), state, SingleCollectives())
+        self._saved = snapshot
+        self._rank = rank
+        self._size = size
+        self._in_update = in_update
+        self._pull = pull
+        self._went_back = False
+        self.stands: Sequence[Stand] = ()
+        """Where each worker begins; known once the data are."""
+
+    def place(self, epochs: Epochs) -> None:
+        progress = self.progress
+        begins = {position.epoch: position for position in progress.begins}
+        self.stands, epochs.begins = _begin_at(progress, begins, epochs, self._size)
+        mine = self.stands[self._rank]
+        self._went_back = mine.epoch < progress.epoch and self._rank == 0
+        self.progress = dataclasses.replace(
+            progress,
+            epoch=mine.epoch,
+            place=mine.place,
+            history=_history_before(progress.history, mine.epoch),
+        )
+        super().place(epochs)
+
+    def restore_shared(self, model: keras.Model) -> None:
+        """Give this worker's model the weights and the optimizer's state."""
+        self._state.restore_shared(self._saved.model)
+        before, now = (self._in_update(n) for n in (self.progress.place.ranks, self._size))
+        follow_saved(model.optimizer, before, now)
+
+    def restore(self, model: keras.Model, callbacks: Sequence[Any]) -> None:
+        self.restore_shared(model)
+        self.restore_callbacks(callbacks, kept_by_callbacks(self._saved.model))
+        ranks = self.progress.place.ranks
+        self._state.restore_part(self._saved.ranks, ranks, rank=self._rank, size=self._size)
+        if self._rank:
+            _forget_accumulated(model.optimizer)
+        if self._went_back:
+            model.reset_metrics()
+        # Others may have trained on meanwhile.
+        self._pull()
+
+    def _say(self, text: str) -> None:
+        if self._rank == 0:
+            super()._say(text)
+
+
+def _begin_at(
+    progress: Progress, begins: Mapping[int, Position], epochs: Epochs, size: int
+) -> tuple[Sequence[Stand], dict[int, Position]]:
+    """Where ``size`` workers begin, and where later passes do."""
+    data = epochs.sharded
+    place = progress.place
+    before = [Stand(progress.epoch, place, 0), *progress.others]
+    if not progress.others:
+        return before * size, dict(begins)
+    as_before = len(before) == size and progress.each == data.each
+    if as_before or data.presharded:
+        return before if len(before) == size else before[:1] * size, dict(begins)
+    positions = [
+        stand.place.position or begins.get(stand.epoch, Position(epoch=stand.epoch))
+        for stand in before
+    ]
+    first, *later = leftovers(positions, each=progress.each, units=data.units, begins=begins)
+    slowest = min(before, key=lambda stand: (stand.epoch, stand.place.epoch_step))
+    most = epochs.steps_per_epoch or max(stand.place.epoch_step for stand in before)
+    done = sum(s.place.epoch_step if s.epoch == slowest.epoch else most for s in before)
+    begun = first.start > 0 and done > 0
+    together = slowest.place._replace(
+        position=first if first.start else None,
+        epoch_step=max(1, done // len(before)) if begun else 0,
+    )
+    stands = [Stand(slowest.epoch, together, 0)] * size
+    return stands, {**begins, **{position.epoch: position for position in later}}
+
+
+def _history_before(history: Mapping[str, Any], epoch: int) -> dict[str, Any]:
+    kept = [n for n, number in enumerate(history["epoch"]) if number < epoch]
+    return {
+        "epoch": [history["epoch"][n] for n in kept],
+        "logs": {
+            name: [values[n] for n in kept if n < len(values)]
+            for name, values in history["logs"].items()
+        },
+    }
+
+
+def _forget_accumulated(optimizer: Any) -> None:
+    """Begin between two updates: the others' last gradients are computed again."""
+    for leaf in plain_optimizers(optimizer):
+        for variable in accumulators(leaf):
+            variable.assign(np.zeros(variable.shape))
+        waiting = int(leaf._iterations.numpy()) % (leaf.gradient_accumulation_steps or 1)
+        leaf._iterations.assign_sub(waiting)
+
+
+class ServedOthers(Others):
+    """The servers and the other workers, as one worker's ``Keeper`` deals with them.
+
+    Args:
+        model: Of this worker.
+        exchange: With the servers.
+        steps: Of the model.
+        state: Of the model.
+        servers: What their optimizers know.
+        rank: Number of this worker.
+        size: How many there are.
+        resume: What training goes on from, or None.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        exchange: Link,
+        steps: Steps,
+        state: TrainingState,
+        servers: ServersState,
+        *,
+        rank: int,
+        size: int,
+        resume: ServedResume | None,
+    ) -> None:
+        self._model = model
+        self._exchange = exchange
+        self._steps = steps
+        self._state = state
+        self._servers = servers
+        self._is_chief = rank == 0
+        self._size = size
+        self._resume = resume
+        self._stands: Sequence[Stand] = ()
+        self._epochs: Epochs | None = None
+        self._ran_before = 0
+
+    def open(self, epochs: Epochs, samples: int) -> None:
+        self._epochs = epochs
+        self._ran_before = int(self._steps.ran.numpy()) - epochs.step
+        if self._resume is not None:
+            self._stands = self._resume.stands
+        self._exchange.stand = self._stand
+
+    def _stand(self, ran: int, samples: int) -> tuple[int, ...]:
+        assert self._epochs is not None
+        # Several steps may run in one go.
+        left = self._epochs.step - (ran - self._ran_before)
+        epoch, place = self._epochs.place_within(left)
+        return Stand(epoch, place, samples).to_numbers()
+
+    def received(self, own: int) -> int:
+        client = self._exchange.reach()
+        if not self._is_chief:
+            # Told with the next gradient; what counts is what the chief makes of it.
+            client.own_signal = own
+            return client.signal
+        # Once all have ended, no server is there to be asked.
+        if client.training and time.monotonic() - client.heard_s > LOOK_S:
+            client.look()
+        return own or client.signal
+
+    @property
+    def ready(self) -> bool:
+        # Between two updates the chief has gradients that no server has.
+        return not (self._is_chief and self._state.accumulates)
+
+    def begin_epoch(self, epoch: int) -> None:
+        if not self._stands:
+            start = Place(position=None, epoch_step=0, epochs=0, passes=0, ranks=self._size)
+            self._stands = [Stand(epoch, start, 0)] * self._size
+
+    def collect(self) -> Sequence[Stand]:
+        # Gradients of the chief that wait to be sent belong to what it has done.
+        self._exchange.send_rest()
+        states = self._servers.room()
+        weights, numbers = self._exchange.reach().snapshot(self._size, states)
+        self._exchange.show(weights)
+        self._servers.put(states)
+        return [self._stand_of(rank, numbers[rank]) for rank in range(1, self._size)]
+
+    def _stand_of(self, rank: int, numbers: tuple[int, ...]) -> Stand:
+        assert self._epochs is not None
+        first = self._stands[rank]
+        if numbers == NO_STAND:
+            return first
+        begins = dict(self._epochs.begins)
+        if first.place.position is not None:
+            begins[first.place.position.epoch] = first.place.position
+        return Stand.from_numbers(numbers, ranks=self._size, begins=begins)
+
+    def were_behind(self, epoch: int) -> bool:
+        return any(stand.epoch < epoch for stand in self._stands)
+
+    def until_all_have_ended(self, *, stop: bool) -> Iterator[None]:
+        client = self._exchange.reach()
+        client.leave(stop=stop and self._is_chief)
+        pause_s = _SHORTEST_PAUSE_S
+        with report.during("waiting for other workers"):
+            while client.training:
+                yield
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LOOK_S)
+                client.look()

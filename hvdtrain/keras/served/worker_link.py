@@ -1,0 +1,164 @@
+"""What a worker's model has to do with the servers, whatever it is that travels between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.errors import ModelError, NonFiniteError
+from hvdtrain.gradients.reducer import GradientReducer, name_non_finite
+from hvdtrain.keras.model_steps import Steps
+from hvdtrain.keras.served.server_optimizer_state import ServersState
+from hvdtrain.parameter_server.client import Client
+from hvdtrain.parameter_server.gradient_packing import Gradient, Rows
+from hvdtrain.parameter_server.protocol import NO_STAND
+
+__all__ = ["Link", "refuse_training"]
+
+
+class Link:
+    """Stands between a worker's optimizer and the servers.
+
+    Args:
+        model: Compiled and built.
+        reducer: Keeps the errors that TensorFlow hides.
+        steps: Of the model.
+        require_finite: Refuse to send NaN or infinity.
+        averages: Where this worker shows averages of the weights, what it gets them with.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        reducer: GradientReducer,
+        steps: Steps,
+        *,
+        require_finite: bool,
+        averages: ServersState | None,
+    ) -> None:
+        self._variables = list(model.trainable_variables)
+        self._reducer = reducer
+        self._steps = steps
+        self._require_finite = require_finite
+        self._averages = averages
+        self.client: Client | None = None
+        """To the servers, within ``fit``."""
+        self.stand: Callable[[int, int], tuple[int, ...]] | None = None
+        """Says where this worker is in its data, from what ``Steps`` counts; None for nowhere."""
+
+    @contextmanager
+    def using(self, client: Client) -> Iterator[None]:
+        """Within the block the model trains, through ``client``."""
+        self.client = client
+        self._forget()
+        try:
+            yield
+        finally:
+            self.client = self.stand = None
+
+    def pull(self) -> None:
+        """Take the newest weights."""
+        self.assign(self.reach().pull())
+
+    def assign(self, weights: Sequence[np.ndarray]) -> None:
+        """Give the model other weights, of all trainable variables."""
+        for variable, value in zip(self._variables, weights):
+            variable.assign(value)
+
+    def reach(self) -> Client:
+        """The way to the servers.
+
+        Raises:
+            ModelError: There is none now.
+        """
+        if self.client is None:
+            refuse_training()
+        return self.client
+
+    # What happens within ``fit``.
+
+    def begin_epoch(self) -> None:
+        """Call before the first step of an epoch."""
+
+    def go_on(self) -> None:
+        """Call before each step, or each block of steps."""
+
+    def show(self, weights: Sequence[np.ndarray]) -> None:
+        """Let the model have weights of the servers until training goes on."""
+        self.assign(weights)
+
+    def show_newest(self) -> None:
+        """Let the model have the servers' weights for what comes after a step: validation."""
+
+    def send_rest(self) -> list[np.ndarray] | None:
+        """Send what waits for more steps; returns weights if there was any."""
+        return None
+
+    def _forget(self) -> None:
+        """Begin anew."""
+
+    def _counted(self) -> list[tf.Tensor]:
+        return [tf.identity(v.value) for v in (self._steps.ran, self._steps.samples)]
+
+    def _stand(self, ran: np.ndarray, samples: np.ndarray) -> tuple[int, ...]:
+        return NO_STAND if self.stand is None else self.stand(int(ran), int(samples))
+
+    def _run(self, function: Any, inputs: Sequence[Any]) -> None:
+        """Run Python that returns weights, as part of the step."""
+        types = [tf.as_dtype(variable.dtype) for variable in self._variables]
+        weights = tf.numpy_function(function, inputs, types)
+        if len(types) == 1 and not isinstance(weights, (list, tuple)):
+            weights = [weights]
+        self._assign_all(weights)
+
+    def _run_if_any(self, function: Any, inputs: Sequence[Any]) -> None:
+        """As ``_run``; where it returns None, the model keeps its weights."""
+        types = [tf.as_dtype(variable.dtype) for variable in self._variables]
+        nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in types]
+
+        def run(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+            weights = function(*arrays)
+            return (np.array(weights is not None), *(weights or nothing))
+
+        came, *weights = tf.numpy_function(run, inputs, [tf.bool, *types])
+        came.set_shape([])
+        tf.cond(came, lambda: self._assign_all(weights), lambda: None)
+
+    def _assign_all(self, weights: Sequence[tf.Tensor]) -> None:
+        for variable, value in zip(self._variables, weights):
+            value.set_shape(variable.shape)
+            variable.assign(value)
+
+    def _check_finite(self, sent: Sequence[Gradient], what: str) -> None:
+        """See that what is to be sent can be used.
+
+        Args:
+            sent: Of all variables.
+            what: One of them, for the error.
+
+        Raises:
+            NonFiniteError: It holds NaN or infinity.
+        """
+        if not self._require_finite:
+            return
+        names = [v.path for v, entry in zip(self._variables, sent) if entry is not None]
+        values = [e.values if isinstance(e, Rows) else e for e in sent if e is not None]
+        if bad := name_non_finite(names, values):
+            raise NonFiniteError(
+                f"{what} is not finite: {', '.join(bad[:5])}. It was not sent to the parameter "
+                "servers. Lower the learning rate, clip gradients or look at the data of this "
+                "rank; HVDTRAIN_NON_FINITE=ignore lets such values through."
+            )
+
+
+def refuse_training() -> NoReturn:
+    """Raise ModelError where a model is to train outside of ``fit``."""
+    raise ModelError(
+        "With parameter servers a model trains in fit alone: there is nobody to take the gradients "
+        "of train_on_batch, or of a training loop of your own. Call model.fit, or leave --mode out."
+    )

@@ -1,0 +1,280 @@
+"""The launcher's end of the connections to its agents."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.agent.messages import Decoder, encode, keep_alive
+from hvdtrain.agent.oom import Kills
+from hvdtrain.agent.rank_report import read_report
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.console import Console
+from hvdtrain.launch.failure import End, begins_traceback
+from hvdtrain.launch.job_progress import JobProgress
+from hvdtrain.launch.tracebacks import HOLD_S, Tracebacks
+
+__all__ = ["Hub"]
+
+KEPT_LINES = 400
+
+
+@dataclass
+class _Rank:
+    """What is known of one rank."""
+
+    number: int
+    host: str
+    connection: socket.socket
+    decoder: Decoder
+    stderr: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    traceback_at: float = 0.0
+    bidden: bool = False
+    end: End | None = None
+
+
+class Hub:
+    """Listens for agents, shows what their programs write, notes how they end.
+
+    Args:
+        ranks: How many agents there will be.
+        console: Where their lines go.
+        local: Take connections from this host alone.
+        hold_s: How long a rank may take to fail after its traceback.
+        hides: Whether a line of stderr is worth nothing, here and in the verdict; None for none.
+
+    Attributes:
+        job: The secret that agents say hello with.
+        ends: Of the ranks that have ended, in this order, without those that were forgiven.
+        forgiven: Ranks that the others do without.
+        reports: How far the ranks are.
+        stopped: Of the ranks that answered ``look``: whether they are stopped.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        console: Console,
+        *,
+        local: bool,
+        hold_s: float = HOLD_S,
+        hides: Callable[[str], bool] | None = None,
+    ) -> None:
+        self.job = secrets.token_hex(16)
+        self.ranks = ranks
+        self.ends: list[End] = []
+        self.forgiven: list[int] = []
+        self.reports = JobProgress()
+        self.stopped: dict[int, bool] = {}
+        self._console = console
+        self._hides = hides
+        self._order: bytes | None = None
+        self._connected: dict[int, _Rank] = {}
+        self._tracebacks = Tracebacks(self.ends, self._print_error, hold_s=hold_s)
+        self._listener = _listen(local)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    @property
+    def connected(self) -> int:
+        """Ranks whose agents have said hello."""
+        return len(self._connected)
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks that have begun and not ended."""
+        return [number for number, rank in self._connected.items() if rank.end is None]
+
+    def hosts(self) -> dict[int, str]:
+        """The host of each rank that has begun."""
+        return {number: rank.host for number, rank in self._connected.items()}
+
+    def step(self, timeout_s: float) -> None:
+        """Wait for something to happen, at most ``timeout_s``, and take it in."""
+        for key, _ in self.selector.select(timeout_s):
+            key.data(key.fileobj)
+        self._tracebacks.review()
+        self._console.review()
+
+    def stop(self, number: int, grace_s: float) -> None:
+        """Have every rank's program get signal ``number``, and SIGKILL ``grace_s`` later.
+
+        Ranks that say hello after this are told, too.
+        """
+        self._order = encode("stop", signal=number, grace_s=grace_s)
+        for rank in self._connected.values():
+            if rank.end is None:
+                self._bid(rank, self._order)
+
+    def look(self) -> None:
+        """Have every rank's program print where it is, and learn in ``stopped`` which can't."""
+        self.stopped.clear()
+        for rank in self._connected.values():
+            if rank.end is None:
+                self._tell(rank, encode("look"))
+
+    def kill(self, number: int) -> None:
+        """Kill a rank's program; for who hears of its end it was nobody's will."""
+        rank = self._connected[number]
+        if rank.end is None:
+            self._tell(rank, encode("kill"))
+
+    def forgive(self, end: End) -> None:
+        """Count a rank's end for nothing: the others go on."""
+        self.ends.remove(end)
+        self.forgiven.append(end.rank)
+
+    def dismiss(self) -> None:
+        """Let the agents of ended programs end, too."""
+        for rank in self._connected.values():
+            if rank.end is not None:
+                self._tell(rank, encode("bye"))
+
+    def settle(self) -> None:
+        """Show what was held back; of tracebacks those that matter, if a rank has failed."""
+        self._tracebacks.settle()
+        self._console.flush()
+        self._console.status(0, "")
+
+    def close(self) -> None:
+        """Hang up."""
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self.selector.close()
+
+    def _bid(self, rank: _Rank, order: bytes) -> None:
+        rank.bidden = True
+        self._tell(rank, order)
+
+    def _tell(self, rank: _Rank, data: bytes) -> None:
+        try:
+            rank.connection.sendall(data)
+        except OSError:
+            self._lose(rank)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        keep_alive(connection)
+        decoder = Decoder()
+
+        def greet(stranger: socket.socket) -> None:
+            self._greet(stranger, decoder)
+
+        self.selector.register(connection, selectors.EVENT_READ, greet)
+
+    def _greet(self, connection: socket.socket, decoder: Decoder) -> None:
+        messages = self._receive(connection, decoder)
+        if messages is not None and not messages:
+            return
+        self.selector.unregister(connection)
+        if messages is None or not self._is_ours(messages[0]):
+            connection.close()
+            return
+        hello = messages[0]
+        rank = _Rank(int(hello["rank"]), str(hello["host"]), connection, decoder)
+        self._connected[rank.number] = rank
+        self.selector.register(connection, selectors.EVENT_READ, lambda _: self._hear(rank))
+        self._take_in(rank, messages[1:])
+        if self._order is not None:
+            self._bid(rank, self._order)
+
+    def _is_ours(self, message: dict[str, Any]) -> bool:
+        return (
+            message["kind"] == "hello"
+            and hmac.compare_digest(_bytes(message.get("job")), _bytes(self.job))
+            and message.get("rank") in range(self.ranks)
+            and message["rank"] not in self._connected
+        )
+
+    def _hear(self, rank: _Rank) -> None:
+        messages = self._receive(rank.connection, rank.decoder)
+        if messages is None:
+            self._lose(rank)
+        else:
+            self._take_in(rank, messages)
+
+    def _receive(self, connection: socket.socket, decoder: Decoder) -> list[dict[str, Any]] | None:
+        """Messages; None at the end of the connection."""
+        try:
+            data = connection.recv(1 << 18)
+            return decoder.feed(data) if data else None
+        except (OSError, HvdtrainError):
+            return None
+
+    def _take_in(self, rank: _Rank, messages: Sequence[dict[str, Any]]) -> None:
+        for message in messages:
+            kind = message["kind"]
+            if kind == "line":
+                self._show(rank, message["stream"], message["text"])
+            elif kind == "status":
+                self._console.status(rank.number, message["text"])
+            elif kind == "report":
+                if (report := read_report(message)) is not None:
+                    self.reports.note(rank.number, report, time.monotonic())
+            elif kind == "looked":
+                self.stopped[rank.number] = bool(message.get("stopped"))
+            elif kind == "told":
+                rank.bidden = True
+            elif kind == "end" and rank.end is None:
+                kills = message.get("kills")
+                self._note_end(rank, int(message["code"]), Kills(**kills) if kills else None)
+
+    def _show(self, rank: _Rank, stream: str, text: str) -> None:
+        if stream == "stderr":
+            if self._hides is not None and self._hides(text):
+                return
+            rank.stderr.append(text)
+            if begins_traceback(text):
+                rank.traceback_at = time.monotonic()
+            if self._tracebacks.take(rank, text):
+                return
+        self._console.line(rank.number, rank.host, stream, text)
+
+    def _print_error(self, number: int, text: str) -> None:
+        self._console.line(number, self._connected[number].host, "stderr", text)
+
+    def _note_end(self, rank: _Rank, code: int | None, kills: Kills | None = None) -> None:
+        rank.end = End(
+            rank=rank.number,
+            host=rank.host,
+            code=code,
+            stderr=tuple(rank.stderr),
+            bidden=rank.bidden,
+            kills=kills,
+            # Python exits with 1 after a traceback, but may take its time to do so.
+            failed_at=rank.traceback_at if code == 1 and rank.traceback_at else time.monotonic(),
+        )
+        self.ends.append(rank.end)
+
+    def _lose(self, rank: _Rank) -> None:
+        if rank.connection.fileno() >= 0:
+            self.selector.unregister(rank.connection)
+            rank.connection.close()
+        if rank.end is None:
+            self._note_end(rank, None)
+            self._console.status(rank.number, "")
+
+
+def _bytes(word: object) -> bytes:
+    return str(word).encode(errors="replace")
+
+
+def _listen(local: bool) -> socket.socket:
+    if local:
+        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)

@@ -1,0 +1,203 @@
+"""How a job ended, why, and what to say about it; pure functions of what the launcher saw."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hvdtrain.agent.exit_codes import PREEMPTING, ExitCode, signal_name
+from hvdtrain.cluster.ranges import listing
+from hvdtrain.launch.failure import End, describe, exception_name, exit_code, first_failure, follows
+from hvdtrain.launch.job_progress import JobProgress
+
+__all__ = ["Cause", "Ending", "Outcome", "judge", "preempted"]
+
+Cause = Literal[
+    "done",  # every rank ended well
+    "ordered",  # a signal at hvdtrain run
+    "preempted",  # ranks saved what they had and left, as somebody told them
+    "infrastructure",  # a process or host was lost, hangs, or did not start
+    "exception",  # of the program
+    "own code",  # the program ended itself with this exit code
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """All that was seen of a job.
+
+    Attributes:
+        hosts: Of the ranks, as planned.
+        seen: Hosts of the ranks that began, by their own names.
+        ends: Of the ranks, without those that the others did without.
+        reports: How far the ranks were.
+        vital: What those ranks are without which the others don't go on.
+        received: Signals that came to ``hvdtrain run``.
+        hang: What there is to say about a hang; empty for none.
+        starter: Path of mpirun or srun.
+        starter_code: Its exit code, as a shell gives it.
+        words: What it printed.
+        late: Whether ranks were waited for too long.
+        start_timeout_s: How long that is.
+        started_at: When the job began, by the clock of ``reports``.
+        ended_at: When it was over.
+    """
+
+    hosts: Mapping[int, str]
+    seen: Mapping[int, str]
+    ends: Sequence[End]
+    reports: JobProgress
+    vital: Mapping[int, str] = field(default_factory=dict)
+    received: Sequence[int] = ()
+    hang: str = ""
+    starter: str = "mpirun"
+    starter_code: int = 0
+    words: Sequence[str] = ()
+    late: bool = False
+    start_timeout_s: float = 0.0
+    started_at: float = 0.0
+    ended_at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What an attempt to run the job came to.
+
+    Attributes:
+        code: For ``hvdtrain run`` to exit with.
+        cause: Why it ended.
+        words: What to say about it.
+        step: The last step that a rank reported; None for none.
+        failed_after: The last step that the rank that failed first reported.
+        saved: Step of the newest checkpoint; None for none.
+        lost_s: Since that checkpoint was written, or since the beginning.
+        lost_hosts: Where agents were lost without a word, or can't be started, as they are called
+            in the plan.
+    """
+
+    code: int
+    cause: Cause
+    words: tuple[str, ...] = ()
+    step: int | None = None
+    failed_after: int | None = None
+    saved: int | None = None
+    lost_s: float = 0.0
+    lost_hosts: tuple[str, ...] = ()
+
+
+def preempted(ends: Sequence[End]) -> bool:
+    """Whether ranks left with the code that asks for the same job again, before any failed."""
+    first = _first_unbidden(ends)
+    return first is not None and first.code == ExitCode.PREEMPTED
+
+
+def judge(ending: Ending) -> Outcome:
+    """Why the job ended, with which code, and what to say."""
+    code, cause, words, absent = _why(ending)
+    first = first_failure(ending.ends)
+    failed = ending.reports.latest.get(first.rank) if first is not None else None
+    lost = [end for end in ending.ends if end.code is None]
+    since = ending.reports.saved_at or ending.started_at
+    return Outcome(
+        code=code,
+        cause=cause,
+        words=tuple(word for word in words if word),
+        step=ending.reports.step,
+        failed_after=failed.step if failed is not None else None,
+        saved=ending.reports.saved,
+        lost_s=ending.ended_at - since,
+        lost_hosts=tuple(dict.fromkeys([*(ending.hosts[end.rank] for end in lost), *absent])),
+    )
+
+
+def _why(ending: Ending) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
+    """Code, cause, words, and hosts where ranks can't be started."""
+    first = first_failure(ending.ends)
+    if ending.received:
+        return *_ordered(ending), ()
+    if ending.hang:
+        return ExitCode.HANG, "infrastructure", (), ()
+    if preempted(ending.ends):
+        return ExitCode.PREEMPTED, "preempted", [_preemption(ending.reports)], ()
+    missing = sorted(set(ending.hosts) - set(ending.seen))
+    # Ranks that were told to end because others did not start have not failed.
+    if first is not None and not (missing and first.bidden):
+        told = describe(first, ending.vital.get(first.rank, ""))
+        return exit_code(first), _cause(first), [told], ()
+    if missing:
+        words, absent = _explain_missing(ending, missing)
+        return ExitCode.CANNOT_START, "infrastructure", words, absent
+    if ending.starter_code != 0:
+        said = f"{os.path.basename(ending.starter)} ended with code {ending.starter_code}"
+        return ending.starter_code, "own code", ["\n".join([said, *_said(ending)])], ()
+    return 0, "done", (), ()
+
+
+def _ordered(ending: Ending) -> tuple[int, Cause, Sequence[str]]:
+    """After a signal at ``hvdtrain run``."""
+    number = ending.received[0]
+    told = f"the job was ended by {signal.Signals(number).name}"
+    saved = any(end.code == ExitCode.PREEMPTED for end in ending.ends)
+    words = [_preemption(ending.reports, told)] if saved else [told]
+    if number not in PREEMPTING:
+        return 128 + number, "ordered", words
+    first = _first_unbidden([end for end in ending.ends if end.code != ExitCode.PREEMPTED])
+    return ExitCode.PREEMPTED, "ordered", [describe(first) if first else "", *words]
+
+
+def _preemption(reports: JobProgress, told: str = "preempted") -> str:
+    at = "" if reports.step is None else f" at step {reports.step}"
+    if reports.saved is None:
+        checkpoint = ""
+    elif reports.step is None or reports.saved >= reports.step:
+        checkpoint = ", checkpoint saved"
+    else:
+        checkpoint = f", newest checkpoint of step {reports.saved}"
+    return f"{told}{at}{checkpoint}; start it again to go on"
+
+
+def _first_unbidden(ends: Sequence[End]) -> End | None:
+    """The first failure; those told to end count only if they left as preempted."""
+    return first_failure([e for e in ends if not e.bidden or e.code == ExitCode.PREEMPTED])
+
+
+def _cause(first: End) -> Cause:
+    assert first.code != 0
+    lost = first.code is None or follows(first)
+    if lost or exit_code(first) == ExitCode.HANG or signal_name(first.code or 0) is not None:
+        return "infrastructure"
+    return "exception" if first.code == 1 and exception_name(first.stderr) else "own code"
+
+
+def _explain_missing(ending: Ending, missing: Sequence[int]) -> tuple[list[str], list[str]]:
+    """Words on ranks that did not start, and the hosts that they tell to be at fault."""
+    # Seldom needed, and much of hvdtrain check comes with them.
+    from hvdtrain.launch.start_failure import unstarted
+    from hvdtrain.remote.problem import show_problem
+
+    hosts = list(dict.fromkeys(ending.hosts[rank] for rank in missing))
+    name = os.path.basename(ending.starter)
+    late = f" within {ending.start_timeout_s:g} s" if ending.late else ""
+    words = [f"rank {listing(missing)} did not start{late} on {listing(hosts)}"]
+    way: Literal["srun", "ssh"] = "srun" if name == "srun" else "ssh"
+    problems = unstarted(ending.words, hosts, way=way, python=sys.executable)
+    if problems:
+        named = {host for problem in problems for host in problem.hosts}
+        words.append("\n".join(map(show_problem, problems)))
+        return words, [host for host in hosts if host in named]
+    words.append(
+        "each host needs this Python and the program at the same path, and must be reached "
+        "from here (hvdtrain check tells)"
+    )
+    if said := _said(ending):
+        words.append("\n".join([f"{name} said:", *("  " + line for line in said)]))
+    return words, []
+
+
+def _said(ending: Ending) -> list[str]:
+    """What mpirun or srun printed, without blank lines."""
+    return [line for line in ending.words if line.strip()]

@@ -1,0 +1,242 @@
+"""The variables of one shard, and the optimizer that updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.errors import ModelError
+from hvdtrain.parameter_server.gradient_packing import Rows
+from hvdtrain.parameter_server.optimizer_state import assign_state, read_state
+from hvdtrain.parameter_server.sharded_optimizers import is_elementwise, own_optimizer, paced
+from hvdtrain.parameter_server.sharding import ALIGNMENT_BYTES, Piece, Shard
+
+__all__ = ["Table"]
+
+# Where the buffers are; on a GPU's way there and back the copies would cost more than is won.
+_DEVICE = "/CPU:0"
+
+
+class Table:
+    """Weights in pieces, to which gradients from elsewhere are applied.
+
+    One thread at a time may use it. Buffers are uint8 of shape ``(shard.nbytes,)``, laid out as
+    ``shard`` says; one that is aligned to ``ALIGNMENT_BYTES`` saves a copy in ``apply``.
+
+    Args:
+        optimizer: The model's; it is read once and stays as it is. Gradients are expected to be
+            unscaled and, where it accumulates those of several steps, averaged.
+        shard: Which parts of the variables are held here.
+        variables: All trainable variables of the model, for names, constraints and exclusions
+            from weight decay; not for their values, see ``load``.
+
+    Raises:
+        ModelError: The optimizer can't do this with parts of the model.
+    """
+
+    def __init__(self, optimizer: Any, shard: Shard, variables: Sequence[Any]) -> None:
+        self._shard = shard
+        wholes = [variables[piece.variable] for piece in shard.pieces]
+        with tf.device(_DEVICE):
+            self._variables = [_piece_of(v, piece) for v, piece in zip(wholes, shard.pieces)]
+            self._optimizer = own_optimizer(optimizer, self._variables, wholes)
+        keeps = not is_elementwise(optimizer)
+        self._copied = [keeps or variable.overwrite_with_gradient for variable in self._variables]
+        read_state(self._optimizer, shard)  # fails now rather than at the first checkpoint
+        flat = tf.TensorSpec([shard.nbytes], tf.uint8)
+        self._assign = _trace(self._assign_all, [flat])
+        self._read = _trace(self._read_all, [])
+        self._steps: dict[tuple[frozenset[int], frozenset[int]], Callable[..., Any]] = {}
+        self._bytes: Sequence[tf.Tensor] = ()  # of the newest weights; in the variables' memory
+        self._aligned: np.ndarray | None = None
+
+    @property
+    def iterations(self) -> int:
+        """How many updates there were, counted on through ``load_state``."""
+        return int(self._optimizer.iterations.numpy())
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the next update. Setting it raises TypeError where a schedule decides."""
+        return float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self._optimizer.learning_rate = value
+
+    def load(self, buffer: np.ndarray) -> None:
+        """Take the weights from ``buffer``."""
+        self._bytes = ()
+        self._assign(self._tensor(buffer))
+
+    def weights(self, buffer: np.ndarray) -> None:
+        """Copy the weights to ``buffer``."""
+        self._shard.check(buffer)
+        self._bytes = self._bytes or self._read()
+        for piece, tensor in zip(self._shard.pieces, self._bytes):
+            place = buffer[piece.offset : piece.offset + piece.nbytes]
+            np.copyto(place, np.asarray(memoryview(tensor)))
+
+    def apply(
+        self,
+        buffer: np.ndarray,
+        learning_rate_factor: float = 1.0,
+        *,
+        rows: Mapping[int, Rows] | None = None,
+        missing: Collection[int] = (),
+    ) -> None:
+        """Update the weights once.
+
+        Args:
+            buffer: The gradients.
+            learning_rate_factor: Multiplies the learning rate of this update.
+            rows: Gradients that are zero but for some rows, by the number of their piece within
+                the shard; what ``buffer`` holds for these is not looked at. Rows are counted from
+                the piece's first, and may come several times. See ``take_rows``.
+            missing: Numbers of pieces that have no gradient; they stay as they are.
+        """
+        rows = rows or {}
+        key = frozenset(rows), frozenset(missing)
+        if key not in self._steps:
+            self._steps[key] = self._make_step(*key)
+        with tf.device(_DEVICE):
+            factor = tf.constant(learning_rate_factor, tf.float32)
+            sparse = []
+            for number in sorted(rows):
+                indices, values = rows[number]
+                sparse += [tf.constant(indices, tf.int64), tf.constant(values)]
+            self._bytes = ()  # or variables would get new memory
+            self._bytes = self._steps[key](self._tensor(buffer), factor, *sparse)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """All that the optimizer remembers, as copies; for ``load_state`` and ``gather_state``."""
+        return read_state(self._optimizer, self._shard)
+
+    def load_state(self, values: Mapping[str, np.ndarray]) -> None:
+        """Go on from a state, which ``state`` or ``cut_state`` returned.
+
+        Raises:
+            CheckpointError: It is of another optimizer or another shard.
+        """
+        assign_state(self._optimizer, self._shard, values)
+
+    def _make_step(self, sparse: frozenset[int], missing: frozenset[int]) -> Callable[..., Any]:
+        """One update, for gradients of which these are rows and these are missing.
+
+        It returns the weights: one call more would cost as much as copying a megabyte.
+        """
+        signature = [
+            tf.TensorSpec([self._shard.nbytes], tf.uint8),
+            tf.TensorSpec([], tf.float32),
+        ]
+        for number in sorted(sparse):
+            piece = self._shard.pieces[number]
+            signature.append(tf.TensorSpec([None], tf.int64))
+            signature.append(tf.TensorSpec([None, *piece.shape[1:]], piece.dtype))
+
+        def step(flat: tf.Tensor, factor: tf.Tensor, *rows: tf.Tensor) -> list[tf.Tensor]:
+            pairs = dict(zip(sorted(sparse), zip(rows[::2], rows[1::2])))
+            present = [n for n in range(len(self._variables)) if n not in missing]
+            with tf.device(_DEVICE), paced(self._optimizer, factor):
+                gradients = [
+                    _slices(*pairs[n], self._shard.pieces[n].shape)
+                    if n in pairs
+                    else _value_in(flat, self._shard.pieces[n], copied=self._copied[n])
+                    for n in present
+                ]
+                if present:
+                    self._optimizer.apply(gradients, [self._variables[n] for n in present])
+                else:
+                    self._count_update()
+            return self._read_all()
+
+        return _trace(step, signature)
+
+    def _count_update(self) -> None:
+        """What an update is where no variable held here has a gradient."""
+        optimizer = self._optimizer
+        optimizer._update_model_variables_moving_average(self._variables)
+        optimizer._iterations.assign_add(1)
+        if optimizer.use_ema and optimizer.ema_overwrite_frequency:
+            tf.cond(
+                optimizer.iterations % optimizer.ema_overwrite_frequency == 0,
+                lambda: optimizer._overwrite_model_variables_with_average_value(self._variables),
+                lambda: None,
+            )
+
+    def _assign_all(self, flat: tf.Tensor) -> None:
+        with tf.device(_DEVICE):
+            for piece, variable in zip(self._shard.pieces, self._variables):
+                variable.assign(_value_in(flat, piece))
+
+    def _read_all(self) -> list[tf.Tensor]:
+        """The weights' bytes: not every type has a name in Python's buffer protocol."""
+        with tf.device(_DEVICE):
+            values = [tf.convert_to_tensor(variable.value) for variable in self._variables]
+            return [tf.reshape(tf.bitcast(value, tf.uint8), [-1]) for value in values]
+
+    def _tensor(self, buffer: np.ndarray) -> tf.Tensor:
+        """A tensor that lives in ``buffer``."""
+        self._shard.check(buffer)
+        # TensorFlow ends the process where memory isn't aligned.
+        if buffer.ctypes.data % ALIGNMENT_BYTES or not buffer.flags.writeable:
+            if self._aligned is None:
+                self._aligned = _aligned(self._shard.nbytes)
+            np.copyto(self._aligned, buffer)
+            buffer = self._aligned
+        return tf.experimental.dlpack.from_dlpack(buffer.__dlpack__())
+
+
+def _trace(function: Callable[..., Any], signature: Sequence[tf.TensorSpec]) -> Any:
+    """The graph itself: ``tf.function`` would look at the arguments again each time."""
+    return tf.function(function, signature, autograph=False).get_concrete_function()
+
+
+def _piece_of(whole: Any, piece: Piece) -> keras.Variable:
+    """A variable for a part of the model's variable ``whole``, with the same path."""
+    if whole.constraint is not None and tuple(whole.shape) != piece.shape:
+        raise ModelError(
+            f"{whole.path} has the constraint {type(whole.constraint).__name__}, which must see "
+            f"all of it: expected shape {tuple(whole.shape)}, received {piece.shape}. Cut shards "
+            "with the variables of stays_whole as whole."
+        )
+    *scopes, name = whole.path.split("/")
+    with ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(keras.name_scope(scope))
+        variable = keras.Variable("zeros", piece.shape, piece.dtype, name=name)
+    variable.constraint = whole.constraint
+    variable.overwrite_with_gradient = getattr(whole, "overwrite_with_gradient", False)
+    return variable
+
+
+def _value_in(flat: tf.Tensor, piece: Piece, copied: bool = True) -> tf.Tensor:
+    """What a flat buffer holds for ``piece``; unless ``copied``, in the buffer's own memory.
+
+    A variable may keep the memory of what it is assigned, while the buffer goes to other uses.
+    """
+    part = tf.slice(flat, [piece.offset], [piece.nbytes])
+    if copied:
+        part = tf.raw_ops.DeepCopy(x=part)
+    dtype = tf.as_dtype(piece.dtype)
+    if dtype.size > 1:
+        part = tf.reshape(part, [-1, dtype.size])
+    return tf.reshape(tf.bitcast(part, dtype), piece.shape)
+
+
+def _slices(indices: tf.Tensor, values: tf.Tensor, shape: Sequence[int]) -> tf.IndexedSlices:
+    """Rows as a sparse gradient in which none comes twice: Keras squares each by itself."""
+    unique, places = tf.unique(indices)
+    sums = tf.math.unsorted_segment_sum(values, places, tf.size(unique))
+    return tf.IndexedSlices(sums, unique, tf.constant(shape, tf.int64))
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    raw = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
+    skip = -raw.ctypes.data % ALIGNMENT_BYTES
+    return raw[skip : skip + nbytes]

@@ -1,0 +1,1 @@
+"""How other hosts are reached, and what to do where they are not."""

@@ -1,0 +1,68 @@
+"""Which hosts can still be reached, asked before a job is started again on them."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from hvdtrain.remote.own_addresses import is_this_host
+from hvdtrain.remote.remote_probe import ssh_probe
+
+__all__ = ["unreachable"]
+
+CONNECT_TIMEOUT_S = 10
+ANSWER_TIMEOUT_S = 20.0
+STEP_S = 0.05
+ASKED_TIMES = 2
+_QUESTION = ("true",)
+
+
+def unreachable(
+    hosts: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    ssh: Sequence[str] = (),
+    weary: Callable[[], bool],
+) -> list[str]:
+    """The hosts that ssh gets no answer from, asked twice: a busy one may miss one connection.
+
+    Args:
+        hosts: Their names; all are asked at the same time.
+        environ: Of ssh.
+        ssh: Options that it needs.
+        weary: Whether to ask no longer; then nothing is held against those that have not answered.
+    """
+    silent = [host for host in hosts if not is_this_host(host)]
+    for _ in range(ASKED_TIMES):
+        silent = _without_answer(silent, environ, ssh, weary)
+    return [] if weary() else silent
+
+
+def _without_answer(
+    hosts: Sequence[str],
+    environ: Mapping[str, str],
+    ssh: Sequence[str],
+    weary: Callable[[], bool],
+) -> list[str]:
+    asked = {
+        host: subprocess.Popen(
+            ssh_probe(host, _QUESTION, environ, connect_timeout_s=CONNECT_TIMEOUT_S, options=ssh),
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for host in hosts
+    }
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    while any(probe.poll() is None for probe in asked.values()):
+        if weary() or time.monotonic() > deadline:
+            break
+        time.sleep(STEP_S)
+    silent = [host for host, probe in asked.items() if probe.poll() != 0]
+    for probe in asked.values():
+        probe.kill()
+        probe.wait(timeout=ANSWER_TIMEOUT_S)
+    return silent

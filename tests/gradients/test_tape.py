@@ -1,0 +1,209 @@
+"""Custom training loops: N ranks on their shares equal one process on all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain import DistributedGradientTape, broadcast_variables
+from hvdtrain import world as job
+from hvdtrain.errors import MismatchError, NonFiniteError
+from hvdtrain.gradients.tape import variable_name
+
+STEPS = 20
+ROWS = 12  # of all ranks; 1, 2, 3 and 4 divide it
+
+Gradient = Callable[[tf.GradientTape, tf.Tensor, list[Any]], list[Any]]
+
+
+@pytest.fixture(autouse=True)
+def _initialised(world) -> None:
+    """A tape needs a job."""
+
+
+def _assert_alike(variables: list[Any]) -> None:
+    mine = [np.asarray(variable).tobytes().hex() for variable in variables]
+    assert job.collectives().allgather_object(mine) == [mine] * job.size()
+
+
+def _distributed(tape: tf.GradientTape, loss: tf.Tensor, sources: list[Any]) -> list[Any]:
+    return DistributedGradientTape(tape).gradient(loss, sources)
+
+
+def _plain(tape: tf.GradientTape, loss: tf.Tensor, sources: list[Any]) -> list[Any]:
+    return tape.gradient(loss, sources)
+
+
+def _regression(gradient: Gradient, share: slice, compiled: bool) -> list[np.ndarray]:
+    """Two layers in float64, gradient descent with momentum written out."""
+    generator = np.random.default_rng(3)
+    x, y = generator.normal(size=(STEPS, ROWS, 5)), generator.normal(size=(STEPS, ROWS, 2))
+    weights = [
+        tf.Variable(generator.normal(size=shape), name=f"w{index}")
+        for index, shape in enumerate([(5, 7), (7,), (7, 2)])
+    ]
+    speeds = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
+
+    def step(inputs: tf.Tensor, targets: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            hidden = tf.nn.tanh(inputs @ weights[0] + weights[1])
+            loss = tf.reduce_mean((hidden @ weights[2] - targets) ** 2)
+        for weight, speed, slope in zip(weights, speeds, gradient(tape, loss, weights)):
+            speed.assign(0.9 * speed - 0.05 * slope)
+            weight.assign_add(speed)
+
+    run = tf.function(step) if compiled else step
+    for index in range(STEPS):
+        run(tf.constant(x[index, share]), tf.constant(y[index, share]))
+    return [weight.numpy() for weight in weights]
+
+
+def _my_rows() -> slice:
+    rows = ROWS // job.size()
+    return slice(rows * job.rank(), rows * (job.rank() + 1))
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
+def test_loop_equals_one_process(compiled: bool) -> None:
+    mine = _regression(_distributed, _my_rows(), compiled)
+    reference = _regression(_plain, slice(None), compiled)
+    for weight, right in zip(mine, reference):
+        np.testing.assert_allclose(weight, right, rtol=1e-10, atol=1e-12)
+    _assert_alike(mine)
+    if job.size() > 1:
+        alone = _regression(_plain, _my_rows(), compiled)
+        difference = max(np.abs(a - b).max() for a, b in zip(alone, reference))
+        assert difference > 1e-3, "this case would not notice a missing average"
+
+
+def _classifier() -> keras.Model:
+    keras.utils.set_random_seed(11)
+    model = keras.Sequential(
+        [
+            keras.layers.Input((4,), dtype="int32"),
+            keras.layers.Embedding(50, 6),
+            keras.layers.Flatten(),
+            keras.layers.Dense(3),
+        ]
+    )
+    # A plain SGD would hand Keras' sparse update no momentum to spread.
+    model.optimizer = keras.optimizers.Adam(0.01)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def _train_classifier(gradient: Gradient, share: slice) -> list[np.ndarray]:
+    generator = np.random.default_rng(4)
+    x = generator.integers(0, 50, (STEPS, ROWS, 4)).astype("int32")
+    y = generator.integers(0, 3, (STEPS, ROWS))
+    model = _classifier()
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    kinds = set()
+
+    @tf.function
+    def step(inputs: tf.Tensor, labels: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = loss_of(labels, model(inputs, training=True))
+        variables = [variable.value for variable in model.trainable_variables]
+        gradients = gradient(tape, loss, variables)
+        kinds.update(type(slope) for slope in gradients)
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    for index in range(STEPS):
+        step(tf.constant(x[index, share]), tf.constant(y[index, share]))
+    assert tf.IndexedSlices in kinds, "the table's gradient became dense"
+    return [np.asarray(variable) for variable in model.trainable_variables]
+
+
+@pytest.mark.ranks(2)
+def test_keras_optimizer_and_embedding() -> None:
+    mine = _train_classifier(_distributed, _my_rows())
+    reference = _train_classifier(_plain, slice(None))
+    for weight, right in zip(mine, reference):
+        np.testing.assert_allclose(weight, right, rtol=1e-4, atol=1e-5)
+    _assert_alike(mine)
+
+
+@pytest.mark.ranks(1, 2)
+def test_forms_of_use() -> None:
+    """As a context, with a single source, with nested sources, persistent."""
+    rank_mean = (job.size() - 1) / 2
+    factor = float(job.rank())
+    a, b = tf.Variable(2.0), tf.Variable(3.0)
+    with DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+        point = tf.constant(5.0)
+        tape.watch(point)
+        loss = factor * a * b + a * a + factor * point
+    np.testing.assert_allclose(tape.gradient(loss, a), rank_mean * 3 + 4)
+    np.testing.assert_allclose(tape.gradient(loss, point), rank_mean)
+    nested = tape.gradient(loss, {"x": a, "y": [b, (point,)]})
+    assert set(nested) == {"x", "y"}
+    np.testing.assert_allclose(nested["y"][0], rank_mean * 2)
+    np.testing.assert_allclose(nested["y"][1][0], rank_mean)
+    assert tape.watched_variables() == (a, b)
+
+
+@pytest.mark.ranks(2)
+def test_source_without_influence() -> None:
+    used, unused = tf.Variable([1.0, 2.0]), tf.Variable(1.0)
+    with tf.GradientTape(persistent=True) as plain:
+        loss = tf.reduce_sum(used) * (1.0 + job.rank())
+    tape = DistributedGradientTape(plain)
+    gradients = tape.gradient(loss, [used, unused])
+    np.testing.assert_allclose(gradients[0], [1.5, 1.5])
+    assert gradients[1] is None
+    zeros = tape.gradient(loss, [unused], unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    np.testing.assert_allclose(zeros[0], 0.0)
+    weighted = tape.gradient(loss, [used], output_gradients=tf.constant(10.0))
+    np.testing.assert_allclose(weighted[0], [15.0, 15.0])
+
+
+@pytest.mark.ranks(2)
+def test_source_without_influence_on_one_rank() -> None:
+    kernel, head = tf.Variable([1.0, 2.0], name="kernel"), tf.Variable(1.0, name="head")
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(kernel) * (head if job.rank() == 0 else 1.0)
+    text = r"head:0 is dense float32 \(\) on rank 0 and None on rank 1"
+    with pytest.raises(MismatchError, match=text):
+        DistributedGradientTape(tape).gradient(loss, [kernel, head])
+
+
+@pytest.mark.ranks(2)
+def test_not_finite_names_the_variable() -> None:
+    kernel = tf.Variable([1.0, 2.0], name="conv")
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(kernel) * (np.nan if job.rank() == 1 else 1.0)
+    with pytest.raises(NonFiniteError, match=r"conv:0 \(NaN\) on rank 1"):
+        DistributedGradientTape(tape).gradient(loss, [kernel])
+
+
+@pytest.mark.ranks(1, 2)
+def test_broadcast_of_variables() -> None:
+    for root in range(job.size()):
+        variables = [
+            tf.Variable(np.full((3, 2), job.rank() + 0.1), name="plain"),
+            tf.Variable(job.rank(), name="counter"),
+            tf.Variable(job.rank() == root, name="flag"),
+            keras.Variable(np.full(5, job.rank()), dtype="float32", name="keras"),
+            tf.Variable(tf.zeros([0, 3]), name="empty"),
+        ]
+        broadcast_variables(iter(variables), root)
+        assert (variables[0].numpy() == root + 0.1).all()
+        assert int(variables[1]) == root
+        assert bool(variables[2])
+        assert (np.asarray(variables[3]) == root).all()
+        _assert_alike(variables)
+
+
+def test_names() -> None:
+    dense = keras.layers.Dense(2, name="head")
+    dense.build((None, 3))
+    assert variable_name(dense.kernel) == "head/kernel"
+    assert variable_name(tf.Variable(1.0, name="w")) == "w:0"
+    assert variable_name(tf.constant(1.0)) == "tensor"

@@ -1,0 +1,172 @@
+"""Process sets: every collective among some of the ranks, and what is wrong with others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain.tensorflow as hvd
+from hvdtrain.errors import ConfigurationError, MismatchError
+from hvdtrain.horovod.process_sets import find_process_set
+
+three = pytest.mark.ranks(3)
+WAYS = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
+
+
+@pytest.fixture
+def ends():
+    """The first and the last of three ranks."""
+    hvd.init()
+    chosen = hvd.add_process_set([2, 0])
+    yield chosen
+    hvd.remove_process_set(chosen)
+
+
+@three
+def test_who_belongs_to_it(ends):
+    mine = hvd.rank()
+    assert (ends.ranks, ends.process_set_id, ends.size()) == ([0, 2], 1, 2)
+    assert ends.included() == (mine != 1)
+    if mine != 1:
+        assert ends.rank() == [0, None, 1][mine]
+    everyone = hvd.global_process_set
+    assert (everyone.ranks, everyone.size(), everyone.rank()) == ([0, 1, 2], 3, mine)
+    assert everyone.included()
+    for number, ranks in ((0, 3), (1, 2)):
+        assert int(hvd.size_op(number)) == ranks
+    assert int(hvd.process_set_included_op(1)) == (mine != 1)
+
+
+@three
+@WAYS
+def test_every_collective(ends, compiled):
+    """While the rank outside does something else."""
+
+    def all_of_them(x: tf.Tensor) -> dict[str, tf.Tensor]:
+        rows = tf.IndexedSlices(x[tf.newaxis], tf.constant([0]), tf.constant([3, 2]))
+        return {
+            "allreduce": hvd.allreduce(x, op=hvd.Sum, process_set=ends),
+            "average": hvd.allreduce(x, process_set=ends),
+            "rows": tf.convert_to_tensor(hvd.allreduce(rows, process_set=ends)),
+            "grouped": hvd.grouped_allreduce([x, 2.0 * x], op=hvd.Max, process_set=ends)[1],
+            "allgather": hvd.allgather(x, process_set=ends),
+            "grouped_allgather": hvd.grouped_allgather([x, x], process_set=ends)[1],
+            "broadcast": hvd.broadcast(x, 2, process_set=ends),
+            "alltoall": hvd.alltoall(x, process_set=ends),
+            "splits": hvd.alltoall(x, [1, 1], process_set=ends)[1],
+            "reducescatter": hvd.reducescatter(x, op=hvd.Sum, process_set=ends),
+        }
+
+    mine = hvd.rank()
+    if mine != 1:
+        x = tf.constant([mine + 1.0, 10.0 * mine])
+        found = (tf.function(all_of_them) if compiled else all_of_them)(x)
+        place = [0, None, 1][mine]
+        expected = {
+            "allreduce": [4, 20],
+            "average": [2, 10],
+            "rows": [[2, 10], [0, 0], [0, 0]],
+            "grouped": [6, 40],
+            "allgather": [1, 0, 3, 20],
+            "grouped_allgather": [1, 0, 3, 20],
+            "broadcast": [3, 20],
+            "alltoall": [[1, 3], [0, 20]][place],
+            "splits": [1, 1],
+            "reducescatter": [[4], [20]][place],
+        }
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+        assert hvd.broadcast_object({"rank": mine}, 2, process_set=ends) == {"rank": 2}
+        assert hvd.allgather_object(mine, process_set=ends) == [0, 2]
+        variable = tf.Variable([float(mine)])
+        hvd.broadcast_variables([variable], 2, process_set=ends)
+        assert float(variable[0]) == 2
+    np.testing.assert_array_equal(hvd.allreduce(tf.ones(2), op=hvd.Sum), [3.0, 3.0])
+
+
+@three
+def test_gradients_stay_within_it(ends):
+    if hvd.rank() == 1:
+        return
+    x = tf.Variable([1.0, 2.0])
+    with tf.GradientTape(persistent=True) as tape:
+        total = tf.reduce_sum(hvd.allreduce(x, op=hvd.Sum, process_set=ends) ** 2)
+        gathered = tf.reduce_sum(hvd.allgather(x, process_set=ends) ** 2)
+        given = tf.reduce_sum(hvd.broadcast(x, 2, process_set=ends))
+    np.testing.assert_allclose(tape.gradient(total, x), [8.0, 16.0])
+    np.testing.assert_allclose(tape.gradient(gathered, x), [2.0, 4.0])
+    np.testing.assert_allclose(tape.gradient(given, x), [float(hvd.rank() == 2)] * 2)
+
+
+@three
+def test_what_is_wrong_with_it(ends):
+    with pytest.raises(ValueError, match=r"process set of the ranks \[0, 2\] already"):
+        hvd.add_process_set([0, 2])
+    with pytest.raises(ValueError, match="already"):
+        hvd.add_process_set([0, 1, 2])
+    with pytest.raises(ConfigurationError, match="expected at least one, each once, of 0 to 2"):
+        hvd.add_process_set([1, 3])
+    with pytest.raises(ValueError, match="takes numbers of ranks"):
+        hvd.ProcessSet(["one"])
+    with pytest.raises(ValueError, match="takes numbers of ranks"):
+        hvd.ProcessSet(1.5)
+    with pytest.raises(ConfigurationError, match="no process set with the number 7"):
+        find_process_set(7)
+    if hvd.rank() == 1:
+        with pytest.raises(ConfigurationError, match="to which it doesn't belong"):
+            hvd.allreduce(tf.ones(2), process_set=ends)
+    else:
+        with pytest.raises(ConfigurationError, match="Rank 1 does not belong to ProcessSet"):
+            hvd.broadcast(tf.ones(2), 1, process_set=ends)
+
+
+@three
+def test_one_that_was_never_added_or_is_removed(world):
+    later = hvd.ProcessSet([1])
+    assert (later.process_set_id, later.size(), later.rank()) == (None, None, None)
+    with pytest.raises(ConfigurationError, match="can't be used yet, or no longer"):
+        hvd.allreduce(tf.ones(2), process_set=later)
+    hvd.add_process_set(later)
+    assert later.size() == 1
+    assert hvd.remove_process_set(later)
+    assert later.size() is None
+    assert not hvd.remove_process_set(later)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+    assert hvd.add_process_set(later).process_set_id == 1
+    hvd.remove_process_set(later)
+
+
+@three
+def test_init_takes_them(world):
+    """And another init after shutdown begins anew."""
+    hvd.shutdown()
+    first, other = hvd.ProcessSet([0, 1]), hvd.ProcessSet([2])
+    hvd.init(process_sets=[first, other])
+    assert (first.process_set_id, other.process_set_id) == (1, 2)
+    if first.included():
+        assert int(hvd.allreduce(tf.constant(1), op=hvd.Sum, process_set=first)) == 2
+    hvd.shutdown()
+    hvd.init(process_sets="dynamic")
+    assert first.size() is None
+    assert hvd.add_process_set(first).process_set_id == 1
+    hvd.remove_process_set(first)
+    with pytest.raises(ConfigurationError, match="expected None"):
+        hvd.init([0, 1])
+    with pytest.raises(ConfigurationError, match="process_sets='static'"):
+        hvd.init(process_sets="static")
+
+
+@three
+def test_a_communicator_of_mpi(world):
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Split(hvd.rank() // 2, -hvd.rank())
+    assert hvd.ProcessSet(comm).ranks == ([2] if hvd.rank() == 2 else [0, 1])
+
+
+@three
+def test_ranks_must_add_the_same(world):
+    with pytest.raises(MismatchError, match="subset"):
+        hvd.add_process_set([0] if hvd.rank() == 2 else [1])
+    assert hvd.remove_process_set(hvd.add_process_set([0]))

@@ -1,0 +1,64 @@
+"""Where workers stand, on the wire and in a checkpoint."""
+
+import json
+
+import pytest
+
+from hvdtrain.errors import CheckpointError
+from hvdtrain.keras.data.data_position import Position
+from hvdtrain.keras.epoch_iterator import Place
+from hvdtrain.keras.saving.training_progress import Progress
+from hvdtrain.keras.saving.worker_position import Stand
+from hvdtrain.parameter_server.protocol import STAND_NUMBERS
+
+BEGIN = Position(epoch=4, start=30, missed=(2, 3, 7, 9), joint_batch=6)
+POSITIONS = [None, Position(epoch=4), BEGIN, BEGIN.after(2), BEGIN.after(4), BEGIN.after(11)]
+
+
+def stand_at(position):
+    place = Place(position=position, epoch_step=3, epochs=4, passes=2, ranks=3)
+    return Stand(epoch=4, place=place, samples=99)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_numbers(position):
+    stand = stand_at(position)
+    numbers = stand.to_numbers()
+    assert len(numbers) == STAND_NUMBERS
+    assert Stand.from_numbers(numbers, ranks=3, begins={4: BEGIN}) == stand
+
+
+def progress(**more):
+    return Progress(
+        step=7,
+        epoch=4,
+        place=stand_at(BEGIN).place,
+        unit="samples",
+        seed=1,
+        tensorflow_seed=None,
+        presharded=False,
+        samples=50,
+        **more,
+    )
+
+
+def test_progress():
+    others = [stand_at(position) for position in POSITIONS]
+    before = progress(others=others, begins=[BEGIN], each=2, built=[[0, 2], []])
+    assert Progress.from_json(json.loads(json.dumps(before.to_json()))) == before
+
+
+def test_progress_of_an_earlier_version():
+    """It knew of no ranks that go their own way."""
+    values = progress().to_json()
+    for name in ("others", "begins", "each"):
+        del values[name]
+    found = Progress.from_json(values)
+    assert (list(found.others), list(found.begins), found.each) == ([], [], 0)
+
+
+def test_stand_that_is_none():
+    values = progress(others=[stand_at(None)]).to_json()
+    del values["others"][0]["place"]["passes"]
+    with pytest.raises(CheckpointError, match="KeyError"):
+        Progress.from_json(values)

@@ -1,0 +1,47 @@
+"""What servers' optimizers know goes to the servers and comes back, with elastic averaging too."""
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain.keras.served.elastic_averaging import servers_optimizer
+from hvdtrain.keras.served.server_optimizer_state import ServersState
+from hvdtrain.parameter_server.sharding import cut, specs_of
+
+
+def trained(seed):
+    """A model that has taken some steps, each with other weights."""
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.Adam(0.1, use_ema=True, ema_momentum=0.6), "mse")
+    for _ in range(3):
+        model.optimizer.apply([v + 1.0 for v in model.trainable_variables], model.trainable_weights)
+    return model
+
+
+def state_of(model, elastic):
+    variables = model.trainable_variables
+    optimizer = servers_optimizer(model) if elastic else model.optimizer
+    return ServersState(model.optimizer, optimizer, cut(specs_of(variables), 2))
+
+
+def averages_of(model):
+    return [v.numpy() for v in model.optimizer._model_variables_moving_average]
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_averages_go_to_the_servers_and_come_back(elastic):
+    one, other = trained(1), trained(2)
+    wanted = averages_of(one)
+    assert not np.allclose(wanted[0], averages_of(other)[0])
+    there, back = state_of(one, elastic), state_of(other, elastic)
+    room = back.room()
+    for place, state in zip(room, there.take()):
+        place[...] = state
+    back.put(room)
+    back.finalize()
+    for found in (averages_of(other), [v.numpy() for v in other.trainable_variables]):
+        for value, expected in zip(found, wanted):
+            np.testing.assert_array_equal(value, expected)
+    # Otherwise the next average would begin anew.
+    assert int(there.optimizer.iterations.numpy()) == 3

@@ -1,0 +1,433 @@
+"""Checkpoints with parameter servers: one consistent state, and training that goes on from it."""
+
+import shutil
+
+import pytest
+
+from tests.keras.served.programs import facts, program, servers
+
+PRELUDE = """
+    import signal
+
+    from hvdtrain.checkpoint import Store
+
+    PIDS = world.collectives().allgather_object(os.getpid(), name="processes")
+
+
+    def at_step(step, call):
+        \"\"\"A callback that calls after so many steps.\"\"\"
+        left = [step]
+
+        def count(batch):
+            left[0] -= 1
+            if left[0] == 0:
+                call()
+
+        return At(end=count)
+
+
+    def outcome(model, history):
+        return {
+            "weights": [v.numpy().tobytes().hex() for v in model.weights],
+            "optimizer": [v.numpy().tobytes().hex() for v in model.optimizer.variables],
+            "epochs": history.epoch,
+            "logs": {name: [float(v) for v in values] for name, values in history.history.items()},
+            "drawn": float(np.random.rand()),
+        }
+
+
+    def run(seed, make, callbacks, **options):
+        \"\"\"What came of a training; the number of the signal where one ended it.\"\"\"
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(seed)
+        model = hvdtrain.distribute(make())
+        options = {"x": X[:101], "y": Y[:101], "batch_size": 4, "epochs": 3, **options}
+        if model.optimizer.use_ema:
+            options["validation_data"] = X[101:], Y[101:]
+            callbacks = [keras.callbacks.SwapEMAWeights(), *callbacks]
+        try:
+            history = model.fit(verbose=0, callbacks=callbacks, **options)
+        except hvdtrain.Preempted as ended:
+            return ended.signal
+        return outcome(model, history)
+"""
+
+MODELS = """
+    def deep():
+        layers = [keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.4), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        model.compile(keras.optimizers.Adam(0.01), LOSS, metrics=["accuracy"])
+        return model
+
+
+    def momentum():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), LOSS, steps_per_execution=3)
+        return model
+
+
+    def accumulating():
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+        model.compile(optimizer, LOSS)
+        return model
+
+
+    def averaging():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.9), LOSS)
+        return model
+
+"""
+
+EXACT = program(
+    PRELUDE
+    + MODELS
+    + """
+    for name, *victims in (case.split() for case in sys.argv[1:]):
+        make = globals()[name]
+        whole = run(1, make, [hvdtrain.Checkpoint(f"{name} whole", every_steps=4)])
+        for victim in map(int, victims):
+            folder = f"{name} {victim}"
+            kill = lambda: RANK == 0 and os.kill(PIDS[victim], signal.SIGUSR1)
+            stopped = run(1, make, [at_step(5, kill), hvdtrain.Checkpoint(folder, every_steps=1)])
+            resumed = run(9, make, [hvdtrain.Checkpoint(folder, every_steps=4)])
+            parts = whole if hvdtrain.is_chief() else ["weights"]
+            off = [name for name in parts if whole[name] != resumed[name]]
+            tell("exact", case=folder, stopped=stopped, off=off)
+"""
+)
+BOUND_0 = servers("async-ps", 2, staleness_bound=0)
+
+
+# Models, and which ranks get the signal.
+@pytest.mark.parametrize(
+    ("ranks", "environment", "cases"),
+    [
+        pytest.param(
+            3, servers("sync-ps"), ("deep 0 1 2", "momentum 0", "averaging 2"), id="sync-ps"
+        ),
+        pytest.param(4, BOUND_0, ("deep 1 2 3", "accumulating 3"), id="bound 0, 2 servers"),
+        pytest.param(
+            2, servers("async-ps"), ("momentum 1", "accumulating 0", "averaging 1"), id="one worker"
+        ),
+    ],
+)
+def test_resuming_is_exact_where_training_is(launch, ranks, environment, cases):
+    """A signal to any rank, a server too, saves and ends all."""
+    done = launch(ranks, EXACT, *cases, timeout_s=300, env=environment)
+    assert done.returncode == 0
+    told = facts(done, "exact")
+    assert len(told) == ranks * sum(len(case.split()) - 1 for case in cases)
+    for entry in told:
+        assert (entry["stopped"], entry["off"]) == (10, []), entry
+
+
+# A checkpoint takes the newest weights: training is the same where it has been taken at the same
+# steps, and one that comes due while the last is still being written would be taken later.
+OVERLAPPING = program(
+    PRELUDE
+    + MODELS
+    + """
+    for make in (deep, accumulating):
+        def save(folder):
+            asked = hvdtrain.Checkpoint(folder, every_steps=6)
+            return [asked, At(begin=lambda batch: asked.keeper._writer.wait())]
+
+        name = make.__name__
+        kill = lambda: RANK == 0 and os.kill(os.getpid(), signal.SIGUSR1)
+        whole = run(1, make, save(name + " whole"))
+        stopped = run(1, make, [at_step(12, kill), *save(name)])
+        resumed = run(9, make, save(name))
+        parts = whole if hvdtrain.is_chief() else ["weights"]
+        off = [name for name in parts if whole[name] != resumed[name]]
+        tell("exact", case=name, stopped=stopped, off=off)
+"""
+)
+
+
+def test_resuming_is_exact_where_checkpoints_were_taken_alike(launch):
+    done = launch(2, OVERLAPPING, timeout_s=200, env=servers("async-ps", overlap=1))
+    assert done.returncode == 0
+    told = facts(done, "exact")
+    assert len(told) == 4
+    for entry in told:
+        assert (entry["stopped"], entry["off"]) == (10, []), entry
+
+
+# Every gradient adds 1 to all elements, and worker 1's come to one server after the other.
+MOMENTS = program(
+    PRELUDE
+    + """
+    import glob
+
+    from hvdtrain.collectives.point_to_point import Messages
+    from hvdtrain.parameter_server.protocol import REQUEST
+
+
+    class Counts(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.a = self.add_weight(shape=(3, 7), initializer="zeros", name="a")
+            self.b = self.add_weight(shape=(40,), initializer="zeros", name="b")
+
+        def call(self, x):
+            return x[:, :1] * 0
+
+        def train_step(self, data):
+            variables = self.trainable_variables
+            self.optimizer.apply([-tf.ones(v.shape) for v in variables], variables)
+            return {"loss": tf.zeros([])}
+
+
+    start_send = Messages.start_send
+
+
+    def late(self, data, to, tag):
+        if tag == REQUEST and to == world.roles().servers[-1]:
+            time.sleep(0.02)
+        return start_send(self, data, to, tag)
+
+
+    if RANK == 1:
+        Messages.start_send = late
+    model = Counts()
+    model(X[:1])
+    model.compile(keras.optimizers.SGD(1.0), LOSS)
+    hvdtrain.distribute(model)
+    lag = At(begin=lambda n: time.sleep(0.02 * (RANK == 0)))
+    saving = hvdtrain.Checkpoint("runs", every_steps=3, keep=100)
+    model.fit(X[:240], Y[:240], batch_size=4, epochs=2, verbose=0, callbacks=[lag, saving])
+    if hvdtrain.is_chief():
+        for folder in sorted(glob.glob("runs/step-*")):
+            # Only what is newest can be read as a whole.
+            found = Store("runs").newest()
+            arrays = [a for key, a in found.model.items() if key.startswith("weights/")]
+            values = np.unique(np.concatenate([array.reshape(-1) for array in arrays]))
+            places = [(found.state["epoch"], found.state["place"])]
+            places += [(other["epoch"], other["place"]) for other in found.state["others"]]
+            steps = [epoch * 30 + place["epoch_step"] for epoch, place in places]
+            iterations = [int(a) for key, a in found.model.items() if key.endswith("/iteration")]
+            tell("moment", values=values.tolist(), steps=steps, iterations=iterations)
+            os.rename(f"runs/step-{found.step:08d}", f"read-{found.step}")
+"""
+)
+
+
+@pytest.mark.parametrize("settings", [{}, {"staleness_bound": 2}, {"overlap": 1}])
+def test_a_checkpoint_is_one_moment_on_all_servers(launch, settings):
+    done = launch(4, MOMENTS, timeout_s=200, env=servers("async-ps", 2, **settings))
+    assert done.returncode == 0
+    moments = facts(done, "moment")
+    assert len(moments) > 3
+    for moment in moments:
+        # All gradients of all workers that are in it, and no other.
+        assert moment["values"] == [sum(moment["steps"])]
+        assert moment["iterations"] == [sum(moment["steps"])]
+
+
+COUNTING = """
+    ROWS, EPOCHS = 97, 6
+
+
+    class Visits(keras.Model):
+        \"\"\"Its weights count how often each sample was trained on.\"\"\"
+
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.seen = self.add_weight(shape=(ROWS,), initializer="zeros", name="seen")
+
+        def call(self, x):
+            return x * 0.0
+
+        def train_step(self, data):
+            x, _ = keras.utils.unpack_x_y_sample_weight(data)[:2]
+            ones = tf.one_hot(tf.cast(x[:, 0], tf.int32), ROWS)
+            self.optimizer.apply([-tf.reduce_sum(ones, axis=0)], [self.seen])
+            return {"loss": tf.zeros([])}
+
+
+    def counting():
+        keras.utils.clear_session(free_memory=False)
+        model = Visits()
+        model(ids)
+        model.compile(keras.optimizers.SGD(1.0), "mse")
+        return hvdtrain.distribute(model)
+
+
+    ids = np.arange(ROWS, dtype="float32")[:, None]
+    arrays = {"x": ids, "y": ids, "batch_size": 4}
+"""
+
+VISITS = program(
+    PRELUDE
+    + COUNTING
+    + """
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return -(-ROWS // 4)
+
+        def __getitem__(self, index):
+            return ids[index * 4 : index * 4 + 4], ids[index * 4 : index * 4 + 4]
+
+
+    stream = tf.data.Dataset.from_tensor_slices((ids, ids)).batch(4)
+    inputs = {
+        "arrays": arrays,
+        "PyDataset": {"x": Batches()},
+        "tf.data": {"x": stream},
+        "part of a pass": {"x": stream.repeat(), "steps_per_epoch": 5},
+    }
+    first = not Path("arrays").exists()
+    world.collectives().barrier(name="all have looked")
+    for name, data in inputs.items():
+        model = counting()
+        callbacks = [hvdtrain.Checkpoint(name, every_steps=2)]
+        if first and not IS_SERVER:
+            # Worker 1 stays behind, by epochs; then it gets the signal.
+            def end():
+                wait_for(name + " is ahead")
+                os.kill(os.getpid(), signal.SIGTERM)
+
+            def dawdle(batch):
+                if Path(name + " is ahead").exists():
+                    time.sleep(0.3)
+
+            ahead = lambda: Path(name + " is ahead").touch()
+            behind = [at_step(5, end), At(begin=dawdle)]
+            callbacks += behind if hvdtrain.rank() else [at_step(20, ahead)]
+        try:
+            model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+            tell("seen", data=name, counts=np.unique(model.seen.numpy()).tolist())
+        except hvdtrain.Preempted as ended:
+            tell("preempted", data=name, signal=ended.signal)
+        if hvdtrain.is_chief():
+            state = Store(name).newest().state
+            epochs = [state["epoch"], *(other["epoch"] for other in state["others"])]
+            tell("saved", data=name, samples=state["samples"], epochs=epochs)
+"""
+)
+DATA = ("arrays", "PyDataset", "tf.data", "part of a pass")
+_stopped = []
+
+
+@pytest.fixture
+def stopped(launch, tmp_path_factory, tmp_path):
+    """A folder with trainings by two workers that were stopped when one was epochs behind."""
+    if not _stopped:
+        done = launch(3, VISITS, timeout_s=200, env=servers("async-ps"))
+        assert done.returncode == 0
+        told = facts(done, "preempted")
+        assert [(t["data"], t["signal"]) for t in told] == [(d, 15) for _ in "012" for d in DATA]
+        _stopped.append(tmp_path_factory.mktemp("stopped"))
+        for data in DATA:
+            shutil.copytree(tmp_path / data, _stopped[0] / data)
+    return _stopped[0]
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (4, 1), (4, 2)])
+def test_any_number_of_workers_sees_each_sample_once(launch, stopped, tmp_path, ranks, count):
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    done = launch(ranks, VISITS, timeout_s=200, env=servers("async-ps", count))
+    assert done.returncode == 0
+    seen = {(t["data"], t["rank"]): t["counts"] for t in facts(done, "seen")}
+    once = {(data, rank): [6.0] for data in DATA[:3] for rank in range(ranks)}
+    assert {key: seen[key] for key in once} == once
+    part = [counts for (data, _), counts in seen.items() if data == DATA[3]]
+    assert all(max(counts) - min(counts) <= 1 for counts in part)
+    for saved in facts(done, "saved"):
+        assert saved["epochs"] == [6] * (ranks - count)
+        assert saved["data"] == DATA[3] or saved["samples"] == 6 * 97
+
+
+# Worker 1 and the chief wait for each other at certain points; both are asked to end by then.
+ENDS = program(
+    PRELUDE
+    + COUNTING
+    + """
+    def kill(number=signal.SIGUSR2):
+        os.kill(os.getpid(), number)
+
+
+    def fit(case, own, **options):
+        # Once with callbacks of each worker's own, and then to the end.
+        mine = own.get(RANK, [])
+        for callbacks in (mine, []):
+            model = counting()
+            saving = hvdtrain.Checkpoint(case, export=case + "/last.keras")
+            try:
+                model.fit(**arrays, epochs=3, verbose=0, callbacks=[*callbacks, saving], **options)
+                tell(case, counts=np.unique(model.seen.numpy()).tolist())
+            except hvdtrain.Preempted as ended:
+                tell(case, signal=ended.signal)
+
+
+    class AtTest(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            Path("validating").touch()
+            time.sleep(0.05)
+
+
+    class LastEpoch(keras.callbacks.Callback):
+        def __init__(self, call):
+            super().__init__()
+            self.call = call
+
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 2:
+                self.call()
+
+
+    def when(name):
+        return lambda: (wait_for(name), kill())
+
+
+    own = {0: [AtTest()], 1: [at_step(5, when("validating"))]}
+    fit("in validation", own, validation_data=(ids, ids), validation_batch_size=1)
+    ended = LastEpoch(lambda: Path("chief has ended").touch())
+    fit("the chief waits", {0: [ended], 1: [at_step(20, when("chief has ended"))]})
+    ended = LastEpoch(lambda: Path("worker has ended").touch())
+    fit("the chief is the last", {0: [at_step(20, when("worker has ended"))], 1: [ended]})
+
+    # What was saved when the chief had no more epoch to run is the end of all.
+    if RANK == 0:
+        for case in ("in validation", "the chief waits", "the chief is the last"):
+            known = {"Visits": Visits}
+            exported = keras.models.load_model(case + "/last.keras", custom_objects=known)
+            tell("exported", counts=np.unique(exported.seen.numpy()).tolist())
+            found = Store(case).newest()
+            (seen,) = [v for key, v in found.model.items() if key.endswith("seen")]
+            tell("saved", counts=np.unique(seen).tolist(), samples=found.state["samples"])
+
+
+    def refused(case, model, **options):
+        try:
+            model.fit(verbose=0, callbacks=[hvdtrain.Checkpoint("in validation")], **options)
+        except hvdtrain.CheckpointError as error:
+            tell(case, text=str(error))
+
+
+    refused("another model", classifier("sgd"), x=X, y=Y)
+    world.collectives().barrier(name="tried")
+    if RANK == 0:
+        for path in Path("in validation").glob("step-*/state.json"):
+            path.write_text("{}")
+    refused("damaged", counting(), **arrays)
+"""
+)
+
+
+def test_workers_that_wait_for_each_other_end_well(launch):
+    """Signals while others validate, or wait; and checkpoints that can't be used."""
+    done = launch(3, ENDS, timeout_s=280, env=servers("async-ps"))
+    assert done.returncode == 0
+    for case in ("in validation", "the chief waits", "the chief is the last"):
+        told = facts(done, case)
+        assert [entry["signal"] for entry in told if "signal" in entry] == [12] * 3, case
+        assert [entry["counts"] for entry in told if "counts" in entry] == [[3.0]] * 3, case
+    for what in ("exported", "saved"):
+        assert [entry["counts"] for entry in facts(done, what)] == [[3.0]] * 3
+    assert [entry["samples"] for entry in facts(done, "saved")] == [3 * 97] * 3
+    for case, text in (("another model", "of another model"), ("damaged", "is intact")):
+        assert [text in entry["text"] for entry in facts(done, case)] == [True] * 3

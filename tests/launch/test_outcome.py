@@ -1,0 +1,157 @@
+"""How a job ended: the code, the cause, and the words."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from hvdtrain.agent.rank_report import RankReport
+from hvdtrain.launch.failure import End
+from hvdtrain.launch.job_progress import JobProgress
+from hvdtrain.launch.outcome import Cause, Ending, Outcome, judge, preempted
+
+TRACE = ("Traceback (most recent call last):", '  File "train.py", line 3', "ValueError: 3")
+PEER = (*TRACE[:2], "hvdtrain.errors.PeerFailedError: rank 1 failed")
+TIMEOUT = (*TRACE[:2], "hvdtrain.errors.CollectiveTimeoutError: rank 1 did not arrive")
+HOSTS = {0: "a", 1: "b"}
+
+
+def end(rank: int, code: int | None, stderr: Sequence[str] = (), **more: Any) -> End:
+    at = float(more.pop("at", rank))
+    return End(rank=rank, host=HOSTS[rank], code=code, stderr=stderr, failed_at=at, **more)
+
+
+def ended(*ends: End, reports: JobProgress | None = None, **seen: Any) -> Outcome:
+    return judge(
+        Ending(
+            **{
+                "hosts": HOSTS,
+                "seen": HOSTS,
+                "ends": ends,
+                "reports": reports or JobProgress(),
+                "started_at": 100.0,
+                "ended_at": 130.0,
+                **seen,
+            }
+        )
+    )
+
+
+def told(number: int) -> dict[str, Any]:
+    return {"received": [number]}
+
+
+KILLED = 128 + signal.SIGKILL
+ENDED: dict[str, tuple[list[End], dict[str, Any], int, Cause]] = {
+    "well": ([end(0, 0), end(1, 0)], {}, 0, "done"),
+    "exception": ([end(1, 1, TRACE), end(0, 1, PEER)], {}, 1, "exception"),
+    "killed": ([end(1, KILLED), end(0, 1, PEER)], {}, KILLED, "infrastructure"),
+    "crashed": ([end(1, 139, TRACE)], {}, 139, "infrastructure"),
+    "lost": ([end(1, None), end(0, 143, bidden=True)], {}, KILLED, "infrastructure"),
+    "waited-in-vain": ([end(0, 1, TIMEOUT)], {}, 124, "infrastructure"),
+    "hang": ([end(0, 143, bidden=True)], {"hang": "the job hangs"}, 124, "infrastructure"),
+    "only-an-echo": ([end(0, 1, PEER)], {}, 1, "infrastructure"),
+    "own-code": ([end(0, 3)], {}, 3, "own code"),
+    "own-code-1": ([end(0, 1, ("train.py: no such data",))], {}, 1, "own code"),
+    "255": ([end(0, 255)], {}, 255, "own code"),
+    "missing": ([], {"seen": {0: "a"}}, 125, "infrastructure"),
+    "missing-and-told-to-end": (
+        [end(0, 143, bidden=True)],
+        {"seen": {0: "a"}},
+        125,
+        "infrastructure",
+    ),
+    "starter": ([end(0, 0), end(1, 0)], {"starter_code": 9}, 9, "own code"),
+    "interrupted": ([end(0, 130, bidden=True)], told(signal.SIGINT), 130, "ordered"),
+    "cancelled": ([end(0, 75, bidden=True)], told(signal.SIGTERM), 143, "ordered"),
+    "preempted": ([end(0, 75, bidden=True)], told(signal.SIGUSR1), 75, "ordered"),
+    "preempted-without-a-word": ([end(0, 138, bidden=True)], told(signal.SIGUSR1), 75, "ordered"),
+    "ranks-preempted": ([end(0, 75), end(1, 75)], {}, 75, "preempted"),
+    "one-rank-told": ([end(1, 75, bidden=True), end(0, 75)], {}, 75, "preempted"),
+    "preempted-then-killed": ([end(0, 75), end(1, KILLED, at=5)], {}, 75, "preempted"),
+    "killed-then-preempted": ([end(0, KILLED), end(1, 75, at=5)], {}, KILLED, "infrastructure"),
+    "one-rank-told-dies-of-it": (
+        [end(1, 138, bidden=True), end(0, 1, PEER, at=5)],
+        {},
+        1,
+        "infrastructure",
+    ),
+}
+
+
+@pytest.mark.parametrize(("ends", "seen", "code", "cause"), ENDED.values(), ids=ENDED)
+def test_code_and_cause(ends: list[End], seen: dict[str, Any], code: int, cause: Cause) -> None:
+    outcome = ended(*ends, **seen)
+    assert (outcome.code, outcome.cause) == (code, cause)
+
+
+def test_preempted() -> None:
+    assert preempted([end(0, 0), end(1, 75)])
+    assert not preempted([end(0, 0)])
+    assert not preempted([end(0, KILLED), end(1, 75, at=5)])
+
+
+def reported(**state: int) -> JobProgress:
+    reports = JobProgress()
+    reports.note(0, RankReport(step=41), 110.0)
+    reports.note(1, RankReport(**state), 120.0)
+    return reports
+
+
+WORDS: dict[str, tuple[list[End], dict[str, Any], list[str]]] = {
+    "well": ([end(0, 0), end(1, 0)], {}, []),
+    "preempted": (
+        [end(0, 75), end(1, 75)],
+        {"reports": reported(saved=41)},
+        ["preempted at step 41, checkpoint saved; start it again to go on"],
+    ),
+    "preempted-without-a-checkpoint": (
+        [end(0, 75)],
+        {"reports": reported(saved=30)},
+        ["preempted at step 41, newest checkpoint of step 30; start it again to go on"],
+    ),
+    "preempted-without-reports": ([end(0, 75)], {}, ["preempted; start it again to go on"]),
+    "ended-and-saved": (
+        [end(0, 75, bidden=True)],
+        {"reports": reported(saved=41), **told(signal.SIGTERM)},
+        ["the job was ended by SIGTERM at step 41, checkpoint saved; start it again to go on"],
+    ),
+    "ended": (
+        [end(0, 143, bidden=True)],
+        {"reports": reported(saved=41), **told(signal.SIGTERM)},
+        ["the job was ended by SIGTERM"],
+    ),
+    "failed-while-saving": (
+        [end(0, 3), end(1, 75, bidden=True)],
+        told(signal.SIGUSR1),
+        [
+            "rank 0 on a failed first: exit code 3",
+            "the job was ended by SIGUSR1; start it again to go on",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("ends", "seen", "words"), WORDS.values(), ids=WORDS)
+def test_words(ends: list[End], seen: dict[str, Any], words: list[str]) -> None:
+    assert list(ended(*ends, **seen).words) == words
+
+
+def test_what_was_lost() -> None:
+    outcome = ended(end(1, KILLED), reports=reported(saved=30))
+    assert (outcome.step, outcome.failed_after, outcome.saved) == (41, None, 30)
+    assert outcome.lost_s == 10.0, "since the checkpoint was written"
+    outcome = ended(end(0, KILLED), reports=reported(resumed=30))
+    assert (outcome.step, outcome.failed_after, outcome.saved) == (41, 41, 30)
+    assert outcome.lost_s == 30.0, "since the attempt began"
+
+
+def test_hosts_that_were_lost_or_did_not_start() -> None:
+    assert ended(end(1, None), end(0, 143, bidden=True)).lost_hosts == ("b",)
+    refused = "ssh: connect to host b port 22: Connection refused"
+    assert ended(seen={}, words=[refused]).lost_hosts == ("b",)
+    # Who is to blame has to be found out.
+    assert ended(seen={}, words=["nothing that tells"]).lost_hosts == ()

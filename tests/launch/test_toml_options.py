@@ -1,0 +1,168 @@
+"""A job's options in a file: read as arguments, and refused where no flag takes them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli import main
+from hvdtrain.errors import ConfigurationError
+from hvdtrain.launch.job import Job
+from hvdtrain.launch.toml_options import read_jobfile
+
+
+def read(folder: Path, text: str) -> list[str]:
+    path = folder / "job.toml"
+    path.write_text(text, encoding="utf-8")
+    return read_jobfile(path)
+
+
+FILES = {
+    "nothing": ("# np = 2", []),
+    "number": ("np = 4", ["--num-proc=4"]),
+    "long-name": ("num-proc = 4", ["--num-proc=4"]),
+    "underscores": ("grace_s = 2.5", ["--grace-s=2.5"]),
+    "text": ('hosts = "a:4,b:4"', ["--hosts=a:4,b:4"]),
+    "short-name": ('H = "node[01-04]:2"', ["--hosts=node[01-04]:2"]),
+    "hosts-one-by-one": ('hosts = ["a:4", "b:4"]', ["--hosts=a:4,b:4"]),
+    "tasks-one-by-one": ('ps-hosts = ["a:1", "b:1"]', ["--ps-hosts=a:1,b:1"]),
+    "true": ("oversubscribe = true", ["--oversubscribe"]),
+    "false": ("oversubscribe = false", []),
+    "off": ("soft-placement = false\nshare-gpus = false", ["--no-soft-placement"]),
+    "on": ("soft-placement = true", ["--soft-placement"]),
+    "list": ('env = ["A=1", "B"]', ["--env=A=1", "--env=B"]),
+    "short-list": ('x = ["A"]', ["--env=A"]),
+    "table": ('[env]\nA = 1\nB = "x y"\nC = ""', ["--env=A=1", "--env=B=x y", "--env=C="]),
+    "dash": ('hostfile = "-"', ["--hostfile=-"]),
+    "order": ('np = 2\nH = "a"\nno-bind = true', ["--num-proc=2", "--hosts=a", "--no-bind"]),
+}
+
+
+@pytest.mark.parametrize(("text", "arguments"), FILES.values(), ids=FILES)
+def test_options_become_arguments(text: str, arguments: list[str], tmp_path: Path) -> None:
+    assert read(tmp_path, text) == arguments
+
+
+ERRORS = {
+    "no-toml": ("np: 4", r"job.toml is no TOML: .*line 1"),
+    "twice": ("np = 4\nnp = 5", "is no TOML"),
+    "date": ("np = 2026-01-01", r"np = datetime.date.* can't be used; expected a text"),
+    "list-of-numbers": ("hosts = [1, 2]", r"hosts = \[1, 2\] can't be used"),
+    "list-for-one-value": ('hostfile = ["a", "b"]', "hostfile = .* can't be used"),
+    "table-for-one-value": ("[hosts]\na = 4", "hosts = .* can't be used"),
+    "table-in-table": ("[env.more]\nA = 1", "env = .* can't be used"),
+    "true-in-table": ("[env]\nA = true", "env = .* can't be used"),
+    "section": ("[run]\nnp = 2", "run = .* can't be used"),
+    "another-file": ('config = "other.toml"', "'config' can't stand there"),
+    "help": ("help = true", "'help' can't stand there"),
+    "empty-name": ('"" = true', "'' can't stand there; expected options of hvdtrain run"),
+    "dashes": ('"--np" = 2', "'--np' can't stand there"),
+}
+
+
+@pytest.mark.parametrize(("text", "told"), ERRORS.values(), ids=ERRORS)
+def test_what_can_not_be_used_is_told(text: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=told) as raised:
+        read(tmp_path, text)
+    assert str(raised.value).startswith(f"--config {tmp_path / 'job.toml'}")
+
+
+def test_a_file_that_can_not_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"none.toml can't be read: No such file"):
+        read_jobfile(tmp_path / "none.toml")
+    with pytest.raises(ConfigurationError, match=r"can't be read: Is a directory"):
+        read_jobfile(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b'hosts = "\xe9"')
+    with pytest.raises(ConfigurationError, match=r"latin.toml is no TOML: .*utf-8"):
+        read_jobfile(tmp_path / "latin.toml")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, dict[str, str]]]:
+    """The jobs that the command would run, each with its environment."""
+    jobs: list[tuple[Job, dict[str, str]]] = []
+
+    def note(job: Job, environ: dict[str, str]) -> int:
+        jobs.append((job, environ))
+        return 0
+
+    monkeypatch.setattr("hvdtrain.launch.attempts.run_job", note)
+    return jobs
+
+
+FULL = """
+np = 4
+hosts = "localhost:8"
+oversubscribe = true
+grace-s = 1
+timeout-s = 30
+[env]
+DATA = "/file"
+TOKEN = "file"
+"""
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_environment(
+    tmp_path: Path, started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDTRAIN_TIMEOUT_S", "60")
+    monkeypatch.setenv("HVDTRAIN_LOG_LEVEL", "debug")
+    monkeypatch.setenv("DATA", "/environment")
+    path = tmp_path / "job.toml"
+    path.write_text(FULL)
+    flags = ["--grace-s", "2", "-np", "3", "--config", str(path), "-x", "TOKEN=flag"]
+    assert main(["run", *flags, "--", "python", "train.py", "--config", "own.toml"]) == 0
+    (job, environ), *more = started
+    assert not more
+    assert job.program == ("python", "train.py", "--config", "own.toml")
+    assert (job.ranks, job.hosts, job.oversubscribe, job.patience.grace_s) == (
+        3,
+        "localhost:8",
+        True,
+        2,
+    )
+    assert set(job.extra) == {"DATA", "TOKEN"}
+    names = ("DATA", "TOKEN", "HVDTRAIN_TIMEOUT_S", "HVDTRAIN_LOG_LEVEL")
+    assert [environ[name] for name in names] == ["/file", "flag", "30", "debug"]
+    assert os.environ["DATA"] == "/environment"
+
+
+def test_a_dry_run_shows_what_file_and_flags_come_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(FULL + "HUNTER = 'hunter2'")
+    assert main(["run", "--config", str(path), "--dry-run", "-np", "3", "python", "x y.py"]) == 0
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert [line.split()[:2] for line in lines[1:4]] == [[str(n), "localhost"] for n in range(3)]
+    assert lines[4] == ""
+    assert " -np 3 " in lines[5]
+    assert lines[5].endswith(" -m hvdtrain.agent.rank_agent python 'x y.py'")
+    assert "HUNTER" in lines[-1]
+    assert "hunter2" not in shown
+
+
+WRONG = {
+    "unknown": ("foo = 1", "unrecognized arguments: --foo=1"),
+    "program": ('program = "python"', "unrecognized arguments: --program=python"),
+    "value-too-many": ("oversubscribe = 3", "--oversubscribe: ignored explicit argument '3'"),
+    "value-missing": ("hosts = true", "-H/--hosts: expected one argument"),
+    "value": ("np = -3", "-np/--num-proc: got '-3', expected a whole number above 0"),
+    "setting": ("timeout-s = 0", "--timeout-s: got '0': expected a number above 0"),
+    "variable": ("[env]\n'A B' = 1", "-x/--env: got 'A B=1', expected NAME"),
+    "no-toml": ("np", "--config"),
+}
+
+
+@pytest.mark.parametrize(("text", "told"), WRONG.values(), ids=WRONG)
+def test_what_no_flag_takes_is_a_usage_error(
+    text: str, told: str, tmp_path: Path, started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    assert main(["run", "--config", str(path), "-np", "2", "--", "python"]) == 2
+    assert told in capsys.readouterr().err
+    assert not started

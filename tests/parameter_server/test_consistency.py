@@ -1,0 +1,279 @@
+"""Who may go on when, and which gradients count."""
+
+import random
+
+import pytest
+
+from hvdtrain.parameter_server.consistency import FreeRunning, Rounds
+
+
+def pushed(rule, *workers):
+    """What became of a gradient for the step at hand from each."""
+    return [rule.push(worker, rule.next_step(worker)) for worker in workers]
+
+
+def free(rule, workers):
+    return [worker for worker in workers if rule.may_go_on(worker)]
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+def test_bound(bound):
+    """A worker may be so many steps ahead of the slowest, and goes on when that one has."""
+    rule = FreeRunning([0, 1, 2], bound)
+    for _ in range(bound):
+        assert pushed(rule, 0) == [True]
+        assert rule.may_go_on(0)
+    pushed(rule, 0)
+    assert not rule.may_go_on(0)
+    pushed(rule, 1)
+    assert not rule.may_go_on(0), "worker 2 has not gone on"
+    assert free(rule, [1, 2]) == [1, 2]
+    pushed(rule, 2)
+    assert rule.may_go_on(0)
+    assert rule.next_step(0) == bound + 1
+
+
+def test_no_bound():
+    rule = FreeRunning([0, 1], None)
+    for step in range(100):
+        assert rule.next_step(0) == step
+        assert pushed(rule, 0) == [True]
+        assert rule.may_go_on(0)
+    assert not rule.complete()
+    assert not rule.gathers
+
+
+def test_nobody_is_bound_to_who_has_left():
+    rule = FreeRunning([0, 1, 2], 1)
+    pushed(rule, 0, 0, 1)
+    assert not rule.may_go_on(0)
+    rule.leave(2)
+    assert rule.may_go_on(0)
+    pushed(rule, 0)
+    assert not rule.may_go_on(0)
+    rule.leave(1)
+    assert rule.may_go_on(0)
+
+
+def test_who_comes_back_is_not_behind():
+    """Nobody waits until it has made up for the steps that it missed."""
+    rule = FreeRunning([0, 1, 2], 1)
+    rule.leave(2)
+    for _ in range(5):
+        pushed(rule, 0, 1)
+    assert free(rule, [0, 1]) == [0, 1]
+    rule.come_back(2)
+    assert rule.next_step(2) == 0, "its own steps"
+    pushed(rule, 0)
+    assert free(rule, [0, 1, 2]) == [0, 1, 2]
+    pushed(rule, 0)
+    assert not rule.may_go_on(0), "but it is waited for again"
+    pushed(rule, 1, 2)
+    assert rule.may_go_on(0)
+    assert rule.progress() == [7, 6, 1]
+
+
+def test_rounds_with_who_comes_back():
+    rule = Rounds([0, 1, 2])
+    rule.leave(2)
+    pushed(rule, 0, 1)
+    assert rule.complete()
+    rule.come_back(2)
+    assert not rule.push(2, 0), "that step is over"
+    assert pushed(rule, 0, 1) == [True, True]
+    assert not rule.complete(), "waited for again"
+    assert pushed(rule, 2) == [True]
+    assert rule.complete()
+
+
+def test_rounds_wait_for_all():
+    rule = Rounds([0, 1, 2])
+    assert rule.gathers
+    for step in range(3):
+        for worker in (1, 0):
+            assert rule.next_step(worker) == step
+            assert pushed(rule, worker) == [True]
+            assert not rule.complete()
+            assert not rule.may_go_on(worker)
+        assert rule.may_go_on(2)
+        pushed(rule, 2)
+        assert rule.complete()
+        assert not rule.complete(), "once"
+        assert free(rule, [0, 1, 2]) == [0, 1, 2]
+
+
+def test_rounds_without_the_last():
+    """A gradient that comes after its step doesn't count; its worker goes on with the others."""
+    rule = Rounds([0, 1, 2], wanted=2)
+    assert pushed(rule, 2) == [True]
+    assert not rule.complete()
+    assert pushed(rule, 0) == [True]
+    assert rule.complete()
+    assert rule.push(1, 0) is False
+    assert rule.may_go_on(1)
+    assert not rule.complete()
+    assert [rule.next_step(worker) for worker in range(3)] == [1, 1, 1]
+    assert pushed(rule, 1, 2) == [True, True]
+    assert rule.complete()
+    assert rule.push(0, 1) is False
+
+
+@pytest.mark.parametrize("wanted", [None, 3, 2])
+def test_rounds_go_on_when_a_worker_leaves(wanted):
+    rule = Rounds([0, 1, 2], wanted)
+    pushed(rule, 0)
+    rule.leave(2)
+    assert not rule.complete(), "two are left"
+    pushed(rule, 1)
+    assert rule.complete()
+    rule.leave(0)
+    pushed(rule, 1)
+    assert rule.complete(), "one is left"
+    rule.leave(1)
+    assert not rule.complete(), "nothing came"
+
+
+def test_who_leaves_after_it_has_pushed_counts():
+    rule = Rounds([0, 1])
+    pushed(rule, 0)
+    rule.leave(0)
+    assert not rule.complete(), "worker 1 is waited for"
+    pushed(rule, 1)
+    assert rule.complete()
+    pushed(rule, 1)
+    assert rule.complete()
+
+
+def test_round_of_who_has_left():
+    """The last one to leave completes what is there."""
+    rule = Rounds([0, 1, 2])
+    pushed(rule, 0)
+    for worker in range(3):
+        assert not rule.complete()
+        rule.leave(worker)
+    assert rule.complete()
+    assert not rule.complete()
+
+
+def test_progress_of_free_workers():
+    rule = FreeRunning([0, 3, 5], None)
+    pushed(rule, 3, 3, 5)
+    assert rule.progress() == [0, 2, 1]
+    assert [rule.is_beyond(worker, [1, 2, 2]) for worker in (0, 3, 5)] == [False, True, False]
+
+
+def test_progress_of_rounds():
+    rule = Rounds([0, 1])
+    pushed(rule, 0, 1)
+    assert rule.progress() == [0, 0]
+    rule.complete()
+    assert rule.progress() == [1, 1]
+    assert (rule.is_beyond(0, [1, 1]), rule.is_beyond(0, [2, 2])) == (True, False)
+
+
+def test_progress_of_rounds_with_backup_workers():
+    """Servers may have taken different gradients: none waits for another."""
+    rule = Rounds([0, 1, 2], wanted=2)
+    pushed(rule, 0, 1)
+    rule.complete()
+    assert rule.progress() == [0, 0, 0]
+    assert rule.is_beyond(2, [0, 0, 0])
+
+
+class Workers:
+    """Workers of different speed that a server deals with in any order.
+
+    Args:
+        rule: Of the server.
+        steps: How many gradients each worker has.
+        speeds: How soon each is done with a step, on average.
+        seed: Of the order.
+    """
+
+    def __init__(self, rule, steps, speeds, seed):
+        self.rule = rule
+        self.left = dict(enumerate(steps))
+        self.speeds = speeds
+        self.pushed = dict.fromkeys(self.left, 0)
+        self.step = dict.fromkeys(self.left, 0)
+        self.busy = set(self.left)
+        self.waiting = set()
+        self.taken = self.late = self.rounds = 0
+        self._random = random.Random(seed)
+
+    @property
+    def active(self):
+        return self.busy | self.waiting
+
+    def events(self):
+        """Until all have ended; yields after each event."""
+        while self.active:
+            assert self.busy, f"nobody may go on: {self.waiting} wait"
+            busy = sorted(self.busy)
+            (worker,) = self._random.choices(busy, [self.speeds[w] for w in busy])
+            self.busy.remove(worker)
+            if self.left[worker]:
+                self._push(worker)
+            else:
+                self.rule.leave(worker)
+            self.rounds += self.rule.complete()
+            for other in sorted(self.waiting):
+                if self.rule.may_go_on(other):
+                    self.step[other] = self.rule.next_step(other)
+                    self.waiting.remove(other)
+                    self.busy.add(other)
+            yield
+
+    def _push(self, worker):
+        self.left[worker] -= 1
+        self.pushed[worker] += 1
+        if self.rule.push(worker, self.step[worker]):
+            self.taken += 1
+        else:
+            self.late += 1
+        self.waiting.add(worker)
+
+
+def cases(seed):
+    """Any number of workers, some without gradients, some much slower than others."""
+    chance = random.Random(seed)
+    steps = [chance.choice([0, 1, 10, 10, 12]) for _ in range(chance.randint(1, 5))]
+    return steps, [chance.choice([1, 1, 10]) for _ in steps]
+
+
+@pytest.mark.parametrize("bound", [None, 1, 3])
+def test_any_order_of_free_workers(bound):
+    for seed in range(200):
+        steps, speeds = cases(seed)
+        workers = Workers(FreeRunning(range(len(steps)), bound), steps, speeds, seed)
+        for _ in workers.events():
+            slowest = min((workers.pushed[w] for w in workers.active), default=0)
+            for worker in workers.active:
+                ahead = workers.pushed[worker] - slowest
+                assert (worker in workers.busy) == (bound is None or ahead <= bound)
+        assert (workers.taken, workers.late, workers.rounds) == (sum(steps), 0, 0)
+
+
+@pytest.mark.parametrize("backup", [0, 1])
+def test_any_order_of_rounds(backup):
+    late = 0
+    for seed in range(200):
+        steps, speeds = cases(seed)
+        most = len(steps) - backup
+        if not most:
+            continue
+        workers = Workers(Rounds(range(len(steps)), most), steps, speeds, seed)
+        rounds = taken = 0
+        for _ in workers.events():
+            if workers.rounds > rounds:
+                new = workers.taken - taken
+                assert workers.rounds == rounds + 1
+                assert max(1, min(most, len(workers.active))) <= new <= most
+                rounds, taken = workers.rounds, workers.taken
+        assert workers.taken + workers.late == sum(steps)
+        assert workers.taken == taken, "all that was taken went into a round"
+        late += workers.late
+        if not backup:
+            assert workers.late == 0
+            assert workers.rounds == max(steps)
+    assert late > 0 or not backup

@@ -1,0 +1,83 @@
+"""The state of an optimizer, cut and put together."""
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain.errors import CheckpointError, ModelError
+from hvdtrain.parameter_server.optimizer_state import cut_state, gather_state
+from hvdtrain.parameter_server.sharding import cut, specs_of
+from hvdtrain.parameter_server.variable_table import Table
+from tests.parameter_server.tables import (
+    RATES,
+    KeepsGradient,
+    Servers,
+    assert_close,
+    make_gradients,
+    make_variables,
+)
+
+opt = keras.optimizers
+
+
+def test_a_state_looks_the_same_wherever_it_comes_from():
+    """So that it can travel as bytes, also where a shard begins with another type."""
+    variables = make_variables()
+    variables[3] = keras.Variable(np.zeros(200), name="scale", dtype="float16")
+    for optimizer in (opt.Nadam(0.01), opt.Adam(0.01, gradient_accumulation_steps=2)):
+        servers = Servers(optimizer, variables, 3)
+        optimizer.build(variables)
+        for shard, table in zip(servers.shards, servers.tables):
+            mine, cuts = table.state(), cut_state(optimizer, shard)
+            assert [(k, a.dtype, a.shape) for k, a in mine.items()] == [
+                (k, a.dtype, a.shape) for k, a in cuts.items()
+            ]
+
+
+def test_accumulated_gradients_come_as_their_average():
+    """Schedules go on as if the steps of a worker were counted, as Keras does."""
+    steps = 3
+    variables, others = make_variables(), make_variables()
+    expected = opt.Adam(RATES, gradient_accumulation_steps=steps)
+    expected.build(variables)
+    compiled = opt.Adam(RATES, gradient_accumulation_steps=steps)
+    servers = Servers(compiled, others, 2)
+    for update in range(4):
+        parts = [make_gradients(steps * update + n, variables) for n in range(steps)]
+        for part in parts:
+            expected.apply(part)
+        servers.apply([np.mean(of_one, axis=0, dtype="float32") for of_one in zip(*parts)])
+    assert_close(servers.weights(), [v.value for v in variables], rtol=1e-5)
+    compiled.build(others)
+    servers.gather(compiled)
+    assert int(compiled._iterations.numpy()) == 12
+    again = Servers(compiled, others, 3)
+    again.cut(compiled)
+    assert [table.iterations for table in again.tables] == [4, 4, 4]
+
+
+def test_the_state_keeps_no_memory_of_a_buffer_either():
+    variable = keras.Variable(np.zeros((64, 64), "float32"), name="kernel")
+    (shard,) = cut(specs_of([variable]), 1)
+    raw = np.zeros(shard.nbytes + 64, np.uint8)
+    buffer = raw[-raw.ctypes.data % 64 :][: shard.nbytes]
+    table = Table(KeepsGradient(0.1), shard, [variable])
+    shard.pack([np.full((64, 64), 3, "float32")], buffer)
+    table.apply(buffer)
+    buffer.fill(0)
+    assert (table.state()["last/0000/0"] == 3).all()
+
+
+def test_a_state_of_something_else():
+    variables = make_variables()
+    optimizer = opt.Adam(0.1)
+    two, three = [Servers(optimizer, variables, count) for count in (2, 3)]
+    with pytest.raises(CheckpointError, match=r"of other shards: for .* expected shape"):
+        three.tables[1].load_state(two.tables[1].state())
+    with pytest.raises(ModelError, match=r"no state yet.*optimizer\.build"):
+        two.gather(optimizer)
+    optimizer.build(variables)
+    with pytest.raises(CheckpointError, match="found nothing"):
+        two.tables[0].load_state({})
+    with pytest.raises(CheckpointError, match="found shape"):
+        gather_state(optimizer, three.shards, [table.state() for table in two.tables] * 2)

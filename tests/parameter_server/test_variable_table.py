@@ -1,0 +1,220 @@
+"""Steps through several tables equal those of one plain optimizer on whole variables."""
+
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain.parameter_server.sharding import cut, specs_of, take_rows
+from hvdtrain.parameter_server.variable_table import Table
+from tests.parameter_server.tables import (
+    OPTIMIZERS,
+    RATES,
+    Plain,
+    Servers,
+    assert_close,
+    make_gradients,
+    make_variables,
+    plain,
+)
+
+opt = keras.optimizers
+
+
+FEW = ("SGD", "SGD nesterov", "Adam EMA", "Adafactor")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in OPTIMIZERS],
+)
+def test_tables_do_as_a_plain_optimizer(name):
+    """Also when the state moves to the model's optimizer, and to another number of servers."""
+    variables = make_variables()
+    expected = plain(OPTIMIZERS[name](variables))
+    whole = Plain(expected, variables)
+
+    others = make_variables()
+    compiled = OPTIMIZERS[name](others)
+    servers = Servers(compiled, others, 3)
+    for step in range(3):
+        whole.apply(*make_gradients(step, variables))
+        servers.apply(make_gradients(step, variables))
+    assert_close(servers.weights(), [v.value for v in variables])
+    assert not plain(compiled).built
+
+    compiled.build(others)
+    servers.gather(compiled)
+    assert_close(plain(compiled).variables, expected.variables)
+    for variable, value in zip(others, servers.weights()):
+        variable.assign(value)
+    servers = Servers(compiled, others, 2)
+    servers.cut(compiled)
+    for step in range(3, 6):
+        whole.apply(*make_gradients(step, variables))
+        servers.apply(make_gradients(step, variables))
+    assert_close(servers.weights(), [v.value for v in variables])
+    assert [table.iterations for table in servers.tables] == [6, 6]
+    servers.gather(compiled)
+    assert_close(plain(compiled).variables, expected.variables)
+
+
+@pytest.mark.parametrize("name", ["SGD", "SGD with a schedule", "SGD with a function",
+                                  "Adam amsgrad", "AdamW exclusions"])  # fmt: skip
+def test_a_factor_is_for_one_step(name):
+    variables = make_variables()
+    expected = OPTIMIZERS[name](variables)
+    servers = Servers(OPTIMIZERS[name](others := make_variables()), others, 2)
+    rate = expected._get_current_learning_rate
+    for step, factor in enumerate([1.0, 0.25, 1.0, 0.5]):
+        expected._get_current_learning_rate = lambda f=factor: rate() * f
+        expected.apply(make_gradients(step, variables), variables)
+        servers.apply(make_gradients(step, variables), learning_rate_factor=factor)
+    assert_close(servers.weights(), [v.value for v in variables])
+    del expected._get_current_learning_rate
+    expected_rate = float(expected.learning_rate)
+    assert servers.tables[0].learning_rate == pytest.approx(expected_rate)
+
+
+def test_the_learning_rate_is_the_current_one_and_can_be_set():
+    variables = make_variables()
+    optimizer = opt.SGD(0.5)
+    optimizer.learning_rate = 0.25
+    (shard,) = cut(specs_of(variables), 1)
+    table = Table(optimizer, shard, variables)
+    assert table.learning_rate == 0.25
+    table.learning_rate = 0.125
+    assert table.learning_rate == 0.125
+    assert float(optimizer.learning_rate) == 0.25
+    gradients = Servers.packed(shard, [np.ones(v.shape, "float32") for v in variables])
+    table.apply(gradients)
+    buffer = np.zeros(shard.nbytes, np.uint8)
+    table.weights(buffer)
+    assert {float(n) for view in shard.views(buffer) for n in view.flat} == {-0.125}
+    with pytest.raises(TypeError, match="LearningRateSchedule"):
+        Table(opt.SGD(RATES), shard, variables).learning_rate = 0.1
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("Adafactor", "Lamb", "Muon")])
+def test_rows_do_as_whole_gradients_that_are_zero_elsewhere(name):
+    """Any number of rows, also of the same index, and none at all."""
+    variables = make_variables()
+    whole = Plain(plain(OPTIMIZERS[name](variables)), variables)
+    others = make_variables()
+    servers = Servers(OPTIMIZERS[name](others), others, 2)
+    table_spec = specs_of(variables)[2]
+    for step, count in enumerate([5, 0, 17, 3]):
+        rng = np.random.default_rng(step)
+        indices = rng.integers(0, 40, count)
+        values = rng.normal(size=(count, 2)).astype("float32")
+        gradients = make_gradients(step, variables)
+        gradients[2] = np.zeros((40, 2), "float32")
+        np.add.at(gradients[2], indices, values)
+        whole.apply(*gradients)
+        gradients[2] = np.full((40, 2), np.nan, "float32")
+        for shard, table in zip(servers.shards, servers.tables):
+            rows = {
+                number: take_rows(piece, table_spec, indices, values)
+                for number, piece in enumerate(shard.pieces)
+                if piece.variable == 2
+            }
+            table.apply(servers.packed(shard, gradients), rows=rows)
+    assert_close(servers.weights(), [v.value for v in variables], rtol=1e-5)
+
+
+def test_rows_change_nothing_else():
+    """A sparse update is one: it is not made dense on the way."""
+    variables = make_variables()
+    (shard,) = cut(specs_of(variables), 1)
+    table = Table(opt.SGD(1.0), shard, variables)
+    rows = {2: (np.array([3, 3]), np.ones((2, 2), "float32"))}
+    table.apply(np.zeros(shard.nbytes, np.uint8), rows=rows)
+    step = table._steps[frozenset({2}), frozenset()]
+    operations = {operation.type for operation in step.graph.get_operations()}
+    assert "ResourceScatterSub" in operations
+    buffer = np.zeros(shard.nbytes, np.uint8)
+    table.weights(buffer)
+    changed = np.flatnonzero(shard.views(buffer)[2].any(axis=1))
+    assert changed.tolist() == [3]
+    assert shard.views(buffer)[2][3].tolist() == [-2, -2]
+
+
+def test_steps_are_traced_once():
+    variables = make_variables()
+    (shard,) = cut(specs_of(variables), 1)
+    table = Table(opt.Adam(0.1), shard, variables)
+    for step in range(4):
+        gradients = Servers.packed(shard, make_gradients(step, variables))
+        table.apply(gradients, learning_rate_factor=1 / (1 + step))
+        rows = (np.arange(step), np.ones((step, 2), "float32"))
+        table.apply(gradients, rows={2: rows})
+        table.load(gradients)
+    assert len(table._steps) == 2
+
+
+def test_missing_gradients_leave_variables_as_they_are():
+    variables = make_variables()
+    expected = opt.AdamW(0.01, weight_decay=0.5)
+    expected.build(variables)
+    others = make_variables()
+    servers = Servers(opt.AdamW(0.01, weight_decay=0.5), others, 1)
+    for step in range(3):
+        gradients = make_gradients(step, variables)
+        gradients[1] = None
+        with pytest.warns(UserWarning, match="Gradients do not exist"):
+            expected.apply(gradients)
+        servers.apply(gradients, missing=[1])
+    assert_close(servers.weights(), [v.value for v in variables])
+    servers.apply(make_gradients(9, variables), missing=range(4))
+    assert_close(servers.weights(), [v.value for v in variables])
+    assert servers.tables[0].iterations == 4
+
+
+def test_a_buffer_may_be_used_again_at_once():
+    """No variable keeps the memory of a buffer, aligned or not, and not that of read-only ones."""
+    variables = make_variables()
+    (shard,) = cut(specs_of(variables), 1)
+    raw = np.zeros(shard.nbytes + 128, np.uint8)
+    start = -raw.ctypes.data % 64
+    for skip in (0, 4):
+        buffer = raw[start + skip : start + skip + shard.nbytes]
+        table = Table(opt.SGD(1.0), shard, variables)
+        shard.pack([np.full(v.shape, 3, "float32") for v in variables], buffer)
+        table.load(buffer)
+        shard.pack([np.full(v.shape, 1, "float32") for v in variables], buffer)
+        buffer.flags.writeable = False
+        table.apply(buffer)
+        buffer.flags.writeable = True
+        shard.pack([np.full(v.shape, 7, "float32") for v in variables], buffer)
+        found = np.zeros(shard.nbytes, np.uint8)
+        table.weights(found)
+        assert {float(n) for view in shard.views(found) for n in view.flat} == {2.0}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_other_types(dtype):
+    variables, others = make_variables(dtype), make_variables(dtype)
+    expected = opt.SGD(0.1, momentum=0.5)
+    servers = Servers(opt.SGD(0.1, momentum=0.5), others, 3)
+    for step in range(3):
+        expected.apply(make_gradients(step, variables), variables)
+        servers.apply(make_gradients(step, variables))
+    # Half precision rounds elsewhere in other orders of the same operations.
+    assert_close(servers.weights(), [v.value for v in variables], rtol=1e-2)
+    assert {np.dtype(w.dtype).name for w in servers.weights()} == {dtype}
+
+
+def test_nothing_is_left_of_a_table():
+    """Each ``fit`` has its own; TensorFlow and Keras must not remember those before."""
+    variables = make_variables()
+    (shard,) = cut(specs_of(variables), 1)
+    table = Table(opt.Adam(0.1), shard, variables)
+    table.apply(np.zeros(shard.nbytes, np.uint8))
+    table.weights(np.empty(shard.nbytes, np.uint8))
+    (step,) = table._steps.values()
+    left = [weakref.ref(thing) for thing in (table, step.graph, table._variables[0].value)]
+    del table, step
+    gc.collect()
+    assert [reference() for reference in left] == [None] * 3

@@ -1,0 +1,70 @@
+"""The same model is called the same on all ranks, whatever else a rank has made before."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain
+from hvdtrain import world as job
+from hvdtrain.tensorflow.variable_names import counted_anew, without_counts
+
+
+@pytest.mark.parametrize(
+    ("names", "anew"),
+    [
+        ([], []),
+        (["dense/kernel", "dense/bias"], ["dense/kernel", "dense/bias"]),
+        (["dense_7/kernel", "dense_7/bias"], ["dense/kernel", "dense/bias"]),
+        (["dense_7/bias", "dense_10/bias"], ["dense/bias", "dense_1/bias"]),
+        (["dense_10/bias", "dense_7/bias"], ["dense_1/bias", "dense/bias"]),
+        (["dense/bias", "dense_3/bias"], ["dense/bias", "dense_1/bias"]),
+        (["model_4/dense_9/bias", "model_4/conv_9/bias"], ["model/dense/bias", "model/conv/bias"]),
+        (["block_1_conv/kernel"], ["block_1_conv/kernel"]),
+        (["Variable_2:0", "Variable:0"], ["Variable_1:0", "Variable:0"]),
+        (["_3", "7", "_", ""], ["_3", "7", "_", ""]),
+    ],
+)
+def test_counted_anew(names: list[str], anew: list[str]) -> None:
+    assert counted_anew(names) == anew
+    assert counted_anew(anew) == anew
+
+
+def test_without_counts() -> None:
+    assert without_counts("model_3/dense_7/bias") == "model/dense/bias"
+    assert without_counts("sgd_3/dense_7_kernel_momentum:0") == "sgd/dense_kernel_momentum:0"
+    assert without_counts("conv2d_1") == "conv2d"
+
+
+@pytest.fixture
+def uneven(world):
+    """Rank 0 has made more layers than the others; afterwards all count from here on."""
+    for _ in range(3 if job.rank() == 0 else 0):
+        keras.layers.Dense(1)
+        tf.keras.models.Sequential([])
+    yield
+    keras.utils.clear_session()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("embedded", [False, True], ids=["dense", "rows"])
+def test_ranks_need_not_have_made_as_many_layers(uneven: None, embedded: bool) -> None:
+    first = keras.layers.Embedding(5, 3) if embedded else keras.layers.Dense(3)
+    normalized = keras.layers.BatchNormalization(synchronized=True)
+    model = keras.Sequential([first, keras.layers.Flatten(), normalized, keras.layers.Dense(1)])
+    data = np.random.default_rng(0).integers(0, 5, [8, 2])
+    model.build(data.shape)
+    paths = job.collectives().allgather_object([v.path for v in model.trainable_variables])
+    assert paths[0] != paths[1], "the test is to see names that differ"
+
+    hvdtrain.broadcast_variables(model.variables)
+    with hvdtrain.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = tf.reduce_mean(model(tf.constant(data, "float32")))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    assert all(gradient is not None for gradient in gradients)
+
+    model.compile(optimizer="sgd", loss="mse")
+    hvdtrain.distribute(model)
+    model.fit(data, np.ones([8, 1]), batch_size=4, verbose=0)
