@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cluster.backend import Choice, Means, choose_backend, choose_for_devices
+from hvdtrain.cluster.backend import Choice, DeviceCapabilities, choose_backend, choose_for_devices
 from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.collectives import Collectives, create
@@ -243,7 +243,7 @@ def _enter() -> _World:
     if topology.node_rank is None:
         topology = dataclasses.replace(topology, node_rank=hosts[topology.rank])
     owned = devices.bind(topology, settings, [entry["gpus"] for entry in everyone])
-    means = [Means(gpu, *entry["means"]) for gpu, entry in zip(owned, everyone)]
+    means = [DeviceCapabilities(gpu, *entry["means"]) for gpu, entry in zip(owned, everyone)]
     choice, on_devices = _on_devices(choice, settings, collectives, means, hosts)
     if topology.size > 1:
         if topology.is_chief:
@@ -274,7 +274,7 @@ def _on_devices(
     choice: Choice,
     settings: Settings,
     collectives: Collectives,
-    means: Sequence[Means],
+    means: Sequence[DeviceCapabilities],
     hosts: Sequence[int],
 ) -> tuple[Choice, DeviceCollectives | None]:
     """What combines gradients in the end, and what does it where they are, if anything does."""

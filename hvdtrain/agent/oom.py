@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["Group", "KillWatch", "Kills", "count_in", "group_of", "limit_of"]
+__all__ = ["ControlGroup", "OomKills", "OomWatch", "count_in", "group_of", "limit_of"]
 
 _COUNTS = ("memory.events", "memory.oom_control")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
@@ -27,7 +27,7 @@ _MOUNT = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kills:
+class OomKills:
     """Processes that the kernel killed for lack of memory while a program ran.
 
     Attributes:
@@ -42,7 +42,7 @@ class Kills:
 
 
 @dataclass(frozen=True)
-class Group:
+class ControlGroup:
     """A control group that accounts for memory.
 
     Attributes:
@@ -59,7 +59,7 @@ class Group:
         return [folder for folder in folders if folder.is_relative_to(self.mount)]
 
 
-def group_of(memberships: str, mounts: str) -> Group | None:
+def group_of(memberships: str, mounts: str) -> ControlGroup | None:
     """The control group that accounts for the memory of a process.
 
     Args:
@@ -76,7 +76,7 @@ def group_of(memberships: str, mounts: str) -> Group | None:
     for version in ("cgroup", "cgroup2"):
         for mount, root in _mounts(mounts, version):
             if version in found:
-                return Group(mount, mount / _below(root, found[version]))
+                return ControlGroup(mount, mount / _below(root, found[version]))
     return None
 
 
@@ -113,7 +113,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _kills_of(group: Group) -> int | None:
+def _kills_of(group: ControlGroup) -> int | None:
     """What the group counted, or the nearest around it that counts."""
     for folder in group.upwards():
         for name in _COUNTS:
@@ -122,14 +122,14 @@ def _kills_of(group: Group) -> int | None:
     return None
 
 
-def limit_of(group: Group) -> int | None:
+def limit_of(group: ControlGroup) -> int | None:
     """The smallest limit, in bytes, of the group and those that it is in; None for none."""
     texts = [_read(folder / name).strip() for folder in group.upwards() for name in _LIMITS]
     limits = [int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT]
     return min(limits, default=None)
 
 
-class KillWatch:
+class OomWatch:
     """The counts from before a program's start, to compare with those after its end.
 
     Made before the program starts, by the process that will start it.
@@ -139,7 +139,7 @@ class KillWatch:
         self._proc = proc
         self._mounts = _read(proc / "self" / "mountinfo")
         self._memberships = ""
-        self._group: Group | None = None
+        self._group: ControlGroup | None = None
         self._before: int | None = None
         self._before_on_host = self._count_on_host()
         self.look("self")
@@ -156,10 +156,10 @@ class KillWatch:
         if group not in (None, self._group) and not ending:
             self._group, self._before = group, _kills_of(group)
 
-    def kills(self) -> Kills:
+    def kills(self) -> OomKills:
         """What was killed since."""
         after = _kills_of(self._group) if self._group else None
-        return Kills(
+        return OomKills(
             in_group=_rise(self._before, after),
             on_host=_rise(self._before_on_host, self._count_on_host()),
             limit_bytes=limit_of(self._group) if self._group else None,

@@ -12,10 +12,10 @@ from typing import IO, Any
 from hvdtrain.agent.agent_environment import ATTEMPT, OUTPUT_DIR
 from hvdtrain.agent.output_lines import LineSplitter
 
-__all__ = ["Speech"]
+__all__ = ["OutputRelay"]
 
 
-class Speech:
+class OutputRelay:
     """The output of one program.
 
     Args:

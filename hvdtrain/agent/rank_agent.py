@@ -34,10 +34,10 @@ from hvdtrain.agent.child_guard import (
 from hvdtrain.agent.cpu_share import take_cores
 from hvdtrain.agent.exit_codes import PREEMPTING, ExitCode, signal_name
 from hvdtrain.agent.messages import Decoder, encode, keep_alive
-from hvdtrain.agent.oom import KillWatch
-from hvdtrain.agent.output_relay import Speech
+from hvdtrain.agent.oom import OomWatch
+from hvdtrain.agent.output_relay import OutputRelay
 from hvdtrain.agent.process_tree import descendants, kill_descendants, process_state, shell_code
-from hvdtrain.agent.report_pipe import Channel
+from hvdtrain.agent.report_pipe import ReportPipe
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.config import LAUNCHER, variable_name
 from hvdtrain.errors import HvdtrainError
@@ -116,10 +116,10 @@ class Agent:
         self._dismissed = False
         self._bidden = False
         self._elastic = environ.get(variable_name("elastic")) == "1"
-        self._memory = KillWatch()
+        self._memory = OomWatch()
         self._child: subprocess.Popen[bytes] | None = None
-        self._channel = Channel()
-        self._speech = Speech(self._selector, self._send)
+        self._channel = ReportPipe()
+        self._speech = OutputRelay(self._selector, self._send)
         self._selector.register(hub, selectors.EVENT_READ, self._read_hub)
         self._send(
             "hello",
@@ -188,7 +188,7 @@ class Agent:
         for key, _ in self._selector.select(timeout_s):
             key.data(key.fileobj)
 
-    def _read_reports(self, channel: Channel) -> None:
+    def _read_reports(self, channel: ReportPipe) -> None:
         reports = channel.read()
         if reports is None:
             with contextlib.suppress(KeyError):

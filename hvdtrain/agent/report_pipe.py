@@ -10,13 +10,13 @@ from hvdtrain.agent.rank_report import FIELDS
 from hvdtrain.config import REPORT_FD
 from hvdtrain.errors import LaunchError
 
-__all__ = ["Channel"]
+__all__ = ["ReportPipe"]
 
 # More than a second's worth; who writes faster is heard the next time.
 _READ_BYTES = 1 << 16
 
 
-class Channel:
+class ReportPipe:
     """A pipe; its other end is for the program, through ``variables``.
 
     Children of the program may hold that end open for as long as they like: the pipe's end says

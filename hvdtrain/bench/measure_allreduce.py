@@ -18,7 +18,7 @@ from hvdtrain.bench.bandwidth import algorithm_bandwidth, bus_bandwidth
 from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.bench.measure_gradients import measure_gradients
 from hvdtrain.bench.options import AllreduceOptions
-from hvdtrain.bench.results import Report, format_seconds, table
+from hvdtrain.bench.results import BenchReport, format_seconds, table
 from hvdtrain.bench.timing import time_in_turn
 from hvdtrain.collectives import Collectives
 from hvdtrain.config import variable_name
@@ -42,7 +42,7 @@ def measure(options: AllreduceOptions) -> None:
     hvdtrain.init()
     collectives = world.collectives()
     machine = describe_machine()
-    report = Report(
+    report = BenchReport(
         "allreduce",
         {"machine": machine, "ranks": collectives.size, "options": dataclasses.asdict(options)},
     )

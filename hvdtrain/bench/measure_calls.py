@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.bench.models import build_model, synthetic_data
-from hvdtrain.bench.results import Limit, Report, table
+from hvdtrain.bench.results import BenchReport, Limit, table
 from hvdtrain.collectives import Collectives
 
 __all__ = ["measure_calls", "show_calls"]
@@ -81,7 +81,7 @@ def _best_call_s(model: keras.Model, name: str, ranks: int) -> float:
     return min(times[2:])
 
 
-def show_calls(report: Report, rows: list[dict[str, Any]]) -> None:
+def show_calls(report: BenchReport, rows: list[dict[str, Any]]) -> None:
     """Print the table, and hold what hvdtrain adds to a call against the limit."""
     cells = []
     for row in rows:

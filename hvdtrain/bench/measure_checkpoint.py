@@ -17,8 +17,8 @@ from hvdtrain import world
 from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import CheckpointOptions
-from hvdtrain.bench.results import Limit, Report, format_seconds, table
-from hvdtrain.keras.saving.checkpoint_loop import Keeper
+from hvdtrain.bench.results import BenchReport, Limit, format_seconds, table
+from hvdtrain.keras.saving.checkpoint_loop import CheckpointLoop
 
 __all__ = ["measure"]
 
@@ -31,7 +31,7 @@ class _Watch(keras.callbacks.Callback):
     def __init__(self, checkpoint: hvdtrain.Checkpoint) -> None:
         super().__init__()
         self._checkpoint = checkpoint
-        self.keeper: Keeper | None = None
+        self.keeper: CheckpointLoop | None = None
         self.ends_s: list[float] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -45,7 +45,7 @@ def measure(options: CheckpointOptions) -> None:
     chief = world.is_chief()
     machine = describe_machine()
     header = {"machine": machine, "ranks": world.size(), "options": dataclasses.asdict(options)}
-    report = Report("checkpoint", header)
+    report = BenchReport("checkpoint", header)
     if chief:
         report.print(f"hvdtrain bench checkpoint: {world.size()} ranks\n{machine_line(machine)}")
     place = options.directory or None
@@ -79,7 +79,7 @@ def _size_of_newest(folder: Path) -> int:
     return sum(file.stat().st_size for path in newest for file in path.iterdir())
 
 
-def _show(report: Report, watch: _Watch, size_bytes: int) -> None:
+def _show(report: BenchReport, watch: _Watch, size_bytes: int) -> None:
     assert watch.keeper is not None
     paused_s = watch.keeper.paused_s[:-1]
     written_s = watch.keeper.written_s[: len(paused_s)]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.bench.results import Limit, Report, format_seconds, table
+from hvdtrain.bench.results import BenchReport, Limit, format_seconds, table
 from hvdtrain.bench.timing import Timing, time_in_turn
 from hvdtrain.collectives import Collectives
 from hvdtrain.gradients.reducer import GradientReducer
@@ -39,7 +39,7 @@ class GradientFigures:
     small: Timing
     small_call: Timing
 
-    def show(self, report: Report) -> None:
+    def show(self, report: BenchReport) -> None:
         """Print, keep and compare with the limits."""
         size = f"{self.count} gradients of {self.nbytes / 1e6:.3g} MB"
         ratio = self.gradients.best_s / self.copy.best_s

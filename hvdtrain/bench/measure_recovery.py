@@ -27,7 +27,7 @@ from hvdtrain import world
 from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import RecoveryOptions
-from hvdtrain.bench.results import Limit, Report, format_seconds, table
+from hvdtrain.bench.results import BenchReport, Limit, format_seconds, table
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import Collectives
 from hvdtrain.collectives.mpi_start import start_mpi, why_not_elastic
@@ -135,7 +135,7 @@ def measure(options: RecoveryOptions) -> None:
     ranks = collectives.size
     machine = describe_machine()
     header = {"machine": machine, "ranks": ranks, "options": dataclasses.asdict(options)}
-    report = Report("recovery", header)
+    report = BenchReport("recovery", header)
     if world.is_chief():
         report.print(f"hvdtrain bench recovery: {ranks} ranks\n{machine_line(machine)}")
         report.print(
@@ -251,7 +251,7 @@ def _median_step_s(ends_s: Sequence[float]) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(ends_s))
 
 
-def _show(report: Report, losses: Sequence[Loss]) -> None:
+def _show(report: BenchReport, losses: Sequence[Loss]) -> None:
     cells = [
         [
             str(number),

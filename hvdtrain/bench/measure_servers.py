@@ -26,15 +26,15 @@ from hvdtrain.bench.machine import (
 )
 from hvdtrain.bench.models import build_model
 from hvdtrain.bench.options import ServersOptions
-from hvdtrain.bench.results import Limit, Report, format_seconds, table
+from hvdtrain.bench.results import BenchReport, Limit, format_seconds, table
 from hvdtrain.collectives import Collectives
-from hvdtrain.collectives.point_to_point import Messages
+from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.parameter_server.client import Client
-from hvdtrain.parameter_server.consistency import FreeRunning
+from hvdtrain.parameter_server.consistency import Asynchronous
 from hvdtrain.parameter_server.server import Server
-from hvdtrain.parameter_server.shard_buffers import Holding, take_states
-from hvdtrain.parameter_server.sharding import Shard, Spec, cut, specs_of
+from hvdtrain.parameter_server.shard_buffers import ShardBuffers, take_states
+from hvdtrain.parameter_server.sharding import Shard, Spec, shard_variables, specs_of
 from hvdtrain.parameter_server.shared_gradients import Slots, share_slots
 from hvdtrain.parameter_server.shared_weights import SharedWeights, published_bytes, share_weights
 
@@ -90,11 +90,11 @@ class _Job:
     model: keras.Model
     specs: Sequence[Spec]
     shard: Shard
-    holding: Holding | None
+    holding: ShardBuffers | None
     weights: SharedWeights
     slots: Mapping[int, Slots]
     collectives: Collectives
-    messages: Messages
+    messages: PointToPoint
     updates: int
 
     @property
@@ -114,7 +114,7 @@ def measure(options: ServersOptions) -> None:
             f"expected {FEWEST_RANKS} or more."
         )
     machine = describe_machine()
-    report = Report(
+    report = BenchReport(
         "servers", {"machine": machine, "ranks": ranks, "options": dataclasses.asdict(options)}
     )
     job = _prepare(collectives, options.updates)
@@ -134,7 +134,7 @@ def _prepare(collectives: Collectives, updates: int) -> _Job:
     model = build_model("lenet")
     model.optimizer.build(model.trainable_variables)
     specs = specs_of(model.trainable_variables)
-    (shard,) = cut(specs, 1)
+    (shard,) = shard_variables(specs, 1)
     server = collectives.size - 1
     weights = share_weights(collectives, [server], [shard])
     serves = collectives.rank == server
@@ -142,7 +142,7 @@ def _prepare(collectives: Collectives, updates: int) -> _Job:
         model=model,
         specs=specs,
         shard=shard,
-        holding=Holding(model.optimizer, shard, model.trainable_variables) if serves else None,
+        holding=ShardBuffers(model.optimizer, shard, model.trainable_variables) if serves else None,
         weights=weights,
         slots=share_slots(collectives, [server], [shard], weights.readers),
         collectives=collectives,
@@ -208,7 +208,7 @@ def _serve(job: _Job, workers: range) -> None:
         readers=job.weights.readers,
         slots=job.slots,
         workers=workers,
-        rule=FreeRunning(workers, bound=None),
+        rule=Asynchronous(workers, bound=None),
         scale_by_staleness=False,
     ).serve()
 
@@ -232,7 +232,7 @@ def _work(job: _Job) -> float:
     return seconds
 
 
-def _show(report: Report, rows: Sequence[_Row], nbytes: int) -> None:
+def _show(report: BenchReport, rows: Sequence[_Row], nbytes: int) -> None:
     cells = [
         [
             str(row.workers),

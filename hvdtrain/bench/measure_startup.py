@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.bench.options import StartupOptions
-from hvdtrain.bench.results import Limit, Report, format_seconds, table
+from hvdtrain.bench.results import BenchReport, Limit, format_seconds, table
 from hvdtrain.bench.start_program import MARK
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.commands import Mpirun
@@ -56,7 +56,7 @@ class _Starts:
 def measure(options: StartupOptions) -> None:
     """Start both programs both ways in turn; print and write."""
     machine = describe_machine()
-    report = Report("startup", {"machine": machine, "options": dataclasses.asdict(options)})
+    report = BenchReport("startup", {"machine": machine, "options": dataclasses.asdict(options)})
     report.print(f"hvdtrain bench startup: {options.ranks} ranks\n{machine_line(machine)}")
     mpirun = find_mpirun(Path(sys.executable).parent, os.environ)
     ours = (sys.executable, "-m", "hvdtrain", "run", "-np", str(options.ranks), "--")
@@ -105,7 +105,7 @@ def _start(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[float, str]
     return spent_s, done.stdout
 
 
-def _show_starts(report: Report, run: _Starts, plain: _Starts) -> None:
+def _show_starts(report: BenchReport, run: _Starts, plain: _Starts) -> None:
     cells = []
     for name, ours_s in run.whole_s.items():
         bare_s = plain.whole_s[name]
@@ -134,7 +134,7 @@ def _show_starts(report: Report, run: _Starts, plain: _Starts) -> None:
     report.add("mpirun_s", plain.whole_s)
 
 
-def _show_parts(report: Report, probes: list[dict[str, float]]) -> None:
+def _show_parts(report: BenchReport, probes: list[dict[str, float]]) -> None:
     names = {IMPORT: "import tensorflow", INIT: "hvdtrain.init() after it"}
     rows = [
         [name, *_median_and_best([probe[part] for probe in probes])] for part, name in names.items()

@@ -18,7 +18,7 @@ from hvdtrain.bench.machine import describe_machine, machine_line, resident_byte
 from hvdtrain.bench.measure_calls import measure_calls, show_calls
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import TrainingOptions
-from hvdtrain.bench.results import Limit, Report, table
+from hvdtrain.bench.results import BenchReport, Limit, table
 from hvdtrain.collectives import Collectives
 
 __all__ = ["measure"]
@@ -86,7 +86,7 @@ def measure(options: TrainingOptions) -> None:
     collectives = world.collectives()
     size, chief = collectives.size, collectives.rank == 0
     machine = describe_machine()
-    report = Report(
+    report = BenchReport(
         "training", {"machine": machine, "ranks": size, "options": dataclasses.asdict(options)}
     )
     if chief:
@@ -185,7 +185,7 @@ def _row(name: str, runs: _Runs, growth_bytes: int, collectives: Collectives) ->
     }
 
 
-def _show(report: Report, rows: list[dict[str, Any]], memory_steps: int) -> None:
+def _show(report: BenchReport, rows: list[dict[str, Any]], memory_steps: int) -> None:
     cells = [
         [
             row["model"],

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Limit", "Report", "format_seconds", "table"]
+__all__ = ["BenchReport", "Limit", "format_seconds", "table"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Limit:
         return self.measured >= self.limit
 
 
-class Report:
+class BenchReport:
     """Collects what one benchmark found; printed as it comes, written as JSON at the end.
 
     Args:

@@ -9,13 +9,13 @@ from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.remote.problem import Problem
 from hvdtrain.remote.remote_probe import Answer
 
-__all__ = ["Measured", "judge_allreduce", "show_allreduce"]
+__all__ = ["MeasuredAllreduce", "judge_allreduce", "show_allreduce"]
 
 _MOST_LINES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredAllreduce:
     """How an allreduce went.
 
     Attributes:
@@ -42,7 +42,7 @@ class Measured:
     bus_bandwidth: float = 0.0
 
 
-def show_allreduce(measured: Measured) -> str:
+def show_allreduce(measured: MeasuredAllreduce) -> str:
     """One line for a good one."""
     return (
         f"allreduce over {measured.ranks} ranks ({measured.engine}): "
@@ -53,7 +53,7 @@ def show_allreduce(measured: Measured) -> str:
     )
 
 
-def judge_allreduce(measured: Measured, answers: Sequence[Answer]) -> Problem | None:
+def judge_allreduce(measured: MeasuredAllreduce, answers: Sequence[Answer]) -> Problem | None:
     """What is wrong with it, if anything."""
     if measured.code == 0 and measured.right:
         return None

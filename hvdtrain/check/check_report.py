@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from hvdtrain.check import host_checks
 from hvdtrain.check.version_checks import MPI, VERSIONED
 from hvdtrain.remote.problem import Problem, show_problem, size
-from hvdtrain.remote.remedies import unreached
+from hvdtrain.remote.remedies import remedies_for
 from hvdtrain.remote.remote_probe import Answer, Way, clock_offset_s
 
 __all__ = [
-    "Diagnosis",
-    "diagnose",
-    "show",
+    "CheckReport",
+    "format_report",
+    "make_report",
 ]
 
 _HEAD = ("host", "state", "ranks", "cores", "load", "GPUs", "/dev/shm", "network", "clock")
@@ -25,7 +25,7 @@ _LEFT = {0, 1, 5, 7}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis:
+class CheckReport:
     """What was found.
 
     Attributes:
@@ -44,9 +44,9 @@ class Diagnosis:
         return not any(problem.error for problem in self.problems)
 
 
-def diagnose(
+def make_report(
     here: Answer, answers: Sequence[Answer], *, way: Way, python: str, use_gpus: bool = True
-) -> Diagnosis:
+) -> CheckReport:
     """Judge the hosts that ``answers`` came from, against the launcher and each other.
 
     Args:
@@ -56,20 +56,20 @@ def diagnose(
         python: Path of the launcher's Python.
         use_gpus: Whether ranks would use GPUs where there are any.
     """
-    problems = [*unreached(answers, way=way, python=python)]
+    problems = [*remedies_for(answers, way=way, python=python)]
     for check in host_checks.CHECKS:
         problems += check(here, answers)
     if use_gpus:
         problems += host_checks.gpus(here, answers)
     problems.sort(key=lambda problem: not problem.error)
-    return Diagnosis(
+    return CheckReport(
         rows=tuple(_row(answer, problems) for answer in answers),
         versions=_versions(here, answers),
         problems=tuple(problems),
     )
 
 
-def show(diagnosis: Diagnosis) -> str:
+def format_report(diagnosis: CheckReport) -> str:
     """The table, and the problems with their remedies."""
     parts = [_table(diagnosis.rows)]
     if diagnosis.versions:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hvdtrain.check.allreduce_check import judge_allreduce, show_allreduce
-from hvdtrain.check.check_report import diagnose, show
+from hvdtrain.check.check_report import format_report, make_report
 from hvdtrain.cluster.hosts import Host, slurm_hosts
 from hvdtrain.cluster.placement import place
 from hvdtrain.cluster.ranges import listing
@@ -65,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, way: Way, ranks: Mapping[str, int]) -> int:
-    from hvdtrain.check.survey import ask
+    from hvdtrain.check.survey import probe_hosts
 
-    here, answers = ask(ranks, os.environ, way=way)
+    here, answers = probe_hosts(ranks, os.environ, way=way)
     if here.facts is None:
         words = here.failure.words if here.failure else ""
         logger.error(f"this host can't be asked: {words}")
@@ -75,8 +75,8 @@ def _run(arguments: argparse.Namespace, way: Way, ranks: Mapping[str, int]) -> i
     if way == "here" and arguments.num_proc is None:
         answers = [_with_default_ranks(answer) for answer in answers]
     use_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-    diagnosis = diagnose(here, answers, way=way, python=sys.executable, use_gpus=use_gpus)
-    print(show(diagnosis), flush=True)
+    diagnosis = make_report(here, answers, way=way, python=sys.executable, use_gpus=use_gpus)
+    print(format_report(diagnosis), flush=True)
     problems = list(diagnosis.problems)
     if diagnosis.fit and not arguments.no_allreduce and sum(ranks.values()) > 1:
         problems += _reduce(arguments, sum(ranks.values()), answers)

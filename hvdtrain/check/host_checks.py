@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hvdtrain.check.version_checks import versions
 from hvdtrain.cluster.ranges import listing
 from hvdtrain.remote.probe_messages import Facts
-from hvdtrain.remote.problem import Problem, reached, size
+from hvdtrain.remote.problem import Problem, answered, size
 from hvdtrain.remote.remote_probe import Answer, clock_offset_s
 
 __all__ = ["CHECKS", "gpus"]
@@ -66,7 +66,7 @@ def names(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     }
     unknown: dict[str, list[str]] = {}
     loops: dict[str, list[str]] = {}
-    for host, facts in reached(answers):
+    for host, facts in answered(answers):
         for name, addresses in facts.names.items():
             if name == host or name in told:
                 continue
@@ -94,7 +94,7 @@ def names(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
 def twice(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Two names are two machines."""
     machines: dict[str, list[str]] = {}
-    for host, facts in reached(answers):
+    for host, facts in answered(answers):
         if facts.machine:
             machines.setdefault(facts.machine, []).append(host)
     for hosts in machines.values():
@@ -110,7 +110,7 @@ def twice(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
 
 def way_back(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Ranks reach the launcher."""
-    for host, facts in reached(answers):
+    for host, facts in answered(answers):
         if facts.back_error:
             yield Problem(
                 hosts=(host,),
@@ -124,7 +124,7 @@ def way_back(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
 def memory(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Shared memory has room, and InfiniBand may lock memory."""
     several = {answer.host for answer in answers if answer.ranks > 1}
-    for host, facts in reached(answers):
+    for host, facts in answered(answers):
         free = facts.shm_free_bytes
         if free is not None and free < SHM_WANTED_BYTES and host in several:
             error = free < SHM_LEAST_BYTES
@@ -197,7 +197,7 @@ def load(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
 def unknown(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Everything could be found out."""
     reasons: dict[tuple[str, str], list[str]] = {}
-    for host, facts in reached(answers):
+    for host, facts in answered(answers):
         for what, why in facts.errors.items():
             reasons.setdefault((what, why), []).append(host)
     for (what, why), hosts in reasons.items():
@@ -212,7 +212,7 @@ def unknown(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
 
 def gpus(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     """Every rank has a GPU where there are any, and GPUs and drivers are alike."""
-    for host, facts in reached(answers):
+    for host, facts in answered(answers):
         if facts.gpu_error:
             yield Problem(
                 hosts=(host,),
@@ -232,13 +232,13 @@ def gpus(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
                 f"--ntasks-per-node={count}; or let ranks share: hvdtrain run --share-gpus",
             )
     groups: dict[str, list[str]] = {}
-    for host, facts in reached(answers):
+    for host, facts in answered(answers):
         kinds = dict.fromkeys(f"{model}, driver {driver}" for model, driver in facts.gpus)
         groups.setdefault(" and ".join(kinds) or "none", []).append(host)
     if len(groups) > 1:
         has = [f"{kind} on {listing(hosts)}" for kind, hosts in groups.items()]
         yield Problem(
-            hosts=tuple(host for host, _ in reached(answers)),
+            hosts=tuple(host for host, _ in answered(answers)),
             found=f"GPUs differ: {'; '.join(has)}",
             expected="GPUs and drivers of one kind: all ranks wait for the slowest",
             remedy="train on hosts of one kind, and give them the same driver",
@@ -261,7 +261,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def _where(answers: Sequence[Answer], wrong: Callable[[Facts], bool]) -> tuple[str, ...]:
-    return tuple(host for host, facts in reached(answers) if wrong(facts))
+    return tuple(host for host, facts in answered(answers) if wrong(facts))
 
 
 def _is_loopback(address: str) -> bool:

@@ -18,11 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hvdtrain.agent.exit_codes import ExitCode
-from hvdtrain.check.allreduce_check import Measured
+from hvdtrain.check.allreduce_check import MeasuredAllreduce
 from hvdtrain.config import Settings
 from hvdtrain.launch.attempts import run_job
 from hvdtrain.launch.job import Job
-from hvdtrain.launch.supervisor import Patience
+from hvdtrain.launch.supervisor import TimeLimits
 from hvdtrain.remote.own_addresses import is_this_host, own_addresses
 from hvdtrain.remote.probe_messages import Question
 from hvdtrain.remote.remote_probe import (
@@ -35,7 +35,7 @@ from hvdtrain.remote.remote_probe import (
     ssh_probe,
 )
 
-__all__ = ["ask", "measure_allreduce"]
+__all__ = ["measure_allreduce", "probe_hosts"]
 
 CONNECT_TIMEOUT_S = 10
 # The probe gives up on what it asks after 16 s.
@@ -50,7 +50,7 @@ _NOT_STARTED: dict[Way, FailureKind] = {
 }
 
 
-def ask(
+def probe_hosts(
     hosts: Mapping[str, int], environ: Mapping[str, str], *, way: Way
 ) -> tuple[Answer, list[Answer]]:
     """Ask this host, and all ``hosts`` at the same time.
@@ -91,7 +91,7 @@ def ask(
 
 def measure_allreduce(
     ranks: int | None, hosts: str | None, hostfile: str | None, environ: Mapping[str, str]
-) -> Measured:
+) -> MeasuredAllreduce:
     """Start the ranks as ``hvdtrain run`` does, and time an allreduce over them.
 
     Raises:
@@ -105,7 +105,7 @@ def measure_allreduce(
         hosts=hosts,
         hostfile=hostfile,
         settings=Settings(share_gpus=True),
-        patience=Patience(start_s=START_TIMEOUT_S),
+        patience=TimeLimits(start_s=START_TIMEOUT_S),
         chief_only=True,
     )
     output, complaints = io.StringIO(), io.StringIO()
@@ -116,8 +116,10 @@ def measure_allreduce(
     for line in output.getvalue().splitlines():
         _, found, text = line.partition(mark)
         if found and code == 0:
-            return Measured(**json.loads(text))
-    return Measured(code=code or ExitCode.CANNOT_START, words=complaints.getvalue().strip())
+            return MeasuredAllreduce(**json.loads(text))
+    return MeasuredAllreduce(
+        code=code or ExitCode.CANNOT_START, words=complaints.getvalue().strip()
+    )
 
 
 def _ask_one(

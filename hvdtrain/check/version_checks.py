@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from hvdtrain.cluster.ranges import listing
 from hvdtrain.remote.probe_messages import Facts
-from hvdtrain.remote.problem import Problem, reached
+from hvdtrain.remote.problem import Problem, answered
 from hvdtrain.remote.remote_probe import Answer
 
 __all__ = ["MPI", "VERSIONED", "versions"]
@@ -36,18 +36,18 @@ def versions(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     for title, version in VERSIONED.items():
         expected = version(here.facts)
         groups: dict[str, list[str]] = {}
-        for host, facts in reached(answers):
+        for host, facts in answered(answers):
             groups.setdefault(version(facts), []).append(host)
         if set(groups) <= {expected} and (expected or not groups):
             continue
         if set(groups) <= {expected}:
-            yield _missing(title, [host for host, _ in reached(answers)], here.facts.mpi_error)
+            yield _missing(title, [host for host, _ in answered(answers)], here.facts.mpi_error)
             continue
         wrong = [host for found, hosts in groups.items() if found != expected for host in hosts]
         has = [f"{found or 'none'} on {listing(hosts)}" for found, hosts in groups.items()]
         if expected not in groups:
             has.insert(0, f"{expected or 'none'} on the launcher")
-        reasons = [facts.mpi_error for _, facts in reached(answers) if facts.mpi_error]
+        reasons = [facts.mpi_error for _, facts in answered(answers) if facts.mpi_error]
         why = f" ({reasons[0]})" if title == MPI and reasons else ""
         where, wanted = ("there", expected) if expected else ("on the launcher", max(groups))
         yield Problem(

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from hvdtrain.checkpoint.store import Snapshot, Store
 from hvdtrain.errors import CheckpointError
 
-__all__ = ["Writer"]
+__all__ = ["BackgroundWriter"]
 
 
-class Writer:
+class BackgroundWriter:
     """Hands snapshots to a store.
 
     Args:

@@ -24,7 +24,7 @@ from hvdtrain.errors import CheckpointError
 
 __all__ = [
     "PATIENCE_S",
-    "Found",
+    "CheckpointFolder",
     "aside_name",
     "draft_name",
     "find_complete",
@@ -43,7 +43,7 @@ _REMAINS = re.compile(r"\.(?:writing|removing)-step-\d{8,}-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class CheckpointFolder:
     """A folder with a manifest; ``identity`` tells it from another one under the same name."""
 
     step: int
@@ -76,7 +76,7 @@ def hidden_name(step: int) -> str:
     return new_name(f".removing-{folder_name(step)}")
 
 
-def find_complete(directory: Path) -> list[Found]:
+def find_complete(directory: Path) -> list[CheckpointFolder]:
     """The folders with a manifest, the newest step first, all as they were at one moment.
 
     Raises:
@@ -89,7 +89,7 @@ def find_complete(directory: Path) -> list[Found]:
         for step, path, aside, _ in listed:
             identity = _identity(path)
             if identity is not None:
-                found.append(Found(step=step, path=path, aside=aside, identity=identity))
+                found.append(CheckpointFolder(step=step, path=path, aside=aside, identity=identity))
         # A folder that goes after the list was made may have been replaced by one not in it.
         before, listed = listed, _steps(directory)
         if listed == before:

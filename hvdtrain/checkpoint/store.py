@@ -15,7 +15,7 @@ from typing import NoReturn
 from hvdtrain.checkpoint.durable import make_folders, reason, remove_folder, sync, write_file
 from hvdtrain.checkpoint.folders import (
     PATIENCE_S,
-    Found,
+    CheckpointFolder,
     aside_name,
     draft_name,
     find_complete,
@@ -92,7 +92,7 @@ class Store:
         self._notice = notice or (lambda text: None)
         self._lock_timeout_s = lock_timeout_s
         self._lock: WriteLock | None = None
-        self._damaged: set[Found] = set()
+        self._damaged: set[CheckpointFolder] = set()
 
     def write(self, snapshot: Snapshot) -> Path:
         """Publish a snapshot and return its folder; it is on the disk then.
@@ -242,7 +242,7 @@ class Store:
             text = reason(error) if isinstance(error, OSError) else str(error)
             self._notice(f"Old checkpoints in {self._directory} can't be removed: {text}.")
 
-    def _is_sound(self, found: Found) -> bool:
+    def _is_sound(self, found: CheckpointFolder) -> bool:
         if found in self._damaged:
             return False
         try:
@@ -256,7 +256,7 @@ class Store:
         give_up_s = time.monotonic() + PATIENCE_S
         for look in itertools.count(1):
             snapshot: Snapshot | None = None
-            problems: dict[Found, str] = {}
+            problems: dict[CheckpointFolder, str] = {}
             listed = find_complete(self._directory)
             for found in listed:
                 try:
@@ -291,7 +291,7 @@ def _check(snapshot: Snapshot) -> bytes:
     return encode_state(snapshot.state)
 
 
-def _load(found: Found) -> Snapshot:
+def _load(found: CheckpointFolder) -> Snapshot:
     """Read a checkpoint, every byte checked."""
     folder = found.path
     try:

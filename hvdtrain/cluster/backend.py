@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.errors import ConfigurationError, LaunchError
 
-__all__ = ["Backend", "Choice", "Means", "choose_backend", "choose_for_devices"]
+__all__ = ["Backend", "Choice", "DeviceCapabilities", "choose_backend", "choose_for_devices"]
 
 Backend = Literal["mpi", "nccl", "horovod"]
 
@@ -25,7 +25,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-class Means(NamedTuple):
+class DeviceCapabilities(NamedTuple):
     """What a rank has for combining gradients where they are.
 
     Attributes:
@@ -75,7 +75,7 @@ def choose_backend(topology: Topology, asked: str, *, has_servers: bool = False)
 
 
 def choose_for_devices(
-    asked: str, means: Sequence[Means], *, has_servers: bool, elastic: bool
+    asked: str, means: Sequence[DeviceCapabilities], *, has_servers: bool, elastic: bool
 ) -> Choice:
     """Decide whether dense gradients are combined by the engine, or where they are.
 
@@ -113,7 +113,7 @@ def choose_for_devices(
     return Choice("nccl", f"--backend nccl{on_cpus}")
 
 
-def _obstacle(means: Sequence[Means], *, needs_gpus: bool) -> str:
+def _obstacle(means: Sequence[DeviceCapabilities], *, needs_gpus: bool) -> str:
     """Why the ranks can't reduce on their devices, or empty."""
     without = [rank for rank, mine in enumerate(means) if not mine.gpu]
     if len(without) == len(means):

@@ -12,13 +12,13 @@ from hvdtrain.collectives.fusion import Scratch, split_evenly
 from hvdtrain.collectives.interface import ReduceOp
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
 
-__all__ = ["OrderedAllreduce"]
+__all__ = ["DeterministicAllreduce"]
 
 # Up to here sending everything to everyone costs less than a second round.
 SMALL_BYTES = 16384
 
 
-class OrderedAllreduce:
+class DeterministicAllreduce:
     """Allreduce of flat arrays over one communicator, combined in rank order, bitwise equal.
 
     ``MPI_Allreduce`` promises neither, and knows no bfloat16. Here each rank gets its share of

@@ -27,9 +27,9 @@ from hvdtrain.collectives.calls import (
 from hvdtrain.collectives.fusion import (
     ALIGNMENT_BYTES,
     BufferPool,
-    Layout,
+    FusionLayout,
     empty_outputs,
-    plan_layout,
+    plan_fusion,
     split_evenly,
 )
 from hvdtrain.collectives.interface import Codec, Done, ReduceOp
@@ -43,7 +43,7 @@ from hvdtrain.collectives.join import (
 )
 from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, check_reducible
 from hvdtrain.collectives.mismatch import explain
-from hvdtrain.collectives.point_to_point import Messages
+from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.serialization import decode, encode
 from hvdtrain.errors import (
     CollectiveError,
@@ -68,7 +68,7 @@ class Reduction(NamedTuple):
     """One allreduce as it was asked for; inputs and outputs are flat arrays of one type."""
 
     call: Call
-    layout: Layout
+    layout: FusionLayout
     inputs: Sequence[np.ndarray]
     outputs: Sequence[np.ndarray]
     op: ReduceOp
@@ -283,7 +283,7 @@ class Engine:
             self._joined = frozenset()
             return last
 
-    def messages(self) -> Messages:
+    def messages(self) -> PointToPoint:
         raise NotImplementedError
 
     def share(self, nbytes: int) -> dict[int, np.ndarray]:
@@ -396,7 +396,7 @@ class Engine:
     ) -> tuple[Sequence[np.ndarray], FiniteCheck | None]:
         dtype, shapes = arrays[0].dtype, tuple(array.shape for array in arrays)
         chunk_items = self._chunk_bytes // accumulator_dtype(dtype).itemsize
-        layout = plan_layout(shapes, dtype.itemsize, chunk_items, self._shares)
+        layout = plan_fusion(shapes, dtype.itemsize, chunk_items, self._shares)
         outputs, flat = empty_outputs(self._take_buffer(layout.output_bytes), layout, dtype)
         flat_inputs = [array.reshape(-1) for array in arrays]
         finite = FiniteCheck(dtype) if require_finite else None

@@ -17,7 +17,7 @@ import numpy as np
 
 from hvdtrain.errors import CollectiveTimeoutError, PeerFailedError
 
-__all__ = ["Alarm", "RanksLost", "is_loss"]
+__all__ = ["FailureDetector", "RanksLost", "is_loss"]
 
 logger = logging.getLogger(__package__)
 
@@ -46,7 +46,7 @@ def is_loss(mpi: ModuleType, error: Any) -> bool:
     )
 
 
-class Alarm:
+class FailureDetector:
     """One rank's view of the others' troubles.
 
     Args:
@@ -68,7 +68,7 @@ class Alarm:
         operations: Callable[[], int],
         survives: bool = False,
         numbers: Sequence[int] | None = None,
-        family: list[Alarm] | None = None,
+        family: list[FailureDetector] | None = None,
     ) -> None:
         self._mpi = mpi
         self._comm = comm
@@ -78,7 +78,7 @@ class Alarm:
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self._numbers = tuple(numbers or range(self.size))
-        self.family: list[Alarm] = [] if family is None else family
+        self.family: list[FailureDetector] = [] if family is None else family
         self.family.append(self)
         self._others = [r for r in range(self.size) if r != self.rank]
         # All that died, whether or not they have been left behind already.

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-__all__ = ["Heirs"]
+__all__ = ["ForkedCopies"]
 
 # A child that is stopped must not stop its parent; copying takes a fraction of a second.
 TIMEOUT_S = 30.0
 
 
-class Heirs:
+class ForkedCopies:
     """Sees to the children that this process forks, as long as this object is held.
 
     Args:

@@ -17,13 +17,13 @@ __all__ = [
     "MESSAGE_BYTES",
     "BufferPool",
     "Chunk",
-    "Layout",
-    "Piece",
+    "FusedArray",
+    "FusionLayout",
     "Scratch",
     "empty_outputs",
     "join_bytes",
     "pack",
-    "plan_layout",
+    "plan_fusion",
     "split_bytes",
     "split_evenly",
     "unpack",
@@ -38,7 +38,7 @@ PIECE_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
-class Piece:
+class FusedArray:
     """``arrays[index].flat[start:stop]`` lies at ``[chunk_start:chunk_stop]`` of its chunk.
 
     Of the buffer with all outputs it is ``[output_start:output_stop]``.
@@ -58,16 +58,16 @@ class Chunk:
     """What travels at a time; ``shares[r]`` are the pieces that rank ``r`` combines."""
 
     items: int
-    shares: tuple[tuple[Piece, ...], ...]
+    shares: tuple[tuple[FusedArray, ...], ...]
 
     @property
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[FusedArray]:
         """All of them, in their order."""
         return itertools.chain.from_iterable(self.shares)
 
 
 @dataclass(frozen=True)
-class Layout:
+class FusionLayout:
     """Shapes cut into chunks of at most ``chunk_items`` items; all counts are items, not bytes."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -77,9 +77,9 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=256)
-def plan_layout(
+def plan_fusion(
     shapes: tuple[tuple[int, ...], ...], itemsize: int, chunk_items: int, shares: int = 1
-) -> Layout:
+) -> FusionLayout:
     """Lay arrays end to end and cut the sequence; a group without items is one empty chunk.
 
     Args:
@@ -111,7 +111,7 @@ def plan_layout(
                 ),
             )
         )
-    return Layout(shapes, tuple(chunks), tuple(output_starts[:-1]), output_starts[-1])
+    return FusionLayout(shapes, tuple(chunks), tuple(output_starts[:-1]), output_starts[-1])
 
 
 def _cut(
@@ -121,7 +121,7 @@ def _cut(
     start: int,
     stop: int,
     piece_items: int,
-) -> Iterator[Piece]:
+) -> Iterator[FusedArray]:
     """The pieces of arrays between two positions of the sequence; ``origin`` is the chunk's."""
     index = bisect.bisect_right(array_starts, start) - 1
     while start < stop:
@@ -130,7 +130,7 @@ def _cut(
             continue
         end = min(stop, array_starts[index + 1], start + piece_items)
         first, output = array_starts[index], output_starts[index] - array_starts[index]
-        yield Piece(
+        yield FusedArray(
             index,
             start - first,
             end - first,
@@ -142,13 +142,13 @@ def _cut(
         start = end
 
 
-def pack(pieces: Iterable[Piece], arrays: Sequence[np.ndarray], chunk: np.ndarray) -> None:
+def pack(pieces: Iterable[FusedArray], arrays: Sequence[np.ndarray], chunk: np.ndarray) -> None:
     """Copy pieces of flat ``arrays`` to their places in ``chunk``."""
     for piece in pieces:
         chunk[piece.chunk_start : piece.chunk_stop] = arrays[piece.index][piece.start : piece.stop]
 
 
-def unpack(pieces: Iterable[Piece], chunk: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+def unpack(pieces: Iterable[FusedArray], chunk: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
     """Copy pieces of ``chunk`` to their places in flat ``arrays``, in the arrays' type."""
     for piece in pieces:
         part = chunk[piece.chunk_start : piece.chunk_stop]
@@ -258,7 +258,7 @@ class BufferPool:
 
 
 def empty_outputs(
-    buffer: np.ndarray, layout: Layout, dtype: np.dtype
+    buffer: np.ndarray, layout: FusionLayout, dtype: np.dtype
 ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
     """Arrays of the layout's shapes in one buffer of its output bytes, and the same arrays flat."""
     flat = []

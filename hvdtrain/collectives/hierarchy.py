@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Arrangement", "arrange"]
+__all__ = ["Hierarchy", "plan_hierarchy"]
 
 
-class Arrangement(NamedTuple):
+class Hierarchy(NamedTuple):
     """The place of one rank among the ranks of its host, and the hosts among each other.
 
     ``seats`` are the numbers that the ranks of its host had when all ranks were there. A lane is
@@ -22,7 +22,7 @@ class Arrangement(NamedTuple):
     lanes: int
 
 
-def arrange(members: Sequence[int], host_of: Sequence[int], me: int) -> Arrangement:
+def plan_hierarchy(members: Sequence[int], host_of: Sequence[int], me: int) -> Hierarchy:
     """Arrange the ranks that are left.
 
     Args:
@@ -33,7 +33,7 @@ def arrange(members: Sequence[int], host_of: Sequence[int], me: int) -> Arrangem
     at_first = [rank for rank, host in enumerate(host_of) if host == host_of[me]]
     local = [rank for rank in members if host_of[rank] == host_of[me]]
     sizes = Counter(host_of[rank] for rank in members)
-    return Arrangement(
+    return Hierarchy(
         local_rank=local.index(me),
         seats=tuple(at_first.index(rank) for rank in local),
         hosts=len(sizes),

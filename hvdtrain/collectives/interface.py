@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdtrain.collectives.point_to_point import Messages
+from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.errors import TooFewRanksError
 
 __all__ = ["OPS", "Codec", "Collectives", "Done", "ReduceOp"]
@@ -201,7 +201,7 @@ class Collectives(Protocol):
         """
         ...
 
-    def messages(self) -> Messages:
+    def messages(self) -> PointToPoint:
         """A way to send messages to single ranks, by their first numbers; collective.
 
         Raises:

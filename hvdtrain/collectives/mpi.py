@@ -11,16 +11,16 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from hvdtrain.collectives.calls import Call
-from hvdtrain.collectives.deterministic_allreduce import OrderedAllreduce
+from hvdtrain.collectives.deterministic_allreduce import DeterministicAllreduce
 from hvdtrain.collectives.engine import Engine, Reduction
-from hvdtrain.collectives.failure_detector import Alarm
+from hvdtrain.collectives.failure_detector import FailureDetector
 from hvdtrain.collectives.fusion import ALIGNMENT_BYTES, MESSAGE_BYTES, Scratch, pack, unpack
 from hvdtrain.collectives.interface import ReduceOp
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
-from hvdtrain.collectives.point_to_point import Messages
+from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.recovery import Recovery
 from hvdtrain.collectives.shared_file import share_file
-from hvdtrain.collectives.spin_wait import Patience
+from hvdtrain.collectives.spin_wait import SpinWait
 from hvdtrain.collectives.watchdog import Watchdog
 from hvdtrain.errors import MismatchError, Preempted
 
@@ -64,7 +64,7 @@ class MpiCollectives(Engine):
             self.numbers = tuple(of.numbers[rank] for rank in numbers)
             # MPI may take calls of one thread at a time.
             self._lock, self.observers = of._lock, of.observers
-        self.alarm: Alarm = Alarm(
+        self.alarm: FailureDetector = FailureDetector(
             mpi,
             comm.Dup(),
             timeout_s,
@@ -78,7 +78,7 @@ class MpiCollectives(Engine):
         first = np.array([self.rank], np.int64)
         host.Bcast(first)
         self._host_first = int(first[0])
-        self._patience = Patience(self.alarm, timeout_s, self._local_size)
+        self._patience = SpinWait(self.alarm, timeout_s, self._local_size)
         self._moved_s = 0.0  # when MPI last ended a call that moves data
         self._recovery: Recovery | None = None
         if min_np is not None:
@@ -97,18 +97,18 @@ class MpiCollectives(Engine):
         """
         self.comm = comm
         self.rank, self.size, self.members = comm.Get_rank(), comm.Get_size(), tuple(members)
-        self._ordered = OrderedAllreduce(self._mpi, comm)
+        self._ordered = DeterministicAllreduce(self._mpi, comm)
         self._scratch = Scratch()
         self._word = np.zeros(2, np.int64)
         self._agreed = np.zeros(2, np.int64)
 
-    def messages(self) -> Messages:
+    def messages(self) -> PointToPoint:
         call = self._calls.get("messages", "", ())
 
-        def attempt() -> Messages:
+        def attempt() -> PointToPoint:
             self._agree(call)
             # Not the communicator of the operations: their messages must not be taken for others.
-            return Messages(
+            return PointToPoint(
                 self._mpi,
                 self.comm.Dup(),
                 self.members,

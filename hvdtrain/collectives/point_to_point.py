@@ -9,22 +9,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.collectives.failure_detector import Alarm
+from hvdtrain.collectives.failure_detector import FailureDetector
 from hvdtrain.collectives.fusion import MESSAGE_BYTES
-from hvdtrain.collectives.spin_wait import Patience
+from hvdtrain.collectives.spin_wait import SpinWait
 from hvdtrain.errors import PeerLostError
 
-__all__ = ["Messages", "Pending"]
+__all__ = ["PendingMessage", "PointToPoint"]
 
 
-class Pending(NamedTuple):
+class PendingMessage(NamedTuple):
     """A message on its way from or to a rank."""
 
     request: Any
     rank: int
 
 
-class Messages:
+class PointToPoint:
     """Point-to-point messages of bytes.
 
     Ranks are the first numbers of the engine's. Nothing is serialised, and what is sent travels
@@ -39,7 +39,7 @@ class Messages:
         members: Their first numbers.
         alarm: Looked at while waiting is long.
         timeout_s: After that many seconds waiting is an error.
-        local_size: Ranks on this host; see ``Patience``.
+        local_size: Ranks on this host; see ``SpinWait``.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Messages:
         mpi: ModuleType,
         comm: Any,
         members: Sequence[int],
-        alarm: Alarm,
+        alarm: FailureDetector,
         timeout_s: float,
         local_size: int,
     ) -> None:
@@ -57,9 +57,9 @@ class Messages:
         self._places = {member: place for place, member in enumerate(members)}
         self._alarm = alarm
         # MPI may still write to the buffers of what was begun with a rank that died.
-        self._abandoned: list[Pending] = []
-        self._patience = Patience(alarm, timeout_s, local_size, needs_all=True)
-        self._endless = Patience(alarm, math.inf, local_size, needs_all=True)
+        self._abandoned: list[PendingMessage] = []
+        self._patience = SpinWait(alarm, timeout_s, local_size, needs_all=True)
+        self._endless = SpinWait(alarm, math.inf, local_size, needs_all=True)
         self._inside = ""
 
     @property
@@ -72,7 +72,7 @@ class Messages:
         """The ranks that died, as far as is known here."""
         return self._alarm.lost
 
-    def start_send(self, data: np.ndarray, to: int, tag: int) -> list[Pending]:
+    def start_send(self, data: np.ndarray, to: int, tag: int) -> list[PendingMessage]:
         """Begin to send; ``data`` must stay as it is until ``wait`` has returned.
 
         Args:
@@ -88,13 +88,13 @@ class Messages:
         """
         return self._start(self._comm.Isend, data, to, tag)
 
-    def start_receive(self, buffer: np.ndarray, source: int, tag: int) -> list[Pending]:
+    def start_receive(self, buffer: np.ndarray, source: int, tag: int) -> list[PendingMessage]:
         """Begin to receive as many bytes as ``buffer`` has; else as ``start_send``."""
         return self._start(self._comm.Irecv, buffer, source, tag)
 
     def wait(
         self,
-        pending: Sequence[Pending],
+        pending: Sequence[PendingMessage],
         waiting_in: str,
         *,
         endless: bool = False,
@@ -170,15 +170,15 @@ class Messages:
 
     def _start(
         self, start: Callable[..., Any], data: np.ndarray, rank: int, tag: int
-    ) -> list[Pending]:
+    ) -> list[PendingMessage]:
         place, byte = self._places[rank], self._mpi.BYTE
         try:
-            return [Pending(start([part, byte], place, tag), rank) for part in _parts(data)]
+            return [PendingMessage(start([part, byte], place, tag), rank) for part in _parts(data)]
         except self._mpi.Exception as error:
             self._note_lost(error)
             raise self.loss_of(rank, "exchanged messages with it") from None
 
-    def _are_over(self, pending: list[Pending], waiting_in: str) -> bool:
+    def _are_over(self, pending: list[PendingMessage], waiting_in: str) -> bool:
         """Whether none is left of them; takes away those that are done."""
         while pending:
             request, rank = pending[-1]
@@ -213,7 +213,7 @@ class Messages:
             rank,
         )
 
-    def _wait_until(self, ready: Callable[[], bool], patience: Patience, waiting_in: str) -> None:
+    def _wait_until(self, ready: Callable[[], bool], patience: SpinWait, waiting_in: str) -> None:
         self._inside = waiting_in
         patience.until(ready, waiting_in)
         self._inside = ""

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from hvdtrain.collectives.calls import Call
-from hvdtrain.collectives.failure_detector import POLL_S, Alarm, RanksLost, is_loss
-from hvdtrain.collectives.spin_wait import Patience
+from hvdtrain.collectives.failure_detector import POLL_S, FailureDetector, RanksLost, is_loss
+from hvdtrain.collectives.spin_wait import SpinWait
 from hvdtrain.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -41,7 +41,7 @@ from hvdtrain.errors import (
     TooFewRanksError,
 )
 
-__all__ = ["Recovery", "Stand", "Survivor", "Verdict", "judge"]
+__all__ = ["Recovery", "RecoveryDecision", "RecoveryState", "Survivor", "decide_recovery"]
 
 # An error that doesn't say that a rank died may come before the news of it.
 NEWS_S = 2.0
@@ -49,7 +49,7 @@ NEWS_S = 2.0
 Result = TypeVar("Result")
 
 
-class Stand(NamedTuple):
+class RecoveryState(NamedTuple):
     """Where a rank was when it stopped.
 
     ``member`` is its first number; ``operation`` the one that it is in, or was in last; ``held``
@@ -63,7 +63,7 @@ class Stand(NamedTuple):
     source: int
 
 
-class Verdict(NamedTuple):
+class RecoveryDecision(NamedTuple):
     """What becomes of the operations.
 
     Up to ``complete`` every rank has its result. ``orphaned`` is the operation, if it is not 0,
@@ -74,7 +74,7 @@ class Verdict(NamedTuple):
     orphaned: int
 
 
-def judge(stands: Sequence[Stand]) -> Verdict:
+def decide_recovery(stands: Sequence[RecoveryState]) -> RecoveryDecision:
     """Decide from where all ranks that are left stand; the same on all of them.
 
     Raises:
@@ -89,7 +89,7 @@ def judge(stands: Sequence[Stand]) -> Verdict:
         )
     members = {stand.member for stand in stands}
     sources = {stand.source for stand in stands if stand.operation == interrupted}
-    return Verdict(complete, interrupted if sources - members - {-1} else 0)
+    return RecoveryDecision(complete, interrupted if sources - members - {-1} else 0)
 
 
 class Survivor(Protocol):
@@ -130,8 +130,8 @@ class Recovery:
         self,
         mpi: ModuleType,
         engine: Survivor,
-        alarm: Alarm,
-        patience: Patience,
+        alarm: FailureDetector,
+        patience: SpinWait,
         min_np: int,
         timeout_s: float,
     ) -> None:
@@ -142,7 +142,7 @@ class Recovery:
         self._min_np = min_np
         self._timeout_s = timeout_s
         self._held = 0
-        self._verdict = Verdict(0, 0)
+        self._verdict = RecoveryDecision(0, 0)
 
     def carry_out(
         self, operation: int, call: Call, attempt: Callable[[], Result], source: int
@@ -174,7 +174,7 @@ class Recovery:
                     abandoned.append(error)
                     self._see_loss(error, call)
                     self._stop(call)
-                    self._reunite(Stand(self._alarm.rank, operation, self._held, source))
+                    self._reunite(RecoveryState(self._alarm.rank, operation, self._held, source))
                 if operation <= self._verdict.complete:
                     return result
             self._held = operation
@@ -189,7 +189,7 @@ class Recovery:
         """Leave lost ranks behind once all have stopped, outside of any operation."""
         self._engine.revoke()
         # A program that is ending can't start threads.
-        self._reunite(Stand(self._alarm.rank, self._held, self._held, -1), threaded=False)
+        self._reunite(RecoveryState(self._alarm.rank, self._held, self._held, -1), threaded=False)
 
     def _see_loss(self, error: Any, call: Call) -> None:
         """Return when the error comes of a lost rank; raise it otherwise."""
@@ -210,9 +210,9 @@ class Recovery:
         self._alarm.stop()
         self._patience.until(lambda: self._alarm.all_have_stopped, call.place)
 
-    def _reunite(self, stand: Stand, threaded: bool = True) -> None:
+    def _reunite(self, stand: RecoveryState, threaded: bool = True) -> None:
         """Set up the engine for the ranks that are left; all of them do it at the same time."""
-        stands: list[Stand] = []
+        stands: list[RecoveryState] = []
 
         def act() -> None:
             stands.extend(self._shrink(stand))
@@ -224,7 +224,7 @@ class Recovery:
         engine = self._engine
         engine.generation += 1
         self._alarm.go_on(engine.members, engine.generation)
-        self._verdict = judge(stands)
+        self._verdict = decide_recovery(stands)
         left = len(engine.members)
         if left < self._min_np:
             lost = sorted(set(range(self._alarm.size)) - set(engine.members))
@@ -234,16 +234,16 @@ class Recovery:
                 "(HVDTRAIN_MIN_NP, hvdtrain run --min-np). Start it again where there are enough."
             )
 
-    def _shrink(self, stand: Stand) -> list[Stand]:
+    def _shrink(self, stand: RecoveryState) -> list[RecoveryState]:
         """Connect the ranks that are left; returns where all of them stand."""
         comm = self._engine.comm
         while True:
             fresh = comm.Shrink()
-            stands: list[Stand] = []
+            stands: list[RecoveryState] = []
             try:
                 everyone = np.zeros((fresh.Get_size(), len(stand)), np.int64)
                 fresh.Allgather(np.array(stand, np.int64), everyone)
-                stands = [Stand(*map(int, row)) for row in everyone]
+                stands = [RecoveryState(*map(int, row)) for row in everyone]
                 self._engine.connect(fresh, [other.member for other in stands])
                 done = True
             except self._mpi.Exception:

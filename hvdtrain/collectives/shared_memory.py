@@ -27,11 +27,11 @@ import numpy as np
 
 from hvdtrain.collectives.arena import open_arena
 from hvdtrain.collectives.calls import Call
-from hvdtrain.collectives.deterministic_allreduce import OrderedAllreduce
+from hvdtrain.collectives.deterministic_allreduce import DeterministicAllreduce
 from hvdtrain.collectives.engine import Reduction
-from hvdtrain.collectives.fork_copies import Heirs
+from hvdtrain.collectives.fork_copies import ForkedCopies
 from hvdtrain.collectives.fusion import BufferPool, pack, split_evenly, unpack
-from hvdtrain.collectives.hierarchy import arrange
+from hvdtrain.collectives.hierarchy import plan_hierarchy
 from hvdtrain.collectives.host_window import Window
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
 from hvdtrain.collectives.mpi import MpiCollectives
@@ -83,11 +83,11 @@ class SharedMemoryCollectives(MpiCollectives):
         self._arena = open_arena(self._mpi, host) if host.Get_size() == self.size else None
         if self._arena is not None:
             self._arena_pool = BufferPool(empty=self._arena.empty, drop=self._arena.drop)
-            self._heirs = Heirs(self._arena_pool.held, self._arena.own)
+            self._heirs = ForkedCopies(self._arena_pool.held, self._arena.own)
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
         super().connect(comm, members)
-        where = arrange(members, self._host_of, members[self.rank])
+        where = plan_hierarchy(members, self._host_of, members[self.rank])
         self._local_rank, self._seats, self._hosts, self._lanes = where
         self._shares = len(self._seats)
         self._everyone = range(len(self._seats))
@@ -121,13 +121,13 @@ class SharedMemoryCollectives(MpiCollectives):
         if self._lane_allreduce is not None:
             self._lane_allreduce.comm.Revoke()
 
-    def _join_lane(self) -> OrderedAllreduce | None:
+    def _join_lane(self) -> DeterministicAllreduce | None:
         if self._hosts == 1:
             return None
         in_lane = self._local_rank < self._lanes
         color = self._local_rank if in_lane else self._mpi.UNDEFINED
         lane = self.comm.Split(color, self.rank)
-        return OrderedAllreduce(self._mpi, lane) if in_lane else None
+        return DeterministicAllreduce(self._mpi, lane) if in_lane else None
 
     def _slot_views(
         self, dtype: np.dtype

@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdtrain.collectives.engine import Call, Engine, Reduction
 from hvdtrain.collectives.interface import ReduceOp
-from hvdtrain.collectives.point_to_point import Messages
+from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.errors import ConfigurationError
 
 __all__ = ["SingleCollectives"]
@@ -22,7 +22,7 @@ class SingleCollectives(Engine):
     def __init__(self) -> None:
         super().__init__(rank=0, size=1, chunk_bytes=1 << 20, timeout_s=600.0)
 
-    def messages(self) -> Messages:
+    def messages(self) -> PointToPoint:
         raise ConfigurationError(
             "A process that is alone was to send messages to other ranks; expected two ranks or "
             "more. Start more with mpirun, srun or hvdtrain run."

@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Callable
 
-from hvdtrain.collectives.failure_detector import Alarm
+from hvdtrain.collectives.failure_detector import FailureDetector
 
-__all__ = ["Patience"]
+__all__ = ["SpinWait"]
 
 # About 100 microseconds: ranks in step meet within it.
 SPINS = 1000
@@ -21,7 +21,7 @@ LAST_PAUSE_S = 2e-3
 ALARM_INTERVAL_S = 5e-3
 
 
-class Patience:
+class SpinWait:
     """How long and in which way this rank waits.
 
     Args:
@@ -29,11 +29,11 @@ class Patience:
         timeout_s: After that many seconds waiting is an error.
         local_size: Ranks on this host; where they outnumber the cores nobody spins, because the
             rank that is waited for needs the core.
-        needs_all: See ``Alarm.check``.
+        needs_all: See ``FailureDetector.check``.
     """
 
     def __init__(
-        self, alarm: Alarm, timeout_s: float, local_size: int, needs_all: bool = False
+        self, alarm: FailureDetector, timeout_s: float, local_size: int, needs_all: bool = False
     ) -> None:
         self._alarm = alarm
         self._timeout_s = timeout_s

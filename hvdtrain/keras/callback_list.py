@@ -11,11 +11,11 @@ import numpy as np
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import RanksLostError
 from hvdtrain.gradients.contributions import Contributions
-from hvdtrain.keras.chief_failover import Succession
-from hvdtrain.keras.epoch_iterator import Epochs
+from hvdtrain.keras.chief_failover import ChiefFailover
+from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_sync import average_statistics
-from hvdtrain.keras.progress_callback import Reports
+from hvdtrain.keras.progress_callback import ProgressCallback
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 
 __all__ = ["list_callbacks", "wrap_callbacks"]
@@ -29,10 +29,10 @@ def list_callbacks(callbacks: Any) -> list[Any]:
 
 
 def wrap_callbacks(
-    succession: Succession,
+    succession: ChiefFailover,
     collectives: Collectives,
     membership: Membership,
-    epochs: Epochs,
+    epochs: EpochIterator,
     contributions: Contributions,
     broadcast: Callable[[], None],
 ) -> list[Any]:
@@ -55,7 +55,7 @@ def wrap_callbacks(
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     before = _Before(collectives, membership, epochs, contributions)
     after = _After(collectives, membership, succession, broadcast)
-    return [before, Reports(epochs), *others, after, *checkpoints, _Enough(membership)]
+    return [before, ProgressCallback(epochs), *others, after, *checkpoints, _Enough(membership)]
 
 
 class _Before(keras.callbacks.Callback):
@@ -65,7 +65,7 @@ class _Before(keras.callbacks.Callback):
         self,
         collectives: Collectives,
         membership: Membership,
-        epochs: Epochs,
+        epochs: EpochIterator,
         contributions: Contributions,
     ) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _After(keras.callbacks.Callback):
         self,
         collectives: Collectives,
         membership: Membership,
-        succession: Succession,
+        succession: ChiefFailover,
         broadcast: Callable[[], None],
     ) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from hvdtrain.collectives.interface import Collectives
 from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.saving.callback_states import callback_states, restore_callbacks
 
-__all__ = ["CHIEF_ONLY", "Succession"]
+__all__ = ["CHIEF_ONLY", "ChiefFailover"]
 
 CHIEF_ONLY = (
     keras.callbacks.ModelCheckpoint,
@@ -30,7 +30,7 @@ _HOOKS = (
 )
 
 
-class Succession:
+class ChiefFailover:
     """Who runs the callbacks of the chief.
 
     Args:

@@ -12,7 +12,7 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.tape import check_averages
 from hvdtrain.keras.deferred_build import check_built, forget, is_built, postpone
 from hvdtrain.keras.model_optimizers import optimizers_of
-from hvdtrain.keras.model_patch import Distribution
+from hvdtrain.keras.model_patch import ModelPatch
 from hvdtrain.keras.model_sync import check_same_model
 from hvdtrain.keras.optimizer_patch import distribute_optimizer
 from hvdtrain.keras.own_steps import has_own_call
@@ -78,14 +78,12 @@ def _distribute(model: keras.Model, presharded: bool) -> None:
             "--max-restarts in place of --elastic."
         )
     if settings.has_servers:
-        from hvdtrain.keras.served.served_patch import ServedDistribution
+        from hvdtrain.keras.served.served_patch import ServedModelPatch
 
         roles = world.roles()
-        distribution: Distribution = ServedDistribution(
-            model, collectives, presharded, settings, roles
-        )
+        distribution: ModelPatch = ServedModelPatch(model, collectives, presharded, settings, roles)
     else:
-        distribution = Distribution(model, collectives, presharded, settings)
+        distribution = ModelPatch(model, collectives, presharded, settings)
     if collectives.size > 1 or settings.towers > 1:
         check_same_model(model, collectives)
         distribution.install()

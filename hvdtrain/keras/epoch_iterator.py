@@ -20,10 +20,10 @@ from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.sharded_input import Pass
 from hvdtrain.keras.membership import Change, Membership
 
-__all__ = ["Epochs", "Place"]
+__all__ = ["EpochIterator", "EpochPlace"]
 
 
-class Place(NamedTuple):
+class EpochPlace(NamedTuple):
     """Where in its data a training stands after a step.
 
     Attributes:
@@ -61,7 +61,7 @@ class _Taken(NamedTuple):
         ]
 
 
-class Epochs:
+class EpochIterator:
     """Where ``fit`` stands in its data.
 
     Args:
@@ -94,7 +94,7 @@ class Epochs:
         self._epoch = 0
         self._epochs = 0  # ended
         self._passes = 0  # begun
-        self._resumed: Place | None = None
+        self._resumed: EpochPlace | None = None
         self.begins: dict[int, Position] = {}
         """By epoch, where passes begin that don't begin at their start."""
         self._pass: Pass | None = None
@@ -104,7 +104,7 @@ class Epochs:
         self._before = 0  # steps of the epoch before that block
         self._ran_out = False  # the pass had fewer steps than it could tell
 
-    def place(self, *, epoch_step: int) -> Place:
+    def place(self, *, epoch_step: int) -> EpochPlace:
         """Where the data stands after the block of steps in work.
 
         Args:
@@ -112,7 +112,7 @@ class Epochs:
         """
         within = epoch_step > 0
         goes_on = within or (self._steps_per_epoch is not None and not self.ended)
-        return Place(
+        return EpochPlace(
             position=self._pass.after(self._done) if self._pass and goes_on else None,
             epoch_step=epoch_step,
             epochs=self._epochs - within,
@@ -120,7 +120,7 @@ class Epochs:
             ranks=self._membership.size,
         )
 
-    def place_within(self, left: int) -> tuple[int, Place]:
+    def place_within(self, left: int) -> tuple[int, EpochPlace]:
         """The epoch, and as ``place``, while a block of steps is in work.
 
         Args:
@@ -132,7 +132,7 @@ class Epochs:
         pass_ends = done == self._pass.steps
         ends = pass_ends if limit is None else epoch_step == limit
         goes_on = not ends or (limit is not None and not pass_ends)
-        place = Place(
+        place = EpochPlace(
             position=self._pass.after(done) if goes_on else None,
             epoch_step=0 if ends else epoch_step,
             epochs=self._epochs - (not ends),
@@ -192,7 +192,7 @@ class Epochs:
         """Whether nothing is left of the pass."""
         return self._pass is None or self._pass.steps == self._done or self._ran_out
 
-    def resume(self, place: Place, *, epoch: int, step: int) -> None:
+    def resume(self, place: EpochPlace, *, epoch: int, step: int) -> None:
         """Begin with ``epoch`` where another run had come to.
 
         Args:
@@ -274,7 +274,7 @@ class Epochs:
         self._done = 0
         self._ran_out = False
 
-    def _steps_before(self, resumed: Place, left: int | None) -> int:
+    def _steps_before(self, resumed: EpochPlace, left: int | None) -> int:
         """What Keras is to count as done, with the number of ranks that there is now."""
         if not resumed.epoch_step:
             return 0
@@ -286,7 +286,7 @@ class Epochs:
 class _EpochIterator(TFEpochIterator):
     """Keras' iterator, once ``take_over`` has changed its class."""
 
-    hvdtrain_epochs: Epochs
+    hvdtrain_epochs: EpochIterator
 
     def _enumerate_iterator(self) -> Iterator[tuple[int, int, Any]]:
         return self.hvdtrain_epochs.steps(self)

@@ -12,12 +12,12 @@ from hvdtrain.errors import DataError
 from hvdtrain.keras.data import ShardedInput, shard_input
 from hvdtrain.keras.membership import Membership
 
-__all__ = ["Inputs"]
+__all__ = ["FitInputs"]
 
 Result = TypeVar("Result")
 
 
-class Inputs:
+class FitInputs:
     """Shares out what a model is given.
 
     Args:

@@ -13,25 +13,25 @@ from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.callback_list import list_callbacks, wrap_callbacks
-from hvdtrain.keras.chief_failover import Succession
+from hvdtrain.keras.chief_failover import ChiefFailover
 from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.batch_structure import is_absent
-from hvdtrain.keras.epoch_iterator import Epochs
-from hvdtrain.keras.fit_inputs import Inputs
+from hvdtrain.keras.epoch_iterator import EpochIterator
+from hvdtrain.keras.fit_inputs import FitInputs
 from hvdtrain.keras.joint_metrics import joint_metrics
 from hvdtrain.keras.learning_rate import WarmUp
 from hvdtrain.keras.membership import Follower, Membership
 from hvdtrain.keras.model_optimizers import optimizers_of
-from hvdtrain.keras.model_steps import Steps
+from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import average_statistics, broadcast_model
 from hvdtrain.keras.optimizer_patch import accumulates, is_distributed
 from hvdtrain.keras.own_steps import has_own, has_own_call
 from hvdtrain.keras.predictions import join_predictions, noting_rows
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
-from hvdtrain.keras.saving.checkpoint_session import Session, asked_for, begin_session
+from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, asked_for, begin_session
 from hvdtrain.keras.step_results import join_logs, results_of_metrics
 
-__all__ = ["Loops", "forget_functions", "put", "split_validation"]
+__all__ = ["FitLoop", "forget_functions", "put", "split_validation"]
 
 
 def put(model: keras.Model, name: str, value: Any) -> None:
@@ -46,7 +46,7 @@ def forget_functions(model: keras.Model) -> None:
     model.predict_function = None
 
 
-class Loops:
+class FitLoop:
     """What takes the place of a model's own methods; those stay underneath.
 
     Args:
@@ -67,12 +67,12 @@ class Loops:
         collectives: Collectives,
         *,
         membership: Membership,
-        inputs: Inputs,
+        inputs: FitInputs,
         reducer: GradientReducer,
-        steps: Steps,
-        whole: Inputs | None = None,
+        steps: ModelSteps,
+        whole: FitInputs | None = None,
         begin: Callable[[], None] | None = None,
-        begin_session: Callable[[], Session] | None = None,
+        begin_session: Callable[[], CheckpointSession] | None = None,
     ) -> None:
         self._model = model
         self._collectives = collectives
@@ -89,7 +89,7 @@ class Loops:
         self._results = model._get_metrics_result_or_logs
         self._symbolic_build = model._maybe_symbolic_build
         self._validation: ShardedInput | None = None
-        self._epochs: Epochs | None = None
+        self._epochs: EpochIterator | None = None
 
     def fit(
         self,
@@ -139,7 +139,7 @@ class Loops:
             size = validation_batch_size or batch_size
             validation = self._whole.share(val_x, val_y, val_weight, size, validation_steps)
         self._prepare(sharded)
-        epochs_ = self._epochs = Epochs(
+        epochs_ = self._epochs = EpochIterator(
             sharded.reshard(rank=self._membership.rank, size=self._membership.size),
             self._membership,
             steps_per_epoch=steps_per_epoch,
@@ -147,7 +147,7 @@ class Loops:
             accumulates=any(map(accumulates, self._optimizers)),
         )
         self._validation = validation
-        succession = Succession(listed, self._collectives, self._membership, verbose)
+        succession = ChiefFailover(listed, self._collectives, self._membership, verbose)
         followers: list[Follower] = [epochs_.share_out_anew, succession.take_over]
         followers += [entry.follow for entry in listed if isinstance(entry, WarmUp)]
         keeping = session.keeping(epochs_, self._inputs.seed) if session else nullcontext()
@@ -275,7 +275,7 @@ class Loops:
 
     # What they share.
 
-    def _begin_session(self, asked: Checkpoint, callbacks: Sequence[Any]) -> Session:
+    def _begin_session(self, asked: Checkpoint, callbacks: Sequence[Any]) -> CheckpointSession:
         if self._own_session is not None:
             return self._own_session()
         return begin_session(

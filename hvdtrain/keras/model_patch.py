@@ -20,12 +20,12 @@ from hvdtrain.keras.batch_normalization import (
 )
 from hvdtrain.keras.callback_list import list_callbacks
 from hvdtrain.keras.compute import Compute, OneDevice, Towers
-from hvdtrain.keras.fit_inputs import Inputs
-from hvdtrain.keras.fit_loop import Loops, forget_functions, put
+from hvdtrain.keras.fit_inputs import FitInputs
+from hvdtrain.keras.fit_loop import FitLoop, forget_functions, put
 from hvdtrain.keras.learning_rate import follow_size, prepare_to_follow
 from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.model_optimizers import optimizers_of
-from hvdtrain.keras.model_steps import Steps
+from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_model, reseed_by_rank
 from hvdtrain.keras.optimizer_patch import distribute_optimizer
 from hvdtrain.keras.own_steps import has_own
@@ -33,7 +33,7 @@ from hvdtrain.keras.saving.checkpoint_session import asked_for
 from hvdtrain.monitor import report
 from hvdtrain.tensorflow.devices import tower_devices
 
-__all__ = ["Distribution"]
+__all__ = ["ModelPatch"]
 
 logger = logging.getLogger(__package__)
 
@@ -54,7 +54,7 @@ _REPLACED = (
 )
 
 
-class Distribution:
+class ModelPatch:
     """Replaces the methods of one model's instance; its class stays as it is.
 
     Args:
@@ -88,15 +88,15 @@ class Distribution:
                 prepare_to_follow(optimizer)
         for layer in self._choose_synchronized():
             synchronize_batch_normalization(layer, collectives, flag)
-        steps = Steps(model, self._reducer, compute, flag)
-        inputs = Inputs(
+        steps = ModelSteps(model, self._reducer, compute, flag)
+        inputs = FitInputs(
             collectives,
             self._membership,
             seed=seed,
             presharded=self._presharded,
             notice=self._notice,
         )
-        loops = Loops(
+        loops = FitLoop(
             model,
             collectives,
             membership=self._membership,

@@ -23,7 +23,7 @@ from hvdtrain.keras.own_steps import has_own
 from hvdtrain.keras.per_rank_random import drawn_by
 from hvdtrain.keras.predictions import Predicted
 
-__all__ = ["Steps"]
+__all__ = ["ModelSteps"]
 
 
 class _Share(NamedTuple):
@@ -34,7 +34,7 @@ class _Share(NamedTuple):
     joint_rows: tf.Tensor | None
 
 
-class Steps:
+class ModelSteps:
     """train_step, test_step and predict_step for one model.
 
     Args:

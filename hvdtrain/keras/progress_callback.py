@@ -6,20 +6,20 @@ from typing import Any
 
 import keras
 
-from hvdtrain.keras.epoch_iterator import Epochs
+from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.monitor import report
 
-__all__ = ["Reports"]
+__all__ = ["ProgressCallback"]
 
 
-class Reports(keras.callbacks.Callback):
+class ProgressCallback(keras.callbacks.Callback):
     """Reports steps, and what takes long without being one.
 
     Args:
         epochs: Where ``fit`` stands.
     """
 
-    def __init__(self, epochs: Epochs) -> None:
+    def __init__(self, epochs: EpochIterator) -> None:
         super().__init__()
         self._epochs = epochs
         self._epoch = 0

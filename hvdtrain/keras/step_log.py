@@ -12,7 +12,7 @@ import keras
 
 from hvdtrain import world
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.monitor.bar import Pace, Progress, draw
+from hvdtrain.monitor.bar import EpochProgress, Pace, draw
 from hvdtrain.monitor.status_line import StatusLine, terminal_columns
 
 __all__ = ["StepLog"]
@@ -130,8 +130,8 @@ class StepLog(keras.callbacks.Callback):
         # An epoch in which ranks were lost may have more steps than Keras knows.
         return total if 0 < done - total < self.model.steps_per_execution else done
 
-    def _progress(self, logs: Any) -> Progress:
-        return Progress(
+    def _progress(self, logs: Any) -> EpochProgress:
+        return EpochProgress(
             epoch=self._epoch + 1,
             epochs=self._epochs(),
             done=self._seen.steps,

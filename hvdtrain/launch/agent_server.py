@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.agent.messages import Decoder, encode, keep_alive
-from hvdtrain.agent.oom import Kills
+from hvdtrain.agent.oom import OomKills
 from hvdtrain.agent.rank_report import read_report
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.console import Console
@@ -21,7 +21,7 @@ from hvdtrain.launch.failure import End, begins_traceback
 from hvdtrain.launch.job_progress import JobProgress
 from hvdtrain.launch.tracebacks import HOLD_S, Tracebacks
 
-__all__ = ["Hub"]
+__all__ = ["AgentServer"]
 
 KEPT_LINES = 400
 
@@ -40,7 +40,7 @@ class _Rank:
     end: End | None = None
 
 
-class Hub:
+class AgentServer:
     """Listens for agents, shows what their programs write, notes how they end.
 
     Args:
@@ -230,7 +230,7 @@ class Hub:
                 rank.bidden = True
             elif kind == "end" and rank.end is None:
                 kills = message.get("kills")
-                self._note_end(rank, int(message["code"]), Kills(**kills) if kills else None)
+                self._note_end(rank, int(message["code"]), OomKills(**kills) if kills else None)
 
     def _show(self, rank: _Rank, stream: str, text: str) -> None:
         if stream == "stderr":
@@ -246,7 +246,7 @@ class Hub:
     def _print_error(self, number: int, text: str) -> None:
         self._console.line(number, self._connected[number].host, "stderr", text)
 
-    def _note_end(self, rank: _Rank, code: int | None, kills: Kills | None = None) -> None:
+    def _note_end(self, rank: _Rank, code: int | None, kills: OomKills | None = None) -> None:
         rank.end = End(
             rank=rank.number,
             host=rank.host,

@@ -15,18 +15,18 @@ from pathlib import Path
 from hvdtrain.agent.exit_codes import PREEMPTING, ExitCode
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.launch.agent_server import Hub
+from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.caught_signals import caught_signals
 from hvdtrain.launch.commands import Plan
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.job import (
     Job,
-    Site,
+    Resources,
+    agent_variables,
     describe_plan,
+    find_resources,
     make_command,
     make_plan,
-    survey,
-    words_to_agents,
 )
 from hvdtrain.launch.loss_policy import vital
 from hvdtrain.launch.outcome import Outcome
@@ -59,7 +59,7 @@ def run_job(job: Job, environ: Mapping[str, str]) -> int:
             what is asked for at least.
         LaunchError: There is no usable mpirun or srun, or it can't be started.
     """
-    site = survey(job, environ)
+    site = find_resources(job, environ)
     plan = make_plan(job, site, site.hosts, job.ranks)
     if (least := job.settings.min_np) > len(plan.places):
         raise ConfigurationError(
@@ -82,7 +82,7 @@ class _Attempts:
     """All attempts at one job; call ``run`` once, from the main thread."""
 
     def __init__(
-        self, job: Job, site: Site, environ: Mapping[str, str], received: Sequence[int]
+        self, job: Job, site: Resources, environ: Mapping[str, str], received: Sequence[int]
     ) -> None:
         self._job = job
         self._site = site
@@ -160,11 +160,11 @@ class _Attempts:
         hides = is_information if is_unwanted(self._environ) else None
         with (
             contextlib.closing(
-                Hub(len(plan.places), console, local=plan.local, hides=hides)
+                AgentServer(len(plan.places), console, local=plan.local, hides=hides)
             ) as hub,
             tempfile.TemporaryDirectory(prefix="hvdtrain-") as scratch,
         ):
-            words = words_to_agents(
+            words = agent_variables(
                 job,
                 plan,
                 self._environ,

@@ -150,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdtrain.agent.exit_codes import ExitCode
     from hvdtrain.launch.attempts import run_job
     from hvdtrain.launch.job import Job
-    from hvdtrain.launch.supervisor import Patience
+    from hvdtrain.launch.supervisor import TimeLimits
 
     if arguments.check_build:
         return _check_build(os.environ)
@@ -177,7 +177,7 @@ def run(arguments: argparse.Namespace) -> int:
         chief_only=arguments.chief_only,
         timestamps=arguments.timestamps,
         collapse=arguments.collapse,
-        patience=Patience(
+        patience=TimeLimits(
             start_s=arguments.start_timeout_s,
             grace_s=arguments.grace_s,
             preempt_grace_s=arguments.preempt_grace_s,

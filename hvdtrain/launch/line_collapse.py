@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Collapse", "Group", "describe_ranks"]
+__all__ = ["Group", "LineCollapse", "describe_ranks"]
 
 # How long a line waits for the same from other ranks.
 WINDOW_S = 0.3
@@ -46,7 +46,7 @@ class Group:
     behind: list[Group] = field(default_factory=list, repr=False)
 
 
-class Collapse:
+class LineCollapse:
     """Lines in, groups out; each waits ``WINDOW_S`` at most, and not where no rank is missing.
 
     Args:

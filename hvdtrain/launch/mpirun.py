@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.commands import Mpirun, recognise
-from hvdtrain.remote.run_capture import ask_program
+from hvdtrain.remote.run_capture import run_capture
 
 __all__ = ["find_mpirun"]
 
@@ -47,7 +47,7 @@ def _with_prefix(path: Path) -> Path:
 def _version_text(mpirun: str, environ: Mapping[str, str]) -> str:
     # Intel's mpirun is a script that looks for its helpers on PATH.
     path = os.pathsep.join([str(Path(mpirun).parent), environ.get("PATH", os.defpath)])
-    return ask_program(
+    return run_capture(
         [mpirun, "--version"],
         environ={**environ, "PATH": path},
         timeout_s=_VERSION_TIMEOUT_S,

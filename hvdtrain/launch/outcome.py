@@ -14,7 +14,7 @@ from hvdtrain.cluster.ranges import listing
 from hvdtrain.launch.failure import End, describe, exception_name, exit_code, first_failure, follows
 from hvdtrain.launch.job_progress import JobProgress
 
-__all__ = ["Cause", "Ending", "Outcome", "judge", "preempted"]
+__all__ = ["Cause", "JobRecord", "Outcome", "classify", "preempted"]
 
 Cause = Literal[
     "done",  # every rank ended well
@@ -27,7 +27,7 @@ Cause = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class JobRecord:
     """All that was seen of a job.
 
     Attributes:
@@ -95,7 +95,7 @@ def preempted(ends: Sequence[End]) -> bool:
     return first is not None and first.code == ExitCode.PREEMPTED
 
 
-def judge(ending: Ending) -> Outcome:
+def classify(ending: JobRecord) -> Outcome:
     """Why the job ended, with which code, and what to say."""
     code, cause, words, absent = _why(ending)
     first = first_failure(ending.ends)
@@ -114,7 +114,7 @@ def judge(ending: Ending) -> Outcome:
     )
 
 
-def _why(ending: Ending) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
+def _why(ending: JobRecord) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
     """Code, cause, words, and hosts where ranks can't be started."""
     first = first_failure(ending.ends)
     if ending.received:
@@ -137,7 +137,7 @@ def _why(ending: Ending) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
     return 0, "done", (), ()
 
 
-def _ordered(ending: Ending) -> tuple[int, Cause, Sequence[str]]:
+def _ordered(ending: JobRecord) -> tuple[int, Cause, Sequence[str]]:
     """After a signal at ``hvdtrain run``."""
     number = ending.received[0]
     told = f"the job was ended by {signal.Signals(number).name}"
@@ -173,10 +173,10 @@ def _cause(first: End) -> Cause:
     return "exception" if first.code == 1 and exception_name(first.stderr) else "own code"
 
 
-def _explain_missing(ending: Ending, missing: Sequence[int]) -> tuple[list[str], list[str]]:
+def _explain_missing(ending: JobRecord, missing: Sequence[int]) -> tuple[list[str], list[str]]:
     """Words on ranks that did not start, and the hosts that they tell to be at fault."""
     # Seldom needed, and much of hvdtrain check comes with them.
-    from hvdtrain.launch.start_failure import unstarted
+    from hvdtrain.launch.start_failure import explain_start_failure
     from hvdtrain.remote.problem import show_problem
 
     hosts = list(dict.fromkeys(ending.hosts[rank] for rank in missing))
@@ -184,7 +184,7 @@ def _explain_missing(ending: Ending, missing: Sequence[int]) -> tuple[list[str],
     late = f" within {ending.start_timeout_s:g} s" if ending.late else ""
     words = [f"rank {listing(missing)} did not start{late} on {listing(hosts)}"]
     way: Literal["srun", "ssh"] = "srun" if name == "srun" else "ssh"
-    problems = unstarted(ending.words, hosts, way=way, python=sys.executable)
+    problems = explain_start_failure(ending.words, hosts, way=way, python=sys.executable)
     if problems:
         named = {host for problem in problems for host in problem.hosts}
         words.append("\n".join(map(show_problem, problems)))
@@ -198,6 +198,6 @@ def _explain_missing(ending: Ending, missing: Sequence[int]) -> tuple[list[str],
     return words, []
 
 
-def _said(ending: Ending) -> list[str]:
+def _said(ending: JobRecord) -> list[str]:
     """What mpirun or srun printed, without blank lines."""
     return [line for line in ending.words if line.strip()]

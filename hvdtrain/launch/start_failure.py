@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from hvdtrain.cluster.hosts import parse_hosts
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.remote.problem import Problem
-from hvdtrain.remote.remedies import unreached
+from hvdtrain.remote.remedies import remedies_for
 from hvdtrain.remote.remote_probe import Answer, Failure, FailureKind, Way, ssh_failure
 
-__all__ = ["unstarted"]
+__all__ = ["explain_start_failure"]
 
 # How ssh begins a line about a connection that came to nothing; MPI and agents, whose lines end
 # up among these, speak of other connections in the same words.
@@ -28,7 +28,7 @@ _SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? \S+: Exited with exit code 
 _Cause = tuple[Sequence[str], FailureKind, str]
 
 
-def unstarted(
+def explain_start_failure(
     words: Sequence[str], hosts: Sequence[str], *, way: Way, python: str
 ) -> list[Problem]:
     """What kept ranks from starting; empty where the words don't tell.
@@ -45,7 +45,7 @@ def unstarted(
         for host in _named(lines, hosts):
             answer = Answer(host=host, failure=Failure(kind=kind, words=said))
             answers.setdefault((host, kind), answer)
-    return list(unreached(list(answers.values()), way=way, python=python))
+    return list(remedies_for(list(answers.values()), way=way, python=python))
 
 
 def _ssh_causes(words: Sequence[str], python: str) -> Iterator[_Cause]:

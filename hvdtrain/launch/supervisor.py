@@ -18,16 +18,16 @@ from hvdtrain.agent.exit_codes import PREEMPTING
 from hvdtrain.agent.output_lines import LineSplitter
 from hvdtrain.agent.process_tree import kill_descendants, shell_code
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.agent_server import Hub
+from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.caught_signals import ENDING
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import End
 from hvdtrain.launch.hang import describe_hang, hangs, missing, stuck
 from hvdtrain.launch.loss_policy import describe_loss, is_loss
-from hvdtrain.launch.outcome import Ending, Outcome, judge, preempted
+from hvdtrain.launch.outcome import JobRecord, Outcome, classify, preempted
 
-__all__ = ["Patience", "Supervisor"]
+__all__ = ["Supervisor", "TimeLimits"]
 
 logger = logging.getLogger(__package__)
 
@@ -42,7 +42,7 @@ KEPT_LINES = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class TimeLimits:
     """How long what may take.
 
     Attributes:
@@ -75,11 +75,11 @@ class Supervisor:
     def __init__(
         self,
         command: Command,
-        hub: Hub,
+        hub: AgentServer,
         console: Console,
         *,
         hosts: Mapping[int, str],
-        patience: Patience,
+        patience: TimeLimits,
         received: Sequence[int],
         min_np: int | None = None,
         vital: Mapping[int, str] | None = None,
@@ -117,8 +117,8 @@ class Supervisor:
         finally:
             ended_at = time.monotonic()
             self._end(starter)
-        return judge(
-            Ending(
+        return classify(
+            JobRecord(
                 hosts=self._hosts,
                 vital=self._vital,
                 seen=self._hub.hosts(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Pace", "Progress", "draw"]
+__all__ = ["EpochProgress", "Pace", "draw"]
 
 _WIDEST, _NARROWEST = 30, 8
 # By how much what was measured counts less after each measurement.
@@ -13,7 +13,7 @@ _DECAY = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class EpochProgress:
     """How far an epoch is.
 
     Attributes:
@@ -64,7 +64,7 @@ class Pace:
         return self._seconds / self._steps if self._steps > 0 else 0.0
 
 
-def draw(progress: Progress, columns: int) -> str:
+def draw(progress: EpochProgress, columns: int) -> str:
     """``progress`` in less than ``columns`` characters; the least important is left out first."""
     head = f"epoch {progress.epoch}/{progress.epochs}"
     count = f"{progress.done}/{progress.steps}" if progress.steps else f"step {progress.done}"
@@ -79,7 +79,7 @@ def draw(progress: Progress, columns: int) -> str:
     return f"{head} [{'=' * filled}{'.' * (room - filled)}] {rest}"
 
 
-def _words(progress: Progress) -> list[str]:
+def _words(progress: EpochProgress) -> list[str]:
     """What there is to say, the most important first."""
     words = []
     if not math.isnan(progress.loss):

@@ -10,9 +10,9 @@ from threading import Event
 import numpy as np
 
 from hvdtrain.collectives.fusion import BufferPool
-from hvdtrain.collectives.point_to_point import Messages
+from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.parameter_server.gradient_packing import SENT, Gradient, pack_gradients
-from hvdtrain.parameter_server.pending_request import Asked, Peer, Wanted
+from hvdtrain.parameter_server.pending_request import PendingRequest, ServerHandle, Wanted
 from hvdtrain.parameter_server.protocol import (
     NO_STAND,
     REFUSALS,
@@ -22,7 +22,7 @@ from hvdtrain.parameter_server.protocol import (
 )
 from hvdtrain.parameter_server.sharding import Shard, Spec, numpy_dtype
 from hvdtrain.parameter_server.shared_gradients import SLOTS, Slots
-from hvdtrain.parameter_server.shared_weights import Published
+from hvdtrain.parameter_server.shared_weights import PublishedWeights
 
 __all__ = ["Client"]
 
@@ -44,17 +44,17 @@ class Client:
 
     def __init__(
         self,
-        messages: Messages,
+        messages: PointToPoint,
         specs: Sequence[Spec],
         servers: Sequence[int],
         shards: Sequence[Shard],
-        published: Mapping[int, Published],
+        published: Mapping[int, PublishedWeights],
         slots: Mapping[int, Slots],
     ) -> None:
         self._messages = messages
         self._specs = specs
         self._servers = [
-            Peer(rank, shard, published.get(rank)) for rank, shard in zip(servers, shards)
+            ServerHandle(rank, shard, published.get(rank)) for rank, shard in zip(servers, shards)
         ]
         self._slots = slots
         self._slot = 0  # of the last gradient
@@ -62,8 +62,8 @@ class Client:
         # MPI moves large messages only while it is called, and training calls other things. So a
         # thread waits for the answer to what is under way; no other call of MPI is made meanwhile.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain push")
-        self._under_way: tuple[Asked, Future[None]] | None = None
-        self._came: Asked | None = None  # of it, with weights that are not used yet
+        self._under_way: tuple[PendingRequest, Future[None]] | None = None
+        self._came: PendingRequest | None = None  # of it, with weights that are not used yet
         self._closed = Event()
         self.pushed = 0
         """How many gradients went to the servers."""
@@ -258,7 +258,7 @@ class Client:
         self._slot = 0 if self._under_way is None else (self._slot + 1) % SLOTS
         return requests, [self._pack(server, gradients) for server in self._servers]
 
-    def _pack(self, server: Peer, gradients: Sequence[Gradient]) -> list[np.ndarray]:
+    def _pack(self, server: ServerHandle, gradients: Sequence[Gradient]) -> list[np.ndarray]:
         if server.rank in self._slots:
             flat, slot = self._slots[server.rank][self._slot], self._slot
         else:
@@ -279,7 +279,7 @@ class Client:
         wanted: Wanted = "newest",
         endless: bool = False,
     ) -> list[np.ndarray]:
-        """Send requests, each with its data, and take the answers; as for ``Asked``.
+        """Send requests, each with its data, and take the answers; as for ``PendingRequest``.
 
         Returns:
             Weights, unless none are wanted.
@@ -302,9 +302,9 @@ class Client:
         more: Sequence[Sequence[np.ndarray]] | None = None,
         wanted: Wanted = "newest",
         endless: bool = False,
-    ) -> Asked:
+    ) -> PendingRequest:
         self.pushed += sum(request.counts for request in requests[:1])
-        return Asked(
+        return PendingRequest(
             self._messages,
             self._servers,
             requests,
@@ -331,7 +331,7 @@ class Client:
         self._note(asked)
         self._came = asked
 
-    def _note(self, asked: Asked) -> None:
+    def _note(self, asked: PendingRequest) -> None:
         """Take over what the servers said, beside the weights.
 
         Raises:
@@ -349,12 +349,12 @@ class Client:
                 error = REFUSALS[reply.error]
                 raise error(f"The parameter server, rank {server.rank}: {reply.refusal}")
 
-    def _use(self, asked: Asked) -> list[np.ndarray]:
+    def _use(self, asked: PendingRequest) -> list[np.ndarray]:
         """The weights that came, for the next gradient."""
         self._follow(asked)
         return self._assemble(asked.buffers)
 
-    def _follow(self, asked: Asked) -> None:
+    def _follow(self, asked: PendingRequest) -> None:
         for server, reply, version in zip(self._servers, asked.replies, asked.versions):
             server.step, server.version = reply.step, version
 

@@ -1,9 +1,9 @@
 """Who may go on when, and which gradients count; pure bookkeeping of one server.
 
-``FreeRunning`` applies each gradient as it comes. With a bound it is stale synchronous parallel
+``Asynchronous`` applies each gradient as it comes. With a bound it is stale synchronous parallel
 (Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server").
-``Rounds`` waits for the gradients of a step; with backup workers it takes the first ones (Chen et
-al. 2016, arXiv 1604.00981).
+``Synchronous`` waits for the gradients of a step; with backup workers it takes the first ones
+(Chen et al. 2016, arXiv 1604.00981).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-__all__ = ["FreeRunning", "Rounds", "Rule"]
+__all__ = ["Asynchronous", "Consistency", "Synchronous"]
 
 
-class Rule(Protocol):
+class Consistency(Protocol):
     """What a server asks."""
 
     gathers: bool
@@ -59,7 +59,7 @@ class Rule(Protocol):
         ...
 
 
-class FreeRunning:
+class Asynchronous:
     """Workers go on without each other.
 
     Args:
@@ -109,7 +109,7 @@ class FreeRunning:
         return self._pushed[worker] >= limit[list(self._pushed).index(worker)]
 
 
-class Rounds:
+class Synchronous:
     """Workers make each step together.
 
     Args:

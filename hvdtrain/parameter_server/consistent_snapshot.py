@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdtrain.parameter_server.consistency import Rule
+from hvdtrain.parameter_server.consistency import Consistency
 from hvdtrain.parameter_server.protocol import Kind, Request
 
-__all__ = ["Freezing"]
+__all__ = ["ConsistentSnapshot"]
 
 # What may bring a server beyond the moment.
 _HELD = (Kind.PUSH, Kind.LEAVE, Kind.DONE)
 
 
-class Freezing:
+class ConsistentSnapshot:
     """Holds requests back that belong to what comes after the moment.
 
     Args:
@@ -26,7 +26,7 @@ class Freezing:
         workers: By rank, in the order of the rule's.
     """
 
-    def __init__(self, rule: Rule, workers: Sequence[int]) -> None:
+    def __init__(self, rule: Consistency, workers: Sequence[int]) -> None:
         self._rule = rule
         self._workers = tuple(workers)
         self._frozen = False

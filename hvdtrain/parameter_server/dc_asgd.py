@@ -15,10 +15,10 @@ from hvdtrain.collectives.kernels import widen
 from hvdtrain.parameter_server.gradient_packing import Parts, Rows, merge_rows
 from hvdtrain.parameter_server.sharding import Shard
 
-__all__ = ["Compensation"]
+__all__ = ["DelayCompensation"]
 
 
-class Compensation:
+class DelayCompensation:
     """Keeps what each worker was sent last: one copy of the shard for each.
 
     float16 and bfloat16 are corrected in float32.

@@ -8,10 +8,10 @@ from hvdtrain.collectives.kernels import widen
 from hvdtrain.errors import MismatchError
 from hvdtrain.parameter_server.gradient_packing import Parts, Rows, merge_rows
 
-__all__ = ["Gathering"]
+__all__ = ["GradientAggregation"]
 
 
-class Gathering:
+class GradientAggregation:
     """Adds gradients up as they come, so that one buffer is enough for all workers.
 
     float16 and bfloat16 are summed in float32.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.errors import MismatchError
-from hvdtrain.parameter_server.sharding import Piece, Shard, Spec, numpy_dtype, take_rows
+from hvdtrain.parameter_server.sharding import Shard, Spec, VariableSlice, numpy_dtype, take_rows
 
 __all__ = ["SENT", "Gradient", "Parts", "Rows", "merge_rows", "pack_gradients"]
 
@@ -198,7 +198,7 @@ def _all_finite(array: np.ndarray) -> bool:
     )
 
 
-def _has_whole_rows(piece: Piece, spec: Spec) -> bool:
+def _has_whole_rows(piece: VariableSlice, spec: Spec) -> bool:
     return bool(spec.shape) and piece.start % spec.row == 0 == piece.stop % spec.row
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["Attendance"]
+__all__ = ["WorkerLiveness"]
 
 
-class Attendance:
+class WorkerLiveness:
     """Who may still send something.
 
     A worker that has an answer is expected to speak again. One that takes longer than ``silence_s``

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.errors import CheckpointError, ModelError
 from hvdtrain.parameter_server.sharded_optimizers import accumulated_steps, plain_optimizer
-from hvdtrain.parameter_server.sharding import Piece, Shard
+from hvdtrain.parameter_server.sharding import Shard, VariableSlice
 
 __all__ = ["AVERAGES", "assign_state", "cut_state", "gather_state", "read_state"]
 
@@ -171,14 +171,14 @@ def _built(optimizer: Any) -> tuple[Any, Sequence[Any]]:
     return plain, plain._trainable_variables
 
 
-def _part(whole: np.ndarray, piece: Piece, variables: Sequence[Any]) -> np.ndarray:
+def _part(whole: np.ndarray, piece: VariableSlice, variables: Sequence[Any]) -> np.ndarray:
     """What belongs to ``piece`` of a variable's state, as a view."""
     if piece.stop - piece.start == math.prod(variables[piece.variable].shape):
         return whole  # which needn't have the variable's shape
     return whole.reshape(-1)[piece.start : piece.stop].reshape(piece.shape)
 
 
-def _key(name: str, piece: Piece) -> str:
+def _key(name: str, piece: VariableSlice) -> str:
     return f"{name}/{piece.variable:04d}/{piece.start}"
 
 

@@ -9,29 +9,29 @@ from typing import Literal
 
 import numpy as np
 
-from hvdtrain.collectives.point_to_point import Messages, Pending
+from hvdtrain.collectives.point_to_point import PendingMessage, PointToPoint
 from hvdtrain.parameter_server.protocol import DATA, REPLY, REPLY_DATA, REQUEST, Reply, Request
 from hvdtrain.parameter_server.sharding import Shard
-from hvdtrain.parameter_server.shared_weights import Published
+from hvdtrain.parameter_server.shared_weights import PublishedWeights
 
-__all__ = ["Asked", "Peer", "Wanted"]
+__all__ = ["PendingRequest", "ServerHandle", "Wanted"]
 
 # Which weights are to come: newest ones may be newer than the answer, these are not.
 Wanted = Literal["newest", "these", "none"]
 
 
 @dataclass
-class Peer:
+class ServerHandle:
     """What a worker knows of a server: where it is, its shard, and the weights it got from it."""
 
     rank: int
     shard: Shard
-    published: Published | None  # where its weights are read; None where it sends them
+    published: PublishedWeights | None  # where its weights are read; None where it sends them
     step: int = 0
     version: int = 0
 
 
-class Asked:
+class PendingRequest:
     """Requests to all servers, which begin to travel at once.
 
     All is received at once: a server does nothing else until its answer has been taken, so that
@@ -46,13 +46,13 @@ class Asked:
         buffers: For each server, where weights go.
         wanted: Whether there are any.
         more: For each server, where to put what follows the weights.
-        endless: As for ``Messages.wait``.
+        endless: As for ``PointToPoint.wait``.
     """
 
     def __init__(
         self,
-        messages: Messages,
-        servers: Sequence[Peer],
+        messages: PointToPoint,
+        servers: Sequence[ServerHandle],
         requests: Sequence[Request],
         what: str,
         *,
@@ -69,7 +69,7 @@ class Asked:
         self._answers = [Reply.buffer() for _ in servers]
         # What is sent must live until it has been.
         self._sent: list[np.ndarray] = []
-        self._pending: list[Pending] = []
+        self._pending: list[PendingMessage] = []
         self.buffers = buffers
         self.replies: list[Reply] = []
         """Once they have come."""
@@ -94,7 +94,7 @@ class Asked:
         """Return when all answers have come, and weights that are read have been.
 
         Args:
-            unless: As for ``Messages.wait``; what was asked is of no use then.
+            unless: As for ``PointToPoint.wait``; what was asked is of no use then.
 
         Raises:
             PeerFailedError: Another rank failed or left meanwhile.

@@ -13,10 +13,10 @@ import numpy as np
 from hvdtrain.collectives.kernels import accumulator_dtype, widen
 from hvdtrain.parameter_server.gradient_packing import Gradient, Rows, merge_rows
 
-__all__ = ["Accrued"]
+__all__ = ["AccumulatedPush"]
 
 
-class Accrued:
+class AccumulatedPush:
     """What a worker has still to send.
 
     float16 and bfloat16 are summed in float32.

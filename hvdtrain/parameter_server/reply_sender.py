@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdtrain.collectives.point_to_point import Messages, Pending
+from hvdtrain.collectives.point_to_point import PendingMessage, PointToPoint
 from hvdtrain.errors import PeerLostError
 from hvdtrain.parameter_server.protocol import REPLY, REPLY_DATA, Reply
 
-__all__ = ["Answers"]
+__all__ = ["ReplySender"]
 
 
-class Answers:
+class ReplySender:
     """Sends each worker one answer after another.
 
     A worker that has died gets none, which is no error: who is lost is seen elsewhere, for all of
@@ -24,10 +24,10 @@ class Answers:
         messages: To the workers.
     """
 
-    def __init__(self, messages: Messages) -> None:
+    def __init__(self, messages: PointToPoint) -> None:
         self._messages = messages
         # By worker; MPI reads the words until they are taken.
-        self._untaken: dict[int, tuple[np.ndarray, Sequence[Pending]]] = {}
+        self._untaken: dict[int, tuple[np.ndarray, Sequence[PendingMessage]]] = {}
 
     def send(self, worker: int, reply: Reply, data: Sequence[np.ndarray]) -> None:
         """Send an answer; return when data that come with it are taken, and at once without any.

@@ -10,14 +10,14 @@ from typing import Protocol
 import numpy as np
 
 from hvdtrain.collectives.fusion import BufferPool
-from hvdtrain.collectives.point_to_point import Messages
+from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.errors import CollectiveError, MismatchError, NonFiniteError, PeerLostError
-from hvdtrain.parameter_server.consistency import Rule
-from hvdtrain.parameter_server.consistent_snapshot import Freezing
-from hvdtrain.parameter_server.dc_asgd import Compensation
-from hvdtrain.parameter_server.gradient_aggregation import Gathering
+from hvdtrain.parameter_server.consistency import Consistency
+from hvdtrain.parameter_server.consistent_snapshot import ConsistentSnapshot
+from hvdtrain.parameter_server.dc_asgd import DelayCompensation
+from hvdtrain.parameter_server.gradient_aggregation import GradientAggregation
 from hvdtrain.parameter_server.gradient_packing import Parts
-from hvdtrain.parameter_server.liveness import Attendance
+from hvdtrain.parameter_server.liveness import WorkerLiveness
 from hvdtrain.parameter_server.protocol import (
     DATA,
     NO_STAND,
@@ -27,11 +27,11 @@ from hvdtrain.parameter_server.protocol import (
     Reply,
     Request,
 )
-from hvdtrain.parameter_server.reply_sender import Answers
+from hvdtrain.parameter_server.reply_sender import ReplySender
 from hvdtrain.parameter_server.sharding import Shard
 from hvdtrain.parameter_server.shared_gradients import Slots
-from hvdtrain.parameter_server.shared_weights import Published
-from hvdtrain.parameter_server.staleness_stats import Counts
+from hvdtrain.parameter_server.shared_weights import PublishedWeights
+from hvdtrain.parameter_server.staleness_stats import StalenessStats
 from hvdtrain.parameter_server.update_log import Origin, UpdateLog
 
 __all__ = ["Server", "Variables"]
@@ -92,9 +92,9 @@ class Server:
         scale_by_staleness: Divide the learning rate of each update by the gradient's staleness
             (Zhang et al. 2016, arXiv 1511.05950), where that is above 1.
         tells_learning_rate: Let workers know that of the next update.
-        delay_compensation: Strength of ``Compensation`` for gradients that are applied one by one;
-            0 for none. It takes that nobody reads weights here, which may be newer than those of
-            the answer.
+        delay_compensation: Strength of ``DelayCompensation`` for gradients that are applied one by
+            one; 0 for none. It takes that nobody reads weights here, which may be newer than those
+            of the answer.
         require_finite: Refuse gradients with NaN or infinity.
         log: Is told of each update.
         received: A signal that has come to this rank, or 0; the chief is told.
@@ -105,15 +105,15 @@ class Server:
 
     def __init__(
         self,
-        messages: Messages,
+        messages: PointToPoint,
         variables: Variables,
         shard: Shard,
         *,
-        published: Published,
+        published: PublishedWeights,
         readers: Collection[int],
         slots: Mapping[int, Slots],
         workers: Sequence[int],
-        rule: Rule,
+        rule: Consistency,
         scale_by_staleness: bool,
         tells_learning_rate: bool = False,
         delay_compensation: float = 0.0,
@@ -131,34 +131,34 @@ class Server:
         self._scale_by_staleness = scale_by_staleness
         self._tells_learning_rate = tells_learning_rate
         self._workers = tuple(workers)
-        self._attendance = Attendance(workers, silence_s)
+        self._attendance = WorkerLiveness(workers, silence_s)
         self._silence_s = silence_s
         self._least_workers = least_workers
         self._gone = messages.lost.difference(workers)
         self._tell = tell
         self._received = received
         self._signal = 0  # that came to a worker
-        self._freezing = Freezing(rule, workers)
+        self._freezing = ConsistentSnapshot(rule, workers)
         self._stands = dict.fromkeys(workers, NO_STAND)
         self._gathered_stands: dict[int, tuple[int, ...]] = {}
         self._loaded = False
         self._stop = False
         self._version = 0
         self._waiting: dict[int, bool] = {}  # for weights; whether that is the end
-        self._answers = Answers(messages)
+        self._answers = ReplySender(messages)
         self._published = published
         self._published_version = -1
         self._readers = frozenset(readers)
         self._slots = slots
         self._flat = BufferPool().take(shard.nbytes)  # aligned
-        self._gathered = Gathering()
+        self._gathered = GradientAggregation()
         self._gathered_of: list[Origin] = []
         self._pushes = dict.fromkeys(workers, 0)
         self._log = log
         self._require_finite = require_finite
         compensates = delay_compensation > 0
-        self._compensation = Compensation(delay_compensation, shard) if compensates else None
-        self.counts = Counts()
+        self._compensation = DelayCompensation(delay_compensation, shard) if compensates else None
+        self.counts = StalenessStats()
         """What became of the gradients."""
         self.ended_by = 0
         """The signal by which the chief ended the training; 0 for none."""

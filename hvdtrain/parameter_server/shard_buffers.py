@@ -13,12 +13,12 @@ from hvdtrain.parameter_server.gradient_packing import Parts
 from hvdtrain.parameter_server.optimizer_state import AVERAGES, cut_state, gather_state
 from hvdtrain.parameter_server.sharded_optimizers import plain_optimizer
 from hvdtrain.parameter_server.sharding import Shard
-from hvdtrain.parameter_server.variable_table import Table
+from hvdtrain.parameter_server.variable_table import VariableTable
 
-__all__ = ["Holding", "put_averages", "put_states", "take_states"]
+__all__ = ["ShardBuffers", "put_averages", "put_states", "take_states"]
 
 
-class Holding:
+class ShardBuffers:
     """A table behind the buffers of a ``Server``.
 
     Args:
@@ -28,7 +28,7 @@ class Holding:
     """
 
     def __init__(self, optimizer: Any, shard: Shard, variables: Sequence[Any]) -> None:
-        self._table = Table(optimizer, shard, variables)
+        self._table = VariableTable(optimizer, shard, variables)
         self.paths: Sequence[str] = [variables[piece.variable].path for piece in shard.pieces]
         self.state_bytes = join_bytes(self._table.state()).size
 

@@ -21,11 +21,11 @@ from hvdtrain.errors import ConfigurationError, ModelError
 
 __all__ = [
     "ALIGNMENT_BYTES",
-    "Piece",
     "Shard",
     "Spec",
-    "cut",
+    "VariableSlice",
     "numpy_dtype",
+    "shard_variables",
     "specs_of",
     "take_rows",
 ]
@@ -65,7 +65,7 @@ class Spec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class VariableSlice:
     """Elements ``[start, stop)`` of a flattened variable, in a shard's buffer.
 
     Attributes:
@@ -98,7 +98,7 @@ class Shard:
     Variables without elements are part of no shard.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[VariableSlice, ...]
     nbytes: int
 
     def views(self, buffer: np.ndarray) -> list[np.ndarray]:
@@ -154,7 +154,9 @@ def specs_of(variables: Iterable[Any]) -> tuple[Spec, ...]:
     return tuple(Spec(v.path, tuple(int(n) for n in v.shape), str(v.dtype)) for v in variables)
 
 
-def cut(specs: Sequence[Spec], servers: int, whole: Collection[int] = ()) -> tuple[Shard, ...]:
+def shard_variables(
+    specs: Sequence[Spec], servers: int, whole: Collection[int] = ()
+) -> tuple[Shard, ...]:
     """Share out variables among servers, each as many bytes as the others.
 
     Cuts lie between rows, so that a row has one owner, unless a row is so large that shards would
@@ -188,7 +190,7 @@ def cut(specs: Sequence[Spec], servers: int, whole: Collection[int] = ()) -> tup
 
 
 def take_rows(
-    piece: Piece, spec: Spec, indices: np.ndarray, values: np.ndarray
+    piece: VariableSlice, spec: Spec, indices: np.ndarray, values: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows of a sparse gradient that belong to ``piece``, counted from its first row.
 
@@ -297,7 +299,7 @@ def _lay_out(specs: Sequence[Spec], parts: Iterable[tuple[int, int, int]]) -> Sh
             shape = ((stop - start) // spec.row, *spec.shape[1:])
         else:
             shape = (stop - start,)
-        piece = Piece(variable, start, stop, shape, spec.dtype, offset)
+        piece = VariableSlice(variable, start, stop, shape, spec.dtype, offset)
         pieces.append(piece)
         offset += -(-piece.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return Shard(tuple(pieces), offset)

@@ -18,7 +18,7 @@ from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CollectiveError
 from hvdtrain.parameter_server.sharding import Shard
 
-__all__ = ["Published", "SharedWeights", "published_bytes", "share_weights"]
+__all__ = ["PublishedWeights", "SharedWeights", "published_bytes", "share_weights"]
 
 # A reader begins again only if this many less one publications are made during one copy.
 SLOTS = 3
@@ -31,11 +31,11 @@ COUNT = 0
 
 
 def published_bytes(nbytes: int, slots: int = SLOTS) -> int:
-    """How much memory ``Published`` takes for weights of ``nbytes``."""
+    """How much memory ``PublishedWeights`` takes for weights of ``nbytes``."""
     return (1 + slots) * ALIGNMENT_BYTES + slots * _stride(nbytes)
 
 
-class Published:
+class PublishedWeights:
     """One server's weights, for whoever sees the memory.
 
     Args:
@@ -105,7 +105,7 @@ class SharedWeights(NamedTuple):
         readers: The ranks that read what this one publishes.
     """
 
-    published: dict[int, Published]
+    published: dict[int, PublishedWeights]
     readers: frozenset[int]
 
 
@@ -129,14 +129,14 @@ def share_weights(
     mine = published_bytes(sizes[me]) if me in sizes else 0
     memory = collectives.share(mine) if readable else {}
     published = {
-        server: Published(memory[server], nbytes)
+        server: PublishedWeights(memory[server], nbytes)
         for server, nbytes in sizes.items()
         if server in memory
     }
     if me in sizes and me not in published:
         own = BufferPool().take(published_bytes(sizes[me], slots=1))
         own.fill(0)
-        published[me] = Published(own, sizes[me], slots=1)
+        published[me] = PublishedWeights(own, sizes[me], slots=1)
     return SharedWeights(published, frozenset(memory))
 
 

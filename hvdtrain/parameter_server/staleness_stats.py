@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Counts"]
+__all__ = ["StalenessStats"]
 
 
 @dataclass(kw_only=True)
-class Counts:
+class StalenessStats:
     """Of one server.
 
     Attributes:
@@ -59,7 +59,7 @@ class Counts:
         }
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Counts:
+    def from_json(cls, value: dict[str, Any]) -> StalenessStats:
         """From ``to_json``."""
         counters = {name: Counter(dict(value[name])) for name in ("pushed", "staleness")}
         return cls(**{**value, **counters})

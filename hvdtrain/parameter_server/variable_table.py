@@ -14,15 +14,15 @@ from hvdtrain.errors import ModelError
 from hvdtrain.parameter_server.gradient_packing import Rows
 from hvdtrain.parameter_server.optimizer_state import assign_state, read_state
 from hvdtrain.parameter_server.sharded_optimizers import is_elementwise, own_optimizer, paced
-from hvdtrain.parameter_server.sharding import ALIGNMENT_BYTES, Piece, Shard
+from hvdtrain.parameter_server.sharding import ALIGNMENT_BYTES, Shard, VariableSlice
 
-__all__ = ["Table"]
+__all__ = ["VariableTable"]
 
 # Where the buffers are; on a GPU's way there and back the copies would cost more than is won.
 _DEVICE = "/CPU:0"
 
 
-class Table:
+class VariableTable:
     """Weights in pieces, to which gradients from elsewhere are applied.
 
     One thread at a time may use it. Buffers are uint8 of shape ``(shard.nbytes,)``, laid out as
@@ -197,7 +197,7 @@ def _trace(function: Callable[..., Any], signature: Sequence[tf.TensorSpec]) -> 
     return tf.function(function, signature, autograph=False).get_concrete_function()
 
 
-def _piece_of(whole: Any, piece: Piece) -> keras.Variable:
+def _piece_of(whole: Any, piece: VariableSlice) -> keras.Variable:
     """A variable for a part of the model's variable ``whole``, with the same path."""
     if whole.constraint is not None and tuple(whole.shape) != piece.shape:
         raise ModelError(
@@ -215,7 +215,7 @@ def _piece_of(whole: Any, piece: Piece) -> keras.Variable:
     return variable
 
 
-def _value_in(flat: tf.Tensor, piece: Piece, copied: bool = True) -> tf.Tensor:
+def _value_in(flat: tf.Tensor, piece: VariableSlice, copied: bool = True) -> tf.Tensor:
     """What a flat buffer holds for ``piece``; unless ``copied``, in the buffer's own memory.
 
     A variable may keep the memory of what it is assigned, while the buffer goes to other uses.

@@ -24,7 +24,7 @@ from typing import Any
 from hvdtrain.agent.cpu_share import available_cores
 from hvdtrain.errors import LaunchError
 from hvdtrain.remote.probe_messages import MARK, Question, read_question
-from hvdtrain.remote.run_capture import ask_program
+from hvdtrain.remote.run_capture import run_capture
 
 __all__ = ["installed_versions", "main"]
 
@@ -124,7 +124,7 @@ def _versions(question: Question) -> dict[str, Any]:
 def _mpi(question: Question) -> dict[str, Any]:
     # In a process of its own: an MPI library may end its process, or hang.
     try:
-        reply = ask_program([sys.executable, "-c", _MPI_PROGRAM], timeout_s=MPI_TIMEOUT_S)
+        reply = run_capture([sys.executable, "-c", _MPI_PROGRAM], timeout_s=MPI_TIMEOUT_S)
     except LaunchError:
         return {"mpi_error": f"loading it took longer than {MPI_TIMEOUT_S:g} s"}
     lines = reply.stdout.strip("\0\n ").splitlines()
@@ -154,7 +154,7 @@ def _gpus(question: Question) -> dict[str, Any]:
         return {}
     argv = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        reply = ask_program(argv, timeout_s=GPU_TIMEOUT_S)
+        reply = run_capture(argv, timeout_s=GPU_TIMEOUT_S)
     except LaunchError as error:
         return {"gpu_error": str(error)}
     lines = reply.text.strip().splitlines()

@@ -9,7 +9,7 @@ from hvdtrain.cluster.ranges import listing
 from hvdtrain.remote.probe_messages import Facts
 from hvdtrain.remote.remote_probe import Answer
 
-__all__ = ["Problem", "reached", "show_problem", "size"]
+__all__ = ["Problem", "answered", "show_problem", "size"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,6 @@ def size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
-def reached(answers: Sequence[Answer]) -> list[tuple[str, Facts]]:
+def answered(answers: Sequence[Answer]) -> list[tuple[str, Facts]]:
     """Hosts that answered, and what they said."""
     return [(answer.host, answer.facts) for answer in answers if answer.facts is not None]

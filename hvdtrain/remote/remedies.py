@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from hvdtrain.remote.problem import Problem
 from hvdtrain.remote.remote_probe import Answer, FailureKind, Way
 
-__all__ = ["unreached"]
+__all__ = ["remedies_for"]
 
 _FOUND: dict[FailureKind, str] = {
     "unknown name": "its name is unknown",
@@ -26,7 +26,7 @@ _FOUND: dict[FailureKind, str] = {
 _LOGIN = "ssh logs in without a question"
 
 
-def unreached(answers: Sequence[Answer], *, way: Way, python: str) -> Iterator[Problem]:
+def remedies_for(answers: Sequence[Answer], *, way: Way, python: str) -> Iterator[Problem]:
     """One problem for each reason, with all hosts that gave it.
 
     Args:

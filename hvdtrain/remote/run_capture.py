@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from hvdtrain.errors import LaunchError
 
-__all__ = ["Reply", "ask_program"]
+__all__ = ["CapturedOutput", "run_capture"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class CapturedOutput:
     """What a program printed, and its exit code: negative where a signal ended it."""
 
     code: int
@@ -25,13 +25,13 @@ class Reply:
         return self.stdout + self.stderr
 
 
-def ask_program(
+def run_capture(
     argv: Sequence[str],
     *,
     timeout_s: float,
     environ: Mapping[str, str] | None = None,
     remedy: str = "",
-) -> Reply:
+) -> CapturedOutput:
     """Run a program to its end, without input.
 
     Args:
@@ -59,7 +59,7 @@ def ask_program(
     except OSError as error:
         problem = f"{argv[0]} can't be started: {error.strerror}"
     else:
-        return Reply(
+        return CapturedOutput(
             code=done.returncode,
             stdout=done.stdout.decode(errors="replace"),
             stderr=done.stderr.decode(errors="replace"),

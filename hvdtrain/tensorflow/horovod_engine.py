@@ -19,7 +19,7 @@ from hvdtrain.collectives.engine import Engine, Reduction
 from hvdtrain.collectives.fusion import split_evenly
 from hvdtrain.collectives.interface import ReduceOp
 from hvdtrain.collectives.kernels import finish, widen
-from hvdtrain.collectives.point_to_point import Messages
+from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.watchdog import Watchdog
 from hvdtrain.errors import CollectiveError, ConfigurationError, LaunchError
 
@@ -73,7 +73,7 @@ class HorovodCollectives(Engine):
         super().close()
         self._watchdog.close()
 
-    def messages(self) -> Messages:
+    def messages(self) -> PointToPoint:
         raise ConfigurationError(
             "Parameter servers need MPI, and here a real Horovod is the engine. Start with "
             "horovodrun --mpi, mpirun, srun or hvdtrain run, without --backend horovod."

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.agent.oom import Group, Kills, KillWatch, count_in, group_of, limit_of
+from hvdtrain.agent.oom import ControlGroup, OomKills, OomWatch, count_in, group_of, limit_of
 from tests.agent.cgroups import ENTER, FILL, LIMIT_BYTES
 
 V1 = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory"
@@ -60,7 +60,7 @@ GROUPS: dict[str, tuple[str, str, tuple[str, str] | None]] = {
 
 @pytest.mark.parametrize(("memberships", "mounts", "found"), GROUPS.values(), ids=GROUPS)
 def test_the_group_is_found(memberships: str, mounts: str, found: tuple[str, str] | None) -> None:
-    expected = found and Group(Path(found[0]), Path(found[0] + found[1]))
+    expected = found and ControlGroup(Path(found[0]), Path(found[0] + found[1]))
     assert group_of(memberships, f"{OTHERS}{mounts}\n") == expected
 
 
@@ -78,11 +78,11 @@ def test_the_count_is_read(text: str, count: int | None) -> None:
     assert count_in(text) == count
 
 
-def group_with(tmp_path: Path, files: dict[str, str]) -> Group:
+def group_with(tmp_path: Path, files: dict[str, str]) -> ControlGroup:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    return Group(tmp_path, tmp_path / "job" / "step")
+    return ControlGroup(tmp_path, tmp_path / "job" / "step")
 
 
 NO_LIMIT = str((1 << 63) - 4096)
@@ -130,16 +130,16 @@ class Kernel:
 
 def test_kills_are_those_since_the_start(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
-    watch = KillWatch(kernel.proc)
+    watch = OomWatch(kernel.proc)
     watch.look(7)
-    assert watch.kills() == Kills(in_group=0, on_host=0)
+    assert watch.kills() == OomKills(in_group=0, on_host=0)
     kernel.count(a=7, b=6, host=14)
-    assert watch.kills() == Kills(in_group=2, on_host=3)
+    assert watch.kills() == OomKills(in_group=2, on_host=3)
 
 
 def test_the_group_that_counts_is_the_last_one(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
-    watch = KillWatch(kernel.proc)
+    watch = OomWatch(kernel.proc)
     kernel.move("7", "/b")
     watch.look(7)
     # As a process looks that is about to end, in version 1; and after its end.
@@ -147,35 +147,35 @@ def test_the_group_that_counts_is_the_last_one(tmp_path: Path) -> None:
     watch.look(7)
     watch.look(8)
     kernel.count(a=9, b=7, host=16)
-    assert watch.kills() == Kills(in_group=1, on_host=5)
+    assert watch.kills() == OomKills(in_group=1, on_host=5)
 
 
 def test_a_group_without_counts_leaves_it_to_the_one_around(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
     kernel.move("self", "/b/below")
-    watch = KillWatch(kernel.proc)
+    watch = OomWatch(kernel.proc)
     kernel.count(a=5, b=8, host=13)
-    assert watch.kills() == Kills(in_group=2, on_host=2)
+    assert watch.kills() == OomKills(in_group=2, on_host=2)
 
 
 def test_a_group_that_is_gone_tells_nothing(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
-    watch = KillWatch(kernel.proc)
+    watch = OomWatch(kernel.proc)
     kernel.count(host=12)
     (kernel.groups / "a" / "memory.events").unlink()
-    assert watch.kills() == Kills(on_host=1)
+    assert watch.kills() == OomKills(on_host=1)
 
 
 def test_without_the_kernels_files_nothing_is_known(tmp_path: Path) -> None:
-    watch = KillWatch(tmp_path)
+    watch = OomWatch(tmp_path)
     watch.look(os.getpid())
-    assert watch.kills() == Kills()
+    assert watch.kills() == OomKills()
 
 
 @pytest.mark.parametrize("fills", [True, False], ids=["out-of-memory", "sigkill"])
 def test_the_kernel_is_told_from_others(cgroup: Path, fills: bool) -> None:
     """A real process that the kernel kills, or that kills itself there."""
-    watch = KillWatch()
+    watch = OomWatch()
     action = FILL if fills else "os.kill(os.getpid(), 9)"
     with subprocess.Popen([sys.executable, "-c", f"import os, time; {ENTER}; {action}"]) as child:
         deadline = time.monotonic() + 30

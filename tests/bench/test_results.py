@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench.results import Limit, Report, format_seconds, table
+from hvdtrain.bench.results import BenchReport, Limit, format_seconds, table
 
 
 def test_columns_are_aligned() -> None:
@@ -38,7 +38,7 @@ def test_limits_hold_on_one_side(bound, measured: float, held: bool) -> None:
 def test_finish_prints_limits_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = Report("allreduce", {"ranks": 2})
+    report = BenchReport("allreduce", {"ranks": 2})
     report.add("sizes", [1, 2])
     report.hold_against(Limit(what="ratio", measured=2.5, limit=3.0, unit="times", bound="at most"))
     path = tmp_path / "out.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hvdtrain.check.check_report import diagnose
+from hvdtrain.check.check_report import make_report
 from hvdtrain.remote.probe_messages import Facts
 from hvdtrain.remote.problem import Problem
 from hvdtrain.remote.remote_probe import Answer, Failure, FailureKind, Way
@@ -53,7 +53,7 @@ def lost(name: str, kind: FailureKind, words: str = "") -> Answer:
 
 def problems(*answers: Answer, way: Way = "ssh", **here: Any) -> list[Problem]:
     launcher = answer("a", **here)
-    return list(diagnose(launcher, answers, way=way, python=PYTHON).problems)
+    return list(make_report(launcher, answers, way=way, python=PYTHON).problems)
 
 
 def the_problem(*answers: Answer, way: Way = "ssh", **here: Any) -> Problem:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from hvdtrain.check.allreduce_check import Measured, judge_allreduce, show_allreduce
+from hvdtrain.check.allreduce_check import MeasuredAllreduce, judge_allreduce, show_allreduce
 from hvdtrain.remote.problem import show_problem
 from tests.check.answers import answer
 
-MEASURED = Measured(
+MEASURED = MeasuredAllreduce(
     ranks=4, engine="mpi", nbytes=4_000_000, best_s=0.01, latency_s=2.5e-4, bus_bandwidth=6e8
 )
 
@@ -22,7 +22,7 @@ def test_a_good_allreduce() -> None:
 
 
 def test_an_allreduce_that_fails() -> None:
-    failed = Measured(code=125, words="hvdtrain run: rank 1 did not start")
+    failed = MeasuredAllreduce(code=125, words="hvdtrain run: rank 1 did not start")
     problem = judge_allreduce(failed, [answer("a"), answer("b")])
     assert problem is not None
     assert show_problem(problem) == (
@@ -36,7 +36,7 @@ def test_an_allreduce_that_fails() -> None:
 
 
 def test_an_allreduce_that_hangs_or_is_wrong() -> None:
-    hangs = judge_allreduce(Measured(code=124), [answer("a")])
+    hangs = judge_allreduce(MeasuredAllreduce(code=124), [answer("a")])
     assert hangs is not None
     assert "did not end in time" in hangs.found
     wrong = judge_allreduce(dataclasses.replace(MEASURED, right=False), [])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from hvdtrain.check.check_report import diagnose, show
+from hvdtrain.check.check_report import format_report, make_report
 from tests.check.answers import PYTHON, answer, lost, problems
 
 
 def test_all_well() -> None:
-    found = diagnose(answer("a"), [answer("a"), answer("b", 4)], way="ssh", python=PYTHON)
+    found = make_report(answer("a"), [answer("a"), answer("b", 4)], way="ssh", python=PYTHON)
     assert found.fit
     assert (
-        show(found)
+        format_report(found)
         == """\
 host  state  ranks  cores  load  GPUs  /dev/shm  network                 clock
 a     ok         2      8   0.2  none    500 MB  eth0 10.0.0.1 10 Gb/s  +0.0 s
@@ -24,10 +24,10 @@ Open MPI v5.0.11"""
 def test_a_lost_host() -> None:
     words = "ssh: connect to host b port 22: Connection refused"
     answers = [answer("a"), lost("b", "refused", words)]
-    found = diagnose(answer("a"), answers, way="ssh", python=PYTHON)
+    found = make_report(answer("a"), answers, way="ssh", python=PYTHON)
     assert not found.fit
     assert (
-        show(found)
+        format_report(found)
         == """\
 host  state    ranks  cores  load  GPUs  /dev/shm  network                 clock
 a     ok           2      8   0.2  none    500 MB  eth0 10.0.0.1 10 Gb/s  +0.0 s

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.check.check_report import diagnose
+from hvdtrain.check.check_report import make_report
 from hvdtrain.remote.remote_probe import Answer, clock_offset_s
 from tests.check.answers import GPU, PYTHON, answer, facts, lost, problems, the_problem
 
@@ -103,7 +103,7 @@ def test_what_a_host_can_have(
     problem = the_problem(*answers)
     assert (problem.hosts, problem.found, problem.error) == (("b",), found, error)
     assert remedy in problem.remedy
-    diagnosis = diagnose(answer("a"), answers, way="ssh", python=PYTHON)
+    diagnosis = make_report(answer("a"), answers, way="ssh", python=PYTHON)
     assert diagnosis.fit is not error
     assert [row[1] for row in diagnosis.rows] == ["ok", "problem" if error else "warning"]
 
@@ -146,7 +146,7 @@ def test_a_folder_that_can_not_be_written() -> None:
 
 def test_gpus() -> None:
     alike = [answer("a", gpus=(GPU, GPU)), answer("b", gpus=(GPU, GPU))]
-    diagnosis = diagnose(answer("a"), alike, way="ssh", python=PYTHON)
+    diagnosis = make_report(answer("a"), alike, way="ssh", python=PYTHON)
     assert diagnosis.problems == ()
     assert [row[5] for row in diagnosis.rows] == ["2 NVIDIA H200"] * 2
     few, other = problems(answer("a", gpus=(GPU, GPU)), answer("b", gpus=((GPU[0], "550"),)))
@@ -157,7 +157,7 @@ def test_gpus() -> None:
     )
     assert not other.error
     unused = [answer("a"), answer("b", gpus=(GPU,))]
-    assert not diagnose(answer("a"), unused, way="ssh", python=PYTHON, use_gpus=False).problems
+    assert not make_report(answer("a"), unused, way="ssh", python=PYTHON, use_gpus=False).problems
 
 
 def test_a_slow_answer_is_no_wrong_clock() -> None:
@@ -167,4 +167,4 @@ def test_a_slow_answer_is_no_wrong_clock() -> None:
     )  # fmt: skip
     assert clock_offset_s(slow) == (3.75, 4.25)
     assert problems(answer("a"), slow) == []
-    assert diagnose(answer("a"), [slow], way="ssh", python=PYTHON).rows[0][-1] == "+0.0 s"
+    assert make_report(answer("a"), [slow], way="ssh", python=PYTHON).rows[0][-1] == "+0.0 s"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.cluster.backend import Means, choose_backend, choose_for_devices
+from hvdtrain.cluster.backend import DeviceCapabilities, choose_backend, choose_for_devices
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.errors import ConfigurationError, LaunchError
 
@@ -39,8 +39,8 @@ def test_parameter_servers_need_mpi(topology, asked):
     assert choose_backend(MPI, "auto", has_servers=True).backend == "mpi"
 
 
-GPU0, GPU1 = (Means(gpu=f"GPU-{n}", has_nccl=True, ready=True) for n in "01")
-CPU = Means(gpu="", has_nccl=False, ready=True)
+GPU0, GPU1 = (DeviceCapabilities(gpu=f"GPU-{n}", has_nccl=True, ready=True) for n in "01")
+CPU = DeviceCapabilities(gpu="", has_nccl=False, ready=True)
 LATE = GPU1._replace(ready=False)
 OTHER = GPU1._replace(has_nccl=False)
 

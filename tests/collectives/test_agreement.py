@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.collectives import failure_detector
-from hvdtrain.collectives.failure_detector import Alarm
+from hvdtrain.collectives.failure_detector import FailureDetector
 from hvdtrain.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -184,7 +184,7 @@ def test_rank_that_leaves_after_the_last_operation() -> None:
     mpi = mpi_of_job()
     comm = mpi.COMM_WORLD.Dup()
     begun = 5
-    mine = Alarm(mpi, comm, 30.0, lambda: begun)
+    mine = FailureDetector(mpi, comm, 30.0, lambda: begun)
     if mine.rank == 1:
         assert not mine.leave()
         return

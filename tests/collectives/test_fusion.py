@@ -13,7 +13,7 @@ from hvdtrain.collectives.fusion import (
     Scratch,
     empty_outputs,
     pack,
-    plan_layout,
+    plan_fusion,
     split_evenly,
     unpack,
 )
@@ -33,7 +33,7 @@ SHAPES = {
 @pytest.mark.parametrize("chunk_items", [1, 4, 7, 1000])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_every_item_lies_in_one_place(shapes, chunk_items: int, shares: int) -> None:
-    layout = plan_layout(shapes, 4, chunk_items, shares)
+    layout = plan_fusion(shapes, 4, chunk_items, shares)
     items = [math.prod(shape) for shape in shapes]
     where = [np.full(count, -1) for count in items]
     position = 0
@@ -56,7 +56,7 @@ def test_every_item_lies_in_one_place(shapes, chunk_items: int, shares: int) -> 
 
 def test_what_is_packed_comes_back_in_its_own_type() -> None:
     arrays = [np.arange(5, dtype=np.float16), np.zeros(0, np.float16), np.arange(9.0, 12.0)]
-    layout = plan_layout(((5,), (0,), (3,)), 2, 6, shares=2)
+    layout = plan_fusion(((5,), (0,), (3,)), 2, 6, shares=2)
     back = [np.full_like(array, -1) for array in arrays]
     for chunk in layout.chunks:
         buffer = np.empty(chunk.items, np.float32)
@@ -80,7 +80,7 @@ def test_working_memory_grows_and_stays() -> None:
 def test_outputs_are_aligned_and_apart(dtype: str) -> None:
     shapes = ((3,), (), (0, 2), (5, 5), (1,))
     kind = np.dtype(dtype)
-    layout = plan_layout(shapes, kind.itemsize, 10)
+    layout = plan_fusion(shapes, kind.itemsize, 10)
     arrays, flat = empty_outputs(BufferPool().take(layout.output_bytes), layout, kind)
     for index, (array, line) in enumerate(zip(arrays, flat)):
         assert array.shape == shapes[index]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.collectives import point_to_point as module
-from hvdtrain.collectives.point_to_point import Messages
+from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.single import SingleCollectives
 from hvdtrain.errors import CollectiveTimeoutError, ConfigurationError
 from tests.collectives.engines import EngineCase, everyone, new_engine, shared_engine
@@ -39,7 +39,7 @@ def _others(engine: Any) -> list[int]:
     return [rank for rank in range(engine.size) if rank != engine.rank]
 
 
-def _exchange(engine: Any, messages: Messages, shape: tuple[int, ...], dtype: str) -> None:
+def _exchange(engine: Any, messages: PointToPoint, shape: tuple[int, ...], dtype: str) -> None:
     """Everyone to everyone, all at once."""
     pending, rooms, kept = [], {}, []
     for other in _others(engine):
@@ -109,7 +109,7 @@ def test_tags_keep_messages_apart(engine: Any) -> None:
 
 @two_or_three
 def test_messages_and_operations_do_not_meet(engine: Any) -> None:
-    """Operations go on while messages lie there, also those of other ``Messages``."""
+    """Operations go on while messages lie there, also those of other ``PointToPoint``."""
     one, two = engine.messages(), engine.messages()
     other = (engine.rank + 1) % engine.size
     before = (engine.rank - 1) % engine.size
@@ -156,7 +156,7 @@ def test_silent_peer(rank_count: int, way: str) -> None:
     assert room == words
 
 
-def _wait(messages: Messages, room: np.ndarray, pending: list[Any], waiting_in: str) -> None:
+def _wait(messages: PointToPoint, room: np.ndarray, pending: list[Any], waiting_in: str) -> None:
     """For what is pending, or for a message from whomever."""
     if pending:
         messages.wait(pending, waiting_in)

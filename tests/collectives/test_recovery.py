@@ -7,45 +7,53 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.collectives.hierarchy import Arrangement, arrange
+from hvdtrain.collectives.hierarchy import Hierarchy, plan_hierarchy
 from hvdtrain.collectives.mpi_start import why_not_elastic
-from hvdtrain.collectives.recovery import Stand, Verdict, judge
+from hvdtrain.collectives.recovery import RecoveryDecision, RecoveryState, decide_recovery
 from hvdtrain.errors import CollectiveError
 
 
-def _stand(member: int, operation: int, held: int, source: int = -1) -> Stand:
-    return Stand(member=member, operation=operation, held=held, source=source)
+def _stand(member: int, operation: int, held: int, source: int = -1) -> RecoveryState:
+    return RecoveryState(member=member, operation=operation, held=held, source=source)
 
 
 @pytest.mark.parametrize(
     ("stands", "expected"),
     [
-        pytest.param([(0, 5, 4), (2, 5, 4)], Verdict(4, 0), id="nobody-has-the-result"),
-        pytest.param([(0, 5, 5), (2, 5, 4)], Verdict(4, 0), id="one-has-it-and-does-it-again"),
-        pytest.param([(0, 5, 5), (2, 5, 5)], Verdict(5, 0), id="all-have-it"),
-        pytest.param([(0, 6, 5), (2, 5, 5)], Verdict(5, 0), id="one-is-in-the-next"),
-        pytest.param([(0, 0, 0), (2, 1, 0)], Verdict(0, 0), id="before-the-first"),
-        pytest.param([(0, 5, 5), (2, 6, 5)], Verdict(5, 0), id="one-has-left"),
-        pytest.param([(1, 5, 4, 0), (2, 5, 4, 0)], Verdict(4, 5), id="source-is-lost"),
-        pytest.param([(1, 5, 4, 2), (2, 5, 4, 2)], Verdict(4, 0), id="source-is-there"),
-        pytest.param([(1, 4, 4), (2, 5, 4, 0)], Verdict(4, 5), id="source-is-lost-one-is-late"),
-        pytest.param([(1, 5, 5, 0), (2, 5, 5, 0)], Verdict(5, 0), id="lost-source-was-heard"),
-        pytest.param([(1, 5, 5, 0), (2, 6, 5)], Verdict(5, 0), id="lost-source-of-the-last-one"),
+        pytest.param([(0, 5, 4), (2, 5, 4)], RecoveryDecision(4, 0), id="nobody-has-the-result"),
+        pytest.param(
+            [(0, 5, 5), (2, 5, 4)], RecoveryDecision(4, 0), id="one-has-it-and-does-it-again"
+        ),
+        pytest.param([(0, 5, 5), (2, 5, 5)], RecoveryDecision(5, 0), id="all-have-it"),
+        pytest.param([(0, 6, 5), (2, 5, 5)], RecoveryDecision(5, 0), id="one-is-in-the-next"),
+        pytest.param([(0, 0, 0), (2, 1, 0)], RecoveryDecision(0, 0), id="before-the-first"),
+        pytest.param([(0, 5, 5), (2, 6, 5)], RecoveryDecision(5, 0), id="one-has-left"),
+        pytest.param([(1, 5, 4, 0), (2, 5, 4, 0)], RecoveryDecision(4, 5), id="source-is-lost"),
+        pytest.param([(1, 5, 4, 2), (2, 5, 4, 2)], RecoveryDecision(4, 0), id="source-is-there"),
+        pytest.param(
+            [(1, 4, 4), (2, 5, 4, 0)], RecoveryDecision(4, 5), id="source-is-lost-one-is-late"
+        ),
+        pytest.param(
+            [(1, 5, 5, 0), (2, 5, 5, 0)], RecoveryDecision(5, 0), id="lost-source-was-heard"
+        ),
+        pytest.param(
+            [(1, 5, 5, 0), (2, 6, 5)], RecoveryDecision(5, 0), id="lost-source-of-the-last-one"
+        ),
     ],
 )
-def test_verdict(stands: list[tuple[int, ...]], expected: Verdict) -> None:
+def test_verdict(stands: list[tuple[int, ...]], expected: RecoveryDecision) -> None:
     given = [_stand(*stand) for stand in stands]
     for order in itertools.permutations(given):
-        assert judge(order) == expected
+        assert decide_recovery(order) == expected
 
 
 def test_rank_that_is_too_far_ahead() -> None:
     with pytest.raises(CollectiveError, match="Expected all in operation 5 or before it"):
-        judge([_stand(0, 6, 5), _stand(1, 5, 4)])
+        decide_recovery([_stand(0, 6, 5), _stand(1, 5, 4)])
 
 
-def _place(local_rank: int, seats: tuple[int, ...], hosts: int, lanes: int) -> Arrangement:
-    return Arrangement(local_rank=local_rank, seats=seats, hosts=hosts, lanes=lanes)
+def _place(local_rank: int, seats: tuple[int, ...], hosts: int, lanes: int) -> Hierarchy:
+    return Hierarchy(local_rank=local_rank, seats=seats, hosts=hosts, lanes=lanes)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +69,8 @@ def _place(local_rank: int, seats: tuple[int, ...], hosts: int, lanes: int) -> A
         pytest.param([3], [0, 0, 2, 2], 3, _place(0, (1,), 1, 1), id="alone"),
     ],
 )
-def test_arrangement(
-    members: list[int], host_of: list[int], me: int, expected: Arrangement
-) -> None:
-    assert arrange(members, host_of, me) == expected
+def test_arrangement(members: list[int], host_of: list[int], me: int, expected: Hierarchy) -> None:
+    assert plan_hierarchy(members, host_of, me) == expected
 
 
 TOLD = {"OMPI_MCA_mpi_ft_enable": "1"}

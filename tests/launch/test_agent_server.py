@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.agent.messages import MOST_BYTES, Decoder, encode
-from hvdtrain.launch.agent_server import Hub
+from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.console import Console
 
 HOLD_S = 0.5
@@ -27,7 +27,7 @@ class Desk:
         self.out, self.err = io.StringIO(), io.StringIO()
         console = Console(self.out, self.err, ranks=3, with_host=False, chief_only=False)
         self.hub = stack.enter_context(
-            contextlib.closing(Hub(3, console, local=True, hold_s=HOLD_S, **options))
+            contextlib.closing(AgentServer(3, console, local=True, hold_s=HOLD_S, **options))
         )
 
     def until(self, true: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -170,7 +170,7 @@ def test_a_local_job_listens_on_this_host_alone(desk: Desk) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", desk.hub.port), timeout=5)
     console = Console(io.StringIO(), io.StringIO(), ranks=1, with_host=False, chief_only=False)
-    with contextlib.closing(Hub(1, console, local=False)) as everywhere:
+    with contextlib.closing(AgentServer(1, console, local=False)) as everywhere:
         socket.create_connection(("127.0.0.2", everywhere.port), timeout=5).close()
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.agent.oom import Kills
+from hvdtrain.agent.oom import OomKills
 from hvdtrain.collectives import exit_hooks
 from hvdtrain.errors import CollectiveTimeoutError, PeerFailedError
 from hvdtrain.launch.failure import End, begins_traceback, describe, exit_code, first_failure
@@ -139,7 +139,7 @@ def test_exit_code(first: End | None, code: int) -> None:
 
 def killed(**counts: int) -> End:
     code = 128 + signal.SIGKILL
-    return End(rank=0, host="node1", code=code, kills=Kills(**counts))
+    return End(rank=0, host="node1", code=code, kills=OomKills(**counts))
 
 
 HOW: dict[str, tuple[End, str]] = {
@@ -201,7 +201,7 @@ def test_who_lacks_memory_is_told_where_to_get_it() -> None:
 
 
 def test_a_killed_child_is_told_of_as_well() -> None:
-    kills = Kills(in_group=1, on_host=1, limit_bytes=96 << 20)
+    kills = OomKills(in_group=1, on_host=1, limit_bytes=96 << 20)
     told = describe(End(rank=0, host="node1", code=1, stderr=VALUE, kills=kills)).splitlines()
     assert told[0] == "rank 0 on node1 failed first: exit code 1"
     assert told[1] == (
@@ -211,7 +211,7 @@ def test_a_killed_child_is_told_of_as_well() -> None:
     assert "smaller batch" in told[2]
     assert told[3] == "its last words:"
     # Elsewhere on the host is too far off for a program that says itself what went wrong.
-    other = End(rank=0, host="node1", code=1, kills=Kills(in_group=0, on_host=1))
+    other = End(rank=0, host="node1", code=1, kills=OomKills(in_group=0, on_host=1))
     assert describe(other) == "rank 0 on node1 failed first: exit code 1"
 
 

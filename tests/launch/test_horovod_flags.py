@@ -18,8 +18,8 @@ from hvdtrain.launch.cli import add_arguments
 from hvdtrain.launch.commands import Mpirun
 from hvdtrain.launch.horovod_flags import HOROVOD_FLAGS, HorovodFlag, note_on
 from hvdtrain.launch.interface_flags import network_variables
-from hvdtrain.launch.job import Job, Site, make_command, make_plan
-from hvdtrain.launch.supervisor import Patience, Supervisor
+from hvdtrain.launch.job import Job, Resources, make_command, make_plan
+from hvdtrain.launch.supervisor import Supervisor, TimeLimits
 from tests.harness.jobs import REPOSITORY
 
 NAMES = {name: flag for flag in HOROVOD_FLAGS for name in flag.names}
@@ -163,7 +163,7 @@ def test_horovods_default_does_not_turn_off_the_search_for_hangs(
     job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = job("--stall-check-shutdown-time-seconds", "0")
-    assert given.patience == Patience(start_s=120, grace_s=5, preempt_grace_s=60, hang_s=540)
+    assert given.patience == TimeLimits(start_s=120, grace_s=5, preempt_grace_s=60, hang_s=540)
     assert "--stall-check-shutdown-time-seconds: 0 is Horovod's" in capsys.readouterr().err
 
 
@@ -219,7 +219,7 @@ def test_the_plan_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_words_for_mpirun_have_no_place_under_srun(tmp_path: Path) -> None:
     job = Job(program=("python",), mpi_args=("--mca", "a", "b"))
-    site = Site(
+    site = Resources(
         hosts=(Host(name="a", slots=2),),
         ps_ranks=(),
         in_slurm=True,

@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.agent.messages import encode
 from hvdtrain.agent.rank_report import RankReport, read_report
-from hvdtrain.agent.report_pipe import Channel
+from hvdtrain.agent.report_pipe import ReportPipe
 from hvdtrain.config import REPORT_FD
 from hvdtrain.launch.job_progress import JobProgress
 
@@ -60,14 +60,14 @@ def test_what_is_known_of_all_ranks() -> None:
     assert reports.moved_at == 5.0
 
 
-def write(channel: Channel, data: bytes) -> None:
+def write(channel: ReportPipe, data: bytes) -> None:
     number, inode = map(int, channel.variables[REPORT_FD].split(":"))
     assert os.fstat(number).st_ino == inode
     os.write(number, data)
 
 
 def test_the_channel_carries_reports_alone() -> None:
-    channel = Channel()
+    channel = ReportPipe()
     assert channel.read() == []
     data = encode("report", step=1, pid=5, self=1) + encode("end", code=0) + b'{"kind":"rep'
     write(channel, data)
@@ -81,7 +81,7 @@ def test_the_channel_carries_reports_alone() -> None:
 
 @pytest.mark.parametrize("garbage", [b"hello\n", b"[]\n", b"x" * 60_000 + b"\n"])
 def test_garbage_in_the_channel_ends_it(garbage: bytes) -> None:
-    channel = Channel()
+    channel = ReportPipe()
     write(channel, garbage)
     assert channel.read() is None
     channel.handed_over()

@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from hvdtrain.launch.line_collapse import MOST_WAITING, WINDOW_S, Collapse, Group, describe_ranks
+from hvdtrain.launch.line_collapse import (
+    MOST_WAITING,
+    WINDOW_S,
+    Group,
+    LineCollapse,
+    describe_ranks,
+)
 
 
 def shown(groups: list[Group]) -> list[str]:
@@ -15,7 +21,7 @@ def shown(groups: list[Group]) -> list[str]:
 
 def collapsed(*lines: tuple[int, str], ranks: int = 4) -> list[str]:
     """All ``lines``, each written by a rank, within a moment."""
-    collapse = Collapse(ranks)
+    collapse = LineCollapse(ranks)
     for rank, text in lines:
         collapse.add(rank, "node1", "stdout", text, 0.0)
     return shown(collapse.take_all())
@@ -64,7 +70,7 @@ def test_opposite_orders_are_not_one() -> None:
 
 
 def test_stdout_and_stderr_stay_apart() -> None:
-    collapse = Collapse(2)
+    collapse = LineCollapse(2)
     collapse.add(0, "node1", "stdout", "a", 0.0)
     collapse.add(1, "node1", "stderr", "a", 0.0)
     assert [(group.stream, list(group.hosts)) for group in collapse.take_all()] == [
@@ -94,7 +100,7 @@ def test_when_it_was_logged_does_not_matter(lines: tuple[str, str, str]) -> None
 
 
 def test_a_line_waits_for_a_moment() -> None:
-    collapse = Collapse(3)
+    collapse = LineCollapse(3)
     collapse.add(0, "node1", "stdout", "a", 0.0)
     collapse.add(1, "node1", "stdout", "a", 0.9 * WINDOW_S)
     collapse.add(1, "node1", "stdout", "b", 0.9 * WINDOW_S)
@@ -106,7 +112,7 @@ def test_a_line_waits_for_a_moment() -> None:
 
 
 def test_what_stands_before_a_line_that_is_due_comes_with_it() -> None:
-    collapse = Collapse(3)
+    collapse = LineCollapse(3)
     collapse.add(0, "node1", "stdout", "a", 0.0)
     collapse.add(1, "node1", "stdout", "x", 0.9 * WINDOW_S)
     collapse.add(1, "node1", "stdout", "a", 0.9 * WINDOW_S)
@@ -114,17 +120,17 @@ def test_what_stands_before_a_line_that_is_due_comes_with_it() -> None:
 
 
 def test_nothing_waits_where_no_rank_is_missing() -> None:
-    alone = Collapse(1)
+    alone = LineCollapse(1)
     alone.add(0, "node1", "stdout", "a", 0.0)
     assert shown(alone.take(0.0)) == ["0 a"]
-    two = Collapse(2)
+    two = LineCollapse(2)
     for rank, text in ((0, "a"), (0, "b"), (1, "a")):
         two.add(rank, "node1", "stdout", text, 0.0)
     assert shown(two.take(0.0)) == ["0,1 a"]
 
 
 def test_few_lines_wait() -> None:
-    collapse, taken = Collapse(2), []
+    collapse, taken = LineCollapse(2), []
     for number in range(3 * MOST_WAITING):
         collapse.add(0, "node1", "stdout", str(number), 0.0)
         taken += collapse.take(0.0)
@@ -137,7 +143,7 @@ def test_few_lines_wait() -> None:
 def test_no_line_is_lost_and_each_rank_keeps_its_order(seed: int) -> None:
     """64 ranks, each with some of the same lines, in almost the same order."""
     dice = random.Random(seed)
-    collapse, wrote, saw = Collapse(64), {rank: [] for rank in range(64)}, []
+    collapse, wrote, saw = LineCollapse(64), {rank: [] for rank in range(64)}, []
     for step in range(5000):
         rank, now = dice.randrange(64), step / 2000
         text = f"{len(wrote[rank]) // 4}.{dice.randrange(3)}"

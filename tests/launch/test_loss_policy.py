@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.agent.oom import Kills
+from hvdtrain.agent.oom import OomKills
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.placement import place
 from hvdtrain.launch.commands import Mpirun
@@ -43,7 +43,7 @@ def test_describe_loss() -> None:
     assert told == "rank 2 on node1 was lost (SIGKILL) after step 41; 3 ranks go on"
     told = describe_loss(end(KILLED), None, 1, enough=True)
     assert told == "rank 2 on node1 was lost (SIGKILL); 1 rank goes on"
-    memory = End(rank=2, host="node1", code=KILLED, kills=Kills(in_group=1))
+    memory = End(rank=2, host="node1", code=KILLED, kills=OomKills(in_group=1))
     told = describe_loss(memory, 41, 3, enough=True)
     assert told.startswith("rank 2 on node1 was lost (SIGKILL, for lack of memory) after step 41")
     told = describe_loss(end(KILLED), 41, 1, enough=False)

@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.agent.rank_report import RankReport
 from hvdtrain.launch.failure import End
 from hvdtrain.launch.job_progress import JobProgress
-from hvdtrain.launch.outcome import Cause, Ending, Outcome, judge, preempted
+from hvdtrain.launch.outcome import Cause, JobRecord, Outcome, classify, preempted
 
 TRACE = ("Traceback (most recent call last):", '  File "train.py", line 3', "ValueError: 3")
 PEER = (*TRACE[:2], "hvdtrain.errors.PeerFailedError: rank 1 failed")
@@ -25,8 +25,8 @@ def end(rank: int, code: int | None, stderr: Sequence[str] = (), **more: Any) ->
 
 
 def ended(*ends: End, reports: JobProgress | None = None, **seen: Any) -> Outcome:
-    return judge(
-        Ending(
+    return classify(
+        JobRecord(
             **{
                 "hosts": HOSTS,
                 "seen": HOSTS,

@@ -14,7 +14,7 @@ from hvdtrain.cluster.tf_config import ClassicCluster, arrange
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import Mpirun, Plan
-from hvdtrain.launch.job import Job, Site, make_command, make_plan
+from hvdtrain.launch.job import Job, Resources, make_command, make_plan
 from hvdtrain.launch.restarts import fitting
 
 SPEC = {"worker": ["n1:2222", "n2:2222"], "ps": ["n3:2222"]}
@@ -112,11 +112,11 @@ def test_servers_are_named_once(planned, cluster_file: str) -> None:
 MPIRUN = Mpirun(path=Path("/mpi/bin/mpirun"), family="openmpi5")
 
 
-def job_on(hosts: str, **settings: Any) -> tuple[Job, Site]:
+def job_on(hosts: str, **settings: Any) -> tuple[Job, Resources]:
     job = Job(program=("true",), settings=Settings(**{"mode": "async-ps", **settings}))
     found = tuple(parse_hosts(hosts))
     ps_ranks = job.settings.ps_ranks
-    return job, Site(
+    return job, Resources(
         hosts=found, ps_ranks=ps_ranks, in_slurm=False, mpirun=MPIRUN, elastic=False, gpus=0
     )
 
@@ -126,7 +126,7 @@ def roles(plan: Plan) -> str:
     return " ".join(entry.host + "*" * (entry.role == "ps") for entry in plan.places)
 
 
-def again(job: Job, site: Site, before: Plan, left: str, asked: int) -> Plan:
+def again(job: Job, site: Resources, before: Plan, left: str, asked: int) -> Plan:
     """The plan after losses, as attempts make it."""
     hosts = parse_hosts(left)
     fits = fitting(hosts, asked, oversubscribe=False)
@@ -175,13 +175,13 @@ def test_a_host_to_spare_takes_over_by_number() -> None:
 def test_a_classic_cluster_is_started_again_with_what_is_left() -> None:
     job, site = job_on("a", mode="sync-ps")
     hosts, ps_ranks = arrange(ClassicCluster(workers=("a", "b", "c"), servers=("a", "s")))
-    site = Site(**{**vars(site), "hosts": tuple(hosts), "ps_ranks": ps_ranks})
+    site = Resources(**{**vars(site), "hosts": tuple(hosts), "ps_ranks": ps_ranks})
     first = make_plan(job, site, site.hosts, None)
     assert roles(first) == "a a* b c s*"
     assert roles(again(job, site, first, "b:1,c:1,s:1", 5)) == "b c s*"
 
 
-def told(job: Job, site: Site, plan: Plan, folder: Path, **environ: str) -> str | None:
+def told(job: Job, site: Resources, plan: Plan, folder: Path, **environ: str) -> str | None:
     command = make_command(job, site, plan, environ, folder / "hosts")
     return command.environ.get("HVDTRAIN_PS_RANKS")
 

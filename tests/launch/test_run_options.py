@@ -7,7 +7,7 @@ import pytest
 from hvdtrain.cli import main
 from hvdtrain.config import Settings
 from hvdtrain.launch.job import Job
-from hvdtrain.launch.supervisor import Patience
+from hvdtrain.launch.supervisor import TimeLimits
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def job(monkeypatch: pytest.MonkeyPatch):
 def test_by_default_nothing_is_started_again(job) -> None:
     plain = job()
     assert (plain.max_restarts, plain.settings) == (0, Settings())
-    assert plain.patience == Patience(start_s=120, grace_s=5, preempt_grace_s=60, hang_s=540)
+    assert plain.patience == TimeLimits(start_s=120, grace_s=5, preempt_grace_s=60, hang_s=540)
 
 
 def test_what_is_given_counts(job) -> None:

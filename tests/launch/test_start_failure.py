@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.launch.start_failure import unstarted
+from hvdtrain.launch.start_failure import explain_start_failure
 from hvdtrain.remote.remote_probe import Way
 
 PYTHON = "/venv/bin/python"
@@ -97,7 +97,7 @@ CAUSES: dict[str, tuple[Way, str, list[tuple[tuple[str, ...], str]]]] = {
 def test_the_cause_and_its_host(
     way: Way, words: str, causes: list[tuple[tuple[str, ...], str]]
 ) -> None:
-    problems = unstarted(words.splitlines(), HOSTS, way=way, python=PYTHON)
+    problems = explain_start_failure(words.splitlines(), HOSTS, way=way, python=PYTHON)
     assert [problem.hosts for problem in problems] == [hosts for hosts, _ in causes]
     for problem, (_, found) in zip(problems, causes, strict=True):
         assert problem.found.startswith(found)

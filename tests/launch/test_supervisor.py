@@ -18,11 +18,11 @@ from hvdtrain.agent.agent_environment import JOB, format_addresses
 from hvdtrain.agent.process_tree import descendants
 from hvdtrain.config import LAUNCHER
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.agent_server import Hub
+from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.caught_signals import caught_signals
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.supervisor import Patience, Supervisor
+from hvdtrain.launch.supervisor import Supervisor, TimeLimits
 from hvdtrain.log import show
 from tests.agent.processes import assert_all_end
 from tests.harness.jobs import REPOSITORY
@@ -61,7 +61,10 @@ def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
     out, err = io.StringIO(), io.StringIO()
     console = Console(out, err, ranks=2, with_host=False, chief_only=False)
     show("info", who="", write=console.notice)
-    with contextlib.closing(Hub(2, console, local=True)) as hub, caught_signals() as received:
+    with (
+        contextlib.closing(AgentServer(2, console, local=True)) as hub,
+        caught_signals() as received,
+    ):
         own = {LAUNCHER: format_addresses(["127.0.0.1"], hub.port), JOB: hub.job}
         environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **own}
         supervisor = Supervisor(
@@ -69,7 +72,7 @@ def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
             hub,
             console,
             hosts={0: "node1", 1: "node2"},
-            patience=Patience(start_s=start_timeout_s, grace_s=grace_s),
+            patience=TimeLimits(start_s=start_timeout_s, grace_s=grace_s),
             received=received,
         )
         started = time.monotonic()

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from hvdtrain.monitor.bar import Pace, Progress, draw
+from hvdtrain.monitor.bar import EpochProgress, Pace, draw
 
 
-def progress(**changes: float) -> Progress:
+def progress(**changes: float) -> EpochProgress:
     stand = {
         "epoch": 3,
         "epochs": 10,
@@ -19,7 +19,7 @@ def progress(**changes: float) -> Progress:
         "rate": 1234.5,
         "step_s": 0.5,
     }
-    return Progress(**{**stand, **changes})
+    return EpochProgress(**{**stand, **changes})
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import numpy as np
 
 from hvdtrain import world as state
 from hvdtrain.parameter_server.client import Client
-from hvdtrain.parameter_server.consistency import FreeRunning, Rounds
+from hvdtrain.parameter_server.consistency import Asynchronous, Synchronous
 from hvdtrain.parameter_server.server import Server
-from hvdtrain.parameter_server.shard_buffers import Holding, put_states, take_states
-from hvdtrain.parameter_server.sharding import cut, specs_of
+from hvdtrain.parameter_server.shard_buffers import ShardBuffers, put_states, take_states
+from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.parameter_server.shared_gradients import share_slots
 from hvdtrain.parameter_server.shared_weights import share_weights
-from hvdtrain.parameter_server.staleness_stats import Counts
+from hvdtrain.parameter_server.staleness_stats import StalenessStats
 
 WORKERS = (0, 1)
 SHAPES = [(1500, 2), (5,), ()]
@@ -109,7 +109,7 @@ def serve(work, rule, *, optimizer=None, scale_by_staleness=False, **options):
     optimizer = optimizer or keras.optimizers.SGD(1.0)
     optimizer.build(variables)
     specs = specs_of(variables)
-    shards = cut(specs, len(servers))
+    shards = shard_variables(specs, len(servers))
     weights = share_weights(
         collectives, servers, shards, readable="delay_compensation" not in options
     )
@@ -120,7 +120,7 @@ def serve(work, rule, *, optimizer=None, scale_by_staleness=False, **options):
         said = work(Worker(collectives.rank, client, signals, optimizer, shards))
     else:
         shard = shards[servers.index(collectives.rank)]
-        holding = Holding(optimizer, shard, variables)
+        holding = ShardBuffers(optimizer, shard, variables)
         server = Server(
             messages,
             holding,
@@ -136,12 +136,12 @@ def serve(work, rule, *, optimizer=None, scale_by_staleness=False, **options):
         server.serve()
         said = server.counts.to_json()
     everyone = collectives.allgather_object(said, name="what came of it")
-    return everyone[:2], [Counts.from_json(counts) for counts in everyone[2:]]
+    return everyone[:2], [StalenessStats.from_json(counts) for counts in everyone[2:]]
 
 
 def free(bound=None):
-    return lambda: FreeRunning(WORKERS, bound)
+    return lambda: Asynchronous(WORKERS, bound)
 
 
 def rounds(wanted=None):
-    return lambda: Rounds(WORKERS, wanted)
+    return lambda: Synchronous(WORKERS, wanted)

@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from hvdtrain.parameter_server.optimizer_state import cut_state, gather_state
 from hvdtrain.parameter_server.sharded_optimizers import stays_whole
-from hvdtrain.parameter_server.sharding import cut, specs_of
-from hvdtrain.parameter_server.variable_table import Table
+from hvdtrain.parameter_server.sharding import shard_variables, specs_of
+from hvdtrain.parameter_server.variable_table import VariableTable
 
 opt = keras.optimizers
 SHAPES = {"dense/kernel": (7, 6), "dense/bias": (6,), "embedding/table": (40, 2), "norm/scale": ()}
@@ -38,8 +38,8 @@ class Servers:
         specs = specs_of(variables)
         self.optimizer = optimizer
         self.variables = variables
-        self.shards = cut(specs, count, stays_whole(optimizer, variables))
-        self.tables = [Table(optimizer, shard, variables) for shard in self.shards]
+        self.shards = shard_variables(specs, count, stays_whole(optimizer, variables))
+        self.tables = [VariableTable(optimizer, shard, variables) for shard in self.shards]
         values = [np.array(v.value) for v in variables]
         for shard, table in zip(self.shards, self.tables):
             table.load(self.packed(shard, values))

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hvdtrain.parameter_server.consistency import FreeRunning, Rounds
+from hvdtrain.parameter_server.consistency import Asynchronous, Synchronous
 
 
 def pushed(rule, *workers):
@@ -19,7 +19,7 @@ def free(rule, workers):
 @pytest.mark.parametrize("bound", [1, 3])
 def test_bound(bound):
     """A worker may be so many steps ahead of the slowest, and goes on when that one has."""
-    rule = FreeRunning([0, 1, 2], bound)
+    rule = Asynchronous([0, 1, 2], bound)
     for _ in range(bound):
         assert pushed(rule, 0) == [True]
         assert rule.may_go_on(0)
@@ -34,7 +34,7 @@ def test_bound(bound):
 
 
 def test_no_bound():
-    rule = FreeRunning([0, 1], None)
+    rule = Asynchronous([0, 1], None)
     for step in range(100):
         assert rule.next_step(0) == step
         assert pushed(rule, 0) == [True]
@@ -44,7 +44,7 @@ def test_no_bound():
 
 
 def test_nobody_is_bound_to_who_has_left():
-    rule = FreeRunning([0, 1, 2], 1)
+    rule = Asynchronous([0, 1, 2], 1)
     pushed(rule, 0, 0, 1)
     assert not rule.may_go_on(0)
     rule.leave(2)
@@ -57,7 +57,7 @@ def test_nobody_is_bound_to_who_has_left():
 
 def test_who_comes_back_is_not_behind():
     """Nobody waits until it has made up for the steps that it missed."""
-    rule = FreeRunning([0, 1, 2], 1)
+    rule = Asynchronous([0, 1, 2], 1)
     rule.leave(2)
     for _ in range(5):
         pushed(rule, 0, 1)
@@ -74,7 +74,7 @@ def test_who_comes_back_is_not_behind():
 
 
 def test_rounds_with_who_comes_back():
-    rule = Rounds([0, 1, 2])
+    rule = Synchronous([0, 1, 2])
     rule.leave(2)
     pushed(rule, 0, 1)
     assert rule.complete()
@@ -87,7 +87,7 @@ def test_rounds_with_who_comes_back():
 
 
 def test_rounds_wait_for_all():
-    rule = Rounds([0, 1, 2])
+    rule = Synchronous([0, 1, 2])
     assert rule.gathers
     for step in range(3):
         for worker in (1, 0):
@@ -104,7 +104,7 @@ def test_rounds_wait_for_all():
 
 def test_rounds_without_the_last():
     """A gradient that comes after its step doesn't count; its worker goes on with the others."""
-    rule = Rounds([0, 1, 2], wanted=2)
+    rule = Synchronous([0, 1, 2], wanted=2)
     assert pushed(rule, 2) == [True]
     assert not rule.complete()
     assert pushed(rule, 0) == [True]
@@ -120,7 +120,7 @@ def test_rounds_without_the_last():
 
 @pytest.mark.parametrize("wanted", [None, 3, 2])
 def test_rounds_go_on_when_a_worker_leaves(wanted):
-    rule = Rounds([0, 1, 2], wanted)
+    rule = Synchronous([0, 1, 2], wanted)
     pushed(rule, 0)
     rule.leave(2)
     assert not rule.complete(), "two are left"
@@ -134,7 +134,7 @@ def test_rounds_go_on_when_a_worker_leaves(wanted):
 
 
 def test_who_leaves_after_it_has_pushed_counts():
-    rule = Rounds([0, 1])
+    rule = Synchronous([0, 1])
     pushed(rule, 0)
     rule.leave(0)
     assert not rule.complete(), "worker 1 is waited for"
@@ -146,7 +146,7 @@ def test_who_leaves_after_it_has_pushed_counts():
 
 def test_round_of_who_has_left():
     """The last one to leave completes what is there."""
-    rule = Rounds([0, 1, 2])
+    rule = Synchronous([0, 1, 2])
     pushed(rule, 0)
     for worker in range(3):
         assert not rule.complete()
@@ -156,14 +156,14 @@ def test_round_of_who_has_left():
 
 
 def test_progress_of_free_workers():
-    rule = FreeRunning([0, 3, 5], None)
+    rule = Asynchronous([0, 3, 5], None)
     pushed(rule, 3, 3, 5)
     assert rule.progress() == [0, 2, 1]
     assert [rule.is_beyond(worker, [1, 2, 2]) for worker in (0, 3, 5)] == [False, True, False]
 
 
 def test_progress_of_rounds():
-    rule = Rounds([0, 1])
+    rule = Synchronous([0, 1])
     pushed(rule, 0, 1)
     assert rule.progress() == [0, 0]
     rule.complete()
@@ -173,7 +173,7 @@ def test_progress_of_rounds():
 
 def test_progress_of_rounds_with_backup_workers():
     """Servers may have taken different gradients: none waits for another."""
-    rule = Rounds([0, 1, 2], wanted=2)
+    rule = Synchronous([0, 1, 2], wanted=2)
     pushed(rule, 0, 1)
     rule.complete()
     assert rule.progress() == [0, 0, 0]
@@ -245,7 +245,7 @@ def cases(seed):
 def test_any_order_of_free_workers(bound):
     for seed in range(200):
         steps, speeds = cases(seed)
-        workers = Workers(FreeRunning(range(len(steps)), bound), steps, speeds, seed)
+        workers = Workers(Asynchronous(range(len(steps)), bound), steps, speeds, seed)
         for _ in workers.events():
             slowest = min((workers.pushed[w] for w in workers.active), default=0)
             for worker in workers.active:
@@ -262,7 +262,7 @@ def test_any_order_of_rounds(backup):
         most = len(steps) - backup
         if not most:
             continue
-        workers = Workers(Rounds(range(len(steps)), most), steps, speeds, seed)
+        workers = Workers(Synchronous(range(len(steps)), most), steps, speeds, seed)
         rounds = taken = 0
         for _ in workers.events():
             if workers.rounds > rounds:

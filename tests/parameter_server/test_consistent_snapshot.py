@@ -5,8 +5,8 @@ from collections import deque
 
 import pytest
 
-from hvdtrain.parameter_server.consistency import FreeRunning, Rounds
-from hvdtrain.parameter_server.consistent_snapshot import Freezing
+from hvdtrain.parameter_server.consistency import Asynchronous, Synchronous
+from hvdtrain.parameter_server.consistent_snapshot import ConsistentSnapshot
 from hvdtrain.parameter_server.protocol import Kind, Request
 
 # What a server has of a worker that died, after the last message that came.
@@ -18,7 +18,7 @@ class Server:
 
     def __init__(self, rule, workers):
         self.rule = rule
-        self.freezing = Freezing(rule, workers)
+        self.freezing = ConsistentSnapshot(rule, workers)
         self.inbox = {worker: deque() for worker in workers}
         self.waiting = set()
         self.taken = []  # (worker, number of its gradient), in order
@@ -189,9 +189,9 @@ class Job:
 @pytest.mark.parametrize(
     "rule",
     [
-        lambda workers: FreeRunning(workers, None),
-        lambda workers: FreeRunning(workers, 1),
-        Rounds,
+        lambda workers: Asynchronous(workers, None),
+        lambda workers: Asynchronous(workers, 1),
+        Synchronous,
     ],
     ids=["free", "bound", "rounds"],
 )
@@ -216,7 +216,11 @@ def test_any_order(rule):
 
 @pytest.mark.parametrize(
     "rule",
-    [lambda workers: FreeRunning(workers, None), lambda workers: FreeRunning(workers, 1), Rounds],
+    [
+        lambda workers: Asynchronous(workers, None),
+        lambda workers: Asynchronous(workers, 1),
+        Synchronous,
+    ],
     ids=["free", "bound", "rounds"],
 )
 def test_workers_that_die(rule):

@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 
-from hvdtrain.parameter_server.dc_asgd import Compensation
+from hvdtrain.parameter_server.dc_asgd import DelayCompensation
 from hvdtrain.parameter_server.gradient_packing import Rows, pack_gradients
-from hvdtrain.parameter_server.sharding import Spec, cut, numpy_dtype
+from hvdtrain.parameter_server.sharding import Spec, numpy_dtype, shard_variables
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_squares_of_half_types_do_not_overflow(dtype):
     """Dense gradients and rows, a variable without a gradient between them."""
     specs = [Spec(name, (4, 2), dtype) for name in ("dense", "none", "rows")]
-    (shard,) = cut(specs, 1)
+    (shard,) = shard_variables(specs, 1)
     weights, flat = (np.zeros(shard.nbytes, np.uint8) for _ in range(2))
-    compensation = Compensation(0.5, shard)
+    compensation = DelayCompensation(0.5, shard)
     for view in shard.views(weights):
         view.fill(1.0)
     compensation.sent(3, weights)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import MismatchError
-from hvdtrain.parameter_server.gradient_aggregation import Gathering
+from hvdtrain.parameter_server.gradient_aggregation import GradientAggregation
 from hvdtrain.parameter_server.gradient_packing import Rows, pack_gradients
-from hvdtrain.parameter_server.sharding import Spec, cut, numpy_dtype
+from hvdtrain.parameter_server.sharding import Spec, numpy_dtype, shard_variables
 
 
 def specs(*shapes, dtype="float32"):
@@ -20,7 +20,7 @@ class Buffer:
 
     def __init__(self, specs):
         self._specs = specs
-        (self.shard,) = cut(specs, 1)
+        (self.shard,) = shard_variables(specs, 1)
         self._flat = np.empty(self.shard.nbytes, np.uint8)
 
     def parts(self, gradients):
@@ -57,7 +57,7 @@ def test_weighted_mean(dtype, tolerance):
         expected = np.average(each, axis=0, weights=weights)
         np.testing.assert_allclose(found.astype("float64"), expected, tolerance, tolerance)
 
-    gathering, buffer = Gathering(), Buffer(variables)
+    gathering, buffer = GradientAggregation(), Buffer(variables)
     for order in ([2, 0, 1], [0, 1, 2]):
         for worker in order:
             gathering.add(buffer.parts(gradients_of(worker, variables)), weights[worker])
@@ -78,7 +78,7 @@ def test_sums_are_wider_than_gradients(dtype):
     """Weights are numbers of samples: a sum may be more than float16 holds, or bfloat16 counts."""
     variables = specs((2,), (4, 1), dtype=dtype)
     kind = numpy_dtype(dtype)
-    gathering, buffer = Gathering(), Buffer(variables)
+    gathering, buffer = GradientAggregation(), Buffer(variables)
     values = np.array([2048.0, 1.0], kind)
     rows = Rows(np.array([1, 3]), values.reshape(2, 1))
     for _ in range(600):
@@ -90,7 +90,7 @@ def test_sums_are_wider_than_gradients(dtype):
 
 def test_one_worker():
     variables = specs((4, 5), (), (20, 3), (2,))
-    gathering, buffer = Gathering(), Buffer(variables)
+    gathering, buffer = GradientAggregation(), Buffer(variables)
     expected = gradients_of(0, variables)
     gathering.add(buffer.parts(expected), 16.0)
     mean = gathering.mean()
@@ -101,7 +101,7 @@ def test_one_worker():
 
 
 def test_nothing():
-    gathering = Gathering()
+    gathering = GradientAggregation()
     assert gathering.mean() is None
     gathering.add(Buffer(specs((2,))).parts([np.ones(2, "float32")]), 1.0)
     assert gathering.mean() is not None
@@ -111,7 +111,7 @@ def test_nothing():
 def test_different_variables_change_nothing():
     """Who sends them is told so, and what others have sent is as it was."""
     variables = specs((2,), (3, 2))
-    gathering, buffer = Gathering(), Buffer(variables)
+    gathering, buffer = GradientAggregation(), Buffer(variables)
     ones = np.ones(2, "float32")
     rows = Rows(np.array([1]), np.ones((1, 2), "float32"))
     gathering.add(buffer.parts([ones, rows]), 1.0)
@@ -128,7 +128,7 @@ def test_different_variables_change_nothing():
 def test_memory_does_not_grow_with_workers():
     """Neither with the rows that they send: there are never more than the variable has."""
     variables = specs((50_000,), (1000, 50))
-    gathering, buffer = Gathering(), Buffer(variables)
+    gathering, buffer = GradientAggregation(), Buffer(variables)
     dense = np.ones(50_000, "float32")
     rows = Rows(np.arange(1000), np.ones((1000, 50), "float32"))
     held = []

@@ -5,7 +5,7 @@ import pytest
 
 from hvdtrain.errors import MismatchError
 from hvdtrain.parameter_server.gradient_packing import CHECKED_ITEMS, Parts, Rows, pack_gradients
-from hvdtrain.parameter_server.sharding import Spec, cut, numpy_dtype
+from hvdtrain.parameter_server.sharding import Spec, numpy_dtype, shard_variables
 
 SHAPES = [(7, 6), (6,), (90, 2), (), (3, 200), (2, 3, 4), (50,)]
 DTYPES = ["float32", "bfloat16", "float16", "float64"]
@@ -74,7 +74,7 @@ def put_together(specs, shards, parts):
 
 
 def check(specs, gradients, servers):
-    shards = cut(specs, servers)
+    shards = shard_variables(specs, servers)
     parts = [received(packed(shard, specs, gradients)) for shard in shards]
     for found, spec, gradient in zip(put_together(specs, shards, parts), specs, gradients):
         np.testing.assert_array_equal(found, whole(spec, gradient))
@@ -154,14 +154,14 @@ def test_nothing_at_all():
 @pytest.mark.parametrize("kinds", [[-3, -2], [-2, -7], [-2, 1]])
 def test_what_no_worker_can_have(kinds):
     """There are no rows of a scalar, and no numbers below those with a meaning."""
-    (shard,) = cut(specs((4, 2), ()), 1)
+    (shard,) = shard_variables(specs((4, 2), ()), 1)
     with pytest.raises(MismatchError, match=r"Gradients of kinds \[.*\] came for 2 pieces"):
         Parts.expect(shard, np.array([-1, *kinds]), np.empty(shard.nbytes, np.uint8))
 
 
 @pytest.mark.parametrize("indices", [[-1, 2], [0, 4], [1 << 40]])
 def test_rows_that_there_are_not(indices):
-    (shard,) = cut(specs((4, 2)), 1)
+    (shard,) = shard_variables(specs((4, 2)), 1)
     values = np.zeros((len(indices), 2), "float32")
     parts = Parts(
         shard=shard,
@@ -179,7 +179,7 @@ def test_rows_that_there_are_not(indices):
 def test_what_is_no_number_is_found(dtype, value):
     """Wherever it is among more values than are looked at together."""
     wanted = specs((2 * CHECKED_ITEMS + 5,), (3, 2), (4, 2), dtype=dtype)
-    (shard,) = cut(wanted, 1)
+    (shard,) = shard_variables(wanted, 1)
     dense = np.ones(wanted[0].shape, numpy_dtype(dtype))
     sparse = Rows(np.arange(2), np.ones((2, 2), numpy_dtype(dtype)))
     assert packed(shard, wanted, [dense, sparse, None]).non_finite() == []
@@ -194,7 +194,7 @@ def test_what_is_no_number_is_found(dtype, value):
 
 @pytest.mark.parametrize("slot", [2, -2, 1 << 40])
 def test_a_slot_that_there_is_not(slot):
-    (shard,) = cut(specs((4, 2)), 1)
+    (shard,) = shard_variables(specs((4, 2)), 1)
     flat = np.empty(shard.nbytes, np.uint8)
     with pytest.raises(MismatchError, match=f"in slot {slot} of 2 that this server sees"):
         Parts.expect(shard, np.array([slot, -2]), flat, [flat, flat])

@@ -2,12 +2,12 @@
 
 import math
 
-from hvdtrain.parameter_server.liveness import Attendance
+from hvdtrain.parameter_server.liveness import WorkerLiveness
 
 
 def stepped(workers, *, now=0.0, silence_s=5.0):
     """All of them have made a step, and have the answer."""
-    attendance = Attendance(workers, silence_s)
+    attendance = WorkerLiveness(workers, silence_s)
     for worker in workers:
         attendance.hear(worker)
         attendance.note_step(worker)
@@ -41,7 +41,7 @@ def test_who_waits_for_an_answer_is_not_silent():
 
 
 def test_the_first_step_may_take_its_time():
-    attendance = Attendance([0, 1], 5.0)
+    attendance = WorkerLiveness([0, 1], 5.0)
     attendance.hear(1)
     attendance.answer(1, 0.0)
     assert attendance.next_silence == math.inf

@@ -6,8 +6,8 @@ import pytest
 
 from hvdtrain.errors import CheckpointError, ModelError
 from hvdtrain.parameter_server.optimizer_state import cut_state, gather_state
-from hvdtrain.parameter_server.sharding import cut, specs_of
-from hvdtrain.parameter_server.variable_table import Table
+from hvdtrain.parameter_server.sharding import shard_variables, specs_of
+from hvdtrain.parameter_server.variable_table import VariableTable
 from tests.parameter_server.tables import (
     RATES,
     KeepsGradient,
@@ -58,10 +58,10 @@ def test_accumulated_gradients_come_as_their_average():
 
 def test_the_state_keeps_no_memory_of_a_buffer_either():
     variable = keras.Variable(np.zeros((64, 64), "float32"), name="kernel")
-    (shard,) = cut(specs_of([variable]), 1)
+    (shard,) = shard_variables(specs_of([variable]), 1)
     raw = np.zeros(shard.nbytes + 64, np.uint8)
     buffer = raw[-raw.ctypes.data % 64 :][: shard.nbytes]
-    table = Table(KeepsGradient(0.1), shard, [variable])
+    table = VariableTable(KeepsGradient(0.1), shard, [variable])
     shard.pack([np.full((64, 64), 3, "float32")], buffer)
     table.apply(buffer)
     buffer.fill(0)

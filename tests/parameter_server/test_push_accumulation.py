@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.parameter_server.gradient_packing import Rows
-from hvdtrain.parameter_server.push_accumulation import Accrued
+from hvdtrain.parameter_server.push_accumulation import AccumulatedPush
 from hvdtrain.parameter_server.sharding import numpy_dtype
 
 
@@ -14,7 +14,7 @@ def rows(indices, *values):
 
 def test_the_sum_of_some_steps():
     """Dense gradients, rows, variables that some steps or all have none of; nothing is kept."""
-    accrued = Accrued(3)
+    accrued = AccumulatedPush(3)
     first = np.array([1.0, 2.0], "float32")
     accrued.add([first, rows([4, 1, 4], [1, 1], [2, 2], [3, 3]), None, None])
     first.fill(99)
@@ -35,7 +35,7 @@ def test_the_sum_of_some_steps():
 
 
 def test_steps_without_gradients():
-    accrued = Accrued(2)
+    accrued = AccumulatedPush(2)
     accrued.add(None)
     accrued.add(None)
     assert accrued.complete
@@ -45,7 +45,7 @@ def test_steps_without_gradients():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_types_are_summed_exactly(dtype):
-    accrued = Accrued(4)
+    accrued = AccumulatedPush(4)
     kind = numpy_dtype(dtype)
     for value in (4096.0, 2.0, 2.0, -4096.0):
         values = np.full(2, value, kind)

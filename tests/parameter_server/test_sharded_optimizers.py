@@ -6,8 +6,8 @@ import pytest
 
 from hvdtrain.errors import ModelError
 from hvdtrain.parameter_server.sharded_optimizers import check_optimizer, stays_whole
-from hvdtrain.parameter_server.sharding import cut, specs_of
-from hvdtrain.parameter_server.variable_table import Table
+from hvdtrain.parameter_server.sharding import shard_variables, specs_of
+from hvdtrain.parameter_server.variable_table import VariableTable
 from tests.parameter_server.tables import (
     KeepsGradient,
     NoConfig,
@@ -23,8 +23,8 @@ opt = keras.optimizers
 
 def test_paths_are_those_of_the_model():
     variables = make_variables()
-    for shard in cut(specs_of(variables), 2):
-        table = Table(opt.SGD(0.1), shard, variables)
+    for shard in shard_variables(specs_of(variables), 2):
+        table = VariableTable(opt.SGD(0.1), shard, variables)
         paths = [v.path for v in table._variables]
         assert paths == [variables[piece.variable].path for piece in shard.pieces]
 
@@ -40,10 +40,10 @@ def test_constraints_see_whole_variables():
         servers.apply(make_gradients(step, variables))
     assert_close(servers.weights(), [v.value for v in variables])
     assert np.linalg.norm(servers.weights()[0], axis=0).max() <= 0.5001
-    shard = cut(specs_of(others), 4)[0]
+    shard = shard_variables(specs_of(others), 4)[0]
     assert shard.pieces[0].shape != (7, 6)
     with pytest.raises(ModelError, match=r"dense/kernel has the constraint MaxNorm"):
-        Table(optimizer, shard, others)
+        VariableTable(optimizer, shard, others)
 
 
 def test_variables_that_their_gradients_overwrite():
@@ -61,11 +61,11 @@ def test_variables_that_their_gradients_overwrite():
 
 def test_optimizers_that_can_not_be_shared_out():
     variables = make_variables()
-    (shard,) = cut(specs_of(variables), 1)
+    (shard,) = shard_variables(specs_of(variables), 1)
     with pytest.raises(ModelError, match=r"Can't tell .*of_all of OddState belong"):
-        Table(OddState(0.1), shard, variables)
+        VariableTable(OddState(0.1), shard, variables)
     with pytest.raises(ModelError, match="NoConfig of its own: expected get_config"):
-        Table(NoConfig(3), shard, variables)
+        VariableTable(NoConfig(3), shard, variables)
     with pytest.raises(ModelError, match="Expected a Keras 3 optimizer, received str"):
         check_optimizer("adam", 1)
     with pytest.raises(ModelError, match=r"global_clipnorm=1.0 and 2 parameter servers"):

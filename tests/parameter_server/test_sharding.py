@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import ConfigurationError, ModelError
-from hvdtrain.parameter_server.sharding import ALIGNMENT_BYTES, Shard, Spec, cut, take_rows
+from hvdtrain.parameter_server.sharding import (
+    ALIGNMENT_BYTES,
+    Shard,
+    Spec,
+    shard_variables,
+    take_rows,
+)
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn"]
 
@@ -74,7 +80,7 @@ MODELS = {
 @pytest.mark.parametrize("servers", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_element_has_one_owner_and_all_have_as_much(name, servers):
-    shards = cut(MODELS[name], servers)
+    shards = shard_variables(MODELS[name], servers)
     assert len(shards) == servers
     check(MODELS[name], shards)
     check_balance(shards)
@@ -89,11 +95,11 @@ def test_random_models(seed):
         variables.append(Spec(str(number), shape, DTYPES[rng.integers(5)]))
     variables.append(Spec("enough", (997,), "float32"))
     servers = int(rng.integers(1, 9))
-    shards = cut(variables, servers)
+    shards = shard_variables(variables, servers)
     check(variables, shards)
     check_balance(shards)
     whole = {int(i) for i in rng.integers(0, len(variables), 5)}
-    shards = cut(variables, min(servers, 3), whole)
+    shards = shard_variables(variables, min(servers, 3), whole)
     check(variables, shards)
     for shard in shards:
         for piece in shard.pieces:
@@ -104,7 +110,7 @@ def test_shards_follow_each_other():
     """A server holds neighbouring layers, so that what is needed together comes together."""
     places = [
         (piece.variable, piece.start)
-        for shard in cut(MODELS["a convolutional network"], 3)
+        for shard in shard_variables(MODELS["a convolutional network"], 3)
         for piece in shard.pieces
     ]
     assert places == sorted(places)
@@ -112,23 +118,27 @@ def test_shards_follow_each_other():
 
 def test_cuts_lie_between_rows_where_rows_are_small():
     embedding, narrow = specs((1000, 16), (3, 4000))
-    for shard in cut([embedding], 7):
+    for shard in shard_variables([embedding], 7):
         (piece,) = shard.pieces
         assert piece.shape == ((piece.stop - piece.start) // 16, 16)
-    pieces = [shard.pieces[0] for shard in cut([narrow], 2)]
+    pieces = [shard.pieces[0] for shard in shard_variables([narrow], 2)]
     assert [piece.shape for piece in pieces] == [(6000,), (6000,)]
 
 
 def test_rows_of_up_to_a_fiftieth_of_a_shard_are_not_cut():
     def rows(count):
-        return [piece.shape for shard in cut(specs((count, 99)), 2) for piece in shard.pieces]
+        return [
+            piece.shape
+            for shard in shard_variables(specs((count, 99)), 2)
+            for piece in shard.pieces
+        ]
 
     assert rows(101) == [(50, 99), (51, 99)]
     assert [len(shape) for shape in rows(99)] == [1, 1]
 
 
 def test_views_are_the_buffer():
-    (shard,) = cut(specs((2, 3), ()), 1)
+    (shard,) = shard_variables(specs((2, 3), ()), 1)
     buffer = np.zeros(shard.nbytes, np.uint8)
     matrix, scalar = shard.views(buffer)
     matrix[1, 2] = 5
@@ -138,14 +148,14 @@ def test_views_are_the_buffer():
 
 
 def test_a_missing_array_counts_as_zeros():
-    (shard,) = cut(specs((2,), (2,)), 1)
+    (shard,) = shard_variables(specs((2,), (2,)), 1)
     buffer = np.full(shard.nbytes, 255, np.uint8)
     shard.pack([None, np.ones(2, np.float32)], buffer)
     assert [view.tolist() for view in shard.views(buffer)] == [[0, 0], [1, 1]]
 
 
 def test_buffers_and_arrays_that_do_not_fit():
-    (shard,) = cut(specs((2, 2)), 1)
+    (shard,) = shard_variables(specs((2, 2)), 1)
     with pytest.raises(ValueError, match=r"uint8 and shape \(64,\), received float32 \(64,\)"):
         shard.views(np.zeros(64, np.float32))
     with pytest.raises(ValueError, match=r"received uint8 \(63,\)"):
@@ -156,29 +166,29 @@ def test_buffers_and_arrays_that_do_not_fit():
 
 def test_whole_variables_go_to_who_has_least_and_the_others_level():
     variables = specs((300,), (500,), (400,), (600,))
-    shards = cut(variables, 2, whole=range(4))
+    shards = shard_variables(variables, 2, whole=range(4))
     assert [[p.variable for p in shard.pieces] for shard in shards] == [[0, 3], [1, 2]]
-    shards = cut(variables, 2, whole=[3])
+    shards = shard_variables(variables, 2, whole=[3])
     check(variables, shards)
     assert [payload(shard) // 4 for shard in shards] == [900, 900]
     # One server has more than its share: the others level among themselves.
-    shards = cut(specs((600,), (150,), (50,)), 3, whole=[0])
+    shards = shard_variables(specs((600,), (150,), (50,)), 3, whole=[0])
     assert [payload(shard) // 4 for shard in shards] == [600, 100, 100]
 
 
 def test_more_servers_than_can_be_filled():
     variables = specs((2,), (3, 0), (), (2, 2))
-    check(variables, cut(variables, 7))
+    check(variables, shard_variables(variables, 7))
     with pytest.raises(ConfigurationError, match=r"8 parameter servers .* at most 7"):
-        cut(variables, 8)
-    check(variables, cut(variables, 4, whole=[3]))
-    check(variables, cut(variables, 3, whole=[0, 1, 2, 3]))
+        shard_variables(variables, 8)
+    check(variables, shard_variables(variables, 4, whole=[3]))
+    check(variables, shard_variables(variables, 3, whole=[0, 1, 2, 3]))
     with pytest.raises(ConfigurationError, match=r"3 elements .* and 1 variables"):
-        cut(variables, 5, whole=[3, 1])
+        shard_variables(variables, 5, whole=[3, 1])
     with pytest.raises(ConfigurationError, match="at least 1"):
-        cut(variables, 0)
+        shard_variables(variables, 0)
     with pytest.raises(ModelError, match="no trainable variables"):
-        cut(specs((0,)), 1)
+        shard_variables(specs((0,)), 1)
 
 
 @pytest.mark.parametrize("servers", range(1, 10))
@@ -186,12 +196,12 @@ def test_as_many_servers_as_elements_of_unlike_sizes(servers):
     """Eight bytes of one element and one byte of eight others: nobody goes empty."""
     variables = [Spec("large", (1,), "float64"), Spec("small", (8,), "float8_e4m3fn")]
     for order in (variables, variables[::-1]):
-        check(order, cut(order, servers))
+        check(order, shard_variables(order, servers))
 
 
 def test_rows_of_a_sparse_gradient_find_their_owner():
     variables = specs((1000, 4), (4, 3))
-    shards = cut(variables, 3)
+    shards = shard_variables(variables, 3)
     indices = np.array([999, 0, 500, 0, 333, 334])
     values = np.arange(24, dtype="float32").reshape(6, 4)
     dense = np.zeros((1000, 4), "float32")
@@ -205,6 +215,6 @@ def test_rows_of_a_sparse_gradient_find_their_owner():
         np.testing.assert_array_equal(
             found.reshape(-1), dense.reshape(-1)[piece.start : piece.stop]
         )
-    (part, _) = cut(specs((3, 4000)), 2)
+    (part, _) = shard_variables(specs((3, 4000)), 2)
     with pytest.raises(ValueError, match="not whole rows"):
         take_rows(part.pieces[0], specs((3, 4000))[0], np.array([0]), np.zeros((1, 4000)))

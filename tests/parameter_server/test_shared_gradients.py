@@ -3,7 +3,7 @@
 import pytest
 
 from hvdtrain import world as state
-from hvdtrain.parameter_server.sharding import Spec, cut
+from hvdtrain.parameter_server.sharding import Spec, shard_variables
 from hvdtrain.parameter_server.shared_gradients import SLOTS, share_slots
 from tests.parameter_server.serving import WORKERS, free, serve
 
@@ -14,7 +14,7 @@ def test_each_worker_has_slots_for_each_server(world):
     collectives = state.collectives()
     ranks = range(collectives.size)
     servers = [rank for rank in ranks if rank not in WORKERS]
-    shards = cut(
+    shards = shard_variables(
         [Spec("kernel", (1000, 3), "float32"), Spec("bias", (7,), "float32")], len(servers)
     )
     slots = share_slots(collectives, servers, shards, frozenset(ranks))
@@ -42,7 +42,7 @@ def test_where_ranks_cannot_share(world, monkeypatch, shares):
     collectives = state.collectives()
     if not shares:
         monkeypatch.setattr(collectives, "share", lambda nbytes: {})
-    (shard,) = cut([Spec("kernel", (100,), "float32")], 1)
+    (shard,) = shard_variables([Spec("kernel", (100,), "float32")], 1)
     near = frozenset({0, 1}) if not shares else frozenset()
     assert not share_slots(collectives, [1], [shard], near)
 

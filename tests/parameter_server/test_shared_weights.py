@@ -6,15 +6,19 @@ import pytest
 from hvdtrain import world as state
 from hvdtrain.errors import CollectiveError
 from hvdtrain.parameter_server import shared_weights as module
-from hvdtrain.parameter_server.sharding import Spec, cut
-from hvdtrain.parameter_server.shared_weights import Published, published_bytes, share_weights
+from hvdtrain.parameter_server.sharding import Spec, shard_variables
+from hvdtrain.parameter_server.shared_weights import (
+    PublishedWeights,
+    published_bytes,
+    share_weights,
+)
 
 NBYTES = 1000
 
 
 def _make(slots=3):
     memory = np.zeros(published_bytes(NBYTES, slots), np.uint8)
-    return Published(memory, NBYTES, slots), Published(memory, NBYTES, slots)
+    return PublishedWeights(memory, NBYTES, slots), PublishedWeights(memory, NBYTES, slots)
 
 
 def _fill(value):
@@ -107,7 +111,7 @@ def test_on_real_ranks(world):
     """The last rank writes as fast as it can, and the others read; never is a copy of two."""
     collectives = state.collectives()
     server = collectives.size - 1
-    (shard,) = cut([Spec("kernel", (1_000_000,), "float32")], 1)
+    (shard,) = shard_variables([Spec("kernel", (1_000_000,), "float32")], 1)
     weights = share_weights(collectives, [server], [shard])
     assert weights.readers == frozenset(range(collectives.size))
     published = weights.published[server]
@@ -131,7 +135,7 @@ def test_on_real_ranks(world):
 def test_where_ranks_cannot_share(world, monkeypatch):
     collectives = state.collectives()
     monkeypatch.setattr(collectives, "share", lambda nbytes: {})
-    (shard,) = cut([Spec("kernel", (100,), "float32")], 1)
+    (shard,) = shard_variables([Spec("kernel", (100,), "float32")], 1)
     weights = share_weights(collectives, [1], [shard])
     assert weights.readers == frozenset()
     assert list(weights.published) == [1] * collectives.rank

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from hvdtrain.parameter_server.staleness_stats import Counts
+from hvdtrain.parameter_server.staleness_stats import StalenessStats
 
 
 def counted(staleness):
-    counts = Counts()
+    counts = StalenessStats()
     for value in staleness:
         counts.update(int(value))
     return counts
@@ -27,16 +27,19 @@ def test_mean_and_percentiles(size):
 
 
 def test_no_updates():
-    assert Counts().mean_staleness == 0
-    assert Counts().percentile_of_staleness(95) == 0
+    assert StalenessStats().mean_staleness == 0
+    assert StalenessStats().percentile_of_staleness(95) == 0
 
 
 def test_json():
     counts = counted([0, 4, 4, 1])
     counts.taken, counts.late = 4, 2
     counts.pushed.update({0: 4, 3: 2})
-    back = Counts.from_json(json.loads(json.dumps(counts.to_json())))
+    back = StalenessStats.from_json(json.loads(json.dumps(counts.to_json())))
     assert back == counts
     assert back.staleness == {0: 1, 1: 1, 4: 2}
     assert back.pushed == {0: 4, 3: 2}
-    assert Counts.from_json(json.loads(json.dumps(Counts().to_json()))) == Counts()
+    assert (
+        StalenessStats.from_json(json.loads(json.dumps(StalenessStats().to_json())))
+        == StalenessStats()
+    )

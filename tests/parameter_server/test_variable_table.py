@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import pytest
 
-from hvdtrain.parameter_server.sharding import cut, specs_of, take_rows
-from hvdtrain.parameter_server.variable_table import Table
+from hvdtrain.parameter_server.sharding import shard_variables, specs_of, take_rows
+from hvdtrain.parameter_server.variable_table import VariableTable
 from tests.parameter_server.tables import (
     OPTIMIZERS,
     RATES,
@@ -82,8 +82,8 @@ def test_the_learning_rate_is_the_current_one_and_can_be_set():
     variables = make_variables()
     optimizer = opt.SGD(0.5)
     optimizer.learning_rate = 0.25
-    (shard,) = cut(specs_of(variables), 1)
-    table = Table(optimizer, shard, variables)
+    (shard,) = shard_variables(specs_of(variables), 1)
+    table = VariableTable(optimizer, shard, variables)
     assert table.learning_rate == 0.25
     table.learning_rate = 0.125
     assert table.learning_rate == 0.125
@@ -94,7 +94,7 @@ def test_the_learning_rate_is_the_current_one_and_can_be_set():
     table.weights(buffer)
     assert {float(n) for view in shard.views(buffer) for n in view.flat} == {-0.125}
     with pytest.raises(TypeError, match="LearningRateSchedule"):
-        Table(opt.SGD(RATES), shard, variables).learning_rate = 0.1
+        VariableTable(opt.SGD(RATES), shard, variables).learning_rate = 0.1
 
 
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("Adafactor", "Lamb", "Muon")])
@@ -127,8 +127,8 @@ def test_rows_do_as_whole_gradients_that_are_zero_elsewhere(name):
 def test_rows_change_nothing_else():
     """A sparse update is one: it is not made dense on the way."""
     variables = make_variables()
-    (shard,) = cut(specs_of(variables), 1)
-    table = Table(opt.SGD(1.0), shard, variables)
+    (shard,) = shard_variables(specs_of(variables), 1)
+    table = VariableTable(opt.SGD(1.0), shard, variables)
     rows = {2: (np.array([3, 3]), np.ones((2, 2), "float32"))}
     table.apply(np.zeros(shard.nbytes, np.uint8), rows=rows)
     step = table._steps[frozenset({2}), frozenset()]
@@ -143,8 +143,8 @@ def test_rows_change_nothing_else():
 
 def test_steps_are_traced_once():
     variables = make_variables()
-    (shard,) = cut(specs_of(variables), 1)
-    table = Table(opt.Adam(0.1), shard, variables)
+    (shard,) = shard_variables(specs_of(variables), 1)
+    table = VariableTable(opt.Adam(0.1), shard, variables)
     for step in range(4):
         gradients = Servers.packed(shard, make_gradients(step, variables))
         table.apply(gradients, learning_rate_factor=1 / (1 + step))
@@ -175,12 +175,12 @@ def test_missing_gradients_leave_variables_as_they_are():
 def test_a_buffer_may_be_used_again_at_once():
     """No variable keeps the memory of a buffer, aligned or not, and not that of read-only ones."""
     variables = make_variables()
-    (shard,) = cut(specs_of(variables), 1)
+    (shard,) = shard_variables(specs_of(variables), 1)
     raw = np.zeros(shard.nbytes + 128, np.uint8)
     start = -raw.ctypes.data % 64
     for skip in (0, 4):
         buffer = raw[start + skip : start + skip + shard.nbytes]
-        table = Table(opt.SGD(1.0), shard, variables)
+        table = VariableTable(opt.SGD(1.0), shard, variables)
         shard.pack([np.full(v.shape, 3, "float32") for v in variables], buffer)
         table.load(buffer)
         shard.pack([np.full(v.shape, 1, "float32") for v in variables], buffer)
@@ -209,8 +209,8 @@ def test_other_types(dtype):
 def test_nothing_is_left_of_a_table():
     """Each ``fit`` has its own; TensorFlow and Keras must not remember those before."""
     variables = make_variables()
-    (shard,) = cut(specs_of(variables), 1)
-    table = Table(opt.Adam(0.1), shard, variables)
+    (shard,) = shard_variables(specs_of(variables), 1)
+    table = VariableTable(opt.Adam(0.1), shard, variables)
     table.apply(np.zeros(shard.nbytes, np.uint8))
     table.weights(np.empty(shard.nbytes, np.uint8))
     (step,) = table._steps.values()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.remote.run_capture import Reply, ask_program
+from hvdtrain.remote.run_capture import CapturedOutput, run_capture
 
 
 def python(code: str) -> list[str]:
@@ -18,20 +18,20 @@ def python(code: str) -> list[str]:
 
 def test_what_it_prints_and_how_it_ends() -> None:
     code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
-    reply = ask_program(python(code), timeout_s=30)
-    assert reply == Reply(code=3, stdout="out\n", stderr="err\n")
+    reply = run_capture(python(code), timeout_s=30)
+    assert reply == CapturedOutput(code=3, stdout="out\n", stderr="err\n")
     assert reply.text == "out\nerr\n"
 
 
 def test_what_it_gets() -> None:
     code = "import os, sys; print(sys.stdin.read(), os.environ.get('HOME'), os.environ['MINE'])"
-    reply = ask_program(python(code), environ={"MINE": "1"}, timeout_s=30)
-    assert reply == Reply(code=0, stdout=" None 1\n", stderr="")
+    reply = run_capture(python(code), environ={"MINE": "1"}, timeout_s=30)
+    assert reply == CapturedOutput(code=0, stdout=" None 1\n", stderr="")
 
 
 def test_bytes_that_are_no_text() -> None:
     code = r"import sys; sys.stdout.buffer.write(b'a\xff')"
-    assert ask_program(python(code), timeout_s=30).stdout == "a\ufffd"
+    assert run_capture(python(code), timeout_s=30).stdout == "a\ufffd"
 
 
 def test_one_that_hangs() -> None:
@@ -39,7 +39,7 @@ def test_one_that_hangs() -> None:
     # What it starts keeps the pipe open.
     argv = ["/bin/sh", "-c", "sleep 25 & wait"]
     with pytest.raises(LaunchError) as caught:
-        ask_program(argv, timeout_s=0.5, remedy="Try it.")
+        run_capture(argv, timeout_s=0.5, remedy="Try it.")
     assert str(caught.value) == ("/bin/sh -c sleep 25 & wait did not answer within 0.5 s. Try it.")
     assert time.monotonic() - started < 15
 
@@ -50,4 +50,4 @@ def test_one_that_can_not_be_started(tmp_path: Path, mode: int | None, why: str)
     if mode is not None:
         path.touch(mode)
     with pytest.raises(LaunchError, match=f"^{path} can't be started: {why}"):
-        ask_program([str(path), "--version"], timeout_s=30)
+        run_capture([str(path), "--version"], timeout_s=30)

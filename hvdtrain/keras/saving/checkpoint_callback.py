@@ -8,7 +8,7 @@ from typing import Any, Literal
 import keras
 
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.saving.checkpoint_loop import Keeper
+from hvdtrain.keras.saving.checkpoint_loop import CheckpointLoop
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
 
 __all__ = ["Checkpoint"]
@@ -65,7 +65,7 @@ class Checkpoint(keras.callbacks.Callback):
             export=None if export is None else os.fspath(export),
             on_error=on_error,
         )
-        self.keeper: Keeper | None = None
+        self.keeper: CheckpointLoop | None = None
         """Does the work within a ``fit`` of a distributed model."""
 
     def on_train_begin(self, logs: Any = None) -> None:

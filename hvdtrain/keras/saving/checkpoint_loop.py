@@ -12,24 +12,24 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint import Snapshot
-from hvdtrain.checkpoint.background_writer import Writer
+from hvdtrain.checkpoint.background_writer import BackgroundWriter
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, Preempted
-from hvdtrain.keras.epoch_iterator import Epochs
+from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.saving.callback_states import callback_states
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
 from hvdtrain.keras.saving.model_export import export_model
-from hvdtrain.keras.saving.peers import Others
-from hvdtrain.keras.saving.preemption_signals import CaughtSignals
+from hvdtrain.keras.saving.peers import Peers
+from hvdtrain.keras.saving.preemption_signals import PreemptionSignals
 from hvdtrain.keras.saving.resume import Resume
-from hvdtrain.keras.saving.signal_poll import Validation
-from hvdtrain.keras.saving.training_progress import Progress
+from hvdtrain.keras.saving.signal_poll import SignalPoll
+from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.monitor import report
 from hvdtrain.tensorflow import random_seed
 
-__all__ = ["Keeper"]
+__all__ = ["CheckpointLoop"]
 
 logger = logging.getLogger(__package__)
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__package__)
 CLOSE_TIMEOUT_S = 4.0
 
 
-class Keeper:
+class CheckpointLoop:
     """Does the work of a ``Checkpoint``; every rank has one.
 
     Args:
@@ -64,9 +64,9 @@ class Keeper:
         membership: Membership,
         callbacks: Sequence[Any],
         state: TrainingState,
-        others: Others,
-        epochs: Epochs,
-        writer: Writer,
+        others: Peers,
+        epochs: EpochIterator,
+        writer: BackgroundWriter,
         resume: Resume | None,
         seed: int,
         presharded: bool,
@@ -84,11 +84,11 @@ class Keeper:
         self._seed = seed
         self._presharded = presharded
         self._schedule = options.schedule()
-        self._signals = CaughtSignals()
+        self._signals = PreemptionSignals()
         self._epoch = 0
         self._epoch_step = 0  # steps of it that are done
         self._step_before = epochs.step
-        self._validation: Validation | None = None
+        self._validation: SignalPoll | None = None
         # Of the chief: when the ranks last met, and when a checkpoint was last taken.
         self._met = (epochs.step, time.monotonic())
         self._taken_s = time.monotonic()
@@ -196,7 +196,7 @@ class Keeper:
         swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in self._callbacks)
         # While averages take the place of the weights there is nothing that could be saved.
         if self._validation is None and not swaps:
-            self._validation = Validation(self._state.copy_own())
+            self._validation = SignalPoll(self._state.copy_own())
 
     def on_test_batch_end(self) -> None:
         """If a signal has come to some rank, take a checkpoint of the last training step, and end.
@@ -331,7 +331,7 @@ class Keeper:
         }
         ranks = {**ranks, **counted}
         kept, arrays = callback_states(self._callbacks)
-        progress = Progress(
+        progress = TrainingProgress(
             step=self._epochs.step,
             epoch=epoch,
             place=self._epochs.place(epoch_step=epoch_step),

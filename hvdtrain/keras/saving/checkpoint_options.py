@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.keras.saving.checkpoint_schedule import Schedule
+from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
 
 __all__ = ["CheckpointOptions"]
 
@@ -40,6 +40,6 @@ class CheckpointOptions:
                 f'Checkpoint(on_error={self.on_error!r}): expected "warn" or "raise".'
             )
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> CheckpointSchedule:
         """When checkpoints are due, for a training that begins."""
-        return Schedule(self.every_steps, self.every_s)
+        return CheckpointSchedule(self.every_steps, self.every_s)

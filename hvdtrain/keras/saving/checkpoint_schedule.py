@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["LOOK_S", "Schedule"]
+__all__ = ["LOOK_S", "CheckpointSchedule"]
 
 # A signal waits no longer than that and a step; an exchange takes about a ten-thousandth of it.
 LOOK_S = 0.5
 MOST_STEPS = 10_000
 
 
-class Schedule:
+class CheckpointSchedule:
     """Decides from steps and seconds.
 
     Args:

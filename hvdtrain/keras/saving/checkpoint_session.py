@@ -10,19 +10,19 @@ from typing import Any
 import keras
 
 from hvdtrain.checkpoint import Store
-from hvdtrain.checkpoint.background_writer import Writer
+from hvdtrain.checkpoint.background_writer import BackgroundWriter
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.epoch_iterator import Epochs
+from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
-from hvdtrain.keras.saving.checkpoint_loop import Keeper
-from hvdtrain.keras.saving.peers import Others
+from hvdtrain.keras.saving.checkpoint_loop import CheckpointLoop
+from hvdtrain.keras.saving.peers import Peers
 from hvdtrain.keras.saving.resume import Resume, find
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.monitor import report
 
-__all__ = ["Session", "asked_for", "begin_session", "store_of"]
+__all__ = ["CheckpointSession", "asked_for", "begin_session", "store_of"]
 
 logger = logging.getLogger(__package__)
 
@@ -52,7 +52,7 @@ def begin_session(
     samples: keras.Variable,
     *,
     presharded: bool,
-) -> Session:
+) -> CheckpointSession:
     """The checkpoints of a ``fit`` in which all ranks make each step together; collective.
 
     Args:
@@ -72,7 +72,7 @@ def begin_session(
     # Another rank than the chief uses its own only if it becomes the chief.
     store = store_of(asked)
     found = find(store if membership.rank == 0 else None, state, collectives)
-    return Session(
+    return CheckpointSession(
         asked,
         model,
         collectives,
@@ -81,7 +81,7 @@ def begin_session(
         state=state,
         store=store,
         resume=None if found is None else Resume(found, state, collectives),
-        others=Others(),
+        others=Peers(),
         presharded=presharded,
     )
 
@@ -91,7 +91,7 @@ def store_of(asked: Checkpoint) -> Store:
     return Store(asked.options.directory, keep=asked.options.keep, notice=_say)
 
 
-class Session:
+class CheckpointSession:
     """The checkpoints of one ``fit``.
 
     Args:
@@ -118,7 +118,7 @@ class Session:
         state: TrainingState,
         store: Store,
         resume: Resume | None,
-        others: Others,
+        others: Peers,
         presharded: bool,
     ) -> None:
         self._asked = asked
@@ -137,7 +137,7 @@ class Session:
         return fresh if self._resume is None else self._resume.progress.seed
 
     @contextmanager
-    def keeping(self, epochs: Epochs, seed: int) -> Iterator[None]:
+    def keeping(self, epochs: EpochIterator, seed: int) -> Iterator[None]:
         """Within the block ``fit`` takes checkpoints.
 
         Args:
@@ -149,7 +149,7 @@ class Session:
         """
         if self._resume is not None:
             self._resume.place(epochs)
-        keeper = Keeper(
+        keeper = CheckpointLoop(
             self._asked.options,
             model=self._model,
             collectives=self._collectives,
@@ -158,7 +158,7 @@ class Session:
             others=self._others,
             membership=self._membership,
             epochs=epochs,
-            writer=Writer(self._store, report.saved),
+            writer=BackgroundWriter(self._store, report.saved),
             resume=self._resume,
             seed=seed,
             presharded=self._presharded,

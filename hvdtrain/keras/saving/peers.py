@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hvdtrain.keras.epoch_iterator import Epochs
-from hvdtrain.keras.saving.worker_position import Stand
+from hvdtrain.keras.epoch_iterator import EpochIterator
+from hvdtrain.keras.saving.worker_position import WorkerPosition
 
-__all__ = ["Others"]
+__all__ = ["Peers"]
 
 
-class Others:
+class Peers:
     """Ranks that make each step together, and ask each other by collectives: nothing else to do.
 
     Where each goes its own way another class takes the place of this one.
     """
 
-    def open(self, epochs: Epochs, samples: int) -> None:
+    def open(self, epochs: EpochIterator, samples: int) -> None:
         """Call before training begins.
 
         Args:
@@ -40,7 +40,7 @@ class Others:
     def begin_epoch(self, epoch: int) -> None:
         """Call when an epoch begins, and a checkpoint has been restored if there was one."""
 
-    def collect(self) -> Sequence[Stand]:
+    def collect(self) -> Sequence[WorkerPosition]:
         """On the chief give the model what is to be saved; where the others stand then."""
         return ()
 

@@ -8,12 +8,12 @@ import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["CaughtSignals"]
+__all__ = ["PreemptionSignals"]
 
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class CaughtSignals:
+class PreemptionSignals:
     """From ``catch`` to ``release`` notes them, so that a step can be finished and saved.
 
     Only the main thread may change what a signal does; in another one nothing is caught.

@@ -12,23 +12,23 @@ import numpy as np
 from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, RanksLostError
-from hvdtrain.keras.epoch_iterator import Epochs
+from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.learning_rate import follow_saved
 from hvdtrain.keras.model_optimizers import optimizers_of
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks, restore_callbacks
-from hvdtrain.keras.saving.training_progress import Progress
+from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.monitor import report
 from hvdtrain.tensorflow import random_seed
 
-__all__ = ["Found", "Resume", "broadcast_arrays", "find"]
+__all__ = ["FoundCheckpoint", "Resume", "broadcast_arrays", "find"]
 
 logger = logging.getLogger(__package__)
 
 _CHIEF_LOST = "The rank that reads the checkpoint was lost meanwhile. Start the job again."
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A checkpoint to go on from.
 
     Attributes:
@@ -36,11 +36,13 @@ class Found(NamedTuple):
         snapshot: On the chief, elsewhere None.
     """
 
-    progress: Progress
+    progress: TrainingProgress
     snapshot: Snapshot | None
 
 
-def find(store: Store | None, state: TrainingState, collectives: Collectives) -> Found | None:
+def find(
+    store: Store | None, state: TrainingState, collectives: Collectives
+) -> FoundCheckpoint | None:
     """Look for a checkpoint; collective.
 
     Args:
@@ -63,7 +65,7 @@ def find(store: Store | None, state: TrainingState, collectives: Collectives) ->
         try:
             snapshot = store.newest()
             if snapshot is not None:
-                state.build(Progress.from_json(snapshot.state).built)
+                state.build(TrainingProgress.from_json(snapshot.state).built)
                 state.check(snapshot.model)
                 answer["state"] = snapshot.state
         except CheckpointError as error:
@@ -73,9 +75,9 @@ def find(store: Store | None, state: TrainingState, collectives: Collectives) ->
         raise CheckpointError(answer["error"])
     if "state" not in answer:
         return None
-    progress = Progress.from_json(answer["state"])
+    progress = TrainingProgress.from_json(answer["state"])
     state.build(progress.built)
-    return Found(progress, snapshot)
+    return FoundCheckpoint(progress, snapshot)
 
 
 class Resume:
@@ -87,13 +89,15 @@ class Resume:
         collectives: The engine.
     """
 
-    def __init__(self, found: Found, state: TrainingState, collectives: Collectives) -> None:
+    def __init__(
+        self, found: FoundCheckpoint, state: TrainingState, collectives: Collectives
+    ) -> None:
         self.progress, self._snapshot = found
         self._state = state
         self._collectives = collectives
         self._restored = False
 
-    def place(self, epochs: Epochs) -> None:
+    def place(self, epochs: EpochIterator) -> None:
         """Set where the data begins.
 
         Args:

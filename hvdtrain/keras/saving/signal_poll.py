@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from hvdtrain.collectives.interface import Collectives
-from hvdtrain.keras.saving.checkpoint_schedule import Schedule
+from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
 
-__all__ = ["Validation"]
+__all__ = ["SignalPoll"]
 
 
-class Validation:
+class SignalPoll:
     """One validation, which begins after the last step of an epoch.
 
     Attributes:
@@ -22,7 +22,7 @@ class Validation:
 
     def __init__(self, own: Mapping[str, np.ndarray]) -> None:
         self.own = own
-        self._schedule = Schedule(None, None)
+        self._schedule = CheckpointSchedule(None, None)
         self._steps = 0
         self._begun_s = time.monotonic()
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from hvdtrain.errors import CheckpointError, DataError
 from hvdtrain.keras.data.data_position import Position
-from hvdtrain.keras.epoch_iterator import Place
-from hvdtrain.keras.saving.worker_position import Stand, place_from_json, place_to_json
+from hvdtrain.keras.epoch_iterator import EpochPlace
+from hvdtrain.keras.saving.worker_position import WorkerPosition, place_from_json, place_to_json
 
-__all__ = ["Progress"]
+__all__ = ["TrainingProgress"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class TrainingProgress:
     """The state of a training after a step; all of it fits into JSON.
 
     Attributes:
@@ -39,7 +39,7 @@ class Progress:
 
     step: int
     epoch: int
-    place: Place
+    place: EpochPlace
     unit: str
     seed: int
     tensorflow_seed: int | None
@@ -47,7 +47,7 @@ class Progress:
     samples: int
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     history: Mapping[str, Any] = field(default_factory=dict)
-    others: Sequence[Stand] = ()
+    others: Sequence[WorkerPosition] = ()
     begins: Sequence[Position] = ()
     each: int = 0
     built: Sequence[Sequence[int]] = ()
@@ -63,7 +63,7 @@ class Progress:
         }
 
     @classmethod
-    def from_json(cls, values: Any) -> Progress:
+    def from_json(cls, values: Any) -> TrainingProgress:
         """What ``to_json`` made.
 
         Raises:
@@ -76,7 +76,7 @@ class Progress:
             for name in ("step", "epoch", "seed", "samples", "each"):
                 known[name] = int(known[name])
             known["place"] = place_from_json(known["place"])
-            known["others"] = [Stand.from_json(stand) for stand in known["others"]]
+            known["others"] = [WorkerPosition.from_json(stand) for stand in known["others"]]
             known["begins"] = [Position.from_json(position) for position in known["begins"]]
             known["built"] = [[int(place) for place in places] for places in known["built"]]
             return cls(**known)

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hvdtrain.keras.data.data_position import Position
-from hvdtrain.keras.epoch_iterator import Place
+from hvdtrain.keras.epoch_iterator import EpochPlace
 
-__all__ = ["Stand", "place_from_json", "place_to_json"]
+__all__ = ["WorkerPosition", "place_from_json", "place_to_json"]
 
 _COUNTS = ("epoch_step", "epochs", "passes", "ranks")
 _NONE = -1
 
 
-class Stand(NamedTuple):
+class WorkerPosition(NamedTuple):
     """One rank's.
 
     Attributes:
@@ -24,7 +24,7 @@ class Stand(NamedTuple):
     """
 
     epoch: int
-    place: Place
+    place: EpochPlace
     samples: int
 
     def to_numbers(self) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class Stand(NamedTuple):
     @classmethod
     def from_numbers(
         cls, numbers: tuple[int, ...], *, ranks: int, begins: Mapping[int, Position]
-    ) -> Stand:
+    ) -> WorkerPosition:
         """The stand that ``to_numbers`` was called on.
 
         Args:
@@ -61,7 +61,7 @@ class Stand(NamedTuple):
             position = Position(
                 epoch=rest[0], start=rest[1], missed=missed, joint_batch=joint_batch
             )
-        place = Place(
+        place = EpochPlace(
             position=position, epoch_step=epoch_step, epochs=epochs, passes=passes, ranks=ranks
         )
         return cls(epoch, place, samples)
@@ -71,7 +71,7 @@ class Stand(NamedTuple):
         return {**self._asdict(), "place": place_to_json(self.place)}
 
     @classmethod
-    def from_json(cls, value: Any) -> Stand:
+    def from_json(cls, value: Any) -> WorkerPosition:
         """What ``to_json`` made.
 
         Raises:
@@ -82,13 +82,13 @@ class Stand(NamedTuple):
         return cls(int(value["epoch"]), place, int(value["samples"]))
 
 
-def place_to_json(place: Place) -> dict[str, Any]:
+def place_to_json(place: EpochPlace) -> dict[str, Any]:
     """As a dictionary of plain values."""
     position = place.position
     return place._asdict() | {"position": position and position.to_json()}
 
 
-def place_from_json(value: Any) -> Place:
+def place_from_json(value: Any) -> EpochPlace:
     """What ``place_to_json`` made.
 
     Raises:
@@ -97,4 +97,4 @@ def place_from_json(value: Any) -> Place:
     """
     counts = {name: int(value[name]) for name in _COUNTS}
     position = value["position"]
-    return Place(position=None if position is None else Position.from_json(position), **counts)
+    return EpochPlace(position=None if position is None else Position.from_json(position), **counts)

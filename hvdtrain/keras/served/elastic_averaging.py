@@ -17,15 +17,15 @@ import tensorflow as tf
 from hvdtrain.collectives.kernels import widen
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.keras.model_steps import Steps
-from hvdtrain.keras.served.server_optimizer_state import ServersState
-from hvdtrain.keras.served.worker_link import Link
+from hvdtrain.keras.model_steps import ModelSteps
+from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
+from hvdtrain.keras.served.worker_link import WorkerLink
 from hvdtrain.parameter_server.sharded_optimizers import plain_optimizer
 
 __all__ = ["ElasticExchange", "check_elastic", "servers_optimizer"]
 
 
-class ElasticExchange(Link):
+class ElasticExchange(WorkerLink):
     """Follows the optimizer's updates on a worker.
 
     Outside of its steps the model has the center's weights: for validation, callbacks at the end
@@ -38,19 +38,19 @@ class ElasticExchange(Link):
         require_finite: Refuse weights with NaN or infinity.
         every: Updates from one exchange to the next; tau in the paper.
         rate: How far both sides move, from 0 to 1; alpha in the paper.
-        averages: As for ``Link``.
+        averages: As for ``WorkerLink``.
     """
 
     def __init__(
         self,
         model: keras.Model,
         reducer: GradientReducer,
-        steps: Steps,
+        steps: ModelSteps,
         *,
         require_finite: bool,
         every: int,
         rate: float,
-        averages: ServersState | None,
+        averages: ServerOptimizerState | None,
     ) -> None:
         super().__init__(model, reducer, steps, require_finite=require_finite, averages=averages)
         self._every = every

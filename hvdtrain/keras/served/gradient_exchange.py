@@ -11,15 +11,15 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.keras.model_steps import Steps
+from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.optimizer_patch import accumulates
-from hvdtrain.keras.served.server_optimizer_state import ServersState
-from hvdtrain.keras.served.worker_link import Link
+from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
+from hvdtrain.keras.served.worker_link import WorkerLink
 from hvdtrain.parameter_server.gradient_packing import Gradient, Rows
 from hvdtrain.parameter_server.protocol import NO_STAND
-from hvdtrain.parameter_server.push_accumulation import Accrued
+from hvdtrain.parameter_server.push_accumulation import AccumulatedPush
 
-__all__ = ["Exchange"]
+__all__ = ["GradientExchange"]
 
 # From a step's numbers to its gradients; None where it has none that count.
 Find = Callable[[np.ndarray, Sequence[np.ndarray]], list[Gradient] | None]
@@ -27,7 +27,7 @@ Find = Callable[[np.ndarray, Sequence[np.ndarray]], list[Gradient] | None]
 Take = Callable[..., tuple[list[Gradient] | None, float]]
 
 
-class Exchange(Link):
+class GradientExchange(WorkerLink):
     """Takes the place of the optimizer's update on a worker.
 
     Args:
@@ -40,20 +40,20 @@ class Exchange(Link):
             takes a step of plain gradient descent by itself, as in Downpour (Dean et al. 2012).
         overlaps: Go on while gradients are under way, with the weights that came for those before.
             Between epochs, and before validations and checkpoints, nothing is under way.
-        averages: As for ``Link``.
+        averages: As for ``WorkerLink``.
     """
 
     def __init__(
         self,
         model: keras.Model,
         reducer: GradientReducer,
-        steps: Steps,
+        steps: ModelSteps,
         *,
         is_chief: bool,
         require_finite: bool,
         push_every: int,
         overlaps: bool,
-        averages: ServersState | None,
+        averages: ServerOptimizerState | None,
     ) -> None:
         super().__init__(model, reducer, steps, require_finite=require_finite, averages=averages)
         self._places = {id(variable): n for n, variable in enumerate(self._variables)}
@@ -61,7 +61,7 @@ class Exchange(Link):
         self._is_chief = is_chief
         self._push_every = push_every
         self._overlaps = overlaps
-        self._accrued = Accrued(push_every)
+        self._accrued = AccumulatedPush(push_every)
         self._epoch_begins = False
 
     def begin_epoch(self) -> None:
@@ -95,7 +95,7 @@ class Exchange(Link):
         return self.reach().push(gradients, weight=1.0, learning_rate=math.nan, stand=stand)
 
     def _forget(self) -> None:
-        self._accrued = Accrued(self._push_every)
+        self._accrued = AccumulatedPush(self._push_every)
 
     def step(
         self,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from hvdtrain.collectives.single import SingleCollectives
 from hvdtrain.keras.membership import Membership
 
-__all__ = ["Apart"]
+__all__ = ["IndependentWorker"]
 
 
-class Apart(Membership):
+class IndependentWorker(Membership):
     """A worker's place among workers that never meet; it stays within a ``fit``.
 
     Args:

@@ -15,33 +15,33 @@ import numpy as np
 
 from hvdtrain.cluster.roles import Roles
 from hvdtrain.collectives.interface import Collectives
-from hvdtrain.collectives.point_to_point import Messages
+from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.single import SingleCollectives
 from hvdtrain.config import Settings
 from hvdtrain.errors import CollectiveError, Preempted
 from hvdtrain.keras.callback_list import list_callbacks
 from hvdtrain.keras.chief_failover import CHIEF_ONLY
-from hvdtrain.keras.fit_loop import Loops, split_validation
+from hvdtrain.keras.fit_loop import FitLoop, split_validation
 from hvdtrain.keras.membership import Membership
-from hvdtrain.keras.model_steps import Steps
+from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_weights
-from hvdtrain.keras.saving.checkpoint_session import Session, asked_for
-from hvdtrain.keras.saving.preemption_signals import CaughtSignals
+from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, asked_for
+from hvdtrain.keras.saving.preemption_signals import PreemptionSignals
 from hvdtrain.keras.saving.training_state import TrainingState
-from hvdtrain.keras.served.independent_worker import Apart
-from hvdtrain.keras.served.served_session import begin_session, find_for_all
-from hvdtrain.keras.served.server_optimizer_state import ServersState
+from hvdtrain.keras.served.independent_worker import IndependentWorker
+from hvdtrain.keras.served.served_session import begin_served_session, find_for_all
+from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
 from hvdtrain.keras.served.worker_checkpoints import ServedResume
-from hvdtrain.keras.served.worker_link import Link
+from hvdtrain.keras.served.worker_link import WorkerLink
 from hvdtrain.monitor import report
 from hvdtrain.parameter_server.client import Client
-from hvdtrain.parameter_server.consistency import FreeRunning, Rounds, Rule
+from hvdtrain.parameter_server.consistency import Asynchronous, Consistency, Synchronous
 from hvdtrain.parameter_server.server import Server
-from hvdtrain.parameter_server.shard_buffers import Holding
+from hvdtrain.parameter_server.shard_buffers import ShardBuffers
 from hvdtrain.parameter_server.sharding import Shard, Spec
 from hvdtrain.parameter_server.shared_gradients import Slots
 from hvdtrain.parameter_server.shared_weights import SharedWeights
-from hvdtrain.parameter_server.staleness_stats import Counts
+from hvdtrain.parameter_server.staleness_stats import StalenessStats
 from hvdtrain.parameter_server.update_log import UpdateLog
 
 __all__ = ["ServedFit", "Shares"]
@@ -75,7 +75,7 @@ class Shares:
     shards: Sequence[Shard]
     weights: SharedWeights
     slots: Mapping[int, Slots]
-    state: ServersState
+    state: ServerOptimizerState
 
 
 class ServedFit:
@@ -97,8 +97,8 @@ class ServedFit:
         model: keras.Model,
         collectives: Collectives,
         membership: Membership,
-        messages: Messages,
-        steps: Steps,
+        messages: PointToPoint,
+        steps: ModelSteps,
         *,
         settings: Settings,
         shares: Shares,
@@ -113,7 +113,7 @@ class ServedFit:
         self._shares = shares
         self._presharded = presharded
         self._resume: ServedResume | None = None
-        self._session: Session | None = None
+        self._session: CheckpointSession | None = None
 
     def serve(self, arguments: inspect.BoundArguments) -> Any:
         """What ``fit`` is on a server.
@@ -126,7 +126,7 @@ class ServedFit:
         """
         workers = self._meet()
         asked = asked_for(list_callbacks(arguments.arguments.get("callbacks")))
-        signals = CaughtSignals()
+        signals = PreemptionSignals()
         if asked is not None:
             state = TrainingState(self._model, SingleCollectives(), self._steps.samples)
             find_for_all(None, state, self._collectives)
@@ -134,7 +134,7 @@ class ServedFit:
         roles, weights, settings = self._shares.roles, self._shares.weights, self._settings
         rank = self._collectives.member
         shard = self._shares.shards[roles.servers.index(rank)]
-        holding = Holding(self._shares.state.optimizer, shard, self._model.trainable_variables)
+        holding = ShardBuffers(self._shares.state.optimizer, shard, self._model.trainable_variables)
         with self._update_log(shard) as log:
             server = Server(
                 self._messages,
@@ -169,7 +169,11 @@ class ServedFit:
         return history
 
     def train(
-        self, loops: Loops, place: Apart, exchange: Link, arguments: inspect.BoundArguments
+        self,
+        loops: FitLoop,
+        place: IndependentWorker,
+        exchange: WorkerLink,
+        arguments: inspect.BoundArguments,
     ) -> Any:
         """What ``fit`` is on a worker.
 
@@ -191,7 +195,7 @@ class ServedFit:
             _train_alone(given)
         asked = asked_for(callbacks)
         if asked is not None:
-            self._session, self._resume = begin_session(
+            self._session, self._resume = begin_served_session(
                 asked,
                 self._model,
                 self._collectives,
@@ -237,7 +241,7 @@ class ServedFit:
         self._end(client.pushed, None, history)
         return history
 
-    def begin(self, exchange: Link) -> None:
+    def begin(self, exchange: WorkerLink) -> None:
         """Give the servers what the chief has, and all workers what the servers have."""
         client = exchange.reach()
         if self._is_chief:
@@ -247,7 +251,7 @@ class ServedFit:
             client.load(weights, self._shares.state.take())
         exchange.pull()
 
-    def session(self) -> Session:
+    def session(self) -> CheckpointSession:
         """The checkpoints of the ``fit`` that has begun on this worker."""
         assert self._session is not None
         return self._session
@@ -267,7 +271,7 @@ class ServedFit:
         self._shares.state.put(states)
         return weights
 
-    def _end(self, pushed: int, counts: Counts | None, history: Any) -> None:
+    def _end(self, pushed: int, counts: StalenessStats | None, history: Any) -> None:
         """See that no gradient was lost, and leave all ranks alike; collective.
 
         Args:
@@ -279,7 +283,7 @@ class ServedFit:
         told = {"rank": rank, "pushed": pushed, "counts": counts and counts.to_json()}
         everyone = self._collectives.allgather_object(told, name="gradients of parameter servers")
         sent = {entry["rank"]: entry["pushed"] for entry in everyone if entry["counts"] is None}
-        served = {e["rank"]: Counts.from_json(e["counts"]) for e in everyone if e["counts"]}
+        served = {e["rank"]: StalenessStats.from_json(e["counts"]) for e in everyone if e["counts"]}
         for server, has in served.items():
             # Of those that died, only the server knows.
             came = {worker: has.pushed[worker] for worker in sent}
@@ -326,14 +330,14 @@ class ServedFit:
         header = {"server": rank, "workers": self._shares.roles.workers, "pieces": pieces}
         return UpdateLog(Path(folder) / f"server-{rank}.jsonl", header)
 
-    def _rule(self, workers: Sequence[int]) -> Rule:
+    def _rule(self, workers: Sequence[int]) -> Consistency:
         if self._settings.gathers:
-            return Rounds(workers, max(1, self._settings.gradients_in_update(len(workers))))
+            return Synchronous(workers, max(1, self._settings.gradients_in_update(len(workers))))
         bound = self._settings.staleness_bound
         # Who overlaps makes one more step before it takes the answer that says whether it may.
-        return FreeRunning(workers, bound if bound is None else bound - self._settings.overlap)
+        return Asynchronous(workers, bound if bound is None else bound - self._settings.overlap)
 
-    def _account(self, first: Counts) -> str:
+    def _account(self, first: StalenessStats) -> str:
         workers, sent = len(self._shares.roles.workers), first.pushed.total()
         what = "differences" if self._settings.mode == "easgd" else "gradients"
         late = f", {first.late} of them too late" if first.late else ""
@@ -370,7 +374,7 @@ class _WithOthers(keras.callbacks.Callback):
         finish: Takes the last weights.
     """
 
-    def __init__(self, client: Client, link: Link, finish: Callable[[], None]) -> None:
+    def __init__(self, client: Client, link: WorkerLink, finish: Callable[[], None]) -> None:
         super().__init__()
         self._client = client
         self._link = link

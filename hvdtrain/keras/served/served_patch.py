@@ -14,11 +14,11 @@ from hvdtrain.collectives.single import SingleCollectives
 from hvdtrain.config import Settings
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.batch_normalization import RowFlag, synchronized_layers
-from hvdtrain.keras.fit_inputs import Inputs
-from hvdtrain.keras.fit_loop import Loops, forget_functions
+from hvdtrain.keras.fit_inputs import FitInputs
+from hvdtrain.keras.fit_loop import FitLoop, forget_functions
 from hvdtrain.keras.membership import Membership
-from hvdtrain.keras.model_patch import Distribution
-from hvdtrain.keras.model_steps import Steps
+from hvdtrain.keras.model_patch import ModelPatch
+from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_weights, reseed_by_rank
 from hvdtrain.keras.optimizer_patch import mark, unmix
 from hvdtrain.keras.served.elastic_averaging import (
@@ -26,30 +26,30 @@ from hvdtrain.keras.served.elastic_averaging import (
     check_elastic,
     servers_optimizer,
 )
-from hvdtrain.keras.served.gradient_exchange import Exchange
-from hvdtrain.keras.served.independent_worker import Apart
+from hvdtrain.keras.served.gradient_exchange import GradientExchange
+from hvdtrain.keras.served.independent_worker import IndependentWorker
 from hvdtrain.keras.served.served_fit import ServedFit, Shares
-from hvdtrain.keras.served.server_optimizer_state import ServersState, check_averages
-from hvdtrain.keras.served.worker_link import Link, refuse_training
-from hvdtrain.keras.served.worker_loss_weights import OwnWeights
+from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState, check_averages
+from hvdtrain.keras.served.worker_link import WorkerLink, refuse_training
+from hvdtrain.keras.served.worker_loss_weights import WorkerLossWeights
 from hvdtrain.keras.served.worker_optimizer import (
     average_elastically,
     leave_updates_to_servers,
 )
 from hvdtrain.monitor import report
 from hvdtrain.parameter_server.sharded_optimizers import check_optimizer, stays_whole
-from hvdtrain.parameter_server.sharding import cut, specs_of
+from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.parameter_server.shared_gradients import share_slots
 from hvdtrain.parameter_server.shared_weights import share_weights
 
-__all__ = ["ServedDistribution"]
+__all__ = ["ServedModelPatch"]
 
 # Of all workers together on the center: beta in Zhang et al. 2015, arXiv 1412.6651.
 DEFAULT_FORCE = 0.9
 
 
-class ServedDistribution(Distribution):
-    """As ``Distribution``, for jobs in which some ranks are parameter servers.
+class ServedModelPatch(ModelPatch):
+    """As ``ModelPatch``, for jobs in which some ranks are parameter servers.
 
     Within ``fit`` a worker is by itself but for the servers; outside of it all ranks, servers
     too, evaluate and predict together.
@@ -91,8 +91,8 @@ class ServedDistribution(Distribution):
         messages = collectives.messages()
         report.watch(lambda: messages.waiting_in or collectives.waiting_in)
         shares = self._share()
-        weights = OwnWeights(self._reducer, gathers=self._settings.gathers)
-        steps = Steps(model, self._reducer, self._choose_compute(), RowFlag(), weights)
+        weights = WorkerLossWeights(self._reducer, gathers=self._settings.gathers)
+        steps = ModelSteps(model, self._reducer, self._choose_compute(), RowFlag(), weights)
         served = ServedFit(
             model,
             collectives,
@@ -103,7 +103,7 @@ class ServedDistribution(Distribution):
             shares=shares,
             presharded=self._presharded,
         )
-        together = Loops(
+        together = FitLoop(
             model,
             collectives,
             membership=self._membership,
@@ -116,14 +116,14 @@ class ServedDistribution(Distribution):
             self._replace_methods(steps, served, together)
         else:
             exchange = self._link(steps, shares.state)
-            place = Apart(collectives.member, self._roles.workers)
+            place = IndependentWorker(collectives.member, self._roles.workers)
             apart = self._loops_apart(place, steps, served, exchange, seed)
             self._replace_methods(steps, served, together, (apart, place, exchange))
         forget_functions(model)
         broadcast_weights(model, collectives)
         reseed_by_rank(model, collectives)
 
-    def _link(self, steps: Steps, state: ServersState) -> Link:
+    def _link(self, steps: ModelSteps, state: ServerOptimizerState) -> WorkerLink:
         """Connect the optimizer of a worker with the servers, which have ``state``."""
         model, settings = self._model, self._settings
         is_chief = self._collectives.rank == 0
@@ -142,7 +142,7 @@ class ServedDistribution(Distribution):
             )
             average_elastically(model.optimizer, elastic)
             return elastic
-        exchange = Exchange(
+        exchange = GradientExchange(
             model,
             self._reducer,
             steps,
@@ -156,10 +156,15 @@ class ServedDistribution(Distribution):
         return exchange
 
     def _loops_apart(
-        self, place: Apart, steps: Steps, served: ServedFit, exchange: Link, seed: int
-    ) -> Loops:
+        self,
+        place: IndependentWorker,
+        steps: ModelSteps,
+        served: ServedFit,
+        exchange: WorkerLink,
+        seed: int,
+    ) -> FitLoop:
         """What a worker runs within ``fit``."""
-        return Loops(
+        return FitLoop(
             self._model,
             self._alone,
             membership=place,
@@ -173,10 +178,10 @@ class ServedDistribution(Distribution):
 
     def _replace_methods(
         self,
-        steps: Steps,
+        steps: ModelSteps,
         served: ServedFit,
-        together: Loops,
-        of_worker: tuple[Loops, Apart, Link] | None = None,
+        together: FitLoop,
+        of_worker: tuple[FitLoop, IndependentWorker, WorkerLink] | None = None,
     ) -> None:
         """Put hvdtrain's methods into the model.
 
@@ -196,7 +201,7 @@ class ServedDistribution(Distribution):
                 return served.serve(arguments)
             return served.train(*of_worker, arguments)
 
-        def now() -> Loops:
+        def now() -> FitLoop:
             if of_worker is None:
                 return together
             apart, _, exchange = of_worker
@@ -215,8 +220,8 @@ class ServedDistribution(Distribution):
             _maybe_symbolic_build=lambda *args, **options: now().adopt(*args, **options),
         )
 
-    def _inputs(self, between: Collectives, membership: Membership, seed: int) -> Inputs:
-        return Inputs(
+    def _inputs(self, between: Collectives, membership: Membership, seed: int) -> FitInputs:
+        return FitInputs(
             between,
             membership,
             seed=seed,
@@ -242,7 +247,7 @@ class ServedDistribution(Distribution):
         check_optimizer(optimizer, servers)
         variables = model.trainable_variables
         specs = specs_of(variables)
-        shards = cut(specs, servers, stays_whole(optimizer, variables))
+        shards = shard_variables(specs, servers, stays_whole(optimizer, variables))
         weights = share_weights(
             self._collectives,
             self._roles.servers,
@@ -256,5 +261,5 @@ class ServedDistribution(Distribution):
             shards=shards,
             weights=weights,
             slots=share_slots(self._collectives, self._roles.servers, shards, weights.readers),
-            state=ServersState(model.optimizer, optimizer, shards),
+            state=ServerOptimizerState(model.optimizer, optimizer, shards),
         )

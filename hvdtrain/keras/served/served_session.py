@@ -10,23 +10,23 @@ import keras
 from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.collectives.single import SingleCollectives
-from hvdtrain.keras.model_steps import Steps
+from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
-from hvdtrain.keras.saving.checkpoint_session import Session, store_of
+from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, store_of
 from hvdtrain.keras.saving.resume import broadcast_arrays, find
-from hvdtrain.keras.saving.training_progress import Progress
+from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
-from hvdtrain.keras.served.independent_worker import Apart
-from hvdtrain.keras.served.server_optimizer_state import ServersState
+from hvdtrain.keras.served.independent_worker import IndependentWorker
+from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
 from hvdtrain.keras.served.worker_checkpoints import ServedOthers, ServedResume
-from hvdtrain.keras.served.worker_link import Link
+from hvdtrain.keras.served.worker_link import WorkerLink
 
-__all__ = ["begin_session", "find_for_all"]
+__all__ = ["begin_served_session", "find_for_all"]
 
 
 def find_for_all(
     store: Store | None, state: TrainingState, collectives: Collectives
-) -> tuple[Progress, Snapshot] | None:
+) -> tuple[TrainingProgress, Snapshot] | None:
     """Look for a checkpoint, and give all of it to all ranks; collective.
 
     Args:
@@ -46,19 +46,19 @@ def find_for_all(
     return progress, Snapshot(step=progress.step, state={}, model=model, ranks=ranks)
 
 
-def begin_session(
+def begin_served_session(
     asked: Checkpoint,
     model: keras.Model,
     collectives: Collectives,
     callbacks: Sequence[Any],
-    exchange: Link,
-    steps: Steps,
+    exchange: WorkerLink,
+    steps: ModelSteps,
     *,
-    place: Apart,
-    servers: ServersState,
+    place: IndependentWorker,
+    servers: ServerOptimizerState,
     in_update: Callable[[int], int],
     presharded: bool,
-) -> tuple[Session, ServedResume | None]:
+) -> tuple[CheckpointSession, ServedResume | None]:
     """What takes checkpoints on a worker; collective, with ``find_for_all`` on servers.
 
     Args:
@@ -103,7 +103,7 @@ def begin_session(
         size=place.size,
         resume=resume,
     )
-    session = Session(
+    session = CheckpointSession(
         asked,
         model,
         alone,

@@ -18,10 +18,10 @@ from hvdtrain.parameter_server.shard_buffers import put_averages, put_states, ta
 from hvdtrain.parameter_server.sharded_optimizers import plain_optimizer
 from hvdtrain.parameter_server.sharding import Shard
 
-__all__ = ["ServersState", "check_averages"]
+__all__ = ["ServerOptimizerState", "check_averages"]
 
 
-class ServersState:
+class ServerOptimizerState:
     """The state of all servers, in the model's optimizer and in buffers that travel.
 
     Args:

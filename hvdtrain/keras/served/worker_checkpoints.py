@@ -14,19 +14,19 @@ from hvdtrain.checkpoint import Snapshot
 from hvdtrain.collectives.single import SingleCollectives
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.leftovers import leftovers
-from hvdtrain.keras.epoch_iterator import Epochs, Place
+from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
 from hvdtrain.keras.learning_rate import follow_saved
-from hvdtrain.keras.model_steps import Steps
+from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.optimizer_patch import accumulators, plain_optimizers
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks
 from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S
-from hvdtrain.keras.saving.peers import Others
-from hvdtrain.keras.saving.resume import Found, Resume
-from hvdtrain.keras.saving.training_progress import Progress
+from hvdtrain.keras.saving.peers import Peers
+from hvdtrain.keras.saving.resume import FoundCheckpoint, Resume
+from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
-from hvdtrain.keras.saving.worker_position import Stand
-from hvdtrain.keras.served.server_optimizer_state import ServersState
-from hvdtrain.keras.served.worker_link import Link
+from hvdtrain.keras.saving.worker_position import WorkerPosition
+from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
+from hvdtrain.keras.served.worker_link import WorkerLink
 from hvdtrain.monitor import report
 from hvdtrain.parameter_server.protocol import NO_STAND
 
@@ -50,7 +50,7 @@ class ServedResume(Resume):
 
     def __init__(
         self,
-        progress: Progress,
+        progress: TrainingProgress,
         snapshot: Snapshot,
         state: TrainingState,
         *,
@@ -59,17 +59,17 @@ class ServedResume(Resume):
         in_update: Callable[[int], int],
         pull: Callable[[], None],
     ) -> None:
-        super().__init__(Found(progress, snapshot), state, SingleCollectives())
+        super().__init__(FoundCheckpoint(progress, snapshot), state, SingleCollectives())
         self._saved = snapshot
         self._rank = rank
         self._size = size
         self._in_update = in_update
         self._pull = pull
         self._went_back = False
-        self.stands: Sequence[Stand] = ()
+        self.stands: Sequence[WorkerPosition] = ()
         """Where each worker begins; known once the data are."""
 
-    def place(self, epochs: Epochs) -> None:
+    def place(self, epochs: EpochIterator) -> None:
         progress = self.progress
         begins = {position.epoch: position for position in progress.begins}
         self.stands, epochs.begins = _begin_at(progress, begins, epochs, self._size)
@@ -98,7 +98,7 @@ class ServedResume(Resume):
             _forget_accumulated(model.optimizer)
         if self._went_back:
             model.reset_metrics()
-        # Others may have trained on meanwhile.
+        # Peers may have trained on meanwhile.
         self._pull()
 
     def _say(self, text: str) -> None:
@@ -107,12 +107,12 @@ class ServedResume(Resume):
 
 
 def _begin_at(
-    progress: Progress, begins: Mapping[int, Position], epochs: Epochs, size: int
-) -> tuple[Sequence[Stand], dict[int, Position]]:
+    progress: TrainingProgress, begins: Mapping[int, Position], epochs: EpochIterator, size: int
+) -> tuple[Sequence[WorkerPosition], dict[int, Position]]:
     """Where ``size`` workers begin, and where later passes do."""
     data = epochs.sharded
     place = progress.place
-    before = [Stand(progress.epoch, place, 0), *progress.others]
+    before = [WorkerPosition(progress.epoch, place, 0), *progress.others]
     if not progress.others:
         return before * size, dict(begins)
     as_before = len(before) == size and progress.each == data.each
@@ -131,7 +131,7 @@ def _begin_at(
         position=first if first.start else None,
         epoch_step=max(1, done // len(before)) if begun else 0,
     )
-    stands = [Stand(slowest.epoch, together, 0)] * size
+    stands = [WorkerPosition(slowest.epoch, together, 0)] * size
     return stands, {**begins, **{position.epoch: position for position in later}}
 
 
@@ -155,7 +155,7 @@ def _forget_accumulated(optimizer: Any) -> None:
         leaf._iterations.assign_sub(waiting)
 
 
-class ServedOthers(Others):
+class ServedOthers(Peers):
     """The servers and the other workers, as one worker's ``Keeper`` deals with them.
 
     Args:
@@ -172,10 +172,10 @@ class ServedOthers(Others):
     def __init__(
         self,
         model: keras.Model,
-        exchange: Link,
-        steps: Steps,
+        exchange: WorkerLink,
+        steps: ModelSteps,
         state: TrainingState,
-        servers: ServersState,
+        servers: ServerOptimizerState,
         *,
         rank: int,
         size: int,
@@ -189,11 +189,11 @@ class ServedOthers(Others):
         self._is_chief = rank == 0
         self._size = size
         self._resume = resume
-        self._stands: Sequence[Stand] = ()
-        self._epochs: Epochs | None = None
+        self._stands: Sequence[WorkerPosition] = ()
+        self._epochs: EpochIterator | None = None
         self._ran_before = 0
 
-    def open(self, epochs: Epochs, samples: int) -> None:
+    def open(self, epochs: EpochIterator, samples: int) -> None:
         self._epochs = epochs
         self._ran_before = int(self._steps.ran.numpy()) - epochs.step
         if self._resume is not None:
@@ -205,7 +205,7 @@ class ServedOthers(Others):
         # Several steps may run in one go.
         left = self._epochs.step - (ran - self._ran_before)
         epoch, place = self._epochs.place_within(left)
-        return Stand(epoch, place, samples).to_numbers()
+        return WorkerPosition(epoch, place, samples).to_numbers()
 
     def received(self, own: int) -> int:
         client = self._exchange.reach()
@@ -225,10 +225,10 @@ class ServedOthers(Others):
 
     def begin_epoch(self, epoch: int) -> None:
         if not self._stands:
-            start = Place(position=None, epoch_step=0, epochs=0, passes=0, ranks=self._size)
-            self._stands = [Stand(epoch, start, 0)] * self._size
+            start = EpochPlace(position=None, epoch_step=0, epochs=0, passes=0, ranks=self._size)
+            self._stands = [WorkerPosition(epoch, start, 0)] * self._size
 
-    def collect(self) -> Sequence[Stand]:
+    def collect(self) -> Sequence[WorkerPosition]:
         # Gradients of the chief that wait to be sent belong to what it has done.
         self._exchange.send_rest()
         states = self._servers.room()
@@ -237,7 +237,7 @@ class ServedOthers(Others):
         self._servers.put(states)
         return [self._stand_of(rank, numbers[rank]) for rank in range(1, self._size)]
 
-    def _stand_of(self, rank: int, numbers: tuple[int, ...]) -> Stand:
+    def _stand_of(self, rank: int, numbers: tuple[int, ...]) -> WorkerPosition:
         assert self._epochs is not None
         first = self._stands[rank]
         if numbers == NO_STAND:
@@ -245,7 +245,7 @@ class ServedOthers(Others):
         begins = dict(self._epochs.begins)
         if first.place.position is not None:
             begins[first.place.position.epoch] = first.place.position
-        return Stand.from_numbers(numbers, ranks=self._size, begins=begins)
+        return WorkerPosition.from_numbers(numbers, ranks=self._size, begins=begins)
 
     def were_behind(self, epoch: int) -> bool:
         return any(stand.epoch < epoch for stand in self._stands)

@@ -12,16 +12,16 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError, NonFiniteError
 from hvdtrain.gradients.reducer import GradientReducer, name_non_finite
-from hvdtrain.keras.model_steps import Steps
-from hvdtrain.keras.served.server_optimizer_state import ServersState
+from hvdtrain.keras.model_steps import ModelSteps
+from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradient_packing import Gradient, Rows
 from hvdtrain.parameter_server.protocol import NO_STAND
 
-__all__ = ["Link", "refuse_training"]
+__all__ = ["WorkerLink", "refuse_training"]
 
 
-class Link:
+class WorkerLink:
     """Stands between a worker's optimizer and the servers.
 
     Args:
@@ -36,10 +36,10 @@ class Link:
         self,
         model: keras.Model,
         reducer: GradientReducer,
-        steps: Steps,
+        steps: ModelSteps,
         *,
         require_finite: bool,
-        averages: ServersState | None,
+        averages: ServerOptimizerState | None,
     ) -> None:
         self._variables = list(model.trainable_variables)
         self._reducer = reducer
@@ -49,7 +49,7 @@ class Link:
         self.client: Client | None = None
         """To the servers, within ``fit``."""
         self.stand: Callable[[int, int], tuple[int, ...]] | None = None
-        """Says where this worker is in its data, from what ``Steps`` counts; None for nowhere."""
+        """Says where this worker is in its data, from what ``ModelSteps`` counts; or None."""
 
     @contextmanager
     def using(self, client: Client) -> Iterator[None]:

@@ -11,10 +11,10 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.loss_weights import LossWeights, contribution
 from hvdtrain.keras.optimizer_patch import Weighting
 
-__all__ = ["OwnWeights"]
+__all__ = ["WorkerLossWeights"]
 
 
-class OwnWeights(LossWeights):
+class WorkerLossWeights(LossWeights):
     """Leaves a worker's gradients as they are, and says beside them what they count for.
 
     Args:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.keras.optimizer_patch import KeepsWeights, keep_weights, mix_in, plain_optimizers
 from hvdtrain.keras.served.elastic_averaging import ElasticExchange
-from hvdtrain.keras.served.gradient_exchange import Exchange
+from hvdtrain.keras.served.gradient_exchange import GradientExchange
 
 __all__ = ["average_elastically", "leave_updates_to_servers"]
 
@@ -49,7 +49,7 @@ class _WeighsSteps(KeepsWeights):
 class _LeavesUpdates(_WeighsSteps):
     """Mixed into the class of a plain optimizer; saved as the plain class."""
 
-    _hvdtrain_reducer: Exchange
+    _hvdtrain_reducer: GradientExchange
 
     def _clip_gradients(self, grads: Any) -> Any:
         return grads
@@ -73,7 +73,7 @@ class _LeavesUpdates(_WeighsSteps):
 class _CountsOverflows:
     """Mixed into ``LossScaleOptimizer``: servers are told of a step whose gradients overflowed."""
 
-    _hvdtrain_reducer: Exchange
+    _hvdtrain_reducer: GradientExchange
 
     def check_finite(self, grads: Any) -> Any:
         finite = super().check_finite(grads)  # type: ignore[misc]
@@ -116,7 +116,7 @@ class _AveragesElastically(_WeighsSteps):
             tf.cond(counts > 0, act, lambda: None)
 
 
-def leave_updates_to_servers(optimizer: Any, exchange: Exchange) -> None:
+def leave_updates_to_servers(optimizer: Any, exchange: GradientExchange) -> None:
     """Let ``optimizer`` send its gradients; it is saved, and loaded elsewhere, as it was."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         mix_in(optimizer, _CountsOverflows, exchange)

@@ -4,34 +4,34 @@ import pytest
 
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
-from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S, MOST_STEPS, Schedule
+from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S, MOST_STEPS, CheckpointSchedule
 
 
 def test_without_a_word_it_is_every_epoch():
-    assert Schedule(None, None).every_epoch
-    assert not Schedule(5, None).every_epoch
-    assert not Schedule(None, 5.0).every_epoch
+    assert CheckpointSchedule(None, None).every_epoch
+    assert not CheckpointSchedule(5, None).every_epoch
+    assert not CheckpointSchedule(None, 5.0).every_epoch
 
 
 def test_due_by_steps():
-    schedule = Schedule(5, None)
+    schedule = CheckpointSchedule(5, None)
     due = [step for step in range(1, 17) if schedule.is_due(step, step - 1)]
     assert due == [5, 10, 15]
     # With several steps in one go it is due after those that pass the number.
     assert schedule.is_due(6, 3)
     assert not schedule.is_due(9, 6)
-    assert not Schedule(None, 1.0).is_due(5, 4)
+    assert not CheckpointSchedule(None, 1.0).is_due(5, 4)
 
 
 def test_late_by_seconds():
-    schedule = Schedule(None, 60.0)
+    schedule = CheckpointSchedule(None, 60.0)
     assert not schedule.is_late(59.9)
     assert schedule.is_late(60.0)
-    assert not Schedule(5, None).is_late(1e9)
+    assert not CheckpointSchedule(5, None).is_late(1e9)
 
 
 def test_ranks_meet_at_first_then_when_told_and_when_due():
-    schedule = Schedule(100, None)
+    schedule = CheckpointSchedule(100, None)
     assert schedule.meets(1, 0)
     schedule.look_again(40)
     assert [step for step in range(2, 42) if schedule.meets(step, step - 1)] == [40, 41]
@@ -51,7 +51,9 @@ def test_ranks_meet_at_first_then_when_told_and_when_due():
     ids=["some", "slow steps", "no time at all", "soon due", "overdue"],
 )
 def test_the_next_meeting_is_half_a_second_away(step_s, since_s, expected):
-    assert Schedule(None, 60.0).steps_ahead(step_s, since_s) == pytest.approx(expected, abs=1)
+    assert CheckpointSchedule(None, 60.0).steps_ahead(step_s, since_s) == pytest.approx(
+        expected, abs=1
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.keras.data.data_position import Position
-from hvdtrain.keras.epoch_iterator import Place
-from hvdtrain.keras.saving.training_progress import Progress
-from hvdtrain.keras.saving.worker_position import Stand
+from hvdtrain.keras.epoch_iterator import EpochPlace
+from hvdtrain.keras.saving.training_progress import TrainingProgress
+from hvdtrain.keras.saving.worker_position import WorkerPosition
 from hvdtrain.parameter_server.protocol import STAND_NUMBERS
 
 BEGIN = Position(epoch=4, start=30, missed=(2, 3, 7, 9), joint_batch=6)
@@ -16,8 +16,8 @@ POSITIONS = [None, Position(epoch=4), BEGIN, BEGIN.after(2), BEGIN.after(4), BEG
 
 
 def stand_at(position):
-    place = Place(position=position, epoch_step=3, epochs=4, passes=2, ranks=3)
-    return Stand(epoch=4, place=place, samples=99)
+    place = EpochPlace(position=position, epoch_step=3, epochs=4, passes=2, ranks=3)
+    return WorkerPosition(epoch=4, place=place, samples=99)
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -25,11 +25,11 @@ def test_numbers(position):
     stand = stand_at(position)
     numbers = stand.to_numbers()
     assert len(numbers) == STAND_NUMBERS
-    assert Stand.from_numbers(numbers, ranks=3, begins={4: BEGIN}) == stand
+    assert WorkerPosition.from_numbers(numbers, ranks=3, begins={4: BEGIN}) == stand
 
 
 def progress(**more):
-    return Progress(
+    return TrainingProgress(
         step=7,
         epoch=4,
         place=stand_at(BEGIN).place,
@@ -45,7 +45,7 @@ def progress(**more):
 def test_progress():
     others = [stand_at(position) for position in POSITIONS]
     before = progress(others=others, begins=[BEGIN], each=2, built=[[0, 2], []])
-    assert Progress.from_json(json.loads(json.dumps(before.to_json()))) == before
+    assert TrainingProgress.from_json(json.loads(json.dumps(before.to_json()))) == before
 
 
 def test_progress_of_an_earlier_version():
@@ -53,7 +53,7 @@ def test_progress_of_an_earlier_version():
     values = progress().to_json()
     for name in ("others", "begins", "each"):
         del values[name]
-    found = Progress.from_json(values)
+    found = TrainingProgress.from_json(values)
     assert (list(found.others), list(found.begins), found.each) == ([], [], 0)
 
 
@@ -61,4 +61,4 @@ def test_stand_that_is_none():
     values = progress(others=[stand_at(None)]).to_json()
     del values["others"][0]["place"]["passes"]
     with pytest.raises(CheckpointError, match="KeyError"):
-        Progress.from_json(values)
+        TrainingProgress.from_json(values)

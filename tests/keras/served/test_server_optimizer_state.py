@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.keras.served.elastic_averaging import servers_optimizer
-from hvdtrain.keras.served.server_optimizer_state import ServersState
-from hvdtrain.parameter_server.sharding import cut, specs_of
+from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
+from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 
 
 def trained(seed):
@@ -22,7 +22,7 @@ def trained(seed):
 def state_of(model, elastic):
     variables = model.trainable_variables
     optimizer = servers_optimizer(model) if elastic else model.optimizer
-    return ServersState(model.optimizer, optimizer, cut(specs_of(variables), 2))
+    return ServerOptimizerState(model.optimizer, optimizer, shard_variables(specs_of(variables), 2))
 
 
 def averages_of(model):

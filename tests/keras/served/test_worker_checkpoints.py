@@ -161,7 +161,7 @@ MOMENTS = program(
     + """
     import glob
 
-    from hvdtrain.collectives.point_to_point import Messages
+    from hvdtrain.collectives.point_to_point import PointToPoint
     from hvdtrain.parameter_server.protocol import REQUEST
 
 
@@ -180,7 +180,7 @@ MOMENTS = program(
             return {"loss": tf.zeros([])}
 
 
-    start_send = Messages.start_send
+    start_send = PointToPoint.start_send
 
 
     def late(self, data, to, tag):
@@ -190,7 +190,7 @@ MOMENTS = program(
 
 
     if RANK == 1:
-        Messages.start_send = late
+        PointToPoint.start_send = late
     model = Counts()
     model(X[:1])
     model.compile(keras.optimizers.SGD(1.0), LOSS)
