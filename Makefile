@@ -14,11 +14,14 @@ WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
 # What `make test` runs, and `make test-all` before the rest.
 FIRST := not cluster and not more and (not mpi or essential)
+# The public names with their docstrings. Links within it are made for a site, and lead nowhere here.
+API = for module in hvdtrain hvdtrain.monitor.report; do $(BIN)/griffe2md $$module --format-md; \
+	echo; done | sed -E -e '/^::$$/d' -e 's/\[([^]]*)\]\(\#[^)]*\)/\1/g'
 CHAOS_S ?= 120
 CHAOS_SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-all test-horovod chaos environments lint format clean
+.PHONY: help train quick test test-all test-horovod chaos environments lint format api clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,6 +34,7 @@ help:
 	@echo "make environments  get other MPIs for the tests (NAMES=horovod for Horovod)"
 	@echo "make lint          check style and types"
 	@echo "make format        let ruff rewrite the style"
+	@echo "make api           write docs/api.md anew from the docstrings"
 	@echo "make clean         remove .venv, .venvs, runs and caches"
 
 train: $(VENV)/.train
@@ -61,10 +65,14 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@{ $(API); } | diff docs/api.md - || { echo "docs/api.md is not what the docstrings say: make api" >&2; exit 1; }
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+api: $(VENV)/.dev
+	{ $(API); } > docs/api.md
 
 clean:
 	rm -rf $(VENV) .venvs runs .mypy_cache .pytest_cache .ruff_cache build dist
