@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.collectives.interface import Collectives
+from hvdtrain.keras.private_api import flatten_layers
 from hvdtrain.tensorflow.differentiable_ops import stack_ranks
 from hvdtrain.tensorflow.variable_names import without_counts
 
@@ -54,7 +55,7 @@ def synchronized_layers(model: keras.Model) -> list[Any]:
     """The layers of ``model`` that were built with ``synchronized=True``."""
     return [
         layer
-        for layer in model._flatten_layers()
+        for layer in flatten_layers(model)
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
     ]
 

@@ -14,6 +14,7 @@ from hvdtrain.errors import ModelError
 from hvdtrain.keras.data.batch_structure import is_absent
 from hvdtrain.keras.fit_loop import put
 from hvdtrain.keras.model_optimizers import optimizers_of
+from hvdtrain.keras.private_api import flatten_layers, output_spec
 
 __all__ = ["check_built", "forget", "is_built", "postpone"]
 
@@ -48,7 +49,7 @@ def check_built(model: keras.Model) -> None:
 
 def _lacking(model: keras.Model) -> list[str]:
     """Names of the layers that still have variables to make."""
-    return [] if model.built else [layer.name for layer in model._flatten_layers() if _lacks(layer)]
+    return [] if model.built else [layer.name for layer in flatten_layers(model) if _lacks(layer)]
 
 
 def _lacks(layer: Any) -> bool:
@@ -100,7 +101,7 @@ def _build(model: keras.Model, x: Any) -> None:
     if is_built(model):
         return  # the user did it since
     try:
-        keras.src.backend.compute_output_spec(model, _symbols(x), training=False)
+        output_spec(model, _symbols(x))
     except Exception as error:
         raise ModelError(
             f"The model {model.name!r} was not built when hvdtrain.distribute(model) was called, "

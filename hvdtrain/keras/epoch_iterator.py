@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from keras.src.backend.tensorflow.trainer import TFEpochIterator
-
 from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.sharded_input import Pass
 from hvdtrain.keras.membership import Change, Membership
+from hvdtrain.keras.private_api import FitIterator
 
 __all__ = ["EpochIterator", "EpochPlace"]
 
@@ -218,7 +217,7 @@ class EpochIterator:
         self._within = 0
         self._ran_out = True
 
-    def take_over(self, keras_iterator: TFEpochIterator) -> None:
+    def take_over(self, keras_iterator: Any) -> None:
         """Let ``fit``'s own iterator yield the steps of this object."""
         keras_iterator.__class__ = _EpochIterator
         keras_iterator.hvdtrain_epochs = self
@@ -283,7 +282,7 @@ class EpochIterator:
         return -(-resumed.epoch_step * resumed.ranks // self._membership.size)
 
 
-class _EpochIterator(TFEpochIterator):
+class _EpochIterator(FitIterator):
     """Keras' iterator, once ``take_over`` has changed its class."""
 
     hvdtrain_epochs: EpochIterator

@@ -27,11 +27,12 @@ from hvdtrain.keras.model_sync import average_statistics, broadcast_model
 from hvdtrain.keras.optimizer_patch import accumulates, is_distributed
 from hvdtrain.keras.own_steps import has_own, has_own_call
 from hvdtrain.keras.predictions import join_predictions, noting_rows
+from hvdtrain.keras.private_api import build_symbolically, split_validation
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, asked_for, begin_session
 from hvdtrain.keras.step_results import join_logs, results_of_metrics
 
-__all__ = ["FitLoop", "forget_functions", "put", "split_validation"]
+__all__ = ["FitLoop", "forget_functions", "put"]
 
 
 def put(model: keras.Model, name: str, value: Any) -> None:
@@ -298,7 +299,7 @@ class FitLoop:
         )
         try:
             if has_own_call(self._model):
-                self._model._symbolic_build(data_batch=batch_spec)
+                build_symbolically(self._model, batch_spec)
         except Exception:
             # A step of the user's own need not call the model, nor compute metrics, as Keras would.
             if not has_own(self._model, "train_step"):
@@ -332,10 +333,3 @@ class FitLoop:
             if error is None:
                 raise
             raise error from None
-
-
-def split_validation(arrays: Any, validation_split: float) -> Any:
-    """What ``fit`` trains on, and what it validates with."""
-    from keras.src.trainers.data_adapters import array_slicing
-
-    return array_slicing.train_validation_split(arrays, validation_split=validation_split)

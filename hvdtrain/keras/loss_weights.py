@@ -24,6 +24,7 @@ import tensorflow as tf
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.optimizer_patch import Weighting
+from hvdtrain.keras.private_api import compiled_loss, mask_of
 
 __all__ = ["LossWeights", "contribution", "reduction_of", "valid_values"]
 
@@ -36,7 +37,7 @@ def reduction_of(model: keras.Model) -> str:
     Raises:
         ModelError: Some losses are means and others sums: no one weight fits both.
     """
-    flat = getattr(model._compile_loss, "_flat_losses", None) or []
+    flat = getattr(compiled_loss(model), "_flat_losses", None) or []
     kinds = {_kind(entry.loss) for entry in flat if entry.loss is not None}
     if len(kinds) > 1:
         found = ", ".join(sorted(str(entry.loss.reduction) for entry in flat if entry.loss))
@@ -130,7 +131,7 @@ class LossWeights:
 
 def valid_values(outputs: Any) -> tf.Tensor | None:
     """Unmasked values of the outputs, or None where nothing is masked."""
-    masks = [getattr(output, "_keras_mask", None) for output in keras.tree.flatten(outputs)]
+    masks = [mask_of(output) for output in keras.tree.flatten(outputs)]
     counts = [tf.reduce_sum(tf.cast(mask, tf.float32)) for mask in masks if mask is not None]
     if not counts:
         return None

@@ -14,6 +14,7 @@ import keras
 from hvdtrain.keras.layer_attributes import held_by
 from hvdtrain.keras.optimizer_patch import plain_optimizers
 from hvdtrain.keras.own_steps import has_own
+from hvdtrain.keras.private_api import flatten_layers, own_trainable_variables
 
 __all__ = ["build_as", "built_for", "optimizers_of", "plain_optimizers_of", "state_of_optimizers"]
 
@@ -26,7 +27,7 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     """
     found = [] if model.optimizer is None else [model.optimizer]
     if has_own(model, "train_step"):
-        for layer in model._flatten_layers():
+        for layer in flatten_layers(model):
             found += held_by(layer, keras.optimizers.Optimizer)
     inner = {id(leaf) for outer in found for leaf in plain_optimizers(outer) if leaf is not outer}
     return list({id(entry): entry for entry in found if id(entry) not in inner}.values())
@@ -50,7 +51,7 @@ def built_for(model: keras.Model) -> list[list[int]]:
             places[id(variable)]
             for leaf in plain_optimizers(optimizer)
             if leaf.built
-            for variable in leaf._trainable_variables
+            for variable in own_trainable_variables(leaf)
             if id(variable) in places
         ]
         for optimizer in optimizers_of(model)

@@ -22,6 +22,7 @@ from hvdtrain.keras.optimizer_patch import weighting
 from hvdtrain.keras.own_steps import has_own
 from hvdtrain.keras.per_rank_random import drawn_by
 from hvdtrain.keras.predictions import Predicted
+from hvdtrain.keras.private_api import compiled_loss
 
 __all__ = ["ModelSteps"]
 
@@ -183,7 +184,7 @@ class _CountRows:
         if kind is not None:
             return
         before = {id(variable): value for variable, value in self._before}
-        for mean in getattr(self._model._compile_loss, "metrics", []):
+        for mean in getattr(compiled_loss(self._model), "metrics", []):
             if id(mean.total) in before and id(mean.count) in before:
                 self._weight_by_rows(mean, before[id(mean.total)], before[id(mean.count)])
         counts = self._rows > 0

@@ -18,6 +18,7 @@ from hvdtrain.keras.model_optimizers import (
     state_of_optimizers,
 )
 from hvdtrain.keras.optimizer_patch import accumulators
+from hvdtrain.keras.private_api import flatten_layers, own_non_trainable_variables
 from hvdtrain.tensorflow.variable_names import counted_anew
 
 __all__ = [
@@ -135,7 +136,7 @@ def broadcast_weights(
 
 def seed_generators(model: keras.Model) -> list[Any]:
     """All random states of the model's layers."""
-    found = {id(g): g for layer in model._flatten_layers() for g in _own_generators(layer)}
+    found = {id(g): g for layer in flatten_layers(model) for g in _own_generators(layer)}
     return list(found.values())
 
 
@@ -170,21 +171,21 @@ def layer_statistics(model: keras.Model) -> list[Any]:
 
     Frozen weights, which Keras counts as non-trainable, are none.
     """
-    kept = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
+    kept = [v for layer in flatten_layers(model) for v in own_non_trainable_variables(layer)]
     kept += _of_tensorflow(model)
     return list({id(variable): variable for variable in kept}.values())
 
 
 def _of_tensorflow(model: keras.Model) -> list[tf.Variable]:
     """Numbers that layers hold as ``tf.Variable``, of which Keras knows nothing."""
-    found = [v for layer in model._flatten_layers() for v in held_by(layer, tf.Variable)]
+    found = [v for layer in flatten_layers(model) for v in held_by(layer, tf.Variable)]
     numbers = [v for v in found if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
     return list({id(variable): variable for variable in numbers}.values())
 
 
 def recurrent_states(model: keras.Model) -> list[Any]:
     """What stateful recurrent layers carry over from batch to batch, which are no weights."""
-    layers = [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
+    layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
     states = [keras.tree.flatten(getattr(layer, "states", None)) for layer in layers]
     return [state for entry in states for state in entry if isinstance(state, keras.Variable)]
 

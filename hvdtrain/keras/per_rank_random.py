@@ -14,13 +14,14 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.random import seed_generator
+
+from hvdtrain.keras.private_api import (
+    global_generator,
+    make_global_generator,
+    set_global_generator,
+)
 
 __all__ = ["drawn_by"]
-
-
-_SHARED = seed_generator.GLOBAL_SEED_GENERATOR
 
 
 @contextmanager
@@ -32,8 +33,8 @@ def drawn_by(member: int) -> Iterator[None]:
     if member == 0:
         yield
         return
-    own = _OfMember(global_state.get_global_attribute(_SHARED), member)
-    global_state.set_global_attribute(_SHARED, own)
+    own = _OfMember(global_generator(), member)
+    set_global_generator(own)
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     seed = None if graph is None else graph.seed
     if graph is not None and seed is not None:
@@ -42,7 +43,7 @@ def drawn_by(member: int) -> Iterator[None]:
     try:
         yield
     finally:
-        global_state.set_global_attribute(_SHARED, own.shared)
+        set_global_generator(own.shared)
         if graph is not None:
             graph.seed = seed
 
@@ -57,8 +58,8 @@ class _OfMember:
     def next(self, ordered: bool = True) -> Any:
         if self.shared is None:
             # Keras makes it when it is first used, from Python's generator: so on every rank.
-            global_state.set_global_attribute(_SHARED, None)
-            self.shared = seed_generator.global_seed_generator()
-            global_state.set_global_attribute(_SHARED, self)
+            set_global_generator(None)
+            self.shared = make_global_generator()
+            set_global_generator(self)
         drawn = self.shared.next(ordered)
         return drawn + keras.ops.convert_to_tensor([self._member, 0], dtype=drawn.dtype)

@@ -12,6 +12,7 @@ import keras
 
 from hvdtrain import world
 from hvdtrain.errors import ConfigurationError
+from hvdtrain.keras.private_api import loss_tracker
 from hvdtrain.monitor.bar import EpochProgress, Pace, draw
 from hvdtrain.monitor.status_line import StatusLine, terminal_columns
 
@@ -159,7 +160,7 @@ class _Seen:
     @classmethod
     def of(cls, model: keras.Model, steps: int) -> _Seen:
         # The mean of the losses, weighted by rows: the only place where Keras keeps the rows.
-        tracker = getattr(model, "_loss_tracker", None)
+        tracker = loss_tracker(model)
         if tracker is None:
             return cls(steps=steps)
         return cls(steps=steps, rows=_number(tracker.count), loss_sum=_number(tracker.total))

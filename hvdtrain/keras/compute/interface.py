@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.keras.loss_weights import reduction_of
+from hvdtrain.keras.private_api import compute_loss, loss_tracker, takes_training
 
 __all__ = ["Compute", "call", "rows_of", "scaled_loss"]
 
@@ -40,15 +41,15 @@ class Compute(Protocol):
 
 def call(model: keras.Model, x: Any, *, training: bool) -> Any:
     """The model's outputs, as Keras' own steps ask for them."""
-    return model(x, training=training) if model._call_has_training_arg else model(x)
+    return model(x, training=training) if takes_training(model) else model(x)
 
 
 def scaled_loss(
     model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, weight: tf.Tensor
 ) -> tf.Tensor:
     """The loss as ``differentiate`` needs it; the model's tracker sees it as it is."""
-    loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-    model._loss_tracker.update_state(loss, sample_weight=rows_of(x))
+    loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+    loss_tracker(model).update_state(loss, sample_weight=rows_of(x))
     factor = tf.cast(weight, loss.dtype)
     if reduction_of(model) == "sum":
         extra = tf.add_n(model.losses) if model.losses else tf.zeros([], loss.dtype)

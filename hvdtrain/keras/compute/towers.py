@@ -21,6 +21,15 @@ from hvdtrain.keras.compute.interface import call, rows_of, scaled_loss
 from hvdtrain.keras.loss_weights import valid_values
 from hvdtrain.keras.model_sync import layer_statistics
 from hvdtrain.keras.own_steps import has_own
+from hvdtrain.keras.private_api import (
+    clear_losses,
+    compute_loss,
+    flatten_layers,
+    give_mask,
+    loss_tracker,
+    mask_of,
+    own_losses,
+)
 
 __all__ = ["Towers"]
 
@@ -110,10 +119,10 @@ class Towers:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         y_pred = self._outputs(x)
         with tf.device(self._devices[0]):
-            loss = model._compute_loss(
-                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False
+            loss = compute_loss(
+                model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False
             )
-            model._loss_tracker.update_state(loss, sample_weight=rows_of(x))
+            loss_tracker(model).update_state(loss, sample_weight=rows_of(x))
             return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
     def predict(self, batch: Any) -> Any:
@@ -167,7 +176,7 @@ class Towers:
             tf.add_n([loss * tf.cast(part.share, loss.dtype) for loss, part in zip(alike, parts)])
             for alike in zip(*(entry.losses for entry in passes))
         ]
-        self._model._clear_losses()
+        clear_losses(self._model)
         if losses:
             self._model.add_loss(losses)
         return keras.tree.map_structure(_concatenate, *(entry.outputs for entry in passes))
@@ -282,8 +291,8 @@ def _float_leaves(passes: Sequence[_Pass]) -> list[tf.Tensor]:
 
 def _added_losses(model: keras.Model) -> list[tf.Tensor]:
     """What layers added to the loss in the last forward pass; regularization is none of it."""
-    layers = [model, *model._flatten_layers(include_self=False)]
-    losses = [tf.convert_to_tensor(loss) for layer in layers for loss in layer._get_own_losses()]
+    layers = [model, *flatten_layers(model, include_self=False)]
+    losses = [tf.convert_to_tensor(loss) for layer in layers for loss in own_losses(layer)]
     for loss in losses:
         if loss.shape.rank != 0:
             raise ModelError(
@@ -301,17 +310,17 @@ def _keep(output: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
             "expected one row for each sample. Put it into the loss with add_loss, or leave "
             "--mode towers out."
         )
-    mask = getattr(output, "_keras_mask", None)
+    mask = mask_of(output)
     kept = output[:rows]
     if mask is not None:
-        kept._keras_mask = mask[:rows]
+        give_mask(kept, mask[:rows])
     return kept
 
 
 def _concatenate(*outputs: tf.Tensor) -> tf.Tensor:
     """One output of all towers; its mask too."""
     joined = tf.concat(outputs, axis=0)
-    masks = [getattr(output, "_keras_mask", None) for output in outputs]
+    masks = [mask_of(output) for output in outputs]
     if masks[0] is not None:
-        joined._keras_mask = tf.concat(masks, axis=0)
+        give_mask(joined, tf.concat(masks, axis=0))
     return joined

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import keras_adapters
+from hvdtrain.keras import private_api
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.python_batches import present, signature_of, standardize, to_dataset
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
@@ -61,7 +61,7 @@ class GeneratorSource:
                 "generator can be read once: make a new one for each fit, evaluate or predict."
             )
         self.example = examined[0]
-        self.specs = keras_adapters.specs_of_batches([present(batch) for batch in examined])
+        self.specs = private_api.specs_of_batches([present(batch) for batch in examined])
         self.queue = _Queue(itertools.chain(examined, batches))
 
     def report(self) -> InputReport:

@@ -13,7 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import batch_structure, keras_adapters
+from hvdtrain.keras import private_api
+from hvdtrain.keras.data import batch_structure
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.input_agreement import REMEDIES, raise_if_different
 from hvdtrain.keras.data.partition import epoch_order, joint_steps, units_left
@@ -62,7 +63,7 @@ class PyDatasetSource:
             raise DataError("The PyDataset has length 0; expected at least one batch.")
         count = min(_EXAMINED_BATCHES, self.units or _EXAMINED_BATCHES)
         self._examined = [self.standardize(self.dataset[index]) for index in range(count)]
-        self._specs = keras_adapters.specs_of_batches([present(b) for b in self._examined])
+        self._specs = private_api.specs_of_batches([present(b) for b in self._examined])
         return InputReport(
             structure={
                 "kind of input": "a PyDataset",

@@ -9,7 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.keras.data import batch_structure, keras_adapters
+from hvdtrain.keras import private_api
+from hvdtrain.keras.data import batch_structure
 from hvdtrain.keras.data.dataset_options import untuned
 from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN
 
@@ -39,8 +40,8 @@ def standardize(batch: Any, class_weight: Any, maker: str) -> tuple[Any, ...]:
     if class_weight is not None and len(packed) > 1:
         if len(packed) == 3:
             raise ValueError("class_weight and sample_weight can't be used at the same time.")
-        packed += (keras_adapters.sample_weights_of_classes(packed[1], class_weight),)
-    packed = keras.tree.map_structure(keras_adapters.without_scipy, packed)
+        packed += (private_api.sample_weights_of_classes(packed[1], class_weight),)
+    packed = keras.tree.map_structure(private_api.without_scipy, packed)
     return keras.tree.lists_to_tuples(packed)
 
 

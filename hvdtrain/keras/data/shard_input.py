@@ -9,7 +9,8 @@ import keras
 
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import input_agreement, keras_adapters
+from hvdtrain.keras import private_api
+from hvdtrain.keras.data import input_agreement
 from hvdtrain.keras.data.arrays import ArraySource
 from hvdtrain.keras.data.generator import GeneratorSource
 from hvdtrain.keras.data.partition import Shuffle
@@ -98,7 +99,7 @@ def _source(
     plan: ShardPlan,
 ) -> Source:
     _check_numbers(batch_size, plan)
-    if keras_adapters.are_arrays(x, y, sample_weight):
+    if private_api.are_arrays(x, y, sample_weight):
         return ArraySource(
             x,
             y,
@@ -108,14 +109,14 @@ def _source(
             class_weight=class_weight,
             plan=plan,
         )
-    if keras_adapters.is_tf_dataset(x):
-        keras_adapters.refuse_extra("tf.data.Dataset", y, sample_weight)
+    if private_api.is_tf_dataset(x):
+        private_api.refuse_extra("tf.data.Dataset", y, sample_weight)
         return TfDataSource(x, class_weight=class_weight, plan=plan)
     if isinstance(x, keras.utils.PyDataset):
-        keras_adapters.refuse_extra("PyDataset", y, sample_weight)
+        private_api.refuse_extra("PyDataset", y, sample_weight)
         return PyDatasetSource(x, shuffle=bool(shuffle), class_weight=class_weight, plan=plan)
     if isinstance(x, types.GeneratorType) and plan.presharded:
-        keras_adapters.refuse_extra("generator", y, sample_weight)
+        private_api.refuse_extra("generator", y, sample_weight)
         return GeneratorSource(x, class_weight=class_weight, trains=trains, plan=plan)
     raise DataError(_refusal(x))
 

@@ -13,7 +13,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import batch_structure, keras_adapters
+from hvdtrain.keras import private_api
+from hvdtrain.keras.data import batch_structure
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.dataset_options import untuned
 from hvdtrain.keras.data.input_agreement import REMEDIES, raise_if_different
@@ -125,7 +126,7 @@ class TfDataSource:
             raise DataError(
                 "class_weight was given with a dataset without targets. Expected elements (x, y)."
             )
-        return dataset.map(keras_adapters.class_weight_map(self._class_weight))
+        return dataset.map(private_api.class_weight_map(self._class_weight))
 
     def _elements(
         self, dataset: tf.data.Dataset, batches: int | None, steps: int | None, record: Any

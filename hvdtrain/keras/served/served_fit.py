@@ -21,10 +21,11 @@ from hvdtrain.config import Settings
 from hvdtrain.errors import CollectiveError, Preempted
 from hvdtrain.keras.callback_list import list_callbacks
 from hvdtrain.keras.chief_failover import CHIEF_ONLY
-from hvdtrain.keras.fit_loop import FitLoop, split_validation
+from hvdtrain.keras.fit_loop import FitLoop
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_weights
+from hvdtrain.keras.private_api import split_validation
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, asked_for
 from hvdtrain.keras.saving.preemption_signals import PreemptionSignals
 from hvdtrain.keras.saving.training_state import TrainingState

@@ -76,7 +76,7 @@ def _resumed(make: Callable[[], Dataset]) -> list[list[int]]:
 @pytest.mark.slow
 def test_a_fresh_process_goes_on_in_the_order_of_an_uninterrupted_one() -> None:
     code = (
-        "import json; from tests.keras.data import test_passes as t; "
+        "import json; from tests.keras.data import test_pipeline_passes as t; "
         "print(json.dumps({name: t._resumed(make) for name, (make, *_) in t.PIPELINES.items()}))"
     )
     done = subprocess.run(

@@ -1,0 +1,311 @@
+"""All of Keras' private API that hvdtrain uses, and whether the Keras that is there has it.
+
+What a user may pass to ``fit`` is defined by what Keras accepts: arrays of many libraries, nested,
+with None in places, cast to floatx. Using Keras' own conversions keeps it the same here. Classes
+that override private methods of Keras name them where they do it; ``HOOKS`` lists them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import DataError, ModelError
+
+SEEN = ("3.12", "3.15")
+"""The oldest and the newest Keras that all tests have passed with."""
+
+
+def _unsupported(what: str) -> ModelError:
+    return ModelError(
+        f"Keras {keras.version()} lacks {what}, which hvdtrain needs. It was tested with Keras "
+        f"{SEEN[0]} to {SEEN[1]}: pip install 'keras>={SEEN[0]},<={SEEN[1]}.99'."
+    )
+
+
+try:
+    from keras.src.backend.common import global_state
+    from keras.src.backend.tensorflow.trainer import TFEpochIterator
+    from keras.src.random import seed_generator
+    from keras.src.trainers import data_adapters
+    from keras.src.trainers.data_adapters import (
+        array_slicing,
+        data_adapter_utils,
+        tf_dataset_adapter,
+    )
+    from keras.src.trainers.data_adapters.array_data_adapter import (
+        ArrayDataAdapter,
+        can_convert_arrays,
+    )
+except ImportError as error:
+    raise _unsupported(str(error)) from error
+
+__all__ = [
+    "HOOKS",
+    "SEEN",
+    "FitIterator",
+    "are_arrays",
+    "build_symbolically",
+    "check",
+    "class_weight_map",
+    "clear_losses",
+    "column",
+    "compiled_loss",
+    "compute_loss",
+    "default_batch_size",
+    "flatten_layers",
+    "gather",
+    "give_mask",
+    "global_generator",
+    "is_tf_dataset",
+    "loss_tracker",
+    "make_global_generator",
+    "mask_of",
+    "output_spec",
+    "own_losses",
+    "own_non_trainable_variables",
+    "own_trainable_variables",
+    "pack_arrays",
+    "refuse_extra",
+    "sample_weights_of_classes",
+    "set_global_generator",
+    "specs_of_batches",
+    "split_validation",
+    "takes_training",
+    "without_scipy",
+]
+
+# What hvdtrain overrides, or calls on objects of these classes.
+HOOKS: dict[type, tuple[str, ...]] = {
+    keras.Model: (
+        "_clear_losses",
+        "_compute_loss",
+        "_flatten_layers",
+        "_get_metrics_result_or_logs",
+        "_get_own_losses",
+        "_maybe_symbolic_build",
+        "_symbolic_build",
+    ),
+    keras.layers.BatchNormalization: ("_moments",),
+    keras.optimizers.Optimizer: (
+        "_apply_weight_decay",
+        "_backend_apply_gradients",
+        "_backend_increment_gradient_accumulators",
+        "_backend_update_step",
+        "_clip_gradients",
+        "_filter_empty_gradients",
+        "_get_current_learning_rate",
+        "_overwrite_model_variables_with_average_value",
+        "_overwrite_variable_with_gradient",
+        "_overwrite_variables_directly_with_gradients",
+        "_update_model_variables_moving_average",
+        "_use_weight_decay",
+    ),
+    TFEpochIterator: ("_enumerate_iterator", "_interrupted_warning"),
+}
+
+# What a compiled model and a built optimizer hold.
+_OF_A_MODEL = ("_call_has_training_arg", "_compile_loss", "_initial_epoch", "_loss_tracker")
+_OF_AN_OPTIMIZER = ("_iterations", "_learning_rate", "_trainable_variables")
+
+FitIterator: type[Any] = TFEpochIterator
+"""What ``fit`` iterates over the steps of its epochs with."""
+
+
+def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
+    """See that this Keras has all that hvdtrain needs of it.
+
+    Args:
+        model: A compiled model.
+        optimizers: The plain optimizers that it applies.
+
+    Raises:
+        ModelError: Something is missing; names it, and the versions of Keras that have it.
+    """
+    missing = [
+        f"{kind.__name__}.{name}"
+        for kind, names in HOOKS.items()
+        for name in names
+        if not hasattr(kind, name)
+    ]
+    missing += [f"{type(model).__name__}.{n}" for n in _OF_A_MODEL if not hasattr(model, n)]
+    for optimizer in optimizers:
+        lacks = [name for name in _OF_AN_OPTIMIZER if not hasattr(optimizer, name)]
+        missing += [f"{type(optimizer).__name__}.{name}" for name in lacks]
+    if missing:
+        raise _unsupported(", ".join(missing))
+
+
+# Models and layers.
+
+
+def flatten_layers(model: keras.Model, *, include_self: bool = True) -> list[Any]:
+    """All layers that a model or layer is made of."""
+    return list(model._flatten_layers(include_self=include_self))
+
+
+def own_trainable_variables(holder: Any) -> list[Any]:
+    """The trainable variables of a layer or an optimizer itself, without those of its parts."""
+    return list(holder._trainable_variables)
+
+
+def own_non_trainable_variables(layer: Any) -> list[Any]:
+    """The variables that a layer itself updates without gradients."""
+    return list(layer._non_trainable_variables)
+
+
+def own_losses(layer: Any) -> list[Any]:
+    """What ``add_loss`` of a layer was given, without that of its parts."""
+    return list(layer._get_own_losses())
+
+
+def clear_losses(model: keras.Model) -> None:
+    """Forget what ``add_loss`` was given."""
+    model._clear_losses()
+
+
+def takes_training(model: keras.Model) -> bool:
+    """Whether ``call`` of the model has an argument ``training``."""
+    return bool(model._call_has_training_arg)
+
+
+def compute_loss(model: keras.Model, **arguments: Any) -> Any:
+    """The loss of a batch, as the step of the model computes it."""
+    return model._compute_loss(**arguments)
+
+
+def compiled_loss(model: keras.Model) -> Any:
+    """What ``compile`` made of the losses."""
+    return model._compile_loss
+
+
+def loss_tracker(model: keras.Model) -> Any:
+    """The metric ``loss``, or None."""
+    return getattr(model, "_loss_tracker", None)
+
+
+def build_symbolically(model: keras.Model, batch_spec: Any) -> None:
+    """Build what ``compile`` made for batches of these specs."""
+    model._symbolic_build(data_batch=batch_spec)
+
+
+def output_spec(model: keras.Model, inputs: Any) -> Any:
+    """Call the model with symbols, which builds it."""
+    return keras.src.backend.compute_output_spec(model, inputs, training=False)
+
+
+def mask_of(output: Any) -> Any:
+    """The mask that a layer left with its output; None for none."""
+    return getattr(output, "_keras_mask", None)
+
+
+def give_mask(output: Any, mask: Any) -> None:
+    """Leave a mask with an output, where Keras looks for it."""
+    output._keras_mask = mask
+
+
+# Random numbers.
+
+
+def global_generator() -> Any:
+    """The generator behind ``keras.random``; None before it was first used."""
+    return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+
+
+def set_global_generator(generator: Any) -> None:
+    """Let ``keras.random`` draw from another generator; None: from one that Keras makes."""
+    global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
+
+
+def make_global_generator() -> Any:
+    """The generator behind ``keras.random``, which Keras makes where there is none."""
+    return seed_generator.global_seed_generator()
+
+
+# What is given to ``fit``.
+
+is_tf_dataset = data_adapters.is_tf_dataset
+sample_weights_of_classes = data_adapter_utils.class_weight_to_sample_weights
+
+
+def are_arrays(*structures: Any) -> bool:
+    """Whether Keras would treat these (nested, None allowed) as arrays held in memory."""
+    return bool(can_convert_arrays(structures)) and any(
+        leaf is not None for leaf in keras.tree.flatten(structures)
+    )
+
+
+def refuse_extra(kind: str, y: Any, sample_weight: Any) -> None:
+    """Raise Keras' error if targets or weights stand beside an input that holds them itself."""
+    if y is not None:
+        data_adapters.raise_unsupported_arg("y", "the targets", kind)
+    if sample_weight is not None:
+        data_adapters.raise_unsupported_arg("sample_weights", "the sample weights", kind)
+
+
+def default_batch_size(rows: int, steps: int | None, size: int) -> int:
+    """Keras' choice where the user gave no batch size, per rank: 32, or to fit ``steps``."""
+    return max(1, math.ceil(rows / (steps * size))) if steps else 32
+
+
+def pack_arrays(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple[Any, int]:
+    """Check arrays as Keras does and turn class weights into sample weights.
+
+    Returns:
+        The tuple (x,), (x, y) or (x, y, sample_weight), lists made tuples; and the rows.
+
+    Raises:
+        ValueError: From Keras: different lengths, or weights that don't fit the targets.
+    """
+    if y is None and class_weight is not None:
+        raise DataError("class_weight was given without targets: pass y, or leave it out.")
+    adapter = ArrayDataAdapter(
+        x, y, sample_weight=sample_weight, class_weight=class_weight, batch_size=1
+    )
+    packed = data_adapter_utils.unpack_x_y_sample_weight(adapter._inputs)
+    kept = packed[: 3 if packed[2] is not None else 2 if packed[1] is not None else 1]
+    return keras.tree.lists_to_tuples(tuple(kept)), int(adapter._num_samples)
+
+
+def column(array: Any) -> Any:
+    """One array as something that ``gather`` takes: cast to floatx, as tensors on the host."""
+    converted = array_slicing.convert_to_sliceable(array, target_backend="tensorflow")
+    if isinstance(converted, array_slicing.TensorflowSparseWrapper):
+        return converted
+    if data_adapter_utils.is_tensorflow_tensor(converted):
+        return converted
+    return tf.convert_to_tensor(converted)
+
+
+def gather(column: Any, indices: Any) -> Any:
+    """Rows of a ``column``, in the order of ``indices``; works inside a graph."""
+    if isinstance(column, array_slicing.TensorflowSparseWrapper):
+        return array_slicing.slice_tensorflow_sparse_wrapper(column, indices)
+    return tf.gather(column, indices, axis=0)
+
+
+def class_weight_map(class_weight: Any) -> Any:
+    """A function from (x, y) to (x, y, sample_weight) for use inside ``Dataset.map``."""
+    return tf_dataset_adapter.make_class_weight_map_fn(class_weight)
+
+
+def specs_of_batches(batches: list[Any]) -> list[tf.TypeSpec]:
+    """What several flat batches (lists of arrays) have in common, entry by entry."""
+    merged = data_adapter_utils.get_tensor_spec([tuple(batch) for batch in batches])
+    return list(merged)
+
+
+def without_scipy(leaf: Any) -> Any:
+    """A SciPy sparse matrix as a ``tf.SparseTensor``; anything else as it is."""
+    if data_adapter_utils.is_scipy_sparse(leaf):
+        return tf.sparse.reorder(data_adapter_utils.scipy_sparse_to_tf_sparse(leaf))
+    return leaf
+
+
+def split_validation(arrays: Any, validation_split: float) -> Any:
+    """What ``fit`` trains on, and what it validates with."""
+    return array_slicing.train_validation_split(arrays, validation_split=validation_split)

@@ -1,0 +1,41 @@
+"""A Keras that lacks what hvdtrain needs of it is told of when a model is distributed."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+
+import hvdtrain
+from hvdtrain.errors import ModelError
+from hvdtrain.keras.private_api import HOOKS, SEEN
+
+NAMES = [(kind, name) for kind, names in HOOKS.items() for name in names]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), NAMES, ids=lambda value: getattr(value, "__name__", value)
+)
+@pytest.mark.ranks(1)
+def test_what_is_missing_is_named(world, monkeypatch, kind: type, name: str) -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    for owner in [base for base in kind.__mro__ if name in vars(base)]:
+        monkeypatch.delattr(owner, name)
+    with pytest.raises(ModelError) as caught:
+        hvdtrain.distribute(model)
+    assert f"Keras {keras.version()} lacks {kind.__name__}.{name}, which" in str(caught.value)
+
+
+@pytest.mark.ranks(1)
+def test_what_an_optimizer_lacks_is_named(world) -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    del model.optimizer._learning_rate
+    with pytest.raises(ModelError, match=r"lacks SGD\._learning_rate, which"):
+        hvdtrain.distribute(model)
+
+
+def test_the_keras_that_is_there_was_seen() -> None:
+    major, minor = map(int, keras.version().split(".")[:2])
+    oldest, newest = (tuple(map(int, version.split("."))) for version in SEEN)
+    assert oldest <= (major, minor) <= newest
