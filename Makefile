@@ -2,8 +2,8 @@
 # is touched but caches. `make help` lists the targets.
 
 # The first Python on PATH that hvdtrain supports; choose another with make PYTHON=/path/to/python3.
-SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))
-PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	"$$python" -c '$(SUPPORTED)' 2>/dev/null && { echo "$$python"; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,11 +17,13 @@ FIRST := not cluster and not more and (not mpi or essential)
 # The public names with their docstrings. Links within it are made for a site, and lead nowhere here.
 API = for module in hvdtrain hvdtrain.monitor.report; do $(BIN)/griffe2md $$module --format-md; \
 	echo; done | sed -E -e '/^::$$/d' -e 's/\[([^]]*)\]\(\#[^)]*\)/\1/g'
+# Which ends of what pyproject.toml allows `make test-keras` tries.
+KERAS ?= keras-oldest keras-newest
 CHAOS_S ?= 120
 CHAOS_SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-all test-horovod chaos environments lint format api clean
+.PHONY: help train quick test test-all test-horovod test-keras chaos environments lint format api clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +32,7 @@ help:
 	@echo "make test          run the contracts on ranks of MPI as well, in some minutes"
 	@echo "make test-all      run all tests, those on a cluster of four hosts too, and show their times"
 	@echo "make test-horovod  the tests with a real Horovod as the engine, which is built once"
+	@echo "make test-keras    the tests of keras/ with the oldest and the newest Keras"
 	@echo "make chaos         train on four hosts among random faults (CHAOS_S=1200 for 20 minutes)"
 	@echo "make environments  get other MPIs for the tests (NAMES=horovod for Horovod)"
 	@echo "make lint          check style and types"
@@ -53,6 +56,15 @@ test-horovod: $(VENV)/.dev
 	$(BIN)/python -m tests.environments horovod horovod-keras3
 	HVDTRAIN_TEST_REQUIRE=horovod,horovod-keras3 $(BIN)/python -m pytest \
 		tests/tensorflow/test_horovod_engine.py tests/horovod/test_names.py $(PYTEST_ARGS)
+
+# Only Keras is another one than that of .venv; Python finds it first.
+test-keras: $(VENV)/.dev
+	$(BIN)/python -m tests.environments $(KERAS)
+	for name in $(KERAS); do \
+		PYTHONPATH=$$(echo $(CURDIR)/.venvs/$$name/lib/python*/site-packages); export PYTHONPATH; \
+		$(BIN)/python -c "import keras; print('Keras', keras.version())"; \
+		$(PYTEST) -m "$(FIRST)" tests/keras || exit 1; \
+	done
 
 chaos: $(VENV)/.dev
 	HVDTRAIN_TEST_CHAOS_S=$(CHAOS_S) HVDTRAIN_TEST_CHAOS_SEED=$(CHAOS_SEED) \
@@ -81,7 +93,7 @@ clean:
 # A stamp is as old as the installation it stands for, so that a second call installs nothing.
 $(VENV)/.created:
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c '$(SUPPORTED)' || { echo "make: hvdtrain needs Python" \
-		"3.10 to 3.13, found $$("$(or $(PYTHON),python3)" --version 2>&1);" \
+		"3.11 to 3.13, found $$("$(or $(PYTHON),python3)" --version 2>&1);" \
 		"name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	"$(PYTHON)" -m venv --clear $(VENV)
 	touch $@

@@ -119,3 +119,27 @@ def test_make_has_the_targets_that_documents_show() -> None:
     for path in DOCUMENTS:
         for command in re.findall(r"(?:^\$ |`)make ([a-z]+)", path.read_text(), re.MULTILINE):
             assert command in targets, f"{path.name} shows make {command}"
+
+
+def test_the_glossary_names_what_exists() -> None:
+    text = (REPOSITORY / "docs" / "glossary.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| `([^`]+)` `([^`]+)` \|$", text, re.MULTILINE)
+    assert len(rows) >= 40
+    assert len(rows) == len(re.findall(r"^\| (?!term|-)", text, re.MULTILINE))
+    for term, path, name in rows:
+        tree = ast.parse((REPOSITORY / "hvdtrain" / path).read_text())
+        defined = {getattr(node, "name", None) for node in tree.body}
+        defined |= {
+            ast.unparse(t) for n in tree.body if isinstance(n, ast.Assign) for t in n.targets
+        }
+        assert name in defined, f"{term}: there is no {name} in hvdtrain/{path}"
+
+
+def test_the_architecture_shows_every_package() -> None:
+    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    shown = set(re.findall(r"`([a-z_]+)(?:/|\.py)`", text.split("## The ways")[0]))
+    entries = (REPOSITORY / "hvdtrain").iterdir()
+    there = {entry.stem for entry in entries if entry.is_dir() or entry.suffix == ".py"}
+    assert there - {"__init__", "__main__", "__pycache__", "lazy", "version"} <= shown
+    for path in re.findall(r"`((?:hvdtrain|tests|docs)/[\w/.]+)`", text):
+        assert (REPOSITORY / path).exists(), path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -232,3 +233,27 @@ print(before[1] == after[1])
 """
     done = run_command([sys.executable, "-c", program])
     assert (done.returncode, done.stdout) == (0, "[]\nTrue\n"), done
+
+
+def _state(module: str) -> Iterator[str]:
+    """Names of a module that may hold something else later: neither constants nor aliases."""
+    tree = ast.parse(NAMES[module].read_text())
+    for node in tree.body:
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        fixed = isinstance(value, (ast.Attribute, ast.Subscript)) or (
+            isinstance(value, ast.Call) and ast.unparse(value.func) == "logging.getLogger"
+        )
+        for name in names:
+            is_constant = name != name.lower() or name.startswith("__")
+            if value is not None and not fixed and not is_constant:
+                yield f"{module.removeprefix('hvdtrain.')}.{name}"
+
+
+def test_the_architecture_lists_module_level_state() -> None:
+    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    table = text.split("## Module-level state")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert listed == {name for module in NAMES for name in _state(module)}

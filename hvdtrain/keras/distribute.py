@@ -59,9 +59,9 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
 
 def _distribute(model: keras.Model, presharded: bool) -> None:
     collectives = world.collectives()
+    settings = world.settings()
     private_api.check(model, plain_optimizers_of(model))
     check_built(model)
-    settings = world.settings()
     optimizers = optimizers_of(model)
     if len(optimizers) > 1 and settings.has_servers:
         raise ModelError(

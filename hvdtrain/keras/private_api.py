@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import DataError, ModelError
 
-SEEN = ("3.12", "3.15")
+SEEN = ("3.14", "3.15")
 """The oldest and the newest Keras that all tests have passed with."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def read_jobfile(path: Path) -> list[str]:
         ConfigurationError: The file can't be read, is no TOML, or holds what no flag takes.
     """
     try:
-        content = _load(path)
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"--config {path} can't be read: {error.strerror}.") from None
     except ValueError as error:
@@ -41,14 +41,6 @@ def read_jobfile(path: Path) -> list[str]:
     for key, value in content.items():
         arguments += _arguments(path, key, value)
     return arguments
-
-
-def _load(path: Path) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def _arguments(path: Path, key: str, value: Any) -> list[str]:

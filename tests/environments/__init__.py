@@ -1,12 +1,12 @@
-"""Python environments with another MPI than the project's own, and with Horovod, for tests.
+"""Python environments for tests: with another MPI or Keras than the project's, and with Horovod.
 
 ``python -m tests.environments [NAME ...]`` makes them; ``plugin.py`` gives them to tests. There is
 a file ``NAME.txt`` for each, with what pip installs; ``packages.txt`` has the Debian packages that
 they use.
 
-Those with another MPI are in ``.venvs`` and find everything else in the project's own environment.
-Those with Horovod have nothing of that and take minutes, so they are in the user's cache, for all
-checkouts, under names that tell what they are made of.
+Those with another MPI or Keras are in ``.venvs`` and find everything else in the project's own
+environment. Those with Horovod have nothing of that and take minutes, so they are in the user's
+cache, for all checkouts, under names that tell what they are made of.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = [
     "HERE",
     "HOROVODS",
     "HOROVODS_PYTHON",
+    "KERAS",
     "folder_of",
     "missing_environment",
     "requirements_of",
@@ -39,6 +40,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hvdtra
 # An environment that finds what it lacks in another.
 BELOW = {"horovod-keras3": "horovod"}
 HOROVODS = ("horovod", *BELOW)
+# The ends of what pyproject.toml allows.
+KERAS = ("keras-oldest", "keras-newest")
 # The last Python that the TensorFlow which Horovod builds against runs on.
 HOROVODS_PYTHON = "python3.11"
 BUILD = {

@@ -19,6 +19,7 @@ from tests.environments import (
     HERE,
     HOROVODS,
     HOROVODS_PYTHON,
+    KERAS,
     folder_of,
     requirements_of,
     stamp_of,
@@ -58,11 +59,13 @@ def make(name: str) -> None:
 
 
 def make_light(name: str) -> None:
-    """An MPI of its own; everything else is that of the Python which runs this."""
+    """An MPI or a Keras of its own; everything else is that of the Python which runs this."""
     folder = folder_of(name)
     run(sys.executable, "-m", "venv", "--clear", "--without-pip", folder)
     if requirements := requirements_of(name):
-        prefix = ("--prefix", folder, "--ignore-installed")
+        prefix = ["--prefix", str(folder), "--ignore-installed"]
+        if name in KERAS:
+            prefix.append("--no-deps")
         run(sys.executable, "-m", "pip", *PIP, "install", *prefix, *requirements)
     find_in(folder, Path(sysconfig.get_path("purelib")))
 

@@ -12,9 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from keras.src.backend.common import global_state
-from keras.src.random import seed_generator
 
+from hvdtrain.keras.private_api import (
+    global_generator,
+    make_global_generator,
+    set_global_generator,
+)
 from hvdtrain.tensorflow import random_seed
 
 __all__ = ["random_state", "restore_random_state"]
@@ -40,9 +43,9 @@ def restore_random_state(state: Mapping[str, np.ndarray]) -> None:
     """Let this process draw what it would have drawn after ``random_state``."""
     # Keras first: making its generator draws from Python's.
     if state["keras"][0] == _ABSENT:
-        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
+        set_global_generator(None)
     else:
-        generator = seed_generator.global_seed_generator()
+        generator = make_global_generator()
         generator.state.assign(state["keras"].astype(generator.state.dtype))
     seed = int(state["tensorflow seed"])
     if seed != _ABSENT:
@@ -53,7 +56,7 @@ def restore_random_state(state: Mapping[str, np.ndarray]) -> None:
 
 def _keras_state() -> np.ndarray:
     """Of the generator behind ``keras.random``, which Keras makes when it is first used."""
-    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    generator = global_generator()
     if generator is None:
         return np.full(2, _ABSENT, np.int64)
     return np.asarray(generator.state.numpy()).astype(np.int64)

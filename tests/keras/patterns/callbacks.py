@@ -218,6 +218,6 @@ CALLBACKS: dict[str, Pattern] = {
         ),
         fit(),
     ),
-    "optimizers by variable, of new kinds": Pattern(API, _multi_optimizer, fit()),
+    "optimizers by variable, of new kinds": Pattern(API, _multi_optimizer, fit(), since=(3, 15)),
     "scaled losses, clipped values, no decay of biases": Pattern(API, _decaying, fit()),
 }

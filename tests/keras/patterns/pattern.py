@@ -46,12 +46,14 @@ class Pattern(NamedTuple):
         make: The model, compiled.
         train: Takes the model and a batch size; returns what the user sees of it.
         often: Whether ``make test`` runs it.
+        since: The first Keras that has what it shows.
     """
 
     guide: str
     make: Callable[[], keras.Model]
     train: Train
     often: bool = False
+    since: tuple[int, int] = (3, 14)
 
 
 def state(model: keras.Model) -> list[np.ndarray]:
