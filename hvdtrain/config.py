@@ -142,7 +142,7 @@ def _setting(
     Args:
         default: Its value where nothing is said.
         parse: From text; raises ValueError.
-        help: What it means.
+        help: The text that --help and docs/settings.md show.
         written: The default as a user would write it, where that isn't plain.
         of_mode: Whether it says how ranks train together.
     """

@@ -175,7 +175,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     Args:
         file_path: Written anew by rank 0; by each rank that calls this where ``{rank}`` stands in
             it, for the rank's number.
-        mark_cycles: Of no effect: there are no cycles.
+        mark_cycles: Has no effect, as there are no cycles.
 
     Raises:
         ConfigurationError: A timeline is being written already.
@@ -308,7 +308,7 @@ def _report(choice: Choice, collectives: Collectives, settings: Settings) -> Non
 
 
 def _host_id() -> str:
-    """The same on all processes of a host, and different on another host or container.
+    """A text that all processes of a host have in common, and no other host or container.
 
     Names alone can repeat ("localhost"); so can the kernel's start, among containers.
     """

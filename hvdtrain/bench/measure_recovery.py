@@ -60,7 +60,7 @@ class Loss:
         normal_step_s: Median of the steps before, from end to end.
         into_step_s: From the end of the last step to the kill.
         next_step_s: From the kill to the end of the first step without the rank.
-        step_after_s: What the step after that took.
+        step_after_s: Seconds that the step after that took.
     """
 
     rank: int

@@ -71,7 +71,7 @@ class _Row:
     server_resident_bytes: int
 
     def updates_per_s(self, statistic: Callable[[Sequence[float]], float]) -> float:
-        """Of the server."""
+        """How many updates the server made."""
         return 1 / statistic(self.update_s)
 
     def copies_allow(self, statistic: Callable[[Sequence[float]], float]) -> float:

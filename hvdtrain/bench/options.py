@@ -104,7 +104,7 @@ class ServersOptions:
     """``hvdtrain bench servers``.
 
     Attributes:
-        updates: Of each worker in a run.
+        updates: How many each worker asks for in a run.
         runs: With the same workers; copies take turns with them.
         json: Path for the results, empty for none.
     """

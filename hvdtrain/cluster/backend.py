@@ -43,7 +43,7 @@ def choose_backend(topology: Topology, asked: str, *, has_servers: bool = False)
     """Decide; the same on all ranks.
 
     Args:
-        topology: Of this process.
+        topology: Who this process is.
         asked: The setting.
         has_servers: Whether some ranks are parameter servers.
 
@@ -81,7 +81,7 @@ def choose_for_devices(
 
     Args:
         asked: The setting.
-        means: Of all ranks.
+        means: The capabilities of the devices of each rank, in order.
         has_servers: Whether some ranks are parameter servers.
         elastic: Whether the ranks go on without those that die.
 

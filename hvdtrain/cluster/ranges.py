@@ -19,8 +19,8 @@ def listing(things: Iterable[object], what: str = "") -> str:
     """Some of them, and how many more.
 
     Args:
-        things: What to list, as ``str`` gives it.
-        what: What they are called where they are counted: "2 more hosts".
+        things: The things to list, as ``str`` gives them.
+        what: The noun for them where they are counted: "2 more hosts".
     """
     parts = [str(thing) for thing in things]
     more = len(parts) - _LISTED

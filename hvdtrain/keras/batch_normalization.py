@@ -29,7 +29,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     Args:
         fused: False.
-        kwargs: Of ``keras.layers.BatchNormalization``.
+        kwargs: The arguments of ``keras.layers.BatchNormalization``.
 
     Raises:
         ValueError: ``fused`` is something else.
@@ -90,7 +90,7 @@ def _joint_moments(
         layer: Whose.
         own: This rank's.
         count: How many values they are made of.
-        collectives: Of the ranks.
+        collectives: The engine between the ranks that normalize together.
     """
     mean, variance = own
     elastic = collectives.survives_losses

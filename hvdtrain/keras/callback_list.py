@@ -46,7 +46,7 @@ def wrap_callbacks(
         collectives: The engine.
         membership: Renewed after each block of steps, and at the end of an epoch.
         epochs: Told which epoch begins and who contributed; tells the launcher's reports the step.
-        contributions: Of the steps since.
+        contributions: Whose gradients went into the steps since the last look.
         broadcast: Gives all ranks the chief's state; called after the user's ``on_train_begin``,
             where a callback may have restored some on the chief.
     """

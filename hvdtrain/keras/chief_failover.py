@@ -37,7 +37,7 @@ class ChiefFailover:
         callbacks: All of the user's.
         collectives: The engine.
         membership: Who takes part.
-        verbose: As in ``fit``.
+        verbose: How much Keras prints; the argument of ``fit``.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class _Deputy(keras.callbacks.Callback):
 
     Args:
         callback: The callback.
-        verbose: What Keras is to tell it, if not the same as all.
+        verbose: How much Keras is to print on it, where that differs from the others.
     """
 
     def __init__(self, callback: Any, verbose: Any = None) -> None:

@@ -66,8 +66,8 @@ class EpochIterator:
     Args:
         sharded: This rank's share.
         membership: Who takes part.
-        steps_per_epoch: As in ``fit``.
-        steps_per_execution: Of the model; Keras runs so many steps in one go.
+        steps_per_epoch: Steps after which an epoch ends; None for as many as a pass has.
+        steps_per_execution: How many steps Keras runs in one go.
         accumulates: Whether the gradients of several steps are applied together.
     """
 
@@ -176,12 +176,12 @@ class EpochIterator:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Of the epochs that begin now; None where that isn't known."""
+        """How many steps the epochs have that begin now; None where that isn't known."""
         return self._steps_per_epoch or self.sharded.steps
 
     @property
     def steps_left(self) -> int | None:
-        """Of the epoch in work, where that is known and it ends with its pass."""
+        """How many steps are left of an epoch that ends with its pass; None where unknown."""
         if self._steps_per_epoch is not None or self._pass is None or self._pass.steps is None:
             return None
         return self._pass.steps - self._done
@@ -195,7 +195,7 @@ class EpochIterator:
         """Begin with ``epoch`` where another run had come to.
 
         Args:
-            place: As it had been told.
+            place: Where training stood when the checkpoint was taken.
             epoch: The first to run.
             step: Steps that are done since the training began.
         """

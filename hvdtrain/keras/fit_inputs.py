@@ -23,7 +23,7 @@ class FitInputs:
     Args:
         collectives: The engine.
         membership: Who takes part.
-        seed: Of the data's orders, the same on all ranks.
+        seed: The source of the data's orders, the same on all ranks.
         presharded: Whether each rank passes data of its own.
         notice: Tells the user something, once.
         watches: Whether this rank's own data count for nothing: what it evaluates and predicts is

@@ -55,8 +55,8 @@ class FitLoop:
         collectives: The engine.
         membership: Who takes part.
         inputs: Shares out the data.
-        reducer: Of the gradients; keeps the errors that TensorFlow hides.
-        steps: What Keras' loops run on each batch.
+        reducer: Averages the gradients; keeps the errors that TensorFlow hides.
+        steps: The steps that Keras' loops run on each batch.
         whole: Shares out what is evaluated or predicted; as ``inputs`` if not given.
         begin: Gives all ranks the chief's state as training begins.
         begin_session: Takes the place of the function of this name.

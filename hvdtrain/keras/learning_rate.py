@@ -72,7 +72,7 @@ def follow_size(optimizer: Any, before: int, now: int) -> None:
 
 
 def follow_saved(optimizer: Any, before: int, now: int) -> None:
-    """The same for an optimizer whose state has just been restored from a checkpoint.
+    """Scale the learning rate of an optimizer whose state has just been restored from a checkpoint.
 
     That holds a rate which is a plain number, as it was with ``before`` ranks. A rate that is
     computed is not in it: it is the program's, which has scaled it for the ranks of now.

@@ -61,7 +61,7 @@ def contribution(kind: str, rows: tf.Tensor, sample_weight: Any = None) -> tf.Te
     Args:
         kind: From ``reduction_of``.
         rows: Rows, or unmasked values.
-        sample_weight: As Keras' loss gets it.
+        sample_weight: A weight for each sample, which Keras' loss gets; None for none.
     """
     mine = tf.cast(rows, tf.float32)
     if kind != "weights" or sample_weight is None:
@@ -98,9 +98,9 @@ class LossWeights:
 
         Args:
             kind: From ``reduction_of``.
-            rows: What this rank contributes: rows, or unmasked values.
+            rows: How many rows or unmasked values this rank contributes.
             joint_rows: The same over all ranks, or None.
-            sample_weight: As Keras' loss gets it.
+            sample_weight: A weight for each sample, which Keras' loss gets; None for none.
         """
         size = tf.constant(self._size, tf.float32)
         mine = contribution(kind, rows, sample_weight)
@@ -120,7 +120,7 @@ class LossWeights:
         Args:
             kind: From ``reduction_of``.
             weight: From ``weight``.
-            factor: What the optimizer still has to multiply the gradients with, if anything.
+            factor: The number that the optimizer still multiplies gradients with; None for none.
         """
         if not self._elastic:
             return Weighting(factor=factor)

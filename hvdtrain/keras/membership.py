@@ -89,7 +89,7 @@ class Membership:
             del self._followers[-len(followers) :]
 
     def lose_chief(self) -> bool:
-        """As ``renew``; returns whether the chief is among those that were lost."""
+        """Renew, and return whether the chief is among those that were lost."""
         before = self.members
         self.renew()
         return Change(before, self.members).of_chief

@@ -61,7 +61,7 @@ class ModelPatch:
         model: Compiled and built.
         collectives: The engine.
         presharded: Whether each rank passes data of its own.
-        settings: Of this job.
+        settings: The settings of this job.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class ModelSteps:
         reducer: Averages gradients.
         compute: With the batches of this rank.
         flag: Told whether the batch in work counts.
-        weights: What this rank's loss counts for; as one of ``reducer``'s ranks if not given.
+        weights: The factors of this rank's loss; those of one of ``reducer``'s ranks if not given.
     """
 
     def __init__(

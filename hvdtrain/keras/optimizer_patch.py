@@ -82,7 +82,7 @@ def keep_weights(optimizer: Any, dtype: str) -> None:
 
     Args:
         optimizer: A plain one with ``KeepsWeights`` mixed in.
-        dtype: Of the weights.
+        dtype: The dtype of the weights.
     """
     accumulates = optimizer.gradient_accumulation_steps
     waiting = keras.Variable(0.0, dtype=dtype, trainable=False) if accumulates else None

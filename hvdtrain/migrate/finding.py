@@ -13,7 +13,7 @@ class Finding:
 
     Args:
         line: Counted from 1.
-        text: What is the matter, and what to do.
+        text: A sentence on the matter, and one on what to do.
         note: Whether the script works as it is.
     """
 

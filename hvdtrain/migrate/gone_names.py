@@ -282,7 +282,7 @@ def why_gone(name: str) -> str | None:
     """What to say of a dotted name such as ``tensorflow.train.AdamOptimizer``.
 
     Args:
-        name: As it is imported, so that it begins with a package.
+        name: The full name, which begins with the package that it is imported from.
 
     Returns:
         What follows the name in a sentence; None if nothing is known to be wrong with the name.

@@ -31,7 +31,7 @@ class _Script:
     """What the checks know of the whole script.
 
     Args:
-        names: What its names stand for.
+        names: The meanings of its names.
         optimizers: Variables that hold a Keras optimizer, and nothing else.
     """
 

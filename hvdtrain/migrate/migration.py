@@ -25,7 +25,7 @@ class Migration:
     Args:
         old: The script's bytes.
         new: Those of the script as it is to be.
-        findings: What there is to tell, in the order of the lines.
+        findings: Remarks on its lines, in their order.
     """
 
     old: bytes
@@ -74,7 +74,7 @@ def migrate(raw: bytes) -> Migration:
 
 
 def _lines(raw: bytes) -> list[bytes]:
-    """As diff and patch count them: a carriage return belongs to its line."""
+    """Lines as diff and patch count them: a carriage return belongs to its line."""
     lines = raw.split(b"\n")
     last = lines.pop()
     return [line + b"\n" for line in lines] + ([last] if last else [])

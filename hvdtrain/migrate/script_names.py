@@ -24,7 +24,7 @@ class Use:
 
     @property
     def written(self) -> str:
-        """As the script writes it."""
+        """The text with which the script names it."""
         return ".".join((self.root.id, *self.attributes))
 
 
@@ -64,7 +64,7 @@ class Names:
         return [] if use is None else self.meanings_of(use)
 
     def meanings_of(self, use: Use) -> list[str]:
-        """The same for a use."""
+        """The meanings of a use."""
         return [".".join((root, *use.attributes)) for root in self.roots(use.root.id)]
 
 

@@ -21,7 +21,7 @@ class EpochProgress:
         epochs: How many there are.
         done: Steps.
         steps: How many there are; 0 for nobody knows.
-        loss: Of this epoch so far; nan for none.
+        loss: The mean loss of this epoch so far; nan for none.
         rate: Samples a second; 0 for not known.
         step_s: Seconds for one step; 0 for not known.
     """

@@ -22,10 +22,10 @@ class Compute(Protocol):
         """Forward and backward pass, and metrics.
 
         Args:
-            x: As ``fit`` gets it.
-            y: As ``fit`` gets it.
-            sample_weight: As ``fit`` gets it.
-            weight: What the loss counts for; see ``LossWeights``.
+            x: The inputs of a batch, nested as the model takes them.
+            y: The targets; None for none.
+            sample_weight: A weight for each sample; None for none.
+            weight: The factor with which the loss counts in the joint batch; see ``LossWeights``.
 
         Returns:
             For each trainable weight the gradient of the weighted loss, scaled as the optimizer

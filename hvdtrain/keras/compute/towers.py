@@ -243,9 +243,9 @@ def _backward(
     """For each tower the gradients of all weights.
 
     Args:
-        passes: Of the towers.
+        passes: The forward passes, one a tower.
         inward: The loss's gradients, one for each of ``_float_leaves``; None where it has none.
-        weights: Of the model.
+        weights: The trainable weights of the model.
     """
     found = []
     rest = list(inward)

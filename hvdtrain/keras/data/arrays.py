@@ -38,8 +38,8 @@ class ArraySource:
         y: Targets, or None.
         sample_weight: Weights, or None.
         batch_size: Rows per rank and step; None for Keras' choice.
-        shuffle: As in ``fit``.
-        class_weight: As in ``fit``.
+        shuffle: Whether each epoch has an order of its own, or "batch"; the argument of ``fit``.
+        class_weight: The weight of each class; the argument of ``fit``.
         plan: How to share out.
     """
 

@@ -73,7 +73,7 @@ class Position:
         ]
 
     def missing(self, places: Iterable[int]) -> Position:
-        """The same position, except that the units at these places were not done after all.
+        """This position, except that the units at these places were not done after all.
 
         Raises:
             DataError: They are not done here.

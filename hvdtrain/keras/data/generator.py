@@ -34,7 +34,7 @@ class GeneratorSource:
 
     Args:
         generator: The user's.
-        class_weight: As in ``fit``.
+        class_weight: The weight of each class; the argument of ``fit``.
         trains: Whether it is for ``fit``, where ranks agree on when it ends.
         plan: How it is shared out: not at all.
     """

@@ -82,7 +82,7 @@ def raise_if_different(facts: Sequence[dict[str, Any]], *, remedies: str) -> Non
 
     Args:
         facts: For each rank, names to values, in the order in which they matter.
-        remedies: What the user can do; ends the message.
+        remedies: Advice to the user, which ends the message.
     """
     found = differences(facts)
     if not found:

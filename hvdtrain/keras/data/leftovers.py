@@ -21,10 +21,10 @@ def leftovers(
     """Where all of them together are in each pass, from the slowest rank's to the fastest's.
 
     Args:
-        positions: Of each rank, which took its own share of every joint step before it.
+        positions: The position of each rank, which took its own share of every joint step before.
         each: Units that a rank took in a whole step.
-        units: Of a pass; None where unknown or endless. What a rank that has ended a pass of
-            unknown length did in it after all others can't be told, and is done again.
+        units: How many a pass has; None where unknown or endless. What a rank that has ended a pass
+            of unknown length did in it after all others can't be told, and is done again.
         begins: Where passes began that did not begin at their start.
     """
     size = len(positions)

@@ -33,7 +33,7 @@ class PyDatasetSource:
     Args:
         dataset: The user's object.
         shuffle: True to visit the batches in another order each epoch, the same on all ranks.
-        class_weight: As in ``fit``.
+        class_weight: The weight of each class; the argument of ``fit``.
         plan: How to share out.
     """
 

@@ -21,9 +21,9 @@ def standardize(batch: Any, class_weight: Any, maker: str) -> tuple[Any, ...]:
     """A user's batch as (x,), (x, y) or (x, y, sample_weight).
 
     Args:
-        batch: As the user's code made it.
-        class_weight: As in ``fit``.
-        maker: What made it, for the error.
+        batch: A batch that the user's code made, of any structure that Keras takes.
+        class_weight: The weight of each class; the argument of ``fit``.
+        maker: The name of the code that made it, for the error.
 
     Raises:
         ValueError: It is none of what Keras takes.
@@ -69,7 +69,7 @@ def to_dataset(
     Args:
         elements: Yields the present leaves of a batch and its rows, step by step.
         example: A batch, for its structure.
-        specs: Of the leaves.
+        specs: Shape and dtype of each leaf of a batch.
         steps: How many there are, where that is known.
     """
 

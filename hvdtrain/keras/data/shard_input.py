@@ -41,13 +41,14 @@ def shard_input(
     """Make this rank's share of an input. Collective: every rank calls it.
 
     Args:
-        x: As in Keras' ``fit``: arrays, a batched ``tf.data.Dataset``, or a ``PyDataset``; with
+        x: The data: arrays, a batched ``tf.data.Dataset``, or a ``PyDataset``; with
             ``presharded`` also a generator.
         y: Targets beside arrays.
         sample_weight: Weights beside arrays.
         batch_size: Rows per rank and step, for arrays; None for Keras' choice.
-        shuffle: As in ``fit``; for arrays and PyDatasets. A ``tf.data.Dataset`` shuffles itself.
-        class_weight: As in ``fit``.
+        shuffle: Whether each epoch has an order of its own; for arrays and PyDatasets.
+            A ``tf.data.Dataset`` shuffles itself.
+        class_weight: The weight of each class; the argument of ``fit``.
         steps: ``steps_per_epoch`` in ``fit``, ``steps`` in ``evaluate`` and ``predict``.
         rank: This rank.
         size: Number of ranks.

@@ -46,8 +46,8 @@ class InputReport:
     """What a rank tells the others about its input; all of it fits into JSON.
 
     Attributes:
-        structure: What must be equal even where each rank passes its own data: names to values.
-        content: What must be equal where all ranks pass the same data: names to values.
+        structure: Names and values that must be equal even where each rank passes its own data.
+        content: Names and values that must be equal where all ranks pass the same data.
         steps: Steps of one pass over this rank's data; None where unknown or endless.
         endless: The data never ends.
         error: Why the input can't be used, if it can't; then the rest is empty.

@@ -45,7 +45,7 @@ class Pass:
 
     @functools.cached_property
     def dataset(self) -> tf.data.Dataset:
-        """As ``ShardedInput.dataset``, to be iterated once; asking for it begins the pass.
+        """The elements of the pass, to be iterated once; asking for them begins it.
 
         Raises:
             DataError: A pipeline can't give the pass's order again.
@@ -86,7 +86,7 @@ class Source(Protocol):
 
     Attributes:
         plan: How it is shared out.
-        unit: What it is shared out by: "samples" or "batches".
+        unit: The thing that is shared out: "samples" or "batches".
         units: How many of them a pass over this rank's data has; None where unknown or endless.
         each: How many of them a rank takes in a whole step.
     """
@@ -131,7 +131,7 @@ class ShardedInput:
             the sum of ``rows`` over the ranks, or -1 where it can't be known beforehand.
         steps: Joint steps of one pass, the dataset's cardinality; None where unknown or endless.
         joint_rows_known: Whether ``joint_rows`` is ever other than -1.
-        unit: What positions in the data count: "samples" or "batches".
+        unit: The thing that positions in the data count: "samples" or "batches".
         each: How many of them a rank takes in a whole step.
         units: How many there are in a pass; None where unknown or endless.
         presharded: Whether each rank has data of its own.
@@ -165,7 +165,7 @@ class ShardedInput:
 
     @functools.cached_property
     def dataset(self) -> tf.data.Dataset:
-        """As the class says; made when it is first asked for, which takes some milliseconds."""
+        """One pass over the data; made when it is first asked for, in some milliseconds."""
         return self._make_dataset()
 
     @property
@@ -227,7 +227,7 @@ class ShardedInput:
         raise NotImplementedError
 
     def reshard(self, *, rank: int, size: int) -> ShardedInput:
-        """The same input, shared out among as many ranks as there are now.
+        """This input, shared out among as many ranks as there are now.
 
         Communicates with nobody. Where they are as many as before it is this object.
 
@@ -301,6 +301,6 @@ class ShardedInput:
         """Call after the last step of an epoch.
 
         Raises:
-            DataError: As ``verify``.
+            DataError: Ranks have read different streams.
         """
         self.verify()

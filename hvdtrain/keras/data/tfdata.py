@@ -40,7 +40,7 @@ class TfDataSource:
 
     Args:
         dataset: Elements x, (x,), (x, y) or (x, y, sample_weight), nested, batched.
-        class_weight: As in ``fit``.
+        class_weight: The weight of each class; the argument of ``fit``.
         plan: How to share out.
     """
 
