@@ -1,129 +1,145 @@
-"""What each benchmark can be told; values travel to the ranks as JSON."""
+"""Each option of a benchmark once: its default, its flag and its help; values travel as JSON."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
-    "MODELS",
     "AllreduceOptions",
     "CheckpointOptions",
+    "Options",
     "RecoveryOptions",
     "ServersOptions",
     "StartupOptions",
     "TrainingOptions",
+    "add_options",
+    "whole_number",
 ]
 
-MODELS = ("lenet", "mlp")
+_MODELS = ("lenet", "mlp")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AllreduceOptions:
-    """``hvdtrain bench allreduce``.
+def whole_number(text: str) -> int:
+    """A count on the command line.
 
-    Attributes:
-        engine: ``auto``, ``mpi`` or ``shared_memory``.
-        max_bytes: No array is larger.
-        repetitions: Measurements of each size.
-        json: Path for the results, empty for none.
-        plot: Path for a picture, empty for none.
+    Raises:
+        argparse.ArgumentTypeError: It is not a whole number above 0.
     """
-
-    engine: str = "auto"
-    max_bytes: int = 256 << 20
-    repetitions: int = 20
-    json: str = ""
-    plot: str = ""
+    count = int(text) if text.isdecimal() else 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
+    return count
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
-    """``hvdtrain bench training``.
+def _model_names(text: str) -> str:
+    unknown = [name for name in text.split(",") if name not in _MODELS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"got {', '.join(map(repr, unknown))}, expected names out of {', '.join(_MODELS)}"
+        )
+    return text
 
-    Attributes:
-        models: Names out of ``MODELS``, comma-separated.
-        batch_size: Samples a rank and step.
-        steps: Steps of a run that are timed.
-        warmup_steps: Steps before them, at the start of each run.
-        runs: Runs of one rank and of all ranks, in turn.
-        memory_steps: The resident set is compared after so many steps and twice as many.
-        intra_op_threads: TensorFlow's threads within an operation, on each rank.
-        inter_op_threads: TensorFlow's threads for operations side by side, on each rank.
-        json: Path for the results, empty for none.
-    """
 
-    models: str = "lenet,mlp"
-    batch_size: int = 64
-    steps: int = 30
-    warmup_steps: int = 5
-    runs: int = 5
-    memory_steps: int = 100
-    intra_op_threads: int = 1
-    inter_op_threads: int = 1
-    json: str = ""
+def _count(default: int, text: str) -> Any:
+    how = {"type": whole_number, "metavar": "N", "help": f"{text}; default %(default)s"}
+    return dataclasses.field(default=default, metadata=how)
+
+
+def _option(default: str, **how: Any) -> Any:
+    return dataclasses.field(default=default, metadata=how)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
-    """``hvdtrain bench checkpoint``.
+class Options:
+    """What every benchmark can be told."""
 
-    Attributes:
-        directory: Where checkpoints are written and removed; empty for a temporary folder.
-        checkpoints: How many.
-        between_steps: Steps from one to the next.
-        batch_size: Samples a rank and step.
-        json: Path for the results, empty for none.
-    """
-
-    directory: str = ""
-    checkpoints: int = 5
-    between_steps: int = 20
-    batch_size: int = 16
-    json: str = ""
+    json: str = _option("", metavar="FILE", help="write the results there, too")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecoveryOptions:
-    """``hvdtrain bench recovery``.
+class AllreduceOptions(Options):
+    """``hvdtrain bench allreduce``."""
 
-    Attributes:
-        model: A name out of ``MODELS``.
-        between_steps: Steps from one loss to the next.
-        batch_size: Samples a rank and step.
-        json: Path for the results, empty for none.
-    """
-
-    model: str = "lenet"
-    between_steps: int = 20
-    batch_size: int = 64
-    json: str = ""
+    engine: str = _option(
+        "auto",
+        choices=("auto", "mpi", "shared_memory"),
+        help="engine for host memory; default %(default)s",
+    )
+    max_bytes: int = _count(256 << 20, "no array is larger")
+    repetitions: int = _count(20, "measurements of each")
+    plot: str = _option("", metavar="FILE", help="draw the table (PNG, PDF or SVG; matplotlib)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServersOptions:
-    """``hvdtrain bench servers``.
+class TrainingOptions(Options):
+    """``hvdtrain bench training``."""
 
-    Attributes:
-        updates: How many each worker asks for in a run.
-        runs: With the same workers; copies take turns with them.
-        json: Path for the results, empty for none.
-    """
-
-    updates: int = 50
-    runs: int = 20
-    json: str = ""
+    models: str = _option(
+        ",".join(_MODELS),
+        type=_model_names,
+        metavar="NAMES",
+        help=f"out of {','.join(_MODELS)}; default %(default)s",
+    )
+    batch_size: int = _count(64, "samples a rank and step")
+    steps: int = _count(30, "timed steps of a run")
+    warmup_steps: int = _count(5, "steps at the start of each run that don't count")
+    runs: int = _count(5, "runs of one rank and of all, in turn")
+    memory_steps: int = _count(100, "steps over which the resident set is compared")
+    intra_op_threads: int = _count(1, "TensorFlow's threads within an operation, on each rank")
+    inter_op_threads: int = _count(
+        1, "TensorFlow's threads for operations side by side, on each rank"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartupOptions:
+class CheckpointOptions(Options):
+    """``hvdtrain bench checkpoint``."""
+
+    directory: str = _option(
+        "",
+        metavar="DIR",
+        help="where to write and remove them; default the folder for temporary files",
+    )
+    checkpoints: int = _count(5, "how many are written")
+    between_steps: int = _count(20, "steps from one to the next")
+    batch_size: int = _count(16, "samples a rank and step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryOptions(Options):
+    """``hvdtrain bench recovery``."""
+
+    model: str = _option("lenet", choices=_MODELS, help="default %(default)s")
+    between_steps: int = _count(20, "from loss to loss")
+    batch_size: int = _count(64, "samples a rank and step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServersOptions(Options):
+    """``hvdtrain bench servers``."""
+
+    updates: int = _count(50, "updates of each worker in a run")
+    runs: int = _count(20, "runs with the same workers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartupOptions(Options):
     """``hvdtrain bench startup``.
 
     Attributes:
-        ranks: To start each time.
-        runs: Starts of each kind, in turn.
-        json: Path for the results, empty for none.
+        ranks: How many to start each time; ``-np`` says it.
     """
 
     ranks: int = 2
-    runs: int = 7
-    json: str = ""
+    runs: int = _count(7, "starts of each kind")
+
+
+def add_options(parser: argparse.ArgumentParser, kind: type[Options]) -> None:
+    """Declare a flag for each option of a benchmark."""
+    for field in dataclasses.fields(kind):
+        if field.metadata:
+            flag = "--" + field.name.replace("_", "-")
+            parser.add_argument(flag, default=field.default, **field.metadata)
