@@ -20,7 +20,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Each part of hvdtrain and the parts that it may import, beside itself: whatever is named was named
 # above. The launching side (agent, remote, launch, check) and the training side never meet.
 _BASE = {"config", "errors", "log", "version"}
-_RANKS = {"cluster", "collectives", "monitor", "tensorflow", "world", *_BASE}
+_RANKS = {"private_api", "cluster", "collectives", "monitor", "tensorflow", "world", *_BASE}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "lazy": set(),
@@ -28,12 +28,13 @@ ALLOWED: dict[str, set[str]] = {
     "log": set(),
     "config": {"errors"},
     "cluster": _BASE,
+    "private_api": {"errors"},
     "agent": {"cluster", *_BASE},
     "remote": {"agent", "cluster", *_BASE},
     "launch": {"remote", "agent", "cluster", *_BASE},
     "collectives": {"cluster", *_BASE},
     "monitor": {"collectives", *_BASE},
-    "tensorflow": {"collectives", "cluster", *_BASE},
+    "tensorflow": {"private_api", "collectives", "cluster", *_BASE},
     "world": {"tensorflow", "monitor", "collectives", "cluster", *_BASE},
     "checkpoint": {"errors"},
     "gradients": _RANKS,
@@ -63,11 +64,16 @@ FACES = {
 }
 
 # Heavy packages, and the only parts that may import them.
-THIRD_PARTY = {
-    "tensorflow": {"tensorflow", "gradients", "keras", "horovod", "parameter_server", "bench"},
-    "keras": {"tensorflow", "gradients", "keras", "horovod", "parameter_server", "bench"},
-    "mpi4py": {"collectives"},
+_OF_TENSORFLOW = {
+    "private_api",
+    "tensorflow",
+    "gradients",
+    "keras",
+    "horovod",
+    "parameter_server",
+    "bench",
 }
+THIRD_PARTY = {"tensorflow": _OF_TENSORFLOW, "keras": _OF_TENSORFLOW, "mpi4py": {"collectives"}}
 
 
 def _dotted(path: Path) -> str:

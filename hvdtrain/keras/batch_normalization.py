@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.collectives.interface import Collectives
-from hvdtrain.keras.private_api import flatten_layers
+from hvdtrain.private_api.keras import flatten_layers, reduction_axes
 from hvdtrain.tensorflow.differentiable_ops import stack_ranks
 from hvdtrain.tensorflow.variable_names import without_counts
 
@@ -131,7 +131,7 @@ def _count(layer: Any, inputs: tf.Tensor, mask: Any, dtype: Any) -> tf.Tensor:
     """How many values each of this rank's moments is made of."""
     if mask is not None:
         return tf.reduce_sum(tf.cast(mask, dtype))
-    sizes = [tf.shape(inputs)[axis] for axis in layer._reduction_axes]
+    sizes = [tf.shape(inputs)[axis] for axis in reduction_axes(layer)]
     return tf.cast(tf.reduce_prod(tf.stack(sizes)), dtype)
 
 

@@ -17,6 +17,7 @@ from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_sync import average_statistics
 from hvdtrain.keras.progress_callback import ProgressCallback
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
+from hvdtrain.private_api.keras import initial_epoch, set_initial_epoch
 
 __all__ = ["list_callbacks", "wrap_callbacks"]
 
@@ -120,9 +121,8 @@ class _After(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._broadcast()
-        self.model._initial_epoch = self._collectives.broadcast_object(
-            self.model._initial_epoch, name="initial epoch"
-        )
+        epoch = self._collectives.broadcast_object(initial_epoch(self.model), name="initial epoch")
+        set_initial_epoch(self.model, epoch)
         if self._membership.lose_chief():
             raise RanksLostError(
                 "The chief was lost while it gave the others its state as training began. Start "

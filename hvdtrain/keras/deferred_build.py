@@ -14,7 +14,7 @@ from hvdtrain.errors import ModelError
 from hvdtrain.keras.data.batch_structure import is_absent
 from hvdtrain.keras.fit_loop import put
 from hvdtrain.keras.model_optimizers import optimizers_of
-from hvdtrain.keras.private_api import flatten_layers, output_spec
+from hvdtrain.private_api.keras import flatten_layers, output_spec
 
 __all__ = ["check_built", "forget", "is_built", "postpone"]
 

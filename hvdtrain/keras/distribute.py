@@ -10,13 +10,13 @@ from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.tape import check_averages
-from hvdtrain.keras import private_api
 from hvdtrain.keras.deferred_build import check_built, forget, is_built, postpone
 from hvdtrain.keras.model_optimizers import optimizers_of, plain_optimizers_of
 from hvdtrain.keras.model_patch import ModelPatch
 from hvdtrain.keras.model_sync import check_same_model
 from hvdtrain.keras.optimizer_patch import distribute_optimizer
 from hvdtrain.keras.own_steps import has_own_call
+from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["DistributedOptimizer", "distribute"]
 
@@ -60,7 +60,7 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
 def _distribute(model: keras.Model, presharded: bool) -> None:
     collectives = world.collectives()
     settings = world.settings()
-    private_api.check(model, plain_optimizers_of(model))
+    private_keras.check(model, plain_optimizers_of(model))
     check_built(model)
     optimizers = optimizers_of(model)
     if len(optimizers) > 1 and settings.has_servers:

@@ -17,7 +17,7 @@ from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.sharded_input import Pass
 from hvdtrain.keras.membership import Change, Membership
-from hvdtrain.keras.private_api import FitIterator
+from hvdtrain.private_api.keras import FitIterator, note_steps_seen
 
 __all__ = ["EpochIterator", "EpochPlace"]
 
@@ -243,7 +243,7 @@ class EpochIterator:
                     continue
             self._done += taken
             self.step += taken
-            keras_iterator._steps_seen = step + self._block
+            note_steps_seen(keras_iterator, step + self._block)
             self._within = taken
             self._before = step
             yield step, step + self._block - 1, self._iterator

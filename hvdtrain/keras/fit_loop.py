@@ -27,10 +27,10 @@ from hvdtrain.keras.model_sync import average_statistics, broadcast_model
 from hvdtrain.keras.optimizer_patch import accumulates, is_distributed
 from hvdtrain.keras.own_steps import has_own, has_own_call
 from hvdtrain.keras.predictions import join_predictions, noting_rows
-from hvdtrain.keras.private_api import build_symbolically, split_validation
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, asked_for, begin_session
 from hvdtrain.keras.step_results import join_logs, results_of_metrics
+from hvdtrain.private_api.keras import build_symbolically, split_validation
 
 __all__ = ["FitLoop", "forget_functions", "put"]
 

@@ -17,6 +17,7 @@ from hvdtrain.errors import ModelError
 from hvdtrain.keras.membership import Change
 from hvdtrain.keras.model_optimizers import optimizers_of
 from hvdtrain.keras.optimizer_patch import plain_optimizers
+from hvdtrain.private_api.keras import rate_of
 
 __all__ = ["WarmUp", "follow_saved", "follow_size", "prepare_to_follow", "scale_learning_rate"]
 
@@ -50,7 +51,7 @@ def prepare_to_follow(optimizer: Any) -> None:
     if not _program_scales:
         return
     for plain in plain_optimizers(optimizer):
-        if not isinstance(plain._learning_rate, keras.Variable) and not hasattr(plain, _FACTOR):
+        if not isinstance(rate_of(plain), keras.Variable) and not hasattr(plain, _FACTOR):
             _multiply_rate(plain)
 
 
@@ -80,8 +81,9 @@ def follow_saved(optimizer: Any, before: int, now: int) -> None:
     if not _program_scales:
         return
     for plain in plain_optimizers(optimizer):
-        if isinstance(plain._learning_rate, keras.Variable):
-            plain._learning_rate.assign(plain._learning_rate * (now / before))
+        rate = rate_of(plain)
+        if isinstance(rate, keras.Variable):
+            rate.assign(rate * (now / before))
 
 
 def _multiply_rate(optimizer: Any) -> None:
@@ -138,7 +140,7 @@ class WarmUp(keras.callbacks.Callback):
             )
         (optimizer,) = optimizers
         plain = getattr(optimizer, "inner_optimizer", optimizer)
-        if isinstance(plain._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+        if isinstance(rate_of(plain), keras.optimizers.schedules.LearningRateSchedule):
             raise ModelError(
                 "WarmUp sets the learning rate itself, and this optimizer follows a schedule. "
                 "Use a schedule that warms up, as keras.optimizers.schedules.CosineDecay can, or a "

@@ -24,7 +24,7 @@ import tensorflow as tf
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.optimizer_patch import Weighting
-from hvdtrain.keras.private_api import compiled_loss, mask_of
+from hvdtrain.private_api.keras import compiled_loss, mask_of
 
 __all__ = ["LossWeights", "contribution", "reduction_of", "valid_values"]
 

@@ -14,7 +14,7 @@ import keras
 from hvdtrain.keras.layer_attributes import held_by
 from hvdtrain.keras.optimizer_patch import plain_optimizers
 from hvdtrain.keras.own_steps import has_own
-from hvdtrain.keras.private_api import flatten_layers, own_trainable_variables
+from hvdtrain.private_api.keras import flatten_layers, own_trainable_variables
 
 __all__ = ["build_as", "built_for", "optimizers_of", "plain_optimizers_of", "state_of_optimizers"]
 

@@ -22,7 +22,7 @@ from hvdtrain.keras.optimizer_patch import weighting
 from hvdtrain.keras.own_steps import has_own
 from hvdtrain.keras.per_rank_random import drawn_by
 from hvdtrain.keras.predictions import Predicted
-from hvdtrain.keras.private_api import compiled_loss
+from hvdtrain.private_api.keras import compiled_loss
 
 __all__ = ["ModelSteps"]
 

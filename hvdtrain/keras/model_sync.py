@@ -18,7 +18,7 @@ from hvdtrain.keras.model_optimizers import (
     state_of_optimizers,
 )
 from hvdtrain.keras.optimizer_patch import accumulators
-from hvdtrain.keras.private_api import flatten_layers, own_non_trainable_variables
+from hvdtrain.private_api.keras import flatten_layers, own_non_trainable_variables
 from hvdtrain.tensorflow.variable_names import counted_anew
 
 __all__ = [

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.keras.private_api import (
+from hvdtrain.private_api.keras import (
     global_generator,
     make_global_generator,
     set_global_generator,

@@ -12,9 +12,9 @@ import keras
 
 from hvdtrain import world
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.keras.private_api import loss_tracker
 from hvdtrain.monitor.bar import EpochProgress, Pace, draw
 from hvdtrain.monitor.status_line import StatusLine, terminal_columns
+from hvdtrain.private_api.keras import loss_tracker
 
 __all__ = ["StepLog"]
 

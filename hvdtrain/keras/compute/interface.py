@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.keras.loss_weights import reduction_of
-from hvdtrain.keras.private_api import compute_loss, loss_tracker, takes_training
+from hvdtrain.private_api.keras import compute_loss, loss_tracker, takes_training
 
 __all__ = ["Compute", "call", "rows_of", "scaled_loss"]
 

@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras import private_api
 from hvdtrain.keras.data import batch_structure
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.dataset_options import untuned
@@ -24,6 +23,7 @@ from hvdtrain.keras.data.partition import (
 )
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
 from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput
+from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["ArraySource", "ShardedArrays"]
 
@@ -56,17 +56,17 @@ class ArraySource:
         class_weight: Any,
         plan: ShardPlan,
     ) -> None:
-        self._batch, self.units = private_api.pack_arrays(x, y, sample_weight, class_weight)
+        self._batch, self.units = private_keras.pack_arrays(x, y, sample_weight, class_weight)
         # With rows of its own and a given number of steps, each rank chooses another batch size.
         self.sizes_differ = batch_size is None and plan.presharded and plan.steps is not None
         if batch_size is None:
-            batch_size = private_api.default_batch_size(self.units, plan.steps, plan.size)
+            batch_size = private_keras.default_batch_size(self.units, plan.steps, plan.size)
         self.each = batch_size
         self._shuffle = _checked_shuffle(shuffle)
         self.plan = plan
         with tf.device("CPU:0"):
             self._columns = [
-                None if leaf is None else private_api.column(leaf)
+                None if leaf is None else private_keras.column(leaf)
                 for leaf in keras.tree.flatten(self._batch)
             ]
 
@@ -104,7 +104,7 @@ class ArraySource:
         return ShardedArrays(self, steps or 0)
 
     def _gather(self, indices: Any) -> list[Any]:
-        return [None if c is None else private_api.gather(c, indices) for c in self._columns]
+        return [None if c is None else private_keras.gather(c, indices) for c in self._columns]
 
     def gather_batch(self, indices: Any) -> Any:
         """The rows at ``indices`` in the structure of a batch."""

@@ -16,11 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras import private_api
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.python_batches import present, signature_of, standardize, to_dataset
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
 from hvdtrain.keras.data.sharded_input import ShardedInput
+from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["GeneratorSource", "ShardedGenerator"]
 
@@ -61,7 +61,7 @@ class GeneratorSource:
                 "generator can be read once: make a new one for each fit, evaluate or predict."
             )
         self.example = examined[0]
-        self.specs = private_api.specs_of_batches([present(batch) for batch in examined])
+        self.specs = private_keras.specs_of_batches([present(batch) for batch in examined])
         self.queue = _Queue(itertools.chain(examined, batches))
 
     def report(self) -> InputReport:

@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras import private_api
 from hvdtrain.keras.data import batch_structure
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.input_agreement import REMEDIES, raise_if_different
@@ -21,6 +20,7 @@ from hvdtrain.keras.data.partition import epoch_order, joint_steps, units_left
 from hvdtrain.keras.data.python_batches import present, signature_of, standardize, to_dataset
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
 from hvdtrain.keras.data.sharded_input import ShardedInput
+from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["PyDatasetSource", "ShardedPyDataset"]
 
@@ -63,7 +63,7 @@ class PyDatasetSource:
             raise DataError("The PyDataset has length 0; expected at least one batch.")
         count = min(_EXAMINED_BATCHES, self.units or _EXAMINED_BATCHES)
         self._examined = [self.standardize(self.dataset[index]) for index in range(count)]
-        self._specs = private_api.specs_of_batches([present(b) for b in self._examined])
+        self._specs = private_keras.specs_of_batches([present(b) for b in self._examined])
         return InputReport(
             structure={
                 "kind of input": "a PyDataset",

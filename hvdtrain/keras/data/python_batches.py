@@ -9,10 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.keras import private_api
 from hvdtrain.keras.data import batch_structure
 from hvdtrain.keras.data.dataset_options import untuned
 from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN
+from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["present", "signature_of", "standardize", "to_dataset"]
 
@@ -40,8 +40,8 @@ def standardize(batch: Any, class_weight: Any, maker: str) -> tuple[Any, ...]:
     if class_weight is not None and len(packed) > 1:
         if len(packed) == 3:
             raise ValueError("class_weight and sample_weight can't be used at the same time.")
-        packed += (private_api.sample_weights_of_classes(packed[1], class_weight),)
-    packed = keras.tree.map_structure(private_api.without_scipy, packed)
+        packed += (private_keras.sample_weights_of_classes(packed[1], class_weight),)
+    packed = keras.tree.map_structure(private_keras.without_scipy, packed)
     return keras.tree.lists_to_tuples(packed)
 
 

@@ -9,7 +9,6 @@ import keras
 
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import DataError
-from hvdtrain.keras import private_api
 from hvdtrain.keras.data import input_agreement
 from hvdtrain.keras.data.arrays import ArraySource
 from hvdtrain.keras.data.generator import GeneratorSource
@@ -18,6 +17,7 @@ from hvdtrain.keras.data.pydataset import PyDatasetSource
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
 from hvdtrain.keras.data.sharded_input import ShardedInput, Source
 from hvdtrain.keras.data.tfdata import TfDataSource
+from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["shard_input"]
 
@@ -100,7 +100,7 @@ def _source(
     plan: ShardPlan,
 ) -> Source:
     _check_numbers(batch_size, plan)
-    if private_api.are_arrays(x, y, sample_weight):
+    if private_keras.are_arrays(x, y, sample_weight):
         return ArraySource(
             x,
             y,
@@ -110,14 +110,14 @@ def _source(
             class_weight=class_weight,
             plan=plan,
         )
-    if private_api.is_tf_dataset(x):
-        private_api.refuse_extra("tf.data.Dataset", y, sample_weight)
+    if private_keras.is_tf_dataset(x):
+        private_keras.refuse_extra("tf.data.Dataset", y, sample_weight)
         return TfDataSource(x, class_weight=class_weight, plan=plan)
     if isinstance(x, keras.utils.PyDataset):
-        private_api.refuse_extra("PyDataset", y, sample_weight)
+        private_keras.refuse_extra("PyDataset", y, sample_weight)
         return PyDatasetSource(x, shuffle=bool(shuffle), class_weight=class_weight, plan=plan)
     if isinstance(x, types.GeneratorType) and plan.presharded:
-        private_api.refuse_extra("generator", y, sample_weight)
+        private_keras.refuse_extra("generator", y, sample_weight)
         return GeneratorSource(x, class_weight=class_weight, trains=trains, plan=plan)
     raise DataError(_refusal(x))
 

@@ -13,7 +13,6 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras import private_api
 from hvdtrain.keras.data import batch_structure
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.dataset_options import untuned
@@ -23,6 +22,7 @@ from hvdtrain.keras.data.partition import joint_steps
 from hvdtrain.keras.data.pipeline_passes import PipelinePasses, shuffles
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
 from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput
+from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["NOTICE", "ShardedPipeline", "TfDataSource"]
 
@@ -126,7 +126,7 @@ class TfDataSource:
             raise DataError(
                 "class_weight was given with a dataset without targets. Expected elements (x, y)."
             )
-        return dataset.map(private_api.class_weight_map(self._class_weight))
+        return dataset.map(private_keras.class_weight_map(self._class_weight))
 
     def _elements(
         self, dataset: tf.data.Dataset, batches: int | None, steps: int | None, record: Any

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.keras.private_api import (
+from hvdtrain.private_api.keras import (
     global_generator,
     make_global_generator,
     set_global_generator,

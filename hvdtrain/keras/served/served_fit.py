@@ -25,7 +25,6 @@ from hvdtrain.keras.fit_loop import FitLoop
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_weights
-from hvdtrain.keras.private_api import split_validation
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, asked_for
 from hvdtrain.keras.saving.preemption_signals import PreemptionSignals
 from hvdtrain.keras.saving.training_state import TrainingState
@@ -44,6 +43,7 @@ from hvdtrain.parameter_server.shared_gradients import Slots
 from hvdtrain.parameter_server.shared_weights import SharedWeights
 from hvdtrain.parameter_server.staleness_stats import StalenessStats
 from hvdtrain.parameter_server.update_log import UpdateLog
+from hvdtrain.private_api.keras import split_validation
 
 __all__ = ["ServedFit", "Shares"]
 

@@ -7,7 +7,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.private_api import HOOKS, SEEN
+from hvdtrain.private_api.keras import HOOKS, SEEN
 
 NAMES = [(kind, name) for kind, names in HOOKS.items() for name in names]
 

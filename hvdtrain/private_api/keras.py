@@ -61,18 +61,24 @@ __all__ = [
     "gather",
     "give_mask",
     "global_generator",
+    "initial_epoch",
     "is_tf_dataset",
     "loss_tracker",
     "make_global_generator",
     "mask_of",
+    "moving_averages",
+    "note_steps_seen",
     "output_spec",
     "own_losses",
     "own_non_trainable_variables",
     "own_trainable_variables",
     "pack_arrays",
+    "rate_of",
+    "reduction_axes",
     "refuse_extra",
     "sample_weights_of_classes",
     "set_global_generator",
+    "set_initial_epoch",
     "specs_of_batches",
     "split_validation",
     "takes_training",
@@ -196,6 +202,40 @@ def build_symbolically(model: keras.Model, batch_spec: Any) -> None:
 def output_spec(model: keras.Model, inputs: Any) -> Any:
     """Call the model with symbols, which builds it."""
     return keras.src.backend.compute_output_spec(model, inputs, training=False)
+
+
+def initial_epoch(model: keras.Model) -> int | None:
+    """The epoch that ``fit`` begins with where its argument doesn't say; None for none."""
+    epoch: int | None = model._initial_epoch
+    return epoch
+
+
+def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Let ``fit`` begin with another epoch."""
+    model._initial_epoch = epoch
+
+
+def note_steps_seen(iterator: Any, steps: int) -> None:
+    """Tell ``fit``'s iterator how many steps of the epoch are done."""
+    iterator._steps_seen = steps
+
+
+def reduction_axes(layer: Any) -> list[int]:
+    """The axes over which a BatchNormalization takes its moments."""
+    return list(layer._reduction_axes)
+
+
+# Optimizers.
+
+
+def rate_of(optimizer: Any) -> Any:
+    """What a plain optimizer holds as its learning rate: a variable, a schedule or a function."""
+    return optimizer._learning_rate
+
+
+def moving_averages(optimizer: Any) -> list[Any]:
+    """The moving averages of the variables that an optimizer keeps; empty without them."""
+    return list(getattr(optimizer, "_model_variables_moving_average", []))
 
 
 def mask_of(output: Any) -> Any:
