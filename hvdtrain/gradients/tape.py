@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.tensorflow.variable_names import without_counts
+from hvdtrain.tensorflow.variable_names import variable_label, variable_name
 
 __all__ = ["DistributedGradientTape", "broadcast_variables", "check_averages"]
 
@@ -73,16 +73,6 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
     for variable in variables:
         name = variable_label(variable)
         variable.assign(collectives.broadcast(variable.numpy(), root, name=name))
-
-
-def variable_name(variable: Any) -> str:
-    """What an error calls a variable: Keras' path, or TensorFlow's name."""
-    return str(getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor")
-
-
-def variable_label(variable: Any) -> str:
-    """``variable_name`` for what ranks compare: they need not have made as many layers before."""
-    return without_counts(variable_name(variable))
 
 
 def check_averages(what: str) -> None:

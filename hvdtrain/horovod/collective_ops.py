@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import world
+from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.tape import check_averages
-from hvdtrain.horovod.compression import Compression, Compressor
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.reduce_ops import (
     Adasum,

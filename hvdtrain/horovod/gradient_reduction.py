@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.horovod.collective_ops import grouped_allreduce
-from hvdtrain.horovod.compression import Compression, Compressor
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.reduce_ops import Average, ReduceOp, choose_op
 

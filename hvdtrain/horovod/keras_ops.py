@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.horovod import collective_ops
-from hvdtrain.horovod.compression import Compression, Compressor
 from hvdtrain.horovod.reduce_ops import Average, ReduceOp
 
 __all__ = ["allgather", "allreduce", "broadcast", "reducescatter"]

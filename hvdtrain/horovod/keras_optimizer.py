@@ -11,9 +11,9 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import ModelError
+from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.tape import check_averages
-from hvdtrain.horovod.compression import Compression, Compressor
 from hvdtrain.horovod.gradient_reduction import GradientReduction, Groups, trainable_weights_of
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.reduce_ops import Average, ReduceOp, Sum, choose_op

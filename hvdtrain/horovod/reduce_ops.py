@@ -10,7 +10,7 @@ import numpy as np
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.collectives.interface import ReduceOp as EngineOp
 from hvdtrain.collectives.kernels import is_floating, widen
-from hvdtrain.horovod.adasum import adasum_all
+from hvdtrain.gradients.adasum import adasum_all
 
 __all__ = [
     "Adasum",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.tape import check_averages
 from hvdtrain.horovod import keras_optimizer
 from hvdtrain.horovod.classic_optimizer import distribute_classic_optimizer, is_classic
-from hvdtrain.horovod.compression import Compression, Compressor
 from hvdtrain.horovod.gradient_reduction import GradientReduction, Groups
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.reduce_ops import Average, ReduceOp

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.gradients.tape import variable_label, variable_name
+from hvdtrain.tensorflow.variable_names import variable_label, variable_name
 
 __all__ = [
     "AgreesOnFinite",

@@ -44,7 +44,7 @@ OF_JOB = {
         "remove_process_set",
     ),
     "hvdtrain.horovod.reduce_ops": ("Average", "Sum"),
-    "hvdtrain.horovod.compression": ("Compression",),
+    "hvdtrain.gradients.compression": ("Compression",),
 }
 """What the modules for Keras have as well."""
 

@@ -9,10 +9,21 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-__all__ = ["counted_anew", "without_counts"]
+__all__ = ["counted_anew", "variable_label", "variable_name", "without_counts"]
 
 _PART = re.compile(r"([^/:]+?)(?:_(\d+))?(?=[/:]|$)")
+
+
+def variable_name(variable: Any) -> str:
+    """What an error calls a variable: Keras' path, or TensorFlow's name."""
+    return str(getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor")
+
+
+def variable_label(variable: Any) -> str:
+    """``variable_name`` for what ranks compare: they need not have made as many layers before."""
+    return without_counts(variable_name(variable))
 
 
 def without_counts(name: str) -> str:

@@ -13,7 +13,6 @@ import tensorflow as tf
 from hvdtrain import DistributedGradientTape, broadcast_variables
 from hvdtrain import world as job
 from hvdtrain.errors import MismatchError, NonFiniteError
-from hvdtrain.gradients.tape import variable_name
 
 STEPS = 20
 ROWS = 12  # of all ranks; 1, 2, 3 and 4 divide it
@@ -199,11 +198,3 @@ def test_broadcast_of_variables() -> None:
         assert bool(variables[2])
         assert (np.asarray(variables[3]) == root).all()
         _assert_alike(variables)
-
-
-def test_names() -> None:
-    dense = keras.layers.Dense(2, name="head")
-    dense.build((None, 3))
-    assert variable_name(dense.kernel) == "head/kernel"
-    assert variable_name(tf.Variable(1.0, name="w")) == "w:0"
-    assert variable_name(tf.constant(1.0)) == "tensor"

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvdtrain import world as job
 from hvdtrain.errors import ConfigurationError, MismatchError
+from hvdtrain.gradients.compression import Compression
 from hvdtrain.horovod.collective_ops import (
     allgather,
     allreduce,
@@ -23,7 +24,6 @@ from hvdtrain.horovod.collective_ops import (
     grouped_reducescatter,
     reducescatter,
 )
-from hvdtrain.horovod.compression import Compression
 from hvdtrain.horovod.reduce_ops import Average, Max, Min, Product, Sum
 from tests.collectives.engines import DTYPES, expected, values
 

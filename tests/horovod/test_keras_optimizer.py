@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain import world as job
 from hvdtrain.errors import ModelError
-from hvdtrain.horovod.compression import Compression
+from hvdtrain.gradients.compression import Compression
 from hvdtrain.horovod.keras_optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain import world as job
-from hvdtrain.tensorflow.variable_names import counted_anew, without_counts
+from hvdtrain.tensorflow.variable_names import counted_anew, variable_name, without_counts
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,11 @@ def test_ranks_need_not_have_made_as_many_layers(uneven: None, embedded: bool) -
     model.compile(optimizer="sgd", loss="mse")
     hvdtrain.distribute(model)
     model.fit(data, np.ones([8, 1]), batch_size=4, verbose=0)
+
+
+def test_names() -> None:
+    dense = keras.layers.Dense(2, name="head")
+    dense.build((None, 3))
+    assert variable_name(dense.kernel) == "head/kernel"
+    assert variable_name(tf.Variable(1.0, name="w")) == "w:0"
+    assert variable_name(tf.constant(1.0)) == "tensor"

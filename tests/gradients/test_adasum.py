@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.tensorflow as hvd
-from hvdtrain.horovod.adasum import adasum
+from hvdtrain.gradients.adasum import adasum
 
 WAYS = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
 
