@@ -7,8 +7,6 @@ each reduction carries a digest of its shapes, which costs nothing.
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -18,83 +16,74 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.collectives.interface import Collectives, ReduceOp
-from hvdtrain.errors import HvdtrainError, MismatchError, NonFiniteError
+from hvdtrain.errors import HvdtrainError, NonFiniteError
+from hvdtrain.gradients.allreduce import allreduce
+from hvdtrain.gradients.array_reduction import by_type
 from hvdtrain.gradients.contributions import Contributions
+from hvdtrain.gradients.exchange import exchange
 from hvdtrain.gradients.indexed_slices import pack_rows, unpack_rows
-from hvdtrain.tensorflow.device_collectives import DeviceCollectives
-from hvdtrain.tensorflow.numpy_op import run_between_ranks
-from hvdtrain.tensorflow.variable_names import counted_anew
+from hvdtrain.gradients.non_finite import describe_non_finite, name_non_finite, raise_non_finite
+from hvdtrain.gradients.options import ReduceOptions
+from hvdtrain.gradients.ranks import EngineRanks, Ranks
+from hvdtrain.gradients.signatures import Signature, Signatures
+from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
+from hvdtrain.tensorflow.variable_names import variable_name
 
-__all__ = ["GradientReducer", "name_non_finite"]
+__all__ = ["GradientReducer"]
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None: TensorFlow has no common type
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """What the ranks must agree on for one gradient."""
-
-    name: str
-    kind: str
-    dtype: str
-    shape: str
-
-    @classmethod
-    def of(cls, name: str, gradient: Gradient) -> _Entry:
-        if gradient is None:
-            return cls(name=name, kind="None", dtype="", shape="")
-        if isinstance(gradient, tf.IndexedSlices):
-            shape = str(gradient.values.shape[1:])
-            return cls(name=name, kind="rows", dtype=gradient.dtype.name, shape=shape)
-        return cls(name=name, kind="dense", dtype=gradient.dtype.name, shape=str(gradient.shape))
-
-    def __str__(self) -> str:
-        return self.kind if self.kind == "None" else f"{self.kind} {self.dtype} {self.shape}"
-
-
 class GradientReducer:
-    """Averages gradients over the ranks of ``collectives``.
+    """Averages gradients over ranks.
 
     Args:
-        collectives: The engine.
-        non_finite: ``"error"`` raises on every rank when a gradient holds NaN or infinity and
-            names rank and variable; ``"ignore"`` lets it through.
-        on_devices: What reduces dense gradients where they are, if anything does.
+        ranks: Which ranks, and by what they do it.
+        options: What else is to be done with gradients.
     """
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        non_finite: str = "error",
-        on_devices: DeviceCollectives | None = None,
-    ) -> None:
-        self.collectives = collectives
-        self._on_devices = on_devices
-        self.contributions = Contributions()
+    def __init__(self, ranks: Ranks, options: ReduceOptions | None = None) -> None:
+        self._ranks = ranks
+        self._options = options or ReduceOptions()
+        self._local: dict[int, Any] = {}
+        self._signatures = Signatures()
         self._goes_on = False
+        self.contributions = Contributions()
         # TensorFlow turns errors of Python functions into its own; here is the original.
         self.error: HvdtrainError | None = None
-        self._require_finite = non_finite == "error"
-        self._verified: set[tuple[_Entry, ...]] = set()
 
     @classmethod
     def of_job(cls) -> GradientReducer:
         """One over all ranks of the job, by its settings."""
-        return cls(world.collectives(), world.settings().non_finite, world.device_collectives())
+        ranks = EngineRanks(world.collectives(), world.device_collectives())
+        return cls(ranks, ReduceOptions(non_finite=world.settings().non_finite))
+
+    @property
+    def collectives(self) -> Collectives:
+        """The engine of the ranks."""
+        return self._ranks.collectives()
+
+    def keep_local(self, variable: Any) -> None:
+        """Leave the gradients of a variable to each rank from now on."""
+        self._local[id(variable)] = variable
+
+    def is_local(self, variable: Any) -> bool:
+        """Whether the gradients of a variable are left to each rank."""
+        return id(variable) in self._local
 
     def average(
         self,
         gradients: Sequence[Gradient],
-        names: Sequence[str],
+        variables: Sequence[Any],
         weight: tf.Tensor | None = None,
         op: Literal["average", "sum"] = "average",
     ) -> list[Gradient]:
-        """The mean of each gradient over the ranks, or their sum.
+        """The mean of each gradient over the ranks, or their sum, or what the options ask for.
 
         Args:
             gradients: Tensors, ``IndexedSlices`` (their rows travel, the tables don't) or None;
                 None must be None on every rank, and stays None.
-            names: Of the variables, for errors.
+            variables: The variables that they belong to, or their names for errors.
             weight: What this rank's gradients have been multiplied with, a scalar whose mean over
                 all ranks is 1. Where ranks were lost it no longer is, and the sums are divided by
                 the sum of the weights. None where every rank counts the same.
@@ -105,42 +94,44 @@ class GradientReducer:
             NonFiniteError: A gradient holds NaN or infinity.
             TooFewRanksError: Fewer ranks are left than an elastic job needs.
         """
-        if self._alone:
+        if not self._ranks.included():
             return list(gradients)
-        labels = counted_anew(names)
-        entries = tuple(_Entry.of(label, g) for label, g in zip(labels, gradients))
-        averages: list[Gradient] = list(gradients)
-        if gradients and all(gradient is None for gradient in gradients):
-            self._agree_on_nothing(entries)
-        dense: dict[tf.DType, list[int]] = {}
-        for index, gradient in enumerate(gradients):
-            if isinstance(gradient, tf.IndexedSlices):
-                averages[index] = self._average_rows(gradient, labels[index], entries, weight, op)
-            elif gradient is not None:
-                dense.setdefault(gradient.dtype, []).append(index)
-        for dtype, indices in dense.items():
-            group = [gradients[index] for index in indices]
-            of = [names[i] for i in indices]
-            if self._on_devices is not None and self._on_devices.takes(group):
-                reduced = self._average_on_devices(self._on_devices, group, of, entries, op)
-            else:
-                reduced = self._average_dense(group, of, dtype, entries, weight, op)
-            for index, average in zip(indices, reduced):
-                averages[index] = average
-        return averages
+        results = list(gradients)
+        shared = self._set_local_apart(results, variables)
+        if self._ranks.alone:
+            return results
+        groups = self._options.divide(shared, variables)
+        unchecked = self._options.unchecked
+        if unchecked is not None:
+            for group in groups:
+                combined = exchange([results[n] for n in group], unchecked, self._ranks)
+                _put(results, group, combined)
+            return results
+        names = [variable_name(variable) for variable in variables]
+        signature = Signature.of(names, results)
+        if results and not shared:
+            self._agree_on_nothing(signature)
+        for group in groups:
+            dense = [n for n in group if not isinstance(results[n], tf.IndexedSlices)]
+            for n in sorted(set(group).difference(dense)):
+                name = signature[n].name
+                results[n] = self._average_rows(results[n], name, signature, weight, op)
+            for places in by_type([results[n] for n in dense]):
+                same = [dense[place] for place in places]
+                tensors, of = [results[n] for n in same], [names[n] for n in same]
+                _put(results, same, self._average_dense(tensors, of, signature, weight, op))
+        return results
 
     def reduce(self, value: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
         """Combine one small tensor over the ranks; for flags and counts."""
-        if self._alone:
+        if self._ranks.alone:
             return value
 
-        def run(array: np.ndarray) -> np.ndarray:
+        def run(array: np.ndarray) -> Arrays:
             with self.remember_error():
-                return self.collectives.allreduce(array, op, name=name)
+                return [self.collectives.allreduce(array, op, name=name)]
 
-        result = run_between_ranks(run, [value], value.dtype)
-        result.set_shape(value.shape)
-        return result
+        return run_on_host(run, [value], [value.shape])[0]
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
@@ -151,169 +142,132 @@ class GradientReducer:
         finally:
             self._goes_on = False
 
-    def _agree_on_nothing(self, entries: tuple[_Entry, ...]) -> None:
+    def take_error(self, error: tf.errors.OpError) -> HvdtrainError | None:
+        """What TensorFlow has turned into an error of its own, if that came up between ranks."""
+        found, self.error = self.error, None
+        on_devices = self._ranks.device_collectives()
+        if found is None and on_devices is not None:
+            return on_devices.error_behind(error)
+        return found
+
+    def remember_error(self) -> _Remember:
+        """Keeps an error of the block for whoever catches TensorFlow's version of it."""
+        return _Remember(self)
+
+    def _set_local_apart(self, results: list[Gradient], variables: Sequence[Any]) -> list[int]:
+        """Scale what is left to each rank; returns the places of what is to be combined."""
+        shared = []
+        for n, (gradient, variable) in enumerate(zip(results, variables)):
+            if gradient is None:
+                continue
+            if not self.is_local(variable):
+                shared.append(n)
+                if self._options.sparse_as_dense:
+                    results[n] = tf.convert_to_tensor(gradient)
+            elif self._options.scale_local:
+                results[n] = tf.math.scalar_mul(1.0 / len(self._ranks.ranks), gradient)
+        return shared
+
+    def _agree_on_nothing(self, signature: Signature) -> None:
         """Without any gradient, see that the other ranks have none either."""
 
-        def run() -> None:
+        def run() -> Arrays:
             with self.remember_error():
-                self._verify(entries)
+                self._signatures.agree(self.collectives, signature)
+                return []
 
-        run_between_ranks(run, [], [])
+        run_on_host(run, [], [])
 
     def _average_dense(
         self,
-        group: Sequence[tf.Tensor],
+        tensors: Sequence[tf.Tensor],
         names: Sequence[str],
-        dtype: tf.DType,
-        entries: tuple[_Entry, ...],
+        signature: Signature,
         weight: tf.Tensor | None,
         op: ReduceOp,
     ) -> list[tf.Tensor]:
-        call = _call_name(entries)
+        """Average tensors of one type."""
+        dtype, name = tensors[0].dtype, signature.call_name
         weights = [] if weight is None else [tf.cast(weight, dtype)]
+        require_finite = self._options.non_finite == "error"
 
-        def run(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+        def on_host(*arrays: np.ndarray) -> Arrays:
             with self.remember_error():
-                self._verify(entries)
-                averages = self._reduce_checked(arrays, names, call, op)
-                self.contributions.add(self.collectives.contributed)
+                collectives = self.collectives
+                self._signatures.agree(collectives, signature)
+                self._check_enough()
+                try:
+                    averages = collectives.grouped_allreduce(
+                        arrays, op, name=name, require_finite=require_finite
+                    )
+                except NonFiniteError:
+                    raise_non_finite(collectives, name_non_finite(names, arrays))
+                self.contributions.add(collectives.contributed)
                 if weights:
-                    scale = _scale_without_lost(float(averages.pop()), dtype)
+                    scale = _scale_without_lost(float(averages[-1]), dtype)
                     if scale != 1.0:
                         averages = [average * average.dtype.type(scale) for average in averages]
-                return tuple(averages)
-
-        reduced = run_between_ranks(run, [*group, *weights], [dtype] * len(group))
-        if len(group) == 1 and not isinstance(reduced, (list, tuple)):
-            reduced = [reduced]
-        for average, gradient in zip(reduced, group):
-            average.set_shape(gradient.shape)
-        return list(reduced)
-
-    def _average_on_devices(
-        self,
-        on_devices: DeviceCollectives,
-        group: Sequence[tf.Tensor],
-        names: Sequence[str],
-        entries: tuple[_Entry, ...],
-        op: ReduceOp,
-    ) -> list[tf.Tensor]:
-        """As ``_average_dense``; no ranks are lost there, so that weights add up by themselves."""
+                return averages
 
         def before() -> None:
             with self.remember_error():
-                self._verify(entries)
+                self._signatures.agree(self.collectives, signature)
 
         def after(finite: bool, which: np.ndarray) -> None:
             with self.remember_error():
                 if not finite:
-                    self._raise_non_finite(_describe_non_finite(names, *which))
+                    raise_non_finite(self.collectives, describe_non_finite(names, *which))
 
-        return on_devices.allreduce(
-            group,
+        # On devices no ranks are lost, so that weights add up by themselves.
+        averages = allreduce(
+            [*tensors, *weights],
             op,
-            name=_call_name(entries),
+            on_devices=self._ranks.device_collectives(),
+            on_host=on_host,
+            name=name,
             before=before,
-            after=after if self._require_finite else None,
+            after=after if require_finite else None,
         )
-
-    def _reduce_checked(
-        self, arrays: Sequence[np.ndarray], names: Sequence[str], call: str, op: ReduceOp
-    ) -> list[np.ndarray]:
-        self._check_enough()
-        try:
-            return self.collectives.grouped_allreduce(
-                arrays, op, name=call, require_finite=self._require_finite
-            )
-        except NonFiniteError:
-            self._raise_non_finite(name_non_finite(names, arrays))
-            raise
+        return averages[: len(tensors)]
 
     def _average_rows(
         self,
         gradient: tf.IndexedSlices,
         name: str,
-        entries: tuple[_Entry, ...],
+        signature: Signature,
         weight: tf.Tensor | None,
         op: ReduceOp,
     ) -> tf.IndexedSlices:
         dtype = gradient.dtype
         one = tf.ones([], dtype) if weight is None else tf.cast(weight, dtype)
 
-        def run(
-            values: np.ndarray, indices: np.ndarray, weight: np.ndarray
-        ) -> tuple[np.ndarray, np.ndarray]:
+        def run(values: np.ndarray, indices: np.ndarray, weight: np.ndarray) -> Arrays:
             with self.remember_error():
-                self._verify(entries)
+                collectives = self.collectives
+                self._signatures.agree(collectives, signature)
                 self._check_enough()
                 packed = pack_rows(values, indices, weight)
-                joined = self.collectives.allgather(packed, name=f"rows of {name}")
-                self.contributions.add(self.collectives.contributed)
+                joined = collectives.allgather(packed, name=f"rows of {name}")
+                self.contributions.add(collectives.contributed)
                 rows, where, weights = unpack_rows(joined, values, indices)
-                if self._require_finite and not np.isfinite(rows).all():
-                    self._raise_non_finite([] if np.isfinite(values).all() else [name])
+                if self._options.non_finite == "error" and not np.isfinite(rows).all():
+                    raise_non_finite(collectives, [] if np.isfinite(values).all() else [name])
                 if op == "average":
                     scale = _scale_without_lost(float(np.mean(weights)), dtype) / len(weights)
                     rows = rows * rows.dtype.type(scale)
-                return rows, where
+                return [rows, where]
 
-        values, indices = run_between_ranks(
-            run, [gradient.values, gradient.indices, one], [dtype, gradient.indices.dtype]
+        values, indices = run_on_host(
+            run,
+            [gradient.values, gradient.indices, one],
+            [[None, *gradient.values.shape[1:]], [None]],
         )
-        values.set_shape([None, *gradient.values.shape[1:]])
-        indices.set_shape([None])
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
-    def _raise_non_finite(self, bad: list[str]) -> None:
-        everyone = self.collectives.allgather_object(bad[:5], name="non-finite gradients")
-        found = [
-            f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(everyone) if names
-        ]
-        raise NonFiniteError(
-            "A gradient is not finite: "
-            + ("; ".join(found) or "the sum over all ranks overflowed")
-            + ". Lower the learning rate, clip gradients or look at the data of that rank; "
-            "HVDTRAIN_NON_FINITE=ignore lets such values through."
-        )
-
-    def _verify(self, entries: tuple[_Entry, ...]) -> None:
-        """Compare a new set of gradients between ranks, once."""
-        if entries in self._verified:
-            return
-        mine: dict[str, str] = {}
-        met: Counter[str] = Counter()
-        for entry in entries:
-            met[entry.name] += 1
-            number = met[entry.name]
-            mine[entry.name if number == 1 else f"{entry.name}#{number}"] = str(entry)
-        # With run_eagerly a rank may come here at a later step, when the others do not.
-        everyone = self.collectives.allgather_object(
-            mine, name="gradient signatures", note=_lacking(entries)
-        )
-        for rank, theirs in enumerate(everyone):
-            if list(theirs.items()) != list(everyone[0].items()):
-                raise MismatchError(_explain(everyone[0], rank, theirs))
-        self._verified.add(entries)
-
-    @property
-    def _alone(self) -> bool:
-        """Whether there is nobody to reduce with, and never was."""
-        return self.collectives.size == 1 and not self.collectives.survives_losses
-
     def _check_enough(self) -> None:
-        if not self._goes_on and self.collectives.too_few is not None:
-            raise self.collectives.too_few
-
-    def take_error(self, error: tf.errors.OpError) -> HvdtrainError | None:
-        """What TensorFlow has turned into an error of its own, if that came up between ranks."""
-        found, self.error = self.error, None
-        if found is None and self._on_devices is not None:
-            return self._on_devices.error_behind(error)
-        return found
-
-    def remember_error(self) -> _Remember:
-        """Keeps an error of the block for whoever catches TensorFlow's version of it."""
-        return _Remember(self)
+        too_few = self.collectives.too_few
+        if not self._goes_on and too_few is not None:
+            raise too_few
 
 
 class _Remember:
@@ -328,25 +282,9 @@ class _Remember:
             self._reducer.error = error
 
 
-def name_non_finite(names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[str]:
-    """The names of the arrays that hold NaN or infinity, with which of them it is."""
-    nan = [bool(np.isnan(array).any()) for array in arrays]
-    return _describe_non_finite(names, nan, [not np.isfinite(array).all() for array in arrays])
-
-
-def _describe_non_finite(
-    names: Sequence[str], nan: Sequence[bool], infinite: Sequence[bool]
-) -> list[str]:
-    return [
-        f"{name} ({'NaN' if is_nan else 'infinity'})"
-        for name, is_nan, is_infinite in zip(names, nan, infinite)
-        if is_nan or is_infinite
-    ]
-
-
-def _call_name(entries: Sequence[_Entry]) -> str:
-    lacking = _lacking(entries)
-    return f"gradients, {lacking}" if lacking else "gradients"
+def _put(results: list[Gradient], places: Sequence[int], gradients: Sequence[Gradient]) -> None:
+    for place, gradient in zip(places, gradients):
+        results[place] = gradient
 
 
 def _scale_without_lost(mean_weight: float, dtype: tf.DType) -> float:
@@ -361,23 +299,3 @@ def _scale_without_lost(mean_weight: float, dtype: tf.DType) -> float:
 
 def _epsilon(dtype: tf.DType) -> float:
     return 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(dtype.as_numpy_dtype).eps)
-
-
-def _lacking(entries: Sequence[_Entry]) -> str:
-    """Names the variables without a gradient, for the error of ranks that don't lack them."""
-    names = [entry.name for entry in entries if entry.kind == "None"]
-    return f"None for {', '.join(names[:5])}" if names else ""
-
-
-def _explain(first: dict[str, str], rank: int, theirs: dict[str, str]) -> str:
-    differences = [
-        f"{name} is {first.get(name, 'absent')} on rank 0 and {theirs.get(name, 'absent')} on "
-        f"rank {rank}"
-        for name in {**first, **theirs}
-        if first.get(name) != theirs.get(name)
-    ]
-    shown = "; ".join(differences[:5]) or "they come in another order"
-    return (
-        f"The gradients of rank 0 and rank {rank} differ: {shown}. All ranks must train the same "
-        "variables with the same loss."
-    )

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.tensorflow.variable_names import variable_label, variable_name
+from hvdtrain.tensorflow.variable_names import variable_label
 
 __all__ = ["DistributedGradientTape", "broadcast_variables", "check_averages"]
 
@@ -33,19 +33,19 @@ class DistributedGradientTape:
         tape: The tape that recorded the loss.
     """
 
+    _hvdtrain_reducer: GradientReducer
+
+    def __new__(cls, tape: tf.GradientTape, *_: Any, **__: Any) -> Any:
+        # A tape of TensorFlow as well, with one recording, whichever of the two is asked.
+        kind = type(tape)
+        bases = (kind,) if issubclass(kind, cls) else (cls, kind)
+        both = type(kind.__name__, bases, {"__slots__": ("_hvdtrain_reducer",)})
+        distributed: Any = object.__new__(both)
+        distributed.__dict__ = tape.__dict__
+        return distributed
+
     def __init__(self, tape: tf.GradientTape) -> None:
-        self._tape = tape
-        self._reducer = _shared_reducer()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tape, name)
-
-    def __enter__(self) -> DistributedGradientTape:
-        self._tape.__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._tape.__exit__(*exc)
+        self._hvdtrain_reducer = _shared_reducer()
 
     def gradient(self, target: Any, sources: Any, **options: Any) -> Any:
         """As ``tf.GradientTape.gradient``, averaged over the ranks.
@@ -54,10 +54,12 @@ class DistributedGradientTape:
             MismatchError: Sources, shapes or types differ between ranks.
             NonFiniteError: A gradient holds NaN or infinity.
         """
-        gradients = self._tape.gradient(target, sources, **options)
-        flat = tf.nest.flatten(gradients)
-        names = [variable_name(source) for source in tf.nest.flatten(sources)]
-        return tf.nest.pack_sequence_as(gradients, self._reducer.average(flat, names))
+        own: Any = super()
+        gradients = own.gradient(target, sources, **options)
+        averages = self._hvdtrain_reducer.average(
+            tf.nest.flatten(gradients), tf.nest.flatten(sources)
+        )
+        return tf.nest.pack_sequence_as(gradients, averages)
 
 
 def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:

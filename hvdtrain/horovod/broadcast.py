@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.gradients.tape import check_averages
-from hvdtrain.horovod.collective_ops import broadcast
+from hvdtrain.horovod.exchange_ops import broadcast
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow
 from hvdtrain.tensorflow.variable_names import variable_label

@@ -11,9 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError
-from hvdtrain.horovod.gradient_reduction import GradientReduction
+from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.horovod.local_aggregation import Accumulation
-from hvdtrain.horovod.reduce_ops import Average, Sum, choose_op
+from hvdtrain.horovod.reduce_ops import Average, ReduceOp, Sum, choose_op
 
 __all__ = ["distribute_classic_optimizer", "is_classic"]
 
@@ -23,14 +23,13 @@ _Pairs = Sequence[tuple[Any, Any]]
 class _CombinesGradients:
     """Mixed into the class of a plain optimizer."""
 
-    _hvdtrain_reduction: GradientReduction
-    _hvdtrain_local: list[Any]
+    _hvdtrain_reducer: GradientReducer
     _hvdtrain_accumulation: Accumulation | None
     _hvdtrain_has_combined: bool
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable to each rank."""
-        self._hvdtrain_local.append(var)
+        self._hvdtrain_reducer.keep_local(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """As the plain optimizer's, combined over all ranks.
@@ -40,12 +39,9 @@ class _CombinesGradients:
         """
         pairs = super().compute_gradients(*args, **kwargs)  # type: ignore[misc]
         gradients, variables = map(list, zip(*pairs))
-        local = [
-            n for n, v in enumerate(variables) if any(v is own for own in self._hvdtrain_local)
-        ]
 
         def combine(summed: Sequence[Any]) -> list[Any]:
-            return self._hvdtrain_reduction.reduce(summed, variables, local)
+            return self._hvdtrain_reducer.average(summed, variables)
 
         accumulation = self._hvdtrain_accumulation
         combined = (
@@ -86,15 +82,23 @@ def is_classic(optimizer: Any) -> bool:
 
 
 def distribute_classic_optimizer(
-    optimizer: Any, reduction: GradientReduction, *, passes: int, averages: bool
+    optimizer: Any,
+    reducer: GradientReducer,
+    *,
+    op: ReduceOp,
+    passes: int,
+    averages: bool,
+    as_dense: bool,
 ) -> Any:
     """Let ``compute_gradients``, and with it ``minimize``, combine those of all ranks.
 
     Args:
-        optimizer: Of ``tf.compat.v1.train``; its class becomes a subclass of the same name.
-        reduction: How they are combined: by Average or Sum.
+        optimizer: One of ``tf.compat.v1.train``; its class becomes a subclass of the same name.
+        reducer: Combines them.
+        op: How they are combined: by Average or Sum.
         passes: Add up the gradients of so many steps first, and apply those.
         averages: Take their mean instead.
+        as_dense: Make tensors of ``tf.IndexedSlices`` that are added up.
 
     Returns:
         The same optimizer.
@@ -102,7 +106,7 @@ def distribute_classic_optimizer(
     Raises:
         ValueError: What was asked for does not fit together.
     """
-    op = choose_op(reduction.op)
+    op = choose_op(op)
     if op not in (Average, Sum):
         raise ValueError(f"Received op={op.name}; expected Average or Sum.")
     if passes < 1:
@@ -111,12 +115,9 @@ def distribute_classic_optimizer(
     if not issubclass(plain, _CombinesGradients):
         names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
         optimizer.__class__ = type(plain.__name__, (_CombinesGradients, plain), names)
-    optimizer._hvdtrain_reduction = reduction
-    optimizer._hvdtrain_local = []
+    optimizer._hvdtrain_reducer = reducer
     optimizer._hvdtrain_accumulation = (
-        None
-        if passes == 1
-        else Accumulation(passes, averages=averages, as_dense=reduction.sparse_as_dense)
+        None if passes == 1 else Accumulation(passes, averages=averages, as_dense=as_dense)
     )
     optimizer._hvdtrain_has_combined = False
     return optimizer

@@ -11,26 +11,29 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.gradients import tape
 from hvdtrain.gradients.compression import Compression, Compressor
+from hvdtrain.gradients.options import Groups
+from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.tape import check_averages
-from hvdtrain.horovod.gradient_reduction import GradientReduction, Groups, trainable_weights_of
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.reduce_ops import Average, ReduceOp
+from hvdtrain.horovod.reducer import reducer_for, trainable_weights_of
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 
-class _Distributed:
-    """Mixed into the class of a tape."""
+class _HorovodTape(tape.DistributedGradientTape):
+    """Takes what Horovod's tapes take."""
 
-    _hvdtrain_reduction: GradientReduction
-    _hvdtrain_local: dict[int, Any]
+    def __init__(self, gradtape: tf.GradientTape, reducer: GradientReducer) -> None:
+        self._hvdtrain_reducer = reducer
 
     def register_local_source(self, source: Any) -> None:
         """Leave the gradient of a variable to each rank."""
-        self._hvdtrain_local[id(source)] = source
+        self._hvdtrain_reducer.keep_local(source)
 
-    def gradient(
+    def gradient(  # type: ignore[override]  # Horovod counts arguments by their places, too
         self,
         target: Any,
         sources: Any,
@@ -43,16 +46,16 @@ class _Distributed:
         Args:
             target: What is differentiated.
             sources: With respect to what; the same on all ranks.
-            output_gradients: Of ``target``.
-            use_generic_names: Of no effect: what is combined goes by its order.
+            output_gradients: The gradients of ``target``.
+            use_generic_names: Has no effect: what is combined goes by its order.
             unconnected_gradients: What there is for sources that ``target`` doesn't depend on.
         """
-        own: Any = super()
-        gradients = own.gradient(target, sources, output_gradients, unconnected_gradients)
-        flat = tf.nest.flatten(sources)
-        local = [n for n, source in enumerate(flat) if id(source) in self._hvdtrain_local]
-        reduced = self._hvdtrain_reduction.reduce(tf.nest.flatten(gradients), flat, local)
-        return tf.nest.pack_sequence_as(gradients, reduced)
+        return super().gradient(
+            target,
+            sources,
+            output_gradients=output_gradients,
+            unconnected_gradients=unconnected_gradients,
+        )
 
     def get_local_and_global_gradients(
         self,
@@ -64,8 +67,9 @@ class _Distributed:
         """``gradient``, as pairs of source and gradient: of local sources, and of all others."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(zip(sources, gradients))
-        local = [pair for pair in pairs if id(pair[0]) in self._hvdtrain_local]
-        return local, [pair for pair in pairs if id(pair[0]) not in self._hvdtrain_local]
+        is_local = self._hvdtrain_reducer.is_local
+        local = [pair for pair in pairs if is_local(pair[0])]
+        return local, [pair for pair in pairs if not is_local(pair[0])]
 
 
 def DistributedGradientTape(
@@ -85,38 +89,26 @@ def DistributedGradientTape(
 
     Args:
         gradtape: The tape that recorded the loss; it stays as it is.
-        device_dense: As for ``GradientReduction``, and so are the others.
-        device_sparse: See there.
-        compression: See there.
-        sparse_as_dense: See there.
-        op: See there.
-        gradient_predivide_factor: See there.
+        device_dense: Where combined gradients are to be.
+        device_sparse: Where combined gradients are to be that are ``tf.IndexedSlices``.
+        compression: The type in which gradients travel; one of ``Compression``.
+        sparse_as_dense: Make tensors of ``tf.IndexedSlices`` first.
+        op: How gradients are combined.
+        gradient_predivide_factor: With Average, divide by so much before summing, and by the rest
+            of the number of ranks afterwards.
         num_groups: The older name of ``groups``.
-        groups: See there.
-        process_set: See there.
-        scale_local_gradients: See there.
+        groups: Combine gradients in so many groups, or those of each list of variables together;
+            None for all at once.
+        process_set: The ranks that take part; all of them if not given.
+        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
 
     Raises:
         ValueError: What was asked for does not fit together.
         ModelError: Some ranks are parameter servers.
     """
+    arguments = locals()
     check_averages("tensorflow.DistributedGradientTape")
-    kind = type(gradtape)
-    tape: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
-    tape.__dict__ = gradtape.__dict__  # one recording, whichever of the two is asked
-    tape._hvdtrain_local = {}
-    tape._hvdtrain_reduction = GradientReduction(
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups if groups is not None else num_groups or None,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
-    return tape
+    return _HorovodTape(gradtape, reducer_for(arguments))
 
 
 def PartialDistributedGradientTape(
@@ -136,36 +128,28 @@ def PartialDistributedGradientTape(
     """``DistributedGradientTape``, but for layers that each rank has for itself.
 
     Args:
-        gradtape: As for ``DistributedGradientTape``, and so are the others.
-        device_dense: See there.
-        device_sparse: See there.
-        compression: See there.
-        sparse_as_dense: See there.
-        op: See there.
-        gradient_predivide_factor: See there.
-        num_groups: See there.
-        groups: See there.
-        process_set: See there.
-        local_layers: One or more; their gradients are not combined.
-        scale_local_gradients: See there.
+        gradtape: The tape that recorded the loss; it stays as it is.
+        device_dense: Where combined gradients are to be.
+        device_sparse: Where combined gradients are to be that are ``tf.IndexedSlices``.
+        compression: The type in which gradients travel; one of ``Compression``.
+        sparse_as_dense: Make tensors of ``tf.IndexedSlices`` first.
+        op: How gradients are combined.
+        gradient_predivide_factor: With Average, divide by so much before summing, and by the rest
+            of the number of ranks afterwards.
+        num_groups: The older name of ``groups``.
+        groups: Combine gradients in so many groups, or those of each list of variables together;
+            None for all at once.
+        process_set: The ranks that take part; all of them if not given.
+        local_layers: One or more layers whose gradients are not combined.
+        scale_local_gradients: Divide the gradients of local layers by the number of ranks.
 
     Raises:
         ValueError: ``local_layers`` are no layers, or what was asked for does not fit together.
+        ModelError: Some ranks are parameter servers.
     """
-    variables = trainable_weights_of(local_layers)
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
-    for variable in variables:
-        tape.register_local_source(variable)
-    return tape
+    arguments = locals()
+    local = trainable_weights_of(arguments.pop("local_layers"))
+    distributed = DistributedGradientTape(**arguments)
+    for variable in local:
+        distributed.register_local_source(variable)
+    return distributed

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.horovod import collective_ops
+from hvdtrain.horovod import exchange_ops, reduction_ops
 from hvdtrain.horovod.reduce_ops import Average, ReduceOp
 
 __all__ = ["allgather", "allreduce", "broadcast", "reducescatter"]
@@ -23,7 +23,7 @@ def allreduce(
     compression: type[Compressor] = Compression.none,
 ) -> tf.Tensor:
     """Combine the values of all ranks; as ``hvdtrain.tensorflow.allreduce``."""
-    return collective_ops.allreduce(
+    return reduction_ops.allreduce(
         tf.convert_to_tensor(value),
         average,
         compression=compression,
@@ -36,14 +36,14 @@ def allreduce(
 
 def allgather(value: Any, name: str | None = None) -> tf.Tensor:
     """The values of all ranks, one after the other; as ``hvdtrain.tensorflow.allgather``."""
-    return collective_ops.allgather(value, name)
+    return exchange_ops.allgather(value, name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
     """The value of one rank; as ``hvdtrain.tensorflow.broadcast``."""
-    return collective_ops.broadcast(value, root_rank, name)
+    return exchange_ops.broadcast(value, root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> tf.Tensor:
     """This rank's share of the combined values; as ``hvdtrain.tensorflow.reducescatter``."""
-    return collective_ops.reducescatter(value, op=op, name=name)
+    return reduction_ops.reducescatter(value, op=op, name=name)

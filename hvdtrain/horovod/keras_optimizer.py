@@ -12,13 +12,14 @@ import keras
 
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.gradients.options import Groups
 from hvdtrain.gradients.tape import check_averages
-from hvdtrain.horovod.gradient_reduction import GradientReduction, Groups, trainable_weights_of
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.reduce_ops import Average, ReduceOp, Sum, choose_op
+from hvdtrain.horovod.reducer import reducer_for, trainable_weights_of
 from hvdtrain.keras.optimizer_patch import (
     AgreesOnFinite,
+    AveragesGradients,
     check_parts_known,
     mix_in,
     plain_optimizers,
@@ -27,31 +28,20 @@ from hvdtrain.keras.optimizer_patch import (
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
 
 
-class _Combines:
+class _HorovodOptimizer(AveragesGradients):
     """Mixed into the class of a plain optimizer; saved as the plain class."""
 
-    _hvdtrain_reducer: GradientReduction
-    _hvdtrain_local: dict[int, Any]
     _hvdtrain_sums = False
-    _hvdtrain_applied: Sequence[Any]
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable to each rank."""
-        self._hvdtrain_local[id(var)] = var
-
-    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
-        object.__setattr__(self, "_hvdtrain_applied", list(trainable_variables))
-        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+        self._hvdtrain_reducer.keep_local(var)
 
     def _clip_gradients(self, grads: Any) -> Any:
-        # After those of several steps have been accumulated, and before clipping.
-        steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
-        if steps and self._hvdtrain_sums:
-            grads = [gradient * steps for gradient in grads]
-        variables = self._hvdtrain_applied
-        local = [n for n, v in enumerate(variables) if id(v) in self._hvdtrain_local]
-        combined = self._hvdtrain_reducer.reduce(grads, variables, local)
-        return super()._clip_gradients(combined)  # type: ignore[misc]
+        # After those of several steps have been accumulated, of which Keras takes the mean.
+        if self._hvdtrain_sums:
+            grads = [gradient * self.gradient_accumulation_steps for gradient in grads]  # type: ignore[attr-defined]
+        return super()._clip_gradients(grads)
 
 
 def DistributedOptimizer(
@@ -73,20 +63,22 @@ def DistributedOptimizer(
     """Let an optimizer combine the gradients of all ranks before it clips and applies them.
 
     Args:
-        optimizer: Of Keras 3.
-        name: Of no effect.
-        device_dense: As for ``GradientReduction``, and so are the others that are not named here.
-        device_sparse: See there.
-        compression: See there.
-        sparse_as_dense: See there.
-        gradient_predivide_factor: See there.
+        optimizer: One of Keras 3.
+        name: Has no effect.
+        device_dense: Where combined gradients are to be.
+        device_sparse: Where combined gradients are to be that are ``tf.IndexedSlices``.
+        compression: The type in which gradients travel; one of ``Compression``.
+        sparse_as_dense: Make tensors of ``tf.IndexedSlices`` first.
+        gradient_predivide_factor: With Average, divide by so much before summing, and by the rest
+            of the number of ranks afterwards.
         op: Average or Sum.
         backward_passes_per_step: Add up the gradients of so many steps first.
-        average_aggregated_gradients: Take their mean instead.
+        average_aggregated_gradients: Take the mean of the gradients of several steps instead.
         num_groups: The older name of ``groups``.
-        groups: See there.
-        process_set: See there.
-        scale_local_gradients: See there.
+        groups: Combine gradients in so many groups, or those of each list of variables together;
+            None for all at once.
+        process_set: The ranks that take part; all of them if not given.
+        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
 
     Returns:
         The same optimizer, which is saved and loaded as the plain one.
@@ -96,6 +88,7 @@ def DistributedOptimizer(
             parameter servers.
         ValueError: What was asked for does not fit together.
     """
+    arguments = locals()
     check_averages("keras.DistributedOptimizer")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ModelError(
@@ -105,26 +98,14 @@ def DistributedOptimizer(
         )
     if choose_op(op) not in (Average, Sum):
         raise ValueError(f"Received op={choose_op(op).name}; expected Average or Sum.")
-    reduction = GradientReduction(
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups if groups is not None else num_groups or None,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and process_set.included():
-        mix_in(optimizer, AgreesOnFinite, GradientReducer(process_set.collectives()))
+    reducer = reducer_for(arguments)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        mix_in(optimizer, AgreesOnFinite, reducer)
     check_parts_known(optimizer)
     for plain in plain_optimizers(optimizer):
         if backward_passes_per_step > 1:
             _accumulate(plain, backward_passes_per_step)
-        mix_in(plain, _Combines, reduction)
-        # Not through Keras' own __setattr__, which would track it as part of what is saved.
-        object.__setattr__(plain, "_hvdtrain_local", {})
+        mix_in(plain, _HorovodOptimizer, reducer)
         sums = backward_passes_per_step > 1 and not average_aggregated_gradients
         object.__setattr__(plain, "_hvdtrain_sums", sums)
     return optimizer
@@ -147,39 +128,30 @@ def PartialDistributedOptimizer(
     """``DistributedOptimizer``, but for layers that each rank has for itself.
 
     Args:
-        optimizer: As for ``DistributedOptimizer``, and so are the others.
-        name: See there.
-        device_dense: See there.
-        device_sparse: See there.
-        compression: See there.
-        sparse_as_dense: See there.
-        gradient_predivide_factor: See there.
-        op: See there.
-        groups: See there.
-        process_set: See there.
-        local_layers: One or more, built; their gradients are not combined.
-        scale_local_gradients: See there.
+        optimizer: One of Keras 3.
+        name: Has no effect.
+        device_dense: Where combined gradients are to be.
+        device_sparse: Where combined gradients are to be that are ``tf.IndexedSlices``.
+        compression: The type in which gradients travel; one of ``Compression``.
+        sparse_as_dense: Make tensors of ``tf.IndexedSlices`` first.
+        gradient_predivide_factor: With Average, divide by so much before summing, and by the rest
+            of the number of ranks afterwards.
+        op: Average or Sum.
+        groups: Combine gradients in so many groups, or those of each list of variables together;
+            None for all at once.
+        process_set: The ranks that take part; all of them if not given.
+        local_layers: One or more layers, built, whose gradients are not combined.
+        scale_local_gradients: Divide the gradients of local layers by the number of ranks.
 
     Raises:
         ModelError: As for ``DistributedOptimizer``.
         ValueError: ``local_layers`` are no layers, or what was asked for does not fit together.
     """
-    variables = trainable_weights_of(local_layers)
-    distributed = DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    arguments = locals()
+    local = trainable_weights_of(arguments.pop("local_layers"))
+    distributed = DistributedOptimizer(**arguments)
     for plain in plain_optimizers(distributed):
-        for variable in variables:
+        for variable in local:
             plain.register_local_var(variable)
     return distributed
 
@@ -194,11 +166,11 @@ def load_model(
     """Load a model and let its optimizer combine the gradients of all ranks.
 
     Args:
-        filepath: Of a saved model.
+        filepath: Where the saved model is.
         custom_optimizers: Classes of optimizers that Keras doesn't know.
         custom_objects: Other things that it doesn't know, by name.
-        compression: As for ``DistributedOptimizer``.
-        legacy_opts: False: Keras 3 has no legacy optimizers.
+        compression: The type in which gradients travel; one of ``Compression``.
+        legacy_opts: Must be False: Keras 3 has no legacy optimizers.
 
     Raises:
         ModelError: Legacy optimizers were asked for.

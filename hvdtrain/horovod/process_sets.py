@@ -8,6 +8,7 @@ from typing import Any
 
 from hvdtrain import world
 from hvdtrain.collectives.interface import Collectives
+from hvdtrain.tensorflow.device_collectives import DeviceCollectives
 from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow, refusal
 
 __all__ = [
@@ -65,6 +66,11 @@ class ProcessSet:
         """
         return self.collectives().rank if self._usable else None
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank for this one to combine anything with."""
+        return not self.included() or len(self.ranks) == 1
+
     def included(self) -> bool:
         """Whether this rank is one of them."""
         return world.collectives().rank in self.ranks
@@ -86,6 +92,10 @@ class ProcessSet:
                 "doesn't belong. Call it where process_set.included() is true."
             )
         return self._part
+
+    def device_collectives(self) -> DeviceCollectives | None:
+        """What combines its ranks' tensors where they are, if anything does."""
+        return None
 
     def place_of(self, rank: int) -> int:
         """The number that a rank of the job has in it.
@@ -132,6 +142,9 @@ class _Everyone(ProcessSet):
 
     def collectives(self) -> Collectives:
         return world.collectives()
+
+    def device_collectives(self) -> DeviceCollectives | None:
+        return world.device_collectives()
 
     def place_of(self, rank: int) -> int:
         return rank

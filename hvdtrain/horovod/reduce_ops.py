@@ -1,16 +1,10 @@
-"""What Horovod's reductions add to those of the engines: factors, and averages of whole numbers."""
+"""How values can be combined, under Horovod's names."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 
-import numpy as np
-
-from hvdtrain.collectives.interface import Collectives
-from hvdtrain.collectives.interface import ReduceOp as EngineOp
-from hvdtrain.collectives.kernels import is_floating, widen
-from hvdtrain.gradients.adasum import adasum_all
+from hvdtrain.gradients.array_reduction import TensorOp
 
 __all__ = [
     "Adasum",
@@ -21,8 +15,6 @@ __all__ = [
     "ReduceOp",
     "Sum",
     "choose_op",
-    "reduce_all",
-    "scale",
 ]
 
 
@@ -37,9 +29,9 @@ class ReduceOp(enum.IntEnum):
     Product = 5
 
     @property
-    def of_engine(self) -> EngineOp:
-        """What the engines call it; they have no Adasum."""
-        return _OF_ENGINE[self]
+    def of_tensors(self) -> TensorOp:
+        """What everything below Horovod's names calls it."""
+        return _OF_TENSORS[self]
 
 
 Adasum = ReduceOp.Adasum
@@ -48,9 +40,10 @@ Sum = ReduceOp.Sum
 Min = ReduceOp.Min
 Max = ReduceOp.Max
 Product = ReduceOp.Product
-_OF_ENGINE: dict[ReduceOp, EngineOp] = {
+_OF_TENSORS: dict[ReduceOp, TensorOp] = {
     Average: "average",
     Sum: "sum",
+    Adasum: "adasum",
     Min: "min",
     Max: "max",
     Product: "product",
@@ -75,48 +68,3 @@ def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
     except ValueError:
         names = ", ".join(entry.name for entry in ReduceOp)
         raise ValueError(f"op={op!r} is no reduction; expected one of {names}.") from None
-
-
-def scale(values: np.ndarray, factor: float) -> np.ndarray:
-    """Multiply; half types in float32, and whole numbers in float64, of which the fraction goes."""
-    if factor == 1.0:
-        return values
-    if is_floating(values.dtype):
-        wide = widen(values)
-        return np.asarray(wide * wide.dtype.type(factor)).astype(values.dtype, copy=False)
-    return np.asarray(values.astype(np.float64) * factor).astype(values.dtype)
-
-
-def reduce_all(
-    collectives: Collectives,
-    arrays: Sequence[np.ndarray],
-    op: ReduceOp,
-    *,
-    prescale: float,
-    postscale: float,
-    name: str,
-) -> list[np.ndarray]:
-    """A grouped allreduce of arrays whose types may differ.
-
-    Args:
-        collectives: The engine.
-        arrays: Same shapes and types on every rank.
-        op: How.
-        prescale: Multiplies what goes in.
-        postscale: Multiplies what comes out.
-        name: For errors.
-    """
-    if op is Adasum:
-        scaled = [scale(array, prescale) for array in arrays]
-        return [scale(array, postscale) for array in adasum_all(collectives, scaled, name=name)]
-    results: list[np.ndarray] = list(arrays)
-    for dtype in dict.fromkeys(array.dtype for array in arrays):
-        places = [place for place, array in enumerate(arrays) if array.dtype == dtype]
-        whole_average = op is Average and not is_floating(dtype)
-        # Whole numbers have no mean of their own type: the fraction of it goes.
-        how, factor = (Sum, postscale / collectives.size) if whole_average else (op, postscale)
-        scaled = [scale(arrays[place], prescale) for place in places]
-        reduced = collectives.grouped_allreduce(scaled, how.of_engine, name=name)
-        for place, array in zip(places, reduced):
-            results[place] = scale(array, factor)
-    return results

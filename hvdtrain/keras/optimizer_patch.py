@@ -16,10 +16,11 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.tensorflow.variable_names import variable_label, variable_name
+from hvdtrain.tensorflow.variable_names import variable_label
 
 __all__ = [
     "AgreesOnFinite",
+    "AveragesGradients",
     "KeepsWeights",
     "Weighting",
     "accumulates",
@@ -86,26 +87,23 @@ def keep_weights(optimizer: Any, dtype: str) -> None:
     """
     accumulates = optimizer.gradient_accumulation_steps
     waiting = keras.Variable(0.0, dtype=dtype, trainable=False) if accumulates else None
-    # Not through Keras' own __setattr__, which would track it as part of what is saved.
-    object.__setattr__(optimizer, "_hvdtrain_waiting", waiting)
+    _set_untracked(optimizer, "_hvdtrain_waiting", waiting)
 
 
-class _AveragesGradients(KeepsWeights):
+class AveragesGradients(KeepsWeights):
     """Mixed into the class of a plain optimizer; saved as the plain class."""
 
     _hvdtrain_reducer: GradientReducer
-    _hvdtrain_names: Sequence[str]
-    _hvdtrain_missing: Sequence[str]
+    _hvdtrain_missing: Sequence[Any]
+    _hvdtrain_applied: Sequence[Any]
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+    def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:
         factor = self._hvdtrain_weighting.factor
         if factor is not None:
             grads = [g if g is None else g * tf.cast(factor, g.dtype) for g in grads]
-        super().apply(grads, trainable_variables)  # type: ignore[misc]
-
-    def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:
         # Which gradients are None is part of what the ranks must agree on.
-        self._hvdtrain_missing = [variable_name(v) for g, v in zip(grads, vars) if g is None]
+        missing = [variable for gradient, variable in zip(grads, vars) if gradient is None]
+        _set_untracked(self, "_hvdtrain_missing", missing)
         return super()._filter_empty_gradients(grads, vars)  # type: ignore[misc]
 
     def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
@@ -116,17 +114,15 @@ class _AveragesGradients(KeepsWeights):
             else g
             for g, v in zip(grads, vars)
         ]
-        return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
-
-    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
-        self._hvdtrain_names = [variable_name(variable) for variable in trainable_variables]
-        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+        left = super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
+        _set_untracked(self, "_hvdtrain_applied", left[1])
+        return left
 
     def _clip_gradients(self, grads: Any) -> Any:
-        missing = list(self._hvdtrain_missing)
+        missing = self._hvdtrain_missing
         averages = self._hvdtrain_reducer.average(
             [*grads, *[None] * len(missing)],
-            [*self._hvdtrain_names, *missing],
+            [*self._hvdtrain_applied, *missing],
             weight=self._hvdtrain_take_weight(),
             op=self._hvdtrain_weighting.op,
         )
@@ -166,7 +162,7 @@ def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
             distribute_optimizer(inner, reducer)
         mark(optimizer, reducer)
     else:
-        mix_in(optimizer, _AveragesGradients, reducer)
+        mix_in(optimizer, AveragesGradients, reducer)
         if reducer.collectives.survives_losses:
             keep_weights(optimizer, "float32")
     return optimizer
@@ -182,12 +178,12 @@ def weighting(optimizers: Sequence[Any], how: Weighting) -> Iterator[None]:
     """Within the block gradients that are applied are treated so."""
     inner = [leaf for optimizer in optimizers for leaf in plain_optimizers(optimizer)]
     for leaf in inner:
-        object.__setattr__(leaf, "_hvdtrain_weighting", how)
+        _set_untracked(leaf, "_hvdtrain_weighting", how)
     try:
         yield
     finally:
         for leaf in inner:
-            object.__setattr__(leaf, "_hvdtrain_weighting", Weighting())
+            _set_untracked(leaf, "_hvdtrain_weighting", Weighting())
 
 
 def accumulates(optimizer: Any) -> bool:
@@ -239,8 +235,7 @@ def unmix(optimizer: Any) -> None:
 
 def mark(optimizer: Any, way: Any) -> None:
     """Note that an optimizer is distributed, and by what way."""
-    # Not through Keras' own __setattr__, which would track it as part of what is saved.
-    object.__setattr__(optimizer, _MARK, way)
+    _set_untracked(optimizer, _MARK, way)
 
 
 def check_parts_known(optimizer: Any) -> None:
@@ -261,3 +256,8 @@ def _inner_optimizers(optimizer: Any) -> list[Any]:
     """Those of a ``MultiOptimizer``."""
     inner = getattr(optimizer, "optimizers", None)
     return list(inner) if isinstance(inner, (list, tuple)) else []
+
+
+def _set_untracked(optimizer: Any, name: str, value: Any) -> None:
+    """Set an attribute past Keras' own __setattr__, which would make it part of what is saved."""
+    object.__setattr__(optimizer, name, value)

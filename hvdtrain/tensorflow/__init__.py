@@ -69,13 +69,15 @@ __getattr__, __dir__, __all__ = lazy_names(
             "Product",
             "Sum",
         ),
-        "hvdtrain.horovod.collective_ops": (
+        "hvdtrain.horovod.exchange_ops": (
             "allgather",
-            "allreduce",
             "alltoall",
             "broadcast",
             "broadcast_",
             "grouped_allgather",
+        ),
+        "hvdtrain.horovod.reduction_ops": (
+            "allreduce",
             "grouped_allreduce",
             "grouped_reducescatter",
             "join",

@@ -3,15 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives
-from hvdtrain.tensorflow.numpy_op import run_between_ranks
+from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 
-__all__ = ["stack_ranks"]
+__all__ = ["Differentiable", "allgather", "any_rows", "stack_ranks"]
+
+Differentiable = tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]
+"""A result and its gradient, as ``tf.custom_gradient`` takes them."""
+
+
+def allgather(engine: Callable[[], Collectives], tensor: tf.Tensor, name: str) -> tf.Tensor:
+    """The tensors of all ranks, one after the other, along the first axis.
+
+    Args:
+        engine: Gives the engine of the moment, which may be another at each step.
+        tensor: This rank's tensor; only the first dimension may differ between ranks.
+        name: Stands in errors.
+
+    Returns:
+        A tensor whose gradient is that of the mean of all ranks' losses.
+    """
+
+    @tf.custom_gradient
+    def gathered(value: tf.Tensor) -> Differentiable:
+        def gather(array: np.ndarray) -> Arrays:
+            return [engine().allgather(array, name=name)]
+
+        def backward(upstream: tf.Tensor) -> tf.Tensor:
+            rows = tf.shape(value, tf.int64)[0]
+            return run_on_host(own_part, [upstream, rows], [value.shape])[0]
+
+        def own_part(upstream: np.ndarray, rows: np.ndarray) -> Arrays:
+            collectives, of = engine(), f"gradient of {name}"
+            mean = collectives.allreduce(upstream, "average", name=of)
+            counts = collectives.allgather(np.reshape(rows, 1), name=of)
+            start = int(counts[: collectives.rank].sum())
+            return [mean[start : start + int(rows)]]
+
+        (result,) = run_on_host(gather, [value], [any_rows(value)])
+        return result, backward
+
+    return gathered(tensor)
 
 
 def stack_ranks(collectives: Collectives, tensor: tf.Tensor, name: str) -> tf.Tensor:
@@ -19,8 +55,8 @@ def stack_ranks(collectives: Collectives, tensor: tf.Tensor, name: str) -> tf.Te
 
     Args:
         collectives: The engine.
-        tensor: Same shape and type on every rank.
-        name: For errors.
+        tensor: This rank's tensor, of the same shape and type on every rank.
+        name: Stands in errors.
 
     Returns:
         A tensor of shape ``(size, *tensor.shape)``; in an elastic job the first dimension is not
@@ -32,18 +68,17 @@ def stack_ranks(collectives: Collectives, tensor: tf.Tensor, name: str) -> tf.Te
         return _stack_survivors(collectives, tensor, name)
 
     @tf.custom_gradient
-    def stacked(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        def gather(array: np.ndarray) -> np.ndarray:
-            return collectives.allgather(array[np.newaxis], name=name)
-
-        result = _call(gather, value, [collectives.size, *value.shape])
+    def stacked(value: tf.Tensor) -> Differentiable:
+        def gather(array: np.ndarray) -> Arrays:
+            return [collectives.allgather(array[np.newaxis], name=name)]
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            def scatter(array: np.ndarray) -> np.ndarray:
-                return collectives.reduce_scatter(array, "sum", name=f"gradient of {name}")[0]
+            return run_on_host(scatter, [upstream], [value.shape])[0]
 
-            return _call(scatter, upstream, value.shape)
+        def scatter(array: np.ndarray) -> Arrays:
+            return [collectives.reduce_scatter(array, "sum", name=f"gradient of {name}")[0]]
 
+        (result,) = run_on_host(gather, [value], [[collectives.size, *value.shape]])
         return result, gradient
 
     return stacked(tensor)
@@ -57,28 +92,29 @@ def _stack_survivors(collectives: Collectives, tensor: tf.Tensor, name: str) -> 
     """
 
     @tf.custom_gradient
-    def stacked(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        def gather(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def stacked(value: tf.Tensor) -> Differentiable:
+        shape = [None, *value.shape]
+
+        def gather(array: np.ndarray) -> Arrays:
             rows = collectives.allgather(array[np.newaxis], name=name)
             me = collectives.members[collectives.rank]
-            return rows, np.array(collectives.contributed.index(me), np.int32)
+            return [rows, np.array(collectives.contributed.index(me), np.int32)]
 
-        result, row = run_between_ranks(gather, [value], [value.dtype, tf.int32])
-        result.set_shape([None, *value.shape])
-        row.set_shape([])
+        result, row = run_on_host(gather, [value], [shape, []], [value.dtype, tf.int32])
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            def add(array: np.ndarray) -> np.ndarray:
-                return collectives.allreduce(array, "sum", name=f"gradient of {name}")
+            return run_on_host(add, [upstream], [shape])[0][row]
 
-            return _call(add, upstream, [None, *value.shape])[row]
+        def add(array: np.ndarray) -> Arrays:
+            return [collectives.allreduce(array, "sum", name=f"gradient of {name}")]
 
         return result, gradient
 
     return stacked(tensor)
 
 
-def _call(function: Callable[[np.ndarray], np.ndarray], value: tf.Tensor, shape: Any) -> tf.Tensor:
-    result = run_between_ranks(function, [value], value.dtype)
-    result.set_shape(shape)
-    return result
+def any_rows(tensor: tf.Tensor) -> tf.TensorShape:
+    """The shape of a tensor, with any first dimension."""
+    if tensor.shape.rank is None:
+        return tensor.shape
+    return tf.TensorShape([None, *tensor.shape[1:]])

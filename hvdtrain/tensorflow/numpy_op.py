@@ -12,7 +12,7 @@ from hvdtrain.tensorflow import session_patch
 from hvdtrain.tensorflow.graph_order import MARK, in_order
 from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow
 
-__all__ = ["Arrays", "run_between_ranks", "run_on_host"]
+__all__ = ["Arrays", "run_on_host"]
 
 Arrays = Sequence[np.ndarray]
 
@@ -25,36 +25,28 @@ def run_on_host(
 ) -> list[tf.Tensor]:
     """Run NumPy code on tensors: at once, or as an operation of the graph that is being made.
 
+    It may call the engine. Ranks must do so in the same order: a tf.function sees to that by
+    itself, and other graphs keep the order in which such functions were added to them.
+
     Args:
         function: Takes an array for each tensor.
-        tensors: Its inputs.
-        shapes: What is known of those of its results.
-        types: Of its results; those of the first ``tensors`` if not given.
+        tensors: What it is given.
+        shapes: What is known of the shapes of its results.
+        types: Types of its results; those of the first ``tensors`` if not given.
     """
     types = types or [tensor.dtype for tensor in tensors[: len(shapes)]]
     if tf.executing_eagerly():
         with raise_as_in_tensorflow():
             results = function(*map(_array, tensors))
         return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, types)]
-    several = run_between_ranks(lambda *arrays: tuple(function(*arrays)), tensors, types)
-    for tensor, shape in zip(several, shapes):
-        tensor.set_shape(shape)
-    return list(several)
-
-
-def run_between_ranks(
-    function: Callable[..., Any], tensors: Sequence[tf.Tensor], types: Any
-) -> Any:
-    """``tf.numpy_function`` whose function calls the engine.
-
-    Ranks must call it in the same order. A tf.function sees to that by itself; other graphs keep
-    the order in which such functions were added to them.
-    """
-    if tf.executing_eagerly():
-        return tf.numpy_function(function, tensors, types)
     session_patch.keep_order()
     with in_order(tf.compat.v1.get_default_graph()):
-        return tf.numpy_function(function, tensors, types, name=MARK)
+        several = tf.numpy_function(function, tensors, types, name=MARK)
+    # Of no results TensorFlow returns the operation.
+    results = several if shapes else []
+    for tensor, shape in zip(results, shapes):
+        tensor.set_shape(shape)
+    return list(results)
 
 
 def _array(tensor: tf.Tensor) -> np.ndarray:

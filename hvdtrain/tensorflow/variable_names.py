@@ -11,19 +11,51 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["counted_anew", "variable_label", "variable_name", "without_counts"]
+import tensorflow as tf
+
+__all__ = [
+    "counted_anew",
+    "member_name",
+    "operation_label",
+    "variable_label",
+    "variable_name",
+    "without_counts",
+]
 
 _PART = re.compile(r"([^/:]+?)(?:_(\d+))?(?=[/:]|$)")
 
 
 def variable_name(variable: Any) -> str:
-    """What an error calls a variable: Keras' path, or TensorFlow's name."""
+    """What an error calls a variable: Keras' path, or TensorFlow's name; a text as it is."""
+    if isinstance(variable, str):
+        return variable
     return str(getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor")
 
 
 def variable_label(variable: Any) -> str:
     """``variable_name`` for what ranks compare: they need not have made as many layers before."""
     return without_counts(variable_name(variable))
+
+
+def member_name(name: str | None, which: int | str) -> str | None:
+    """The name of an operation that is part of a named one."""
+    return None if name is None else f"{name}_{which}"
+
+
+def operation_label(what: str, name: str | None, tensors: Sequence[tf.Tensor]) -> str:
+    """What an error calls an operation between ranks.
+
+    Args:
+        what: The kind of operation.
+        name: The name that it was given; without one, in a graph, its tensors' names stand for it.
+        tensors: What the operation takes.
+    """
+    if name is not None:
+        return name
+    if tf.executing_eagerly():
+        return ""
+    names = [without_counts(tensor.name.partition(":")[0]) for tensor in (tensors[0], tensors[-1])]
+    return f"{what} of {' to '.join(dict.fromkeys(names))}"
 
 
 def without_counts(name: str) -> str:

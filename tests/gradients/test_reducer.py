@@ -12,6 +12,8 @@ import tensorflow as tf
 
 from hvdtrain import world as job
 from hvdtrain.errors import MismatchError, NonFiniteError
+from hvdtrain.gradients.options import ReduceOptions
+from hvdtrain.gradients.ranks import EngineRanks
 from hvdtrain.gradients.reducer import GradientReducer
 from tests.collectives.engines import EngineCase, new_engine
 
@@ -38,7 +40,7 @@ def average(request: pytest.FixtureRequest, world) -> Average:
 
 @pytest.fixture
 def reducer(world) -> GradientReducer:
-    return GradientReducer(job.collectives())
+    return GradientReducer(EngineRanks(job.collectives()))
 
 
 def _numbers(rank: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -204,7 +206,7 @@ DIFFERENCES = {
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_difference_names_the_variable(average: Average, difference: str, alone: bool) -> None:
     """On the last rank one gradient is another; it may be the only one of the model."""
-    reducer = GradientReducer(job.collectives())
+    reducer = GradientReducer(EngineRanks(job.collectives()))
     usual, odd, usual_text, odd_text = DIFFERENCES[difference]
     last = job.size() - 1
     gradients = [odd() if job.rank() == last else usual()]
@@ -228,7 +230,9 @@ def test_difference_names_the_variable(average: Average, difference: str, alone:
 @pytest.mark.parametrize("known", [False, True], ids=["new", "seen-before"])
 def test_a_gradient_that_is_none_at_a_later_step_is_named(world, known: bool) -> None:
     """As only eager execution has it; on an engine of its own, which is broken afterwards."""
-    reducer = GradientReducer(new_engine(EngineCase(kind="shared_memory", hosts=(0, 0))))
+    reducer = GradientReducer(
+        EngineRanks(new_engine(EngineCase(kind="shared_memory", hosts=(0, 0))))
+    )
     names, gradient = ["conv/kernel", "dense/kernel"], tf.ones(3)
     usual, odd = [gradient, gradient], [gradient, None]
     reducer.average(usual, names)
@@ -245,14 +249,16 @@ def test_difference_in_names_and_order(average: Average) -> None:
     last = job.size() - 1
     names = ["b", "a"] if job.rank() == last else ["a", "b"]
     with pytest.raises((MismatchError, tf.errors.OpError), match="they come in another order"):
-        average(GradientReducer(job.collectives()), kernels, names)
+        average(GradientReducer(EngineRanks(job.collectives())), kernels, names)
     names = ["a", "c" if job.rank() == last else "b"]
     text = rf"b is dense float32 \(3,\) on rank 0 and absent on rank {last}; c is absent on rank 0"
     with pytest.raises((MismatchError, tf.errors.OpError), match=text):
-        average(GradientReducer(job.collectives()), kernels, names)
+        average(GradientReducer(EngineRanks(job.collectives())), kernels, names)
     count = 1 if job.rank() == last else 2
     with pytest.raises((MismatchError, tf.errors.OpError), match=rf"absent on rank {last}"):
-        average(GradientReducer(job.collectives()), kernels[:count], ["a", "b"][:count])
+        average(
+            GradientReducer(EngineRanks(job.collectives())), kernels[:count], ["a", "b"][:count]
+        )
 
 
 @two
@@ -264,7 +270,7 @@ def test_difference_among_variables_of_one_name(average: Average) -> None:
         gradients[1] = None
     text = rf"Variable:0#2 is dense float32 \(4,\) on rank 0 and None on rank {last}"
     with pytest.raises((MismatchError, tf.errors.OpError), match=text):
-        average(GradientReducer(job.collectives()), gradients, ["Variable:0"] * 3)
+        average(GradientReducer(EngineRanks(job.collectives())), gradients, ["Variable:0"] * 3)
 
 
 @two_or_three
@@ -317,7 +323,7 @@ def test_overflow_of_the_sum(average: Average, reducer: GradientReducer) -> None
 @two
 def test_not_finite_can_be_let_through(average: Average, world) -> None:
     """Loss scaling looks for them itself, and must see the same on every rank."""
-    reducer = GradientReducer(job.collectives(), non_finite="ignore")
+    reducer = GradientReducer(EngineRanks(job.collectives()), ReduceOptions(non_finite="ignore"))
     values = [np.inf, np.nan] if job.rank() == 0 else [1.0, 1.0]
     slices = tf.IndexedSlices(tf.constant([values]), tf.constant([0]), tf.constant([2, 2]))
     dense, rows = average(reducer, [tf.constant(values), slices], ["kernel", "table"])
@@ -357,12 +363,13 @@ def test_failure_of_another_rank_within_a_graph(launch) -> None:
         import numpy as np, tensorflow as tf
         import hvdtrain
         from hvdtrain import world
+        from hvdtrain.gradients.ranks import EngineRanks
         from hvdtrain.gradients.reducer import GradientReducer
 
         hvdtrain.init()
         hvdtrain.shutdown()
         hvdtrain.init()
-        reducer = GradientReducer(world.collectives())
+        reducer = GradientReducer(EngineRanks(world.collectives()))
         step = tf.function(lambda g: reducer.average([g], ["dense/kernel"]))
         step(tf.ones(3))
         if hvdtrain.rank() == 1:

@@ -13,18 +13,20 @@ import tensorflow as tf
 from hvdtrain import world as job
 from hvdtrain.errors import ConfigurationError, MismatchError
 from hvdtrain.gradients.compression import Compression
-from hvdtrain.horovod.collective_ops import (
+from hvdtrain.horovod.exchange_ops import (
     allgather,
-    allreduce,
     alltoall,
     broadcast,
     broadcast_,
     grouped_allgather,
+)
+from hvdtrain.horovod.reduce_ops import Average, Max, Min, Product, Sum
+from hvdtrain.horovod.reduction_ops import (
+    allreduce,
     grouped_allreduce,
     grouped_reducescatter,
     reducescatter,
 )
-from hvdtrain.horovod.reduce_ops import Average, Max, Min, Product, Sum
 from tests.collectives.engines import DTYPES, expected, values
 
 OPS = [Average, Sum, Min, Max, Product]
@@ -44,7 +46,7 @@ def wanted(op: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     if op is Average and dtype.kind in "iu":
         total = expected("sum", job.size(), shape, values, dtype)
         return (total / job.size()).astype(dtype)
-    return expected(op.of_engine, job.size(), shape, values, dtype)
+    return expected(op.of_tensors, job.size(), shape, values, dtype)
 
 
 def refused(op: Any, dtype: np.dtype) -> bool:

@@ -27,6 +27,7 @@ import hvdtrain.tensorflow as hvd
 from hvdtrain import world
 from hvdtrain.errors import MismatchError, NonFiniteError
 from hvdtrain.tensorflow import device_collectives
+from hvdtrain.gradients.ranks import EngineRanks
 from hvdtrain.gradients.reducer import GradientReducer
 
 hvdtrain.init()
@@ -58,7 +59,7 @@ def test_a_reserved_port_is_nobody_elses() -> None:
 
 SAME = """
 device_collectives.BUCKET_BYTES = 4000
-host = GradientReducer(world.collectives())
+host = GradientReducer(EngineRanks(world.collectives()))
 SHAPES = [(3, 4), (0,), (), (900,), (2, 1, 5), (1200,), (7,)]
 TYPES = ["float16", "float32", "float64", "bfloat16"]
 numbers = np.random.default_rng(rank)

@@ -12,6 +12,7 @@ from hvdtrain.cluster.roles import Roles
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.collectives.single import SingleCollectives
 from hvdtrain.config import Settings
+from hvdtrain.gradients.ranks import EngineRanks
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.batch_normalization import RowFlag, synchronized_layers
 from hvdtrain.keras.fit_inputs import FitInputs
@@ -76,7 +77,7 @@ class ServedModelPatch(ModelPatch):
         # What a worker's optimizer applies is no matter of how many ranks there are.
         self._membership = Membership(collectives, settings.min_np)
         self._alone = SingleCollectives()
-        self._reducer = GradientReducer(self._alone)
+        self._reducer = GradientReducer(EngineRanks(self._alone))
 
     def install(self) -> None:
         """Let the model train; collective."""

@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError, NonFiniteError
-from hvdtrain.gradients.reducer import GradientReducer, name_non_finite
+from hvdtrain.gradients.non_finite import name_non_finite
+from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
 from hvdtrain.parameter_server.client import Client
