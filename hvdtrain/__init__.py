@@ -15,30 +15,30 @@ Names are loaded when they are first used: importing hvdtrain loads neither Tens
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from hvdtrain.errors import (
+    CheckpointError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    ConfigurationError,
+    DataError,
+    HvdtrainError,
+    LaunchError,
+    MismatchError,
+    ModelError,
+    NonFiniteError,
+    NotInitializedError,
+    PeerFailedError,
+    PeerLostError,
+    Preempted,
+    RanksLostError,
+    TooFewRanksError,
+)
+from hvdtrain.lazy import lazy_names
 from hvdtrain.version import __version__
 
 if TYPE_CHECKING:
-    from hvdtrain.errors import (
-        CheckpointError,
-        CollectiveError,
-        CollectiveTimeoutError,
-        ConfigurationError,
-        DataError,
-        HvdtrainError,
-        LaunchError,
-        MismatchError,
-        ModelError,
-        NonFiniteError,
-        NotInitializedError,
-        PeerFailedError,
-        PeerLostError,
-        Preempted,
-        RanksLostError,
-        TooFewRanksError,
-    )
     from hvdtrain.gradients.tape import DistributedGradientTape, broadcast_variables
     from hvdtrain.keras.distribute import DistributedOptimizer, distribute
     from hvdtrain.keras.learning_rate import WarmUp, scale_learning_rate
@@ -55,52 +55,6 @@ if TYPE_CHECKING:
         shutdown,
         size,
     )
-
-_HOME = {
-    **dict.fromkeys(
-        (
-            "CheckpointError",
-            "CollectiveError",
-            "CollectiveTimeoutError",
-            "ConfigurationError",
-            "DataError",
-            "HvdtrainError",
-            "LaunchError",
-            "MismatchError",
-            "ModelError",
-            "NonFiniteError",
-            "NotInitializedError",
-            "PeerFailedError",
-            "PeerLostError",
-            "Preempted",
-            "RanksLostError",
-            "TooFewRanksError",
-        ),
-        "hvdtrain.errors",
-    ),
-    **dict.fromkeys(
-        (
-            "init",
-            "is_chief",
-            "is_initialized",
-            "local_rank",
-            "local_size",
-            "node_rank",
-            "rank",
-            "shutdown",
-            "size",
-        ),
-        "hvdtrain.world",
-    ),
-    "DistributedGradientTape": "hvdtrain.gradients.tape",
-    "broadcast_variables": "hvdtrain.gradients.tape",
-    "DistributedOptimizer": "hvdtrain.keras.distribute",
-    "distribute": "hvdtrain.keras.distribute",
-    "scale_learning_rate": "hvdtrain.keras.learning_rate",
-    "Checkpoint": "hvdtrain.keras.saving.checkpoint_callback",
-    "WarmUp": "hvdtrain.keras.learning_rate",
-    "StepLog": "hvdtrain.keras.step_log",
-}
 
 __all__ = [
     "Checkpoint",
@@ -139,14 +93,27 @@ __all__ = [
     "size",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+__getattr__, *_ = lazy_names(
+    __name__,
+    {
+        "hvdtrain.gradients.tape": ("DistributedGradientTape", "broadcast_variables"),
+        "hvdtrain.keras.distribute": ("DistributedOptimizer", "distribute"),
+        "hvdtrain.keras.learning_rate": ("WarmUp", "scale_learning_rate"),
+        "hvdtrain.keras.saving.checkpoint_callback": ("Checkpoint",),
+        "hvdtrain.keras.step_log": ("StepLog",),
+        "hvdtrain.world": (
+            "init",
+            "is_chief",
+            "is_initialized",
+            "local_rank",
+            "local_size",
+            "node_rank",
+            "rank",
+            "shutdown",
+            "size",
+        ),
+    },
+)
 
 
 def __dir__() -> list[str]:
