@@ -137,8 +137,10 @@ def set_placement(settings: Settings) -> None:
     """Tell TensorFlow whether devices are a wish or an order, and whether to print them.
 
     Raises:
-        LaunchError: TensorFlow uses its devices already, and can't be told to print them.
+        LaunchError: TensorFlow uses its devices already, and can't be told to print them; or it
+            lacks what hvdtrain needs of it.
     """
+    private_api.check()
     tf.config.set_soft_device_placement(settings.soft_placement)
     if not settings.log_device_placement:
         return

@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.tensorflow.private_api import function_graph, orders_operations
+
 __all__ = ["MARK", "calls_between_ranks", "in_order"]
 
 MARK = "hvdtrain"
@@ -43,7 +45,7 @@ def in_order(graph: Any) -> Iterator[None]:
 
 
 def _is_unordered_function(graph: Any) -> bool:
-    return hasattr(graph, "outer_graph") and not graph._add_control_dependencies
+    return hasattr(graph, "outer_graph") and not orders_operations(graph)
 
 
 def _last_ones(graph: Any) -> Iterator[tf.Operation]:
@@ -66,7 +68,5 @@ def _functions_of(op: tf.Operation) -> Iterator[str]:
 
 
 def _holds_marked(graph: Any, name: str) -> bool:
-    function = graph._get_function(name)
-    if function is None:
-        return False
-    return any(calls_between_ranks(op) for op in function.graph.get_operations())
+    function = function_graph(graph, name)
+    return function is not None and any(map(calls_between_ranks, function.get_operations()))

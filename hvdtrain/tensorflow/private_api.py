@@ -1,27 +1,114 @@
-"""TensorFlow's runtime, where only its private API reaches it: all of that is in this file.
+"""All of TensorFlow's private API that hvdtrain uses, and whether the installed one has it.
 
 Collective operations of TensorFlow run between servers, one in each process, which the runtime
-starts when it starts itself. tf.distribute does it in this way, too.
+starts when it starts itself; tf.distribute does it in this way, too. Graphs and sessions have no
+public way to put operations into an order, and datasets none to look at their parts.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.protobuf import cluster_pb2, tensorflow_server_pb2
-from tensorflow.python.eager import context
 
-__all__ = ["abort_collectives", "connect", "in_use", "is_connected", "reserve_port"]
+from hvdtrain.errors import LaunchError
+
+SEEN = ("2.21", "2.21")
+"""The oldest and the newest TensorFlow that all tests have passed with."""
+
+
+def _unsupported(what: str) -> LaunchError:
+    return LaunchError(
+        f"TensorFlow {tf.__version__} lacks {what}, which hvdtrain needs. It was tested with "
+        f"TensorFlow {SEEN[0]} to {SEEN[1]}: pip install 'tensorflow>={SEEN[0]},<={SEEN[1]}.99'."
+    )
+
+
+try:
+    from tensorflow.core.framework import attr_value_pb2
+    from tensorflow.core.protobuf import cluster_pb2, tensorflow_server_pb2
+    from tensorflow.python.client.session import BaseSession
+    from tensorflow.python.eager import context
+except ImportError as error:
+    raise _unsupported(str(error)) from error
+
+__all__ = [
+    "HOOKS",
+    "SEEN",
+    "abort_collectives",
+    "add_control_input",
+    "captured_by",
+    "check",
+    "connect",
+    "control_flow_context",
+    "draws_anew",
+    "function_graph",
+    "global_seed",
+    "in_control_flow_context",
+    "in_use",
+    "is_connected",
+    "iterator_resource",
+    "operation_seeds",
+    "orders_operations",
+    "parts_of",
+    "replace_session_methods",
+    "reserve_port",
+    "run_turns_one_by_one",
+    "unfinalize",
+    "variant_of",
+]
+
+# What hvdtrain overrides, or calls on objects of these classes.
+HOOKS: dict[Any, tuple[str, ...]] = {
+    tf.Graph: (
+        "_get_control_flow_context",
+        "_get_function",
+        "_set_control_flow_context",
+        "_unsafe_unfinalize",
+    ),
+    tf.Operation: ("_add_control_input", "_set_attr"),
+    tf.data.Dataset: ("_functions", "_inputs", "_variant_tensor"),
+    BaseSession: ("_do_run", "_extend_graph"),
+    context.Context: (
+        "abort_collective_ops",
+        "config",
+        "configure_collective_ops",
+        "enable_collective_ops",
+        "ensure_initialized",
+    ),
+}
 
 _JOB = "worker"
 _REUSE = "TF_GRPC_REUSE_PORT"
+_REPLACED = "_hvdtrain_replaced"
 
 _connected = False
+
+
+def check() -> None:
+    """See that this TensorFlow has all that hvdtrain needs of it.
+
+    Raises:
+        LaunchError: Something is missing; names it, and the versions of TensorFlow that have it.
+    """
+    missing = [
+        f"{kind.__name__}.{name}"
+        for kind, names in HOOKS.items()
+        for name in names
+        if not hasattr(kind, name)
+    ]
+    if not hasattr(context.context(), "_context_handle"):
+        missing.append("Context._context_handle")
+    if missing:
+        raise _unsupported(", ".join(missing))
+
+
+# The runtime.
 
 
 def in_use() -> bool:
@@ -54,9 +141,9 @@ def connect(addresses: Sequence[str], rank: int, port: int) -> None:
     """Start this process's server, and tell it where the others are.
 
     Args:
-        addresses: "host:port" of each rank's server.
-        rank: This one's.
-        port: Of this rank's server.
+        addresses: The address, as "host:port", of each rank's server.
+        rank: The rank of this process.
+        port: The port of this rank's server.
 
     Raises:
         tf.errors.OpError: The server does not start.
@@ -86,3 +173,105 @@ def abort_collectives(reason: str) -> None:
     """End all collective operations, now and later, here and where others wait for this process."""
     code: Any = tf.errors.UNAVAILABLE
     context.context().abort_collective_ops(code, reason)
+
+
+def global_seed() -> int | None:
+    """The global seed, None if not set; reading it through tf.compat would draw from it."""
+    seed = context.global_seed()
+    return None if seed is None else int(seed)
+
+
+def operation_seeds() -> random.Random:
+    """The generator of operations' seeds, once a global seed is set."""
+    generator: random.Random = context.context()._rng
+    return generator
+
+
+# Graphs and sessions.
+
+
+def orders_operations(graph: Any) -> bool:
+    """Whether a function graph runs what has effects in the order in which it was made."""
+    return bool(graph._add_control_dependencies)
+
+
+def function_graph(graph: Any, name: str) -> Any:
+    """The graph of a function that a graph knows; None if it knows none of this name."""
+    function = graph._get_function(name)
+    return None if function is None else function.graph
+
+
+def unfinalize(graph: Any) -> None:
+    """Let operations be added to a graph that is complete."""
+    graph._unsafe_unfinalize()
+
+
+def add_control_input(operation: tf.Operation, before: tf.Operation) -> None:
+    """Let an operation wait for another one, though both are there already."""
+    operation._add_control_input(before)
+
+
+def run_turns_one_by_one(enter: tf.Operation) -> None:
+    """Let the loop that begins with an operation end each turn before the next."""
+    enter._set_attr("parallel_iterations", attr_value_pb2.AttrValue(i=1))
+
+
+def control_flow_context(operation: tf.Operation) -> Any:
+    """The innermost ``cond`` or ``while_loop`` of TensorFlow 1 around an operation, or None."""
+    return operation._control_flow_context
+
+
+@contextmanager
+def in_control_flow_context(graph: Any, inner: Any) -> Iterator[None]:
+    """Within the block operations are added to this ``cond`` or ``while_loop``, None for none."""
+    around = graph._get_control_flow_context()
+    graph._set_control_flow_context(inner)
+    try:
+        yield
+    finally:
+        graph._set_control_flow_context(around)
+
+
+def replace_session_methods(
+    replace: Callable[[Callable[..., Any], Callable[..., Any]], tuple[Any, Any]],
+) -> None:
+    """Replace what sessions do before they take note of a graph, and how they run it; once.
+
+    Args:
+        replace: Given both methods as they are, returns what takes their places.
+    """
+    if not hasattr(BaseSession, _REPLACED):
+        methods = replace(BaseSession._extend_graph, BaseSession._do_run)
+        BaseSession._extend_graph, BaseSession._do_run = methods
+        setattr(BaseSession, _REPLACED, True)
+
+
+# Datasets.
+
+
+def parts_of(dataset: Any) -> list[Any]:
+    """The datasets that a dataset takes its elements from."""
+    return list(dataset._inputs())
+
+
+def captured_by(dataset: Any) -> list[Any]:
+    """The tensors that functions of a dataset use and don't get as arguments."""
+    return [tensor for part in dataset._functions() for tensor in part.function.captured_inputs]
+
+
+def draws_anew(dataset: Any) -> bool:
+    """Whether a dataset of random numbers or of an order has others at each iteration."""
+    return bool(
+        getattr(dataset, "_reshuffle_each_iteration", False)
+        or getattr(dataset, "_rerandomize_each_iteration", False)
+    )
+
+
+def variant_of(dataset: Any) -> tf.Tensor:
+    """A dataset as what TensorFlow's operations take."""
+    return dataset._variant_tensor
+
+
+def iterator_resource(iterator: Any) -> tf.Tensor:
+    """An iterator as what TensorFlow's operations take."""
+    return iterator._iterator_resource

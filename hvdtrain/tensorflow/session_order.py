@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
 
+from hvdtrain.tensorflow import private_api
 from hvdtrain.tensorflow.graph_order import calls_between_ranks
 
 __all__ = ["SessionOrder"]
@@ -81,7 +81,7 @@ class SessionOrder:
             ]
             if added:
                 final = self._graph.finalized
-                self._graph._unsafe_unfinalize()
+                private_api.unfinalize(self._graph)
                 with self._graph.as_default(), tf.control_dependencies(None), tf.device("CPU:0"):
                     for operation in added:
                         self._add(operation)
@@ -126,7 +126,7 @@ class SessionOrder:
     def _add(self, operation: tf.Operation) -> None:
         """Chain an operation within its loop, and the loop within what is around that."""
         first, last = [operation], [operation]
-        context = operation._control_flow_context
+        context = private_api.control_flow_context(operation)
         while True:
             branches, loop = _branches_and_loop(context)
             if loop is None:
@@ -140,7 +140,7 @@ class SessionOrder:
             first = [tensor.op for tensor in loop.loop_enters]
             last = [tensor.op for tensor in loop.loop_exits]
             for enter in first:
-                enter._set_attr("parallel_iterations", attr_value_pb2.AttrValue(i=1))
+                private_api.run_turns_one_by_one(enter)
             context = loop.outer_context
 
     def _add_link(
@@ -172,7 +172,7 @@ def _branches_and_loop(context: Any) -> tuple[list[Any], Any]:
 def _run_after(operations: Iterable[tf.Operation], before: Iterable[tf.Operation]) -> None:
     for operation in operations:
         for other in before:
-            operation._add_control_input(other)
+            private_api.add_control_input(operation, other)
 
 
 def _after(operations: list[tf.Operation], branches: list[Any]) -> tf.Operation:
@@ -186,18 +186,13 @@ def _after(operations: list[tf.Operation], branches: list[Any]) -> tf.Operation:
 
 
 def _after_branch(operations: list[tf.Operation], context: Any) -> tf.Operation:
-    graph = operations[0].graph
-    around = graph._get_control_flow_context()
-    graph._set_control_flow_context(context.outer_context)
-    try:
+    with private_api.in_control_flow_context(operations[0].graph, context.outer_context):
         sides = tf.raw_ops.Switch(data=tf.constant(True), pred=context.pred)
         taken = tf.identity(sides[context.branch]).op
         _run_after([taken], operations)
         other = sides[1 - context.branch]
         merged = tf.raw_ops.Merge(inputs=[taken.outputs[0], other])
         return merged.output.op
-    finally:
-        graph._set_control_flow_context(around)
 
 
 def _needed(

@@ -1,15 +1,15 @@
 """What ``tf.compat.v1.Session`` does for operations between ranks, which it knows nothing of.
 
-It has no public way to do something before each run, so its private methods are replaced; here
-alone, and when the first such operation is added to a graph.
+It has no public way to do something before each run, so its private methods are replaced when the
+first such operation is added to a graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from tensorflow.python.client.session import BaseSession
-
+from hvdtrain.tensorflow.private_api import replace_session_methods
 from hvdtrain.tensorflow.session_order import SessionOrder
 from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow
 
@@ -21,9 +21,11 @@ def keep_order() -> None:
 
     Their errors are raised as eagerly.
     """
-    if hasattr(BaseSession, "_hvdtrain_keeps_order"):
-        return
-    extend, run = BaseSession._extend_graph, BaseSession._do_run
+    replace_session_methods(_keeping_order)
+
+
+def _keeping_order(extend: Callable[..., Any], run: Callable[..., Any]) -> tuple[Any, Any]:
+    """Methods of a session that keep the order, around those that there are."""
 
     def extend_graph(self: Any) -> None:
         SessionOrder.of(self.graph).extend()
@@ -39,5 +41,4 @@ def keep_order() -> None:
         with raise_as_in_tensorflow():
             return run(self, handle, targets, fetches, feeds | left_out, options, metadata)
 
-    BaseSession._extend_graph, BaseSession._do_run = extend_graph, do_run
-    BaseSession._hvdtrain_keeps_order = True
+    return extend_graph, do_run

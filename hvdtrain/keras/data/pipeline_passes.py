@@ -17,6 +17,13 @@ import tensorflow as tf
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data.dataset_options import untuned
+from hvdtrain.tensorflow.private_api import (
+    captured_by,
+    draws_anew,
+    iterator_resource,
+    parts_of,
+    variant_of,
+)
 
 __all__ = ["PipelinePasses", "Reshuffling", "reshuffling", "shuffles"]
 
@@ -92,7 +99,7 @@ def reshuffling(dataset: Any) -> Reshuffling:
 def shuffles(dataset: Any) -> bool:
     """Whether a part of the dataset that can be seen shuffles, be it always alike."""
     kind = type(dataset).__name__
-    return kind == "_ShuffleDataset" or any(shuffles(part) for part in dataset._inputs())
+    return kind == "_ShuffleDataset" or any(map(shuffles, parts_of(dataset)))
 
 
 def _look(dataset: Any, above: frozenset[str]) -> list[frozenset[str]]:
@@ -100,11 +107,11 @@ def _look(dataset: Any, above: frozenset[str]) -> list[frozenset[str]]:
     kind = type(dataset).__name__
     through = above | {kind}
     found = []
-    if kind == "_ShuffleDataset" and dataset._reshuffle_each_iteration:
+    if kind == "_ShuffleDataset" and draws_anew(dataset):
         found.append(above)
     elif _is_unknown(dataset, kind):
         found.append(through | {"unknown"})
-    for part in dataset._inputs():
+    for part in parts_of(dataset):
         found += _look(part, through)
     return found
 
@@ -113,10 +120,7 @@ def _is_unknown(dataset: Any, kind: str) -> bool:
     if kind == "_VariantDataset":
         # Dataset.enumerate counts with one; any other may hide whatever it was made of.
         return not _only_counts(dataset)
-    if getattr(dataset, "_rerandomize_each_iteration", False):
-        return True
-    captured = [tensor for part in dataset._functions() for tensor in part.function.captured_inputs]
-    return any(tensor.dtype == tf.variant for tensor in captured)
+    return draws_anew(dataset) or any(t.dtype == tf.variant for t in captured_by(dataset))
 
 
 def _only_counts(dataset: Any) -> bool:
@@ -124,7 +128,7 @@ def _only_counts(dataset: Any) -> bool:
     if not isinstance(spec, tf.TensorSpec) or spec.dtype != tf.int64 or spec.shape.rank != 0:
         return False
     graph = tf.raw_ops.DatasetToGraphV2(
-        input_dataset=dataset._variant_tensor, external_state_policy=_IGNORE_EXTERNAL_STATE
+        input_dataset=variant_of(dataset), external_state_policy=_IGNORE_EXTERNAL_STATE
     )
     operations = {node.op for node in tf.compat.v1.GraphDef.FromString(graph.numpy()).node}
     return operations <= {"Const", "RangeDataset", "_Retval"}
@@ -217,11 +221,11 @@ class PipelinePasses:
         iterator = iter(untuned(self._dataset))
         if again:
             tf.raw_ops.DeserializeIterator(
-                resource_handle=iterator._iterator_resource, serialized=self._saved
+                resource_handle=iterator_resource(iterator), serialized=self._saved
             )
         else:
             self._saved = tf.raw_ops.SerializeIterator(
-                resource_handle=iterator._iterator_resource,
+                resource_handle=iterator_resource(iterator),
                 external_state_policy=_IGNORE_EXTERNAL_STATE,
             )
         return _elements_of(iterator)

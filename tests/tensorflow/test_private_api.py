@@ -1,0 +1,41 @@
+"""A TensorFlow that lacks what hvdtrain needs of it is told of by init()."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import tensorflow as tf
+
+from hvdtrain.config import Settings
+from hvdtrain.errors import LaunchError
+from hvdtrain.tensorflow import devices
+from hvdtrain.tensorflow.private_api import HOOKS, SEEN
+from tests.harness.jobs import REPOSITORY
+
+# Modules below the public one.
+PRIVATE = re.compile(r"^\s*(from|import) tensorflow\.(python|core)", re.MULTILINE)
+NAMES = [(kind, name) for kind, names in HOOKS.items() for name in names]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), NAMES, ids=lambda value: getattr(value, "__name__", value)
+)
+def test_what_is_missing_is_named(monkeypatch, kind: type, name: str) -> None:
+    for owner in [base for base in kind.__mro__ if name in vars(base)]:
+        monkeypatch.delattr(owner, name)
+    with pytest.raises(LaunchError) as caught:
+        devices.set_placement(Settings())
+    assert f"TensorFlow {tf.__version__} lacks {kind.__name__}.{name}, which" in str(caught.value)
+
+
+def test_the_tensorflow_that_is_there_was_seen() -> None:
+    major, minor = map(int, tf.__version__.split(".")[:2])
+    oldest, newest = (tuple(map(int, version.split("."))) for version in SEEN)
+    assert oldest <= (major, minor) <= newest
+
+
+def test_no_other_module_imports_it() -> None:
+    package = REPOSITORY / "hvdtrain"
+    found = [path for path in package.rglob("*.py") if PRIVATE.search(path.read_text())]
+    assert found == [package / "tensorflow" / "private_api.py"]
