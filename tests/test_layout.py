@@ -248,7 +248,7 @@ def _state(module: str) -> Iterator[str]:
         value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         names = [target.id for target in targets if isinstance(target, ast.Name)]
-        fixed = isinstance(value, (ast.Attribute, ast.Subscript)) or (
+        fixed = isinstance(value, (ast.Attribute, ast.Name, ast.Subscript)) or (
             isinstance(value, ast.Call) and ast.unparse(value.func) == "logging.getLogger"
         )
         for name in names:
