@@ -63,13 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _work(program: Sequence[str], lifeline: int) -> int:
     try:
         topology = read_topology(os.environ)
-        hub = connect(parse_addresses(os.environ[LAUNCHER]))
+        launcher = connect(parse_addresses(os.environ[LAUNCHER]))
     except (HvdtrainError, OSError) as error:
         host = socket.gethostname()
         show("error", who="hvdtrain run: ")
         logger.error(f"on host {host}: {error}")
         return ExitCode.CANNOT_START
-    return Agent(topology, hub, os.environ).run(program, lifeline)
+    return Agent(topology, launcher, os.environ).run(program, lifeline)
 
 
 def _before_program() -> None:
@@ -105,22 +105,24 @@ def connect(addresses: Sequence[tuple[str, int]]) -> socket.socket:
 class Agent:
     """One rank's program and what is known about it."""
 
-    def __init__(self, topology: Topology, hub: socket.socket, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, topology: Topology, launcher: socket.socket, environ: Mapping[str, str]
+    ) -> None:
         self._topology = topology
-        self._hub: socket.socket | None = hub
+        self._launcher: socket.socket | None = launcher
         self._environ = environ
         self._decoder = Decoder()
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._deadline: float | None = None
         self._dismissed = False
-        self._bidden = False
+        self._was_signalled = False
         self._elastic = environ.get(variable_name("elastic")) == "1"
-        self._memory = OomWatch()
+        self._oom = OomWatch()
         self._child: subprocess.Popen[bytes] | None = None
-        self._channel = ReportPipe()
-        self._speech = OutputRelay(self._selector, self._send)
-        self._selector.register(hub, selectors.EVENT_READ, self._read_hub)
+        self._report_pipe = ReportPipe()
+        self._output = OutputRelay(self._selector, self._send)
+        self._selector.register(launcher, selectors.EVENT_READ, self._read_launcher)
         self._send(
             "hello",
             job=environ[JOB],
@@ -139,7 +141,7 @@ class Agent:
         adopt_orphans()
         self._selector.register(lifeline, selectors.EVENT_READ, self._lose_guard)
         try:
-            self._speech.keep(self._topology.rank, self._environ)
+            self._output.keep(self._topology.rank, self._environ)
             self._start(program)
         except OSError as error:
             return self._refuse(program, error)
@@ -152,7 +154,7 @@ class Agent:
             env={
                 **take_cores(self._topology, self._environ),
                 **self._environ,
-                **self._channel.variables,
+                **self._report_pipe.variables,
             },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -160,14 +162,14 @@ class Agent:
             close_fds=False,  # Hydra hands its PMI connection on as an open file
             preexec_fn=_before_program,
         )
-        self._channel.handed_over()
-        self._selector.register(self._channel, selectors.EVENT_READ, self._read_reports)
-        self._speech.listen(self._child)
+        self._report_pipe.handed_over()
+        self._selector.register(self._report_pipe, selectors.EVENT_READ, self._read_reports)
+        self._output.listen(self._child)
 
     def _refuse(self, program: Sequence[str], error: OSError) -> int:
         """Report a program that can't be started, with the code that a shell would give."""
         name = error.filename or (program[0] if program else "")
-        self._speech.pass_on("stderr", f"{name}: {error.strerror}")
+        self._output.pass_on("stderr", f"{name}: {error.strerror}")
         code = 127 if isinstance(error, FileNotFoundError) else 126
         self._say_end(code)
         return self._await_dismissal(code)
@@ -175,7 +177,7 @@ class Agent:
     def _watch(self) -> None:
         assert self._child is not None
         while self._child.poll() is None:
-            self._memory.look(self._child.pid)
+            self._oom.look(self._child.pid)
             self._wait(0.05)
             self._act_on_signals()
             if self._deadline is not None and time.monotonic() > self._deadline:
@@ -188,17 +190,17 @@ class Agent:
         for key, _ in self._selector.select(timeout_s):
             key.data(key.fileobj)
 
-    def _read_reports(self, channel: ReportPipe) -> None:
-        reports = channel.read()
+    def _read_reports(self, pipe: ReportPipe) -> None:
+        reports = pipe.read()
         if reports is None:
             with contextlib.suppress(KeyError):
-                self._selector.unregister(channel)
+                self._selector.unregister(pipe)
         for report in reports or ():
             self._send("report", **report)
 
-    def _read_hub(self, hub: socket.socket) -> None:
+    def _read_launcher(self, launcher: socket.socket) -> None:
         try:
-            data = hub.recv(1 << 16)
+            data = launcher.recv(1 << 16)
             messages = self._decoder.feed(data)
         except (OSError, HvdtrainError):
             data, messages = b"", []
@@ -213,7 +215,7 @@ class Agent:
             elif message["kind"] == "bye":
                 self._dismissed = True
         if not data:
-            self._lose_hub()
+            self._lose_launcher()
 
     def _lose_guard(self, lifeline: int) -> None:
         self._selector.unregister(lifeline)
@@ -221,12 +223,12 @@ class Agent:
         self._dismissed = True
         self._stop(signal.SIGTERM, TOLD_GRACE_S)
 
-    def _lose_hub(self) -> None:
-        if self._hub is None:
+    def _lose_launcher(self) -> None:
+        if self._launcher is None:
             return
         with contextlib.suppress(KeyError):
-            self._selector.unregister(self._hub)
-        self._hub = None
+            self._selector.unregister(self._launcher)
+        self._launcher = None
         self._dismissed = True
         self._stop(signal.SIGTERM, ORPHAN_GRACE_S)
 
@@ -242,7 +244,7 @@ class Agent:
 
     def _reporting(self) -> int | None:
         """The process of the program that reports, and is ready to be asked."""
-        pid = self._channel.pid
+        pid = self._report_pipe.pid
         return pid if pid in descendants(os.getpid()) else None
 
     def _act_on_signals(self) -> None:
@@ -254,7 +256,7 @@ class Agent:
 
     def _stop(self, number: int, grace_s: float | None) -> None:
         """Signal the program; with ``grace_s`` it is killed that many seconds later."""
-        self._bidden = True
+        self._was_signalled = True
         if self._child is None or self._child.poll() is not None:
             return
         # Before a preemption the program is to save what it has: its own workers, which would die
@@ -273,14 +275,14 @@ class Agent:
         """Take in what is left of the output, end what the program left behind, report."""
         assert self._child is not None
         code = shell_code(self._child.returncode)
-        lost = self._elastic and not self._bidden and signal_name(code) is not None
+        lost = self._elastic and not self._was_signalled and signal_name(code) is not None
         if lost:
             # The others wait until mpirun tells them: what holds the output open must go.
             kill_descendants(os.getpid())
         deadline = time.monotonic() + DRAIN_S
-        while self._speech.goes_on and time.monotonic() < deadline:
+        while self._output.goes_on and time.monotonic() < deadline:
             self._wait(0.02)
-        self._read_reports(self._channel)
+        self._read_reports(self._report_pipe)
         kill_descendants(os.getpid())
         self._say_end(code)
         if lost:
@@ -289,7 +291,7 @@ class Agent:
         return self._await_dismissal(code)
 
     def _say_end(self, code: int) -> None:
-        kills = asdict(self._memory.kills()) if code != 0 else None
+        kills = asdict(self._oom.kills()) if code != 0 else None
         self._send("end", code=code, kills=kills)
 
     def _await_dismissal(self, code: int) -> int:
@@ -297,19 +299,19 @@ class Agent:
 
         A launcher that is gone has lost its connection, which keeps itself alive.
         """
-        while not self._dismissed and self._hub is not None:
+        while not self._dismissed and self._launcher is not None:
             self._wait(0.05)
             # mpirun's impatience ends the waiting; the launcher has been told.
             self._dismissed = self._dismissed or bool(self._signals)
         return code
 
     def _send(self, kind: str, **fields: Any) -> None:
-        if self._hub is None:
+        if self._launcher is None:
             return
         try:
-            self._hub.sendall(encode(kind, **fields))
+            self._launcher.sendall(encode(kind, **fields))
         except OSError:
-            self._lose_hub()
+            self._lose_launcher()
 
     def _catch_signals(self) -> None:
         def note(number: int, frame: FrameType | None) -> None:

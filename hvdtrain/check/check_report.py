@@ -69,12 +69,12 @@ def make_report(
     )
 
 
-def format_report(diagnosis: CheckReport) -> str:
+def format_report(report: CheckReport) -> str:
     """The table, and the problems with their remedies."""
-    parts = [_table(diagnosis.rows)]
-    if diagnosis.versions:
-        parts.append(diagnosis.versions)
-    for problem in diagnosis.problems:
+    parts = [_table(report.rows)]
+    if report.versions:
+        parts.append(report.versions)
+    for problem in report.problems:
         parts.append(show_problem(problem))
     return "\n\n".join(parts)
 

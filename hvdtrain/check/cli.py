@@ -75,10 +75,10 @@ def _run(arguments: argparse.Namespace, way: Way, ranks: Mapping[str, int]) -> i
     if way == "here" and arguments.num_proc is None:
         answers = [_with_default_ranks(answer) for answer in answers]
     use_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-    diagnosis = make_report(here, answers, way=way, python=sys.executable, use_gpus=use_gpus)
-    print(format_report(diagnosis), flush=True)
-    problems = list(diagnosis.problems)
-    if diagnosis.fit and not arguments.no_allreduce and sum(ranks.values()) > 1:
+    report = make_report(here, answers, way=way, python=sys.executable, use_gpus=use_gpus)
+    print(format_report(report), flush=True)
+    problems = list(report.problems)
+    if report.fit and not arguments.no_allreduce and sum(ranks.values()) > 1:
         problems += _reduce(arguments, sum(ranks.values()), answers)
     return _conclude(problems)
 

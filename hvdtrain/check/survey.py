@@ -105,7 +105,7 @@ def measure_allreduce(
         hosts=hosts,
         hostfile=hostfile,
         settings=Settings(share_gpus=True),
-        patience=TimeLimits(start_s=START_TIMEOUT_S),
+        time_limits=TimeLimits(start_s=START_TIMEOUT_S),
         chief_only=True,
     )
     output, complaints = io.StringIO(), io.StringIO()

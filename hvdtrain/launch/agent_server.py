@@ -36,7 +36,7 @@ class _Rank:
     decoder: Decoder
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     traceback_at: float = 0.0
-    bidden: bool = False
+    was_signalled: bool = False
     end: End | None = None
 
 
@@ -52,8 +52,8 @@ class AgentServer:
 
     Attributes:
         job: The secret that agents say hello with.
-        ends: Of the ranks that have ended, in this order, without those that were forgiven.
-        forgiven: Ranks that the others do without.
+        ends: Of the ranks that have ended, in this order, without those that were dropped.
+        dropped: Ranks that the others do without.
         reports: How far the ranks are.
         stopped: Of the ranks that answered ``look``: whether they are stopped.
     """
@@ -70,7 +70,7 @@ class AgentServer:
         self.job = secrets.token_hex(16)
         self.ranks = ranks
         self.ends: list[End] = []
-        self.forgiven: list[int] = []
+        self.dropped: list[int] = []
         self.reports = JobProgress()
         self.stopped: dict[int, bool] = {}
         self._console = console
@@ -113,7 +113,7 @@ class AgentServer:
         self._order = encode("stop", signal=number, grace_s=grace_s)
         for rank in self._connected.values():
             if rank.end is None:
-                self._bid(rank, self._order)
+                self._signal(rank, self._order)
 
     def look(self) -> None:
         """Have every rank's program print where it is, and learn in ``stopped`` which can't."""
@@ -128,10 +128,10 @@ class AgentServer:
         if rank.end is None:
             self._tell(rank, encode("kill"))
 
-    def forgive(self, end: End) -> None:
+    def drop_lost(self, end: End) -> None:
         """Count a rank's end for nothing: the others go on."""
         self.ends.remove(end)
-        self.forgiven.append(end.rank)
+        self.dropped.append(end.rank)
 
     def dismiss(self) -> None:
         """Let the agents of ended programs end, too."""
@@ -152,8 +152,8 @@ class AgentServer:
                 key.fileobj.close()
         self.selector.close()
 
-    def _bid(self, rank: _Rank, order: bytes) -> None:
-        rank.bidden = True
+    def _signal(self, rank: _Rank, order: bytes) -> None:
+        rank.was_signalled = True
         self._tell(rank, order)
 
     def _tell(self, rank: _Rank, data: bytes) -> None:
@@ -189,7 +189,7 @@ class AgentServer:
         self.selector.register(connection, selectors.EVENT_READ, lambda _: self._hear(rank))
         self._take_in(rank, messages[1:])
         if self._order is not None:
-            self._bid(rank, self._order)
+            self._signal(rank, self._order)
 
     def _is_ours(self, message: dict[str, Any]) -> bool:
         return (
@@ -227,7 +227,7 @@ class AgentServer:
             elif kind == "looked":
                 self.stopped[rank.number] = bool(message.get("stopped"))
             elif kind == "told":
-                rank.bidden = True
+                rank.was_signalled = True
             elif kind == "end" and rank.end is None:
                 kills = message.get("kills")
                 self._note_end(rank, int(message["code"]), OomKills(**kills) if kills else None)
@@ -252,7 +252,7 @@ class AgentServer:
             host=rank.host,
             code=code,
             stderr=tuple(rank.stderr),
-            bidden=rank.bidden,
+            was_signalled=rank.was_signalled,
             kills=kills,
             # Python exits with 1 after a traceback, but may take its time to do so.
             failed_at=rank.traceback_at if code == 1 and rank.traceback_at else time.monotonic(),

@@ -28,7 +28,7 @@ from hvdtrain.launch.job import (
     make_command,
     make_plan,
 )
-from hvdtrain.launch.loss_policy import vital
+from hvdtrain.launch.loss_policy import critical_ranks
 from hvdtrain.launch.outcome import Outcome
 from hvdtrain.launch.restarts import (
     Limits,
@@ -161,15 +161,15 @@ class _Attempts:
         with (
             contextlib.closing(
                 AgentServer(len(plan.places), console, local=plan.local, hides=hides)
-            ) as hub,
+            ) as server,
             tempfile.TemporaryDirectory(prefix="hvdtrain-") as scratch,
         ):
             words = agent_variables(
                 job,
                 plan,
                 self._environ,
-                port=hub.port,
-                secret=hub.job,
+                port=server.port,
+                secret=server.job,
                 attempt=len(self._history) + 1,
             )
             command = make_command(
@@ -183,13 +183,13 @@ class _Attempts:
             logger.debug("attempt %d: %s", len(self._history) + 1, shlex.join(command.argv))
             supervisor = Supervisor(
                 command,
-                hub,
+                server,
                 console,
                 hosts={entry.rank: entry.host for entry in plan.places},
-                patience=job.patience,
+                time_limits=job.time_limits,
                 received=self._received,
                 min_np=self._limits.min_np if plan.elastic else None,
-                vital=vital(plan.places),
+                critical=critical_ranks(plan.places),
             )
             return supervisor.run()
 
@@ -207,7 +207,7 @@ class _Attempts:
         # One host that can't be reached keeps the ranks of all others from starting.
         names = [host.name for host in left]
         silent = unreachable(
-            names, self._environ, ssh=self._job.ssh, weary=lambda: bool(self._received)
+            names, self._environ, ssh=self._job.ssh, give_up=lambda: bool(self._received)
         )
         return without(left, silent)
 

@@ -177,7 +177,7 @@ def run(arguments: argparse.Namespace) -> int:
         chief_only=arguments.chief_only,
         timestamps=arguments.timestamps,
         collapse=arguments.collapse,
-        patience=TimeLimits(
+        time_limits=TimeLimits(
             start_s=arguments.start_timeout_s,
             grace_s=arguments.grace_s,
             preempt_grace_s=arguments.preempt_grace_s,

@@ -30,7 +30,7 @@ class End:
         host: Where it ran.
         code: Its exit code; None where its agent was lost without a word.
         stderr: Its last lines.
-        bidden: Whether the launcher, mpirun or srun had told it to end before.
+        was_signalled: Whether the launcher, mpirun or srun had told it to end before.
         failed_at: When it failed, in seconds of the launcher's clock.
         kills: What the kernel killed for lack of memory meanwhile; None where nobody looked.
     """
@@ -39,7 +39,7 @@ class End:
     host: str
     code: int | None
     stderr: Sequence[str] = ()
-    bidden: bool = False
+    was_signalled: bool = False
     failed_at: float = 0.0
     kills: OomKills | None = None
 
@@ -77,9 +77,9 @@ def first_failure(ends: Sequence[End]) -> End | None:
     """The failure that the others follow from."""
     failures = sorted((end for end in ends if end.code != 0), key=lambda end: end.failed_at)
     for unlikely in (
-        lambda end: follows(end) or (end.bidden and not _own_words(end)),
+        lambda end: follows(end) or (end.was_signalled and not _own_words(end)),
         lambda end: end.code is None,
-        lambda end: end.bidden,
+        lambda end: end.was_signalled,
     ):
         likely = [end for end in failures if not unlikely(end)]
         failures = likely or failures

@@ -67,7 +67,7 @@ class Job:
         chief_only: Show the chief's output alone.
         timestamps: Show the time before each line.
         collapse: Show once what several ranks print within moments of one another.
-        patience: How long what may take.
+        time_limits: How long what may take.
         max_restarts: How many failures may be followed by another start.
         dry_run: Only print the plan.
         verbose: Print it and go on.
@@ -87,7 +87,7 @@ class Job:
     chief_only: bool = False
     timestamps: bool = False
     collapse: bool = True
-    patience: TimeLimits = field(default_factory=TimeLimits)
+    time_limits: TimeLimits = field(default_factory=TimeLimits)
     max_restarts: int = 0
     dry_run: bool = False
     verbose: bool = False

@@ -9,7 +9,7 @@ from hvdtrain.cluster.placement import Place
 from hvdtrain.launch.commands import Mpirun
 from hvdtrain.launch.failure import End
 
-__all__ = ["describe_loss", "is_loss", "vital", "why_not"]
+__all__ = ["critical_ranks", "describe_loss", "is_loss", "why_not"]
 
 
 def why_not(mpirun: Mpirun, *, in_slurm: bool) -> str:
@@ -21,7 +21,7 @@ def why_not(mpirun: Mpirun, *, in_slurm: bool) -> str:
     return ""
 
 
-def vital(places: Sequence[Place]) -> dict[int, str]:
+def critical_ranks(places: Sequence[Place]) -> dict[int, str]:
     """What those ranks are whose place no other can take; none where there are no servers."""
     if all(place.role != "ps" for place in places):
         return {}
@@ -35,7 +35,7 @@ def is_loss(end: End) -> bool:
     A signal ended it, nobody had told it to end, and its host is there. An exception or an exit
     code is the program's own doing, and the same may happen to the next rank.
     """
-    return end.code is not None and signal_name(end.code) is not None and not end.bidden
+    return end.code is not None and signal_name(end.code) is not None and not end.was_signalled
 
 
 def describe_loss(end: End, step: int | None, left: int, *, enough: bool) -> str:

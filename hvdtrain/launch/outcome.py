@@ -35,7 +35,7 @@ class JobRecord:
         seen: Hosts of the ranks that began, by their own names.
         ends: Of the ranks, without those that the others did without.
         reports: How far the ranks were.
-        vital: What those ranks are without which the others don't go on.
+        critical: What those ranks are without which the others don't go on.
         received: Signals that came to ``hvdtrain run``.
         hang: What there is to say about a hang; empty for none.
         starter: Path of mpirun or srun.
@@ -51,7 +51,7 @@ class JobRecord:
     seen: Mapping[int, str]
     ends: Sequence[End]
     reports: JobProgress
-    vital: Mapping[int, str] = field(default_factory=dict)
+    critical: Mapping[int, str] = field(default_factory=dict)
     received: Sequence[int] = ()
     hang: str = ""
     starter: str = "mpirun"
@@ -91,61 +91,61 @@ class Outcome:
 
 def preempted(ends: Sequence[End]) -> bool:
     """Whether ranks left with the code that asks for the same job again, before any failed."""
-    first = _first_unbidden(ends)
+    first = _first_unsignalled(ends)
     return first is not None and first.code == ExitCode.PREEMPTED
 
 
-def classify(ending: JobRecord) -> Outcome:
+def classify(record: JobRecord) -> Outcome:
     """Why the job ended, with which code, and what to say."""
-    code, cause, words, absent = _why(ending)
-    first = first_failure(ending.ends)
-    failed = ending.reports.latest.get(first.rank) if first is not None else None
-    lost = [end for end in ending.ends if end.code is None]
-    since = ending.reports.saved_at or ending.started_at
+    code, cause, words, absent = _why(record)
+    first = first_failure(record.ends)
+    failed = record.reports.latest.get(first.rank) if first is not None else None
+    lost = [end for end in record.ends if end.code is None]
+    since = record.reports.saved_at or record.started_at
     return Outcome(
         code=code,
         cause=cause,
         words=tuple(word for word in words if word),
-        step=ending.reports.step,
+        step=record.reports.step,
         failed_after=failed.step if failed is not None else None,
-        saved=ending.reports.saved,
-        lost_s=ending.ended_at - since,
-        lost_hosts=tuple(dict.fromkeys([*(ending.hosts[end.rank] for end in lost), *absent])),
+        saved=record.reports.saved,
+        lost_s=record.ended_at - since,
+        lost_hosts=tuple(dict.fromkeys([*(record.hosts[end.rank] for end in lost), *absent])),
     )
 
 
-def _why(ending: JobRecord) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
+def _why(record: JobRecord) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
     """Code, cause, words, and hosts where ranks can't be started."""
-    first = first_failure(ending.ends)
-    if ending.received:
-        return *_ordered(ending), ()
-    if ending.hang:
+    first = first_failure(record.ends)
+    if record.received:
+        return *_ordered(record), ()
+    if record.hang:
         return ExitCode.HANG, "infrastructure", (), ()
-    if preempted(ending.ends):
-        return ExitCode.PREEMPTED, "preempted", [_preemption(ending.reports)], ()
-    missing = sorted(set(ending.hosts) - set(ending.seen))
+    if preempted(record.ends):
+        return ExitCode.PREEMPTED, "preempted", [_preemption(record.reports)], ()
+    missing = sorted(set(record.hosts) - set(record.seen))
     # Ranks that were told to end because others did not start have not failed.
-    if first is not None and not (missing and first.bidden):
-        told = describe(first, ending.vital.get(first.rank, ""))
+    if first is not None and not (missing and first.was_signalled):
+        told = describe(first, record.critical.get(first.rank, ""))
         return exit_code(first), _cause(first), [told], ()
     if missing:
-        words, absent = _explain_missing(ending, missing)
+        words, absent = _explain_missing(record, missing)
         return ExitCode.CANNOT_START, "infrastructure", words, absent
-    if ending.starter_code != 0:
-        said = f"{os.path.basename(ending.starter)} ended with code {ending.starter_code}"
-        return ending.starter_code, "own code", ["\n".join([said, *_said(ending)])], ()
+    if record.starter_code != 0:
+        said = f"{os.path.basename(record.starter)} ended with code {record.starter_code}"
+        return record.starter_code, "own code", ["\n".join([said, *_said(record)])], ()
     return 0, "done", (), ()
 
 
-def _ordered(ending: JobRecord) -> tuple[int, Cause, Sequence[str]]:
+def _ordered(record: JobRecord) -> tuple[int, Cause, Sequence[str]]:
     """After a signal at ``hvdtrain run``."""
-    number = ending.received[0]
+    number = record.received[0]
     told = f"the job was ended by {signal.Signals(number).name}"
-    saved = any(end.code == ExitCode.PREEMPTED for end in ending.ends)
-    words = [_preemption(ending.reports, told)] if saved else [told]
+    saved = any(end.code == ExitCode.PREEMPTED for end in record.ends)
+    words = [_preemption(record.reports, told)] if saved else [told]
     if number not in PREEMPTING:
         return 128 + number, "ordered", words
-    first = _first_unbidden([end for end in ending.ends if end.code != ExitCode.PREEMPTED])
+    first = _first_unsignalled([end for end in record.ends if end.code != ExitCode.PREEMPTED])
     return ExitCode.PREEMPTED, "ordered", [describe(first) if first else "", *words]
 
 
@@ -160,9 +160,9 @@ def _preemption(reports: JobProgress, told: str = "preempted") -> str:
     return f"{told}{at}{checkpoint}; start it again to go on"
 
 
-def _first_unbidden(ends: Sequence[End]) -> End | None:
+def _first_unsignalled(ends: Sequence[End]) -> End | None:
     """The first failure; those told to end count only if they left as preempted."""
-    return first_failure([e for e in ends if not e.bidden or e.code == ExitCode.PREEMPTED])
+    return first_failure([e for e in ends if not e.was_signalled or e.code == ExitCode.PREEMPTED])
 
 
 def _cause(first: End) -> Cause:
@@ -173,18 +173,18 @@ def _cause(first: End) -> Cause:
     return "exception" if first.code == 1 and exception_name(first.stderr) else "own code"
 
 
-def _explain_missing(ending: JobRecord, missing: Sequence[int]) -> tuple[list[str], list[str]]:
+def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[str], list[str]]:
     """Words on ranks that did not start, and the hosts that they tell to be at fault."""
     # Seldom needed, and much of hvdtrain check comes with them.
     from hvdtrain.launch.start_failure import explain_start_failure
     from hvdtrain.remote.problem import show_problem
 
-    hosts = list(dict.fromkeys(ending.hosts[rank] for rank in missing))
-    name = os.path.basename(ending.starter)
-    late = f" within {ending.start_timeout_s:g} s" if ending.late else ""
+    hosts = list(dict.fromkeys(record.hosts[rank] for rank in missing))
+    name = os.path.basename(record.starter)
+    late = f" within {record.start_timeout_s:g} s" if record.late else ""
     words = [f"rank {listing(missing)} did not start{late} on {listing(hosts)}"]
     way: Literal["srun", "ssh"] = "srun" if name == "srun" else "ssh"
-    problems = explain_start_failure(ending.words, hosts, way=way, python=sys.executable)
+    problems = explain_start_failure(record.words, hosts, way=way, python=sys.executable)
     if problems:
         named = {host for problem in problems for host in problem.hosts}
         words.append("\n".join(map(show_problem, problems)))
@@ -193,11 +193,11 @@ def _explain_missing(ending: JobRecord, missing: Sequence[int]) -> tuple[list[st
         "each host needs this Python and the program at the same path, and must be reached "
         "from here (hvdtrain check tells)"
     )
-    if said := _said(ending):
+    if said := _said(record):
         words.append("\n".join([f"{name} said:", *("  " + line for line in said)]))
     return words, []
 
 
-def _said(ending: JobRecord) -> list[str]:
+def _said(record: JobRecord) -> list[str]:
     """What mpirun or srun printed, without blank lines."""
-    return [line for line in ending.words if line.strip()]
+    return [line for line in record.words if line.strip()]

@@ -63,35 +63,35 @@ class Supervisor:
 
     Args:
         command: Starts an agent for each rank: mpirun or srun.
-        hub: Where the agents report.
+        server: Where the agents report.
         console: For the starter's own words and what befalls the job.
         hosts: Of the ranks, as planned.
-        patience: How long what may take.
+        time_limits: How long what may take.
         received: Signals as they arrive, noted by somebody else.
         min_np: Ranks that go on without those that are lost, at least; None for all.
-        vital: What those ranks are without which the others don't go on.
+        critical: What those ranks are without which the others don't go on.
     """
 
     def __init__(
         self,
         command: Command,
-        hub: AgentServer,
+        server: AgentServer,
         console: Console,
         *,
         hosts: Mapping[int, str],
-        patience: TimeLimits,
+        time_limits: TimeLimits,
         received: Sequence[int],
         min_np: int | None = None,
-        vital: Mapping[int, str] | None = None,
+        critical: Mapping[int, str] | None = None,
     ) -> None:
         self._command = command
-        self._hub = hub
+        self._server = server
         self._console = console
         self._hosts = hosts
-        self._patience = patience
+        self._time_limits = time_limits
         self._received = received
         self._min_np = min_np
-        self._vital = vital or {}
+        self._critical = critical or {}
         self._name = os.path.basename(command.argv[0])
         self._acted_on = 0
         self._words: deque[str] = deque(maxlen=KEPT_LINES)
@@ -120,18 +120,18 @@ class Supervisor:
         return classify(
             JobRecord(
                 hosts=self._hosts,
-                vital=self._vital,
-                seen=self._hub.hosts(),
-                ends=self._hub.ends,
-                reports=self._hub.reports,
+                critical=self._critical,
+                seen=self._server.hosts(),
+                ends=self._server.ends,
+                reports=self._server.reports,
                 received=self._received,
                 hang=self._hang,
                 starter=self._command.argv[0],
                 # It has its own opinion of a job that goes on without one of its ranks.
-                starter_code=0 if self._hub.forgiven else shell_code(starter.returncode),
+                starter_code=0 if self._server.dropped else shell_code(starter.returncode),
                 words=self._words,
                 late=self._late,
-                start_timeout_s=self._patience.start_s,
+                start_timeout_s=self._time_limits.start_s,
                 started_at=self._started_at,
                 ended_at=ended_at,
             )
@@ -155,7 +155,7 @@ class Supervisor:
         assert starter.stdout is not None
         os.set_blocking(starter.stdout.fileno(), False)
         splitter = LineSplitter()
-        self._hub.selector.register(
+        self._server.selector.register(
             starter.stdout, selectors.EVENT_READ, lambda pipe: self._overhear(pipe, splitter)
         )
         return starter
@@ -165,42 +165,42 @@ class Supervisor:
         data = os.read(pipe.fileno(), 1 << 16)
         for line in splitter.feed(data, final=not data):
             self._words.append(line)
-            if line.strip() and self._hub.connected and not self._failed:
+            if line.strip() and self._server.connected and not self._failed:
                 logger.warning(f"{self._name}: {line}")
         if not data:
-            self._hub.selector.unregister(pipe)
+            self._server.selector.unregister(pipe)
 
     @property
     def _failed(self) -> bool:
-        return any(end.code != 0 for end in self._hub.ends)
+        return any(end.code != 0 for end in self._server.ends)
 
     def _watch(self, starter: subprocess.Popen[bytes]) -> None:
         while True:
-            self._hub.step(STEP_S)
+            self._server.step(STEP_S)
             now = time.monotonic()
             self._act_on_signals(now)
             self._act_on_ends(now)
             self._end_stuck(now)
             self._look_for_hang(now)
-            started = self._hub.connected == self._hub.ranks
-            if not started and now - self._started_at > self._patience.start_s:
+            started = self._server.connected == self._server.ranks
+            if not started and now - self._started_at > self._time_limits.start_s:
                 self._late = True
             gone = starter.poll() is not None
             if (gone or self._late) and self._stop_at is None:
                 self._stop_at = now
             if self._stop_at is not None and now >= self._stop_at and self._give_up_at is None:
-                self._stop(signal.SIGTERM, self._patience.grace_s, now)
-            if not self._hub.running:
+                self._stop(signal.SIGTERM, self._time_limits.grace_s, now)
+            if not self._server.running:
                 if self._failed or started or gone or self._late:
                     return
             elif self._give_up_at is not None and now > self._give_up_at:
                 return
             if not self._failed:
-                self._hub.dismiss()
+                self._server.dismiss()
 
     def _stop(self, number: int, grace_s: float, now: float) -> None:
         """Have all ranks end, in ``grace_s`` at the latest."""
-        self._hub.stop(number, grace_s)
+        self._server.stop(number, grace_s)
         give_up_at = now + grace_s + STARTER_TIMEOUT_S
         self._stop_at = self._stop_at or now
         self._give_up_at = min(self._give_up_at or give_up_at, give_up_at)
@@ -212,44 +212,44 @@ class Supervisor:
             if impatient:
                 self._stop(signal.SIGKILL, 0.0, now)
             elif number in PREEMPTING:
-                self._stop(number, self._patience.preempt_grace_s, now)
+                self._stop(number, self._time_limits.preempt_grace_s, now)
             else:
                 assert number in ENDING
-                self._stop(number, self._patience.grace_s, now)
+                self._stop(number, self._time_limits.grace_s, now)
 
     def _act_on_ends(self, now: float) -> None:
         """Decide how long the other ranks may go on after one has ended."""
-        for end in [end for end in self._hub.ends if end.rank not in self._judged]:
+        for end in [end for end in self._server.ends if end.rank not in self._judged]:
             self._judged.add(end.rank)
             others_s = SETTLE_S
-            survivable = self._elastic and is_loss(end) and end.rank not in self._vital
+            survivable = self._elastic and is_loss(end) and end.rank not in self._critical
             if survivable and self._stop_at is None:
                 enough = self._note_loss(end)
                 if enough:
                     continue
                 self._too_few = True
-            if self._too_few or preempted(self._hub.ends):
+            if self._too_few or preempted(self._server.ends):
                 # They learn of it, and save what they have; some sooner than others.
-                others_s = self._patience.preempt_grace_s
+                others_s = self._time_limits.preempt_grace_s
             if end.code != 0:
                 self._stop_at = min(self._stop_at or now + others_s, now + others_s)
 
     @property
     def _elastic(self) -> bool:
         """Whether ranks go on without one that is lost: not before all have come to MPI's start."""
-        there = set(range(self._hub.ranks)).difference(self._hub.forgiven)
-        return self._min_np is not None and there <= self._hub.reports.latest.keys()
+        there = set(range(self._server.ranks)).difference(self._server.dropped)
+        return self._min_np is not None and there <= self._server.reports.latest.keys()
 
     def _note_loss(self, end: End) -> bool:
         """Tell of a rank that died, and whether the others go on."""
         assert self._min_np is not None
-        left = self._hub.ranks - len(self._hub.forgiven) - 1
+        left = self._server.ranks - len(self._server.dropped) - 1
         enough = left >= self._min_np
-        report = self._hub.reports.latest.get(end.rank)
+        report = self._server.reports.latest.get(end.rank)
         step = report.step if report is not None else None
         logger.warning(describe_loss(end, step, left, enough=enough))
         if enough:
-            self._hub.forgive(end)
+            self._server.drop_lost(end)
             self._console.leave_behind(end.rank)
         return enough
 
@@ -257,44 +257,44 @@ class Supervisor:
         """Kill ranks that hang, where the others go on without them."""
         if not self._can_do_without or self._stop_at is not None:
             return
-        late = stuck(self._hub.reports, self._hub.running, now, self._patience.hang_s)
-        for rank in late.keys() - self._vital.keys():
+        late = stuck(self._server.reports, self._server.running, now, self._time_limits.hang_s)
+        for rank in late.keys() - self._critical.keys():
             self._kill(rank, f"has done no step for {late[rank]:.0f} s, while others go on")
 
     @property
     def _can_do_without(self) -> bool:
-        """Whether ranks need not be in step, and the others go on without one that is not vital."""
-        return bool(self._vital) and self._elastic
+        """Whether ranks need not be in step, and go on without one that is not critical."""
+        return bool(self._critical) and self._elastic
 
     def _kill(self, rank: int, why: str) -> None:
         if rank not in self._killed:
             self._killed.add(rank)
-            logger.warning(f"rank {rank} on {self._hub.hosts()[rank]} {why}: it is killed")
-            self._hub.kill(rank)
+            logger.warning(f"rank {rank} on {self._server.hosts()[rank]} {why}: it is killed")
+            self._server.kill(rank)
 
     def _look_for_hang(self, now: float) -> None:
-        reports, running = self._hub.reports, self._hub.running
-        timeout_s = self._patience.hang_s
+        reports, running = self._server.reports, self._server.running
+        timeout_s = self._time_limits.hang_s
         hanging = self._stop_at is None and hangs(reports, running, now, timeout_s)
         if not hanging:
             self._looking_since = None
         elif self._looking_since is None:
             self._looking_since = now
             self._console.show_all()
-            self._hub.look()
+            self._server.look()
         elif now - self._looking_since > LOOK_S:
             if self._kill_missing(running):
                 return
-            hosts = {rank: host for rank, host in self._hub.hosts().items() if rank in running}
+            hosts = {rank: host for rank, host in self._server.hosts().items() if rank in running}
             quiet_s = now - (reports.moved_at or now)
-            self._hang = describe_hang(reports, hosts, self._hub.stopped, quiet_s)
+            self._hang = describe_hang(reports, hosts, self._server.stopped, quiet_s)
             logger.error(self._hang)
-            self._stop(signal.SIGTERM, self._patience.grace_s, now)
+            self._stop(signal.SIGTERM, self._time_limits.grace_s, now)
 
     def _kill_missing(self, running: Sequence[int]) -> bool:
         """Kill those that all others wait for, where these can do without; whether that was so."""
-        absent = missing(self._hub.reports, running, self._hub.stopped)
-        if not self._can_do_without or absent.keys() & (self._vital.keys() | self._killed):
+        absent = missing(self._server.reports, running, self._server.stopped)
+        if not self._can_do_without or absent.keys() & (self._critical.keys() | self._killed):
             return False
         for rank, why in absent.items():
             self._kill(rank, f"keeps the others waiting ({why})")
@@ -303,20 +303,20 @@ class Supervisor:
 
     def _end(self, starter: subprocess.Popen[bytes]) -> None:
         """Let agents and starter go; kill what doesn't."""
-        self._hub.dismiss()
+        self._server.dismiss()
         deadline = time.monotonic() + STARTER_TIMEOUT_S
-        if self._late or self._hub.running or self._hub.connected < self._hub.ranks:
+        if self._late or self._server.running or self._server.connected < self._server.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(starter.pid, signal.SIGTERM)
         while starter.poll() is None and time.monotonic() < deadline:
-            self._hub.step(STEP_S)
+            self._server.step(STEP_S)
         kill_descendants(starter.pid)
         if starter.poll() is None:
             starter.kill()
         starter.wait(timeout=STARTER_TIMEOUT_S)
-        self._hub.step(0.0)
-        self._hub.settle()
+        self._server.step(0.0)
+        self._server.settle()
         assert starter.stdout is not None
         with contextlib.suppress(KeyError):
-            self._hub.selector.unregister(starter.stdout)
+            self._server.selector.unregister(starter.stdout)
         starter.stdout.close()

@@ -46,12 +46,12 @@ class Author(Protocol):
 
     Attributes:
         number: Its number.
-        bidden: Whether it was told to end.
+        was_signalled: Whether it was told to end.
         end: How it ended, once it has.
     """
 
     number: int
-    bidden: bool
+    was_signalled: bool
     end: End | None
 
 
@@ -60,7 +60,7 @@ class _Block:
     """One traceback, with those that it is chained to."""
 
     author: Author
-    bidden: bool
+    was_signalled: bool
     began_at: float
     changed_at: float = 0.0
     lines: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Tracebacks:
         if block is None:
             if not _begins(line):
                 return False
-            block = self._open[author.number] = _Block(author, author.bidden, now)
+            block = self._open[author.number] = _Block(author, author.was_signalled, now)
         block.lines.append(line)
         block.changed_at = now
         return True
@@ -143,7 +143,9 @@ class Tracebacks:
         """Show, hold or drop a traceback that is complete."""
         number = block.author.number
         name = exception_name(block.lines)
-        if block.author.bidden and (name in (_INTERRUPT, _PEER) or _wraps_interrupt(block.lines)):
+        if block.author.was_signalled and (
+            name in (_INTERRUPT, _PEER) or _wraps_interrupt(block.lines)
+        ):
             return
         if self._troubled is not None and now > self._troubled[1]:
             self._troubled = None
@@ -151,7 +153,7 @@ class Tracebacks:
         echoes = name == _PEER or trouble or self._others_failed(number)
         # What a rank raises after it was told to end is its own, such as a file that can't be
         # written.
-        if echoes and not block.bidden:
+        if echoes and not block.was_signalled:
             self._held.append(block)
             return
         if self._troubled is None:

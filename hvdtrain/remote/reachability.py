@@ -23,7 +23,7 @@ def unreachable(
     environ: Mapping[str, str],
     *,
     ssh: Sequence[str] = (),
-    weary: Callable[[], bool],
+    give_up: Callable[[], bool],
 ) -> list[str]:
     """The hosts that ssh gets no answer from, asked twice: a busy one may miss one connection.
 
@@ -31,19 +31,19 @@ def unreachable(
         hosts: Their names; all are asked at the same time.
         environ: Of ssh.
         ssh: Options that it needs.
-        weary: Whether to ask no longer; then nothing is held against those that have not answered.
+        give_up: Whether to ask no longer; then nothing is held against who has not answered.
     """
     silent = [host for host in hosts if not is_this_host(host)]
     for _ in range(ASKED_TIMES):
-        silent = _without_answer(silent, environ, ssh, weary)
-    return [] if weary() else silent
+        silent = _without_answer(silent, environ, ssh, give_up)
+    return [] if give_up() else silent
 
 
 def _without_answer(
     hosts: Sequence[str],
     environ: Mapping[str, str],
     ssh: Sequence[str],
-    weary: Callable[[], bool],
+    give_up: Callable[[], bool],
 ) -> list[str]:
     asked = {
         host: subprocess.Popen(
@@ -58,7 +58,7 @@ def _without_answer(
     }
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while any(probe.poll() is None for probe in asked.values()):
-        if weary() or time.monotonic() > deadline:
+        if give_up() or time.monotonic() > deadline:
             break
         time.sleep(STEP_S)
     silent = [host for host, probe in asked.items() if probe.poll() != 0]

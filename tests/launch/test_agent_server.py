@@ -20,13 +20,13 @@ TRACE = ["Traceback (most recent call last):", '  File "train.py", line 3', "Val
 
 
 class Desk:
-    """A hub for three ranks, its console, and agents that are only sockets."""
+    """A server for three ranks, its console, and agents that are only sockets."""
 
     def __init__(self, stack: contextlib.ExitStack, **options: Any) -> None:
         self._stack = stack
         self.out, self.err = io.StringIO(), io.StringIO()
         console = Console(self.out, self.err, ranks=3, with_host=False, chief_only=False)
-        self.hub = stack.enter_context(
+        self.server = stack.enter_context(
             contextlib.closing(AgentServer(3, console, local=True, hold_s=HOLD_S, **options))
         )
 
@@ -34,29 +34,31 @@ class Desk:
         deadline = time.monotonic() + timeout_s
         while not true():
             assert time.monotonic() < deadline, (self.out.getvalue(), self.err.getvalue())
-            self.hub.step(0.01)
+            self.server.step(0.01)
 
     def for_s(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         self.until(lambda: time.monotonic() > until)
 
     def connect(self) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.hub.port), timeout=10)
+        connection = socket.create_connection(("127.0.0.1", self.server.port), timeout=10)
         return self._stack.enter_context(connection)
 
     def agent(self, rank: int) -> socket.socket:
         """One that has said hello."""
         connection = self.connect()
         connection.sendall(self.hello(rank=rank))
-        self.until(lambda: rank in self.hub.hosts())
+        self.until(lambda: rank in self.server.hosts())
         return connection
 
     def hello(self, **changes: Any) -> bytes:
-        return encode(**{"kind": "hello", "job": self.hub.job, "rank": 0, "host": "a", **changes})
+        return encode(
+            **{"kind": "hello", "job": self.server.job, "rank": 0, "host": "a", **changes}
+        )
 
     def hung_up(self, connection: socket.socket) -> bool:
-        """Whether the hub has closed it, without a word."""
-        self.hub.step(0.01)
+        """Whether the server has closed it, without a word."""
+        self.server.step(0.01)
         connection.settimeout(0.05)
         try:
             return connection.recv(1) == b""
@@ -66,7 +68,7 @@ class Desk:
             return False
 
     def ends(self) -> dict[int, int | None]:
-        return {end.rank: end.code for end in self.hub.ends}
+        return {end.rank: end.code for end in self.server.ends}
 
 
 @pytest.fixture
@@ -94,10 +96,10 @@ def test_agents_say_hello(desk: Desk) -> None:
     connection = desk.connect()
     for at in range(len(hello)):
         connection.sendall(hello[at : at + 1])
-        desk.hub.step(0.0)
-    desk.until(lambda: desk.hub.connected == 1)
+        desk.server.step(0.0)
+    desk.until(lambda: desk.server.connected == 1)
     desk.agent(0)
-    assert (desk.hub.hosts(), desk.hub.running) == ({2: "node2", 0: "a"}, [2, 0])
+    assert (desk.server.hosts(), desk.server.running) == ({2: "node2", 0: "a"}, [2, 0])
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -120,7 +122,7 @@ def test_who_does_not_belong_here_is_refused(desk: Desk, changes: dict[str, Any]
     stranger = desk.connect()
     stranger.sendall(desk.hello(**changes) + line("I am in"))
     desk.until(lambda: desk.hung_up(stranger))
-    assert desk.hub.hosts() == {1: "a"}
+    assert desk.server.hosts() == {1: "a"}
     mine.sendall(line("still here"))
     desk.until(lambda: desk.err.getvalue() != "")
     assert desk.err.getvalue() == "[1] still here\n"
@@ -142,15 +144,15 @@ def test_garbage_closes_the_connection(desk: Desk, garbage: bytes) -> None:
     with contextlib.suppress(OSError):
         for at in range(0, len(garbage), 1 << 16):
             stranger.sendall(garbage[at : at + (1 << 16)])
-            desk.hub.step(0.01)
+            desk.server.step(0.01)
     desk.until(lambda: desk.hung_up(stranger))
-    assert desk.hub.connected == 0
+    assert desk.server.connected == 0
     assert desk.ends() == {}
 
 
 def test_an_agent_that_sends_garbage_counts_as_lost(desk: Desk) -> None:
     desk.agent(0).sendall(b"garbage\n")
-    desk.until(lambda: not desk.hub.running)
+    desk.until(lambda: not desk.server.running)
     assert desk.ends() == {0: None}
 
 
@@ -163,12 +165,12 @@ def test_a_stranger_that_says_nothing_blocks_nobody(desk: Desk) -> None:
     silent[1].close()
     agent.sendall(line("epoch 2", "stdout"))
     desk.until(lambda: desk.out.getvalue().endswith("[0] epoch 2\n"), timeout_s=5)
-    assert desk.hub.hosts() == {0: "a"}
+    assert desk.server.hosts() == {0: "a"}
 
 
 def test_a_local_job_listens_on_this_host_alone(desk: Desk) -> None:
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", desk.hub.port), timeout=5)
+        socket.create_connection(("127.0.0.2", desk.server.port), timeout=5)
     console = Console(io.StringIO(), io.StringIO(), ranks=1, with_host=False, chief_only=False)
     with contextlib.closing(AgentServer(1, console, local=False)) as everywhere:
         socket.create_connection(("127.0.0.2", everywhere.port), timeout=5).close()
@@ -179,9 +181,9 @@ def test_lines_and_ends_are_taken_in(desk: Desk) -> None:
     brief.sendall(desk.hello() + line("a", "stdout") + line("b") + encode("end", code=0))
     desk.until(lambda: 0 in desk.ends())
     agent.sendall(encode("told", signal=15) + line("c") + encode("end", code=7))
-    desk.until(lambda: not desk.hub.running)
+    desk.until(lambda: not desk.server.running)
     assert (desk.out.getvalue(), desk.err.getvalue()) == ("[0] a\n", "[0] b\n[1] c\n")
-    assert [(e.rank, e.host, e.code, e.stderr, e.bidden) for e in desk.hub.ends] == [
+    assert [(e.rank, e.host, e.code, e.stderr, e.was_signalled) for e in desk.server.ends] == [
         (0, "a", 0, ("b",), False),
         (1, "a", 7, ("c",), True),
     ]
@@ -193,9 +195,9 @@ def test_what_is_hidden_is_no_last_word_either() -> None:
         agent = desk.agent(0)
         agent.sendall(line("noise") + line("words") + line("noise", "stdout"))
         agent.sendall(encode("end", code=1))
-        desk.until(lambda: not desk.hub.running)
+        desk.until(lambda: not desk.server.running)
         assert (desk.out.getvalue(), desk.err.getvalue()) == ("[0] noise\n", "[0] words\n")
-        assert desk.hub.ends[0].stderr == ("words",)
+        assert desk.server.ends[0].stderr == ("words",)
 
 
 def test_a_lost_agent_is_an_end_without_a_code(desk: Desk) -> None:
@@ -205,9 +207,9 @@ def test_a_lost_agent_is_an_end_without_a_code(desk: Desk) -> None:
     ended.close()
     lost.sendall(line("last words"))
     lost.close()
-    desk.until(lambda: desk.hub.running == [2])
+    desk.until(lambda: desk.server.running == [2])
     assert desk.ends() == {1: 0, 0: None}
-    assert desk.hub.ends[1].stderr == ("last words",)
+    assert desk.server.ends[1].stderr == ("last words",)
     well.sendall(line("well"))
     desk.until(lambda: desk.err.getvalue().endswith("[2] well\n"))
 
@@ -216,23 +218,23 @@ def test_stop_reaches_who_runs_and_dismiss_who_has_ended(desk: Desk) -> None:
     runs, ended, lost = (desk.agent(rank) for rank in range(3))
     ended.sendall(encode("end", code=0))
     lost.close()
-    desk.until(lambda: desk.hub.running == [0])
-    desk.hub.stop(2, 1.5)
-    desk.hub.dismiss()
+    desk.until(lambda: desk.server.running == [0])
+    desk.server.stop(2, 1.5)
+    desk.server.dismiss()
     assert received(runs) == [{"kind": "stop", "signal": 2, "grace_s": 1.5}]
     assert received(ended) == [{"kind": "bye"}]
     runs.sendall(encode("end", code=130))
-    desk.until(lambda: not desk.hub.running)
-    assert [end.bidden for end in desk.hub.ends if end.rank == 0] == [True]
+    desk.until(lambda: not desk.server.running)
+    assert [end.was_signalled for end in desk.server.ends if end.rank == 0] == [True]
 
 
 def test_who_comes_late_is_told_as_well(desk: Desk) -> None:
-    desk.hub.stop(10, 60.0)
+    desk.server.stop(10, 60.0)
     late = desk.agent(0)
     assert received(late) == [{"kind": "stop", "signal": 10, "grace_s": 60.0}]
     late.sendall(encode("end", code=75))
-    desk.until(lambda: not desk.hub.running)
-    assert desk.hub.ends[0].bidden
+    desk.until(lambda: not desk.server.running)
+    assert desk.server.ends[0].was_signalled
 
 
 def test_an_agent_that_can_not_be_told_is_lost(desk: Desk) -> None:
@@ -241,30 +243,30 @@ def test_an_agent_that_can_not_be_told_is_lost(desk: Desk) -> None:
     agent.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     agent.close()
     deadline = time.monotonic() + 10
-    while desk.hub.running and time.monotonic() < deadline:
-        desk.hub.stop(15, 1.0)
+    while desk.server.running and time.monotonic() < deadline:
+        desk.server.stop(15, 1.0)
     assert desk.ends() == {0: None}
-    desk.hub.step(0.01)
-    desk.hub.dismiss()
+    desk.server.step(0.01)
+    desk.server.dismiss()
 
 
 def test_reports_are_taken_in_and_nonsense_is_not(desk: Desk) -> None:
     agent = desk.agent(1)
     agent.sendall(encode("report", step=4, phase="training"))
-    desk.until(lambda: desk.hub.reports.step == 4)
+    desk.until(lambda: desk.server.reports.step == 4)
     agent.sendall(encode("report", step="5") + encode("report", pid=[1]) + line("well"))
     desk.until(lambda: desk.err.getvalue() == "[1] well\n")
-    assert desk.hub.reports.latest[1].step == 4
+    assert desk.server.reports.latest[1].step == 4
 
 
 def test_a_look_at_all_that_run(desk: Desk) -> None:
     stopped, ended = desk.agent(0), desk.agent(1)
     ended.sendall(encode("end", code=0))
     desk.until(lambda: 1 in desk.ends())
-    desk.hub.look()
+    desk.server.look()
     assert (received(stopped), received(ended)) == ([{"kind": "look"}], [])
     stopped.sendall(encode("looked", stopped=True))
-    desk.until(lambda: desk.hub.stopped == {0: True})
+    desk.until(lambda: desk.server.stopped == {0: True})
 
 
 def test_an_end_that_is_forgiven_is_no_failure(desk: Desk) -> None:
@@ -272,8 +274,8 @@ def test_an_end_that_is_forgiven_is_no_failure(desk: Desk) -> None:
     dead, other = desk.agent(0), desk.agent(1)
     dead.sendall(encode("end", code=137))
     desk.until(lambda: 0 in desk.ends())
-    desk.hub.forgive(desk.hub.ends[0])
-    assert (desk.ends(), desk.hub.forgiven, desk.hub.running) == ({}, [0], [1])
+    desk.server.drop_lost(desk.server.ends[0])
+    assert (desk.ends(), desk.server.dropped, desk.server.running) == ({}, [0], [1])
     other.sendall(b"".join(map(line, TRACE)))
     desk.until(lambda: desk.err.getvalue().count("[1]") == len(TRACE))
 
@@ -287,9 +289,9 @@ def test_held_tracebacks_are_dropped_when_somebody_failed(desk: Desk) -> None:
     desk.until(lambda: 1 in desk.ends())
     agents[0].sendall(line("late") + encode("end", code=1))
     desk.for_s(2 * HOLD_S)
-    desk.hub.settle()
+    desk.server.settle()
     assert desk.err.getvalue() == "".join(f"[1] {text}\n" for text in TRACE)
-    assert desk.hub.ends[1].stderr == (*TRACE, "late"), "the verdict knows all of it"
+    assert desk.server.ends[1].stderr == (*TRACE, "late"), "the verdict knows all of it"
 
 
 def test_held_tracebacks_are_shown_when_nobody_failed(desk: Desk) -> None:
@@ -308,18 +310,18 @@ def test_held_tracebacks_are_shown_at_the_end(desk: Desk) -> None:
     for rank in (1, 0):
         agents[rank].sendall(b"".join(map(line, TRACE)) + encode("end", code=0))
         desk.until(lambda rank=rank: rank in desk.ends())
-    desk.hub.settle()
+    desk.server.settle()
     assert desk.err.getvalue() == "".join(f"[{rank}] {t}\n" for rank in (1, 0) for t in TRACE)
 
 
 def test_an_interrupt_that_was_asked_for_leaves_no_traceback(desk: Desk) -> None:
     agents = [desk.agent(rank) for rank in range(3)]
-    desk.hub.stop(2, 5.0)
+    desk.server.stop(2, 5.0)
     for rank, agent in enumerate(agents):
         words = [*TRACE[:2], "KeyboardInterrupt", f"saved {rank}"]
         agent.sendall(b"".join(map(line, words)) + encode("end", code=130))
-    desk.until(lambda: not desk.hub.running)
-    desk.hub.settle()
+    desk.until(lambda: not desk.server.running)
+    desk.server.settle()
     assert sorted(desk.err.getvalue().splitlines()) == [
         f"[{rank}] saved {rank}" for rank in (0, 1, 2)
     ]

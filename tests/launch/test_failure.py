@@ -23,9 +23,9 @@ def trace(*last: str) -> tuple[str, ...]:
 
 
 def end(
-    rank: int, code: int | None = 1, stderr: tuple[str, ...] = (), *, bidden: bool = False
+    rank: int, code: int | None = 1, stderr: tuple[str, ...] = (), *, was_signalled: bool = False
 ) -> End:
-    return End(rank=rank, host="node1", code=code, stderr=stderr, bidden=bidden)
+    return End(rank=rank, host="node1", code=code, stderr=stderr, was_signalled=was_signalled)
 
 
 PEER = trace("hvdtrain.errors.PeerFailedError: rank 2 failed: ValueError: 3")
@@ -87,17 +87,20 @@ FIRST: dict[str, tuple[list[End], int | None]] = {
     "only-echoes": ([end(1, 1, PEER), end(0, 1, PEER)], 1),
     "handling-an-echo": ([end(1, 1, FROM_PEER), end(0, 1, VALUE)], 0),
     "caused-by-an-echo-but-own": ([end(1, 1, CAUSED), end(0, 1, PEER)], 1),
-    "bidden-before": ([end(0, 143, bidden=True), end(2, 1, VALUE)], 2),
-    "bidden-and-interrupted": ([end(0, 1, INTERRUPT, bidden=True), end(2, 1, VALUE)], 2),
-    "both-bidden": ([end(0, 1, INTERRUPT, bidden=True), end(2, 1, VALUE, bidden=True)], 2),
-    "bidden-and-echo": ([end(0, 1, PEER, bidden=True), end(2, 5)], 2),
-    "bidden-after-its-own-words": ([end(0, 1, PEER), end(2, 1, VALUE, bidden=True)], 2),
-    "bidden-after-its-crash": ([end(0, 1, PEER), end(2, 139, CRASH, bidden=True)], 2),
-    "unbidden-beats-own-words": ([end(0, 1, VALUE, bidden=True), end(2, 1, VALUE)], 2),
-    "all-bidden": ([end(1, 143, bidden=True), end(0, 143, bidden=True)], 1),
+    "signalled-before": ([end(0, 143, was_signalled=True), end(2, 1, VALUE)], 2),
+    "signalled-and-interrupted": ([end(0, 1, INTERRUPT, was_signalled=True), end(2, 1, VALUE)], 2),
+    "both-signalled": (
+        [end(0, 1, INTERRUPT, was_signalled=True), end(2, 1, VALUE, was_signalled=True)],
+        2,
+    ),
+    "signalled-and-echo": ([end(0, 1, PEER, was_signalled=True), end(2, 5)], 2),
+    "signalled-after-its-own-words": ([end(0, 1, PEER), end(2, 1, VALUE, was_signalled=True)], 2),
+    "signalled-after-its-crash": ([end(0, 1, PEER), end(2, 139, CRASH, was_signalled=True)], 2),
+    "unsignalled-beats-own-words": ([end(0, 1, VALUE, was_signalled=True), end(2, 1, VALUE)], 2),
+    "all-signalled": ([end(1, 143, was_signalled=True), end(0, 143, was_signalled=True)], 1),
     "lost-before-a-failure": ([end(0, LOST), end(2, 1, VALUE)], 2),
     "lost-before-an-echo": ([end(2, LOST), end(0, 1, PEER)], 2),
-    "lost-before-bidden": ([end(2, LOST), end(0, 143, bidden=True)], 2),
+    "lost-before-signalled": ([end(2, LOST), end(0, 143, was_signalled=True)], 2),
     "all-lost": ([end(1, LOST), end(0, LOST)], 1),
 }
 

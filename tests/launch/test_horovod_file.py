@@ -80,7 +80,7 @@ def test_all_of_them_are_known_and_the_command_line_wins(
     argv = ["run", "-np", "2", "--hang-timeout-s=7", "--config-file", written(tmp_path, FULL)]
     assert main([*map(str, argv), "python"]) == 0
     assert started[0].settings.log_level == "info"
-    assert started[0].patience.hang_s == 7
+    assert started[0].time_limits.hang_s == 7
     told = capsys.readouterr().err
     assert told.count("--fusion-threshold-mb, --cycle-time-ms, --autotune, ") == 1
 

@@ -148,8 +148,8 @@ def test_what_stands_for_others_does_the_same(
 
 
 def test_the_last_word_counts(job) -> None:
-    assert job("--start-timeout", "7", "--start-timeout-s", "8").patience.start_s == 8
-    assert job("--start-timeout-s", "8", "--start-timeout", "7").patience.start_s == 7
+    assert job("--start-timeout", "7", "--start-timeout-s", "8").time_limits.start_s == 8
+    assert job("--start-timeout-s", "8", "--start-timeout", "7").time_limits.start_s == 7
 
 
 def test_a_wrong_value_is_told_by_the_flag_that_it_is_for(
@@ -163,7 +163,7 @@ def test_horovods_default_does_not_turn_off_the_search_for_hangs(
     job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = job("--stall-check-shutdown-time-seconds", "0")
-    assert given.patience == TimeLimits(start_s=120, grace_s=5, preempt_grace_s=60, hang_s=540)
+    assert given.time_limits == TimeLimits(start_s=120, grace_s=5, preempt_grace_s=60, hang_s=540)
     assert "--stall-check-shutdown-time-seconds: 0 is Horovod's" in capsys.readouterr().err
 
 

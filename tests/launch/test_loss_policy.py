@@ -12,13 +12,13 @@ from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.placement import place
 from hvdtrain.launch.commands import Mpirun
 from hvdtrain.launch.failure import End
-from hvdtrain.launch.loss_policy import describe_loss, is_loss, vital, why_not
+from hvdtrain.launch.loss_policy import critical_ranks, describe_loss, is_loss, why_not
 
 KILLED = 128 + signal.SIGKILL
 
 
-def end(code: int | None, *, bidden: bool = False) -> End:
-    return End(rank=2, host="node1", code=code, bidden=bidden)
+def end(code: int | None, *, was_signalled: bool = False) -> End:
+    return End(rank=2, host="node1", code=code, was_signalled=was_signalled)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def end(code: int | None, *, bidden: bool = False) -> End:
         (end(255), False),
         (end(0), False),
         (end(None), False),
-        (end(KILLED, bidden=True), False),
+        (end(KILLED, was_signalled=True), False),
     ],
 )
 def test_is_loss(one: End, lost: bool) -> None:
@@ -52,9 +52,9 @@ def test_describe_loss() -> None:
 
 def test_without_whom_nothing_goes_on() -> None:
     hosts = [Host(name="a", slots=4)]
-    assert vital(place(hosts, 4)) == {}
+    assert critical_ranks(place(hosts, 4)) == {}
     served = place(hosts, 4, servers=(2,))
-    assert vital(served) == {0: "the chief", 2: "a parameter server"}
+    assert critical_ranks(served) == {0: "the chief", 2: "a parameter server"}
 
 
 def test_where_it_is_to_be_had() -> None:

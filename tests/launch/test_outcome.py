@@ -50,31 +50,36 @@ ENDED: dict[str, tuple[list[End], dict[str, Any], int, Cause]] = {
     "exception": ([end(1, 1, TRACE), end(0, 1, PEER)], {}, 1, "exception"),
     "killed": ([end(1, KILLED), end(0, 1, PEER)], {}, KILLED, "infrastructure"),
     "crashed": ([end(1, 139, TRACE)], {}, 139, "infrastructure"),
-    "lost": ([end(1, None), end(0, 143, bidden=True)], {}, KILLED, "infrastructure"),
+    "lost": ([end(1, None), end(0, 143, was_signalled=True)], {}, KILLED, "infrastructure"),
     "waited-in-vain": ([end(0, 1, TIMEOUT)], {}, 124, "infrastructure"),
-    "hang": ([end(0, 143, bidden=True)], {"hang": "the job hangs"}, 124, "infrastructure"),
+    "hang": ([end(0, 143, was_signalled=True)], {"hang": "the job hangs"}, 124, "infrastructure"),
     "only-an-echo": ([end(0, 1, PEER)], {}, 1, "infrastructure"),
     "own-code": ([end(0, 3)], {}, 3, "own code"),
     "own-code-1": ([end(0, 1, ("train.py: no such data",))], {}, 1, "own code"),
     "255": ([end(0, 255)], {}, 255, "own code"),
     "missing": ([], {"seen": {0: "a"}}, 125, "infrastructure"),
     "missing-and-told-to-end": (
-        [end(0, 143, bidden=True)],
+        [end(0, 143, was_signalled=True)],
         {"seen": {0: "a"}},
         125,
         "infrastructure",
     ),
     "starter": ([end(0, 0), end(1, 0)], {"starter_code": 9}, 9, "own code"),
-    "interrupted": ([end(0, 130, bidden=True)], told(signal.SIGINT), 130, "ordered"),
-    "cancelled": ([end(0, 75, bidden=True)], told(signal.SIGTERM), 143, "ordered"),
-    "preempted": ([end(0, 75, bidden=True)], told(signal.SIGUSR1), 75, "ordered"),
-    "preempted-without-a-word": ([end(0, 138, bidden=True)], told(signal.SIGUSR1), 75, "ordered"),
+    "interrupted": ([end(0, 130, was_signalled=True)], told(signal.SIGINT), 130, "ordered"),
+    "cancelled": ([end(0, 75, was_signalled=True)], told(signal.SIGTERM), 143, "ordered"),
+    "preempted": ([end(0, 75, was_signalled=True)], told(signal.SIGUSR1), 75, "ordered"),
+    "preempted-without-a-word": (
+        [end(0, 138, was_signalled=True)],
+        told(signal.SIGUSR1),
+        75,
+        "ordered",
+    ),
     "ranks-preempted": ([end(0, 75), end(1, 75)], {}, 75, "preempted"),
-    "one-rank-told": ([end(1, 75, bidden=True), end(0, 75)], {}, 75, "preempted"),
+    "one-rank-told": ([end(1, 75, was_signalled=True), end(0, 75)], {}, 75, "preempted"),
     "preempted-then-killed": ([end(0, 75), end(1, KILLED, at=5)], {}, 75, "preempted"),
     "killed-then-preempted": ([end(0, KILLED), end(1, 75, at=5)], {}, KILLED, "infrastructure"),
     "one-rank-told-dies-of-it": (
-        [end(1, 138, bidden=True), end(0, 1, PEER, at=5)],
+        [end(1, 138, was_signalled=True), end(0, 1, PEER, at=5)],
         {},
         1,
         "infrastructure",
@@ -115,17 +120,17 @@ WORDS: dict[str, tuple[list[End], dict[str, Any], list[str]]] = {
     ),
     "preempted-without-reports": ([end(0, 75)], {}, ["preempted; start it again to go on"]),
     "ended-and-saved": (
-        [end(0, 75, bidden=True)],
+        [end(0, 75, was_signalled=True)],
         {"reports": reported(saved=41), **told(signal.SIGTERM)},
         ["the job was ended by SIGTERM at step 41, checkpoint saved; start it again to go on"],
     ),
     "ended": (
-        [end(0, 143, bidden=True)],
+        [end(0, 143, was_signalled=True)],
         {"reports": reported(saved=41), **told(signal.SIGTERM)},
         ["the job was ended by SIGTERM"],
     ),
     "failed-while-saving": (
-        [end(0, 3), end(1, 75, bidden=True)],
+        [end(0, 3), end(1, 75, was_signalled=True)],
         told(signal.SIGUSR1),
         [
             "rank 0 on a failed first: exit code 3",
@@ -150,7 +155,7 @@ def test_what_was_lost() -> None:
 
 
 def test_hosts_that_were_lost_or_did_not_start() -> None:
-    assert ended(end(1, None), end(0, 143, bidden=True)).lost_hosts == ("b",)
+    assert ended(end(1, None), end(0, 143, was_signalled=True)).lost_hosts == ("b",)
     refused = "ssh: connect to host b port 22: Connection refused"
     assert ended(seen={}, words=[refused]).lost_hosts == ("b",)
     # Who is to blame has to be found out.

@@ -29,14 +29,14 @@ def job(monkeypatch: pytest.MonkeyPatch):
 def test_by_default_nothing_is_started_again(job) -> None:
     plain = job()
     assert (plain.max_restarts, plain.settings) == (0, Settings())
-    assert plain.patience == TimeLimits(start_s=120, grace_s=5, preempt_grace_s=60, hang_s=540)
+    assert plain.time_limits == TimeLimits(start_s=120, grace_s=5, preempt_grace_s=60, hang_s=540)
 
 
 def test_what_is_given_counts(job) -> None:
     given = job("--max-restarts", "3", "--min-np", "2", "--elastic", "--preempt-grace-s", "7")
     assert given.max_restarts == 3
     assert given.settings == Settings(min_np=2, elastic=True)
-    assert given.patience.preempt_grace_s == 7
+    assert given.time_limits.preempt_grace_s == 7
 
 
 def test_ranks_that_say_the_same_speak_once_unless_asked(job) -> None:
@@ -50,9 +50,9 @@ def test_gradients_that_are_not_finite_are_refused_on_request(job, monkeypatch) 
 
 
 def test_hangs_are_noticed_before_ranks_give_up(job) -> None:
-    assert job("--timeout-s", "100").patience.hang_s == 90
-    assert job("--timeout-s", "100", "--hang-timeout-s", "20").patience.hang_s == 20
-    assert job("--hang-timeout-s", "0").patience.hang_s == 0
+    assert job("--timeout-s", "100").time_limits.hang_s == 90
+    assert job("--timeout-s", "100", "--hang-timeout-s", "20").time_limits.hang_s == 20
+    assert job("--hang-timeout-s", "0").time_limits.hang_s == 0
 
 
 def test_fewer_ranks_than_at_least_are_an_error(capsys) -> None:

@@ -62,17 +62,17 @@ def run(*argv: str, start_timeout_s: float = 60.0, grace_s: float = 2.0) -> Run:
     console = Console(out, err, ranks=2, with_host=False, chief_only=False)
     show("info", who="", write=console.notice)
     with (
-        contextlib.closing(AgentServer(2, console, local=True)) as hub,
+        contextlib.closing(AgentServer(2, console, local=True)) as server,
         caught_signals() as received,
     ):
-        own = {LAUNCHER: format_addresses(["127.0.0.1"], hub.port), JOB: hub.job}
+        own = {LAUNCHER: format_addresses(["127.0.0.1"], server.port), JOB: server.job}
         environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **own}
         supervisor = Supervisor(
             Command(argv=argv, environ=environ),
-            hub,
+            server,
             console,
             hosts={0: "node1", 1: "node2"},
-            patience=TimeLimits(start_s=start_timeout_s, grace_s=grace_s),
+            time_limits=TimeLimits(start_s=start_timeout_s, grace_s=grace_s),
             received=received,
         )
         started = time.monotonic()

@@ -117,7 +117,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_environment(
     (job, environ), *more = started
     assert not more
     assert job.program == ("python", "train.py", "--config", "own.toml")
-    assert (job.ranks, job.hosts, job.oversubscribe, job.patience.grace_s) == (
+    assert (job.ranks, job.hosts, job.oversubscribe, job.time_limits.grace_s) == (
         3,
         "localhost:8",
         True,

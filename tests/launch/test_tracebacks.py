@@ -39,7 +39,7 @@ HOLD_S = 5.0
 @dataclass
 class Author:
     number: int
-    bidden: bool = False
+    was_signalled: bool = False
     end: End | None = None
 
 
@@ -63,7 +63,7 @@ class Screen:
 
     def bid(self) -> None:
         for rank in self.ranks:
-            rank.bidden = True
+            rank.was_signalled = True
 
     def end(self, number: int, code: int | None) -> None:
         rank = self.ranks[number]

@@ -27,7 +27,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 def test_hosts_that_ssh_does_not_reach(environ: dict[str, str], tmp_path: Path) -> None:
     hosts = ["a", "b", "c", "localhost"]
-    silent = unreachable(hosts, environ, ssh=("-p", "2222"), weary=lambda: False)
+    silent = unreachable(hosts, environ, ssh=("-p", "2222"), give_up=lambda: False)
     assert silent == ["b"]
     asked = (tmp_path / "asked").read_text().splitlines()
     assert len(asked) == 3 + 2, "this host needs no ssh, and one that answered is left in peace"
