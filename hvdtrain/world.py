@@ -228,7 +228,7 @@ def _enter() -> _World:
         from hvdtrain.collectives import exit_hooks
 
         # From here on a rank that fails ends the others too.
-        exit_hooks.install(collectives)
+        exit_hooks.install(collectives, report.failed)
     report.phase("started")
     # Reached only when asked for: this imports TensorFlow.
     from hvdtrain.tensorflow import devices, random_seed

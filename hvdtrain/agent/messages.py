@@ -1,9 +1,9 @@
 """What launcher and agents tell each other: one JSON object a line over TCP.
 
-An agent begins with ``hello``; then it sends ``line``, ``status``, ``report`` and ``told`` as they
-come, and at last ``end``, with what the kernel killed where the program failed. The launcher sends
-``stop``, and ``bye`` for an ``end`` that it has noted. Asked to ``look`` at a rank that hangs, the
-agent has its program print its stacks, and answers with ``looked``.
+An agent begins with ``hello``; then it sends ``line``, ``status``, ``report``, ``failure`` and
+``told`` as they come, and at last ``end``, with what the kernel killed where the program failed.
+The launcher sends ``stop``, and ``bye`` for an ``end`` that it has noted. Asked to ``look`` at a
+rank that hangs, the agent has its program print its stacks, and answers with ``looked``.
 """
 
 from __future__ import annotations

@@ -191,12 +191,12 @@ class Agent:
             key.data(key.fileobj)
 
     def _read_reports(self, pipe: ReportPipe) -> None:
-        reports = pipe.read()
-        if reports is None:
+        messages = pipe.read()
+        if messages is None:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(pipe)
-        for report in reports or ():
-            self._send("report", **report)
+        for message in messages or ():
+            self._send(**message)
 
     def _read_launcher(self, launcher: socket.socket) -> None:
         try:

@@ -1,25 +1,25 @@
-"""What the program of a rank reports: how far it is."""
+"""What the program of a rank tells: how far it is, and why it failed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["FIELDS", "RankReport", "read_report"]
+__all__ = ["FIELDS", "FailureRecord", "RankReport", "read_failure", "read_report"]
 
 _LONGEST_WORD = 500
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """The newest state of one rank; ``hvdtrain.monitor.progress`` tells it.
+    """The newest state of one rank; ``hvdtrain.monitor.report`` tells it.
 
     Attributes:
         pid: The process that prints its stacks at SIGQUIT; None for none.
         step: Optimizer steps that are complete; None before the first.
-        epoch: Of the last step.
-        phase: What it does; steps come in ``"training"`` alone.
+        epoch: The epoch of the last step.
+        phase: What the program does; steps come in ``"training"`` alone.
         saved: Step of the newest checkpoint that this run of the program wrote.
         resumed: Step of the checkpoint that it began from.
         waiting_in: The operation in which it waits for other ranks; empty for none.
@@ -34,7 +34,39 @@ class RankReport:
     waiting_in: str = ""
 
 
-FIELDS = tuple(entry.name for entry in fields(RankReport))
+@dataclass(frozen=True, kw_only=True)
+class FailureRecord:
+    """Why the program of one rank failed; the error file of torchelastic is the model.
+
+    Attributes:
+        exception: Name of the class of the exception that ended the program, or of the error
+            between ranks behind it.
+        message: What that exception says.
+        traceback: What Python prints of it, without the middle where it is long.
+        time_s: When it was raised, in seconds since 1970 by the clock of the rank's host.
+    """
+
+    exception: str
+    message: str = ""
+    traceback: str = ""
+    time_s: float = 0.0
+
+    @property
+    def kind(self) -> Literal["exception", "follows", "hang", "interrupt"]:
+        """Whether the fault is the program's own, another rank's, or nobody's."""
+        if self.exception == "PeerFailedError":
+            return "follows"
+        if self.exception == "CollectiveTimeoutError":
+            return "hang"
+        is_end = self.exception in ("KeyboardInterrupt", "SystemExit")
+        return "interrupt" if is_end else "exception"
+
+
+# Kinds of messages that programs write, and what these hold.
+FIELDS = {
+    kind: tuple(entry.name for entry in fields(content))
+    for kind, content in (("report", RankReport), ("failure", FailureRecord))
+}
 
 
 def read_report(message: Mapping[str, Any]) -> RankReport | None:
@@ -47,9 +79,21 @@ def read_report(message: Mapping[str, Any]) -> RankReport | None:
         return None
     if not all(isinstance(word, str) for word in words.values()):
         return None
-    shown: dict[str, Any] = {name: _printable(word) for name, word in words.items()}
+    shown: dict[str, Any] = {name: _printable(word)[:_LONGEST_WORD] for name, word in words.items()}
     return RankReport(**numbers, **shown)
 
 
+def read_failure(message: Mapping[str, Any]) -> FailureRecord | None:
+    """The failure in a message; None where it holds something else."""
+    words = {name: message.get(name) for name in ("exception", "message", "traceback")}
+    time_s = message.get("time_s")
+    if not all(isinstance(word, str) for word in words.values()) or type(time_s) is not float:
+        return None
+    shown: dict[str, Any] = {
+        name: "\n".join(map(_printable, str(word).splitlines())) for name, word in words.items()
+    }
+    return FailureRecord(**shown, time_s=time_s)
+
+
 def _printable(word: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in word[:_LONGEST_WORD])
+    return "".join(letter if letter.isprintable() else "?" for letter in word)

@@ -1,4 +1,4 @@
-"""The agent's end of the pipe by which a rank's program tells how far it is."""
+"""The agent's end of the pipe by which a rank's program tells how far it is, or why it failed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ReportPipe:
         os.close(self._writer)
 
     def read(self) -> list[dict[str, Any]] | None:
-        """What the reports that have come hold; None at the pipe's end, or after what is none."""
+        """The messages that have come; None at the pipe's end, or after what is none."""
         try:
             data = os.read(self._reader, _READ_BYTES)
             messages = self._decoder.feed(data)
@@ -52,12 +52,12 @@ class ReportPipe:
             return []
         except (OSError, LaunchError):
             return None
-        reports = [
-            {name: message[name] for name in FIELDS if name in message}
+        told = [
+            {name: message[name] for name in ("kind", *FIELDS[message["kind"]]) if name in message}
             for message in messages
-            if message["kind"] == "report"
+            if message["kind"] in FIELDS
         ]
-        for report in reports:
-            if type(report.get("pid")) is int:
-                self.pid = report["pid"]
-        return reports if data else None
+        for message in told:
+            if type(message.get("pid")) is int:
+                self.pid = message["pid"]
+        return told if data else None

@@ -17,6 +17,7 @@ from hvdtrain.bench.timing import time_in_turn
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import create, exit_hooks
 from hvdtrain.config import read_settings
+from hvdtrain.monitor import report
 
 __all__ = ["main"]
 
@@ -33,7 +34,7 @@ def main() -> None:
     collectives = create(topology, read_settings(os.environ))
     if collectives.size > 1:
         # Ends MPI with this process, and the other ranks when this one fails.
-        exit_hooks.install(collectives)
+        exit_hooks.install(collectives, report.failed)
     ranks = collectives.size
     small, large = np.ones(1, np.float32), np.ones(NBYTES // 4, np.float32)
     name = "hvdtrain check"

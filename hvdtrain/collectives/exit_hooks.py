@@ -19,7 +19,7 @@ from hvdtrain.collectives.interface import Collectives
 from hvdtrain.collectives.mpi import MpiCollectives
 from hvdtrain.errors import PeerFailedError
 
-__all__ = ["install"]
+__all__ = ["Tell", "install"]
 
 logger = logging.getLogger(__package__)
 
@@ -33,17 +33,26 @@ EXIT_DEADLINE_S = 5.0
 _current: MpiCollectives | None = None
 
 
-def install(collectives: Collectives) -> None:
+# Gets the error that ends this process, and that which Python prints: the same, or what a library
+# has made of it.
+Tell = Callable[[BaseException, BaseException], None]
+
+
+def install(collectives: Collectives, tell: Tell = lambda cause, error: None) -> None:
     """From now on tell the other ranks when this process fails or leaves.
 
     A second call, after ``shutdown()`` and another ``init()``, puts the new engine in place of the
     old one.
+
+    Args:
+        collectives: Reaches the other ranks.
+        tell: Tells the launcher.
     """
     global _current
     if not isinstance(collectives, MpiCollectives):
         return
     if _current is None:
-        sys.excepthook = functools.partial(_on_exception, sys.excepthook)
+        sys.excepthook = functools.partial(_on_exception, sys.excepthook, tell)
         atexit.register(_leave, ExitCodeWatch())
         os.register_at_fork(after_in_child=_forget)
     _current = collectives
@@ -57,15 +66,17 @@ def _forget() -> None:
 
 def _on_exception(
     previous: Callable[..., object],
+    tell: Tell,
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    previous(kind, error, trace)
     collectives = _current
+    cause = _behind(error, collectives)
+    tell(cause, error)
+    previous(kind, error, trace)
     if collectives is None or collectives.closed:
         return
-    cause = _behind(error, collectives)
     # By its first number, as the launcher calls it: others may have been lost.
     who = f"rank {collectives.alarm.rank} of {collectives.alarm.size}"
     follows = isinstance(cause, PeerFailedError)
@@ -77,9 +88,9 @@ def _on_exception(
     _end_within(EXIT_DEADLINE_S)
 
 
-def _behind(error: BaseException, collectives: MpiCollectives) -> BaseException:
+def _behind(error: BaseException, collectives: MpiCollectives | None) -> BaseException:
     """The error between ranks that TensorFlow has turned into one of its own, if so."""
-    last = collectives.last_error
+    last = collectives.last_error if collectives is not None else None
     return last if last is not None and str(last) in str(error) else error
 
 

@@ -14,11 +14,12 @@ from typing import Any
 
 from hvdtrain.agent.messages import Decoder, encode, keep_alive
 from hvdtrain.agent.oom import OomKills
-from hvdtrain.agent.rank_report import read_report
+from hvdtrain.agent.rank_report import FailureRecord, read_failure, read_report
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.failure import End, begins_traceback
+from hvdtrain.launch.failure import End
 from hvdtrain.launch.job_progress import JobProgress
+from hvdtrain.launch.stderr_text import begins_traceback
 from hvdtrain.launch.tracebacks import HOLD_S, Tracebacks
 
 __all__ = ["AgentServer"]
@@ -35,7 +36,8 @@ class _Rank:
     connection: socket.socket
     decoder: Decoder
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
-    traceback_at: float = 0.0
+    told: FailureRecord | None = None
+    failing_since: float | None = None
     was_signalled: bool = False
     end: End | None = None
 
@@ -224,6 +226,9 @@ class AgentServer:
             elif kind == "report":
                 if (report := read_report(message)) is not None:
                     self.reports.note(rank.number, report, time.monotonic())
+            elif kind == "failure":
+                rank.told = read_failure(message)
+                rank.failing_since = time.monotonic()
             elif kind == "looked":
                 self.stopped[rank.number] = bool(message.get("stopped"))
             elif kind == "told":
@@ -237,8 +242,8 @@ class AgentServer:
             if self._hides is not None and self._hides(text):
                 return
             rank.stderr.append(text)
-            if begins_traceback(text):
-                rank.traceback_at = time.monotonic()
+            if begins_traceback(text) and rank.told is None:
+                rank.failing_since = time.monotonic()
             if self._tracebacks.take(rank, text):
                 return
         self._console.line(rank.number, rank.host, stream, text)
@@ -247,15 +252,19 @@ class AgentServer:
         self._console.line(number, self._connected[number].host, "stderr", text)
 
     def _note_end(self, rank: _Rank, code: int | None, kills: OomKills | None = None) -> None:
+        failed_at = time.monotonic()
+        # Python exits with 1 after a traceback, but may take its time to do so.
+        if code == 1 and rank.failing_since is not None:
+            failed_at = rank.failing_since
         rank.end = End(
             rank=rank.number,
             host=rank.host,
             code=code,
             stderr=tuple(rank.stderr),
+            told=rank.told,
             was_signalled=rank.was_signalled,
             kills=kills,
-            # Python exits with 1 after a traceback, but may take its time to do so.
-            failed_at=rank.traceback_at if code == 1 and rank.traceback_at else time.monotonic(),
+            failed_at=failed_at,
         )
         self.ends.append(rank.end)
 

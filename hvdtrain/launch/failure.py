@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import functools
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdtrain.agent.exit_codes import ExitCode, signal_name
 from hvdtrain.agent.oom import OomKills
+from hvdtrain.agent.rank_report import FailureRecord
+from hvdtrain.launch.stderr_text import begins_crash, exception_name, excerpt
 
-__all__ = [
-    "End",
-    "begins_traceback",
-    "describe",
-    "exception_name",
-    "exit_code",
-    "first_failure",
-    "follows",
-]
+__all__ = ["End", "describe", "exit_code", "first_failure"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +24,7 @@ class End:
         host: Where it ran.
         code: Its exit code; None where its agent was lost without a word.
         stderr: Its last lines.
+        told: Why it failed, as its program told; None where that told nothing.
         was_signalled: Whether the launcher, mpirun or srun had told it to end before.
         failed_at: When it failed, in seconds of the launcher's clock.
         kills: What the kernel killed for lack of memory meanwhile; None where nobody looked.
@@ -39,45 +34,48 @@ class End:
     host: str
     code: int | None
     stderr: Sequence[str] = ()
+    told: FailureRecord | None = None
     was_signalled: bool = False
     failed_at: float = 0.0
     kills: OomKills | None = None
 
+    @functools.cached_property
+    def failure(self) -> FailureRecord | None:
+        """Why it failed: as its program told, else as its last lines say; None for no reason."""
+        if self.told is None and (name := exception_name(self.stderr)):
+            return FailureRecord(exception=name)
+        return self.told
 
+    @property
+    def follows(self) -> bool:
+        """Whether it ended, by its own account, because another rank had."""
+        return self.failure is not None and self.failure.kind == "follows"
+
+    @property
+    def hung(self) -> bool:
+        """Whether it ended, by its own account, because it waited too long for other ranks."""
+        return self.failure is not None and self.failure.kind == "hang"
+
+    @property
+    def has_own_failure(self) -> bool:
+        """Whether it failed of itself, whatever it was told."""
+        crashed = any(map(begins_crash, self.stderr))
+        return crashed or (self.failure is not None and self.failure.kind not in _OF_OTHERS)
+
+
+_OF_OTHERS = ("follows", "interrupt")
 _KILLED = 128 + signal.SIGKILL
-_CRASH = "Fatal Python error:"
-_BEGINNINGS = ("Traceback (most recent call last)", _CRASH)
-# A crash lists all extension modules: thousands of characters that nobody needs at the end.
-_MODULES = "Extension modules:"
-# What a rank says that ended because another one had: never the first failure.
-_FOLLOWS = "PeerFailedError"
-_HANGS = "CollectiveTimeoutError"
-# What faulthandler prints of a rank that the others did not meet in MPI's start, where Python can
-# say nothing; see hvdtrain.collectives.mpi_start.
-_TIMED_OUT, _STARTING = "Timeout (", " in start_mpi"
-# What hvdtrain.collectives.exit_hooks adds to a traceback. It knows better: TensorFlow turns errors
-# between ranks into some of its own.
-_VERDICT = re.compile(
-    r"(?:[\d: -]+ )?(?:\[\d+\] )?hvdtrain: rank \d+ of \d+ (?:stops|failed: (\w+)):"
-)
 _MORE_MEMORY = (
     "take a smaller batch or fewer ranks on a host, or give each rank more memory (Slurm: --mem, "
     "--mem-per-cpu; containers: their limit)"
 )
-_MOST_LINES = 60
-_FEW_LINES = 15
-
-
-def begins_traceback(line: str) -> bool:
-    """Whether a line of stderr is the first of a traceback or of a crash."""
-    return line.startswith(_BEGINNINGS)
 
 
 def first_failure(ends: Sequence[End]) -> End | None:
     """The failure that the others follow from."""
     failures = sorted((end for end in ends if end.code != 0), key=lambda end: end.failed_at)
     for unlikely in (
-        lambda end: follows(end) or (end.was_signalled and not _own_words(end)),
+        lambda end: end.follows or (end.was_signalled and not end.has_own_failure),
         lambda end: end.code is None,
         lambda end: end.was_signalled,
     ):
@@ -86,16 +84,11 @@ def first_failure(ends: Sequence[End]) -> End | None:
     return failures[0] if failures else None
 
 
-def follows(end: End) -> bool:
-    """Whether a rank ended, by its own account, because another one had."""
-    return exception_name(end.stderr) == _FOLLOWS
-
-
 def exit_code(first: End | None) -> int:
     """What ``hvdtrain run`` exits with after ``first``."""
     if first is None:
         return 0
-    if exception_name(first.stderr) == _HANGS:
+    if first.hung:
         return ExitCode.HANG
     return _KILLED if first.code is None else first.code
 
@@ -110,10 +103,13 @@ def describe(first: End, what: str = "") -> str:
     comma = f", {what}," if what else ""
     lines = [f"rank {first.rank} on {first.host}{comma} failed first: {_how(first)}"]
     lines += _about_memory(first)
-    excerpt = _excerpt(first.stderr)
-    if excerpt:
+    said = excerpt(first.stderr)
+    if not said and first.told is not None:
+        # Its stderr goes elsewhere.
+        said = first.told.traceback.splitlines()
+    if said:
         lines.append("its last words:")
-        lines += ["  " + line for line in excerpt]
+        lines += ["  " + line for line in said]
     return "\n".join(lines)
 
 
@@ -126,7 +122,7 @@ def _how(end: End) -> str:
     if (name := signal_name(end.code)) is not None:
         who = _who_killed(end.kills or OomKills()) if end.code == _KILLED else ""
         return f"ended by signal {end.code - 128} ({name}){who}"
-    if exception_name(end.stderr) == _HANGS:
+    if end.hung:
         return f"it waited too long for other ranks; exit code {end.code}"
     return f"exit code {end.code}"
 
@@ -165,40 +161,3 @@ def _who_killed(kills: OomKills) -> str:
         "; the kernel does that when memory runs out, but its counts can't be read there (dmesg "
         "on the host may tell)"
     )
-
-
-def _own_words(end: End) -> bool:
-    """Whether a rank wrote a traceback of its own making before it was told to end."""
-    if any(line.startswith(_CRASH) for line in end.stderr):
-        return True
-    exception = exception_name(end.stderr)
-    return exception not in ("", "KeyboardInterrupt", "SystemExit", _FOLLOWS)
-
-
-def exception_name(lines: Sequence[str]) -> str:
-    """The class of the exception that ends the last traceback; empty where there is none."""
-    within = timed_out = False
-    found = ""
-    for line in lines:
-        timed_out = timed_out or line.startswith(_TIMED_OUT)
-        if begins_traceback(line):
-            within = True
-        elif timed_out and line.endswith(_STARTING):
-            found = _HANGS
-        elif verdict := _VERDICT.match(line):
-            found = verdict[1] or _FOLLOWS
-        elif within and (match := re.match(r"(?:\w+\.)*(\w+)(?::|$)", line)):
-            found = match[1]
-            within = False
-    return found
-
-
-def _excerpt(lines: Sequence[str]) -> list[str]:
-    starts = [index for index, line in enumerate(lines) if begins_traceback(line)]
-    if not starts:
-        return list(lines[-_FEW_LINES:])
-    shown = [line for line in lines[starts[0] :] if not line.startswith(_MODULES)]
-    if len(shown) <= _MOST_LINES:
-        return shown
-    half = _MOST_LINES // 2
-    return [*shown[:half], f"... {len(shown) - 2 * half} lines ...", *shown[-half:]]

@@ -11,7 +11,7 @@ from typing import Literal
 
 from hvdtrain.agent.exit_codes import PREEMPTING, ExitCode, signal_name
 from hvdtrain.cluster.ranges import listing
-from hvdtrain.launch.failure import End, describe, exception_name, exit_code, first_failure, follows
+from hvdtrain.launch.failure import End, describe, exit_code, first_failure
 from hvdtrain.launch.job_progress import JobProgress
 
 __all__ = ["Cause", "JobRecord", "Outcome", "classify", "preempted"]
@@ -167,10 +167,10 @@ def _first_unsignalled(ends: Sequence[End]) -> End | None:
 
 def _cause(first: End) -> Cause:
     assert first.code != 0
-    lost = first.code is None or follows(first)
+    lost = first.code is None or first.follows
     if lost or exit_code(first) == ExitCode.HANG or signal_name(first.code or 0) is not None:
         return "infrastructure"
-    return "exception" if first.code == 1 and exception_name(first.stderr) else "own code"
+    return "exception" if first.code == 1 and first.failure is not None else "own code"
 
 
 def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[str], list[str]]:

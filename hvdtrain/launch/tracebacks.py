@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hvdtrain.launch.failure import End, begins_traceback, exception_name
+from hvdtrain.launch.failure import End
+from hvdtrain.launch.stderr_text import begins_traceback, exception_name
 
 __all__ = ["HOLD_S", "Author", "Tracebacks"]
 

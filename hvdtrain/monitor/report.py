@@ -1,10 +1,10 @@
-"""Tells ``hvdtrain run`` how far this rank is: its step, its phase, its checkpoints.
+"""Tells ``hvdtrain run`` how far this rank is: its step, its phase, its checkpoints, its failure.
 
 The launcher says with it what a failed job has lost, and notices one that hangs. Under any other
 launcher all of it does nothing. Nothing here waits, and no error of it reaches the program.
 
 What is written: one JSON object a line into the file that ``config.REPORT_FD`` names, each with all
-there is to say; see ``hvdtrain.launch.job_progress`` for the other side. The first call installs
+there is to say; ``hvdtrain.agent.rank_report`` is the other side. The first call installs
 Python's own printer of stacks for SIGQUIT, by which the launcher asks a rank where it is.
 """
 
@@ -18,6 +18,8 @@ import os
 import signal
 import stat
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,6 +86,17 @@ def watch(waiting_in: Callable[[], str]) -> None:
     (_reporter or _begin()).waiting_in = waiting_in
 
 
+# Programs don't call it, so it is no public name: hvdtrain.init() sees to it.
+def failed(cause: BaseException, error: BaseException) -> None:
+    """This rank's program ends.
+
+    Args:
+        cause: Why it ends.
+        error: What Python prints: ``cause``, or what a library has made of it.
+    """
+    (_reporter or _begin()).tell_failure(cause, error)
+
+
 class _Reporter:
     """The newest state, and the file that it goes to; None for nowhere."""
 
@@ -127,16 +140,41 @@ class _Reporter:
                 state[name] = int(value)
         state["phase"] = str(self.phase)[:_LONGEST_WORD]
         state["waiting_in"] = self._waits()[:_LONGEST_WORD]
-        line = json.dumps(state, separators=(",", ":")).encode() + b"\n"
-        if line == self._told or len(line) > MOST_BYTES or self._file is None:
+        line = _line(state)
+        # Where whoever reads is slow, the next state will do.
+        if line != self._told and self._send(line):
+            self._told = line
+
+    def tell_failure(self, cause: BaseException, error: BaseException) -> None:
+        """Write why the program ends; never waits, never raises."""
+        if self._file is None:
             return
+        with contextlib.suppress(Exception), self._lock:
+            record = {
+                "kind": "failure",
+                "exception": type(cause).__name__,
+                "message": str(cause)[:_LONGEST_WORD],
+                "traceback": "",
+                "time_s": time.time(),
+            }
+            printed = traceback.format_exception(type(error), error, error.__traceback__)
+            lines = [line[:_LONGEST_WORD] for line in "".join(printed).splitlines()]
+            while lines and len(_line(record | {"traceback": "\n".join(lines)})) > MOST_BYTES:
+                del lines[len(lines) // 2]
+            self._send(_line(record | {"traceback": "\n".join(lines)}))
+
+    def _send(self, line: bytes) -> bool:
+        """Write a line as a whole or not at all; whether that was possible."""
+        if self._file is None or len(line) > MOST_BYTES:
+            return False
         try:
             os.write(self._file, line)
-            self._told = line
         except BlockingIOError:
-            pass  # whoever reads is slow; the next state will do
+            return False
         except OSError:
             self._file = None
+            return False
+        return True
 
     def _waits(self) -> str:
         if self.waiting_in is None:
@@ -155,6 +193,10 @@ class _Reporter:
     def _fall_silent(self) -> None:
         """In a child of this process: the rank is its parent, and whoever held the lock is gone."""
         self._file = None
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 _reporter: _Reporter | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.agent.messages import MOST_BYTES, Decoder, encode
+from hvdtrain.agent.rank_report import FailureRecord
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.console import Console
 
@@ -257,6 +258,23 @@ def test_reports_are_taken_in_and_nonsense_is_not(desk: Desk) -> None:
     agent.sendall(encode("report", step="5") + encode("report", pid=[1]) + line("well"))
     desk.until(lambda: desk.err.getvalue() == "[1] well\n")
     assert desk.server.reports.latest[1].step == 4
+
+
+def test_why_a_program_failed_is_noted_with_its_end(desk: Desk) -> None:
+    first, second, nonsense = (desk.agent(rank) for rank in range(3))
+    failure = {"exception": "KeyError", "message": "'x'", "traceback": "", "time_s": 5.0}
+    first.sendall(encode("failure", **failure) + line("well"))
+    desk.until(lambda: desk.err.getvalue() == "[0] well\n")
+    # It exits later, after more tracebacks, but failed before.
+    second.sendall(encode("failure", **failure) + encode("end", code=1))
+    desk.until(lambda: 1 in desk.ends())
+    first.sendall(b"".join(map(line, TRACE)) + encode("end", code=1))
+    nonsense.sendall(encode("failure", exception=3) + encode("end", code=1))
+    desk.until(lambda: not desk.server.running)
+    told = {end.rank: end.told for end in desk.server.ends}
+    record = FailureRecord(exception="KeyError", message="'x'", time_s=5.0)
+    assert told == {0: record, 1: record, 2: None}
+    assert min(desk.server.ends, key=lambda end: end.failed_at).rank == 0
 
 
 def test_a_look_at_all_that_run(desk: Desk) -> None:

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.agent.oom import OomKills
+from hvdtrain.agent.rank_report import FailureRecord
 from hvdtrain.collectives import exit_hooks
 from hvdtrain.errors import CollectiveTimeoutError, PeerFailedError
-from hvdtrain.launch.failure import End, begins_traceback, describe, exit_code, first_failure
+from hvdtrain.launch.failure import End, describe, exit_code, first_failure
+from hvdtrain.launch.stderr_text import begins_traceback
 
 HEADER = "Traceback (most recent call last):"
 FRAME = '  File "train.py", line 3, in <module>'
@@ -138,6 +140,28 @@ CODES: dict[str, tuple[End | None, int]] = {
 @pytest.mark.parametrize(("first", "code"), CODES.values(), ids=CODES)
 def test_exit_code(first: End | None, code: int) -> None:
     assert exit_code(first) == code
+
+
+RECORDS: dict[str, tuple[FailureRecord, tuple[str, ...], int]] = {
+    "timeout": (FailureRecord(exception="CollectiveTimeoutError"), VALUE, 124),
+    "own": (FailureRecord(exception="ValueError"), TIMEOUT, 1),
+    "without-words": (FailureRecord(exception="CollectiveTimeoutError"), (), 124),
+}
+
+
+@pytest.mark.parametrize(("told", "stderr", "code"), RECORDS.values(), ids=RECORDS)
+def test_what_a_program_told_counts_more_than_what_it_printed(
+    told: FailureRecord, stderr: tuple[str, ...], code: int
+) -> None:
+    assert exit_code(End(rank=0, host="node1", code=1, told=told, stderr=stderr)) == code
+
+
+def test_without_last_words_the_record_is_shown() -> None:
+    told = FailureRecord(exception="ValueError", traceback="\n".join(VALUE))
+    described = describe(End(rank=0, host="node1", code=1, told=told)).splitlines()
+    assert described[1:] == ["its last words:", *("  " + line for line in VALUE)]
+    printed = End(rank=0, host="node1", code=1, told=told, stderr=("usage: train.py",))
+    assert describe(printed).splitlines()[1:] == ["its last words:", "  usage: train.py"]
 
 
 def killed(**counts: int) -> End:
@@ -288,8 +312,15 @@ def test_what_ranks_say_at_their_end_is_understood(
     monkeypatch.setattr(exit_hooks, "FOLLOWER_PAUSE_S", 0.0)
     monkeypatch.setattr(exit_hooks, "_end_within", lambda seconds: None)
     wrapped = RuntimeError(f"2 root error(s) found: {error}")
-    exit_hooks._on_exception(sys.__excepthook__, RuntimeError, wrapped, None)
+    records: list[FailureRecord] = []
+
+    def tell(cause: BaseException, error: BaseException) -> None:
+        assert error is wrapped
+        records.append(FailureRecord(exception=type(cause).__name__))
+
+    exit_hooks._on_exception(sys.__excepthook__, tell, RuntimeError, wrapped, None)
     told = end(0, 1, tuple(capsys.readouterr().err.splitlines()))
     follows = isinstance(error, PeerFailedError)
-    assert first_failure([told, end(1, 7)]) == (end(1, 7) if follows else told)
-    assert exit_code(told) == (1 if follows else 124)
+    for end_of_it in (told, End(rank=0, host="node1", code=1, told=records[0])):
+        assert first_failure([end_of_it, end(1, 7)]) == (end(1, 7) if follows else end_of_it)
+        assert exit_code(end_of_it) == (1 if follows else 124)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.agent.messages import encode
-from hvdtrain.agent.rank_report import RankReport, read_report
+from hvdtrain.agent.rank_report import FailureRecord, RankReport, read_failure, read_report
 from hvdtrain.agent.report_pipe import ReportPipe
 from hvdtrain.config import REPORT_FD
 from hvdtrain.launch.job_progress import JobProgress
@@ -42,6 +42,34 @@ def test_words_can_be_shown() -> None:
     assert len(report.waiting_in) == 500
 
 
+FAILURE = {"exception": "KeyError", "message": "'x'", "traceback": "a\nb\x1b[2J", "time_s": 5.0}
+
+
+def test_a_failure_is_read() -> None:
+    expected = FailureRecord(exception="KeyError", message="'x'", traceback="a\nb?[2J", time_s=5.0)
+    assert read_failure({"kind": "failure", **FAILURE}) == expected
+
+
+@pytest.mark.parametrize("name", FAILURE)
+def test_nonsense_is_no_failure(name: str) -> None:
+    assert read_failure({**FAILURE, name: 7}) is None
+    assert read_failure({other: FAILURE[other] for other in FAILURE if other != name}) is None
+
+
+KINDS = {
+    "PeerFailedError": "follows",
+    "CollectiveTimeoutError": "hang",
+    "KeyboardInterrupt": "interrupt",
+    "SystemExit": "interrupt",
+    "KeyError": "exception",
+}
+
+
+@pytest.mark.parametrize("exception", KINDS)
+def test_whose_fault_a_failure_is(exception: str) -> None:
+    assert FailureRecord(exception=exception).kind == KINDS[exception]
+
+
 def test_what_is_known_of_all_ranks() -> None:
     reports = JobProgress()
     assert (reports.step, reports.saved, reports.moved_at, reports.stepped) == (None,) * 3 + (
@@ -60,28 +88,31 @@ def test_what_is_known_of_all_ranks() -> None:
     assert reports.moved_at == 5.0
 
 
-def write(channel: ReportPipe, data: bytes) -> None:
-    number, inode = map(int, channel.variables[REPORT_FD].split(":"))
+def write(pipe: ReportPipe, data: bytes) -> None:
+    number, inode = map(int, pipe.variables[REPORT_FD].split(":"))
     assert os.fstat(number).st_ino == inode
     os.write(number, data)
 
 
-def test_the_channel_carries_reports_alone() -> None:
-    channel = ReportPipe()
-    assert channel.read() == []
+def test_the_pipe_carries_reports_and_failures_alone() -> None:
+    pipe = ReportPipe()
+    assert pipe.read() == []
     data = encode("report", step=1, pid=5, self=1) + encode("end", code=0) + b'{"kind":"rep'
-    write(channel, data)
-    assert channel.read() == [{"step": 1, "pid": 5}]
-    assert channel.pid == 5
-    write(channel, b'ort","step":2}\n')
-    assert channel.read() == [{"step": 2}]
-    channel.handed_over()
-    assert channel.read() is None
+    write(pipe, data)
+    assert pipe.read() == [{"kind": "report", "step": 1, "pid": 5}]
+    assert pipe.pid == 5
+    write(pipe, b'ort","step":2}\n' + encode("failure", exception="KeyError", rank=3))
+    assert pipe.read() == [
+        {"kind": "report", "step": 2},
+        {"kind": "failure", "exception": "KeyError"},
+    ]
+    pipe.handed_over()
+    assert pipe.read() is None
 
 
 @pytest.mark.parametrize("garbage", [b"hello\n", b"[]\n", b"x" * 60_000 + b"\n"])
-def test_garbage_in_the_channel_ends_it(garbage: bytes) -> None:
-    channel = ReportPipe()
-    write(channel, garbage)
-    assert channel.read() is None
-    channel.handed_over()
+def test_garbage_in_the_pipe_ends_it(garbage: bytes) -> None:
+    pipe = ReportPipe()
+    write(pipe, garbage)
+    assert pipe.read() is None
+    pipe.handed_over()

@@ -247,6 +247,34 @@ def test_the_rank_that_failed_is_named_not_the_one_that_complained_first(hvdtrai
     assert "PeerFailedError" not in done.stderr
 
 
+ENGINE = """
+    import time
+    import numpy as np
+    from hvdtrain.cluster.topology import read_topology
+    from hvdtrain.collectives import create, exit_hooks
+    from hvdtrain.config import read_settings
+    from hvdtrain.monitor import report
+    engine = create(read_topology(os.environ), read_settings(os.environ))
+    exit_hooks.install(engine, report.failed)
+    sys.stderr = open(os.devnull, "w")
+"""
+
+
+def test_a_failure_is_known_where_nothing_is_printed_of_it(hvdtrain_run) -> None:
+    body = "if rank == 1: raise ValueError('disk full')\n    engine.barrier()"
+    done = hvdtrain_run("-np", "3", body=f"{ENGINE}    {body}")
+    assert done.returncode == 1, done
+    assert re.search(r"rank 1 on \S+ failed first: exit code 1$", done.stderr, re.M), done
+    assert "ValueError: disk full" in done.stderr, done
+
+
+def test_a_hang_is_known_where_nothing_is_printed_of_it(hvdtrain_run) -> None:
+    body = "if rank == 1: time.sleep(60)\n    engine.barrier()"
+    done = hvdtrain_run("-np", "2", "--timeout-s", "2", body=f"{ENGINE}    {body}")
+    assert done.returncode == 124, done
+    assert "it waited too long for other ranks; exit code 1" in done.stderr, done
+
+
 def test_an_end_that_is_no_failure_waits_for_the_others(hvdtrain_run) -> None:
     done = hvdtrain_run("-np", "2", body="time.sleep(1.5 * rank); print('done')")
     assert (done.returncode, done.stderr) == (0, ""), done

@@ -122,6 +122,45 @@ def test_who_is_asked_may_fail(start) -> None:
     assert program.reports()[-1]["waiting_in"] == ""
 
 
+def test_why_the_program_ends_is_told(start) -> None:
+    program = start("""
+        try:
+            try:
+                {}["x"]
+            except KeyError as error:
+                cause = error
+                raise ValueError("b" * 9000) from error
+        except ValueError as error:
+            report.failed(cause, error)
+    """)
+    assert program.end() == ("", "")
+    failure = next(told for told in program.reports() if told["kind"] == "failure")
+    assert (failure["exception"], failure["message"]) == ("KeyError", "'x'")
+    assert abs(failure["time_s"] - time.time()) < 60
+    assert "Traceback (most recent call last)" in failure["traceback"]
+    assert "KeyError: 'x'" in failure["traceback"], "all but what a pipe doesn't take as a whole"
+
+
+def test_a_long_traceback_is_told_without_its_middle(start) -> None:
+    program = start("""
+        def fall(depth):
+            if depth == 0:
+                raise ValueError("ö" * 40)
+            # So that Python doesn't leave out lines that repeat.
+            (fall if depth % 2 else lambda depth: fall(depth))(depth - 1)
+        try:
+            fall(200)
+        except ValueError as error:
+            report.failed(error, error)
+    """)
+    assert program.end() == ("", "")
+    (failure,) = [told for told in program.reports() if told["kind"] == "failure"]
+    lines = failure["traceback"].splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == "ValueError: " + "ö" * 40
+    assert 1000 < len(failure["traceback"]) < 4096
+
+
 def test_nonsense_reaches_nobody(start) -> None:
     program = start("report.step('x', object()); report.saved(None); report.phase('y'); print(1)")
     assert program.end() == ("1\n", "")
