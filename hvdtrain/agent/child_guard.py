@@ -14,11 +14,11 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
+from hvdtrain.agent.exit_codes import ENDING, PREEMPTING
 from hvdtrain.agent.process_tree import kill_descendants, shell_code
 
-__all__ = ["PASSED_ON", "adopt_orphans", "die_with_parent", "lead_group", "run_guarded"]
+__all__ = ["adopt_orphans", "die_with_parent", "lead_group", "run_guarded"]
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -45,7 +45,7 @@ def run_guarded(work: Callable[[int], int]) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
 
-    for number in PASSED_ON:
+    for number in (*ENDING, *PREEMPTING):
         signal.signal(number, pass_on)
     _, status = os.waitpid(child, 0)
     kill_descendants(os.getpid())

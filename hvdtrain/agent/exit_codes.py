@@ -1,10 +1,10 @@
-"""With which codes ``hvdtrain run`` exits, and what the codes of programs say."""
+"""Exit codes of ``hvdtrain run`` and of programs, and the signals that end a job."""
 
 from __future__ import annotations
 
 import signal
 
-__all__ = ["PREEMPTING", "ExitCode", "signal_name"]
+__all__ = ["ENDING", "PREEMPTING", "ExitCode", "signal_name"]
 
 
 class ExitCode:
@@ -15,6 +15,8 @@ class ExitCode:
     CANNOT_START = 125  # as timeout(1), env(1), docker run
 
 
+# What ends a job at once.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # What says that the time of a job is nearly over, as long as it can still save what it has.
 PREEMPTING = (signal.SIGUSR1, signal.SIGUSR2)
 

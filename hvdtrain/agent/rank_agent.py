@@ -25,14 +25,13 @@ from typing import Any
 
 from hvdtrain.agent.agent_environment import JOB, parse_addresses
 from hvdtrain.agent.child_guard import (
-    PASSED_ON,
     adopt_orphans,
     die_with_parent,
     lead_group,
     run_guarded,
 )
 from hvdtrain.agent.cpu_share import take_cores
-from hvdtrain.agent.exit_codes import PREEMPTING, ExitCode, signal_name
+from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode, signal_name
 from hvdtrain.agent.messages import Decoder, encode, keep_alive
 from hvdtrain.agent.oom import OomWatch
 from hvdtrain.agent.output_relay import OutputRelay
@@ -251,8 +250,7 @@ class Agent:
         while self._signals:
             number = self._signals.pop(0)
             self._send("told", signal=number)
-            ends = number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-            self._stop(number, TOLD_GRACE_S if ends else None)
+            self._stop(number, TOLD_GRACE_S if number in ENDING else None)
 
     def _stop(self, number: int, grace_s: float | None) -> None:
         """Signal the program; with ``grace_s`` it is killed that many seconds later."""
@@ -317,7 +315,7 @@ class Agent:
         def note(number: int, frame: FrameType | None) -> None:
             self._signals.append(number)
 
-        for number in PASSED_ON:
+        for number in (*ENDING, *PREEMPTING):
             signal.signal(number, note)
 
 

@@ -18,8 +18,7 @@ from hvdtrain.bench.options import StartupOptions
 from hvdtrain.bench.results import BenchReport, Limit, format_seconds, table
 from hvdtrain.bench.start_program import MARK
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.commands import Mpirun
-from hvdtrain.launch.mpirun import find_mpirun
+from hvdtrain.launch.mpirun import Mpirun, find_mpirun
 
 __all__ = ["bare_command", "measure"]
 

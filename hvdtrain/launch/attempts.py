@@ -6,17 +6,18 @@ import contextlib
 import logging
 import random
 import shlex
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
-from hvdtrain.agent.exit_codes import PREEMPTING, ExitCode
+from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.agent_server import AgentServer
-from hvdtrain.launch.caught_signals import caught_signals
 from hvdtrain.launch.commands import Plan
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.job import (
@@ -28,8 +29,8 @@ from hvdtrain.launch.job import (
     make_command,
     make_plan,
 )
-from hvdtrain.launch.loss_policy import critical_ranks
 from hvdtrain.launch.outcome import Outcome
+from hvdtrain.launch.rank_variables import hides_information
 from hvdtrain.launch.restarts import (
     Limits,
     account,
@@ -39,12 +40,12 @@ from hvdtrain.launch.restarts import (
     remains,
     without,
 )
+from hvdtrain.launch.stderr_text import is_information
 from hvdtrain.launch.supervisor import Supervisor
-from hvdtrain.launch.tensorflow_information import is_information, is_unwanted
 from hvdtrain.log import show
 from hvdtrain.remote.own_addresses import is_this_host
 
-__all__ = ["pause", "run_job"]
+__all__ = ["caught_signals", "pause", "run_job"]
 
 logger = logging.getLogger(__package__)
 
@@ -68,6 +69,26 @@ def run_job(job: Job, environ: Mapping[str, str]) -> int:
         )
     with caught_signals() as received:
         return _Attempts(job, site, environ, received).run(plan)
+
+
+@contextlib.contextmanager
+def caught_signals() -> Iterator[list[int]]:
+    """Collect the signals that arrive instead of dying of them; undone at the end."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    # What was ignored when this process started (nohup) stays ignored.
+    caught = [
+        number for number in (*ENDING, *PREEMPTING) if signal.getsignal(number) != signal.SIG_IGN
+    ]
+    previous = {number: signal.signal(number, note) for number in caught}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def pause(delay_s: float, received: Sequence[int]) -> bool:
@@ -157,7 +178,7 @@ class _Attempts:
             collapse=job.collapse,
             environ=self._environ,
         )
-        hides = is_information if is_unwanted(self._environ) else None
+        hides = is_information if hides_information(self._environ) else None
         with (
             contextlib.closing(
                 AgentServer(len(plan.places), console, local=plan.local, hides=hides)
@@ -189,7 +210,7 @@ class _Attempts:
                 time_limits=job.time_limits,
                 received=self._received,
                 min_np=self._limits.min_np if plan.elastic else None,
-                critical=critical_ranks(plan.places),
+                critical=plan.critical,
             )
             return supervisor.run()
 

@@ -14,11 +14,16 @@ from typing import Any
 from hvdtrain.agent.agent_environment import BIND
 from hvdtrain.config import Settings, read_settings, variable_name, written_default
 from hvdtrain.errors import ConfigurationError, LaunchError
-from hvdtrain.launch.horovod_file import read_horovod_file
 from hvdtrain.launch.horovod_flags import add_horovod_flags, note_on
-from hvdtrain.launch.host_arguments import TF_CONFIG, add_cluster, add_where, named_cluster
-from hvdtrain.launch.interface_flags import network_variables, ssh_options
-from hvdtrain.launch.toml_options import read_jobfile
+from hvdtrain.launch.host_arguments import (
+    TF_CONFIG,
+    add_cluster,
+    add_where,
+    named_cluster,
+    ssh_options,
+)
+from hvdtrain.launch.option_files import read_horovod_file, read_jobfile
+from hvdtrain.launch.rank_variables import network_variables
 from hvdtrain.log import show
 
 __all__ = ["add_arguments", "arguments_of_file", "run"]

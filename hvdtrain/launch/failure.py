@@ -12,7 +12,7 @@ from hvdtrain.agent.oom import OomKills
 from hvdtrain.agent.rank_report import FailureRecord
 from hvdtrain.launch.stderr_text import begins_crash, exception_name, excerpt
 
-__all__ = ["End", "describe", "exit_code", "first_failure"]
+__all__ = ["End", "describe", "describe_loss", "exit_code", "first_failure"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,16 @@ class End:
         """Whether it failed of itself, whatever it was told."""
         crashed = any(map(begins_crash, self.stderr))
         return crashed or (self.failure is not None and self.failure.kind not in _OF_OTHERS)
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it died of something that says nothing about the others.
+
+        A signal ended it, nobody had told it to end, and its host is there. An exception or an
+        exit code is the program's own doing, and the same may happen to the next rank.
+        """
+        died = self.code is not None and signal_name(self.code) is not None
+        return died and not self.was_signalled
 
 
 _OF_OTHERS = ("follows", "interrupt")
@@ -111,6 +121,25 @@ def describe(first: End, what: str = "") -> str:
         lines.append("its last words:")
         lines += ["  " + line for line in said]
     return "\n".join(lines)
+
+
+def describe_loss(end: End, step: int | None, left: int, *, enough: bool) -> str:
+    """One line on a rank that was lost.
+
+    Args:
+        end: How it ended.
+        step: How far it was; None where that is not known.
+        left: Ranks that are left.
+        enough: Whether they go on.
+    """
+    assert end.code is not None
+    at = "" if step is None else f" after step {step}"
+    ranks = "1 rank" if left == 1 else f"{left} ranks"
+    memory = ", for lack of memory" if end.kills is not None and end.kills.in_group else ""
+    goes_on = f"{ranks} {'goes' if left == 1 else 'go'} on" if enough else f"{ranks} left: too few"
+    return (
+        f"rank {end.rank} on {end.host} was lost ({signal_name(end.code)}{memory}){at}; {goes_on}"
+    )
 
 
 def _how(end: End) -> str:

@@ -1,4 +1,4 @@
-"""Which hosts and tasks the command line names."""
+"""Which hosts and tasks the command line names, and how ssh is to reach them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ __all__ = [
     "add_where",
     "named_cluster",
     "named_hosts",
+    "ssh_options",
 ]
 
 # By which TensorFlow's own launchers tell each process of all tasks, and which one is its own.
@@ -104,6 +105,12 @@ def named_cluster(
         return None
     _check_cluster(cluster, source, settings, arguments.num_proc)
     return cluster
+
+
+def ssh_options(port: int | None, identity_file: str | None) -> tuple[str, ...]:
+    """Options of ssh for a port and the file of a private key."""
+    options = () if port is None else ("-p", str(port))
+    return options if identity_file is None else (*options, "-i", identity_file)
 
 
 def _given(arguments: argparse.Namespace, flags: Mapping[str, str]) -> list[str]:

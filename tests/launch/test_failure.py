@@ -13,8 +13,7 @@ from hvdtrain.agent.oom import OomKills
 from hvdtrain.agent.rank_report import FailureRecord
 from hvdtrain.collectives import exit_hooks
 from hvdtrain.errors import CollectiveTimeoutError, PeerFailedError
-from hvdtrain.launch.failure import End, describe, exit_code, first_failure
-from hvdtrain.launch.stderr_text import begins_traceback
+from hvdtrain.launch.failure import End, describe, describe_loss, exit_code, first_failure
 
 HEADER = "Traceback (most recent call last):"
 FRAME = '  File "train.py", line 3, in <module>'
@@ -279,13 +278,6 @@ def test_a_long_excerpt_keeps_both_ends() -> None:
     assert excerpt(*fits) == fits
 
 
-def test_what_begins_a_traceback() -> None:
-    assert begins_traceback(HEADER)
-    assert begins_traceback("Fatal Python error: Aborted")
-    assert not begins_traceback("  " + HEADER)
-    assert not begins_traceback("During handling of the above exception")
-
-
 @pytest.mark.parametrize(
     "code",
     [
@@ -324,3 +316,35 @@ def test_what_ranks_say_at_their_end_is_understood(
     for end_of_it in (told, End(rank=0, host="node1", code=1, told=records[0])):
         assert first_failure([end_of_it, end(1, 7)]) == (end(1, 7) if follows else end_of_it)
         assert exit_code(end_of_it) == (1 if follows else 124)
+
+
+KILLED = 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("one", "lost"),
+    [
+        (end(2, KILLED), True),
+        (end(2, 128 + signal.SIGSEGV), True),
+        (end(2, 1), False),
+        (end(2, 75), False),
+        (end(2, 255), False),
+        (end(2, 0), False),
+        (end(2, None), False),
+        (end(2, KILLED, was_signalled=True), False),
+    ],
+)
+def test_is_loss(one: End, lost: bool) -> None:
+    assert one.is_loss is lost
+
+
+def test_describe_loss() -> None:
+    told = describe_loss(end(2, KILLED), 41, 3, enough=True)
+    assert told == "rank 2 on node1 was lost (SIGKILL) after step 41; 3 ranks go on"
+    told = describe_loss(end(2, KILLED), None, 1, enough=True)
+    assert told == "rank 2 on node1 was lost (SIGKILL); 1 rank goes on"
+    memory = End(rank=2, host="node1", code=KILLED, kills=OomKills(in_group=1))
+    told = describe_loss(memory, 41, 3, enough=True)
+    assert told.startswith("rank 2 on node1 was lost (SIGKILL, for lack of memory) after step 41")
+    told = describe_loss(end(2, KILLED), 41, 1, enough=False)
+    assert told == "rank 2 on node1 was lost (SIGKILL) after step 41; 1 rank left: too few"

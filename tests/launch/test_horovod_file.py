@@ -8,8 +8,8 @@ import pytest
 
 from hvdtrain.cli import main
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.launch.horovod_file import read_horovod_file
 from hvdtrain.launch.job import Job
+from hvdtrain.launch.option_files import read_horovod_file
 
 FULL = """
 controller: MPI

@@ -15,10 +15,10 @@ from hvdtrain.cli import main
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.launch.cli import add_arguments
-from hvdtrain.launch.commands import Mpirun
 from hvdtrain.launch.horovod_flags import HOROVOD_FLAGS, HorovodFlag, note_on
-from hvdtrain.launch.interface_flags import network_variables
 from hvdtrain.launch.job import Job, Resources, make_command, make_plan
+from hvdtrain.launch.mpirun import Mpirun
+from hvdtrain.launch.rank_variables import network_variables
 from hvdtrain.launch.supervisor import Supervisor, TimeLimits
 from tests.harness.jobs import REPOSITORY
 

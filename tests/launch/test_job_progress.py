@@ -11,7 +11,7 @@ from hvdtrain.agent.messages import encode
 from hvdtrain.agent.rank_report import FailureRecord, RankReport, read_failure, read_report
 from hvdtrain.agent.report_pipe import ReportPipe
 from hvdtrain.config import REPORT_FD
-from hvdtrain.launch.job_progress import JobProgress
+from hvdtrain.launch.job_progress import FIRST_STEP_FACTOR, JobProgress, describe_hang, hangs, stuck
 
 
 def test_a_report_is_read() -> None:
@@ -116,3 +116,147 @@ def test_garbage_in_the_pipe_ends_it(garbage: bytes) -> None:
     write(pipe, garbage)
     assert pipe.read() is None
     pipe.handed_over()
+
+
+LIMIT_S = 10.0
+BUSY = RankReport(phase="training", step=5)
+WAITS = RankReport(phase="training", step=5, waiting_in="end, for the parameter servers")
+AFTER = RankReport(phase="after fit", step=9, waiting_in="end, for the parameter servers")
+
+
+def noted(*states: RankReport, at: float = 100.0) -> JobProgress:
+    reports = JobProgress()
+    for rank, state in enumerate(states):
+        reports.note(rank, state, at)
+    return reports
+
+
+# The ranks' states, the seconds since something moved, and whether that is a hang.
+JUDGED: dict[str, tuple[list[RankReport], float, bool]] = {
+    "steps": ([BUSY, BUSY], 9.0, False),
+    "no-steps": ([BUSY, BUSY], 11.0, True),
+    "one-rank-only-reports": ([BUSY], 11.0, True),
+    "nobody-reports": ([], 1000.0, False),
+    "no-phase": ([RankReport(step=5), RankReport(step=5)], 1000.0, False),
+    "validation": ([RankReport(phase="validation", step=5)] * 2, 1000.0, False),
+    "one-writes-a-checkpoint": ([RankReport(phase="checkpoint", step=5), BUSY], 1000.0, False),
+    "all-have-ended-but-one": ([AFTER, BUSY], 11.0, True),
+    "all-have-ended-but-one-that-waited": ([AFTER, WAITS], 11.0, True),
+    "all-have-ended": ([AFTER, AFTER], 1000.0, False),
+    "first-step": ([RankReport(phase="training")] * 2, 11.0, False),
+    "first-step-for-long": ([RankReport(phase="training")] * 2, 10.0 * FIRST_STEP_FACTOR + 1, True),
+    "first-step-after-a-resume": (
+        [RankReport(phase="training", resumed=5, step=5)] * 2,
+        11.0,
+        False,
+    ),
+    "step-after-a-resume": ([RankReport(phase="training", resumed=5, step=6)] * 2, 11.0, True),
+}
+
+
+@pytest.mark.parametrize(("states", "quiet_s", "expected"), JUDGED.values(), ids=JUDGED)
+def test_hangs(states: list[RankReport], quiet_s: float, expected: bool) -> None:
+    reports = noted(*states)
+    assert hangs(reports, [0, 1], 100.0 + quiet_s, LIMIT_S) is expected
+    assert not hangs(reports, [0, 1], 100.0 + quiet_s, 0.0), "0 is for as long as it likes"
+
+
+def test_ranks_that_have_ended_do_not_count() -> None:
+    reports = noted(BUSY, RankReport(phase="validation", step=5))
+    assert not hangs(reports, [0, 1], 111.0, LIMIT_S)
+    assert hangs(reports, [0], 111.0, LIMIT_S)
+    assert not hangs(reports, [], 111.0, LIMIT_S)
+
+
+NEW = RankReport(phase="training", step=6)
+SERVES = RankReport(phase="serving")
+FIRST = RankReport(phase="training")
+# What the ranks reported first, what they did 8 s later, and who is stuck 11 s after the first.
+STUCK: dict[str, tuple[list[RankReport], dict[int, RankReport], list[int]]] = {
+    "others-go-on": ([BUSY, BUSY, SERVES], {0: NEW}, [1]),
+    "others-wait": ([WAITS, BUSY, SERVES], {}, [1]),
+    "another-validates": ([RankReport(phase="validation", step=5), BUSY], {}, [1]),
+    "all-of-them": ([BUSY, BUSY, SERVES], {}, []),
+    "nobody": ([BUSY, BUSY], {0: NEW, 1: NEW}, []),
+    "waits": ([BUSY, WAITS], {0: NEW}, []),
+    "validates": ([BUSY, RankReport(phase="validation", step=5)], {0: NEW}, []),
+    "first-step": ([BUSY, FIRST], {0: NEW}, []),
+    "first-step-after-a-resume": (
+        [BUSY, RankReport(phase="training", step=5, resumed=5)],
+        {0: NEW},
+        [],
+    ),
+    "several": ([BUSY, BUSY, BUSY], {0: NEW}, [1, 2]),
+}
+
+
+@pytest.mark.parametrize(("states", "later", "expected"), STUCK.values(), ids=STUCK)
+def test_stuck(states: list[RankReport], later: dict[int, RankReport], expected: list[int]) -> None:
+    reports = noted(*states)
+    for rank, state in later.items():
+        reports.note(rank, state, 108.0)
+    running = range(len(states))
+    assert stuck(reports, running, 111.0, LIMIT_S) == dict.fromkeys(expected, 11.0)
+    assert stuck(reports, running, 111.0, 0.0) == {}, "0 is for as long as it likes"
+    assert stuck(reports, [rank for rank in running if rank not in expected], 111.0, LIMIT_S) == {}
+
+
+def test_stuck_in_the_first_step() -> None:
+    """It may be short: a rank reports every second, and may hang before it reported any."""
+    reports = noted(BUSY, FIRST)
+    reports.note(0, NEW, 140.0)
+    assert stuck(reports, [0, 1], 100.0 + LIMIT_S * FIRST_STEP_FACTOR, LIMIT_S) == {}
+    assert stuck(reports, [0, 1], 141.0, LIMIT_S) == {1: 41.0}
+
+
+HOSTS = {0: "a", 1: "a", 2: "b"}
+WELL = dict.fromkeys(HOSTS, False)
+
+
+def waits(operation: str = "allreduce(gradients)") -> RankReport:
+    return RankReport(phase="training", step=5, waiting_in=operation)
+
+
+def described(*states: RankReport, stopped: dict[int, bool] | None = None) -> list[str]:
+    head, *lines = describe_hang(
+        noted(*states), HOSTS, WELL if stopped is None else stopped, 12.4
+    ).splitlines()
+    assert head == "the job hangs: no rank has done a step for 12 s after step 5"
+    return lines
+
+
+OTHERS = "rank 0, 2 waits in allreduce(gradients) of step 6"
+
+
+def test_a_rank_that_does_something_else_is_missing() -> None:
+    lines = described(waits(), BUSY, waits())
+    assert lines == ["missing: rank 1 on a: it waits for no other rank", OTHERS]
+
+
+def test_a_stopped_rank_is_missing_whatever_it_said_last() -> None:
+    lines = described(waits(), waits(), waits(), stopped={**WELL, 1: True})
+    assert lines == ["missing: rank 1 on a: it is stopped (state T)", OTHERS]
+
+
+def test_a_rank_whose_agent_is_silent_is_missing() -> None:
+    lines = described(waits(), waits(), waits(), stopped={0: False, 2: False})
+    assert lines == ["missing: rank 1 on a: its agent does not answer", OTHERS]
+
+
+def test_nobody_is_missing() -> None:
+    (line,) = described(BUSY, BUSY, BUSY)
+    assert line.startswith("no rank waits for another")
+
+
+def test_ranks_in_different_operations() -> None:
+    lines = described(waits(), waits("barrier"), waits())
+    assert lines[0] == OTHERS
+    assert lines[1] == "rank 1 waits in barrier of step 6"
+    assert "the program differs" in lines[2]
+
+
+def test_ranks_are_listed_in_order_though_agents_connect_in_any() -> None:
+    reports = noted(waits(), BUSY, waits())
+    hosts = {2: "b", 0: "a", 1: "a"}
+    lines = describe_hang(reports, hosts, WELL, 12.4).splitlines()
+    assert lines[-1].startswith("rank 0, 2 waits in allreduce(gradients)")

@@ -13,8 +13,9 @@ from hvdtrain.cluster.hosts import parse_hosts
 from hvdtrain.cluster.tf_config import ClassicCluster, arrange
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.launch.commands import Mpirun, Plan
+from hvdtrain.launch.commands import Plan
 from hvdtrain.launch.job import Job, Resources, make_command, make_plan
+from hvdtrain.launch.mpirun import Mpirun
 from hvdtrain.launch.restarts import fitting
 
 SPEC = {"worker": ["n1:2222", "n2:2222"], "ps": ["n3:2222"]}

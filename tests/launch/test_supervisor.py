@@ -19,7 +19,7 @@ from hvdtrain.agent.process_tree import descendants
 from hvdtrain.config import LAUNCHER
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.agent_server import AgentServer
-from hvdtrain.launch.caught_signals import caught_signals
+from hvdtrain.launch.attempts import caught_signals
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.supervisor import Supervisor, TimeLimits

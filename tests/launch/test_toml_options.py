@@ -10,7 +10,7 @@ import pytest
 from hvdtrain.cli import main
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.job import Job
-from hvdtrain.launch.toml_options import read_jobfile
+from hvdtrain.launch.option_files import read_jobfile
 
 
 def read(folder: Path, text: str) -> list[str]:

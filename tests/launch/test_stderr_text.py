@@ -1,19 +1,10 @@
-"""TensorFlow's information is known by its form."""
+"""What lines of stderr are is known by their form."""
 
 from __future__ import annotations
 
 import pytest
 
-from hvdtrain.launch.tensorflow_information import is_information, is_unwanted
-
-
-@pytest.mark.parametrize(
-    ("level", "unwanted"),
-    [(None, True), ("1", True), ("3", True), ("0", False), ("", False), ("x", False)],
-)
-def test_who_asks_for_information_gets_it(level: str | None, unwanted: bool) -> None:
-    environ = {} if level is None else {"TF_CPP_MIN_LOG_LEVEL": level}
-    assert is_unwanted(environ) is unwanted
+from hvdtrain.launch.stderr_text import begins_traceback, is_information
 
 
 @pytest.mark.parametrize(
@@ -40,3 +31,10 @@ def test_information(line: str) -> None:
 )
 def test_all_else_is_shown(line: str) -> None:
     assert not is_information(line)
+
+
+def test_what_begins_a_traceback() -> None:
+    assert begins_traceback("Traceback (most recent call last):")
+    assert begins_traceback("Fatal Python error: Aborted")
+    assert not begins_traceback("  Traceback (most recent call last):")
+    assert not begins_traceback("During handling of the above exception")

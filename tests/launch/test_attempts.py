@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from hvdtrain.launch.attempts import pause
-from hvdtrain.launch.caught_signals import caught_signals
+from hvdtrain.launch.attempts import caught_signals, pause
 
 
 def test_they_are_noted_and_then_left_alone() -> None:
