@@ -9,7 +9,7 @@ from pathlib import Path
 from hvdtrain.cluster.hosts import Host, parse_hostfile, parse_hosts
 from hvdtrain.cluster.ranges import counted
 from hvdtrain.cluster.tf_config import ClassicCluster, parse_cluster, parse_task_lists
-from hvdtrain.config import Settings
+from hvdtrain.config import ServerSettings
 from hvdtrain.errors import ConfigurationError
 
 __all__ = [
@@ -75,7 +75,7 @@ def named_hosts(hosts: str | None, hostfile: str | None) -> list[Host] | None:
 
 
 def named_cluster(
-    arguments: argparse.Namespace, settings: Settings, environ: Mapping[str, str]
+    arguments: argparse.Namespace, settings: ServerSettings, environ: Mapping[str, str]
 ) -> ClassicCluster | None:
     """The classic cluster that the arguments name; None where there is none.
 
@@ -126,7 +126,7 @@ def _text(path: str, what: str) -> str:
 
 
 def _check_cluster(
-    cluster: ClassicCluster, source: str, settings: Settings, ranks: int | None
+    cluster: ClassicCluster, source: str, settings: ServerSettings, ranks: int | None
 ) -> None:
     """Raise for what the user says otherwise elsewhere."""
     if cluster.servers and not settings.has_servers:

@@ -1,0 +1,287 @@
+"""All settings, in groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from hvdtrain.config.fields import (
+    amount,
+    count,
+    count_or_none,
+    flag,
+    flag_or_auto,
+    log_level,
+    one_of,
+    part,
+    path_or_none,
+    positive_float,
+    positive_int,
+    ranks,
+    setting,
+    variable_name,
+)
+from hvdtrain.errors import ConfigurationError
+
+__all__ = [
+    "CollectiveSettings",
+    "DeviceSettings",
+    "LogSettings",
+    "ModeSettings",
+    "ServerSettings",
+    "Settings",
+    "SurvivalSettings",
+]
+
+_WITH_SERVERS = ("async-ps", "sync-ps", "easgd")
+# Settings that say what servers do with gradients, and those that ask for servers that apply each
+# one as it comes.
+_OF_GRADIENTS = ("dc_asgd", "staleness_scaling")
+_SINGLE_GRADIENTS = ("dc_asgd", "push_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeSettings:
+    """How ranks train together."""
+
+    mode: str = setting(
+        "allreduce",
+        one_of("allreduce", "towers", *_WITH_SERVERS),
+        "allreduce: ranks average gradients; towers: so, on several devices each; async-ps, "
+        "sync-ps, easgd: through parameter servers",
+    )
+    devices_per_rank: int = setting(
+        1, positive_int, "towers: on how many devices a rank computes parts of its batch"
+    )
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether some ranks are parameter servers."""
+        return self.mode in _WITH_SERVERS
+
+    @property
+    def towers(self) -> int:
+        """On how many devices a rank that trains computes."""
+        return self.devices_per_rank if self.mode == "towers" else 1
+
+    def check(self) -> None:
+        """See that the settings don't contradict each other.
+
+        Raises:
+            ConfigurationError: They do.
+        """
+        if self.devices_per_rank != self.towers:
+            raise ConfigurationError(
+                f"{self.devices_per_rank} devices a rank (--devices-per-rank, "
+                f"{variable_name('devices_per_rank')}) are for --mode towers, and this is mode "
+                f"{self.mode}. Give --mode towers ({variable_name('mode')}), or leave it out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(ModeSettings):
+    """What parameter servers and their workers do, in modes that have servers."""
+
+    num_ps: int = setting(
+        1, positive_int, "how many ranks are parameter servers, in modes that have them"
+    )
+    ps_ranks: tuple[int, ...] = setting(
+        (), ranks, "which ranks they are, like 2,3, or last: the last --num-ps", written="last"
+    )
+    staleness_bound: int | None = setting(
+        None,
+        count_or_none,
+        "async-ps: most steps ahead of the slowest worker; 0: in step",
+        written="none",
+    )
+    staleness_scaling: bool = setting(
+        False, flag, "1 divides the learning rate by the gradient's staleness, in async-ps"
+    )
+    dc_asgd: float = setting(
+        0.0, amount, "async-ps: lambda with which stale gradients are corrected"
+    )
+    push_every: int = setting(
+        1,
+        positive_int,
+        "async-ps: steps of a worker whose gradients it sends as a sum; easgd: from one exchange "
+        "to the next",
+    )
+    overlap: bool = setting(
+        False, flag, "1 lets workers of async-ps compute while their gradients travel"
+    )
+    moving_rate: float = setting(
+        0.0, part, "easgd: how far both sides move; 0: 0.9 by the number of workers"
+    )
+    backup_workers: int = setting(
+        0, count, "sync-ps: without how many of the slowest gradients a step does"
+    )
+    worker_timeout_s: float = setting(
+        120.0, positive_float, "seconds before the others no longer wait for a worker's step"
+    )
+    update_log: str | None = setting(
+        None,
+        path_or_none("folder"),
+        "folder in which each parameter server logs its updates",
+        written="none",
+    )
+
+    @property
+    def gathers(self) -> bool:
+        """Whether servers make an update of several workers' gradients."""
+        return self.mode == "sync-ps" or (self.mode == "async-ps" and self.staleness_bound == 0)
+
+    @property
+    def applies_singly(self) -> bool:
+        """Whether servers apply each gradient as it comes."""
+        return self.has_servers and not self.gathers
+
+    def gradients_in_update(self, workers: int) -> int:
+        """How many ranks' gradients one update of the weights is made of, of so many workers."""
+        if not self.has_servers:
+            return workers
+        if not self.gathers:
+            return 1
+        return workers - (self.backup_workers if self.mode == "sync-ps" else 0)
+
+    def check(self) -> None:
+        """See that the settings don't contradict each other."""
+        super().check()
+        self._check_applies_singly()
+        self._check_easgd()
+        self._check_overlap()
+
+    def _check_applies_singly(self) -> None:
+        if self.applies_singly:
+            return
+        bound = " with a staleness bound of 0" if self.mode == "async-ps" else ""
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if entry.name in _SINGLE_GRADIENTS and value != entry.default:
+                option = "--" + entry.name.replace("_", "-")
+                raise ConfigurationError(
+                    f"{option} {value:g} ({variable_name(entry.name)}) needs parameter servers "
+                    f"that apply each gradient as it comes, and in mode {self.mode}{bound} there "
+                    "are none. Give --mode async-ps without --staleness-bound 0, or leave "
+                    f"{option} out."
+                )
+
+    def _check_easgd(self) -> None:
+        is_easgd = self.mode == "easgd"
+        if self.moving_rate and not is_easgd:
+            raise ConfigurationError(
+                f"--moving-rate {self.moving_rate:g} ({variable_name('moving_rate')}) is for "
+                f"--mode easgd, and this is mode {self.mode}. Give --mode easgd, or leave it out."
+            )
+        for name in _OF_GRADIENTS:
+            if is_easgd and getattr(self, name):
+                option = "--" + name.replace("_", "-")
+                raise ConfigurationError(
+                    f"{option} ({variable_name(name)}) corrects stale gradients, and with --mode "
+                    f"easgd workers send none. Leave {option} out, or give --mode async-ps."
+                )
+
+    def _check_overlap(self) -> None:
+        reason = self._why_no_overlap()
+        if self.overlap and reason:
+            raise ConfigurationError(
+                f"--overlap ({variable_name('overlap')}) lets a worker go on while its gradient is "
+                f"under way, and {reason}. Leave it out, or give --mode async-ps, without "
+                "--staleness-bound 0 and --dc-asgd."
+            )
+
+    def _why_no_overlap(self) -> str:
+        """Why workers have to wait for the answer to a gradient; empty where they needn't."""
+        if self.mode != "async-ps":
+            return f"in mode {self.mode} there is nothing that it could go on without"
+        if self.staleness_bound == 0:
+            return "with a staleness bound of 0 no worker may be a step ahead"
+        if self.dc_asgd:
+            return "--dc-asgd corrects gradients for the weights that their worker was sent last"
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveSettings:
+    """What combines gradients and other values of the ranks."""
+
+    backend: str = setting(
+        "auto",
+        one_of("auto", "mpi", "nccl", "horovod"),
+        "what combines gradients: mpi, nccl, horovod, or auto",
+    )
+    collectives: str = setting(
+        "auto",
+        one_of("auto", "mpi", "shared_memory"),
+        "with MPI: shared_memory (in two levels), mpi (plain), auto",
+    )
+    timeout_s: float = setting(
+        600.0, positive_float, "seconds a rank waits for others in a collective, then fails"
+    )
+    chunk_bytes: int = setting(
+        2 << 20, positive_int, "bytes a rank passes through shared memory at a time"
+    )
+    non_finite: str = setting(
+        "error",
+        one_of("error", "ignore"),
+        "what NaN or infinity in a gradient does: error (on every rank, naming it), ignore",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSettings:
+    """On which devices TensorFlow computes."""
+
+    share_gpus: bool = setting(
+        False, flag, "1 lets more ranks than GPUs run on a host and share them"
+    )
+    soft_placement: bool = setting(
+        True, flag, "1 lets TensorFlow compute elsewhere what a device can't"
+    )
+    log_device_placement: bool = setting(
+        False, flag, "1 lets TensorFlow print what it computes on which device"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurvivalSettings:
+    """What happens when ranks die."""
+
+    elastic: bool | None = setting(
+        None,
+        flag_or_auto,
+        "1 lets the ranks that are left go on when one dies; auto: with parameter servers; needs "
+        "Open MPI 5",
+        written="auto",
+    )
+    min_np: int = setting(
+        1, positive_int, "how many ranks have to be left to go on or to start again"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """What is written about the training."""
+
+    timeline_filename: str | None = setting(
+        None,
+        path_or_none("file"),
+        "file for a trace of rank 0; with {rank} in it: of each rank",
+        written="none",
+    )
+    log_level: str = setting(
+        "info", log_level, "what hvdtrain itself prints: debug, info, warning, error"
+    )
+    log_with_timestamp: bool = setting(
+        False, flag, "1 puts time and rank before what hvdtrain itself prints"
+    )
+
+
+# Fields stand in the order of the bases from the last to the first: so are flags and tables.
+@dataclass(frozen=True, kw_only=True)
+class Settings(LogSettings, SurvivalSettings, DeviceSettings, CollectiveSettings, ServerSettings):
+    """All that a rank can be told; each field is read from ``HVDTRAIN_<NAME IN CAPITALS>``."""
+
+    @property
+    def goes_on_without(self) -> bool:
+        """Whether ranks are to go on without one that dies, where that can be had."""
+        return self.has_servers if self.elastic is None else self.elastic
