@@ -99,7 +99,6 @@ HOOKS: dict[type, tuple[str, ...]] = {
     keras.layers.BatchNormalization: ("_moments",),
     keras.optimizers.Optimizer: (
         "_apply_weight_decay",
-        "_backend_apply_gradients",
         "_backend_increment_gradient_accumulators",
         "_backend_update_step",
         "_clip_gradients",

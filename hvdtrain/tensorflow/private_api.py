@@ -175,10 +175,9 @@ def abort_collectives(reason: str) -> None:
     context.context().abort_collective_ops(code, reason)
 
 
-def global_seed() -> int | None:
-    """The global seed, None if not set; reading it through tf.compat would draw from it."""
-    seed = context.global_seed()
-    return None if seed is None else int(seed)
+def global_seed() -> Any:
+    """The global seed as it was set; reading it through tf.compat would draw from the generator."""
+    return context.global_seed()
 
 
 def operation_seeds() -> random.Random:

@@ -10,18 +10,22 @@ from hvdtrain.tensorflow.private_api import global_seed, operation_seeds
 
 __all__ = ["current", "current_seed", "restore", "set_unless_set"]
 
-current_seed = global_seed
+
+def current_seed() -> int | None:
+    """The global seed, None if not set."""
+    seed = global_seed()
+    return None if seed is None else int(seed)
 
 
 def set_unless_set(seed: int) -> None:
     """Set TensorFlow's global seed, unless the program has chosen one already."""
-    if global_seed() is None:
+    if current_seed() is None:
         tf.random.set_seed(seed)
 
 
 def current() -> tuple[int, Any] | None:
     """The global seed and the state of the generator of operations' seeds; None if not set."""
-    seed = global_seed()
+    seed = current_seed()
     return None if seed is None else (seed, operation_seeds().getstate())
 
 
