@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives, ReduceOp
 from hvdtrain.errors import CollectiveError, HvdtrainError, LaunchError
-from hvdtrain.tensorflow import private_api
+from hvdtrain.private_api import tensorflow as private_tensorflow
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 
 __all__ = ["KIND", "DeviceCollectives", "connect"]
@@ -57,12 +57,12 @@ def connect(collectives: Collectives, *, on_gpus: bool, hosts: Sequence[int]) ->
     Raises:
         LaunchError: On all ranks: one can't be reached by the others, or can't start.
     """
-    if not private_api.is_connected():
-        with private_api.reserve_port() as port:
+    if not private_tensorflow.is_connected():
+        with private_tensorflow.reserve_port() as port:
             addresses = _exchange_addresses(collectives, hosts, port)
             problem = ""
             try:
-                private_api.connect(addresses, collectives.rank, port)
+                private_tensorflow.connect(addresses, collectives.rank, port)
             except (tf.errors.OpError, RuntimeError, ValueError) as error:
                 problem = f"port {port} of rank {collectives.rank}: {error}"
             # Nobody calls a server that is not there yet.
@@ -246,7 +246,7 @@ class DeviceCollectives:
                 self._collectives.look_after()
             except HvdtrainError as error:
                 self.error = error
-                private_api.abort_collectives(str(error))
+                private_tensorflow.abort_collectives(str(error))
                 return
 
 

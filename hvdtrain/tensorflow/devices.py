@@ -22,7 +22,7 @@ import tensorflow as tf
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
-from hvdtrain.tensorflow import private_api
+from hvdtrain.private_api import tensorflow as private_tensorflow
 
 __all__ = ["assign_gpus", "bind", "means", "set_placement", "tower_devices", "visible_gpus"]
 
@@ -89,7 +89,7 @@ def assign_gpus(
 def means() -> tuple[bool, bool]:
     """``has_nccl`` and ``ready`` of ``cluster.backend.Means``, before devices are used."""
     with_gpus = tf.test.is_built_with_cuda() or tf.test.is_built_with_rocm()
-    return with_gpus, private_api.is_connected() or not private_api.in_use()
+    return with_gpus, private_tensorflow.is_connected() or not private_tensorflow.in_use()
 
 
 def bind(
@@ -140,12 +140,12 @@ def set_placement(settings: Settings) -> None:
         LaunchError: TensorFlow uses its devices already, and can't be told to print them; or it
             lacks what hvdtrain needs of it.
     """
-    private_api.check()
+    private_tensorflow.check()
     tf.config.set_soft_device_placement(settings.soft_placement)
     if not settings.log_device_placement:
         return
     # TensorFlow itself would print nothing then, and not say so.
-    if private_api.in_use():
+    if private_tensorflow.in_use():
         raise LaunchError(
             "The placement on devices can't be printed (--log-device-placement), because this "
             "program has used TensorFlow's devices already. Call hvdtrain.init() first, before any "

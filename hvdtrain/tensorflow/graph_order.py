@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.tensorflow.private_api import function_graph, orders_operations
+from hvdtrain.private_api.tensorflow import function_graph, orders_operations
 
 __all__ = ["MARK", "calls_between_ranks", "in_order"]
 

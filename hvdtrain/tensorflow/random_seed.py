@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.tensorflow.private_api import global_seed, operation_seeds
+from hvdtrain.private_api.tensorflow import global_seed, operation_seeds
 
 __all__ = ["current", "current_seed", "restore", "set_unless_set"]
 

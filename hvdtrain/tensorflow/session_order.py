@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.tensorflow import private_api
+from hvdtrain.private_api import tensorflow as private_tensorflow
 from hvdtrain.tensorflow.graph_order import calls_between_ranks
 
 __all__ = ["SessionOrder"]
@@ -81,7 +81,7 @@ class SessionOrder:
             ]
             if added:
                 final = self._graph.finalized
-                private_api.unfinalize(self._graph)
+                private_tensorflow.unfinalize(self._graph)
                 with self._graph.as_default(), tf.control_dependencies(None), tf.device("CPU:0"):
                     for operation in added:
                         self._add(operation)
@@ -126,7 +126,7 @@ class SessionOrder:
     def _add(self, operation: tf.Operation) -> None:
         """Chain an operation within its loop, and the loop within what is around that."""
         first, last = [operation], [operation]
-        context = private_api.control_flow_context(operation)
+        context = private_tensorflow.control_flow_context(operation)
         while True:
             branches, loop = _branches_and_loop(context)
             if loop is None:
@@ -140,7 +140,7 @@ class SessionOrder:
             first = [tensor.op for tensor in loop.loop_enters]
             last = [tensor.op for tensor in loop.loop_exits]
             for enter in first:
-                private_api.run_turns_one_by_one(enter)
+                private_tensorflow.run_turns_one_by_one(enter)
             context = loop.outer_context
 
     def _add_link(
@@ -172,7 +172,7 @@ def _branches_and_loop(context: Any) -> tuple[list[Any], Any]:
 def _run_after(operations: Iterable[tf.Operation], before: Iterable[tf.Operation]) -> None:
     for operation in operations:
         for other in before:
-            private_api.add_control_input(operation, other)
+            private_tensorflow.add_control_input(operation, other)
 
 
 def _after(operations: list[tf.Operation], branches: list[Any]) -> tf.Operation:
@@ -186,7 +186,7 @@ def _after(operations: list[tf.Operation], branches: list[Any]) -> tf.Operation:
 
 
 def _after_branch(operations: list[tf.Operation], context: Any) -> tf.Operation:
-    with private_api.in_control_flow_context(operations[0].graph, context.outer_context):
+    with private_tensorflow.in_control_flow_context(operations[0].graph, context.outer_context):
         sides = tf.raw_ops.Switch(data=tf.constant(True), pred=context.pred)
         taken = tf.identity(sides[context.branch]).op
         _run_after([taken], operations)

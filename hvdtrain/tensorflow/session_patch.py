@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.tensorflow.private_api import replace_session_methods
+from hvdtrain.private_api.tensorflow import replace_session_methods
 from hvdtrain.tensorflow.session_order import SessionOrder
 from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow
 

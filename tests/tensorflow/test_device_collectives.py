@@ -10,7 +10,8 @@ import socket
 import pytest
 import tensorflow as tf
 
-from hvdtrain.tensorflow import device_collectives, private_api
+from hvdtrain.private_api import tensorflow as private_tensorflow
+from hvdtrain.tensorflow import device_collectives
 from hvdtrain.tensorflow.device_collectives import _divide
 from tests.harness.jobs import REPOSITORY
 
@@ -50,7 +51,7 @@ def test_buckets_begin_with_what_is_ready_first(monkeypatch) -> None:
 
 def test_a_reserved_port_is_nobody_elses() -> None:
     before = os.environ.get("TF_GRPC_REUSE_PORT")
-    with private_api.reserve_port() as port, socket.socket() as other:
+    with private_tensorflow.reserve_port() as port, socket.socket() as other:
         with pytest.raises(OSError):
             other.bind(("", port))
         assert os.environ["TF_GRPC_REUSE_PORT"] == "1"

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data.dataset_options import untuned
-from hvdtrain.tensorflow.private_api import (
+from hvdtrain.private_api.tensorflow import (
     captured_by,
     draws_anew,
     iterator_resource,
