@@ -12,10 +12,10 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cluster.backend import Choice, DeviceCapabilities, choose_backend, choose_for_devices
+from hvdtrain.cluster.host_id import host_id
 from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.collectives import Collectives, create
@@ -234,10 +234,9 @@ def _enter() -> _World:
     from hvdtrain.tensorflow import devices, random_seed
 
     devices.set_placement(settings)
-    host = _host_id()
     serves = topology.rank in roles.servers
     gpus = None if serves else devices.visible_gpus(socket.gethostname(), os.environ)
-    mine = {"host": host, "gpus": gpus, "means": devices.means()}
+    mine = {"host": host_id(), "gpus": gpus, "means": devices.means()}
     everyone: list[dict[str, Any]] = collectives.allgather_object(mine, name="hvdtrain.init()")
     hosts = _host_indices([entry["host"] for entry in everyone])
     if topology.node_rank is None:
@@ -305,16 +304,6 @@ def _report(choice: Choice, collectives: Collectives, settings: Settings) -> Non
     LOGGER.info("%s combines gradients: %s", who, choice.reason)
     LOGGER.debug("collectives: %s between %d ranks", collectives.kind, collectives.size)
     LOGGER.debug("%s", settings)
-
-
-def _host_id() -> str:
-    """A text that all processes of a host have in common, and no other host or container.
-
-    Names alone can repeat ("localhost"); so can the kernel's start, among containers.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    started = boot.read_text().strip() if boot.exists() else ""
-    return f"{socket.gethostname()} {started}"
 
 
 def _host_indices(hosts: Sequence[str]) -> tuple[int, ...]:

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import json
 import socket
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.errors import LaunchError
 
-__all__ = ["Decoder", "encode", "keep_alive"]
+__all__ = ["Decoder", "connect", "encode", "keep_alive"]
 
 # Far above any line of output, which agents cut; a stranger on the port can't fill the memory.
 MOST_BYTES = 1 << 20
+CONNECT_TIMEOUT_S = 20.0
 # After that long without an answer a silent connection counts as lost.
 KEEPALIVE_S = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
 
@@ -62,3 +65,28 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 6000)
+
+
+def connect(addresses: Sequence[tuple[str, int]]) -> socket.socket:
+    """A connection to the launcher, over the first of its addresses that answers.
+
+    Raises:
+        OSError: None does.
+    """
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    errors: dict[str, str] = {}
+    while time.monotonic() < deadline:
+        for host, port in addresses:
+            try:
+                connection = socket.create_connection((host, port), timeout=5.0)
+            except OSError as error:
+                errors[f"{host}:{port}"] = error.strerror or str(error)
+                continue
+            keep_alive(connection)
+            return connection
+        time.sleep(0.2)
+    tried = "; ".join(f"{address}: {why}" for address, why in errors.items())
+    raise OSError(
+        f"the launcher can't be reached ({tried}). Ranks need a TCP connection to the host where "
+        "hvdtrain run was started; look for a firewall between them."
+    )

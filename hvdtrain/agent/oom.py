@@ -31,9 +31,9 @@ class OomKills:
     """Processes that the kernel killed for lack of memory while a program ran.
 
     Attributes:
-        in_group: Of the program's control group; None where that can't be told.
-        on_host: Of the whole host; None where that can't be told.
-        limit_bytes: What all processes of the group may use together; None for no limit.
+        in_group: How many of the program's control group; None where that can't be told.
+        on_host: How many of the whole host; None where that can't be told.
+        limit_bytes: Memory that all processes of the group may use together; None for no limit.
     """
 
     in_group: int | None = None
@@ -47,7 +47,7 @@ class ControlGroup:
 
     Attributes:
         mount: Where the hierarchy is mounted.
-        folder: Of the group; ``mount`` or below it.
+        folder: The group's own folder; ``mount`` or below it.
     """
 
     mount: Path

@@ -32,7 +32,7 @@ from hvdtrain.agent.child_guard import (
 )
 from hvdtrain.agent.cpu_share import take_cores
 from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode, signal_name
-from hvdtrain.agent.messages import Decoder, encode, keep_alive
+from hvdtrain.agent.messages import Decoder, connect, encode
 from hvdtrain.agent.oom import OomWatch
 from hvdtrain.agent.output_relay import OutputRelay
 from hvdtrain.agent.process_tree import descendants, kill_descendants, process_state, shell_code
@@ -46,7 +46,6 @@ __all__ = ["main"]
 
 logger = logging.getLogger(__package__)
 
-CONNECT_TIMEOUT_S = 20.0
 # When nobody says how long: without a launcher, and when mpirun or srun ends the rank.
 ORPHAN_GRACE_S = 5.0
 TOLD_GRACE_S = 2.0
@@ -74,31 +73,6 @@ def _work(program: Sequence[str], lifeline: int) -> int:
 def _before_program() -> None:
     lead_group()
     die_with_parent()
-
-
-def connect(addresses: Sequence[tuple[str, int]]) -> socket.socket:
-    """A connection to the launcher, over the first of its addresses that answers.
-
-    Raises:
-        OSError: None does.
-    """
-    deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    errors: dict[str, str] = {}
-    while time.monotonic() < deadline:
-        for host, port in addresses:
-            try:
-                connection = socket.create_connection((host, port), timeout=5.0)
-            except OSError as error:
-                errors[f"{host}:{port}"] = error.strerror or str(error)
-                continue
-            keep_alive(connection)
-            return connection
-        time.sleep(0.2)
-    tried = "; ".join(f"{address}: {why}" for address, why in errors.items())
-    raise OSError(
-        f"the launcher can't be reached ({tried}). Ranks need a TCP connection to the host where "
-        "hvdtrain run was started; look for a firewall between them."
-    )
 
 
 class Agent:

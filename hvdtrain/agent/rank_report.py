@@ -19,7 +19,7 @@ class RankReport:
         pid: The process that prints its stacks at SIGQUIT; None for none.
         step: Optimizer steps that are complete; None before the first.
         epoch: The epoch of the last step.
-        phase: What the program does; steps come in ``"training"`` alone.
+        phase: The part of the program that runs; steps come in ``"training"`` alone.
         saved: Step of the newest checkpoint that this run of the program wrote.
         resumed: Step of the checkpoint that it began from.
         waiting_in: The operation in which it waits for other ranks; empty for none.
@@ -41,8 +41,8 @@ class FailureRecord:
     Attributes:
         exception: Name of the class of the exception that ended the program, or of the error
             between ranks behind it.
-        message: What that exception says.
-        traceback: What Python prints of it, without the middle where it is long.
+        message: The text of that exception.
+        traceback: The text that Python prints of it, without the middle where it is long.
         time_s: When it was raised, in seconds since 1970 by the clock of the rank's host.
     """
 

@@ -18,8 +18,9 @@ from hvdtrain.bench.bandwidth import algorithm_bandwidth, bus_bandwidth
 from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.bench.measure_gradients import measure_gradients
 from hvdtrain.bench.options import AllreduceOptions
-from hvdtrain.bench.results import BenchReport, format_seconds, table
+from hvdtrain.bench.results import BenchReport, format_seconds
 from hvdtrain.bench.timing import time_in_turn
+from hvdtrain.cluster.ranges import format_table
 from hvdtrain.collectives import Collectives
 from hvdtrain.config import variable_name
 
@@ -174,7 +175,7 @@ def _sizes_table(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     return (
-        table(head, cells, left=1)
+        format_table(head, cells, left=(0,))
         + "\nalgbw: bytes / time; busbw: algbw * 2 (n - 1) / n, both in GB/s from the best time."
         "\ncopy: every rank copies as many bytes once in its memory at the same time; ratio: best"
         "\ntime over best copy."

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.bench.models import build_model, synthetic_data
-from hvdtrain.bench.results import BenchReport, Limit, table
+from hvdtrain.bench.results import BenchReport, Limit
+from hvdtrain.cluster.ranges import format_table
 from hvdtrain.collectives import Collectives
 
 __all__ = ["measure_calls", "show_calls"]
@@ -98,7 +99,9 @@ def show_calls(report: BenchReport, rows: list[dict[str, Any]]) -> None:
             )
         )
     report.print()
-    report.print(table(["one more fit", "plain Keras", "all ranks", "more"], cells, left=1))
+    report.print(
+        format_table(["one more fit", "plain Keras", "all ranks", "more"], cells, left=(0,))
+    )
     report.print(
         f"the best of {CALLS} calls of {STEPS} steps of a small model that has been traced, with\n"
         "as many samples a rank in both."

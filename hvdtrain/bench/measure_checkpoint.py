@@ -17,7 +17,8 @@ from hvdtrain import world
 from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import CheckpointOptions
-from hvdtrain.bench.results import BenchReport, Limit, format_seconds, table
+from hvdtrain.bench.results import BenchReport, Limit, format_seconds
+from hvdtrain.cluster.ranges import format_table
 from hvdtrain.keras.saving.checkpoint_loop import CheckpointLoop
 
 __all__ = ["measure"]
@@ -89,7 +90,7 @@ def _show(report: BenchReport, watch: _Watch, size_bytes: int) -> None:
         for number, (paused, written) in enumerate(zip(paused_s, written_s), start=1)
     ]
     report.print(f"{size_bytes / 1e6:.0f} MB each; a step takes {format_seconds(step_s)}\n")
-    report.print(table(["checkpoint", "training waited", "written in", "share"], rows))
+    report.print(format_table(["checkpoint", "training waited", "written in", "share"], rows))
     for name, value in (("paused_s", paused_s), ("written_s", written_s), ("step_s", step_s)):
         report.add(name, value)
     report.add("bytes", size_bytes)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.bench.results import BenchReport, Limit, format_seconds, table
+from hvdtrain.bench.results import BenchReport, Limit, format_seconds
 from hvdtrain.bench.timing import Timing, time_in_turn
+from hvdtrain.cluster.ranges import format_table
 from hvdtrain.collectives import Collectives
 from hvdtrain.gradients.reducer import GradientReducer
 
@@ -51,7 +52,7 @@ class GradientFigures:
             ["4 bytes, with the call of the function", *_times(self.small_call)],
         ]
         report.print("\ninside a tf.function, packing and unpacking included")
-        report.print(table(["", "best", "median", "processor"], rows, left=1))
+        report.print(format_table(["", "best", "median", "processor"], rows, left=(0,)))
         report.add("gradients", dataclasses.asdict(self))
         report.hold_against(
             Limit(

@@ -27,7 +27,8 @@ from hvdtrain import world
 from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import RecoveryOptions
-from hvdtrain.bench.results import BenchReport, Limit, format_seconds, table
+from hvdtrain.bench.results import BenchReport, Limit, format_seconds
+from hvdtrain.cluster.ranges import format_table
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import Collectives
 from hvdtrain.collectives.mpi_start import start_mpi, why_not_elastic
@@ -266,7 +267,7 @@ def _show(report: BenchReport, losses: Sequence[Loss]) -> None:
         for number, loss in enumerate(losses, start=1)
     ]
     head = ["loss", "who died", "ranks", "normal step", "kill to next step", "beyond normal"]
-    report.print(table([*head, "step after", "beyond normal"], cells, left=2))
+    report.print(format_table([*head, "step after", "beyond normal"], cells, left=(0, 1)))
     report.print(
         "normal step: median before the loss; kill to next step: to the end of the first step that"
         "\nthe others completed without the rank; step after: the whole of the one that followed."

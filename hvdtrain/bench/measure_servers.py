@@ -26,7 +26,8 @@ from hvdtrain.bench.machine import (
 )
 from hvdtrain.bench.models import build_model
 from hvdtrain.bench.options import ServersOptions
-from hvdtrain.bench.results import BenchReport, Limit, format_seconds, table
+from hvdtrain.bench.results import BenchReport, Limit, format_seconds
+from hvdtrain.cluster.ranges import format_table
 from hvdtrain.collectives import Collectives
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.errors import ConfigurationError
@@ -246,7 +247,7 @@ def _show(report: BenchReport, rows: Sequence[_Row], nbytes: int) -> None:
         for name, statistic in (("best", min), ("median", median))
     ]
     head = ["workers", "runs", "updates/s", "copies allow", "share", "server's memory"]
-    report.print(table(head, cells))
+    report.print(format_table(head, cells))
     parts = "; ".join(f"{what} ({count:g})" for what, count in COPIES.items())
     report.print(
         f"copies allow: an update needs {sum(COPIES.values()):g} copies of {nbytes / 1e6:.3g} MB, "

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.bench.options import StartupOptions
-from hvdtrain.bench.results import BenchReport, Limit, format_seconds, table
+from hvdtrain.bench.results import BenchReport, Limit, format_seconds
 from hvdtrain.bench.start_program import MARK
+from hvdtrain.cluster.ranges import format_table
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.mpirun import Mpirun, find_mpirun
 
@@ -124,7 +125,7 @@ def _show_starts(report: BenchReport, run: _Starts, plain: _Starts) -> None:
                 )
             )
     report.print(f"\nseconds of the whole command, {len(run.whole_s[EMPTY])} starts each, in turn")
-    report.print(table(["program", "started by", "median", "best"], cells, left=2))
+    report.print(format_table(["program", "started by", "median", "best"], cells, left=(0, 1)))
     report.print(
         "less import: without the seconds that the slowest rank imported TensorFlow, which are\n"
         "the same either way and vary more than the rest."
@@ -139,7 +140,7 @@ def _show_parts(report: BenchReport, probes: list[dict[str, float]]) -> None:
         [name, *_median_and_best([probe[part] for probe in probes])] for part, name in names.items()
     ]
     report.print("\ninside the ranks, the slowest of each start")
-    report.print(table(["", "median", "best"], rows, left=1))
+    report.print(format_table(["", "median", "best"], rows, left=(0,)))
     report.add("probes", probes)
 
 

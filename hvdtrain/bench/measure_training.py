@@ -18,7 +18,8 @@ from hvdtrain.bench.machine import describe_machine, machine_line, resident_byte
 from hvdtrain.bench.measure_calls import measure_calls, show_calls
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import TrainingOptions
-from hvdtrain.bench.results import BenchReport, Limit, table
+from hvdtrain.bench.results import BenchReport, Limit
+from hvdtrain.cluster.ranges import format_table
 from hvdtrain.collectives import Collectives
 
 __all__ = ["measure"]
@@ -201,7 +202,7 @@ def _show(report: BenchReport, rows: list[dict[str, Any]], memory_steps: int) ->
         for row in rows
     ]
     head = ["model", "one rank", "all ranks", "by calls", "speedup", "efficiency", "of medians"]
-    report.print(table([*head, "processor", "memory"], cells, left=1))
+    report.print(format_table([*head, "processor", "memory"], cells, left=(0,)))
     report.print(
         "samples/s of the best run; one rank is plain Keras with the same threads while the\n"
         "others wait, the mean over the ranks, each in turn. by calls: all ranks by the clock\n"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["BenchReport", "Limit", "format_seconds", "table"]
+from hvdtrain.cluster.ranges import format_table
+
+__all__ = ["BenchReport", "Limit", "format_seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,25 +68,12 @@ class BenchReport:
         ]
         if rows:
             self.print()
-            self.print(table(["figure", "measured", "asked", "held"], rows, left=1))
+            self.print(format_table(["figure", "measured", "asked", "held"], rows, left=(0,)))
         if json_path:
             limits = [{**dataclasses.asdict(one), "held": one.held} for one in self._limits]
             text = json.dumps({**self._content, "limits": limits}, indent=2)
             Path(json_path).write_text(text + "\n")
             self.print(f"\nwritten to {json_path}")
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 0) -> str:
-    """Columns under their heads, aligned right, the first ``left`` ones left."""
-    lines = [list(head), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths))
-        ).rstrip()
-        for line in lines
-    )
 
 
 def format_seconds(seconds: float) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdtrain.agent.exit_codes import ExitCode
+from hvdtrain.bench.results import format_seconds
 from hvdtrain.remote.problem import Problem
 from hvdtrain.remote.remote_probe import Answer
 
@@ -20,8 +21,8 @@ class MeasuredAllreduce:
 
     Attributes:
         code: Exit code of the job that it was.
-        words: What the job complained of.
-        ranks: How many took part.
+        words: The complaints of the job.
+        ranks: How many ranks took part.
         engine: Which of hvdtrain's engines did it.
         right: Whether every rank got the right sum.
         nbytes: Size of the array.
@@ -46,10 +47,10 @@ def show_allreduce(measured: MeasuredAllreduce) -> str:
     """One line for a good one."""
     return (
         f"allreduce over {measured.ranks} ranks ({measured.engine}): "
-        f"{measured.nbytes / 1e6:.1f} MB in {_seconds(measured.best_s)}, "
+        f"{measured.nbytes / 1e6:.1f} MB in {format_seconds(measured.best_s)}, "
         f"{measured.nbytes / measured.best_s / 1e9:.2f} GB/s "
         f"(bus {measured.bus_bandwidth / 1e9:.2f} GB/s); "
-        f"4 bytes in {_seconds(measured.latency_s)}"
+        f"4 bytes in {format_seconds(measured.latency_s)}"
     )
 
 
@@ -88,10 +89,3 @@ def _remedy(answers: Sequence[Answer]) -> str:
         f"{name}: export OMPI_MCA_btl_tcp_if_include={name} (Open MPI) or "
         f"FI_TCP_IFACE={name} (MPICH, Intel MPI)"
     )
-
-
-def _seconds(seconds: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds / 1e-6:.3g} us"

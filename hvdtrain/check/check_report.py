@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hvdtrain.check import host_checks
 from hvdtrain.check.version_checks import MPI, VERSIONED
+from hvdtrain.cluster.ranges import format_table
 from hvdtrain.remote.problem import Problem, show_problem, size
 from hvdtrain.remote.remedies import remedies_for
 from hvdtrain.remote.remote_probe import Answer, Way, clock_offset_s
@@ -21,16 +22,16 @@ __all__ = [
 ]
 
 _HEAD = ("host", "state", "ranks", "cores", "load", "GPUs", "/dev/shm", "network", "clock")
-_LEFT = {0, 1, 5, 7}
+_LEFT = (0, 1, 5, 7)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What was found.
+    """The state of a cluster.
 
     Attributes:
-        rows: Of the table, one a host, in the order of the hosts.
-        versions: What all hosts have in common, in one line.
+        rows: The rows of the table, one a host, in the order of the hosts.
+        versions: The versions that all hosts have in common, in one line.
         problems: Errors first.
     """
 
@@ -50,8 +51,8 @@ def make_report(
     """Judge the hosts that ``answers`` came from, against the launcher and each other.
 
     Args:
-        here: What the launcher's own host says.
-        answers: One for each host.
+        here: The answer of the launcher's own host.
+        answers: The answers of the hosts, one for each.
         way: How the hosts that are not this one were asked.
         python: Path of the launcher's Python.
         use_gpus: Whether ranks would use GPUs where there are any.
@@ -71,7 +72,7 @@ def make_report(
 
 def format_report(report: CheckReport) -> str:
     """The table, and the problems with their remedies."""
-    parts = [_table(report.rows)]
+    parts = [format_table(_HEAD, report.rows, left=_LEFT)]
     if report.versions:
         parts.append(report.versions)
     for problem in report.problems:
@@ -128,15 +129,3 @@ def _versions(here: Answer, answers: Sequence[Answer]) -> str:
     if len(answers) == 1 and answers[0].host != here.host and not missing:
         whom = answers[0].host
     return f"{whom}: {', '.join(shown)}" if shown else ""
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = [_HEAD, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column in _LEFT else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths))
-        ).rstrip()
-        for line in lines
-    )

@@ -57,7 +57,7 @@ def probe_hosts(
 
     Args:
         hosts: Ranks of each host by its name.
-        environ: Of the commands.
+        environ: The environment of the commands.
         way: How to start something on a host; ``here`` asks none but this one.
 
     Returns:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.cluster.hosts import Host, merge_hosts
-from hvdtrain.cluster.ranges import counted, listing
+from hvdtrain.cluster.ranges import counted, format_table, listing
 from hvdtrain.errors import ConfigurationError
 
 __all__ = ["Place", "Role", "place", "share_of_cores", "table"]
@@ -106,24 +106,14 @@ def place(
 
 def table(places: Iterable[Place]) -> str:
     """The places as text, one line a rank under a line of titles; ``-`` where nothing is known."""
-    rows = [("rank", "host", "local rank", "role", "GPU", "cores")]
-    for entry in places:
-        gpu = ",".join(map(str, entry.gpus)) or "-"
-        row = (str(entry.rank), entry.host, str(entry.local_rank), entry.role, gpu)
-        rows.append((*row, _span(entry.cores)))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for rank, host, local_rank, role, gpu, cores in rows:
-        cells = (
-            rank.rjust(widths[0]),
-            host.ljust(widths[1]),
-            local_rank.rjust(widths[2]),
-            role.ljust(widths[3]),
-            gpu.rjust(widths[4]),
-            cores.rjust(widths[5]),
+    rows = [
+        (
+            *(str(entry.rank), entry.host, str(entry.local_rank), entry.role),
+            *(",".join(map(str, entry.gpus)) or "-", _span(entry.cores)),
         )
-        lines.append("  ".join(cells))
-    return "\n".join(lines)
+        for entry in places
+    ]
+    return format_table(("rank", "host", "local rank", "role", "GPU", "cores"), rows, left=(1, 3))
 
 
 def share_of_cores(local_rank: int, local_size: int, cores: int) -> tuple[int, int] | None:

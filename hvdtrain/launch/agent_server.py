@@ -46,7 +46,7 @@ class AgentServer:
     """Listens for agents, shows what their programs write, notes how they end.
 
     Args:
-        ranks: How many agents there will be.
+        ranks: How many agents there will be, one for each rank.
         console: Where their lines go.
         local: Take connections from this host alone.
         hold_s: How long a rank may take to fail after its traceback.
@@ -54,10 +54,10 @@ class AgentServer:
 
     Attributes:
         job: The secret that agents say hello with.
-        ends: Of the ranks that have ended, in this order, without those that were dropped.
+        ends: The ends of ranks, in the order in which they came, without those that were dropped.
         dropped: Ranks that the others do without.
         reports: How far the ranks are.
-        stopped: Of the ranks that answered ``look``: whether they are stopped.
+        stopped: Whether each of the ranks that answered ``look`` is stopped.
     """
 
     def __init__(

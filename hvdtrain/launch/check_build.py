@@ -26,7 +26,7 @@ class Build:
     """What was found.
 
     Attributes:
-        versions: Of the packages that are installed, by their names.
+        versions: Versions of the installed packages by name.
         mpirun: Which there is, with its path; empty for none.
         problem: Why there is no mpirun, and what to do.
         nccl: The version of NCCL that TensorFlow's GPU build has; empty without one.

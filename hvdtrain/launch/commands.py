@@ -21,7 +21,7 @@ class Plan:
 
     Attributes:
         places: Where the ranks run.
-        program: What mpirun or srun starts for each of them.
+        program: The command that mpirun or srun starts for each of them.
         local: Whether all of them run on this host.
         oversubscribed: Whether ranks of some host share its cores.
         elastic: Whether the ranks go on without one that is lost; for Open MPI 5.
@@ -77,10 +77,10 @@ def mpirun_command(
     keep it from that.
 
     Args:
-        plan: What to start.
-        mpirun: With what.
+        plan: The ranks and their program.
+        mpirun: The mpirun that starts them.
         environ: As ``rank_environment`` makes it.
-        names: Of variables to pass on to other hosts.
+        names: Names of the variables to pass on to other hosts.
         as_root: Whether root starts the job.
         hostfile: Holds what ``hostfile_text`` makes.
         ssh: Options of the ssh by which mpirun reaches other hosts.
@@ -105,10 +105,10 @@ def srun_command(
     """The command that starts ``plan`` as a step of the Slurm job around it.
 
     Args:
-        plan: What to start.
-        srun: With what.
+        plan: The ranks and their program.
+        srun: Path of the srun that starts them.
         environ: As ``rank_environment`` makes it; srun passes all of it on.
-        mpi: Which of srun's plug-ins the ranks' MPI speaks to: pmix or pmi2.
+        mpi: The one of srun's plug-ins that the ranks' MPI speaks to: pmix or pmi2.
         hostfile: Names the host of each rank, one a line: so the plan is what happens.
     """
     argv = (

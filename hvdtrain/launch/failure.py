@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hvdtrain.agent.exit_codes import ExitCode, signal_name
 from hvdtrain.agent.oom import OomKills
 from hvdtrain.agent.rank_report import FailureRecord
+from hvdtrain.cluster.ranges import counted
 from hvdtrain.launch.stderr_text import begins_crash, exception_name, excerpt
 
 __all__ = ["End", "describe", "describe_loss", "exit_code", "first_failure"]
@@ -27,7 +28,8 @@ class End:
         told: Why it failed, as its program told; None where that told nothing.
         was_signalled: Whether the launcher, mpirun or srun had told it to end before.
         failed_at: When it failed, in seconds of the launcher's clock.
-        kills: What the kernel killed for lack of memory meanwhile; None where nobody looked.
+        kills: Processes that the kernel killed for lack of memory meanwhile; None where nobody
+            looked.
     """
 
     rank: int
@@ -108,7 +110,7 @@ def describe(first: End, what: str = "") -> str:
 
     Args:
         first: The first failure.
-        what: What the rank is, where no other can take its place.
+        what: The rank's role, where no other can take its place.
     """
     comma = f", {what}," if what else ""
     lines = [f"rank {first.rank} on {first.host}{comma} failed first: {_how(first)}"]
@@ -134,7 +136,7 @@ def describe_loss(end: End, step: int | None, left: int, *, enough: bool) -> str
     """
     assert end.code is not None
     at = "" if step is None else f" after step {step}"
-    ranks = "1 rank" if left == 1 else f"{left} ranks"
+    ranks = counted(left, "rank")
     memory = ", for lack of memory" if end.kills is not None and end.kills.in_group else ""
     goes_on = f"{ranks} {'goes' if left == 1 else 'go'} on" if enough else f"{ranks} left: too few"
     return (

@@ -25,13 +25,13 @@ class HorovodFlag:
     """One flag of horovodrun.
 
     Attributes:
-        names: By which it can be given.
+        names: The names by which it can be given.
         values: How many words follow it.
         fate: ``same``: hvdtrain run has it by this name; ``becomes``: it stands for others of
             hvdtrain run's; ``unneeded``: it is accepted and changes nothing; ``refused``.
-        reason: What it does here; or why nothing is lost without it; or why it can't be had, and
-            what to do.
-        becomes: What it stands for, with ``{}`` for its value.
+        reason: Says what it does here; or why nothing is lost without it; or why it can't be had,
+            and what to do.
+        becomes: The flag of hvdtrain run that it stands for, with ``{}`` for its value.
         void: The value with which it changes nothing after all.
         declared: How argparse is told of it, where it is hvdtrain run's own but not in its help.
     """

@@ -50,13 +50,13 @@ class Job:
     """What was asked for.
 
     Attributes:
-        program: What every rank runs, with its arguments.
-        ranks: How many; None for as many as the hosts have slots.
+        program: The program that every rank runs, with its arguments.
+        ranks: How many ranks to start; None for as many as the hosts have slots.
         hosts: The value of ``-H``; None if not given.
         hostfile: Path of a hostfile; None if not given.
         cluster: The hosts of workers and parameter servers, instead of both; None if not given.
         oversubscribe: Allow more ranks than slots.
-        settings: What the ranks are told, too.
+        settings: The settings, which the ranks are told, too.
         ssh: Options of ssh, which reaches other hosts.
         mpi_args: Further words for mpirun.
         extra: Names of further variables for the ranks; their values are in the environment.
@@ -64,7 +64,7 @@ class Job:
         chief_only: Show the chief's output alone.
         timestamps: Show the time before each line.
         collapse: Show once what several ranks print within moments of one another.
-        time_limits: How long what may take.
+        time_limits: How long starting, ending and a step may take.
         max_restarts: How many failures may be followed by another start.
         dry_run: Only print the plan.
         verbose: Print it and go on.
@@ -95,14 +95,14 @@ class Resources:
     """Where a job can run, and what starts its ranks.
 
     Attributes:
-        hosts: That were named, or Slurm's, or this one.
+        hosts: The hosts that were named, or Slurm's, or this one.
         ps_ranks: Which ranks are parameter servers where all hosts are there; empty for those
             that the settings say.
         in_slurm: Whether they are those of a Slurm job; ranks start through srun there.
-        mpirun: Which there is.
+        mpirun: The mpirun that was found.
         elastic: Whether ranks go on without one that is lost.
-        gpus: Of this host, that a rank could use.
-        remark: What can't be had here, and what happens instead; empty for nothing.
+        gpus: How many GPUs of this host a rank could use.
+        remark: Says which wish can't be had here, and what happens instead; empty for none.
     """
 
     hosts: tuple[Host, ...]
@@ -130,7 +130,7 @@ def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
                 "How many ranks? Give -np N for this host, or name hosts with -H or --hostfile."
             )
         hosts = [Host(name="localhost", slots=job.ranks)]
-    mpirun = find_mpirun(_python().parent, environ)
+    mpirun = find_mpirun(Path(sys.executable).parent, environ)
     asked, wanted = job.settings.elastic, job.settings.goes_on_without
     why = why_not_elastic(mpirun, in_slurm=slurm is not None) if wanted else ""
     instead = "is started again" if job.max_restarts else "ends (see --max-restarts)"
@@ -164,10 +164,10 @@ def make_plan(
     """Which rank of ``job`` runs where, and as what.
 
     Args:
-        job: What was asked for.
-        site: Where it can run.
+        job: The job, as it was asked for.
+        site: The hosts that it can run on, and what starts ranks there.
         hosts: Those of the site that are left.
-        ranks: How many; None for as many as there are slots.
+        ranks: How many ranks to place; None for as many as there are slots.
         more_before: The last plan, if fewer ranks are left now than the job began with. Servers
             that were asked for by number or host then stay on the hosts that they have in it.
 
@@ -195,7 +195,7 @@ def make_plan(
     used = {entry.host for entry in places}
     return Plan(
         places=tuple(places),
-        program=(str(_python()), "-m", "hvdtrain.agent.rank_agent", *job.program),
+        program=(sys.executable, "-m", "hvdtrain.agent.rank_agent", *job.program),
         local=not site.in_slurm and len(used) == 1 and used <= set(here),
         oversubscribed=any(entry.local_size > cores for entry in places if entry.host in here),
         elastic=site.elastic,
@@ -211,7 +211,9 @@ def make_command(
         ConfigurationError: A host that mpirun can't be told, or words for it where there is none.
         LaunchError: There is no usable srun.
     """
-    environ = rank_environment({**environ, **_decided(job, site, plan)}, [_python().parent])
+    environ = rank_environment(
+        {**environ, **_decided(job, site, plan)}, [Path(sys.executable).parent]
+    )
     if site.in_slurm:
         if job.mpi_args:
             raise ConfigurationError(
@@ -242,10 +244,6 @@ def _decided(job: Job, site: Resources, plan: Plan) -> dict[str, str]:
         servers = [str(entry.rank) for entry in plan.places if entry.role == "ps"]
         settings[variable_name("ps_ranks")] = ",".join(servers)
     return settings
-
-
-def _python() -> Path:
-    return Path(sys.executable)
 
 
 def _through_srun(

@@ -21,7 +21,7 @@ class JobProgress:
     """The newest report of each rank; times are the caller's clock.
 
     Attributes:
-        latest: By rank.
+        latest: The newest report of each rank.
         moved: When the step or the phase of each rank was last new.
         saved_at: When a checkpoint was last written; None for never.
     """
@@ -73,10 +73,10 @@ def hangs(reports: JobProgress, running: Sequence[int], now: float, timeout_s: f
     """Whether the ranks should have done a step by now.
 
     Args:
-        reports: Of all ranks; a program that reports nothing is not judged.
+        reports: The reports of all ranks; a program that reports nothing is not judged.
         running: Ranks that have not ended.
-        now: By the clock of ``reports``.
-        timeout_s: For one step; the first may take four times as long. 0 for as long as it likes.
+        now: The time, by the clock of ``reports``.
+        timeout_s: How long a step may take, and the first four times as long; 0 for no limit.
     """
     latest = [reports.latest[rank] for rank in running if rank in reports.latest]
     states = [state for state in latest if state.phase != SERVING]
@@ -98,10 +98,10 @@ def stuck(
     """Ranks that should have done a step by now, where others go on or wait.
 
     Args:
-        reports: Of all ranks.
+        reports: The reports of all ranks.
         running: Ranks that have not ended.
-        now: As for ``hangs``.
-        timeout_s: As for ``hangs``.
+        now: The time, by the clock of ``reports``.
+        timeout_s: How long a step may take, as for ``hangs``.
 
     Returns:
         For how long each has done none.
@@ -124,9 +124,10 @@ def missing(
     """Whom the other ranks wait for in a job that hangs, and why.
 
     Args:
-        reports: Of all ranks.
+        reports: The reports of all ranks.
         running: Ranks that have not ended.
-        stopped: As for ``describe_hang``.
+        stopped: Whether the program of each rank is stopped; ranks whose agents did not answer are
+            absent.
     """
     latest = {rank: reports.latest.get(rank, RankReport()) for rank in running}
     absent = {r: "it waits for no other rank" for r, s in latest.items() if not s.waiting_in}
@@ -141,9 +142,10 @@ def describe_hang(
     """What is known of a hang: who is missing, and where the others wait.
 
     Args:
-        reports: Of all ranks.
-        hosts: Of the ranks that run.
-        stopped: What their agents said; ranks whose agents did not answer are absent.
+        reports: The reports of all ranks.
+        hosts: The host of each rank that runs.
+        stopped: Whether the program of each rank is stopped; ranks whose agents did not answer are
+            absent.
         quiet_s: How long no rank has done a step.
     """
     step = "" if reports.step is None else f" after step {reports.step}"

@@ -31,10 +31,10 @@ class Group:
 
     Attributes:
         stream: stdout or stderr.
-        text: As the first of them wrote it.
-        since: When it did, in seconds.
-        key: What those of another rank must have in common with it.
-        hosts: Of each rank that wrote it.
+        text: The line, as the first of them wrote it.
+        since: When the first of them wrote it, in seconds.
+        key: The part that a line of another rank must have in common with it.
+        hosts: The host of each rank that wrote it.
         behind: Groups that some rank wrote next.
     """
 
@@ -50,7 +50,7 @@ class LineCollapse:
     """Lines in, groups out; each waits ``WINDOW_S`` at most, and not where no rank is missing.
 
     Args:
-        ranks: How many may write.
+        ranks: How many ranks may write.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -31,16 +31,16 @@ class JobRecord:
     """All that was seen of a job.
 
     Attributes:
-        hosts: Of the ranks, as planned.
-        seen: Hosts of the ranks that began, by their own names.
-        ends: Of the ranks, without those that the others did without.
+        hosts: The host of each rank, as planned.
+        seen: The host of each rank that began, by its own name.
+        ends: The ends of all ranks but those that the others did without.
         reports: How far the ranks were.
-        critical: What those ranks are without which the others don't go on.
+        critical: Roles of the ranks without which the others don't go on.
         received: Signals that came to ``hvdtrain run``.
-        hang: What there is to say about a hang; empty for none.
+        hang: Says who hangs and where the others wait; empty where the job did not hang.
         starter: Path of mpirun or srun.
         starter_code: Its exit code, as a shell gives it.
-        words: What it printed.
+        words: Lines that it printed.
         late: Whether ranks were waited for too long.
         start_timeout_s: How long that is.
         started_at: When the job began, by the clock of ``reports``.
@@ -68,15 +68,15 @@ class Outcome:
     """What an attempt to run the job came to.
 
     Attributes:
-        code: For ``hvdtrain run`` to exit with.
+        code: The code that ``hvdtrain run`` exits with.
         cause: Why it ended.
-        words: What to say about it.
+        words: Says to the user how it ended.
         step: The last step that a rank reported; None for none.
         failed_after: The last step that the rank that failed first reported.
         saved: Step of the newest checkpoint; None for none.
-        lost_s: Since that checkpoint was written, or since the beginning.
-        lost_hosts: Where agents were lost without a word, or can't be started, as they are called
-            in the plan.
+        lost_s: Seconds since that checkpoint was written, or since the beginning.
+        lost_hosts: Hosts where agents were lost without a word, or can't be started, as they are
+            called in the plan.
     """
 
     code: int

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.cluster.hosts import Host
-from hvdtrain.cluster.ranges import listing
+from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.launch.outcome import Outcome
 
 __all__ = ["Decision", "Limits", "account", "announce", "decide", "fitting", "remains", "without"]
@@ -36,8 +36,8 @@ class Decision:
 
     Attributes:
         again: Whether there is another one.
-        delay_s: After which time.
-        why_not: What to say where there is none; empty where it needs no saying.
+        delay_s: Seconds until it starts.
+        why_not: Says why there is none; empty where it needs no saying.
     """
 
     again: bool
@@ -52,7 +52,7 @@ def decide(
 
     Args:
         history: All attempts, the last one at the end.
-        limits: What was asked for.
+        limits: The limits that were asked for.
         in_slurm: Whether the job is inside a Slurm job, which is preempted as a whole.
         chance: From 0 to 1, by which the delay varies.
     """
@@ -83,7 +83,7 @@ def announce(
     free = sum(not counts for counts in map(_counts, history, _befores(history)))
     most = limits.max_restarts + 1 + free
     number = len(history) + 1
-    on = f"on {listing(hosts, 'hosts')} ({ranks} rank{'' if ranks == 1 else 's'})"
+    on = f"on {listing(hosts, 'hosts')} ({counted(ranks, 'rank')})"
     return f"attempt {number} of {most} starts in {delay_s:.0f} s {on}; {_lost(history)}"
 
 
@@ -94,7 +94,7 @@ def account(history: Sequence[Outcome]) -> str:
     failed = [outcome for outcome in history if outcome.cause != "done"]
     steps = sum(_lost_steps(outcome) for outcome in failed)
     seconds = sum(outcome.lost_s for outcome in failed)
-    return f"{len(history)} attempts; lost in all: {_steps(steps)}, {seconds:.0f} s"
+    return f"{len(history)} attempts; lost in all: {counted(steps, 'step')}, {seconds:.0f} s"
 
 
 def remains(history: Sequence[Outcome]) -> str:
@@ -176,8 +176,4 @@ def _lost(history: Sequence[Outcome]) -> str:
         since = f"its start; the newest checkpoint is of step {newest}"
     else:
         since = "the beginning: there is no checkpoint"
-    return f"lost: {_steps(_lost_steps(outcome))}, {outcome.lost_s:.0f} s, since {since}"
-
-
-def _steps(count: int) -> str:
-    return f"{count} step{'' if count == 1 else 's'}"
+    return f"lost: {counted(_lost_steps(outcome), 'step')}, {outcome.lost_s:.0f} s, since {since}"

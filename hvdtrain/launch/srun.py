@@ -42,7 +42,7 @@ def choose_plugin(listed: str, mpi: str) -> str:
     """The plug-in ``mpi``, if srun has it.
 
     Args:
-        listed: What ``srun --mpi=list`` printed.
+        listed: The output of ``srun --mpi=list``.
         mpi: The plug-in that is wanted.
 
     Raises:

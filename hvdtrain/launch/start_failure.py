@@ -34,8 +34,8 @@ def explain_start_failure(
     """What kept ranks from starting; empty where the words don't tell.
 
     Args:
-        words: What mpirun or srun printed; only English is understood.
-        hosts: Where a rank is missing.
+        words: The lines that mpirun or srun printed; only English is understood.
+        hosts: The hosts where a rank is missing.
         way: How they were reached.
         python: Path of the launcher's Python.
     """

@@ -41,13 +41,13 @@ KEPT_LINES = 40
 
 @dataclass(frozen=True, kw_only=True)
 class TimeLimits:
-    """How long what may take.
+    """How long starting, ending and a step may take.
 
     Attributes:
-        start_s: For all agents to report.
-        grace_s: Between asking ranks to end and killing them.
+        start_s: Until all agents have reported.
+        grace_s: From asking ranks to end to killing them.
         preempt_grace_s: The same where they are to save what they have before.
-        hang_s: For one step, in programs that report their steps; 0 for as long as it likes.
+        hang_s: For one step, in programs that report their steps; 0 for no limit.
     """
 
     start_s: float = 120.0
@@ -60,14 +60,14 @@ class Supervisor:
     """One job from its start to its end; call ``run`` once, from the main thread.
 
     Args:
-        command: Starts an agent for each rank: mpirun or srun.
-        server: Where the agents report.
-        console: For the starter's own words and what befalls the job.
-        hosts: Of the ranks, as planned.
-        time_limits: How long what may take.
+        command: The command of mpirun or srun that starts an agent for each rank.
+        server: The server that the agents report to.
+        console: Shows the starter's own words and what befalls the job.
+        hosts: The host of each rank, as planned.
+        time_limits: How long starting, ending and a step may take.
         received: Signals as they arrive, noted by somebody else.
         min_np: Ranks that go on without those that are lost, at least; None for all.
-        critical: What those ranks are without which the others don't go on.
+        critical: Roles of the ranks without which the others don't go on.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ class Tracebacks:
     """Takes tracebacks out of the ranks' stderr, and shows those that stand for themselves.
 
     Args:
-        ends: Of the ranks that have ended; watched, as it grows.
+        ends: The ends of ranks; watched, as it grows.
         show: Prints a line of a rank after all.
         hold_s: How long a rank may take to fail after its traceback.
         clock: Gives seconds.

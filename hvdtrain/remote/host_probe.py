@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.agent.cpu_share import available_cores
+from hvdtrain.cluster.host_id import host_id
 from hvdtrain.errors import LaunchError
 from hvdtrain.remote.probe_messages import MARK, Question, read_question
 from hvdtrain.remote.run_capture import run_capture
@@ -86,11 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _machine(question: Question) -> dict[str, Any]:
-    hostname = socket.gethostname()
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    # Containers of one machine share the kernel's start, and differ by name.
-    started = boot.read_text().strip() if boot.exists() else ""
-    return {"hostname": hostname, "machine": f"{hostname} {started}"}
+    return {"hostname": socket.gethostname(), "machine": host_id()}
 
 
 def _load(question: Question) -> dict[str, Any]:

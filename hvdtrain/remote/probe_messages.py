@@ -19,11 +19,11 @@ class Question:
     """What a host has to know to answer.
 
     Attributes:
-        names: Of all hosts, to be resolved.
+        names: The names of all hosts, to be resolved.
         folder: The launcher's current folder.
         token_file: A file that the launcher wrote there; empty where it could not.
         token: Its content.
-        addresses: Of the launcher, as its routes to this host say.
+        addresses: Addresses of the launcher, as its routes to this host say.
         port: Where the launcher listens; 0 for nowhere.
     """
 
@@ -43,23 +43,23 @@ class Facts:
         machine: The same for two names of one host, and different for two hosts.
         started_s: The host's clock when it began to answer.
         ended_s: The host's clock when it had its answer.
-        versions: Of the packages by name; a package that is not installed is absent.
+        versions: Versions of the packages by name; a package that is not installed is absent.
         mpi: The MPI library that mpi4py loads, in its own words.
         mpi_error: Why it loads none.
         folder: ``same``, ``other`` (one without the launcher's file) or ``absent``.
         gpus: Model and driver of each.
         gpu_error: Why nvidia-smi, which is there, named none.
-        memlock_bytes: What a process may lock in memory; -1 for any number.
+        memlock_bytes: Memory that a process may lock; -1 for any number.
         infiniband: Its InfiniBand devices.
         shm_bytes: Size of /dev/shm.
-        shm_free_bytes: What is free of it.
+        shm_free_bytes: Space that is free in /dev/shm.
         names: Addresses of each host's name; none where it can't be resolved.
         back: Address at which the launcher was reached over TCP.
         back_error: Why it was not.
         local_address: This host's end of that way.
         interface: The network interface of that end.
         speed_mbit: The interface's speed, where it is known.
-        errors: What went wrong while finding out something, by what it was.
+        errors: The error that kept each part of the probe from finding out.
     """
 
     hostname: str = ""

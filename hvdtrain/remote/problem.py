@@ -17,10 +17,10 @@ class Problem:
     """Something that is not as it should be.
 
     Attributes:
-        hosts: Where.
-        found: What was found.
-        expected: What should have been.
-        remedy: What to do, a command where one does it.
+        hosts: The hosts where it is so.
+        found: Says how it is.
+        expected: Says how it should be.
+        remedy: Says how to mend it, by a command where one does it.
         error: Whether training can't be relied on; otherwise it is a warning.
     """
 

@@ -29,7 +29,7 @@ def unreachable(
 
     Args:
         hosts: Their names; all are asked at the same time.
-        environ: Of ssh.
+        environ: The environment of ssh.
         ssh: Options that it needs.
         give_up: Whether to ask no longer; then nothing is held against who has not answered.
     """

@@ -30,7 +30,7 @@ def remedies_for(answers: Sequence[Answer], *, way: Way, python: str) -> Iterato
     """One problem for each reason, with all hosts that gave it.
 
     Args:
-        answers: Of all hosts.
+        answers: The answers of all hosts.
         way: How they were asked.
         python: Path of the launcher's Python.
     """

@@ -58,8 +58,8 @@ class Failure:
     """Why a host gave no answer.
 
     Attributes:
-        kind: What it was.
-        words: What ssh, srun or Python said, or the end of it.
+        kind: The kind of failure, which decides what is advised.
+        words: The words of ssh, srun or Python, or their end.
     """
 
     kind: FailureKind
@@ -72,9 +72,9 @@ class Answer:
 
     Attributes:
         host: Its name, as it was spelled; empty for the launcher, where no host is meant.
-        ranks: How many it is to take.
-        facts: What it said.
-        failure: Why it said nothing.
+        ranks: How many ranks it is to take.
+        facts: The facts that it answered with; None where it did not.
+        failure: Why it did not answer; None where it did.
         asked_s: The launcher's clock when it asked.
         answered_s: The launcher's clock when the answer was complete.
     """
@@ -132,8 +132,8 @@ def read_answer(way: Way, code: int | None, stdout: str, stderr: str) -> Facts |
     Args:
         way: How it was started.
         code: Its exit code; None if it was ended for want of time.
-        stdout: What it printed.
-        stderr: What it, or who started it, complained of.
+        stdout: Its whole output.
+        stderr: Complaints of the probe, or of what started it.
     """
     facts = read_facts(stdout)
     if facts is not None:

@@ -36,9 +36,9 @@ def run_capture(
 
     Args:
         argv: The program and its arguments.
-        timeout_s: Until it is killed.
+        timeout_s: Seconds until it is killed.
         environ: Its whole environment; None for that of this process.
-        remedy: What to do where it can't be asked; the end of the error's message.
+        remedy: Advice for where it can't be asked; the end of the error's message.
 
     Raises:
         LaunchError: It can't be started, or has not ended in time.

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench.results import BenchReport, Limit, format_seconds, table
+from hvdtrain.bench.results import BenchReport, Limit, format_seconds
+from hvdtrain.cluster.ranges import format_table
 
 
 def test_columns_are_aligned() -> None:
-    shown = table(["name", "time"], [["a", "1 s"], ["longer", "22 ms"]], left=1)
+    shown = format_table(["name", "time"], [["a", "1 s"], ["longer", "22 ms"]], left=(0,))
     assert shown == "name     time\na         1 s\nlonger  22 ms"
 
 
