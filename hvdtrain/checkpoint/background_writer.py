@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from hvdtrain.checkpoint.store import Snapshot, Store
+from hvdtrain.checkpoint.snapshot import Snapshot
+from hvdtrain.checkpoint.store import Store
 from hvdtrain.errors import CheckpointError
 
 __all__ = ["BackgroundWriter"]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
-import shutil
 from pathlib import Path
 
-__all__ = ["make_folders", "new_name", "reason", "remove_folder", "sync", "write_file"]
+__all__ = ["make_folders", "reason", "sync", "write_file"]
 
 _REMEDY = {
     errno.ENOSPC: "Free space there, or name a directory on another disk",
@@ -65,18 +63,3 @@ def make_folders(path: Path) -> None:
         if not path.is_dir():
             raise
     sync(path.parent)
-
-
-def new_name(prefix: str) -> str:
-    """A name that nobody has used."""
-    return f"{prefix}-{secrets.token_hex(4)}"
-
-
-def remove_folder(path: Path, hidden: Path) -> None:
-    """Remove a folder that counts, so that no moment leaves a part of it under its name.
-
-    ``hidden``, beside it, is its name while its files go.
-    """
-    path.rename(hidden)
-    sync(path.parent)
-    shutil.rmtree(hidden, ignore_errors=True)

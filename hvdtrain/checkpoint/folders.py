@@ -13,12 +13,13 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.checkpoint.durable import new_name, remove_folder, sync
+from hvdtrain.checkpoint.durable import sync
 from hvdtrain.checkpoint.manifest import MANIFEST, DamagedError, read_manifest
 from hvdtrain.errors import CheckpointError
 
@@ -26,11 +27,11 @@ __all__ = [
     "PATIENCE_S",
     "CheckpointFolder",
     "aside_name",
-    "draft_name",
     "find_complete",
     "folder_name",
-    "hidden_name",
     "keeps_changing",
+    "new_name",
+    "remove_folder",
     "settle",
     "sweep",
 ]
@@ -66,14 +67,17 @@ def aside_name(step: int) -> str:
     return f".replaced-{folder_name(step)}"
 
 
-def draft_name(step: int) -> str:
-    """A name to write under."""
-    return new_name(f".writing-{folder_name(step)}")
+def new_name(what: str, step: int) -> str:
+    """A hidden name that nobody has used, for "writing" or "removing"."""
+    return f".{what}-{folder_name(step)}-{secrets.token_hex(4)}"
 
 
-def hidden_name(step: int) -> str:
-    """A name to remove under."""
-    return new_name(f".removing-{folder_name(step)}")
+def remove_folder(path: Path, step: int) -> None:
+    """Remove a folder that counts, so that no moment leaves a part of it under its name."""
+    hidden = path.with_name(new_name("removing", step))
+    path.rename(hidden)
+    sync(path.parent)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def find_complete(directory: Path) -> list[CheckpointFolder]:
@@ -116,10 +120,10 @@ def settle(directory: Path, step: int) -> None:
         return
     current = directory / folder_name(step)
     if _is_complete(current, step):
-        remove_folder(aside, directory / hidden_name(step))
+        remove_folder(aside, step)
         return
     if current.exists():
-        remove_folder(current, directory / hidden_name(step))
+        remove_folder(current, step)
     aside.rename(current)
     sync(directory)
 
@@ -140,7 +144,7 @@ def sweep(directory: Path, *, alone: bool) -> None:
             shutil.rmtree(directory / name, ignore_errors=True)
     for step, path, _, _ in _steps(directory):
         if not os.path.lexists(path / MANIFEST):
-            remove_folder(path, directory / hidden_name(step))
+            remove_folder(path, step)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

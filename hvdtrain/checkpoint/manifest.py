@@ -167,17 +167,14 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 def _open_regular(path: Path) -> io.FileIO:
     """Open a file, but neither where a link leads nor a pipe that would wait for a writer."""
-    if not stat.S_ISREG(_mode(path)):
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        raise DamagedError(f"{path.name} is missing") from None
+    if not stat.S_ISREG(mode):
         raise DamagedError(f"{path.name} is no regular file")
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return io.FileIO(os.open(path, flags))
-
-
-def _mode(path: Path) -> int:
-    try:
-        return path.lstat().st_mode
-    except FileNotFoundError:
-        raise DamagedError(f"{path.name} is missing") from None
 
 
 def _facts(name: str, content: Any) -> FileFacts:

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from hvdtrain.checkpoint.durable import make_folders, reason, remove_folder, sync, write_file
+from hvdtrain.checkpoint.durable import make_folders, reason, sync, write_file
 from hvdtrain.checkpoint.folders import (
     PATIENCE_S,
     CheckpointFolder,
     aside_name,
-    draft_name,
     find_complete,
     folder_name,
-    hidden_name,
     keeps_changing,
+    new_name,
+    remove_folder,
     settle,
     sweep,
 )
@@ -182,7 +182,7 @@ class Store:
     def _publish(self, snapshot: Snapshot, state: bytes) -> Path:
         step = snapshot.step
         final = self._directory / folder_name(step)
-        draft = self._directory / draft_name(step)
+        draft = self._directory / new_name("writing", step)
         publishing = False
         try:
             self._write_draft(draft, snapshot, state)
@@ -204,7 +204,7 @@ class Store:
     def _withdraw(self, final: Path, step: int) -> None:
         """Undo what has been published in part."""
         if final.is_dir() and not os.path.lexists(final / MANIFEST):
-            remove_folder(final, self._directory / hidden_name(step))
+            remove_folder(final, step)
         settle(self._directory, step)
 
     def _write_draft(self, draft: Path, snapshot: Snapshot, state: bytes) -> None:
@@ -235,7 +235,7 @@ class Store:
                 if found.step > step or found.aside:
                     continue
                 if sound >= self._keep:
-                    remove_folder(found.path, self._directory / hidden_name(found.step))
+                    remove_folder(found.path, found.step)
                 elif self._is_sound(found):
                     sound += 1
         except (OSError, CheckpointError) as error:
