@@ -19,7 +19,7 @@ from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import CheckpointOptions
 from hvdtrain.bench.results import BenchReport, Limit, format_seconds
 from hvdtrain.cluster.ranges import format_table
-from hvdtrain.keras.saving.checkpoint_loop import CheckpointLoop
+from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 
 __all__ = ["measure"]
 
@@ -32,11 +32,11 @@ class _Watch(keras.callbacks.Callback):
     def __init__(self, checkpoint: hvdtrain.Checkpoint) -> None:
         super().__init__()
         self._checkpoint = checkpoint
-        self.keeper: CheckpointLoop | None = None
+        self.session: CheckpointSession | None = None
         self.ends_s: list[float] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.keeper = self._checkpoint.keeper
+        self.session = self._checkpoint.session
         self.ends_s.append(time.monotonic())
 
 
@@ -81,9 +81,9 @@ def _size_of_newest(folder: Path) -> int:
 
 
 def _show(report: BenchReport, watch: _Watch, size_bytes: int) -> None:
-    assert watch.keeper is not None
-    paused_s = watch.keeper.paused_s[:-1]
-    written_s = watch.keeper.written_s[: len(paused_s)]
+    assert watch.session is not None
+    paused_s = watch.session.paused_s[:-1]
+    written_s = watch.session.written_s[: len(paused_s)]
     step_s = statistics.median(b - a for a, b in itertools.pairwise(watch.ends_s))
     rows = [
         [str(number), format_seconds(paused), format_seconds(written), f"{paused / written:.1%}"]

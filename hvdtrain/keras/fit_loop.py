@@ -27,8 +27,9 @@ from hvdtrain.keras.model_sync import average_statistics, broadcast_model
 from hvdtrain.keras.optimizer_patch import accumulates, is_distributed
 from hvdtrain.keras.own_steps import has_own, has_own_call
 from hvdtrain.keras.predictions import join_predictions, noting_rows
-from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
-from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, asked_for, begin_session
+from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
+from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
+from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, begin_session
 from hvdtrain.keras.step_results import join_logs, results_of_metrics
 from hvdtrain.private_api.keras import build_symbolically, split_validation
 
@@ -114,10 +115,10 @@ class FitLoop:
         """``keras.Model.fit`` on all ranks; ``batch_size`` is per rank."""
         self.check_still_ours()
         listed = list_callbacks(callbacks)
-        asked = asked_for(listed)
+        checkpoint = find_checkpoint_callback(listed)
         session = None
-        if asked is not None:
-            session = self._begin_session(asked, listed)
+        if checkpoint is not None:
+            session = self._begin_session(checkpoint.options, listed)
             self._inputs.seed = session.seed(self._inputs.seed)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_validation(
@@ -151,9 +152,13 @@ class FitLoop:
         succession = ChiefFailover(listed, self._collectives, self._membership, verbose)
         followers: list[Follower] = [epochs_.share_out_anew, succession.take_over]
         followers += [entry.follow for entry in listed if isinstance(entry, WarmUp)]
-        keeping = session.keeping(epochs_, self._inputs.seed) if session else nullcontext()
+        saving = (
+            checkpoint.forward_to(session, epochs_, self._inputs.seed)
+            if checkpoint and session
+            else nullcontext()
+        )
         try:
-            with keeping, self._membership.followed_by(followers), self._reducer.going_on():
+            with saving, self._membership.followed_by(followers), self._reducer.going_on():
                 return self._guard(
                     self._fit,
                     sharded.dataset,
@@ -276,11 +281,13 @@ class FitLoop:
 
     # What they share.
 
-    def _begin_session(self, asked: Checkpoint, callbacks: Sequence[Any]) -> CheckpointSession:
+    def _begin_session(
+        self, options: CheckpointOptions, callbacks: Sequence[Any]
+    ) -> CheckpointSession:
         if self._own_session is not None:
             return self._own_session()
         return begin_session(
-            asked,
+            options,
             self._model,
             self._collectives,
             self._membership,

@@ -29,7 +29,7 @@ from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_model, reseed_by_rank
 from hvdtrain.keras.optimizer_patch import distribute_optimizer
 from hvdtrain.keras.own_steps import has_own
-from hvdtrain.keras.saving.checkpoint_session import asked_for
+from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
 from hvdtrain.monitor import report
 from hvdtrain.tensorflow.devices import tower_devices
 
@@ -127,7 +127,7 @@ class ModelPatch:
 
         def fit(*args: Any, **options: Any) -> Any:
             given = inspect.signature(plain_fit).bind(*args, **options).arguments
-            if asked_for(list_callbacks(given.get("callbacks"))) is None:
+            if find_checkpoint_callback(list_callbacks(given.get("callbacks"))) is None:
                 return plain_fit(*args, **options)
             self.install()
             return self._model.fit(*args, **options)

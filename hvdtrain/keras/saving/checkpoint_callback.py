@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import keras
 
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.saving.checkpoint_loop import CheckpointLoop
+from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
+from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "find_checkpoint_callback"]
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -65,38 +68,75 @@ class Checkpoint(keras.callbacks.Callback):
             export=None if export is None else os.fspath(export),
             on_error=on_error,
         )
-        self.keeper: CheckpointLoop | None = None
-        """Does the work within a ``fit`` of a distributed model."""
+        self.session: CheckpointSession | None = None
+        """What does the work, within a ``fit`` of a distributed model."""
+
+    @contextmanager
+    def forward_to(
+        self, session: CheckpointSession, epochs: EpochIterator, seed: int
+    ) -> Iterator[None]:
+        """Within the block let the session take the checkpoints of a ``fit``.
+
+        Args:
+            session: What does the work.
+            epochs: Where ``fit`` stands in its data; set to where the checkpoint was taken.
+            seed: The seed of the data's orders.
+
+        Raises:
+            CheckpointError: The checkpoint belongs to another kind of data.
+        """
+        self.session = session
+        try:
+            with session.running(epochs, seed):
+                yield
+        finally:
+            self.session = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self.keeper is None:
+        if self.session is None:
             raise ModelError(
                 "hvdtrain.Checkpoint needs a model that was given to hvdtrain.distribute(model), "
                 "after hvdtrain.init(); also where there is one process only."
             )
-        self.keeper.on_train_begin()
+        self.session.on_train_begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        assert self.keeper is not None
-        self.keeper.on_batch_end(batch)
+        assert self.session is not None
+        self.session.on_batch_end(batch)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        assert self.keeper is not None
-        self.keeper.on_epoch_begin(epoch)
+        assert self.session is not None
+        self.session.on_epoch_begin(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        assert self.keeper is not None
+        assert self.session is not None
         last = epoch + 1 >= int((self.params or {}).get("epochs", 1))
-        self.keeper.on_epoch_end(epoch, logs or {}, last=last)
+        self.session.on_epoch_end(epoch, logs or {}, last=last)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        if self.keeper is not None:
-            self.keeper.on_test_begin()
+        if self.session is not None:
+            self.session.on_test_begin()
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.keeper is not None:
-            self.keeper.on_test_batch_end()
+        if self.session is not None:
+            self.session.on_test_batch_end()
 
     def on_train_end(self, logs: Any = None) -> None:
-        assert self.keeper is not None
-        self.keeper.on_train_end()
+        assert self.session is not None
+        self.session.on_train_end()
+
+
+def find_checkpoint_callback(callbacks: Sequence[Any]) -> Checkpoint | None:
+    """The ``Checkpoint`` among the callbacks.
+
+    Raises:
+        ModelError: There are several.
+    """
+    found = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+    if len(found) > 1:
+        folders = ", ".join(checkpoint.options.directory for checkpoint in found)
+        raise ModelError(
+            f"fit received {len(found)} hvdtrain.Checkpoint callbacks ({folders}); expected one. "
+            "Give one of them every_steps, every_s and keep as you need them."
+        )
+    return found[0] if found else None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
 
 __all__ = ["CheckpointOptions"]
 
@@ -26,20 +26,20 @@ class CheckpointOptions:
     on_error: str
 
     def __post_init__(self) -> None:
-        self.schedule()  # for its errors
+        every_steps, every_s = self.every_steps, self.every_s
+        whole = "a whole number above 0"
+        if every_steps is not None and (not isinstance(every_steps, int) or every_steps < 1):
+            self._refuse("every_steps", whole)
+        if every_s is not None and not every_s > 0:
+            self._refuse("every_s", "seconds, more than 0")
         if not isinstance(self.keep, int) or self.keep < 1:
-            raise ConfigurationError(
-                f"Checkpoint(keep={self.keep!r}): expected a whole number above 0."
-            )
+            self._refuse("keep", whole)
         if self.export is not None and not self.export.endswith(".keras"):
-            raise ConfigurationError(
-                f"Checkpoint(export={self.export!r}): expected a path that ends in .keras."
-            )
+            self._refuse("export", "a path that ends in .keras")
         if self.on_error not in ("warn", "raise"):
-            raise ConfigurationError(
-                f'Checkpoint(on_error={self.on_error!r}): expected "warn" or "raise".'
-            )
+            self._refuse("on_error", '"warn" or "raise"')
 
-    def schedule(self) -> CheckpointSchedule:
-        """When checkpoints are due, for a training that begins."""
-        return CheckpointSchedule(self.every_steps, self.every_s)
+    def _refuse(self, name: str, expected: str) -> NoReturn:
+        raise ConfigurationError(
+            f"Checkpoint({name}={getattr(self, name)!r}): expected {expected}."
+        )

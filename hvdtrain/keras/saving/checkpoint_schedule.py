@@ -1,4 +1,4 @@
-"""When ranks meet to decide about a checkpoint, and when one is due; no clock and no ranks here.
+"""When ranks meet to decide about a checkpoint, and when one is due; no clock, no ranks.
 
 Steps are counted alike on all ranks, seconds are not: the chief's clock decides, and a signal may
 reach any rank. So the ranks exchange a word, but not after every step: the chief says after how
@@ -6,8 +6,6 @@ many steps the next time is, so that it comes to about ``LOOK_S``.
 """
 
 from __future__ import annotations
-
-from hvdtrain.errors import ConfigurationError
 
 __all__ = ["LOOK_S", "CheckpointSchedule"]
 
@@ -22,23 +20,25 @@ class CheckpointSchedule:
     Args:
         every_steps: A checkpoint after so many steps; None for none.
         every_s: A checkpoint after so many seconds; None for none.
-
-    Raises:
-        ConfigurationError: They are not above 0.
     """
 
     def __init__(self, every_steps: int | None, every_s: float | None) -> None:
-        if every_steps is not None and (not isinstance(every_steps, int) or every_steps < 1):
-            raise ConfigurationError(
-                f"Checkpoint(every_steps={every_steps!r}): expected a whole number above 0."
-            )
-        if every_s is not None and not every_s > 0:
-            raise ConfigurationError(
-                f"Checkpoint(every_s={every_s!r}): expected seconds, more than 0."
-            )
         self.every_steps = every_steps
         self.every_s = every_s
         self._next_look = 0
+        self.begin(0, 0.0)
+
+    def begin(self, step: int, now_s: float, *, overdue: bool = False) -> None:
+        """Count on the chief's behalf from here on.
+
+        Args:
+            step: The step after which training begins, or another rank becomes the chief.
+            now_s: The time at which it does.
+            overdue: Whether a checkpoint is to be taken as soon as possible.
+        """
+        self._met_step, self._met_s = step, now_s  # when the ranks last met
+        self._taken_s = now_s  # when a checkpoint was last taken
+        self._overdue = overdue
 
     @property
     def every_epoch(self) -> bool:
@@ -50,21 +50,42 @@ class CheckpointSchedule:
         every = self.every_steps
         return every is not None and step // every > before // every
 
-    def is_late(self, since_s: float) -> bool:
-        """Whether it is ``every_s`` since the last one was taken; for the chief."""
-        return self.every_s is not None and since_s >= self.every_s
-
     def meets(self, step: int, before: int) -> bool:
         """Whether the ranks exchange a word after ``step``; alike on all of them."""
         return step >= self._next_look or self.is_due(step, before)
 
-    def steps_ahead(self, step_s: float, since_s: float) -> int:
-        """After how many steps of ``step_s`` seconds to meet again; for the chief."""
-        look_s = LOOK_S
-        if self.every_s is not None:
-            look_s = min(look_s, max(self.every_s - since_s, 0.0))
-        return int(min(max(look_s / max(step_s, 1e-6), 1), MOST_STEPS))
-
     def look_again(self, step: int) -> None:
         """Note after which step the ranks meet next, as the chief said."""
         self._next_look = step
+
+    def is_overdue(self, now_s: float, *, due: bool) -> bool:
+        """Whether a checkpoint has been due since the last one was taken; for the chief.
+
+        Args:
+            now_s: The time.
+            due: Whether the step just done makes it due.
+        """
+        late = self.every_s is not None and now_s - self._taken_s >= self.every_s
+        self._overdue = self._overdue or due or late
+        return self._overdue
+
+    def steps_ahead(self, step: int, now_s: float) -> int:
+        """After how many steps to meet again, as fast as those since the last time were.
+
+        For the chief, each time that the ranks meet.
+
+        Args:
+            step: The step just done.
+            now_s: The time.
+        """
+        step_s = (now_s - self._met_s) / max(1, step - self._met_step)
+        self._met_step, self._met_s = step, now_s
+        look_s = LOOK_S
+        if self.every_s is not None:
+            look_s = min(look_s, max(self.every_s - (now_s - self._taken_s), 0.0))
+        return int(min(max(look_s / max(step_s, 1e-6), 1), MOST_STEPS))
+
+    def note_taken(self, now_s: float) -> None:
+        """Note that a checkpoint was taken; on the chief."""
+        self._taken_s = now_s
+        self._overdue = False

@@ -1,50 +1,45 @@
-"""From the callbacks of a ``fit`` to its checkpoints: finds, resumes, keeps, and closes."""
+"""The checkpoints of one ``fit``: when they are taken, and how training resumes from one."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdtrain.checkpoint import Store
-from hvdtrain.checkpoint.background_writer import BackgroundWriter
 from hvdtrain.collectives.interface import Collectives
-from hvdtrain.errors import ModelError
+from hvdtrain.errors import CheckpointError, Preempted
 from hvdtrain.keras.epoch_iterator import EpochIterator
-from hvdtrain.keras.membership import Membership
-from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
-from hvdtrain.keras.saving.checkpoint_loop import CheckpointLoop
+from hvdtrain.keras.membership import Change, Membership
+from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
+from hvdtrain.keras.saving.checkpoint_saver import CheckpointSaver
+from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
 from hvdtrain.keras.saving.peers import Peers
+from hvdtrain.keras.saving.preemption_signals import PreemptionSignals
 from hvdtrain.keras.saving.resume import Resume, find
 from hvdtrain.keras.saving.training_state import TrainingState
-from hvdtrain.monitor import report
 
-__all__ = ["CheckpointSession", "asked_for", "begin_session", "store_of"]
+__all__ = ["CheckpointSession", "begin_session", "open_store"]
 
 logger = logging.getLogger(__package__)
 
+# Where fit ended by an error: the job is about to be ended, too.
+CLOSE_TIMEOUT_S = 4.0
 
-def asked_for(callbacks: Sequence[Any]) -> Checkpoint | None:
-    """The ``Checkpoint`` among the callbacks.
 
-    Raises:
-        ModelError: There are several.
-    """
-    found = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
-    if len(found) > 1:
-        folders = ", ".join(checkpoint.options.directory for checkpoint in found)
-        raise ModelError(
-            f"fit received {len(found)} hvdtrain.Checkpoint callbacks ({folders}); expected one. "
-            "Give one of them every_steps, every_s and keep as you need them."
-        )
-    return found[0] if found else None
+def open_store(options: CheckpointOptions) -> Store:
+    """The directory that a user wants checkpoints in."""
+    return Store(options.directory, keep=options.keep, notice=logger.warning)
 
 
 def begin_session(
-    asked: Checkpoint,
+    options: CheckpointOptions,
     model: keras.Model,
     collectives: Collectives,
     membership: Membership,
@@ -56,123 +51,321 @@ def begin_session(
     """The checkpoints of a ``fit`` in which all ranks make each step together; collective.
 
     Args:
-        asked: The user's callback.
+        options: What the user asked for.
         model: Compiled, built and distributed.
         collectives: The engine.
         membership: Who takes part.
-        callbacks: All of the user's, in their order.
+        callbacks: All callbacks of the user's, in their order.
         samples: Counts what this rank has trained on.
         presharded: Whether each rank has data of its own.
 
     Raises:
         CheckpointError: All checkpoints are damaged, or the newest is of another model.
     """
-    state = TrainingState(model, collectives, samples)
+    state = TrainingState(model, collectives, samples, callbacks)
     membership.renew()
     # Another rank than the chief uses its own only if it becomes the chief.
-    store = store_of(asked)
+    store = open_store(options)
     found = find(store if membership.rank == 0 else None, state, collectives)
     return CheckpointSession(
-        asked,
-        model,
-        collectives,
+        options,
+        state,
         membership,
-        callbacks,
-        state=state,
         store=store,
-        resume=None if found is None else Resume(found, state, collectives),
-        others=Peers(),
+        resume=None if found is None else Resume(*found, state),
+        peers=Peers(),
         presharded=presharded,
     )
 
 
-def store_of(asked: Checkpoint) -> Store:
-    """Where a ``Checkpoint`` keeps what it saves."""
-    return Store(asked.options.directory, keep=asked.options.keep, notice=_say)
-
-
 class CheckpointSession:
-    """The checkpoints of one ``fit``.
+    """Owns all that the checkpoints of one ``fit`` need; every rank has one.
 
     Args:
-        asked: The user's callback.
-        model: Compiled, built and distributed.
-        collectives: Between those who decide together.
-        membership: Who takes part.
-        callbacks: All of the user's, in their order.
-        state: Of the model.
-        store: Where checkpoints go.
+        options: What the user asked for.
+        state: The state of what is trained; its collectives are between those who decide together.
+        membership: Who takes part; followed, as another rank may become the chief.
+        store: Where checkpoints go; used on the chief alone.
         resume: What training goes on from, or None.
-        others: The ranks beside this one.
+        peers: The ranks beside this one.
         presharded: Whether each rank has data of its own.
     """
 
+    _epochs: EpochIterator
+    """Where ``fit`` stands in its data; given as ``running`` begins."""
+
     def __init__(
         self,
-        asked: Checkpoint,
-        model: keras.Model,
-        collectives: Collectives,
-        membership: Membership,
-        callbacks: Sequence[Any],
-        *,
+        options: CheckpointOptions,
         state: TrainingState,
+        membership: Membership,
+        *,
         store: Store,
         resume: Resume | None,
-        others: Peers,
+        peers: Peers,
         presharded: bool,
     ) -> None:
-        self._asked = asked
-        self._model = model
-        self._collectives = collectives
-        self._membership = membership
-        self._callbacks = callbacks
+        self._options = options
         self._state = state
-        self._store = store
+        self._membership = membership
         self._resume = resume
-        self._others = others
-        self._presharded = presharded
+        self._peers = peers
+        self._schedule = CheckpointSchedule(options.every_steps, options.every_s)
+        self._saver = CheckpointSaver(
+            options, state, membership, peers, self._schedule, store, presharded=presharded
+        )
+        self._writer = self._saver.writer
+        self._signals = PreemptionSignals()
+        self._preempted = False
+        self._epoch = 0
+        self._epoch_step = 0  # steps of it that are done
+        self._step_before = 0
+        # What this rank had of its own before the validation in work, steps done, and when to meet.
+        self._before_validation: Mapping[str, np.ndarray] | None = None
+        self._validation_steps = 0
+        self._validation_schedule = CheckpointSchedule(None, None)
 
     def seed(self, fresh: int) -> int:
         """The seed of the data's orders: that of the checkpoint, else ``fresh``."""
         return fresh if self._resume is None else self._resume.progress.seed
 
     @contextmanager
-    def keeping(self, epochs: EpochIterator, seed: int) -> Iterator[None]:
-        """Within the block ``fit`` takes checkpoints.
+    def running(self, epochs: EpochIterator, seed: int) -> Iterator[None]:
+        """Within the block signals end training after a step, not the process.
 
         Args:
-            epochs: Where it stands in its data; set to where the checkpoint was taken.
-            seed: Of the data's orders.
+            epochs: Where ``fit`` stands in its data; set to where the checkpoint was taken.
+            seed: The seed of the data's orders.
 
         Raises:
             CheckpointError: The checkpoint belongs to another kind of data.
         """
         if self._resume is not None:
-            self._resume.place(epochs)
-        keeper = CheckpointLoop(
-            self._asked.options,
-            model=self._model,
-            collectives=self._collectives,
-            callbacks=self._callbacks,
-            state=self._state,
-            others=self._others,
-            membership=self._membership,
-            epochs=epochs,
-            writer=BackgroundWriter(self._store, report.saved),
-            resume=self._resume,
-            seed=seed,
-            presharded=self._presharded,
-        )
-        self._asked.keeper = keeper
-        keeper.open()
+            self._resume.move(epochs)
+        self._epochs = self._saver.epochs = epochs
+        self._saver.seed = seed
+        self._step_before = epochs.step
+        self._schedule.begin(epochs.step, time.monotonic())
+        self._peers.open(epochs)
+        self._signals.catch()
         try:
-            with self._membership.followed_by([keeper.take_over]):
+            with self._membership.followed_by([self._take_over]):
                 yield
         finally:
-            self._asked.keeper = None
-            self._model._initial_epoch = None
-            keeper.close()
+            self._state.model._initial_epoch = None
+            self._writer.wait(CLOSE_TIMEOUT_S)
+            self._signals.release(handled=self._preempted)
 
+    def _take_over(self, change: Change) -> None:
+        """Write from now on, if the chief is lost and this rank comes after it."""
+        if self._chief and change.of_chief:
+            # Whether the newest one has come to the disk is not known here.
+            self._schedule.begin(self._epochs.step, time.monotonic(), overdue=True)
+            self._say(f"checkpoints are written to {self._options.directory} by another rank now")
 
-def _say(text: str) -> None:
-    logger.warning(text)
+    def on_train_begin(self) -> None:
+        """Resume if there is something to resume from."""
+        if self._resume is None:
+            return
+        self._resume.on_train_begin()
+        saved = self._resume.progress
+        place = saved.place
+        ranks = f"; {place.ranks} ranks saved it" if place.ranks != self._membership.size else ""
+        self._say(
+            f"training goes on from the checkpoint of step {saved.step} in "
+            f"{self._options.directory} (epoch {saved.epoch + 1}, {place.epoch_step} steps of it "
+            f"done{ranks})"
+        )
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Note the epoch; the first time, finish resuming."""
+        self._epoch, self._epoch_step = epoch, 0
+        self._before_validation = None
+        if self._resume is not None:
+            self._resume.on_epoch_begin()
+            self._epoch_step = self._resume.progress.place.epoch_step
+            self._resume = None
+        self._peers.begin_epoch(epoch)
+
+    def on_batch_end(self, batch: int) -> None:
+        """Take a checkpoint if one is due, or if a signal has come to some rank."""
+        self._epoch_step = batch + 1
+        if not self._peers.ready:
+            return
+        step, before = self._epochs.step, self._step_before
+        self._step_before = step
+        if self._membership.too_few is not None:
+            self._saver.save_for_good(epoch=self._epoch, epoch_step=batch + 1)
+        elif self._schedule.meets(step, before):
+            due = self._schedule.is_due(step, before)
+            self._take_if_asked(epoch=self._epoch, epoch_step=batch + 1, due=due)
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any], *, last: bool) -> None:
+        """Take a checkpoint at the end of the training, and of other epochs if so asked.
+
+        At the very end Keras may overwrite weights by their averages: that comes after this.
+        """
+        stops = bool(self._state.model.stop_training)
+        last = last or stops or self._membership.too_few is not None
+        if last:
+            self._wait_for_peers(epoch=epoch + 1, logs=logs, stop=stops)
+        if not last and not self._schedule.every_epoch:
+            return
+        if last and self._membership.elastic:
+            self._saver.save_for_good(epoch=epoch + 1, epoch_step=0, logs=logs)
+        else:
+            self._saver.take(epoch=epoch + 1, epoch_step=0, logs=logs)
+        self._saver.export()
+        if last:
+            number, _ = self._meet()
+            if number:
+                self._end(number)
+
+    def on_test_begin(self) -> None:
+        """Keep what this rank has of its own, of which a validation overwrites the metrics."""
+        swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in self._state.callbacks)
+        # While averages take the place of the weights there is nothing that could be saved.
+        if self._before_validation is None and not swaps:
+            self._before_validation = self._state.copy_own()
+            self._validation_steps = 0
+            self._validation_schedule = CheckpointSchedule(None, None)
+            self._validation_schedule.begin(0, time.monotonic())
+
+    def on_test_batch_end(self) -> None:
+        """If a signal has come to some rank, take a checkpoint of the last training step, and end.
+
+        The validation begins anew when training goes on; it may take longer than whoever sent the
+        signal waits.
+        """
+        before, schedule = self._before_validation, self._validation_schedule
+        if before is None:
+            return
+        self._validation_steps += 1
+        step = self._validation_steps
+        word = np.array([self._peers.received(self._signals.received), 0])
+        if not schedule.meets(step, step):
+            return
+        if self._state.collectives.rank == 0:
+            word[1] = schedule.steps_ahead(step, time.monotonic())
+        number, ahead = self._state.collectives.allreduce(word, "max", name="whether to end")
+        schedule.look_again(step + int(ahead))
+        if number:
+            self._saver.take(epoch=self._epoch, epoch_step=self._epoch_step, earlier=before)
+            self._end(int(number))
+
+    def finish(self) -> None:
+        """Call before the others end: where this rank had no epoch to run, some may have."""
+        if self._resume is None:
+            return
+        epoch = self._resume.progress.epoch
+        self._resume.finish()
+        self._resume = None
+        if self._chief and self._peers.were_behind(epoch):
+            self._wait_for_peers(epoch=epoch)
+            self._saver.take(epoch=epoch, epoch_step=0)
+            self._saver.export()
+
+    def on_train_end(self) -> None:
+        """Return when the last checkpoint is on disk, or can't be."""
+        if self._resume is not None:
+            self._resume.finish()
+        self._writer.wait()
+        self._meet()
+
+    @property
+    def paused_s(self) -> Sequence[float]:
+        """For how long each checkpoint kept training from going on; on the chief."""
+        return self._saver.paused_s
+
+    @property
+    def written_s(self) -> Sequence[float]:
+        """How long each write took; on the chief."""
+        return self._writer.written_s
+
+    @property
+    def _chief(self) -> bool:
+        return self._membership.rank == 0
+
+    def _wait_for_peers(
+        self, *, epoch: int, logs: Mapping[str, Any] | None = None, stop: bool = False
+    ) -> None:
+        """Go on taking checkpoints after this rank's last step, as long as others train."""
+        for _ in self._peers.until_all_have_ended(stop=stop):
+            self._take_if_asked(epoch=epoch, epoch_step=0, logs=logs)
+
+    def _take_if_asked(
+        self,
+        *,
+        epoch: int,
+        epoch_step: int,
+        logs: Mapping[str, Any] | None = None,
+        due: bool = False,
+    ) -> None:
+        """Meet the other ranks; take a checkpoint if one of them says so, and end after a signal.
+
+        The arguments are those of ``CheckpointSaver.take`` and ``_meet``.
+        """
+        number, take = self._meet(due=due)
+        if number or take:
+            self._saver.take(epoch=epoch, epoch_step=epoch_step, logs=logs)
+        if number:
+            self._end(number)
+
+    def _meet(self, *, due: bool = False) -> tuple[int, bool]:
+        """Exchange a word with the other ranks; collective.
+
+        Args:
+            due: Whether a checkpoint is due by steps.
+
+        Returns:
+            A signal that came to some rank, or 0; and whether to take a checkpoint now.
+
+        Raises:
+            CheckpointError: The chief could not write, and was asked to raise then.
+        """
+        step = self._epochs.step
+        word = np.zeros(4, np.int64)
+        word[0] = self._peers.received(self._signals.received)
+        error = None
+        if self._chief:
+            error = self._writer.take_error()
+            now_s = time.monotonic()
+            word[1] = self._schedule.is_overdue(now_s, due=due) and not self._writer.busy
+            word[2] = self._schedule.steps_ahead(step, now_s)
+            word[3] = error is not None and self._options.on_error == "raise"
+        number, take, ahead, failed = self._state.collectives.allreduce(
+            word, "max", name="whether to save"
+        )
+        self._schedule.look_again(step + int(ahead))
+        if failed:
+            text = str(error or "The chief could not save a checkpoint.")
+            reason = self._state.collectives.broadcast_object(
+                text, name="checkpoint's error", replicated=True
+            )
+            raise CheckpointError(reason)
+        if error is not None:
+            self._saver.complain(error)
+        return int(number), bool(take)
+
+    def _end(self, number: int) -> None:
+        """Leave the program after a signal, once the checkpoint is on disk; collective."""
+        name = signal.Signals(number).name
+        if self._chief:
+            self._writer.wait()
+            error = self._writer.take_error()
+            if error is None:
+                self._say(
+                    f"{name} came; the checkpoint of step {self._epochs.step} is in "
+                    f"{self._options.directory}. Start the program again to go on"
+                )
+            else:
+                self._say(
+                    f"{name} came, and no checkpoint could be saved: {error}", logging.WARNING
+                )
+        self._state.collectives.barrier(name="checkpoint is saved")
+        self._preempted = True
+        raise Preempted(number)
+
+    def _say(self, text: str, level: int = logging.INFO) -> None:
+        if self._chief:
+            logger.log(level, text)

@@ -1,4 +1,4 @@
-"""The ranks beside this one, as a ``Keeper`` deals with them."""
+"""The ranks beside this one, as a ``CheckpointSession`` deals with them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,8 @@ class Peers:
     Where each goes its own way another class takes the place of this one.
     """
 
-    def open(self, epochs: EpochIterator, samples: int) -> None:
-        """Call before training begins.
-
-        Args:
-            epochs: Where this rank stands in its data.
-            samples: That it has trained on.
-        """
+    def open(self, epochs: EpochIterator) -> None:
+        """Call before training begins; ``epochs`` is where this rank stands in its data."""
 
     def received(self, own: int) -> int:
         """The signal that this rank acts on.

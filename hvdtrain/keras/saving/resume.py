@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import keras
 import numpy as np
 
 from hvdtrain.checkpoint import Snapshot, Store
@@ -14,44 +13,33 @@ from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, RanksLostError
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.learning_rate import follow_saved
-from hvdtrain.keras.model_optimizers import optimizers_of
+from hvdtrain.keras.model_optimizers import build_as, optimizers_of
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks, restore_callbacks
 from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.monitor import report
 from hvdtrain.tensorflow import random_seed
 
-__all__ = ["FoundCheckpoint", "Resume", "broadcast_arrays", "find"]
+__all__ = ["Resume", "broadcast_arrays", "find"]
 
 logger = logging.getLogger(__package__)
 
 _CHIEF_LOST = "The rank that reads the checkpoint was lost meanwhile. Start the job again."
 
 
-class FoundCheckpoint(NamedTuple):
-    """A checkpoint to go on from.
-
-    Attributes:
-        progress: How far it had come.
-        snapshot: On the chief, elsewhere None.
-    """
-
-    progress: TrainingProgress
-    snapshot: Snapshot | None
-
-
 def find(
     store: Store | None, state: TrainingState, collectives: Collectives
-) -> FoundCheckpoint | None:
+) -> tuple[TrainingProgress, Snapshot | None] | None:
     """Look for a checkpoint; collective.
 
     Args:
         store: On the chief; the other ranks need not see the files.
-        state: Of the model that is to be trained.
+        state: The state of the model that is to be trained.
         collectives: The engine.
 
     Returns:
-        None where training begins anew.
+        How far the training had come, and on the chief all that was saved; None where training
+        begins anew.
 
     Raises:
         CheckpointError: All checkpoints are damaged, or the newest is of another model. Raised on
@@ -65,7 +53,7 @@ def find(
         try:
             snapshot = store.newest()
             if snapshot is not None:
-                state.build(TrainingProgress.from_json(snapshot.state).built)
+                build_as(state.model, TrainingProgress.from_json(snapshot.state).built)
                 state.check(snapshot.model)
                 answer["state"] = snapshot.state
         except CheckpointError as error:
@@ -76,32 +64,31 @@ def find(
     if "state" not in answer:
         return None
     progress = TrainingProgress.from_json(answer["state"])
-    state.build(progress.built)
-    return FoundCheckpoint(progress, snapshot)
+    build_as(state.model, progress.built)
+    return progress, snapshot
 
 
 class Resume:
     """One checkpoint on its way into a model.
 
     Args:
-        found: The checkpoint.
-        state: Of the model.
-        collectives: The engine.
+        progress: How far the training had come.
+        snapshot: All that was saved, on the chief; elsewhere None.
+        state: The state of what is trained.
     """
 
     def __init__(
-        self, found: FoundCheckpoint, state: TrainingState, collectives: Collectives
+        self, progress: TrainingProgress, snapshot: Snapshot | None, state: TrainingState
     ) -> None:
-        self.progress, self._snapshot = found
+        self.progress = progress
+        self._snapshot = snapshot
         self._state = state
-        self._collectives = collectives
-        self._restored = False
 
-    def place(self, epochs: EpochIterator) -> None:
-        """Set where the data begins.
+    def move(self, epochs: EpochIterator) -> None:
+        """Move on to where the checkpoint was taken.
 
         Args:
-            epochs: Of the ``fit`` that begins.
+            epochs: Where the ``fit`` that begins stands in its data.
 
         Raises:
             CheckpointError: The checkpoint was taken within an epoch over another kind of data.
@@ -123,59 +110,54 @@ class Resume:
             )
         epochs.resume(progress.place, epoch=progress.epoch, step=progress.step)
 
-    def on_train_begin(self, model: keras.Model, callbacks: Sequence[Any]) -> None:
+    def on_train_begin(self) -> None:
         """Set the first epoch; between two epochs, restore everything."""
-        model._initial_epoch = self.progress.epoch
+        self._state.model._initial_epoch = self.progress.epoch
         if not self.progress.within_epoch:
-            self.restore(model, callbacks)
+            self.restore()
 
-    def on_epoch_begin(self, model: keras.Model, callbacks: Sequence[Any]) -> None:
+    def on_epoch_begin(self) -> None:
         """Within an epoch restore everything now, after all that Keras and callbacks begin with."""
-        if self._restored:
-            return
         if self.progress.within_epoch:
-            self.restore(model, callbacks)
-        self._finish(model)
+            self.restore()
+        self.finish()
 
-    def on_train_end(self, model: keras.Model) -> None:
-        """Where the training was complete there was no epoch to begin."""
-        if not self._restored:
-            self._finish(model)
+    def finish(self) -> None:
+        """Give ``fit`` back what it has to return; Keras forgets that when training begins.
 
-    def _finish(self, model: keras.Model) -> None:
-        """Give ``fit`` back what it has to return; Keras forgets that when training begins."""
-        self._restored = True
+        Call as the first epoch begins, or at the end where the training was complete.
+        """
         self._snapshot = None
         report.resumed(self.progress.step)
-        history = self.progress.history
-        model.history.history = {name: list(v) for name, v in history["logs"].items()}
-        model.history.epoch = list(history["epoch"])
+        history, saved = self._state.model.history, self.progress.history
+        history.history = {name: list(values) for name, values in saved["logs"].items()}
+        history.epoch = list(saved["epoch"])
 
-    def restore(self, model: keras.Model, callbacks: Sequence[Any]) -> None:
+    def restore(self) -> None:
         """Give the model and the callbacks what they had; collective."""
-        snapshot, progress = self._snapshot, self.progress
-        self._state.restore_shared(None if snapshot is None else snapshot.model)
-        ranks = progress.place.ranks
-        for optimizer in optimizers_of(model):
-            follow_saved(optimizer, ranks, self._collectives.size)
+        snapshot, state = self._snapshot, self._state
+        ranks, collectives = self.progress.place.ranks, state.collectives
+        state.restore_shared(None if snapshot is None else snapshot.model)
+        for optimizer in optimizers_of(state.model):
+            follow_saved(optimizer, ranks, collectives.size)
         kept = None if snapshot is None else kept_by_callbacks(snapshot.model)
-        self.restore_callbacks(callbacks, broadcast_arrays(kept, self._collectives))
+        self.restore_callbacks(broadcast_arrays(kept, collectives))
         # Last: what came before draws random numbers here and there.
-        self._state.restore_own(None if snapshot is None else snapshot.ranks, ranks)
-        there = self._collectives.allreduce(np.array(snapshot is not None), "max", name="restored")
+        state.restore_own(None if snapshot is None else snapshot.ranks, ranks)
+        there = collectives.allreduce(np.array(snapshot is not None), "max", name="restored")
         if not there:
             raise RanksLostError(_CHIEF_LOST)
 
-    def restore_callbacks(self, callbacks: Sequence[Any], arrays: Mapping[str, np.ndarray]) -> None:
+    def restore_callbacks(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Give the callbacks what they had, and tell what there is no callback for."""
-        for lost in restore_callbacks(callbacks, self.progress.callbacks, arrays):
+        for lost in restore_callbacks(self._state.callbacks, self.progress.callbacks, arrays):
             self._say(
                 f"the checkpoint holds the state of a callback {lost}, and fit was given none; "
                 "training goes on without"
             )
 
     def _say(self, text: str) -> None:
-        if self._collectives.rank == 0:
+        if self._state.collectives.rank == 0:
             logger.warning(text)
 
 

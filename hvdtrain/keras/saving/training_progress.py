@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from hvdtrain.errors import CheckpointError, DataError
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.epoch_iterator import EpochPlace
 from hvdtrain.keras.saving.worker_position import WorkerPosition, place_from_json, place_to_json
 
-__all__ = ["TrainingProgress"]
+__all__ = ["TrainingProgress", "history_so_far"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,3 +92,25 @@ class TrainingProgress:
     def within_epoch(self) -> bool:
         """Whether some steps of the epoch are done."""
         return self.place.epoch_step > 0
+
+
+def history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What ``fit`` will return for the epochs so far, in plain values.
+
+    Args:
+        history: Keras' callback, which notes an epoch's logs after this only.
+        epoch: The epoch that has just ended.
+        logs: Those of that epoch, if one has just ended.
+    """
+    epochs, values = list(history.epoch), {k: list(v) for k, v in history.history.items()}
+    if logs is not None:
+        epochs.append(epoch)
+        for name, value in logs.items():
+            values.setdefault(name, []).append(value)
+    return {
+        "epoch": [int(number) for number in epochs],
+        "logs": {
+            name: [float(value) for value in entries if np.ndim(value) == 0]
+            for name, entries in values.items()
+        },
+    }

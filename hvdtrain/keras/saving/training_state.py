@@ -23,12 +23,7 @@ from hvdtrain.collectives.fusion import join_bytes, split_bytes
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, RanksLostError
 from hvdtrain.keras.joint_metrics import reduction_of_metric
-from hvdtrain.keras.model_optimizers import (
-    build_as,
-    built_for,
-    plain_optimizers_of,
-    state_of_optimizers,
-)
+from hvdtrain.keras.model_optimizers import plain_optimizers_of, state_of_optimizers
 from hvdtrain.keras.model_sync import (
     broadcast_model,
     layer_statistics,
@@ -62,13 +57,19 @@ class TrainingState:
         model: Compiled and built.
         collectives: The engine.
         samples: Counts the samples that this rank has computed with.
+        callbacks: All callbacks of the user's, in their order.
     """
 
     def __init__(
-        self, model: keras.Model, collectives: Collectives, samples: keras.Variable
+        self,
+        model: keras.Model,
+        collectives: Collectives,
+        samples: keras.Variable,
+        callbacks: Sequence[Any] = (),
     ) -> None:
-        self._model = model
-        self._collectives = collectives
+        self.model = model
+        self.collectives = collectives
+        self.callbacks = callbacks
         self._samples = samples
         self._buffers: dict[str, np.ndarray] = {}
 
@@ -100,7 +101,7 @@ class TrainingState:
             earlier: From ``copy_own``; takes the place of what has changed since.
         """
         mine = {**self._own_values(), **(earlier or {})}
-        collectives = self._collectives
+        collectives = self.collectives
         rows = join_bytes(mine)[np.newaxis]
         to_chief = [1] + [0] * (collectives.size - 1)
         received, _ = collectives.alltoall(rows, to_chief, name="what ranks have of their own")
@@ -109,18 +110,6 @@ class TrainingState:
             for rank, row in enumerate(received)
             for key, array in split_bytes(row, mine).items()
         }
-
-    def built(self) -> list[list[int]]:
-        """For each optimizer the places of the variables that it was built for."""
-        return built_for(self._model)
-
-    def build(self, built: Sequence[Sequence[int]]) -> None:
-        """Build the optimizers that are to be restored; call before ``check``.
-
-        Args:
-            built: What ``built`` told when the checkpoint was taken.
-        """
-        build_as(self._model, built)
 
     def check(self, saved: Mapping[str, np.ndarray]) -> None:
         """See that what ``shared`` returned once belongs to this model and optimizer.
@@ -154,20 +143,17 @@ class TrainingState:
             found = _by_place(saved)
             for place, variable in self._shared_variables().items():
                 variable.assign(found[place])
-        broadcast_model(self._model, self._collectives)
+        broadcast_model(self.model, self.collectives)
 
-    def restore_own(self, saved: Mapping[str, np.ndarray] | None, ranks: int) -> int:
+    def restore_own(self, saved: Mapping[str, np.ndarray] | None, ranks: int) -> None:
         """Give each rank what was its own, or its part of it; collective.
 
         Args:
             saved: On the chief what ``gather_own`` returned, elsewhere None.
             ranks: How many ranks there were.
-
-        Returns:
-            The samples that all ranks had seen.
         """
         template = self._own_values(accumulated=True)
-        collectives = self._collectives
+        collectives = self.collectives
         nbytes = join_bytes(template).size
         rows = np.zeros((0, nbytes), np.uint8)
         splits = [0] * collectives.size
@@ -184,10 +170,7 @@ class TrainingState:
             raise RanksLostError(
                 "The rank that reads the checkpoint was lost. Start the job again."
             )
-        mine = split_bytes(received[0], template)
-        self._take_own(mine)
-        seen = collectives.allreduce(mine["samples"], "sum", name="samples seen")
-        return int(seen)
+        self._take_own(split_bytes(received[0], template))
 
     def restore_part(
         self, saved: Mapping[str, np.ndarray], ranks: int, *, rank: int, size: int
@@ -204,14 +187,9 @@ class TrainingState:
         self._take_own(self._part(saved, template, ranks, rank, size))
 
     @property
-    def samples(self) -> int:
-        """That this rank has trained on."""
-        return int(self._samples.numpy())
-
-    @property
     def accumulates(self) -> bool:
         """Whether gradients wait for those of more steps."""
-        return any(map(_is_accumulating, plain_optimizers_of(self._model)))
+        return any(map(_is_accumulating, plain_optimizers_of(self.model)))
 
     def _take_own(self, mine: Mapping[str, np.ndarray]) -> None:
         for own in self._own_variables(accumulated=True):
@@ -224,8 +202,8 @@ class TrainingState:
     def _shared_variables(self) -> dict[str, Any]:
         """By kind and number: Keras counts names on in a process that makes several models."""
         own = {id(entry.variable) for entry in self._own_variables(accumulated=True)}
-        optimizers = state_of_optimizers(self._model)
-        kinds = {"weights": self._model.variables, "optimizer": optimizers}
+        optimizers = state_of_optimizers(self.model)
+        kinds = {"weights": self.model.variables, "optimizer": optimizers}
         return {
             f"{kind}/{number:04d}": variable
             for kind, variables in kinds.items()
@@ -235,7 +213,7 @@ class TrainingState:
 
     def _own_variables(self, *, accumulated: bool) -> list[_Own]:
         """``accumulated`` is whether gradients that wait for an update are among them."""
-        model = self._model
+        model = self.model
         statistics = layer_statistics(model)
         kinds: list[tuple[str, Sequence[Any], Any]] = [
             ("seeds", [g.state for g in seed_generators(model)], lambda _: "seed"),

@@ -25,7 +25,8 @@ from hvdtrain.keras.fit_loop import FitLoop
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_weights
-from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, asked_for
+from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
+from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 from hvdtrain.keras.saving.preemption_signals import PreemptionSignals
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.keras.served.independent_worker import IndependentWorker
@@ -126,7 +127,7 @@ class ServedFit:
             Preempted: A signal came to some rank, and a checkpoint was saved.
         """
         workers = self._meet()
-        asked = asked_for(list_callbacks(arguments.arguments.get("callbacks")))
+        asked = find_checkpoint_callback(list_callbacks(arguments.arguments.get("callbacks")))
         signals = PreemptionSignals()
         if asked is not None:
             state = TrainingState(self._model, SingleCollectives(), self._steps.samples)
@@ -194,7 +195,7 @@ class ServedFit:
             # Who validates is the chief; the others go on training meanwhile.
             callbacks = [entry for entry in callbacks if not isinstance(entry, _OF_CHIEF)]
             _train_alone(given)
-        asked = asked_for(callbacks)
+        asked = find_checkpoint_callback(callbacks)
         if asked is not None:
             self._session, self._resume = begin_served_session(
                 asked,
@@ -220,8 +221,8 @@ class ServedFit:
 
         def finish() -> None:
             exchange.send_rest()
-            if asked is not None and asked.keeper is not None:
-                asked.keeper.finish()
+            if asked is not None and asked.session is not None:
+                asked.session.finish()
             exchange.assign(self._finish(client, stop=bool(self._model.stop_training)))
             if self._is_chief:
                 shares.state.finalize()
@@ -247,7 +248,7 @@ class ServedFit:
         client = exchange.reach()
         if self._is_chief:
             if self._resume is not None:
-                self._resume.restore_shared(self._model)
+                self._resume.restore_shared()
             weights = [np.asarray(v.numpy()) for v in self._model.trainable_variables]
             client.load(weights, self._shares.state.take())
         exchange.pull()

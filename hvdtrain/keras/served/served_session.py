@@ -12,7 +12,7 @@ from hvdtrain.collectives.interface import Collectives
 from hvdtrain.collectives.single import SingleCollectives
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
-from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, store_of
+from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, open_store
 from hvdtrain.keras.saving.resume import broadcast_arrays, find
 from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
@@ -80,8 +80,8 @@ def begin_served_session(
         CheckpointError: No checkpoint can be used; on all ranks.
     """
     alone = SingleCollectives()
-    state = TrainingState(model, alone, steps.samples)
-    store = store_of(asked)
+    state = TrainingState(model, alone, steps.samples, callbacks)
+    store = open_store(asked.options)
     found = find_for_all(store if place.rank == 0 else None, state, collectives)
     resume = None
     if found is not None:
@@ -93,7 +93,7 @@ def begin_served_session(
             in_update=in_update,
             pull=exchange.pull,
         )
-    others = ServedOthers(
+    peers = ServedOthers(
         model,
         exchange,
         steps,
@@ -104,15 +104,12 @@ def begin_served_session(
         resume=resume,
     )
     session = CheckpointSession(
-        asked,
-        model,
-        alone,
+        asked.options,
+        state,
         place,
-        callbacks,
-        state=state,
         store=store,
         resume=resume,
-        others=others,
+        peers=peers,
         presharded=presharded,
     )
     return session, resume

@@ -11,7 +11,6 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint import Snapshot
-from hvdtrain.collectives.single import SingleCollectives
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.leftovers import leftovers
 from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
@@ -21,7 +20,7 @@ from hvdtrain.keras.optimizer_patch import accumulators, plain_optimizers
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks
 from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S
 from hvdtrain.keras.saving.peers import Peers
-from hvdtrain.keras.saving.resume import FoundCheckpoint, Resume
+from hvdtrain.keras.saving.resume import Resume
 from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.keras.saving.worker_position import WorkerPosition
@@ -59,7 +58,7 @@ class ServedResume(Resume):
         in_update: Callable[[int], int],
         pull: Callable[[], None],
     ) -> None:
-        super().__init__(FoundCheckpoint(progress, snapshot), state, SingleCollectives())
+        super().__init__(progress, snapshot, state)
         self._saved = snapshot
         self._rank = rank
         self._size = size
@@ -69,7 +68,7 @@ class ServedResume(Resume):
         self.stands: Sequence[WorkerPosition] = ()
         """Where each worker begins; known once the data are."""
 
-    def place(self, epochs: EpochIterator) -> None:
+    def move(self, epochs: EpochIterator) -> None:
         progress = self.progress
         begins = {position.epoch: position for position in progress.begins}
         self.stands, epochs.begins = _begin_at(progress, begins, epochs, self._size)
@@ -81,17 +80,18 @@ class ServedResume(Resume):
             place=mine.place,
             history=_history_before(progress.history, mine.epoch),
         )
-        super().place(epochs)
+        super().move(epochs)
 
-    def restore_shared(self, model: keras.Model) -> None:
+    def restore_shared(self) -> None:
         """Give this worker's model the weights and the optimizer's state."""
         self._state.restore_shared(self._saved.model)
         before, now = (self._in_update(n) for n in (self.progress.place.ranks, self._size))
-        follow_saved(model.optimizer, before, now)
+        follow_saved(self._state.model.optimizer, before, now)
 
-    def restore(self, model: keras.Model, callbacks: Sequence[Any]) -> None:
-        self.restore_shared(model)
-        self.restore_callbacks(callbacks, kept_by_callbacks(self._saved.model))
+    def restore(self) -> None:
+        model = self._state.model
+        self.restore_shared()
+        self.restore_callbacks(kept_by_callbacks(self._saved.model))
         ranks = self.progress.place.ranks
         self._state.restore_part(self._saved.ranks, ranks, rank=self._rank, size=self._size)
         if self._rank:
@@ -156,7 +156,7 @@ def _forget_accumulated(optimizer: Any) -> None:
 
 
 class ServedOthers(Peers):
-    """The servers and the other workers, as one worker's ``Keeper`` deals with them.
+    """The servers and the other workers, as one worker's ``CheckpointSession`` deals with them.
 
     Args:
         model: Of this worker.
@@ -193,7 +193,7 @@ class ServedOthers(Peers):
         self._epochs: EpochIterator | None = None
         self._ran_before = 0
 
-    def open(self, epochs: EpochIterator, samples: int) -> None:
+    def open(self, epochs: EpochIterator) -> None:
         self._epochs = epochs
         self._ran_before = int(self._steps.ran.numpy()) - epochs.step
         if self._resume is not None:

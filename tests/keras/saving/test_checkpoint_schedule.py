@@ -25,9 +25,23 @@ def test_due_by_steps():
 
 def test_late_by_seconds():
     schedule = CheckpointSchedule(None, 60.0)
-    assert not schedule.is_late(59.9)
-    assert schedule.is_late(60.0)
-    assert not CheckpointSchedule(5, None).is_late(1e9)
+    schedule.begin(0, 100.0)
+    assert not schedule.is_overdue(159.9, due=False)
+    assert schedule.is_overdue(160.0, due=False)
+    schedule.note_taken(170.0)
+    assert not schedule.is_overdue(229.9, due=False)
+    assert schedule.is_overdue(230.0, due=False)
+    assert not CheckpointSchedule(5, None).is_overdue(1e9, due=False)
+
+
+def test_once_due_it_is_overdue_until_one_is_taken():
+    schedule = CheckpointSchedule(5, None)
+    assert schedule.is_overdue(1.0, due=True)
+    assert schedule.is_overdue(2.0, due=False)
+    schedule.note_taken(3.0)
+    assert not schedule.is_overdue(4.0, due=False)
+    schedule.begin(7, 5.0, overdue=True)
+    assert schedule.is_overdue(5.0, due=False)
 
 
 def test_ranks_meet_at_first_then_when_told_and_when_due():
@@ -51,9 +65,10 @@ def test_ranks_meet_at_first_then_when_told_and_when_due():
     ids=["some", "slow steps", "no time at all", "soon due", "overdue"],
 )
 def test_the_next_meeting_is_half_a_second_away(step_s, since_s, expected):
-    assert CheckpointSchedule(None, 60.0).steps_ahead(step_s, since_s) == pytest.approx(
-        expected, abs=1
-    )
+    schedule = CheckpointSchedule(None, 60.0)
+    schedule.begin(20, since_s - 10 * step_s)
+    schedule.note_taken(0.0)
+    assert schedule.steps_ahead(30, since_s) == pytest.approx(expected, abs=1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,166 @@
+"""Copies a training and has it written; the chief does, and all ranks tell it what is theirs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.checkpoint import Snapshot, Store
+from hvdtrain.checkpoint.background_writer import BackgroundWriter
+from hvdtrain.errors import CheckpointError
+from hvdtrain.keras.epoch_iterator import EpochIterator
+from hvdtrain.keras.membership import Membership
+from hvdtrain.keras.model_optimizers import built_for
+from hvdtrain.keras.saving.callback_states import callback_states
+from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
+from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
+from hvdtrain.keras.saving.model_export import export_model
+from hvdtrain.keras.saving.peers import Peers
+from hvdtrain.keras.saving.training_progress import TrainingProgress, history_so_far
+from hvdtrain.keras.saving.training_state import TrainingState
+from hvdtrain.monitor import report
+from hvdtrain.tensorflow import random_seed
+
+__all__ = ["CheckpointSaver"]
+
+logger = logging.getLogger(__package__)
+
+
+class CheckpointSaver:
+    """What a ``CheckpointSession`` writes with.
+
+    Args:
+        options: What the user asked for.
+        state: The state of what is trained.
+        membership: Who takes part.
+        peers: The ranks beside this one.
+        schedule: Told when a checkpoint was taken.
+        store: Where checkpoints go; used on the chief alone.
+        presharded: Whether each rank has data of its own.
+    """
+
+    epochs: EpochIterator
+    """Where ``fit`` stands in its data; to be set before the first step."""
+    seed: int
+    """The seed of the data's orders; to be set before the first step."""
+
+    def __init__(
+        self,
+        options: CheckpointOptions,
+        state: TrainingState,
+        membership: Membership,
+        peers: Peers,
+        schedule: CheckpointSchedule,
+        store: Store,
+        *,
+        presharded: bool,
+    ) -> None:
+        self._options = options
+        self._state = state
+        self._membership = membership
+        self._peers = peers
+        self._schedule = schedule
+        self._presharded = presharded
+        self.writer = BackgroundWriter(store, report.saved)
+        self.paused_s: list[float] = []
+        """For how long each checkpoint kept training from going on; on the chief."""
+        self._complained_after: int | None = None  # so many checkpoints that were written
+
+    @property
+    def _chief(self) -> bool:
+        return self._membership.rank == 0
+
+    def take(
+        self,
+        *,
+        epoch: int,
+        epoch_step: int,
+        logs: Mapping[str, Any] | None = None,
+        earlier: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Copy everything and hand it to the writer; collective.
+
+        Args:
+            epoch: The one in work, or the next.
+            epoch_step: Steps of it that are done.
+            logs: Those of the epoch that has just ended, if one has.
+            earlier: What this rank had of its own then, if that is not now.
+        """
+        start_s = time.monotonic()
+        with report.during("checkpoint"):
+            ranks = self._state.gather_own(earlier)
+            while self._membership.renew():
+                ranks = self._state.gather_own(earlier)
+            if self._chief:
+                # What it writes is copied over by what comes now.
+                self.writer.wait()
+                self.writer.start(self._snapshot(ranks, epoch, epoch_step, logs))
+        if self._chief:
+            now_s = time.monotonic()
+            self.paused_s.append(now_s - start_s)
+            self._schedule.note_taken(now_s)
+
+    def _snapshot(
+        self,
+        ranks: Mapping[str, np.ndarray],
+        epoch: int,
+        epoch_step: int,
+        logs: Mapping[str, Any] | None,
+    ) -> Snapshot:
+        """All of the training, on the chief; ``ranks`` is what each rank has of its own."""
+        others = self._peers.collect()
+        counted = {
+            f"rank/{rank}/samples": np.array(other.samples) for rank, other in enumerate(others, 1)
+        }
+        ranks = {**ranks, **counted}
+        kept, arrays = callback_states(self._state.callbacks)
+        step, data = self.epochs.step, self.epochs.sharded
+        progress = TrainingProgress(
+            step=step,
+            epoch=epoch,
+            place=self.epochs.place(epoch_step=epoch_step),
+            unit=data.unit,
+            seed=self.seed,
+            tensorflow_seed=random_seed.current_seed(),
+            presharded=self._presharded,
+            samples=sum(int(ranks[f"rank/{r}/samples"]) for r in range(self._membership.size)),
+            callbacks=kept,
+            history=history_so_far(self._state.model.history, epoch - 1, logs),
+            others=others,
+            begins=list(self.epochs.begins.values()),
+            each=data.each,
+            built=built_for(self._state.model),
+        )
+        model = {**self._state.shared(), **arrays}
+        return Snapshot(step=step, state=progress.to_json(), model=model, ranks=ranks)
+
+    def save_for_good(
+        self, *, epoch: int, epoch_step: int, logs: Mapping[str, Any] | None = None
+    ) -> None:
+        """As ``take``, and return when it is on disk, whichever rank it is that writes."""
+        while True:
+            self.take(epoch=epoch, epoch_step=epoch_step, logs=logs)
+            self.writer.wait()
+            self._state.collectives.barrier(name="checkpoint is saved")
+            if not self._membership.lose_chief():
+                return
+
+    def export(self) -> None:
+        """Save the model in Keras' own format, on the chief and if so asked."""
+        if not self._chief or self._options.export is None:
+            return
+        try:
+            export_model(self._state.model, self._options.export)
+        except CheckpointError as error:
+            self.complain(error)
+
+    def complain(self, error: CheckpointError) -> None:
+        """Warn once until a checkpoint could be saved again: a full disk stays full for long."""
+        written = len(self.writer.written_s)
+        if self._complained_after != written:
+            self._complained_after = written
+            logger.warning("no checkpoint could be saved, training goes on: %s", error)
