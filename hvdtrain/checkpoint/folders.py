@@ -63,7 +63,7 @@ def folder_name(step: int) -> str:
 
 
 def aside_name(step: int) -> str:
-    """Its name while another one of the same step takes its place."""
+    """The name of a checkpoint's folder while another one of the same step takes its place."""
     return f".replaced-{folder_name(step)}"
 
 

@@ -37,7 +37,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
 
 def decode_state(text: bytes) -> dict[str, Any]:
-    """What ``encode_state`` was given.
+    """The state that ``encode_state`` was given.
 
     Raises:
         ValueError: The text is no such JSON.

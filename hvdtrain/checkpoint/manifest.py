@@ -59,7 +59,7 @@ class FileFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What manifest.json says."""
+    """The content of manifest.json."""
 
     step: int
     files: Mapping[str, FileFacts]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds."""
+"""The content of a checkpoint, in memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Snapshot:
 
     Attributes:
         step: Completed optimizer steps of the whole training; names the checkpoint.
-        state: What JSON can hold, and numbers that aren't finite: epoch, position, callbacks.
-            Tuples come back as lists.
+        state: Values that JSON can hold, and numbers that aren't finite: the epoch, the
+            position in the data, callbacks. Tuples come back as lists.
         model: Weights and optimizer, by name.
-        ranks: What differs by rank, under names such as ``rank/3/seed``.
+        ranks: Arrays that differ by rank, under names such as ``rank/3/seed``.
     """
 
     step: int

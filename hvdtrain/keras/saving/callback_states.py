@@ -1,4 +1,4 @@
-"""What callbacks remember from one epoch to the next."""
+"""The states of callbacks: all that they remember from one epoch to the next."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def restore_callbacks(
 
 
 def kept_by_callbacks(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Those of the arrays that ``callback_states`` made."""
+    """Select the arrays that ``callback_states`` made."""
     return {key: array for key, array in arrays.items() if key.startswith(f"{_ARRAYS}/")}
 
 

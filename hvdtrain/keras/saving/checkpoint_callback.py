@@ -42,8 +42,8 @@ class Checkpoint(keras.callbacks.Callback):
         keep: How many of the newest to keep.
         export: Also save the model as a ``.keras`` file at this path, at the end of each epoch
             after which a checkpoint is taken.
-        on_error: What a full disk or the like does: ``"warn"`` says so once and trains on,
-            ``"raise"`` ends training on every rank.
+        on_error: On a full disk or the like ``"warn"`` says so once and trains on, ``"raise"``
+            ends training on every rank.
 
     Raises:
         ConfigurationError: An argument can't be used.
@@ -69,7 +69,7 @@ class Checkpoint(keras.callbacks.Callback):
             on_error=on_error,
         )
         self.session: CheckpointSession | None = None
-        """What does the work, within a ``fit`` of a distributed model."""
+        """The session that does the work, within a ``fit`` of a distributed model."""
 
     @contextmanager
     def forward_to(
@@ -78,7 +78,7 @@ class Checkpoint(keras.callbacks.Callback):
         """Within the block let the session take the checkpoints of a ``fit``.
 
         Args:
-            session: What does the work.
+            session: The session that takes them.
             epochs: Where ``fit`` stands in its data; set to where the checkpoint was taken.
             seed: The seed of the data's orders.
 

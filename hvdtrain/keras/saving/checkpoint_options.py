@@ -1,4 +1,4 @@
-"""What a user asks of checkpoints, checked."""
+"""The arguments of ``hvdtrain.Checkpoint``, checked."""
 
 from __future__ import annotations
 

@@ -31,10 +31,10 @@ logger = logging.getLogger(__package__)
 
 
 class CheckpointSaver:
-    """What a ``CheckpointSession`` writes with.
+    """Writes the checkpoints of a ``CheckpointSession``.
 
     Args:
-        options: What the user asked for.
+        options: The user's arguments.
         state: The state of what is trained.
         membership: Who takes part.
         peers: The ranks beside this one.
@@ -87,8 +87,8 @@ class CheckpointSaver:
         Args:
             epoch: The one in work, or the next.
             epoch_step: Steps of it that are done.
-            logs: Those of the epoch that has just ended, if one has.
-            earlier: What this rank had of its own then, if that is not now.
+            logs: The logs of the epoch that has just ended, if one has.
+            earlier: This rank's own values at that step, if they have changed since.
         """
         start_s = time.monotonic()
         with report.during("checkpoint"):
@@ -141,7 +141,7 @@ class CheckpointSaver:
     def save_for_good(
         self, *, epoch: int, epoch_step: int, logs: Mapping[str, Any] | None = None
     ) -> None:
-        """As ``take``, and return when it is on disk, whichever rank it is that writes."""
+        """Take a checkpoint and return when it is on disk, whichever rank it is that writes."""
         while True:
             self.take(epoch=epoch, epoch_step=epoch_step, logs=logs)
             self.writer.wait()

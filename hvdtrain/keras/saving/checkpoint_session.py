@@ -51,9 +51,9 @@ def begin_session(
     """The checkpoints of a ``fit`` in which all ranks make each step together; collective.
 
     Args:
-        options: What the user asked for.
+        options: The user's arguments.
         model: Compiled, built and distributed.
-        collectives: The engine.
+        collectives: The operations between all ranks.
         membership: Who takes part.
         callbacks: All callbacks of the user's, in their order.
         samples: Counts what this rank has trained on.
@@ -82,11 +82,11 @@ class CheckpointSession:
     """Owns all that the checkpoints of one ``fit`` need; every rank has one.
 
     Args:
-        options: What the user asked for.
+        options: The user's arguments.
         state: The state of what is trained; its collectives are between those who decide together.
         membership: Who takes part; followed, as another rank may become the chief.
         store: Where checkpoints go; used on the chief alone.
-        resume: What training goes on from, or None.
+        resume: The checkpoint that training goes on from, or None.
         peers: The ranks beside this one.
         presharded: Whether each rank has data of its own.
     """

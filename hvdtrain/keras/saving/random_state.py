@@ -26,7 +26,7 @@ _ABSENT = -1
 
 
 def random_state() -> dict[str, np.ndarray]:
-    """All of them as arrays, of the same names, shapes and types on every rank."""
+    """The random states as arrays, of the same names, shapes and types on every rank."""
     tensorflow = random_seed.current()
     unset = (_ABSENT, random.Random(0).getstate())
     seed, operations = unset if tensorflow is None else tensorflow
@@ -55,7 +55,7 @@ def restore_random_state(state: Mapping[str, np.ndarray]) -> None:
 
 
 def _keras_state() -> np.ndarray:
-    """Of the generator behind ``keras.random``, which Keras makes when it is first used."""
+    """The state of ``keras.random``'s generator, which Keras makes when it is first used."""
     generator = global_generator()
     if generator is None:
         return np.full(2, _ABSENT, np.int64)

@@ -35,7 +35,7 @@ def find(
     Args:
         store: On the chief; the other ranks need not see the files.
         state: The state of the model that is to be trained.
-        collectives: The engine.
+        collectives: The operations between all ranks.
 
     Returns:
         How far the training had come, and on the chief all that was saved; None where training

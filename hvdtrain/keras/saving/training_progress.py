@@ -25,13 +25,14 @@ class TrainingProgress:
         step: Steps done since the beginning of the training.
         epoch: The epoch in work, or the next one where no step of one is done; from 0.
         place: Where the data stands.
-        unit: What positions count: samples or batches.
-        seed: Of all orders of the data that hvdtrain chooses.
+        unit: The unit that positions count: samples or batches.
+        seed: The seed of all orders of the data that hvdtrain chooses.
         tensorflow_seed: TensorFlow's global seed, or None; orders of ``tf.data`` follow from it.
         presharded: Whether each rank had data of its own.
-        samples: Seen since the beginning by the ranks that are left.
-        callbacks: By class, what each keeps.
-        history: What ``fit`` returns for the epochs so far: "epoch", numbers, and "logs", lists.
+        samples: How many the ranks that are left have seen since the beginning.
+        callbacks: The state of each callback, by its class.
+        history: Logs of the epochs so far, as ``fit`` returns them: "epoch", numbers, and "logs",
+            lists.
         others: Where the ranks after the chief stand, in their order, where each goes its own way;
             empty where all are where the chief is.
         begins: Where passes began that did not begin at their start, for ``others``.
@@ -55,18 +56,18 @@ class TrainingProgress:
     built: Sequence[Sequence[int]] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As a dictionary of plain values."""
+        """This progress as a dictionary of plain values."""
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         return {
             **values,
             "place": place_to_json(self.place),
-            "others": [stand.to_json() for stand in self.others],
+            "others": [worker.to_json() for worker in self.others],
             "begins": [position.to_json() for position in self.begins],
         }
 
     @classmethod
     def from_json(cls, values: Any) -> TrainingProgress:
-        """What ``to_json`` made.
+        """The progress that ``to_json`` was called on.
 
         Raises:
             CheckpointError: Something is missing or can't be used.
@@ -78,7 +79,7 @@ class TrainingProgress:
             for name in ("step", "epoch", "seed", "samples", "each"):
                 known[name] = int(known[name])
             known["place"] = place_from_json(known["place"])
-            known["others"] = [WorkerPosition.from_json(stand) for stand in known["others"]]
+            known["others"] = [WorkerPosition.from_json(worker) for worker in known["others"]]
             known["begins"] = [Position.from_json(position) for position in known["begins"]]
             known["built"] = [[int(place) for place in places] for places in known["built"]]
             return cls(**known)
@@ -95,12 +96,12 @@ class TrainingProgress:
 
 
 def history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What ``fit`` will return for the epochs so far, in plain values.
+    """The logs that ``fit`` will return for the epochs so far, in plain values.
 
     Args:
         history: Keras' callback, which notes an epoch's logs after this only.
         epoch: The epoch that has just ended.
-        logs: Those of that epoch, if one has just ended.
+        logs: The logs of that epoch, if one has just ended.
     """
     epochs, values = list(history.epoch), {k: list(v) for k, v in history.history.items()}
     if logs is not None:

@@ -1,4 +1,4 @@
-"""Whose is which part of what training depends on.
+"""The state of a training as arrays: which is alike on all ranks, and which is each rank's own.
 
 Weights and the optimizer are alike on all ranks; the chief's are saved for all. What each rank has
 for itself is saved for every rank: random states, what layers track on their own batches (alike at
@@ -55,7 +55,7 @@ class TrainingState:
 
     Args:
         model: Compiled and built.
-        collectives: The engine.
+        collectives: The operations between all ranks.
         samples: Counts the samples that this rank has computed with.
         callbacks: All callbacks of the user's, in their order.
     """
@@ -87,18 +87,18 @@ class TrainingState:
         return copies
 
     def copy_own(self) -> dict[str, np.ndarray]:
-        """What this rank has for itself now, but for accumulated gradients; for ``gather_own``."""
+        """Copies of this rank's own values, but for accumulated gradients; for ``gather_own``."""
         return {key: array.copy() for key, array in self._own_values(accumulated=False).items()}
 
     def gather_own(self, earlier: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """What each rank has for itself, under ``rank/<r>/``, on the chief; collective.
+        """Gather each rank's own values on the chief, under ``rank/<r>/``; collective.
 
-        Where a rank is lost meanwhile something is missing: see ``Membership.renew``.
+        Where a rank is lost meanwhile its values are missing, and ``Membership.renew`` tells so.
 
         Metrics are part of it, so that this belongs after a step and before they are reset.
 
         Args:
-            earlier: From ``copy_own``; takes the place of what has changed since.
+            earlier: Values from ``copy_own``, in place of those that have changed since.
         """
         mine = {**self._own_values(), **(earlier or {})}
         collectives = self.collectives
@@ -112,7 +112,7 @@ class TrainingState:
         }
 
     def check(self, saved: Mapping[str, np.ndarray]) -> None:
-        """See that what ``shared`` returned once belongs to this model and optimizer.
+        """See that the arrays that ``shared`` returned once belong to this model and optimizer.
 
         Raises:
             CheckpointError: It doesn't; says which variable.
@@ -137,7 +137,7 @@ class TrainingState:
         """Give all ranks the weights and the optimizer that the chief read; collective.
 
         Args:
-            saved: On the chief what ``shared`` returned, elsewhere None.
+            saved: On the chief the arrays that ``shared`` returned, elsewhere None.
         """
         if saved is not None:
             found = _by_place(saved)
@@ -149,7 +149,7 @@ class TrainingState:
         """Give each rank what was its own, or its part of it; collective.
 
         Args:
-            saved: On the chief what ``gather_own`` returned, elsewhere None.
+            saved: On the chief the arrays that ``gather_own`` returned, elsewhere None.
             ranks: How many ranks there were.
         """
         template = self._own_values(accumulated=True)
@@ -175,13 +175,13 @@ class TrainingState:
     def restore_part(
         self, saved: Mapping[str, np.ndarray], ranks: int, *, rank: int, size: int
     ) -> None:
-        """As ``restore_own`` on a rank that has all that was saved; communicates with nobody.
+        """Give this rank its part, as ``restore_own``; it has all that was saved and asks nobody.
 
         Args:
-            saved: What ``gather_own`` returned.
+            saved: The arrays that ``gather_own`` returned.
             ranks: How many ranks there were.
-            rank: This one.
-            size: How many there are now.
+            rank: The number of this rank.
+            size: How many ranks there are now.
         """
         template = self._own_values(accumulated=True)
         self._take_own(self._part(saved, template, ranks, rank, size))
@@ -250,7 +250,7 @@ class TrainingState:
         rank: int,
         size: int,
     ) -> dict[str, np.ndarray]:
-        """What ``rank`` of ``size`` gets of what ``ranks`` ranks had."""
+        """The part of ``rank`` among ``size`` in the values that ``ranks`` ranks had."""
         rules = {entry.key: entry.rule for entry in self._own_variables(accumulated=True)}
         part = {}
         for key, like in template.items():
@@ -272,7 +272,7 @@ class TrainingState:
 
 
 def _share(kept: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
-    """What another number of ranks makes of the values of all former ones."""
+    """The value for ``rank`` where another number of ranks had ``kept``."""
     first = kept[0]
     if rule == "sum":
         total = np.sum(kept, axis=0, dtype=first.dtype)

@@ -15,12 +15,12 @@ _NONE = -1
 
 
 class WorkerPosition(NamedTuple):
-    """One rank's.
+    """Where one rank stands.
 
     Attributes:
         epoch: The epoch in work, or the next one where no step of one is done; from 0.
         place: Where its data stands.
-        samples: That it has trained on.
+        samples: How many samples it has trained on.
     """
 
     epoch: int
@@ -45,11 +45,11 @@ class WorkerPosition(NamedTuple):
     def from_numbers(
         cls, numbers: tuple[int, ...], *, ranks: int, begins: Mapping[int, Position]
     ) -> WorkerPosition:
-        """The stand that ``to_numbers`` was called on.
+        """The position that ``to_numbers`` was called on.
 
         Args:
-            numbers: What it returned.
-            ranks: How many there are.
+            numbers: The numbers that it returned.
+            ranks: How many ranks there are.
             begins: Where passes of this rank began that did not begin at their start: what is left
                 of the places that were missed in one are the last of those that were.
         """
@@ -67,15 +67,15 @@ class WorkerPosition(NamedTuple):
         return cls(epoch, place, samples)
 
     def to_json(self) -> dict[str, Any]:
-        """As a dictionary of plain values."""
+        """This position as a dictionary of plain values."""
         return {**self._asdict(), "place": place_to_json(self.place)}
 
     @classmethod
     def from_json(cls, value: Any) -> WorkerPosition:
-        """What ``to_json`` made.
+        """The position that ``to_json`` was called on.
 
         Raises:
-            DataError: Its position is none.
+            DataError: Its position in the data is not valid.
             KeyError: Something else is missing.
         """
         place = place_from_json(value["place"])
@@ -83,16 +83,16 @@ class WorkerPosition(NamedTuple):
 
 
 def place_to_json(place: EpochPlace) -> dict[str, Any]:
-    """As a dictionary of plain values."""
+    """The place as a dictionary of plain values."""
     position = place.position
     return place._asdict() | {"position": position and position.to_json()}
 
 
 def place_from_json(value: Any) -> EpochPlace:
-    """What ``place_to_json`` made.
+    """The place that ``place_to_json`` was given.
 
     Raises:
-        DataError: Its position is none.
+        DataError: Its position in the data is not valid.
         KeyError: Something else is missing.
     """
     counts = {name: int(value[name]) for name in _COUNTS}
