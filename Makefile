@@ -55,7 +55,7 @@ test-all: test
 test-horovod: $(VENV)/.dev
 	$(BIN)/python -m tests.environments horovod horovod-keras3
 	HVDTRAIN_TEST_REQUIRE=horovod,horovod-keras3 $(BIN)/python -m pytest \
-		tests/tensorflow/test_horovod_engine.py tests/horovod/test_names.py $(PYTEST_ARGS)
+		tests/tensorflow/test_horovod_transport.py tests/horovod/test_names.py $(PYTEST_ARGS)
 
 # Only Keras is another one than that of .venv; Python finds it first.
 test-keras: $(VENV)/.dev

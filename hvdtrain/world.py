@@ -264,9 +264,10 @@ def _engine(choice: Choice, topology: Topology, settings: Settings) -> Collectiv
     if choice.backend == "mpi" or topology.size == 1:
         return create(topology, settings)
     # Imports TensorFlow, and Horovod.
-    from hvdtrain.tensorflow.horovod_engine import HorovodCollectives
+    from hvdtrain.collectives.engine import Engine
+    from hvdtrain.tensorflow.horovod_transport import HorovodTransport
 
-    return HorovodCollectives(settings.timeout_s)
+    return Engine(HorovodTransport(settings.timeout_s))
 
 
 def _on_devices(

@@ -1,7 +1,7 @@
 """Operations between ranks on NumPy arrays; knows nothing of TensorFlow.
 
-``create`` chooses the engine: ``single`` for one process, ``shared_memory`` where ranks share a
-host, plain ``mpi`` otherwise. The choice can be forced with ``HVDTRAIN_COLLECTIVES``.
+``create`` chooses what moves the bytes: ``single`` for one process, ``shared_memory`` where ranks
+share a host, plain ``mpi`` otherwise. The choice can be forced with ``HVDTRAIN_COLLECTIVES``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ def create(topology: Topology, settings: Settings) -> Collectives:
         LaunchError: MPI is missing, or contradicts ``topology``.
     """
     if topology.size == 1:
-        from hvdtrain.collectives.single import SingleCollectives
+        from hvdtrain.collectives.single import single_collectives
 
-        return SingleCollectives()
-    from hvdtrain.collectives.mpi import MpiCollectives
+        return single_collectives()
+    from hvdtrain.collectives.engine import Engine
+    from hvdtrain.collectives.mpi import MpiTransport
     from hvdtrain.collectives.mpi_start import start_mpi
-    from hvdtrain.collectives.shared_memory import SharedMemoryCollectives
+    from hvdtrain.collectives.shared_memory import SharedMemoryTransport
 
     mpi = start_mpi(topology, timeout_s=settings.timeout_s)
     world = mpi.COMM_WORLD
@@ -40,10 +41,10 @@ def create(topology: Topology, settings: Settings) -> Collectives:
     if kind == "auto":
         most_ranks_on_a_host = world.allreduce(host.Get_size(), mpi.MAX)
         kind = "shared_memory" if most_ranks_on_a_host > 1 else "mpi"
-    engine = SharedMemoryCollectives if kind == "shared_memory" else MpiCollectives
+    transport = SharedMemoryTransport if kind == "shared_memory" else MpiTransport
     survives = settings.goes_on_without and _survives(mpi, topology, settings)
     min_np = settings.min_np if survives else None
-    return engine(mpi, world, host, settings.chunk_bytes, settings.timeout_s, min_np)
+    return Engine(transport(mpi, world, host, settings.chunk_bytes, settings.timeout_s, min_np))
 
 
 def _survives(mpi: ModuleType, topology: Topology, settings: Settings) -> bool:

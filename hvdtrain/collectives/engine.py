@@ -1,10 +1,11 @@
-"""What all engines share: checking arguments, agreeing with the other ranks, locking.
+"""The operations between ranks: checks arguments, agrees with the other ranks, locks, observes.
 
-An engine proper supplies the ``_…`` methods at the end, which move bytes and nothing else.
+What moves the bytes is a transport, of which each kind has a module of its own.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,8 +27,6 @@ from hvdtrain.collectives.calls import (
 )
 from hvdtrain.collectives.fusion import (
     ALIGNMENT_BYTES,
-    BufferPool,
-    FusionLayout,
     empty_outputs,
     plan_fusion,
     split_evenly,
@@ -41,10 +40,19 @@ from hvdtrain.collectives.join import (
     read_call,
     write_call,
 )
-from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, check_reducible
+from hvdtrain.collectives.kernels import (
+    FiniteCheck,
+    accumulator_dtype,
+    check_reducible,
+    combine,
+    finish,
+)
 from hvdtrain.collectives.mismatch import explain
 from hvdtrain.collectives.point_to_point import PointToPoint
+from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.serialization import decode, encode
+from hvdtrain.collectives.shared_file import share_file
+from hvdtrain.collectives.transport import Reduction, Transport
 from hvdtrain.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -53,82 +61,48 @@ from hvdtrain.errors import (
     MismatchError,
     NonFiniteError,
     RanksLostError,
-    TooFewRanksError,
 )
 
-__all__ = ["Engine", "Reduction"]
-
-# Ranks in step are through with most operations in less.
-LONG_S = 0.01
+__all__ = ["Engine"]
 
 Result = TypeVar("Result")
 
 
-class Reduction(NamedTuple):
-    """One allreduce as it was asked for; inputs and outputs are flat arrays of one type."""
-
-    call: Call
-    layout: FusionLayout
-    inputs: Sequence[np.ndarray]
-    outputs: Sequence[np.ndarray]
-    op: ReduceOp
-    finite: FiniteCheck | None
-
-
-class _Handed(NamedTuple):
+class _External(NamedTuple):
     """An operation that something else carries out."""
 
     call: Call
     since_s: float
 
 
-class Engine:
-    """Base of the engines; see ``hvdtrain.collectives.interface.Collectives`` for the contract."""
+class Engine(RankState):
+    """Fulfils ``hvdtrain.collectives.interface.Collectives`` by what a transport moves.
 
-    kind = "engine"
-    # Among how many ranks a chunk is divided for combining it.
-    _shares = 1
+    Args:
+        transport: Carries the bytes; opened for this engine.
+        parent: The engine of all ranks, where this is one of some of them.
+    """
 
-    def __init__(self, rank: int, size: int, chunk_bytes: int, timeout_s: float) -> None:
-        self.rank = rank
-        self.size = size
-        self.survives_losses = False
-        self.generation = 0
-        self.members = self.contributed = tuple(range(size))
-        self.numbers = self.members
-        self.too_few: TooFewRanksError | None = None
-        self.timeout_s = timeout_s
-        # Whole cache lines, and at least one item of every type.
-        self._chunk_bytes = -(-chunk_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    def __init__(self, transport: Transport, parent: Engine | None = None) -> None:
+        super().__init__()
+        self.transport = transport
+        self.kind = transport.kind
         self.observers: list[Callable[[Done], None]] = []
-        self._pool = BufferPool()
-        self._calls = Calls()
         self._lock = threading.Lock()
-        self._operations = 0
+        if parent is not None:
+            # MPI may take calls of one thread at a time.
+            self._lock, self.observers = parent._lock, parent.observers
+        self._calls = Calls()
         self._joined: frozenset[int] = frozenset()  # when some last were; the same on all ranks
-        # Since when this rank is in which operation; another thread may ask.
-        self._inside: tuple[float, str] | None = None
-        self._handed: _Handed | None = None
+        self._external: _External | None = None
         self.broken: HvdtrainError | None = None
         # By which this rank left an operation last; also one after which it may go on.
         self.last_error: HvdtrainError | None = None
         self.closed = False
+        transport.open(self)
 
-    @property
-    def member(self) -> int:
-        return self.members[self.rank]
-
-    @property
-    def number(self) -> int:
-        return self.numbers[self.member]
-
-    @property
-    def waiting_in(self) -> str:
-        inside = self._inside
-        return inside[1] if inside and time.monotonic() - inside[0] > LONG_S else ""
-
-    # Public operations: contract in base.Collectives. What depends on who the ranks are stands in
-    # the attempt, which is made again when some of them are lost.
+    # Public operations: contract in interface.Collectives. What depends on who the ranks are stands
+    # in the attempt, which is made again when some of them are lost.
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = "") -> np.ndarray:
         return self.grouped_allreduce([array], op, name=name)[0]
@@ -154,9 +128,8 @@ class Engine:
         shapes = tuple(array.shape for array in arrays)
         call = self._calls.get("allreduce", name, (op, type_name(dtype), shapes))
         check_reducible(dtype, op)
-        outputs, finite = self._operate(
-            call, lambda: self._reduce_all(call, arrays, op, require_finite)
-        )
+        attempt = functools.partial(self._reduce_all, call, arrays, op, require_finite)
+        outputs, finite = self._operate(call, attempt)
         if finite is not None and not finite.passed:
             raise NonFiniteError(f"The result of {call.text} holds NaN or infinity.")
         return list(outputs)
@@ -170,7 +143,7 @@ class Engine:
             counts = self._exchange_counts(call, [array.shape[0]])[:, 0]
             result = np.empty((int(counts.sum()), *row), array.dtype)
             byte_counts = [int(count) * row_bytes(array) for count in counts]
-            self._gather_bytes(as_bytes(array), as_bytes(result), byte_counts)
+            self.transport.gather_bytes(as_bytes(array), as_bytes(result), byte_counts)
             return result
 
         return self._operate(call, attempt)
@@ -186,7 +159,7 @@ class Engine:
             root = self._place_of(source)
             self._agree(self._broadcast_call("broadcast", name, root, replicated, detail)[0])
             result = array.copy()
-            self._broadcast_bytes(as_bytes(result), root)
+            self.transport.broadcast_bytes(as_bytes(result), root)
             return result
 
         return self._operate(call, attempt, -1 if replicated else source)
@@ -200,7 +173,7 @@ class Engine:
 
         def attempt() -> np.ndarray:
             self._agree(call)
-            return self._reduce_scatter(array, split_evenly(array.shape[0], self.size), op)
+            return self._reduce_rows(array, op)
 
         return self._operate(call, attempt)
 
@@ -219,7 +192,7 @@ class Engine:
             counts = [part.shape[0] for part in kept]
             received = self._exchange_counts(call, counts)[:, self.rank]
             result = np.empty((int(received.sum()), *array.shape[1:]), array.dtype)
-            self._alltoall_bytes(
+            self.transport.alltoall_bytes(
                 as_bytes(data),
                 [count * row_bytes(array) for count in counts],
                 as_bytes(result),
@@ -253,7 +226,7 @@ class Engine:
             buffer = np.empty(int(counts[root, 0]), np.uint8)
             if self.rank == root:
                 buffer[:] = data
-            self._broadcast_bytes(buffer, root)
+            self.transport.broadcast_bytes(buffer, root)
             return buffer
 
         return decode(self._operate(call, attempt, -1 if replicated else source), codec)
@@ -284,11 +257,33 @@ class Engine:
             return last
 
     def messages(self) -> PointToPoint:
-        raise NotImplementedError
+        call = self._calls.get("messages", "", ())
+
+        def attempt() -> PointToPoint:
+            self._agree(call)
+            return self.transport.messages()
+
+        return self._operate(call, attempt)
 
     def share(self, nbytes: int) -> dict[int, np.ndarray]:
-        """Nobody to share with unless an engine says otherwise."""
-        return {}
+        host, name = self.transport.host, "shared memory"
+        if host is None:
+            return {}
+        # Whole cache lines: ranks don't write to one another's.
+        whole = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        asked = self.allgather_object([self.member, host, whole], name=name)
+        sizes = {member: size for member, theirs, size in asked if theirs == host}
+
+        def tell(path: str) -> str:
+            paths = dict(self.allgather_object([self.member, path], name=name))
+            return paths.get(min(sizes), "")
+
+        def agree(mapped: bool) -> bool:
+            everyone = self.allgather_object([self.member, mapped], name=name)
+            return all(mapped for member, mapped in everyone if member in sizes)
+
+        file = share_file(sum(sizes.values()), self.member == min(sizes), tell, agree)
+        return {} if file is None else dict(zip(sizes, file.cut(list(sizes.values()))))
 
     def subset(self, ranks: Sequence[int]) -> Engine | None:
         wanted = check_ranks(ranks, self.size)
@@ -301,7 +296,8 @@ class Engine:
 
         def attempt() -> Engine | None:
             self._agree(call)
-            return self._subset(wanted)
+            transport = self.transport.subset(wanted)
+            return None if transport is None else Engine(transport, self)
 
         return self._operate(call, attempt)
 
@@ -309,43 +305,42 @@ class Engine:
         call = self._calls.get(kind, name, detail)
 
         def attempt() -> None:
-            if self._handed is not None:
+            if self._external is not None:
                 raise CollectiveError(
                     f"Rank {self.number} begins {call.place} before the end of "
-                    f"{self._handed.call.place}, which an error has ended. End the program."
+                    f"{self._external.call.place}, which an error has ended. End the program."
                 )
             self._agree(call)
-            self._handed = _Handed(call, time.monotonic())
+            self._external = _External(call, time.monotonic())
 
         self._operate(call, attempt)
 
     def look_after(self) -> None:
         with self._lock:
-            handed = self._handed
-            if handed is None:
+            external = self._external
+            if external is None:
                 return
             try:
-                self._look_for_others(handed.call.place, time.monotonic() - handed.since_s)
+                self.transport.look_for_others(
+                    external.call.place, time.monotonic() - external.since_s
+                )
             except HvdtrainError as error:
                 self._remember(error)
                 raise
 
     def take_back(self) -> None:
         with self._lock:
-            handed, self._handed = self._handed, None
-        if handed is not None:
-            done = Done(
-                handed.call.title, handed.call.place, handed.since_s, time.monotonic(), 0.0, ""
-            )
-            for observer in self.observers:
-                observer(done)
+            external, self._external = self._external, None
+        if external is not None:
+            self._tell_observers(external.call, external.since_s, 0.0, "")
 
     def fail(self, reason: str) -> None:
-        """Nobody to tell unless an engine says otherwise."""
+        self.transport.fail(reason)
 
     def close(self) -> None:
         # Freeing communicators and windows is collective, and the process is about to end.
         self.closed = True
+        self.transport.close()
 
     # Bookkeeping.
 
@@ -369,72 +364,113 @@ class Engine:
             attempt: Carries it out.
             source: The member without which it can't be done; -1 where any of them may be lost.
         """
-        if not self._lock.acquire(timeout=self.timeout_s):
-            raise CollectiveTimeoutError(
-                f"Another thread of rank {self.number} has been inside a collective "
-                f"for {self.timeout_s:g} s."
-            )
+        begun_s = self._enter(call)
+        waited_s, left_by = self.transport.waited_s, ""
         try:
-            if self.closed:
-                raise HvdtrainError(
-                    "Collectives were used after hvdtrain.shutdown(); call hvdtrain.init() first."
-                )
-            if self.broken is not None:
-                raise self.broken
-            self._operations += 1
-            self._inside = time.monotonic(), call.place
-            return self._observe(call, lambda: self._carry_out_with_joined(call, attempt, source))
+            try:
+                if self.transport.recovery is None:
+                    return attempt()
+                return self.transport.recovery.carry_out(self.operation, call, attempt, source)
+            except SomeJoined as some:
+                return self._carry_out_with_joined(call, attempt, some)
         except BaseException as error:
+            left_by = f"{type(error).__name__}: {error}"
             self._remember(error)
             raise
         finally:
-            self._inside = None
+            if self.observers:
+                waited_s = self.transport.waited_s - waited_s
+                self._tell_observers(call, begun_s, waited_s, left_by)
+            self.inside = None
             self._lock.release()
+
+    def _enter(self, call: Call) -> float:
+        """Begin an operation, which holds the lock; returns when that was."""
+        if not self._lock.acquire(timeout=self.transport.timeout_s):
+            raise CollectiveTimeoutError(
+                f"Another thread of rank {self.number} has been inside a collective "
+                f"for {self.transport.timeout_s:g} s."
+            )
+        refused = self.broken
+        if self.closed:
+            refused = HvdtrainError(
+                "Collectives were used after hvdtrain.shutdown(); call hvdtrain.init() first."
+            )
+        if refused is not None:
+            self._lock.release()
+            raise refused
+        self.operation += 1
+        begun_s = time.monotonic()
+        self.inside = begun_s, call.place
+        return begun_s
+
+    def _tell_observers(self, call: Call, begun_s: float, waited_s: float, error: str) -> None:
+        done = Done(call.title, call.place, begun_s, time.monotonic(), waited_s, error)
+        for observer in self.observers:
+            observer(done)
+
+    def _carry_out_with_joined(
+        self, call: Call, attempt: Callable[[], Result], some: SomeJoined
+    ) -> Result:
+        """Carry an operation out once more, in which those that have joined stand in."""
+        self._joined = some.ranks
+        try:
+            asked = self._learn_call(call)
+            check_can_join(asked, sorted(some.ranks))
+        except MismatchError:
+            self._joined = frozenset()
+            raise
+        if self.rank not in some.ranks:
+            return attempt()
+        self._stand_in(asked)
+        raise some
 
     def _reduce_all(
         self, call: Call, arrays: Sequence[np.ndarray], op: ReduceOp, require_finite: bool
     ) -> tuple[Sequence[np.ndarray], FiniteCheck | None]:
         dtype, shapes = arrays[0].dtype, tuple(array.shape for array in arrays)
-        chunk_items = self._chunk_bytes // accumulator_dtype(dtype).itemsize
-        layout = plan_fusion(shapes, dtype.itemsize, chunk_items, self._shares)
-        outputs, flat = empty_outputs(self._take_buffer(layout.output_bytes), layout, dtype)
+        chunk_items = self.transport.chunk_bytes // accumulator_dtype(dtype).itemsize
+        layout = plan_fusion(shapes, dtype.itemsize, chunk_items, self.transport.shares)
+        buffer = self.transport.take_buffer(layout.output_bytes)
+        outputs, flat = empty_outputs(buffer, layout, dtype)
         flat_inputs = [array.reshape(-1) for array in arrays]
         finite = FiniteCheck(dtype) if require_finite else None
-        self._allreduce(Reduction(call, layout, flat_inputs, flat, op, finite))
+        if not self.transport.allreduce(Reduction(call, layout, flat_inputs, flat, op, finite)):
+            self._raise_mismatch(call)
         return outputs, finite
 
-    def _take_buffer(self, nbytes: int) -> np.ndarray:
-        """A flat uint8 array that nobody else holds, for results."""
-        return self._pool.take(nbytes)
+    def _reduce_rows(self, array: np.ndarray, op: ReduceOp) -> np.ndarray:
+        """This rank's share of the rows, combined from what all ranks have of them."""
+        rows = split_evenly(array.shape[0], self.size)
+        start, stop = rows[self.rank]
+        mine = array[start:stop]
+        received = np.empty((self.size, mine.size), array.dtype)
+        if array.size:
+            self.transport.alltoall_bytes(
+                as_bytes(array),
+                [(b - a) * row_bytes(array) for a, b in rows],
+                as_bytes(received),
+                [mine.nbytes] * self.size,
+            )
+        wide = accumulator_dtype(array.dtype)
+        total = np.empty(mine.size, wide)
+        combine(list(received), op, total, np.empty(mine.size, wide))
+        finish(total, op, self.size)
+        return total.astype(array.dtype, copy=False).reshape(mine.shape)
 
     def _gather_parts(self, call: Call, data: np.ndarray) -> list[np.ndarray]:
-        counts = [int(c) for c in self._exchange_counts(call, [data.size])[:, 0]]
-        everything = np.empty(sum(counts), np.uint8)
-        self._gather_bytes(data, everything, counts)
-        return np.split(everything, np.cumsum(counts)[:-1])
+        self._agree(call)
+        return self._gather_rows(data)
 
-    def _carry_out_with_joined(
-        self, call: Call, attempt: Callable[[], Result], source: int
-    ) -> Result:
-        """Carry an operation out, and where some ranks have joined, once more with them."""
-        try:
-            return self._carry_out(call, attempt, source)
-        except SomeJoined as some:
-            self._joined = some.ranks
-            try:
-                asked = self._learn_call(call)
-                check_can_join(asked, sorted(some.ranks))
-            except MismatchError:
-                self._joined = frozenset()
-                raise
-            if self.rank not in some.ranks:
-                return self._carry_out(call, attempt, source)
-            self._stand_in(asked)
-            raise
+    def _gather_rows(self, data: np.ndarray) -> list[np.ndarray]:
+        counts = self._gather_counts([data.size])[:, 0].tolist()
+        everything = np.empty(sum(counts), np.uint8)
+        self.transport.gather_bytes(data, everything, counts)
+        return np.split(everything, np.cumsum(counts)[:-1])
 
     def _learn_call(self, call: Call) -> Call:
         """What the ranks that have not joined call; collective."""
-        self._start_over()
+        self.transport.start_over()
         mine = write_call(call) if self.rank not in self._joined else np.empty(0, np.uint8)
         parts = self._gather_parts(self._calls.get(JOIN, "call of others", ()), mine)
         return read_call(next(part for part in parts if part.size), self._calls)
@@ -448,40 +484,35 @@ class Engine:
         # This rank may have the share of the result that is not finite.
         self._reduce_all(call, neutral(op, np.dtype(name), shapes), op, require_finite=True)
 
+    def _agree(self, call: Call) -> None:
+        """Return when every rank has made the same call; raise on every rank otherwise.
+
+        ``SomeJoined`` where one part of them has joined and the other made the same call.
+        """
+        if not self.transport.agree(call):
+            self._raise_mismatch(call)
+
     def _exchange_counts(self, call: Call, counts: Sequence[int]) -> np.ndarray:
         """The counts of all ranks, int64 of shape (size, len(counts)); begins an operation."""
         self._agree(call)
-        return self._gather_words(np.array(counts, np.int64))
+        return self._gather_counts(counts)
+
+    def _gather_counts(self, counts: Sequence[int]) -> np.ndarray:
+        mine = np.array(counts, np.int64)
+        everyone = np.empty((self.size, mine.size), np.int64)
+        each = [mine.nbytes] * self.size
+        self.transport.gather_bytes(as_bytes(mine), as_bytes(everyone), each)
+        return everyone
 
     def _raise_mismatch(self, call: Call) -> NoReturn:
         """Say what each rank has called; all ranks raise the same, and may go on."""
-        data = np.frombuffer(call.text.encode(), np.uint8)
-        counts = self._gather_words(np.array([data.size], np.int64))[:, 0].tolist()
-        everything = np.empty(sum(counts), np.uint8)
-        self._gather_bytes(data, everything, counts)
-        parts = np.split(everything, np.cumsum(counts)[:-1])
+        parts = self._gather_rows(np.frombuffer(call.text.encode(), np.uint8))
         texts = [part.tobytes().decode() for part in parts]
         joined = [rank for rank, text in enumerate(texts) if text == JOIN]
         if joined and len(set(texts)) == 2:
             raise SomeJoined(joined)
-        self._start_over()
+        self.transport.start_over()
         raise MismatchError(explain(texts, [self.numbers[member] for member in self.members]))
-
-    def _observe(self, call: Call, operation: Callable[[], Result]) -> Result:
-        """Carry an operation out, and tell the observers of it."""
-        if not self.observers:
-            return operation()
-        begun_s, waited_s, error = time.monotonic(), self._waited_s, ""
-        try:
-            return operation()
-        except BaseException as raised:
-            error = f"{type(raised).__name__}: {raised}"
-            raise
-        finally:
-            waited_s = self._waited_s - waited_s
-            done = Done(call.title, call.place, begun_s, time.monotonic(), waited_s, error)
-            for observer in self.observers:
-                observer(done)
 
     def _remember(self, error: BaseException) -> None:
         if self.closed:
@@ -499,65 +530,3 @@ class Engine:
                 f"({type(error).__name__}: {error}) and is no longer in step with the other ranks. "
                 "End the program."
             )
-
-    def _look_for_others(self, place: str, waited_s: float) -> None:
-        """Raise if another rank has failed, or this one has waited too long."""
-        if waited_s > self.timeout_s:
-            raise CollectiveTimeoutError(
-                f"rank {self.number} waited {self.timeout_s:g} s in {place}. If the work may take "
-                "that long, raise HVDTRAIN_TIMEOUT_S."
-            )
-
-    @property
-    def _waited_s(self) -> float:
-        """How long this rank has waited for others in all; nobody to wait for."""
-        return 0.0
-
-    # What an engine supplies. ``_agree`` and ``_allreduce`` begin an operation: they wait until
-    # every rank is there and see that all make the same call.
-
-    def _carry_out(self, call: Call, attempt: Callable[[], Result], source: int) -> Result:
-        """Make the attempt, where ranks may be lost until it has succeeded on all."""
-        return attempt()
-
-    def _start_over(self) -> None:
-        """Forget an operation that was begun, on all ranks together."""
-
-    def _agree(self, call: Call) -> None:
-        """Return when every rank has made the same call; raise on every rank otherwise.
-
-        ``SomeJoined`` where one part of them has joined and the other made the same call.
-        """
-        raise NotImplementedError
-
-    def _allreduce(self, asked: Reduction) -> None:
-        """Combine the inputs of all ranks into the outputs."""
-        raise NotImplementedError
-
-    def _gather_words(self, words: np.ndarray) -> np.ndarray:
-        """The words of all ranks, int64 of shape (size, words.size)."""
-        raise NotImplementedError
-
-    def _gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
-        raise NotImplementedError
-
-    def _broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
-        raise NotImplementedError
-
-    def _reduce_scatter(
-        self, array: np.ndarray, rows: Sequence[tuple[int, int]], op: ReduceOp
-    ) -> np.ndarray:
-        raise NotImplementedError
-
-    def _alltoall_bytes(
-        self,
-        data: np.ndarray,
-        send_counts: Sequence[int],
-        out: np.ndarray,
-        receive_counts: Sequence[int],
-    ) -> None:
-        raise NotImplementedError
-
-    def _subset(self, ranks: Sequence[int]) -> Engine | None:
-        """An engine of these ranks, which are in order; None on the others."""
-        raise NotImplementedError

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.exit_code import ExitCodeWatch
 from hvdtrain.collectives.interface import Collectives
-from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.collectives.mpi import MpiTransport
 from hvdtrain.errors import PeerFailedError
 
 __all__ = ["Tell", "install"]
@@ -30,7 +31,7 @@ PACKAGE = str(Path(__file__).parents[1])
 EXIT_DEADLINE_S = 5.0
 
 
-_current: MpiCollectives | None = None
+_current: Engine | None = None
 
 
 # Gets the error that ends this process, and that which Python prints: the same, or what a library
@@ -49,7 +50,7 @@ def install(collectives: Collectives, tell: Tell = lambda cause, error: None) ->
         tell: Tells the launcher.
     """
     global _current
-    if not isinstance(collectives, MpiCollectives):
+    if not isinstance(collectives, Engine) or not isinstance(collectives.transport, MpiTransport):
         return
     if _current is None:
         sys.excepthook = functools.partial(_on_exception, sys.excepthook, tell)
@@ -78,7 +79,7 @@ def _on_exception(
     if collectives is None or collectives.closed:
         return
     # By its first number, as the launcher calls it: others may have been lost.
-    who = f"rank {collectives.alarm.rank} of {collectives.alarm.size}"
+    who = f"rank {collectives.member} of {len(collectives.numbers)}"
     follows = isinstance(cause, PeerFailedError)
     what = f"stops: {cause}" if follows else f"failed: {type(cause).__name__}: {cause}"
     logger.error("%s %s", who, what)
@@ -88,7 +89,7 @@ def _on_exception(
     _end_within(EXIT_DEADLINE_S)
 
 
-def _behind(error: BaseException, collectives: MpiCollectives | None) -> BaseException:
+def _behind(error: BaseException, collectives: Engine | None) -> BaseException:
     """The error between ranks that TensorFlow has turned into one of its own, if so."""
     last = collectives.last_error if collectives is not None else None
     return last if last is not None and str(last) in str(error) else error
@@ -120,4 +121,4 @@ def _leave(watch: ExitCodeWatch) -> None:
     watch.close()
     sys.stdout.flush()
     if _current is not None:
-        _current.leave(watch.code)
+        _current.transport.leave(watch.code)

@@ -33,10 +33,12 @@ import numpy as np
 
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.failure_detector import POLL_S, FailureDetector, RanksLost, is_loss
+from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.spin_wait import SpinWait
 from hvdtrain.errors import (
     CollectiveError,
     CollectiveTimeoutError,
+    MismatchError,
     RanksLostError,
     TooFewRanksError,
 )
@@ -93,13 +95,10 @@ def decide_recovery(stands: Sequence[RecoveryState]) -> RecoveryDecision:
 
 
 class Survivor(Protocol):
-    """What recovery needs of an engine."""
+    """What recovery needs of a transport."""
 
     comm: Any
-    generation: int
-    members: tuple[int, ...]
-    contributed: tuple[int, ...]
-    too_few: TooFewRanksError | None
+    ranks: RankState
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
         """Set up all that depends on who the ranks are; collective over ``comm``."""
@@ -110,16 +109,16 @@ class Survivor(Protocol):
         ...
 
     def revoke(self) -> None:
-        """End whatever any rank waits for on the engine's communicators."""
+        """End whatever any rank waits for on the transport's communicators."""
         ...
 
 
 class Recovery:
-    """Carries out an engine's operations, however many ranks are lost in them.
+    """Carries out the operations of one transport, however many ranks are lost in them.
 
     Args:
         mpi: The ``mpi4py.MPI`` module.
-        engine: The engine.
+        transport: Moves the bytes of the operations.
         alarm: Tells of ranks that died, and stopped.
         patience: Waits for the others to stop.
         min_np: Fewer ranks than that are too few.
@@ -129,14 +128,14 @@ class Recovery:
     def __init__(
         self,
         mpi: ModuleType,
-        engine: Survivor,
+        transport: Survivor,
         alarm: FailureDetector,
         patience: SpinWait,
         min_np: int,
         timeout_s: float,
     ) -> None:
         self._mpi = mpi
-        self._engine = engine
+        self._transport = transport
         self._alarm = alarm
         self._patience = patience
         self._min_np = min_np
@@ -164,19 +163,19 @@ class Recovery:
         try:
             while operation != self._verdict.orphaned:
                 try:
-                    members = self._engine.members
-                    result = attempt()
+                    members = self._transport.ranks.members
+                    result = _result_of(attempt)
                     self._held = operation
-                    self._engine.contributed = members
-                    self._engine.confirm(call)
-                    return result
+                    self._transport.ranks.contributed = members
+                    self._transport.confirm(call)
+                    return _given(result)
                 except (self._mpi.Exception, RanksLost) as error:
                     abandoned.append(error)
                     self._see_loss(error, call)
                     self._stop(call)
                     self._reunite(RecoveryState(self._alarm.rank, operation, self._held, source))
                 if operation <= self._verdict.complete:
-                    return result
+                    return _given(result)
             self._held = operation
         finally:
             abandoned.clear()
@@ -187,7 +186,7 @@ class Recovery:
 
     def rejoin(self) -> None:
         """Leave lost ranks behind once all have stopped, outside of any operation."""
-        self._engine.revoke()
+        self._transport.revoke()
         # A program that is ending can't start threads.
         self._reunite(RecoveryState(self._alarm.rank, self._held, self._held, -1), threaded=False)
 
@@ -206,12 +205,12 @@ class Recovery:
 
     def _stop(self, call: Call) -> None:
         """Stop, and wait until all others have."""
-        self._engine.revoke()
+        self._transport.revoke()
         self._alarm.stop()
         self._patience.until(lambda: self._alarm.all_have_stopped, call.place)
 
     def _reunite(self, stand: RecoveryState, threaded: bool = True) -> None:
-        """Set up the engine for the ranks that are left; all of them do it at the same time."""
+        """Set up the transport for the ranks that are left; all of them do it at the same time."""
         stands: list[RecoveryState] = []
 
         def act() -> None:
@@ -221,14 +220,14 @@ class Recovery:
             self._within_time(act)
         else:
             act()
-        engine = self._engine
-        engine.generation += 1
-        self._alarm.go_on(engine.members, engine.generation)
+        ranks = self._transport.ranks
+        ranks.generation += 1
+        self._alarm.go_on(ranks.members, ranks.generation)
         self._verdict = decide_recovery(stands)
-        left = len(engine.members)
+        left = len(ranks.members)
         if left < self._min_np:
-            lost = sorted(set(range(self._alarm.size)) - set(engine.members))
-            engine.too_few = TooFewRanksError(
+            lost = sorted(set(range(self._alarm.size)) - set(ranks.members))
+            ranks.too_few = TooFewRanksError(
                 f"{left} of {self._alarm.size} ranks are left, rank {', '.join(map(str, lost))} "
                 f"died, and training should go on with at least {self._min_np} "
                 "(HVDTRAIN_MIN_NP, hvdtrain run --min-np). Start it again where there are enough."
@@ -236,7 +235,7 @@ class Recovery:
 
     def _shrink(self, stand: RecoveryState) -> list[RecoveryState]:
         """Connect the ranks that are left; returns where all of them stand."""
-        comm = self._engine.comm
+        comm = self._transport.comm
         while True:
             fresh = comm.Shrink()
             stands: list[RecoveryState] = []
@@ -244,7 +243,7 @@ class Recovery:
                 everyone = np.zeros((fresh.Get_size(), len(stand)), np.int64)
                 fresh.Allgather(np.array(stand, np.int64), everyone)
                 stands = [RecoveryState(*map(int, row)) for row in everyone]
-                self._engine.connect(fresh, [other.member for other in stands])
+                self._transport.connect(fresh, [other.member for other in stands])
                 done = True
             except self._mpi.Exception:
                 fresh.Revoke()
@@ -279,3 +278,17 @@ class Recovery:
             )
         if raised:
             raise raised[0]
+
+
+def _result_of(attempt: Callable[[], Result]) -> Result | MismatchError:
+    """That ranks differ is a result of the operation, too, which all are to have, or none."""
+    try:
+        return attempt()
+    except MismatchError as error:
+        return error
+
+
+def _given(result: Result | MismatchError) -> Result:
+    if isinstance(result, MismatchError):
+        raise result
+    return result

@@ -13,13 +13,13 @@ each rank writes its share of a result to everyone, and nothing is left to unpac
 
 The stages of consecutive chunks overlap: while chunk c is packed, chunk c-1 is reduced, and so
 on, so that a rank seldom waits for the others' latest stage. From four slots on no stage can reach
-memory that another rank still needs; ``_run`` says why.
+memory that another rank still needs; ``allreduce`` says why.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +28,15 @@ import numpy as np
 from hvdtrain.collectives.arena import open_arena
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.deterministic_allreduce import DeterministicAllreduce
-from hvdtrain.collectives.engine import Reduction
 from hvdtrain.collectives.fork_copies import ForkedCopies
 from hvdtrain.collectives.fusion import BufferPool, pack, split_evenly, unpack
 from hvdtrain.collectives.hierarchy import plan_hierarchy
 from hvdtrain.collectives.host_window import Window
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
-from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.collectives.mpi import MpiTransport
+from hvdtrain.collectives.transport import Reduction
 
-__all__ = ["SharedMemoryCollectives"]
+__all__ = ["SharedMemoryTransport"]
 
 # Counters, each on a cache line of its own: chunks packed, reduced, back from the network; and
 # operations whose result a rank holds. For the latest two calls, as a rank can be one ahead: their
@@ -68,28 +68,28 @@ class _Job:
     others: Sequence[np.ndarray] = ()
 
 
-class SharedMemoryCollectives(MpiCollectives):
+class SharedMemoryTransport(MpiTransport):
     """Allreduce through shared windows; all else as plain MPI does it."""
 
     kind = "shared_memory"
     least_in_arena = LEAST_IN_ARENA
 
-    def _open(self, comm: Any, host: Any) -> None:
-        host_of = np.zeros(self.size, np.int64)
-        comm.Allgather(np.array([self._host_first], np.int64), host_of)
+    def _share_memory(self, comm: Any) -> None:
+        host = self._host
+        host_of = np.zeros(self.ranks.size, np.int64)
+        comm.Allgather(np.array([self.host], np.int64), host_of)
         self._host_of = host_of.tolist()
-        survives = self._recovery is not None
-        self._window = Window(self._mpi, host, self._chunk_bytes, survives)
-        self._arena = open_arena(self._mpi, host) if host.Get_size() == self.size else None
+        self._window = Window(self._mpi, host, self.chunk_bytes, self.ranks.survives_losses)
+        self._arena = open_arena(self._mpi, host) if host.Get_size() == self.ranks.size else None
         if self._arena is not None:
             self._arena_pool = BufferPool(empty=self._arena.empty, drop=self._arena.drop)
             self._heirs = ForkedCopies(self._arena_pool.held, self._arena.own)
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
         super().connect(comm, members)
-        where = plan_hierarchy(members, self._host_of, members[self.rank])
+        where = plan_hierarchy(members, self._host_of, members[self.ranks.rank])
         self._local_rank, self._seats, self._hosts, self._lanes = where
-        self._shares = len(self._seats)
+        self.shares = len(self._seats)
         self._everyone = range(len(self._seats))
         self._views: dict[str, tuple[list[list[np.ndarray]], list[np.ndarray], np.ndarray]] = {}
         self._tickets = 0
@@ -101,14 +101,10 @@ class SharedMemoryCollectives(MpiCollectives):
         self._window.clear_words(self._seats[self._local_rank])
         self._window.sync()
         self._lane_allreduce = self._join_lane()
-        stages: list[Callable[[_Job, int], None]] = [self._pack, self._reduce]
-        if self._hosts > 1:
-            stages.append(self._network)
-        self._stages = (*stages, self._unpack)
         # Nobody begins before all have cleared their words.
         comm.Barrier()
 
-    def _start_over(self) -> None:
+    def start_over(self) -> None:
         # Ranks have packed different numbers of chunks.
         self.comm.Barrier()
         self._tickets = 0
@@ -126,7 +122,7 @@ class SharedMemoryCollectives(MpiCollectives):
             return None
         in_lane = self._local_rank < self._lanes
         color = self._local_rank if in_lane else self._mpi.UNDEFINED
-        lane = self.comm.Split(color, self.rank)
+        lane = self.comm.Split(color, self.ranks.rank)
         return DeterministicAllreduce(self._mpi, lane) if in_lane else None
 
     def _slot_views(
@@ -143,40 +139,38 @@ class SharedMemoryCollectives(MpiCollectives):
             self._views[dtype.name] = views
         return views
 
-    def _take_buffer(self, nbytes: int) -> np.ndarray:
+    def take_buffer(self, nbytes: int) -> np.ndarray:
         if self._arena is not None and nbytes >= self.least_in_arena:
             with contextlib.suppress(MemoryError):
                 return self._arena_pool.take(nbytes)
-        return super()._take_buffer(nbytes)
+        return super().take_buffer(nbytes)
 
-    def _agree(self, call: Call) -> None:
+    def agree(self, call: Call) -> bool:
         if self._hosts > 1:
-            super()._agree(call)
-            return
+            return super().agree(call)
         self._announce(call)
         self._tickets += 1
         self._mine[PACKED] = self._tickets
         self._wait(PACKED, self._everyone, self._tickets, call)
-        self._check_digests(call)
+        return self._made_the_same(call)
 
     def confirm(self, call: Call) -> None:
         if self._hosts > 1:
             super().confirm(call)
             return
-        self._signal(HELD, self._operations)
-        self._wait(HELD, self._everyone, self._operations, call)
+        self._signal(HELD, self.ranks.operation)
+        self._wait(HELD, self._everyone, self.ranks.operation, call)
 
     def _announce(self, call: Call) -> None:
-        """Write what I am about to do where the others compare it; see ``_check_digests``."""
-        self._mine[DIGESTS + self._operations % 2] = call.digest
-        self._mine[NON_FINITE + self._operations % 2] = False
+        """Write what I am about to do where the others compare it; see ``_made_the_same``."""
+        self._mine[DIGESTS + self.ranks.operation % 2] = call.digest
+        self._mine[NON_FINITE + self.ranks.operation % 2] = False
         self._window.sync()
 
-    def _check_digests(self, call: Call) -> None:
+    def _made_the_same(self, call: Call) -> bool:
         # A rank can be one operation ahead, which then lies in the other word of the two.
-        word = DIGESTS + self._operations % 2
-        if any(words[word] != call.digest for words in self._words):
-            self._raise_mismatch(call)
+        word = DIGESTS + self.ranks.operation % 2
+        return all(words[word] == call.digest for words in self._words)
 
     def _wait(self, counter: int, ranks: range, target: int, call: Call) -> None:
         for rank in ranks:
@@ -189,20 +183,7 @@ class SharedMemoryCollectives(MpiCollectives):
         self._window.sync()
         self._mine[counter] = value
 
-    def _allreduce(self, asked: Reduction) -> None:
-        if self._hosts > 1:
-            super()._agree(asked.call)
-        self._announce(asked.call)
-        place = self._arena.place(asked.outputs[0]) if self._arena is not None else -1
-        self._mine[PLACES + self._operations % 2] = place
-        slots, results, scratch = self._slot_views(asked.inputs[0].dtype)
-        self._run(_Job(asked, slots, results, scratch, self._tickets))
-        self._tickets += len(asked.layout.chunks)
-        if asked.finite is not None:
-            word = NON_FINITE + self._operations % 2
-            asked.finite.passed = not any(words[word] for words in self._words)
-
-    def _run(self, job: _Job) -> None:
+    def allreduce(self, asked: Reduction) -> bool:
         """Send all chunks through the stages, the next one a stage behind.
 
         Why four slots are enough. In step s a rank packs chunk s into the slot that held chunk
@@ -211,11 +192,44 @@ class SharedMemoryCollectives(MpiCollectives):
         packed chunk s-1 by then, so has finished its step s-2 and with it unpacking chunk s-5.
         Results in the arena are not unpacked, but ranks wait there as long.
         """
-        chunks = len(job.asked.layout.chunks)
-        for step in range(chunks + len(self._stages) - 1):
-            for lag, stage in enumerate(self._stages):
-                if 0 <= step - lag < chunks:
-                    stage(job, step - lag)
+        job = self._begin(asked)
+        if job is None:
+            return False
+        chunks = len(asked.layout.chunks)
+        last = 2 if self._hosts == 1 else 3  # how many chunks unpacking lags behind packing
+        for step in range(chunks + last):
+            if step < chunks:
+                self._pack(job, step)
+            if step == 1 and not self._all_have_begun(job):
+                return False
+            if 0 <= step - 1 < chunks:
+                self._reduce(job, step - 1)
+            if self._lane_allreduce is not None and 0 <= step - 2 < chunks:
+                self._network(self._lane_allreduce, job, step - 2)
+            if 0 <= step - last < chunks:
+                self._unpack(job, step - last)
+        self._tickets += chunks
+        if asked.finite is not None:
+            word = NON_FINITE + self.ranks.operation % 2
+            asked.finite.passed = not any(words[word] for words in self._words)
+        return True
+
+    def _begin(self, asked: Reduction) -> _Job | None:
+        """Announce an allreduce; None where ranks are known to differ already."""
+        if self._hosts > 1 and not super().agree(asked.call):
+            return None
+        self._announce(asked.call)
+        place = self._arena.place(asked.outputs[0]) if self._arena is not None else -1
+        self._mine[PLACES + self.ranks.operation % 2] = place
+        return _Job(asked, *self._slot_views(asked.inputs[0].dtype), self._tickets)
+
+    def _all_have_begun(self, job: _Job) -> bool:
+        """Wait for the first chunk of all ranks: whether they made the same call."""
+        self._wait(PACKED, self._everyone, job.base + 1, job.asked.call)
+        if not self._made_the_same(job.asked.call):
+            return False
+        self._find_buffers(job)
+        return True
 
     def _pack(self, job: _Job, number: int) -> None:
         slot = job.slots[self._local_rank][number % self._window.slots]
@@ -226,9 +240,6 @@ class SharedMemoryCollectives(MpiCollectives):
 
     def _reduce(self, job: _Job, number: int) -> None:
         self._wait(PACKED, self._everyone, job.base + number + 1, job.asked.call)
-        if number == 0:
-            self._check_digests(job.asked.call)
-            self._find_buffers(job)
         result = job.results[number % self._window.slots]
         packed = [slots[number % self._window.slots] for slots in job.slots]
         pieces = job.asked.layout.chunks[number].shares[self._local_rank]
@@ -241,7 +252,7 @@ class SharedMemoryCollectives(MpiCollectives):
             total = result[start:stop] if job.sums is None else job.sums[output]
             combine(contributions, job.asked.op, total, job.scratch)
             if self._hosts == 1:
-                finish(total, job.asked.op, self.size)
+                finish(total, job.asked.op, self.ranks.size)
                 self._look(job, total)
             for buffer in job.others:
                 np.copyto(buffer[output], total, casting="unsafe")
@@ -249,7 +260,7 @@ class SharedMemoryCollectives(MpiCollectives):
 
     def _find_buffers(self, job: _Job) -> None:
         """Learn where the others want their results; the same decision on all ranks."""
-        places = [words[PLACES + self._operations % 2] for words in self._words]
+        places = [words[PLACES + self.ranks.operation % 2] for words in self._words]
         if self._arena is None or min(places) < 0:
             return
         nbytes, dtype = job.asked.layout.output_bytes, job.asked.inputs[0].dtype
@@ -267,16 +278,14 @@ class SharedMemoryCollectives(MpiCollectives):
         """Tell the ranks of this host whether the share is finite; together they see all."""
         if job.asked.finite is not None and job.asked.finite.passed:
             job.asked.finite.look(share)
-            self._mine[NON_FINITE + self._operations % 2] = not job.asked.finite.passed
+            self._mine[NON_FINITE + self.ranks.operation % 2] = not job.asked.finite.passed
 
-    def _network(self, job: _Job, number: int) -> None:
-        if self._lane_allreduce is None:
-            return
+    def _network(self, lane: DeterministicAllreduce, job: _Job, number: int) -> None:
         self._wait(REDUCED, self._everyone, job.base + number + 1, job.asked.call)
         lanes = split_evenly(job.asked.layout.chunks[number].items, self._lanes)
         start, stop = lanes[self._local_rank]
         share = job.results[number % self._window.slots][start:stop]
-        self._lane_allreduce.run(share, share, job.asked.op, self.size)
+        lane.run(share, share, job.asked.op, self.ranks.size)
         self._look(job, share)
         self._signal(RETURNED, job.base + number + 1)
 

@@ -19,11 +19,12 @@ import pytest
 
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import exit_hooks
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.kernels import accumulator_dtype
-from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.collectives.mpi import MpiTransport
 from hvdtrain.collectives.mpi_start import start_mpi
-from hvdtrain.collectives.shared_memory import SharedMemoryCollectives
-from hvdtrain.collectives.single import SingleCollectives
+from hvdtrain.collectives.shared_memory import SharedMemoryTransport
+from hvdtrain.collectives.single import single_collectives
 
 __all__ = [
     "BFLOAT16",
@@ -112,7 +113,8 @@ def mpi_of_job() -> ModuleType:
     """MPI, which tests may use besides the engines."""
     mpi = start_mpi(read_topology(os.environ))
     # Sees to it that the processes of the job finalise MPI together when they end.
-    exit_hooks.install(MpiCollectives(mpi, mpi.COMM_WORLD, mpi.COMM_SELF, MANY_CHUNKS, 30.0))
+    transport = MpiTransport(mpi, mpi.COMM_WORLD, mpi.COMM_SELF, MANY_CHUNKS, 30.0)
+    exit_hooks.install(Engine(transport))
     return mpi
 
 
@@ -124,15 +126,14 @@ def _peers() -> Any:
 def new_engine(case: EngineCase, timeout_s: float = 30.0) -> Any:
     """The engine of ``case``; collective over all ranks of the job."""
     if case.kind == "single":
-        return SingleCollectives()
+        return single_collectives()
     comm = mpi_of_job().COMM_WORLD
     host = comm.Split(case.hosts[comm.Get_rank()], comm.Get_rank())
-    if case.kind == "mpi":
-        return MpiCollectives(mpi_of_job(), comm, host, case.chunk_bytes, timeout_s)
-    engine = SharedMemoryCollectives(mpi_of_job(), comm, host, case.chunk_bytes, timeout_s)
+    kind = MpiTransport if case.kind == "mpi" else SharedMemoryTransport
+    transport: Any = kind(mpi_of_job(), comm, host, case.chunk_bytes, timeout_s)
     if case.arena:
-        engine.least_in_arena = 0
-    return engine
+        transport.least_in_arena = 0
+    return Engine(transport)
 
 
 @functools.cache

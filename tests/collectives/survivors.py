@@ -28,9 +28,10 @@ import numpy as np
 
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import exit_hooks
-from hvdtrain.collectives.mpi import MpiCollectives
+from hvdtrain.collectives.engine import Engine
+from hvdtrain.collectives.mpi import MpiTransport
 from hvdtrain.collectives.mpi_start import start_mpi
-from hvdtrain.collectives.shared_memory import SharedMemoryCollectives
+from hvdtrain.collectives.shared_memory import SharedMemoryTransport
 
 __all__ = ["Death", "Plan"]
 
@@ -88,10 +89,11 @@ def main(plan: Plan) -> None:
     mpi = start_mpi(read_topology(os.environ))
     comm = mpi.COMM_WORLD
     host = comm.Split(plan.hosts[comm.Get_rank()], comm.Get_rank())
-    engine_class = MpiCollectives if plan.kind == "mpi" else SharedMemoryCollectives
-    engine = engine_class(mpi, comm, host, 4096, plan.timeout_s, plan.min_np)
+    kind = MpiTransport if plan.kind == "mpi" else SharedMemoryTransport
+    transport: Any = kind(mpi, comm, host, 4096, plan.timeout_s, plan.min_np)
     if plan.kind == "arena":
-        engine.least_in_arena = 0
+        transport.least_in_arena = 0
+    engine = Engine(transport)
     exit_hooks.install(engine)
     # Open MPI crashes where a rank dies while others still set up a communicator.
     engine.barrier()
@@ -129,7 +131,8 @@ def _prepare(death: Death, engine: Any) -> None:
     if death.after_s is not None:
         threading.Timer(death.after_s, die).start()
         return
-    owners = (engine, engine._recovery, engine.alarm, engine._ordered)
+    transport = engine.transport
+    owners = (transport, transport.recovery, transport.alarm, transport._ordered, engine)
     owner = next(part for part in owners if hasattr(part, death.where))
     original = getattr(owner, death.where)
     calls = 0
@@ -143,11 +146,6 @@ def _prepare(death: Death, engine: Any) -> None:
         return original(*args, **options)
 
     setattr(owner, death.where, dying)
-    if hasattr(engine, "_stages"):
-        engine._stages = tuple(
-            dying if getattr(stage, "__name__", "") == death.where else stage
-            for stage in engine._stages
-        )
 
 
 def _digest(array: np.ndarray) -> str:

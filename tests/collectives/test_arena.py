@@ -172,26 +172,28 @@ def test_large_results_lie_in_it(case: EngineCase) -> None:
     for count, inside in ((items, True), (items - 16, False)):
         result = engine.allreduce(np.full(count, engine.rank + 1, np.float32))
         assert (result == sum(range(1, engine.size + 1))).all()
-        assert (engine._arena.place(result) >= 0) is inside
+        assert (engine.transport._arena.place(result) >= 0) is inside
 
 
 @ON_TWO_AND_THREE
 def test_one_rank_without_room(case: EngineCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the others don't write to it, nor it to them; and later they do."""
     engine = new_engine(case)
-    engine.least_in_arena = 0
+    engine.transport.least_in_arena = 0
     full = engine.rank == 1
     if full:
         monkeypatch.setattr(SharedFile, "claim", lambda file, start, nbytes: False)
     inputs = [np.full(shape, engine.rank, np.float32) for shape in ((700,), (9, 300), ())]
     results = engine.grouped_allreduce(inputs, "average")
-    assert (engine._arena.place(results[0]) == -1) is full
+    assert (engine.transport._arena.place(results[0]) == -1) is full
     for result in results:
         assert (result == (engine.size - 1) / 2).all()
     monkeypatch.undo()
     again = engine.grouped_allreduce([np.ones((30, 300), np.float16)])
     assert (again[0] == engine.size).all()
-    assert everyone(engine.size, engine._arena.place(again[0]) >= 0) == [True] * engine.size
+    assert (
+        everyone(engine.size, engine.transport._arena.place(again[0]) >= 0) == [True] * engine.size
+    )
     for result in results:
         assert (result == (engine.size - 1) / 2).all()
 
@@ -200,14 +202,14 @@ def test_one_rank_without_room(case: EngineCase, monkeypatch: pytest.MonkeyPatch
 def test_ranks_may_take_different_places(case: EngineCase) -> None:
     """As where one keeps results that the others drop."""
     engine = new_engine(case)
-    engine.least_in_arena = 0
+    engine.transport.least_in_arena = 0
     kept = []
     for turn in range(12):
         result = engine.allreduce(np.full(3000, turn, np.float32))
         assert (result == turn * engine.size).all()
         if turn % (engine.rank + 2) == 0:
             kept.append((turn, result))
-    places = [engine._arena.place(result) for _, result in kept]
+    places = [engine.transport._arena.place(result) for _, result in kept]
     assert len(set(places)) == len(places)
     assert len(set(everyone(engine.size, places[-1]))) > 1
     for turn, result in kept:
@@ -218,10 +220,10 @@ def test_ranks_may_take_different_places(case: EngineCase) -> None:
 def test_results_in_a_forked_child(case: EngineCase) -> None:
     """They are what its parent held when it was forked, and its own, whatever happens later."""
     engine = new_engine(case)
-    engine.least_in_arena = 0
+    engine.transport.least_in_arena = 0
     dropped = engine.allreduce(np.ones(9000, np.float32))
     kept = engine.allreduce(np.full(9000, 2, np.float32))
-    place = engine._arena.place(dropped)
+    place = engine.transport._arena.place(dropped)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -234,7 +236,7 @@ def test_results_in_a_forked_child(case: EngineCase) -> None:
             os._exit(7 if right else 1)
     del dropped
     again = engine.allreduce(np.full(9000, 3, np.float32))
-    assert engine._arena.place(again) == place
+    assert engine.transport._arena.place(again) == place
     os.write(writer, b"1")
     os.close(reader)
     os.close(writer)

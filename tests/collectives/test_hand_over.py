@@ -48,7 +48,7 @@ def test_one_process_alone() -> None:
     engine = new_engine(EngineCase(kind="single", hosts=(0,)))
     engine.hand_over("copy", "weights", ())
     engine.look_after()
-    engine.timeout_s = -1.0
+    engine.transport.timeout_s = -1.0
     with pytest.raises(CollectiveTimeoutError, match=r"in copy\(weights\)"):
         engine.look_after()
     engine.take_back()

@@ -91,9 +91,9 @@ def test_loss_in_the_last_operation(elastic: Run) -> None:
     """Whoever died held up none of the others in it."""
     body = """
         engine.barrier()
-        confirm = engine.confirm
+        confirm = engine.transport.confirm
         if rank == 1:
-            engine.confirm = lambda call: os.kill(os.getpid(), 9)
+            engine.transport.confirm = lambda call: os.kill(os.getpid(), 9)
         total = engine.allreduce(np.full(2, 1 << rank))
     """
     done = elastic(3, body, show="total.tolist()")
@@ -107,17 +107,17 @@ def test_loss_in_the_last_operation(elastic: Run) -> None:
 LATE = """
     import threading
     engine.barrier()
-    original = engine.{method}
+    original = engine.transport.{method}
     def late(*arguments):
-        engine.{method} = original
+        engine.transport.{method} = original
         original(*arguments)
         while True:
-            engine.alarm.check("the test")  # raises once it sees that rank 1 has died
+            engine.transport.alarm.check("the test")  # raises once it sees that rank 1 has died
             time.sleep(0.01)
     if rank == 1:
         threading.Timer(0.5, os.kill, [os.getpid(), 9]).start()
     if rank == 2:
-        engine.{method} = late
+        engine.transport.{method} = late
     first = engine.allreduce(np.full(2, 1 << rank), name="first")
     if rank == 1:
         time.sleep(60)
@@ -133,7 +133,7 @@ def test_loss_seen_after_others_have_gone_on(elastic: Run) -> None:
 
 def test_loss_seen_before_all_have_a_result(elastic: Run) -> None:
     """Rank 2 has none, and so nobody has returned: it is done again without rank 1."""
-    done = elastic(3, LATE.format(method="_allreduce"), show="[first.tolist(), second.tolist()]")
+    done = elastic(3, LATE.format(method="allreduce"), show="[first.tolist(), second.tolist()]")
     assert _printed(done) == [[[5, 5], [5, 5]]] * 2, done
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain.collectives import point_to_point as module
 from hvdtrain.collectives.point_to_point import PointToPoint
-from hvdtrain.collectives.single import SingleCollectives
+from hvdtrain.collectives.single import single_collectives
 from hvdtrain.errors import CollectiveTimeoutError, ConfigurationError
 from tests.collectives.engines import EngineCase, everyone, new_engine, shared_engine
 from tests.collectives.test_exit_hooks import LIMIT_S, START, _said
@@ -182,7 +182,7 @@ def test_endless_wait(rank_count: int) -> None:
 
 def test_alone() -> None:
     with pytest.raises(ConfigurationError, match="A process that is alone was to send messages"):
-        SingleCollectives().messages()
+        single_collectives().messages()
 
 
 WAITS = {

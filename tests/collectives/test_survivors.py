@@ -89,12 +89,12 @@ def test_any_moment(survive, kind: str, hosts: tuple[int, ...], turn: int) -> No
 
 STAGES = {
     "mpi": (
-        *("_allreduce", "_agree", "confirm", "_exchange_counts", "_gather_bytes"),
-        *("_broadcast_bytes", "_reduce_scatter", "_alltoall_bytes", "_operate"),
+        *("allreduce", "agree", "confirm", "_exchange_counts", "gather_bytes"),
+        *("broadcast_bytes", "_reduce_rows", "alltoall_bytes", "_operate"),
     ),
-    "one-host": ("_agree", "_pack", "_reduce", "_unpack", "_look", "_signal", "confirm"),
+    "one-host": ("agree", "_pack", "_reduce", "_unpack", "_look", "_signal", "confirm"),
     "arena": ("_pack", "_reduce", "_find_buffers", "_look", "_unpack"),
-    "two-hosts": ("_agree", "_pack", "_reduce", "_network", "_unpack", "_look", "confirm"),
+    "two-hosts": ("agree", "_pack", "_reduce", "_network", "_unpack", "_look", "confirm"),
 }
 
 
@@ -141,8 +141,8 @@ def test_death_in_recovery(survive, kind: str, hosts: tuple[int, ...], step: str
     """While the ranks go on without the second, the chief dies as well."""
     second = Death(rank=0, where=step)
     if step == "rest":
-        second = Death(rank=0, where="_carry_out", call=11)
-    deaths = (Death(rank=1, where="_carry_out", call=10), second)
+        second = Death(rank=0, where="carry_out", call=11)
+    deaths = (Death(rank=1, where="carry_out", call=10), second)
     said = survive(kind=kind, hosts=hosts, deaths=deaths, operations=40)
     assert _dead(said, len(hosts)) == {0, 1}
     assert said[0]["generation"] in (1, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdtrain.collectives.single import SingleCollectives
+from hvdtrain.collectives.single import single_collectives
 from hvdtrain.keras.membership import Membership
 
 __all__ = ["IndependentWorker"]
@@ -19,7 +19,7 @@ class IndependentWorker(Membership):
     """
 
     def __init__(self, worker: int, workers: Sequence[int]) -> None:
-        super().__init__(SingleCollectives(), min_np=1)
+        super().__init__(single_collectives(), min_np=1)
         self._me = worker
         self.meet(workers)
 

@@ -16,7 +16,7 @@ import numpy as np
 from hvdtrain.cluster.roles import Roles
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.collectives.point_to_point import PointToPoint
-from hvdtrain.collectives.single import SingleCollectives
+from hvdtrain.collectives.single import single_collectives
 from hvdtrain.config import Settings
 from hvdtrain.errors import CollectiveError, Preempted
 from hvdtrain.keras.callback_list import list_callbacks
@@ -130,7 +130,7 @@ class ServedFit:
         asked = find_checkpoint_callback(list_callbacks(arguments.arguments.get("callbacks")))
         signals = PreemptionSignals()
         if asked is not None:
-            state = TrainingState(self._model, SingleCollectives(), self._steps.samples)
+            state = TrainingState(self._model, single_collectives(), self._steps.samples)
             find_for_all(None, state, self._collectives)
         report.phase("serving")
         roles, weights, settings = self._shares.roles, self._shares.weights, self._settings

@@ -10,7 +10,7 @@ import keras
 
 from hvdtrain.cluster.roles import Roles
 from hvdtrain.collectives.interface import Collectives
-from hvdtrain.collectives.single import SingleCollectives
+from hvdtrain.collectives.single import single_collectives
 from hvdtrain.config import Settings
 from hvdtrain.gradients.ranks import EngineRanks
 from hvdtrain.gradients.reducer import GradientReducer
@@ -76,7 +76,7 @@ class ServedModelPatch(ModelPatch):
         self._roles = roles
         # What a worker's optimizer applies is no matter of how many ranks there are.
         self._membership = Membership(collectives, settings.min_np)
-        self._alone = SingleCollectives()
+        self._alone = single_collectives()
         self._reducer = GradientReducer(EngineRanks(self._alone))
 
     def install(self) -> None:

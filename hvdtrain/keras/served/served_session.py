@@ -9,7 +9,7 @@ import keras
 
 from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.collectives.interface import Collectives
-from hvdtrain.collectives.single import SingleCollectives
+from hvdtrain.collectives.single import single_collectives
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, open_store
@@ -79,7 +79,7 @@ def begin_served_session(
     Raises:
         CheckpointError: No checkpoint can be used; on all ranks.
     """
-    alone = SingleCollectives()
+    alone = single_collectives()
     state = TrainingState(model, alone, steps.samples, callbacks)
     store = open_store(asked.options)
     found = find_for_all(store if place.rank == 0 else None, state, collectives)

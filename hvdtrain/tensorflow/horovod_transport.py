@@ -1,4 +1,4 @@
-"""A real Horovod as the engine: for jobs in which only Horovod can communicate.
+"""A real Horovod as the transport: for jobs in which only Horovod can communicate.
 
 Its operations can't be given up, and under Gloo it does not notice ranks that don't come. So a rank
 that has waited too long ends its process, and horovodrun the others.
@@ -15,15 +15,15 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.calls import Call
-from hvdtrain.collectives.engine import Engine, Reduction
-from hvdtrain.collectives.fusion import split_evenly
 from hvdtrain.collectives.interface import ReduceOp
 from hvdtrain.collectives.kernels import finish, widen
 from hvdtrain.collectives.point_to_point import PointToPoint
+from hvdtrain.collectives.rank_state import RankState
+from hvdtrain.collectives.transport import Reduction, Transport
 from hvdtrain.collectives.watchdog import Watchdog
 from hvdtrain.errors import CollectiveError, ConfigurationError, LaunchError
 
-__all__ = ["HorovodCollectives", "load_horovod"]
+__all__ = ["HorovodTransport", "load_horovod"]
 
 _OPS = {"sum": "Sum", "average": "Sum", "min": "Min", "max": "Max", "product": "Product"}
 # Types that it does not reduce, as one in which the result is the same but for its upper bits.
@@ -48,8 +48,8 @@ def load_horovod() -> ModuleType:
         ) from error
 
 
-class HorovodCollectives(Engine):
-    """Collectives through ``horovod.tensorflow``.
+class HorovodTransport(Transport):
+    """Moves bytes through ``horovod.tensorflow``.
 
     Args:
         timeout_s: How long to wait for other ranks.
@@ -61,16 +61,19 @@ class HorovodCollectives(Engine):
     kind = "horovod"
 
     def __init__(self, timeout_s: float) -> None:
+        super().__init__(timeout_s=timeout_s)
         self._hvd = load_horovod()
         self._hvd.init()
-        super().__init__(self._hvd.rank(), self._hvd.size(), 1 << 20, timeout_s)
+
+    def open(self, ranks: RankState) -> None:
+        super().open(ranks)
+        ranks.count(self._hvd.rank(), self._hvd.size())
         self._watchdog = Watchdog(
-            lambda: self._inside, self.rank, self.size, timeout_s, of="Horovod"
+            lambda: ranks.inside, ranks.rank, ranks.size, self.timeout_s, of="Horovod"
         )
         self._watchdog.start()
 
     def close(self) -> None:
-        super().close()
         self._watchdog.close()
 
     def messages(self) -> PointToPoint:
@@ -79,59 +82,44 @@ class HorovodCollectives(Engine):
             "horovodrun --mpi, mpirun, srun or hvdtrain run, without --backend horovod."
         )
 
-    def _subset(self, ranks: Sequence[int]) -> Engine | None:
+    def subset(self, ranks: Sequence[int]) -> Transport | None:
         raise ConfigurationError(
             "Process sets need MPI, and here a real Horovod is the engine. Start with "
             "horovodrun --mpi, mpirun, srun or hvdtrain run, without --backend horovod."
         )
 
-    def _agree(self, call: Call) -> None:
-        if (self._gather_words(np.array([call.digest])) != call.digest).any():
-            self._raise_mismatch(call)
+    def agree(self, call: Call) -> bool:
+        mine = tf.convert_to_tensor(np.array([call.digest]))
+        return bool((np.array(self._do(lambda: self._hvd.allgather(mine))) == call.digest).all())
 
-    def _allreduce(self, asked: Reduction) -> None:
-        self._agree(asked.call)
+    def allreduce(self, asked: Reduction) -> bool:
+        if not self.agree(asked.call):
+            return False
         op = getattr(self._hvd, _OPS[asked.op])
         filled = [place for place, array in enumerate(asked.inputs) if array.size]
         sent = [_packed(asked.inputs[place], asked.op) for place in filled]
         if not sent:
-            return
+            return True
         results = self._do(lambda: self._hvd.grouped_allreduce(sent, op=op))
         for place, result in zip(filled, results):
             out = asked.outputs[place]
             values = _unpacked(result, out.dtype, asked.op)
-            finish(values, asked.op, self.size)
+            finish(values, asked.op, self.ranks.size)
             if asked.finite is not None:
                 asked.finite.look(values)
             np.copyto(out, values, casting="unsafe")
+        return True
 
-    def _gather_words(self, words: np.ndarray) -> np.ndarray:
-        mine = tf.convert_to_tensor(words[np.newaxis])
-        return np.array(self._do(lambda: self._hvd.allgather(mine)))
-
-    def _gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
+    def gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
         if out.size:
             np.copyto(out, self._do(lambda: self._hvd.allgather(tf.convert_to_tensor(data))))
 
-    def _broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
+    def broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
         if buffer.size:
             given = tf.convert_to_tensor(buffer)
             np.copyto(buffer, self._do(lambda: self._hvd.broadcast(given, root)))
 
-    def _reduce_scatter(
-        self, array: np.ndarray, rows: Sequence[tuple[int, int]], op: ReduceOp
-    ) -> np.ndarray:
-        start, stop = split_evenly(array.shape[0], self.size)[self.rank]
-        if not array.size:
-            return array[start:stop].copy()
-        reduced = getattr(self._hvd, _OPS[op])
-        sent = _packed(array, op)
-        (total,) = self._do(lambda: self._hvd.grouped_allreduce([sent], op=reduced))
-        share = _unpacked(total, array.dtype, op)[start:stop]
-        finish(share, op, self.size)
-        return share.astype(array.dtype)
-
-    def _alltoall_bytes(
+    def alltoall_bytes(
         self,
         data: np.ndarray,
         send_counts: Sequence[int],
@@ -149,8 +137,9 @@ class HorovodCollectives(Engine):
             with tf.init_scope(), tf.device("/CPU:0"):
                 return operation()
         except tf.errors.OpError as error:
+            what = self.ranks.waiting_in or "an operation"
             raise CollectiveError(
-                f"Horovod could not finish {self.waiting_in or 'an operation'}: {error.message}. "
+                f"Horovod could not finish {what}: {error.message}. "
                 "Another rank failed or did not come; its own message tells why."
             ) from error
 
