@@ -92,7 +92,7 @@ def test_outputs_are_aligned_and_apart(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
-@pytest.mark.parametrize("items", [0, 1, 5, 21, 22])
+@pytest.mark.parametrize("items", [*range(20), 21, 22])
 def test_even_shares(items: int, parts: int) -> None:
     shares = split_evenly(items, parts)
     sizes = [stop - start for start, stop in shares]

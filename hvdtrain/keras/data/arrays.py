@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.fusion import split_evenly
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import batch_structure
 from hvdtrain.keras.data.data_position import Position
@@ -18,7 +19,6 @@ from hvdtrain.keras.data.partition import (
     epoch_order,
     joint_steps,
     rank_share,
-    split_evenly,
     units_left,
 )
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
@@ -136,7 +136,7 @@ class ArraySource:
         """
         plan, each = self.plan, self.each
         whole_steps, rest = divmod(rows, each * plan.shards)
-        start, stop = split_evenly(rest, plan.shard, plan.shards)
+        start, stop = split_evenly(rest, plan.shards)[plan.shard]
         last_shape = max(stop - start, min(rest, 1))
         padding = steps - whole_steps - (rest > 0)
 

@@ -18,6 +18,7 @@ from typing import Literal
 
 import numpy as np
 
+from hvdtrain.collectives.fusion import split_evenly
 from hvdtrain.keras.data.data_position import Position
 
 __all__ = [
@@ -27,7 +28,6 @@ __all__ = [
     "epoch_order",
     "joint_steps",
     "rank_share",
-    "split_evenly",
     "units_left",
 ]
 
@@ -37,13 +37,6 @@ Shuffle = bool | Literal["batch"]
 def joint_steps(rows: int, batch_size: int, size: int) -> int:
     """Steps of one epoch, the same on every rank."""
     return -(-rows // (batch_size * size))
-
-
-def split_evenly(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """Start and stop of this rank's part of ``rows``; the first ranks get one more."""
-    each, extra = divmod(rows, size)
-    start = rank * each + min(rank, extra)
-    return start, start + each + (rank < extra)
 
 
 def epoch_order(
@@ -107,7 +100,7 @@ class JointSteps:
         first, end = self._before(step), self._before(step + 1)
         if end - first == self.each * self.size:
             return range(first + rank * self.each, first + (rank + 1) * self.each)
-        start, stop = split_evenly(end - first, rank, self.size)
+        start, stop = split_evenly(end - first, self.size)[rank]
         return range(first + start, first + stop)
 
     def _before(self, step: int) -> int:
@@ -139,7 +132,7 @@ def rank_share(order: np.ndarray, *, batch_size: int, rank: int, size: int) -> R
     steps, rest = divmod(len(order), joint_batch)
     whole = order[: steps * joint_batch].reshape(steps, size, batch_size)[:, rank]
     tail = order[steps * joint_batch :]
-    start, stop = split_evenly(rest, rank, size)
+    start, stop = split_evenly(rest, size)[rank]
     last = tail[start:stop] if stop > start else tail[:1]
     return RankShare(
         whole=np.ascontiguousarray(whole),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdtrain.keras.data.partition import epoch_order, joint_steps, rank_share, split_evenly
+from hvdtrain.keras.data.partition import epoch_order, joint_steps, rank_share
 
 SIZES = (1, 2, 3, 4)
 BATCHES = (1, 2, 3, 8)
@@ -29,17 +29,6 @@ def test_joint_step_is_the_batch_of_one_process(size: int, batch_size: int, shuf
             assert share.last_rows <= batch_size
             # Something to compute with, wherever there is a step to take part in.
             assert len(share.last) == max(share.last_rows, min(1, len(last)))
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_split_is_even_and_complete(size: int) -> None:
-    for rows in range(20):
-        parts = [split_evenly(rows, rank, size) for rank in range(size)]
-        lengths = [stop - start for start, stop in parts]
-        assert sum(lengths) == rows
-        assert max(lengths) - min(lengths) <= 1
-        assert lengths == sorted(lengths, reverse=True)
-        assert [start for start, _ in parts[1:]] == [stop for _, stop in parts[:-1]]
 
 
 def test_order_is_numpys_permutation_of_seed_and_epoch() -> None:
