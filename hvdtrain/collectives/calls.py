@@ -33,7 +33,7 @@ class Call:
     They need not agree on the note.
     """
 
-    __slots__ = ("detail", "digest", "kind", "name", "place", "text", "title")
+    __slots__ = ("detail", "digest", "kind", "name", "short_text", "text", "title")
 
     def __init__(self, kind: str, name: str, detail: tuple[Any, ...], note: str = "") -> None:
         self.kind, self.name, self.detail = kind, name, detail
@@ -44,7 +44,7 @@ class Call:
         self.digest = int.from_bytes(word, "little") >> 1  # fits a signed 64-bit word
         if note:
             self.text += f" ({note})"
-        self.place = self.text if len(self.text) <= 200 else self.text[:200] + " …"
+        self.short_text = self.text if len(self.text) <= 200 else self.text[:200] + " …"
 
 
 class Calls:

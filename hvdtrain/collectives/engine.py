@@ -31,7 +31,7 @@ from hvdtrain.collectives.fusion import (
     plan_fusion,
     split_evenly,
 )
-from hvdtrain.collectives.interface import Codec, Done, ReduceOp
+from hvdtrain.collectives.interface import Codec, FinishedOperation, ReduceOp
 from hvdtrain.collectives.join import (
     JOIN,
     SomeJoined,
@@ -87,7 +87,7 @@ class Engine(RankState):
         super().__init__()
         self.transport = transport
         self.kind = transport.kind
-        self.observers: list[Callable[[Done], None]] = []
+        self.observers: list[Callable[[FinishedOperation], None]] = []
         self._lock = threading.Lock()
         if parent is not None:
             # MPI may take calls of one thread at a time.
@@ -156,7 +156,7 @@ class Engine(RankState):
         call, source = self._broadcast_call("broadcast", name, root, replicated, detail)
 
         def attempt() -> np.ndarray:
-            root = self._place_of(source)
+            root = self._rank_of(source)
             self._agree(self._broadcast_call("broadcast", name, root, replicated, detail)[0])
             result = array.copy()
             self.transport.broadcast_bytes(as_bytes(result), root)
@@ -220,7 +220,7 @@ class Engine(RankState):
         data = encode(obj if replicated or self.rank == root else None, codec)
 
         def attempt() -> np.ndarray:
-            root = self._place_of(source)
+            root = self._rank_of(source)
             call, _ = self._broadcast_call(kind, name, root, replicated, (codec,))
             counts = self._exchange_counts(call, [data.size])
             buffer = np.empty(int(counts[root, 0]), np.uint8)
@@ -301,34 +301,34 @@ class Engine(RankState):
 
         return self._operate(call, attempt)
 
-    def hand_over(self, kind: str, name: str, detail: tuple[Any, ...]) -> None:
+    def begin_external(self, kind: str, name: str, detail: tuple[Any, ...]) -> None:
         call = self._calls.get(kind, name, detail)
 
         def attempt() -> None:
             if self._external is not None:
                 raise CollectiveError(
-                    f"Rank {self.number} begins {call.place} before the end of "
-                    f"{self._external.call.place}, which an error has ended. End the program."
+                    f"Rank {self.number} begins {call.short_text} before the end of "
+                    f"{self._external.call.short_text}, which an error has ended. End the program."
                 )
             self._agree(call)
             self._external = _External(call, time.monotonic())
 
         self._operate(call, attempt)
 
-    def look_after(self) -> None:
+    def check_external(self) -> None:
         with self._lock:
             external = self._external
             if external is None:
                 return
             try:
                 self.transport.look_for_others(
-                    external.call.place, time.monotonic() - external.since_s
+                    external.call.short_text, time.monotonic() - external.since_s
                 )
             except HvdtrainError as error:
                 self._remember(error)
                 raise
 
-    def take_back(self) -> None:
+    def end_external(self) -> None:
         with self._lock:
             external, self._external = self._external, None
         if external is not None:
@@ -352,7 +352,7 @@ class Engine(RankState):
         more = ("replicated",) if replicated else ()
         return self._calls.get(kind, name, (root, *detail, *more)), self.members[root]
 
-    def _place_of(self, member: int) -> int:
+    def _rank_of(self, member: int) -> int:
         """The rank that a member has now; that of the chief where it is lost."""
         return self.members.index(member) if member in self.members else 0
 
@@ -401,11 +401,13 @@ class Engine(RankState):
             raise refused
         self.operation += 1
         begun_s = time.monotonic()
-        self.inside = begun_s, call.place
+        self.inside = begun_s, call.short_text
         return begun_s
 
     def _tell_observers(self, call: Call, begun_s: float, waited_s: float, error: str) -> None:
-        done = Done(call.title, call.place, begun_s, time.monotonic(), waited_s, error)
+        done = FinishedOperation(
+            call.title, call.short_text, begun_s, time.monotonic(), waited_s, error
+        )
         for observer in self.observers:
             observer(done)
 

@@ -56,8 +56,8 @@ class FailureDetector:
         operations: How many operations this rank has begun.
         survives: Whether the others go on when a rank dies.
         numbers: By which errors call the ranks, where these are some of the job's.
-        family: The alarms of all engines of this process, to which this one is added: who waits
-            in one engine answers what is asked in another.
+        detectors: The failure detectors of all engines of this process, to which this one is added:
+            who waits in one engine answers what is asked in another.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FailureDetector:
         operations: Callable[[], int],
         survives: bool = False,
         numbers: Sequence[int] | None = None,
-        family: list[FailureDetector] | None = None,
+        detectors: list[FailureDetector] | None = None,
     ) -> None:
         self._mpi = mpi
         self._comm = comm
@@ -78,8 +78,8 @@ class FailureDetector:
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self._numbers = tuple(numbers or range(self.size))
-        self.family: list[FailureDetector] = [] if family is None else family
-        self.family.append(self)
+        self.detectors: list[FailureDetector] = [] if detectors is None else detectors
+        self.detectors.append(self)
         self._others = [r for r in range(self.size) if r != self.rank]
         # All that died, whether or not they have been left behind already.
         self.lost: set[int] = set()
@@ -95,7 +95,7 @@ class FailureDetector:
         self._silent: set[int] = set()
         self._pending: list[tuple[Any, np.ndarray]] = []
 
-    def called(self, *ranks: int) -> str:
+    def numbers_of(self, *ranks: int) -> str:
         """What errors call ranks."""
         return ", ".join(str(self._numbers[rank]) for rank in ranks)
 
@@ -116,13 +116,14 @@ class FailureDetector:
             PeerFailedError: A rank has failed, or has left while this one needs it.
             RanksLost: A rank died, and this one has not stopped its operation for that yet.
         """
-        for alarm in self.family:
+        for alarm in self.detectors:
             alarm._receive(waiting_in)
+        me = self.numbers_of(self.rank)
         if self._failure is not None:
             rank, reason = self._failure
             raise PeerFailedError(
-                f"rank {self.called(rank)} failed: {reason}. Rank {self.called(self.rank)} was "
-                f"waiting for it in {waiting_in} and stops too."
+                f"rank {self.numbers_of(rank)} failed: {reason}. Rank {me} was waiting for it in "
+                f"{waiting_in} and stops too."
             )
         if self.interrupted and not needs_all and not self._have_stopped(self.rank):
             raise RanksLost
@@ -132,7 +133,7 @@ class FailureDetector:
         )
         if gone:
             raise PeerFailedError(
-                f"rank {self.called(*gone)} ended its program while rank {self.called(self.rank)} "
+                f"rank {self.numbers_of(*gone)} ended its program while rank {me} "
                 f"waits for it in {waiting_in}. Every rank must make the same calls; look for an "
                 "early exit, or for a step that only some ranks take."
             )
@@ -152,15 +153,16 @@ class FailureDetector:
         missing = [rank for rank in self._others if rank not in self._told]
         self._silent = set(missing)
         told = [
-            f"rank {self.called(rank)} waits in {text}" for rank, text in sorted(self._told.items())
+            f"rank {self.numbers_of(rank)} waits in {text}"
+            for rank, text in sorted(self._told.items())
         ]
         if missing:
             told.append(
-                f"rank {self.called(*missing)} waits in no collective: busy with something that "
-                "the others are not doing, or hung"
+                f"rank {self.numbers_of(*missing)} waits in no collective: busy with something "
+                "that the others are not doing, or hung"
             )
         raise CollectiveTimeoutError(
-            f"rank {self.called(self.rank)} waited {timeout_s:g} s in {waiting_in}: "
+            f"rank {self.numbers_of(self.rank)} waited {timeout_s:g} s in {waiting_in}: "
             f"{'; '.join(told)}. If the work may take that long, raise HVDTRAIN_TIMEOUT_S."
         )
 

@@ -32,7 +32,7 @@ import numpy as np
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.errors import TooFewRanksError
 
-__all__ = ["OPS", "Codec", "Collectives", "Done", "ReduceOp"]
+__all__ = ["OPS", "Codec", "Collectives", "FinishedOperation", "ReduceOp"]
 
 ReduceOp = Literal["sum", "average", "min", "max", "product"]
 Codec = Literal["json", "pickle"]
@@ -40,7 +40,7 @@ Codec = Literal["json", "pickle"]
 OPS: tuple[ReduceOp, ...] = ("sum", "average", "min", "max", "product")
 
 
-class Done(NamedTuple):
+class FinishedOperation(NamedTuple):
     """An operation that this rank has left.
 
     Attributes:
@@ -90,7 +90,7 @@ class Collectives(Protocol):
     numbers: tuple[int, ...]
     contributed: tuple[int, ...]
     too_few: TooFewRanksError | None
-    observers: list[Callable[[Done], None]]
+    observers: list[Callable[[FinishedOperation], None]]
 
     @property
     def member(self) -> int:
@@ -237,7 +237,7 @@ class Collectives(Protocol):
         """
         ...
 
-    def hand_over(self, kind: str, name: str, detail: tuple[Any, ...]) -> None:
+    def begin_external(self, kind: str, name: str, detail: tuple[Any, ...]) -> None:
         """Agree with all ranks on an operation that something else carries out from here on.
 
         Args:
@@ -250,7 +250,7 @@ class Collectives(Protocol):
         """
         ...
 
-    def look_after(self) -> None:
+    def check_external(self) -> None:
         """See whether the other ranks can still come to it; called again and again by a thread.
 
         Raises:
@@ -259,8 +259,8 @@ class Collectives(Protocol):
         """
         ...
 
-    def take_back(self) -> None:
-        """The operation that was handed over is done."""
+    def end_external(self) -> None:
+        """The operation that something else carried out is done."""
         ...
 
     def fail(self, reason: str) -> None:

@@ -53,9 +53,9 @@ def check_can_join(call: Call, ranks: Sequence[int]) -> None:
     """
     if call.kind not in _WITHOUT:
         raise MismatchError(
-            f"Rank {', '.join(map(str, ranks))} called join, and the others {call.place}. Between "
-            "join of the first rank and of the last all that they can do is allreduce, and with "
-            "--backend nccl not even that; call the rest before, or after."
+            f"Rank {', '.join(map(str, ranks))} called join, and the others {call.short_text}. "
+            "Between join of the first rank and of the last all that they can do is allreduce, and "
+            "with --backend nccl not even that; call the rest before, or after."
         )
 
 

@@ -73,7 +73,7 @@ class MpiTransport(Transport):
             lambda: ranks.operation,
             ranks.survives_losses,
             ranks.numbers,
-            None if self._parent is None else self._parent.alarm.family,
+            None if self._parent is None else self._parent.alarm.detectors,
         )
         first = np.array([ranks.rank], np.int64)
         self._host.Bcast(first)
@@ -135,7 +135,7 @@ class MpiTransport(Transport):
         )
 
     def fail(self, reason: str) -> None:
-        for alarm in self.alarm.family:
+        for alarm in self.alarm.detectors:
             if alarm is not self.alarm:
                 alarm.tell_failure(reason)
         if not self.alarm.fail(reason) and self.recovery is not None:
@@ -156,7 +156,7 @@ class MpiTransport(Transport):
         to their end, too, and then what started the ranks sees the code.
         """
         rejoin = self.recovery.rejoin if self.recovery is not None else lambda: None
-        for alarm in self.alarm.family:
+        for alarm in self.alarm.detectors:
             if alarm is not self.alarm:
                 alarm.tell_end()
         if self._mpi.Is_finalized():
@@ -191,7 +191,7 @@ class MpiTransport(Transport):
         return bool(self._agreed[0] == -self._agreed[1])
 
     def _await(self, request: Any, call: Call) -> None:
-        self._patience.until(request.Test, call.place)
+        self._patience.until(request.Test, call.short_text)
 
     def look_for_others(self, waiting_in: str, waited_s: float) -> None:
         self.alarm.check(waiting_in)

@@ -76,21 +76,21 @@ class RecoveryDecision(NamedTuple):
     orphaned: int
 
 
-def decide_recovery(stands: Sequence[RecoveryState]) -> RecoveryDecision:
+def decide_recovery(states: Sequence[RecoveryState]) -> RecoveryDecision:
     """Decide from where all ranks that are left stand; the same on all of them.
 
     Raises:
         CollectiveError: A rank is further than it can be.
     """
-    complete = min(stand.held for stand in stands)
+    complete = min(state.held for state in states)
     interrupted = complete + 1
-    if any(stand.operation > interrupted for stand in stands):
+    if any(state.operation > interrupted for state in states):
         raise CollectiveError(
-            f"After a rank was lost the others are not in step: {list(stands)}. Expected all in "
+            f"After a rank was lost the others are not in step: {list(states)}. Expected all in "
             f"operation {interrupted} or before it; this is an error of hvdtrain."
         )
-    members = {stand.member for stand in stands}
-    sources = {stand.source for stand in stands if stand.operation == interrupted}
+    members = {state.member for state in states}
+    sources = {state.source for state in states if state.operation == interrupted}
     return RecoveryDecision(complete, interrupted if sources - members - {-1} else 0)
 
 
@@ -141,7 +141,7 @@ class Recovery:
         self._min_np = min_np
         self._timeout_s = timeout_s
         self._held = 0
-        self._verdict = RecoveryDecision(0, 0)
+        self._decision = RecoveryDecision(0, 0)
 
     def carry_out(
         self, operation: int, call: Call, attempt: Callable[[], Result], source: int
@@ -161,7 +161,7 @@ class Recovery:
         # hold them until another attempt has seen all of the others' messages.
         abandoned: list[BaseException] = []
         try:
-            while operation != self._verdict.orphaned:
+            while operation != self._decision.orphaned:
                 try:
                     members = self._transport.ranks.members
                     result = _result_of(attempt)
@@ -173,8 +173,8 @@ class Recovery:
                     abandoned.append(error)
                     self._see_loss(error, call)
                     self._stop(call)
-                    self._reunite(RecoveryState(self._alarm.rank, operation, self._held, source))
-                if operation <= self._verdict.complete:
+                    self._reconnect(RecoveryState(self._alarm.rank, operation, self._held, source))
+                if operation <= self._decision.complete:
                     return _given(result)
             self._held = operation
         finally:
@@ -188,7 +188,7 @@ class Recovery:
         """Leave lost ranks behind once all have stopped, outside of any operation."""
         self._transport.revoke()
         # A program that is ending can't start threads.
-        self._reunite(RecoveryState(self._alarm.rank, self._held, self._held, -1), threaded=False)
+        self._reconnect(RecoveryState(self._alarm.rank, self._held, self._held, -1), threaded=False)
 
     def _see_loss(self, error: Any, call: Call) -> None:
         """Return when the error comes of a lost rank; raise it otherwise."""
@@ -197,7 +197,7 @@ class Recovery:
         deadline = time.monotonic() + NEWS_S
         while time.monotonic() < deadline:
             try:
-                self._alarm.check(call.place)
+                self._alarm.check(call.short_text)
             except RanksLost:
                 return
             time.sleep(POLL_S)
@@ -207,14 +207,14 @@ class Recovery:
         """Stop, and wait until all others have."""
         self._transport.revoke()
         self._alarm.stop()
-        self._patience.until(lambda: self._alarm.all_have_stopped, call.place)
+        self._patience.until(lambda: self._alarm.all_have_stopped, call.short_text)
 
-    def _reunite(self, stand: RecoveryState, threaded: bool = True) -> None:
+    def _reconnect(self, state: RecoveryState, threaded: bool = True) -> None:
         """Set up the transport for the ranks that are left; all of them do it at the same time."""
-        stands: list[RecoveryState] = []
+        states: list[RecoveryState] = []
 
         def act() -> None:
-            stands.extend(self._shrink(stand))
+            states.extend(self._shrink(state))
 
         if threaded:
             self._within_time(act)
@@ -223,7 +223,7 @@ class Recovery:
         ranks = self._transport.ranks
         ranks.generation += 1
         self._alarm.go_on(ranks.members, ranks.generation)
-        self._verdict = decide_recovery(stands)
+        self._decision = decide_recovery(states)
         left = len(ranks.members)
         if left < self._min_np:
             lost = sorted(set(range(self._alarm.size)) - set(ranks.members))
@@ -233,23 +233,23 @@ class Recovery:
                 "(HVDTRAIN_MIN_NP, hvdtrain run --min-np). Start it again where there are enough."
             )
 
-    def _shrink(self, stand: RecoveryState) -> list[RecoveryState]:
+    def _shrink(self, state: RecoveryState) -> list[RecoveryState]:
         """Connect the ranks that are left; returns where all of them stand."""
         comm = self._transport.comm
         while True:
             fresh = comm.Shrink()
-            stands: list[RecoveryState] = []
+            states: list[RecoveryState] = []
             try:
-                everyone = np.zeros((fresh.Get_size(), len(stand)), np.int64)
-                fresh.Allgather(np.array(stand, np.int64), everyone)
-                stands = [RecoveryState(*map(int, row)) for row in everyone]
-                self._transport.connect(fresh, [other.member for other in stands])
+                everyone = np.zeros((fresh.Get_size(), len(state)), np.int64)
+                fresh.Allgather(np.array(state, np.int64), everyone)
+                states = [RecoveryState(*map(int, row)) for row in everyone]
+                self._transport.connect(fresh, [other.member for other in states])
                 done = True
             except self._mpi.Exception:
                 fresh.Revoke()
                 done = False
             if self._agree_that(done, fresh):
-                return stands
+                return states
 
     def _agree_that(self, done: bool, comm: Any) -> bool:
         """Whether it is done on all ranks; they get the same answer, whoever dies meanwhile."""

@@ -176,7 +176,7 @@ class SharedMemoryTransport(MpiTransport):
         for rank in ranks:
             words = self._words[rank]
             if words[counter] < target:
-                self._patience.until(lambda: words[counter] >= target, call.place)  # noqa: B023
+                self._patience.until(lambda: words[counter] >= target, call.short_text)  # noqa: B023
         self._window.sync()
 
     def _signal(self, counter: int, value: int) -> None:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.collectives.interface import Done
+from hvdtrain.collectives.interface import FinishedOperation
 from hvdtrain.monitor.journal import Journal
 
 __all__ = ["Timeline", "file_of"]
@@ -39,7 +39,7 @@ class Timeline:
         self._write("[\n", ph="M", name="process_name", args={"name": where})
         self._write(ph="M", name="process_sort_index", args={"sort_index": rank})
 
-    def note(self, done: Done) -> None:
+    def note(self, done: FinishedOperation) -> None:
         """Write one operation."""
         args: dict[str, Any] = {"call": done.call, "waited_ms": round(done.waited_s * 1e3, 3)}
         if done.error:

@@ -221,7 +221,7 @@ class DeviceCollectives:
         """
         self.error = None
         try:
-            self._collectives.hand_over(KIND, name, detail)
+            self._collectives.begin_external(KIND, name, detail)
         except HvdtrainError as error:
             self.error = error
             raise
@@ -235,7 +235,7 @@ class DeviceCollectives:
 
     def _end(self) -> None:
         self._busy.clear()
-        self._collectives.take_back()
+        self._collectives.end_external()
 
     def _look(self) -> None:
         """See now and then whether the others can still come, while an operation is in work."""
@@ -243,7 +243,7 @@ class DeviceCollectives:
             self._busy.wait()
             time.sleep(LOOK_S)
             try:
-                self._collectives.look_after()
+                self._collectives.check_external()
             except HvdtrainError as error:
                 self.error = error
                 private_tensorflow.abort_collectives(str(error))

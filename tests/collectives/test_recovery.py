@@ -13,12 +13,12 @@ from hvdtrain.collectives.recovery import RecoveryDecision, RecoveryState, decid
 from hvdtrain.errors import CollectiveError
 
 
-def _stand(member: int, operation: int, held: int, source: int = -1) -> RecoveryState:
+def _state(member: int, operation: int, held: int, source: int = -1) -> RecoveryState:
     return RecoveryState(member=member, operation=operation, held=held, source=source)
 
 
 @pytest.mark.parametrize(
-    ("stands", "expected"),
+    ("states", "expected"),
     [
         pytest.param([(0, 5, 4), (2, 5, 4)], RecoveryDecision(4, 0), id="nobody-has-the-result"),
         pytest.param(
@@ -41,15 +41,15 @@ def _stand(member: int, operation: int, held: int, source: int = -1) -> Recovery
         ),
     ],
 )
-def test_verdict(stands: list[tuple[int, ...]], expected: RecoveryDecision) -> None:
-    given = [_stand(*stand) for stand in stands]
+def test_verdict(states: list[tuple[int, ...]], expected: RecoveryDecision) -> None:
+    given = [_state(*state) for state in states]
     for order in itertools.permutations(given):
         assert decide_recovery(order) == expected
 
 
 def test_rank_that_is_too_far_ahead() -> None:
     with pytest.raises(CollectiveError, match="Expected all in operation 5 or before it"):
-        decide_recovery([_stand(0, 6, 5), _stand(1, 5, 4)])
+        decide_recovery([_state(0, 6, 5), _state(1, 5, 4)])
 
 
 def _place(local_rank: int, seats: tuple[int, ...], hosts: int, lanes: int) -> Hierarchy:

@@ -126,7 +126,7 @@ def test_each_stage(survive, kind: str, hosts: tuple[int, ...], stage: str) -> N
 
 # The steps that every engine does in its own way; the others are the same code for all.
 OWN_STEPS = ("revoke", "connect", "rest")
-STEPS = (*OWN_STEPS, "_stop", "stop", "_reunite", "_shrink", "_agree_that", "go_on")
+STEPS = (*OWN_STEPS, "_stop", "stop", "_reconnect", "_shrink", "_agree_that", "go_on")
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import hvdtrain.tensorflow as hvd
-from hvdtrain.collectives.interface import Done
+from hvdtrain.collectives.interface import FinishedOperation
 from hvdtrain.monitor.timeline import Timeline, file_of
 
-GATHER = Done("allgather(a)", "allgather(a) of int64, ()", 7.0, 7.25, 0.125, "")
+GATHER = FinishedOperation("allgather(a)", "allgather(a) of int64, ()", 7.0, 7.25, 0.125, "")
 
 
 def bars(text):

@@ -25,7 +25,7 @@ several = on_engines(
 def _look_until_it_fails(engine) -> None:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        engine.look_after()
+        engine.check_external()
         time.sleep(0.01)
 
 
@@ -35,10 +35,10 @@ def test_it_is_one_operation_after_another(case: EngineCase) -> None:
     seen = []
     engine.observers.append(seen.append)
     for step in range(3):
-        engine.hand_over("copy", "weights", ("float32", (3,)))
-        engine.look_after()
-        engine.take_back()
-        engine.look_after()
+        engine.begin_external("copy", "weights", ("float32", (3,)))
+        engine.check_external()
+        engine.end_external()
+        engine.check_external()
         assert engine.allreduce(np.full(3, step)).tolist() == [step * engine.size] * 3
     assert [done.title for done in seen] == ["copy(weights)", "copy(weights)", "allreduce"] * 3
     assert all(done.start_s <= done.stop_s for done in seen)
@@ -46,33 +46,33 @@ def test_it_is_one_operation_after_another(case: EngineCase) -> None:
 
 def test_one_process_alone() -> None:
     engine = new_engine(EngineCase(kind="single", hosts=(0,)))
-    engine.hand_over("copy", "weights", ())
-    engine.look_after()
+    engine.begin_external("copy", "weights", ())
+    engine.check_external()
     engine.transport.timeout_s = -1.0
     with pytest.raises(CollectiveTimeoutError, match=r"in copy\(weights\)"):
-        engine.look_after()
-    engine.take_back()
+        engine.check_external()
+    engine.end_external()
 
 
 @several
-def test_ranks_that_hand_over_something_else(case: EngineCase) -> None:
+def test_ranks_that_begin_something_else(case: EngineCase) -> None:
     engine = new_engine(case)
     last = engine.size - 1
     with pytest.raises(MismatchError) as error:
-        engine.hand_over("copy", "weights", ("float32", 3 + (engine.rank == last)))
+        engine.begin_external("copy", "weights", ("float32", 3 + (engine.rank == last)))
     assert f"rank {last}: copy(weights) of float32, 4" in str(error.value)
-    engine.look_after()
-    engine.hand_over("copy", "weights", ("float32", 3))
-    engine.take_back()
+    engine.check_external()
+    engine.begin_external("copy", "weights", ("float32", 3))
+    engine.end_external()
 
 
 @several
-def test_one_that_was_not_taken_back(case: EngineCase) -> None:
+def test_one_that_was_not_ended(case: EngineCase) -> None:
     """Who goes on after an error in the middle of it is out of step."""
     engine = new_engine(case)
-    engine.hand_over("copy", "weights", ())
+    engine.begin_external("copy", "weights", ())
     with pytest.raises(CollectiveError, match=r"begins copy\(more\) before the end of copy\(weig"):
-        engine.hand_over("copy", "more", ())
+        engine.begin_external("copy", "more", ())
     with pytest.raises(CollectiveError):
         engine.barrier()
 
@@ -80,7 +80,7 @@ def test_one_that_was_not_taken_back(case: EngineCase) -> None:
 @several
 def test_failure_of_another_rank(case: EngineCase) -> None:
     engine = new_engine(case)
-    engine.hand_over("copy", "weights", ())
+    engine.begin_external("copy", "weights", ())
     if engine.rank == engine.size - 1:
         engine.fail("ValueError: no such file")
         return
@@ -95,7 +95,7 @@ def test_failure_of_another_rank(case: EngineCase) -> None:
 def test_rank_that_does_not_come_to_its_end(case: EngineCase, monkeypatch) -> None:
     monkeypatch.setattr(failure_detector, "ASK_TIMEOUT_S", 0.7)
     engine = new_engine(case, timeout_s=0.5)
-    engine.hand_over("copy", "weights", ())
+    engine.begin_external("copy", "weights", ())
     if engine.rank == engine.size - 1:
         everyone(engine.size, "hung")
         return
