@@ -159,7 +159,10 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdtrain.launch.supervisor import TimeLimits
 
     if arguments.check_build:
-        return _check_build(os.environ)
+        from hvdtrain.launch.check_build import describe, look
+
+        print(describe(look(os.environ)))
+        return 0
     environ = _environment(arguments, os.environ)
     # Every rank would fail at the same value; say it once instead.
     settings = read_settings(environ)
@@ -200,13 +203,6 @@ def run(arguments: argparse.Namespace) -> int:
     except LaunchError as error:
         logger.error("%s", error)
         return ExitCode.CANNOT_START
-
-
-def _check_build(environ: Mapping[str, str]) -> int:
-    from hvdtrain.launch.check_build import describe, look
-
-    print(describe(look(environ)))
-    return 0
 
 
 def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) -> None:

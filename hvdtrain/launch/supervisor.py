@@ -22,7 +22,7 @@ from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import End, describe_loss
-from hvdtrain.launch.job_progress import describe_hang, hangs, missing, stuck
+from hvdtrain.launch.hang_watch import HangWatch
 from hvdtrain.launch.outcome import JobRecord, Outcome, classify, preempted
 
 __all__ = ["Supervisor", "TimeLimits"]
@@ -34,8 +34,6 @@ STEP_S = 0.05
 SETTLE_S = 0.5
 # mpirun and srun tidy up after the last rank.
 STARTER_TIMEOUT_S = 5.0
-# Agents answer and ranks print their stacks.
-LOOK_S = 2.0
 KEPT_LINES = 40
 
 
@@ -99,9 +97,14 @@ class Supervisor:
         self._late = False
         self._too_few = False
         self._judged: set[int] = set()
-        self._looking_since: float | None = None
         self._hang = ""
-        self._killed: set[int] = set()
+        self._hang_watch = HangWatch(
+            server,
+            console,
+            timeout_s=time_limits.hang_s,
+            critical=self._critical,
+            goes_on=lambda: self._elastic,
+        )
 
     def run(self) -> Outcome:
         """Run the job and see it to its end.
@@ -178,8 +181,10 @@ class Supervisor:
             now = time.monotonic()
             self._act_on_signals(now)
             self._act_on_ends(now)
-            self._end_stuck(now)
-            self._look_for_hang(now)
+            if self._stop_at is None and (hang := self._hang_watch.review(now)):
+                self._hang = hang
+                logger.error(hang)
+                self._stop(signal.SIGTERM, self._time_limits.grace_s, now)
             started = self._server.connected == self._server.ranks
             if not started and now - self._started_at > self._time_limits.start_s:
                 self._late = True
@@ -250,54 +255,6 @@ class Supervisor:
             self._server.drop_lost(end)
             self._console.leave_behind(end.rank)
         return enough
-
-    def _end_stuck(self, now: float) -> None:
-        """Kill ranks that hang, where the others go on without them."""
-        if not self._can_do_without or self._stop_at is not None:
-            return
-        late = stuck(self._server.reports, self._server.running, now, self._time_limits.hang_s)
-        for rank in late.keys() - self._critical.keys():
-            self._kill(rank, f"has done no step for {late[rank]:.0f} s, while others go on")
-
-    @property
-    def _can_do_without(self) -> bool:
-        """Whether ranks need not be in step, and go on without one that is not critical."""
-        return bool(self._critical) and self._elastic
-
-    def _kill(self, rank: int, why: str) -> None:
-        if rank not in self._killed:
-            self._killed.add(rank)
-            logger.warning(f"rank {rank} on {self._server.hosts()[rank]} {why}: it is killed")
-            self._server.kill(rank)
-
-    def _look_for_hang(self, now: float) -> None:
-        reports, running = self._server.reports, self._server.running
-        timeout_s = self._time_limits.hang_s
-        hanging = self._stop_at is None and hangs(reports, running, now, timeout_s)
-        if not hanging:
-            self._looking_since = None
-        elif self._looking_since is None:
-            self._looking_since = now
-            self._console.show_all()
-            self._server.look()
-        elif now - self._looking_since > LOOK_S:
-            if self._kill_missing(running):
-                return
-            hosts = {rank: host for rank, host in self._server.hosts().items() if rank in running}
-            quiet_s = now - (reports.moved_at or now)
-            self._hang = describe_hang(reports, hosts, self._server.stopped, quiet_s)
-            logger.error(self._hang)
-            self._stop(signal.SIGTERM, self._time_limits.grace_s, now)
-
-    def _kill_missing(self, running: Sequence[int]) -> bool:
-        """Kill those that all others wait for, where these can do without; whether that was so."""
-        absent = missing(self._server.reports, running, self._server.stopped)
-        if not self._can_do_without or absent.keys() & (self._critical.keys() | self._killed):
-            return False
-        for rank, why in absent.items():
-            self._kill(rank, f"keeps the others waiting ({why})")
-        self._looking_since = None
-        return bool(absent)
 
     def _end(self, starter: subprocess.Popen[bytes]) -> None:
         """Let agents and starter go; kill what doesn't."""
