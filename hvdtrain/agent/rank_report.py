@@ -61,6 +61,11 @@ class FailureRecord:
         is_end = self.exception in ("KeyboardInterrupt", "SystemExit")
         return "interrupt" if is_end else "exception"
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the rank failed of itself: neither told to end nor because another had failed."""
+        return self.kind in ("exception", "hang")
+
 
 # Kinds of messages that programs write, and what these hold.
 FIELDS = {

@@ -229,6 +229,8 @@ class AgentServer:
             elif kind == "failure":
                 rank.told = read_failure(message)
                 rank.failing_since = time.monotonic()
+                if rank.told is not None and rank.told.is_own:
+                    self._tracebacks.note_failure(rank.number)
             elif kind == "looked":
                 self.stopped[rank.number] = bool(message.get("stopped"))
             elif kind == "told":

@@ -62,7 +62,7 @@ class End:
     def has_own_failure(self) -> bool:
         """Whether it failed of itself, whatever it was told."""
         crashed = any(map(begins_crash, self.stderr))
-        return crashed or (self.failure is not None and self.failure.kind not in _OF_OTHERS)
+        return crashed or (self.failure is not None and self.failure.is_own)
 
     @property
     def is_loss(self) -> bool:
@@ -75,7 +75,6 @@ class End:
         return died and not self.was_signalled
 
 
-_OF_OTHERS = ("follows", "interrupt")
 _KILLED = 128 + signal.SIGKILL
 _MORE_MEMORY = (
     "take a smaller batch or fewer ranks on a host, or give each rank more memory (Slurm: --mem, "

@@ -101,6 +101,7 @@ class Tracebacks:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ends = ends
+        self._failed: set[int] = set()
         self._show = show
         self._hold_s = hold_s
         self._clock = clock
@@ -123,13 +124,17 @@ class Tracebacks:
         block.changed_at = now
         return True
 
+    def note_failure(self, number: int) -> None:
+        """A rank has told that it fails of itself; it may take longer than that to end."""
+        self._failed.add(number)
+
     def review(self) -> None:
         """Judge what is complete, and give up waiting for a failure; to be called often."""
         now = self._clock()
         for number, block in list(self._open.items()):
             if block.is_over(now):
                 self._judge(self._open.pop(number), now)
-        if not self._others_failed(None):
+        if not self._failed and not self._others_failed(None):
             self._release([block for block in self._held if now - block.changed_at > self._hold_s])
 
     def settle(self) -> None:
@@ -137,7 +142,7 @@ class Tracebacks:
         now = self._clock()
         for number in list(self._open):
             self._judge(self._open.pop(number), now)
-        if not self._others_failed(None):
+        if not self._failed and not self._others_failed(None):
             self._release(self._held[:])
 
     def _judge(self, block: _Block, now: float) -> None:

@@ -277,6 +277,19 @@ def test_why_a_program_failed_is_noted_with_its_end(desk: Desk) -> None:
     assert min(desk.server.ends, key=lambda end: end.failed_at).rank == 0
 
 
+def test_who_tells_of_its_own_failure_makes_others_echoes(desk: Desk) -> None:
+    failing, echo = desk.agent(0), desk.agent(1)
+    failure = {"message": "", "traceback": "", "time_s": 5.0}
+    echo.sendall(encode("failure", exception="PeerFailedError", **failure))
+    failing.sendall(encode("failure", exception="KeyError", **failure) + line("well"))
+    desk.until(lambda: desk.err.getvalue() == "[0] well\n")
+    echo.sendall(b"".join(map(line, TRACE)))
+    desk.for_s(2 * HOLD_S)
+    assert desk.err.getvalue() == "[0] well\n"
+    failing.sendall(b"".join(map(line, TRACE)))
+    desk.until(lambda: desk.err.getvalue().count("[0]") == 1 + len(TRACE))
+
+
 def test_a_look_at_all_that_run(desk: Desk) -> None:
     stopped, ended = desk.agent(0), desk.agent(1)
     ended.sendall(encode("end", code=0))

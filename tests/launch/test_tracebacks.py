@@ -160,6 +160,32 @@ def test_an_echo_that_comes_before_the_failure_is_left_out() -> None:
     assert screen.shown == []
 
 
+def test_an_echo_is_left_out_however_long_the_rank_that_failed_takes_to_end() -> None:
+    screen = Screen()
+    screen.tracebacks.note_failure(1)
+    screen.write(0, *PEER)
+    screen.write(1, *VALUE)
+    screen.wait(3 * HOLD_S)
+    assert screen.shown == [(1, line) for line in VALUE]
+    screen.end(1, 1)
+    screen.end(0, 1)
+    screen.tracebacks.settle()
+    assert screen.shown == [(1, line) for line in VALUE]
+
+
+def test_where_all_tell_that_they_fail_one_of_them_is_seen() -> None:
+    screen = Screen()
+    for number in (0, 1):
+        screen.tracebacks.note_failure(number)
+    for number in (0, 1):
+        screen.write(number, *VALUE)
+        screen.wait(0.5)
+    screen.end(1, 1)
+    screen.end(0, 1)
+    screen.tracebacks.settle()
+    assert screen.shown == [(0, line) for line in VALUE]
+
+
 def test_ranks_that_are_told_to_end_after_a_failure_say_what_they_did() -> None:
     screen = Screen()
     screen.write(1, *VALUE)
