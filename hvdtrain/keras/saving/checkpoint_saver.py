@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,6 @@ from hvdtrain.keras.model_optimizers import built_for
 from hvdtrain.keras.saving.callback_states import callback_states
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
-from hvdtrain.keras.saving.model_export import export_model
 from hvdtrain.keras.saving.peers import Peers
 from hvdtrain.keras.saving.training_progress import TrainingProgress, history_so_far
 from hvdtrain.keras.saving.training_state import TrainingState
@@ -150,15 +151,26 @@ class CheckpointSaver:
                 return
 
     def export(self) -> None:
-        """Save the model in Keras' own format, on the chief and if so asked."""
-        if not self._chief or self._options.export is None:
-            return
-        try:
-            export_model(self._state.model, self._options.export)
-        except CheckpointError as error:
-            self.complain(error)
+        """Save the model in Keras' own format, on the chief and if so asked.
 
-    def complain(self, error: CheckpointError) -> None:
+        The file at the path is always a whole one: the former or this.
+        """
+        path = self._options.export
+        if not self._chief or path is None:
+            return
+        target = Path(path)
+        temporary = target.with_name(f".{target.stem}-{os.getpid()}.keras")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._state.model.save(temporary)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            self.complain(f"The model can't be saved as {path}: {error.strerror or error}.")
+
+    def complain(self, error: CheckpointError | str) -> None:
         """Warn once until a checkpoint could be saved again: a full disk stays full for long."""
         written = len(self.writer.written_s)
         if self._complained_after != written:
