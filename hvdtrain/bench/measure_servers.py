@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -33,11 +33,12 @@ from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.consistency import Asynchronous
+from hvdtrain.parameter_server.optimizer_state import take_states
 from hvdtrain.parameter_server.server import Server
-from hvdtrain.parameter_server.shard_buffers import ShardBuffers, take_states
 from hvdtrain.parameter_server.sharding import Shard, Spec, shard_variables, specs_of
-from hvdtrain.parameter_server.shared_gradients import Slots, share_slots
-from hvdtrain.parameter_server.shared_weights import SharedWeights, published_bytes, share_weights
+from hvdtrain.parameter_server.shared_memory import SharedMemory, published_bytes, share_memory
+from hvdtrain.parameter_server.updates import ShardUpdates
+from hvdtrain.parameter_server.variable_table import VariableTable
 
 __all__ = ["COPIES", "measure"]
 
@@ -86,14 +87,13 @@ class _Row:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What all runs have in common; ``holding`` is the server's alone."""
+    """What all runs have in common; ``table`` is the server's alone."""
 
     model: keras.Model
     specs: Sequence[Spec]
     shard: Shard
-    holding: ShardBuffers | None
-    weights: SharedWeights
-    slots: Mapping[int, Slots]
+    table: VariableTable | None
+    memory: SharedMemory
     collectives: Collectives
     messages: PointToPoint
     updates: int
@@ -137,15 +137,13 @@ def _prepare(collectives: Collectives, updates: int) -> _Job:
     specs = specs_of(model.trainable_variables)
     (shard,) = shard_variables(specs, 1)
     server = collectives.size - 1
-    weights = share_weights(collectives, [server], [shard])
     serves = collectives.rank == server
     return _Job(
         model=model,
         specs=specs,
         shard=shard,
-        holding=ShardBuffers(model.optimizer, shard, model.trainable_variables) if serves else None,
-        weights=weights,
-        slots=share_slots(collectives, [server], [shard], weights.readers),
+        table=VariableTable(model.optimizer, shard, model.trainable_variables) if serves else None,
+        memory=share_memory(collectives, [server], [shard]),
         collectives=collectives,
         messages=collectives.messages(),
         updates=updates,
@@ -200,24 +198,19 @@ def _run(job: _Job, workers: range) -> float:
 
 
 def _serve(job: _Job, workers: range) -> None:
-    assert job.holding is not None
+    assert job.table is not None
     Server(
         job.messages,
-        job.holding,
-        job.shard,
-        published=job.weights.published[job.server],
-        readers=job.weights.readers,
-        slots=job.slots,
+        ShardUpdates(job.table, job.memory.published[job.server]),
+        job.memory,
         workers=workers,
-        rule=Asynchronous(workers, bound=None),
-        scale_by_staleness=False,
+        consistency=Asynchronous(workers, bound=None),
     ).serve()
 
 
 def _work(job: _Job) -> float:
     """Push as often as asked for; returns how long that took."""
-    published = job.weights.published
-    client = Client(job.messages, job.specs, [job.server], [job.shard], published, job.slots)
+    client = Client(job.messages, job.specs, [job.server], [job.shard], job.memory)
     weights = [np.asarray(variable.numpy()) for variable in job.model.trainable_variables]
     states = take_states(job.model.optimizer, [job.shard])
     chief = job.collectives.rank == 0
@@ -229,7 +222,7 @@ def _work(job: _Job) -> float:
     for _ in range(job.updates):
         client.push(gradients, weight=1.0, learning_rate=float("nan"))
     seconds = time.perf_counter() - start
-    client.done(states=states if chief else None)
+    client.end(states=states if chief else None)
     return seconds
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 
@@ -11,18 +11,19 @@ import numpy as np
 
 from hvdtrain.collectives.fusion import BufferPool
 from hvdtrain.collectives.point_to_point import PointToPoint
-from hvdtrain.parameter_server.gradient_packing import SENT, Gradient, pack_gradients
-from hvdtrain.parameter_server.pending_request import PendingRequest, ServerHandle, Wanted
+from hvdtrain.parameter_server.gradients import SENT, Gradient, pack_gradients
 from hvdtrain.parameter_server.protocol import (
-    NO_STAND,
+    NO_POSITION,
+    POSITION_NUMBERS,
     REFUSALS,
-    STAND_NUMBERS,
     Kind,
+    PendingRequest,
     Request,
+    ServerHandle,
+    Wanted,
 )
-from hvdtrain.parameter_server.sharding import Shard, Spec, numpy_dtype
-from hvdtrain.parameter_server.shared_gradients import SLOTS, Slots
-from hvdtrain.parameter_server.shared_weights import PublishedWeights
+from hvdtrain.parameter_server.sharding import Shard, Spec, assemble
+from hvdtrain.parameter_server.shared_memory import GRADIENT_SLOTS, SharedMemory
 
 __all__ = ["Client"]
 
@@ -34,12 +35,11 @@ class Client:
     holds one of them.
 
     Args:
-        messages: To the servers.
-        specs: Of all trainable variables.
-        servers: By rank.
+        messages: The way to the servers.
+        specs: What all trainable variables are like.
+        servers: The ranks that serve.
         shards: What each of them holds.
-        published: By rank the weights of those servers that let this worker read them.
-        slots: By rank where those servers that see it find dense gradients.
+        memory: What this worker shares with servers of its host.
     """
 
     def __init__(
@@ -48,15 +48,16 @@ class Client:
         specs: Sequence[Spec],
         servers: Sequence[int],
         shards: Sequence[Shard],
-        published: Mapping[int, PublishedWeights],
-        slots: Mapping[int, Slots],
+        memory: SharedMemory,
     ) -> None:
         self._messages = messages
         self._specs = specs
         self._servers = [
-            ServerHandle(rank, shard, published.get(rank)) for rank, shard in zip(servers, shards)
+            ServerHandle(rank, shard, memory.published.get(rank))
+            for rank, shard in zip(servers, shards)
         ]
-        self._slots = slots
+        self._shards = shards
+        self._slots = memory.slots
         self._slot = 0  # of the last gradient
         self._pool = BufferPool()
         # MPI moves large messages only while it is called, and training calls other things. So a
@@ -84,19 +85,19 @@ class Client:
         """Give the servers what training begins with; the chief does.
 
         Args:
-            weights: Of all variables.
-            states: Of the optimizer, a flat buffer for each server.
+            weights: The values of all variables.
+            states: The optimizer's state, a flat buffer for each server.
         """
         data = []
-        for server, state in zip(self._servers, states):
-            buffer = self._pool.take(server.shard.nbytes)
-            server.shard.pack(weights, buffer)
+        for shard, state in zip(self._shards, states):
+            buffer = self._pool.take(shard.nbytes)
+            shard.pack(weights, buffer)
             data.append([buffer, state])
-        self._ask(self._to_all(Kind.LOAD), "load", data)
+        self._ask(self._to_all(Kind.LOAD), data)
 
     def pull(self) -> list[np.ndarray]:
         """The newest weights; the first time when the chief has loaded some."""
-        return self._ask(self._to_all(Kind.PULL), "pull")
+        return self._ask(self._to_all(Kind.PULL))
 
     def push(
         self,
@@ -104,22 +105,21 @@ class Client:
         *,
         weight: float,
         learning_rate: float,
-        stand: tuple[int, ...] = NO_STAND,
+        position: tuple[int, ...] = NO_POSITION,
     ) -> list[np.ndarray]:
         """Give a gradient to the servers, and take the weights for the next step.
 
         Args:
-            gradients: Of all variables; None where this step has none that counts.
-            weight: What the gradient counts for, where it is averaged with those of others.
+            gradients: One for each variable; None where this step has none that counts.
+            weight: How much the gradient counts where it is averaged with those of others.
             learning_rate: The optimizer's, as the chief has it; NaN elsewhere.
-            stand: Where this worker is in its data, once the gradient is applied.
+            position: Where this worker is in its data, once the gradient is applied.
 
         Raises:
             MismatchError: A server can't use it.
             NonFiniteError: It holds NaN or infinity, which a server doesn't take.
         """
-        requests, data = self._words_of(gradients, weight, learning_rate, stand)
-        return self._ask(requests, "push", data)
+        return self._ask(*self._push_requests(gradients, weight, learning_rate, position))
 
     def push_ahead(
         self,
@@ -127,7 +127,7 @@ class Client:
         *,
         weight: float,
         learning_rate: float,
-        stand: tuple[int, ...] = NO_STAND,
+        position: tuple[int, ...] = NO_POSITION,
     ) -> list[np.ndarray] | None:
         """Give a gradient to the servers, and take the weights that came for the one before.
 
@@ -135,24 +135,24 @@ class Client:
         of the servers waits for the answer, and brings newer weights.
 
         Args:
-            gradients: As for ``push``, and so are the others; free for other use afterwards.
-            weight: What the gradient counts for.
+            gradients: As for ``push``, like the others; free for other use afterwards.
+            weight: How much the gradient counts.
             learning_rate: The optimizer's.
-            stand: Where this worker is in its data.
+            position: Where this worker is in its data.
 
         Returns:
             Weights; None if no gradient was under way: those that the worker has are the newest.
 
         Raises:
             MismatchError: A server couldn't use the gradient before.
-            NonFiniteError: That held NaN or infinity.
+            NonFiniteError: The gradient before held NaN or infinity.
         """
-        # Of the weights that it was computed with, older than those that come now.
-        requests, data = self._words_of(gradients, weight, learning_rate, stand)
+        # With the version of the weights that it was computed with, older than those that come now.
+        requests, data = self._push_requests(gradients, weight, learning_rate, position)
         self._settle()
         came, self._came = self._came, None
-        asked = self._start(requests, "push", data)
-        self._under_way = asked, self._thread.submit(asked.wait, self._closed.is_set)
+        pending = self._start(requests, data)
+        self._under_way = pending, self._thread.submit(pending.wait, self._closed.is_set)
         return None if came is None else self._use(came)
 
     @property
@@ -166,7 +166,7 @@ class Client:
         self._thread.shutdown()
         self._under_way = None
 
-    def done(
+    def end(
         self, *, stop: bool = False, states: Sequence[np.ndarray] | None = None
     ) -> list[np.ndarray]:
         """Say that no gradient will come any more, and wait for all other workers to say so.
@@ -179,19 +179,19 @@ class Client:
             The last weights.
         """
         more = None if states is None else [[state] for state in states]
-        return self._ask(self._to_all(Kind.DONE, stop=stop), "end", more=more, endless=True)
+        return self._ask(self._to_all(Kind.END, stop=stop), more=more, endless=True)
 
     def look(self) -> None:
         """See how things are: ``signal``, ``training``, ``stopped``."""
-        self._ask(self._to_all(Kind.LOOK), "look", wanted="none")
+        self._ask(self._to_all(Kind.LOOK), wanted="none")
 
     def leave(self, *, stop: bool = False) -> None:
-        """Say that no gradient will come any more, and go on; ``done`` must come later.
+        """Say that no gradient will come any more, and go on; ``end`` must come later.
 
         Args:
             stop: Whether the others are to end as well.
         """
-        self._ask(self._to_all(Kind.LEAVE, stop=stop), "leave", wanted="none")
+        self._ask(self._to_all(Kind.LEAVE, stop=stop), wanted="none")
 
     def state(self, states: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The newest weights, and what each server's optimizer knows with them; for the chief.
@@ -201,8 +201,9 @@ class Client:
         Args:
             states: Filled with the optimizer's state on each server.
         """
-        more = [[state] for state in states]
-        return self._ask(self._to_all(Kind.STATE), "state", more=more, wanted="these")
+        return self._ask(
+            self._to_all(Kind.STATE), more=[[state] for state in states], wanted="these"
+        )
 
     def snapshot(
         self, workers: int, states: Sequence[np.ndarray]
@@ -214,48 +215,45 @@ class Client:
             states: Filled with the optimizer's state on each server.
 
         Returns:
-            The weights, and the stand that came with the last gradient of each worker in them.
+            The weights, and the position that came with the last gradient of each worker in them.
         """
-        far = [np.empty(workers, np.int64) for _ in self._servers]
-        self._ask(
-            self._to_all(Kind.FREEZE), "freeze", more=[[entry] for entry in far], wanted="none"
-        )
-        furthest = np.max(far, axis=0)
-        stands = [np.empty((workers, STAND_NUMBERS), np.int64) for _ in self._servers]
+        progress = [np.empty(workers, np.int64) for _ in self._servers]
+        self._ask(self._to_all(Kind.FREEZE), more=[[entry] for entry in progress], wanted="none")
+        furthest = np.max(progress, axis=0)
+        positions = [np.empty((workers, POSITION_NUMBERS), np.int64) for _ in self._servers]
         weights = self._ask(
             self._to_all(Kind.SNAPSHOT),
-            "snapshot",
             [[furthest]] * len(self._servers),
-            more=list(zip(states, stands)),
+            more=list(zip(states, positions)),
             wanted="these",
         )
-        return weights, [tuple(row) for row in stands[0].tolist()]
+        return weights, [tuple(row) for row in positions[0].tolist()]
 
-    def _words_of(
+    def _push_requests(
         self,
         gradients: Sequence[Gradient] | None,
         weight: float,
         learning_rate: float,
-        stand: tuple[int, ...],
+        position: tuple[int, ...],
     ) -> tuple[list[Request], list[list[np.ndarray]] | None]:
-        """A push, and what follows it."""
+        """The requests of a push, and what follows them."""
         requests = [
             Request(
                 Kind.PUSH,
                 step=server.step,
                 version=server.version,
-                counts=gradients is not None,
+                has_gradient=gradients is not None,
                 weight=weight,
                 learning_rate=learning_rate,
                 signal=self.own_signal,
-                stand=stand,
+                position=position,
             )
             for server in self._servers
         ]
         if gradients is None:
             return requests, None
         # The first slot unless a server may still read it: what caches hold of it is of use.
-        self._slot = 0 if self._under_way is None else (self._slot + 1) % SLOTS
+        self._slot = 0 if self._under_way is None else (self._slot + 1) % GRADIENT_SLOTS
         return requests, [self._pack(server, gradients) for server in self._servers]
 
     def _pack(self, server: ServerHandle, gradients: Sequence[Gradient]) -> list[np.ndarray]:
@@ -263,8 +261,8 @@ class Client:
             flat, slot = self._slots[server.rank][self._slot], self._slot
         else:
             flat, slot = self._pool.take(server.shard.nbytes), SENT
-        parts = pack_gradients(server.shard, self._specs, gradients, flat, slot)
-        return [parts.words, *parts.blocks()]
+        packed = pack_gradients(server.shard, self._specs, gradients, flat, slot)
+        return [packed.header, *packed.blocks()]
 
     def _to_all(self, kind: Kind, *, stop: bool = False) -> list[Request]:
         return [Request(kind, stop=stop, signal=self.own_signal)] * len(self._servers)
@@ -272,7 +270,6 @@ class Client:
     def _ask(
         self,
         requests: Sequence[Request],
-        what: str,
         data: Sequence[Sequence[np.ndarray]] | None = None,
         *,
         more: Sequence[Sequence[np.ndarray]] | None = None,
@@ -285,32 +282,30 @@ class Client:
             Weights, unless none are wanted.
         """
         self._settle()
-        asked = self._start(requests, what, data, more=more, wanted=wanted, endless=endless)
-        asked.wait()
-        self._note(asked)
+        pending = self._start(requests, data, more=more, wanted=wanted, endless=endless)
+        pending.wait()
+        self._note(pending)
         if wanted == "none":
             return []
         self._came = None
-        return self._use(asked)
+        return self._use(pending)
 
     def _start(
         self,
         requests: Sequence[Request],
-        what: str,
         data: Sequence[Sequence[np.ndarray]] | None,
         *,
         more: Sequence[Sequence[np.ndarray]] | None = None,
         wanted: Wanted = "newest",
         endless: bool = False,
     ) -> PendingRequest:
-        self.pushed += sum(request.counts for request in requests[:1])
+        self.pushed += requests[0].has_gradient
         return PendingRequest(
             self._messages,
             self._servers,
             requests,
-            what,
             data=data,
-            buffers=[self._pool.take(server.shard.nbytes) for server in self._servers],
+            buffers=[self._pool.take(shard.nbytes) for shard in self._shards],
             wanted=wanted,
             more=more,
             endless=endless,
@@ -321,58 +316,39 @@ class Client:
 
         Raises:
             MismatchError: A server couldn't use what was.
-            NonFiniteError: It held NaN or infinity.
+            NonFiniteError: What was under way held NaN or infinity.
         """
         if self._under_way is None:
             return
-        asked, waiting = self._under_way
+        pending, waiting = self._under_way
         waiting.result()
         self._under_way = None
-        self._note(asked)
-        self._came = asked
+        self._note(pending)
+        self._came = pending
 
-    def _note(self, asked: PendingRequest) -> None:
+    def _note(self, answered: PendingRequest) -> None:
         """Take over what the servers said, beside the weights.
 
         Raises:
             CollectiveError: They refused; one of ``REFUSALS``.
         """
-        self.heard_s = asked.heard_s
-        for reply in asked.replies:
+        self.heard_s = answered.heard_s
+        for reply in answered.replies:
             self.stopped = self.stopped or reply.stop
             self.signal = self.signal or reply.signal
-        self.training = max(reply.training for reply in asked.replies)
-        self.learning_rate = asked.replies[0].learning_rate
-        for server, reply in zip(self._servers, asked.replies):
+        self.training = max(reply.training for reply in answered.replies)
+        self.learning_rate = answered.replies[0].learning_rate
+        for server, reply in zip(self._servers, answered.replies):
             if reply.refusal:
-                self._follow(asked)
+                self._follow(answered)
                 error = REFUSALS[reply.error]
                 raise error(f"The parameter server, rank {server.rank}: {reply.refusal}")
 
-    def _use(self, asked: PendingRequest) -> list[np.ndarray]:
+    def _use(self, answered: PendingRequest) -> list[np.ndarray]:
         """The weights that came, for the next gradient."""
-        self._follow(asked)
-        return self._assemble(asked.buffers)
+        self._follow(answered)
+        return assemble(self._specs, self._shards, answered.buffers)
 
-    def _follow(self, asked: PendingRequest) -> None:
-        for server, reply, version in zip(self._servers, asked.replies, asked.versions):
+    def _follow(self, answered: PendingRequest) -> None:
+        for server, reply, version in zip(self._servers, answered.replies, answered.versions):
             server.step, server.version = reply.step, version
-
-    def _assemble(self, buffers: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """All variables; without a copy where one server has the whole."""
-        weights: dict[int, np.ndarray] = {}
-        for server, buffer in zip(self._servers, buffers):
-            for piece, view in zip(server.shard.pieces, server.shard.views(buffer)):
-                spec = self._specs[piece.variable]
-                if view.size == spec.size:
-                    weights[piece.variable] = view
-                    continue
-                if piece.variable not in weights:
-                    weights[piece.variable] = np.empty(spec.shape, view.dtype)
-                flat = weights[piece.variable].reshape(-1)
-                flat[piece.start : piece.stop] = view.reshape(-1)
-        # Variables without elements are on no server.
-        return [
-            weights[number] if number in weights else np.empty(spec.shape, numpy_dtype(spec.dtype))
-            for number, spec in enumerate(self._specs)
-        ]

@@ -9,26 +9,34 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from hvdtrain.collectives.fusion import join_bytes, split_bytes
 from hvdtrain.errors import CheckpointError, ModelError
-from hvdtrain.parameter_server.sharded_optimizers import accumulated_steps, plain_optimizer
+from hvdtrain.parameter_server.shard_optimizer import accumulated_steps, plain_optimizer
 from hvdtrain.parameter_server.sharding import Shard, VariableSlice
 
-__all__ = ["AVERAGES", "assign_state", "cut_state", "gather_state", "read_state"]
+__all__ = [
+    "assign_state",
+    "cut_state",
+    "gather_state",
+    "put_averages",
+    "put_states",
+    "read_state",
+    "take_states",
+]
 
 # Variables of the model, a list of everything, and what only workers have.
 _NOT_STATE = {"_trainable_variables", "_variables", "_accumulated_gradients"}
 _ITERATIONS = "iterations"
-# Of the weights, where the optimizer has use_ema.
-AVERAGES = "model_variables_moving_average"
+# The moving averages of the weights, where the optimizer has use_ema.
+_AVERAGES = "model_variables_moving_average"
 
 
 class _State(NamedTuple):
     """An optimizer's variables by the attribute that holds them, without leading underscores.
 
     Attributes:
-        scalars: What concerns all variables, such as ``iterations``.
-        slots: What there is for each variable, such as ``momentums``; None for variables that
-            have none.
+        scalars: Those that concern all variables, such as ``iterations``.
+        slots: Those of each variable, such as ``momentums``; None for variables that have none.
     """
 
     scalars: dict[str, keras.Variable]
@@ -96,10 +104,9 @@ def gather_state(
 
     Args:
         model_optimizer: Built on the model's variables.
-        shards: All of them.
-        states: That of each shard; what concerns all variables is that of the first.
-        only: What there is for each variable that is to be assigned, such as ``AVERAGES``; None
-            for everything.
+        shards: Those of all servers.
+        states: The state of each shard; what concerns all variables is taken from the first.
+        only: Assign nothing but these slots, such as ``momentums``; None for everything.
 
     Raises:
         CheckpointError: The states are of another optimizer or of other shards.
@@ -127,12 +134,36 @@ def gather_state(
             slots[i].assign(whole)  # type: ignore[union-attr]
 
 
+def take_states(optimizer: Any, shards: Sequence[Shard]) -> list[np.ndarray]:
+    """The state of a whole model's optimizer as the flat buffers of all shards."""
+    return [join_bytes(cut_state(optimizer, shard)) for shard in shards]
+
+
+def put_states(optimizer: Any, shards: Sequence[Shard], states: Sequence[np.ndarray]) -> None:
+    """Give a whole model's optimizer the state that all shards have, from flat buffers.
+
+    A learning rate that can be set stays: servers have what this rank told them last.
+    """
+    rate = plain_optimizer(optimizer)._learning_rate
+    before = rate.numpy() if isinstance(rate, keras.Variable) else None
+    gather_state(optimizer, shards, _split(optimizer, shards, states))
+    if before is not None:
+        rate.assign(before)
+
+
+def put_averages(optimizer: Any, shards: Sequence[Shard], states: Sequence[np.ndarray]) -> None:
+    """Give a whole model's optimizer no more of that than the moving averages of the weights."""
+    gather_state(optimizer, shards, _split(optimizer, shards, states), only=_AVERAGES)
+
+
+def _split(
+    optimizer: Any, shards: Sequence[Shard], states: Sequence[np.ndarray]
+) -> list[dict[str, np.ndarray]]:
+    return [split_bytes(state, cut_state(optimizer, shard)) for shard, state in zip(shards, states)]
+
+
 def _state_of(optimizer: Any, count: int) -> _State:
-    """
-    Args:
-        optimizer: Built.
-        count: On so many variables.
-    """
+    """Tell the variables of an optimizer that is built on ``count`` others apart."""
     mine = {id(variable) for variable in optimizer.variables}
     accumulated = {id(v) for v in getattr(optimizer, "_accumulated_gradients", ())}
     state = _State({}, {})

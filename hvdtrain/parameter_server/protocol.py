@@ -1,4 +1,4 @@
-"""What workers and parameter servers say to each other.
+"""What workers and parameter servers say to each other, and how it travels.
 
 A worker sends a request to every server, with what belongs to it, and each server answers when it
 may go on. All are a few numbers of fixed size; weights, gradients and optimizer states follow as
@@ -7,28 +7,37 @@ flat buffers, whose layout both sides know from the shards.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import struct
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hvdtrain.errors import CollectiveError, MismatchError, NonFiniteError
+from hvdtrain.collectives.point_to_point import PendingMessage, PointToPoint
+from hvdtrain.errors import CollectiveError, MismatchError, NonFiniteError, PeerLostError
+from hvdtrain.parameter_server.sharding import Shard
+from hvdtrain.parameter_server.shared_memory import PublishedWeights
 
 __all__ = [
     "DATA",
-    "NO_STAND",
+    "NO_POSITION",
+    "POSITION_NUMBERS",
     "REFUSALS",
-    "REPLY",
-    "REPLY_DATA",
     "REQUEST",
-    "STAND_NUMBERS",
     "Kind",
+    "PendingRequest",
     "Reply",
+    "ReplySender",
     "Request",
+    "ServerHandle",
+    "Wanted",
 ]
 
-# Tags.
+# The tags of messages.
 REQUEST = 1
 DATA = 2
 REPLY = 3
@@ -40,15 +49,15 @@ REFUSALS: tuple[type[CollectiveError], ...] = (MismatchError, NonFiniteError)
 # Small enough to arrive without anybody waiting for it.
 REFUSAL_BYTES = 800
 
-STAND_NUMBERS = 9
-NO_STAND = (-1,) * STAND_NUMBERS
+POSITION_NUMBERS = 9
+NO_POSITION = (-1,) * POSITION_NUMBERS
 
-REQUEST_FORMAT = f"<qqq?dd?q{STAND_NUMBERS}q"
+REQUEST_FORMAT = f"<qqq?dd?q{POSITION_NUMBERS}q"
 REPLY_FORMAT = f"<qq?qqdbh{REFUSAL_BYTES}s"
 
 
 class Kind(enum.IntEnum):
-    """What a worker wants.
+    """The kind of a request.
 
     The first request of a job is the chief's LOAD; servers let all others wait for it.
     """
@@ -56,55 +65,55 @@ class Kind(enum.IntEnum):
     LOAD = 1  # the chief gives weights and the optimizer's state
     PULL = 2  # the weights
     PUSH = 3  # a gradient, for which the weights come back
-    DONE = 4  # nothing more; answered when all are done, the chief with the optimizer's state, too
+    END = 4  # nothing more; answered when all are done, the chief with the optimizer's state, too
     LOOK = 5  # how things are; answered at once, without weights
-    LEAVE = 6  # no gradient any more, but DONE comes later; answered as LOOK
+    LEAVE = 6  # no gradient any more, but END comes later; answered as LOOK
     FREEZE = 7  # the chief wants a snapshot; answered with how far the server is
-    SNAPSHOT = 8  # the chief says how far to go; weights, state and stands of that moment
+    SNAPSHOT = 8  # the chief says how far to go; weights, state and positions of that moment
     STATE = 9  # the chief wants weights and state as they are; answered at once
 
 
 class Request(NamedTuple):
-    """A worker's words.
+    """What a worker asks of a server.
 
     Attributes:
-        kind: What it wants.
-        step: Of a gradient: the number that the server gave with the weights.
-        version: Of the weights that a gradient was computed with.
-        counts: Whether a gradient follows; there may be none in a step.
-        weight: What it counts for beside those of other workers.
+        kind: Which request it is.
+        step: For a gradient, the number that the server gave with the weights.
+        version: For a gradient, how many updates went into the weights it was computed with.
+        has_gradient: Whether a gradient follows; there may be none in a step.
+        weight: How much a gradient counts beside those of other workers.
         learning_rate: The chief's, where it has one to tell; NaN otherwise.
         stop: Whether a worker that is done wants the others to end as well.
         signal: One that came to this worker; the chief's is the one by which it ends all. 0 for
             none.
-        stand: Where the worker is in its data when this gradient is applied; numbers that servers
-            keep for a snapshot. ``NO_STAND`` leaves the last ones.
+        position: Where the worker is in its data when this gradient is applied; numbers that
+            servers keep for a snapshot. ``NO_POSITION`` leaves the last ones.
     """
 
     kind: Kind
     step: int = 0
     version: int = 0
-    counts: bool = False
+    has_gradient: bool = False
     weight: float = 0.0
     learning_rate: float = float("nan")
     stop: bool = False
     signal: int = 0
-    stand: tuple[int, ...] = NO_STAND
+    position: tuple[int, ...] = NO_POSITION
 
     def pack(self) -> np.ndarray:
-        """As bytes."""
-        return _pack(REQUEST_FORMAT, (*self[:-1], *self.stand))
+        """The request as bytes."""
+        return _pack(REQUEST_FORMAT, (*self[:-1], *self.position))
 
     @classmethod
     def unpack(cls, data: np.ndarray) -> Request:
-        """From ``pack``'s bytes."""
+        """The request that ``pack`` made these bytes of."""
         kind, *others = struct.unpack(REQUEST_FORMAT, data.tobytes())
-        single, stand = others[:-STAND_NUMBERS], others[-STAND_NUMBERS:]
-        return cls(*(Kind(kind), *single, tuple(stand)))
+        single, position = others[:-POSITION_NUMBERS], others[-POSITION_NUMBERS:]
+        return cls(*(Kind(kind), *single, tuple(position)))
 
     @classmethod
     def buffer(cls) -> np.ndarray:
-        """Where one fits."""
+        """Room for the bytes of one."""
         return np.empty(struct.calcsize(REQUEST_FORMAT), np.uint8)
 
 
@@ -112,7 +121,7 @@ class Reply(NamedTuple):
     """A server's answer; the weights come after it.
 
     Attributes:
-        step: Number of the next step of this worker.
+        step: The number of this worker's next step.
         version: How many updates went into the weights.
         stop: Whether training is to end.
         refusal: What was wrong with the request; empty where nothing was. Otherwise the weights
@@ -120,7 +129,7 @@ class Reply(NamedTuple):
         signal: To the chief, one that came to some rank; to the others, the one by which the chief
             has ended the training. 0 for none.
         training: How many workers may still send gradients.
-        learning_rate: Of the next update; NaN where workers don't need it.
+        learning_rate: What the next update uses; NaN where workers don't need it.
         error: Which of ``REFUSALS`` a refusal is.
     """
 
@@ -134,7 +143,7 @@ class Reply(NamedTuple):
     error: int = 0
 
     def pack(self) -> np.ndarray:
-        """As bytes."""
+        """The reply as bytes."""
         text = self.refusal.encode()[:REFUSAL_BYTES]
         numbers = (self.step, self.version, self.stop, self.signal, self.training)
         more = (self.learning_rate, self.error)
@@ -142,7 +151,7 @@ class Reply(NamedTuple):
 
     @classmethod
     def unpack(cls, data: np.ndarray) -> Reply:
-        """From ``pack``'s bytes."""
+        """The reply that ``pack`` made these bytes of."""
         *numbers, signal, training, rate, error, length, text = struct.unpack(
             REPLY_FORMAT, data.tobytes()
         )
@@ -152,8 +161,160 @@ class Reply(NamedTuple):
 
     @classmethod
     def buffer(cls) -> np.ndarray:
-        """Where one fits."""
+        """Room for the bytes of one."""
         return np.empty(struct.calcsize(REPLY_FORMAT), np.uint8)
+
+
+# Which weights are to come: newest ones may be newer than the answer, these are not.
+Wanted = Literal["newest", "these", "none"]
+
+
+@dataclass
+class ServerHandle:
+    """What a worker knows of a server.
+
+    Attributes:
+        rank: Where it is.
+        shard: Which variables it holds.
+        published: Where its weights are read; None where it sends them.
+        step: The number of this worker's next step there.
+        version: How many updates went into the weights that this worker has.
+    """
+
+    rank: int
+    shard: Shard
+    published: PublishedWeights | None
+    step: int = 0
+    version: int = 0
+
+
+class PendingRequest:
+    """Requests of one kind to all servers, which begin to travel at once, and their answers.
+
+    All is received at once: a server does nothing else until its answer has been taken, so that
+    whoever took one after another could wait for a server that waits for it.
+
+    Args:
+        messages: The way to the servers.
+        servers: All of them.
+        requests: One for each server.
+        data: For each server, what follows the request; must stay as it is until ``wait`` returns.
+        buffers: For each server, where weights go.
+        wanted: Which weights are to come.
+        more: For each server, where to put what follows the weights.
+        endless: Whether to wait without a limit, as in ``PointToPoint.wait``.
+    """
+
+    def __init__(
+        self,
+        messages: PointToPoint,
+        servers: Sequence[ServerHandle],
+        requests: Sequence[Request],
+        *,
+        data: Sequence[Sequence[np.ndarray]] | None,
+        buffers: Sequence[np.ndarray],
+        wanted: Wanted,
+        more: Sequence[Sequence[np.ndarray]] | None = None,
+        endless: bool = False,
+    ) -> None:
+        self._messages = messages
+        self._what = f"{requests[0].kind.name.lower()}, for the parameter servers"
+        self._endless = endless
+        self._published = [peer.published if wanted == "newest" else None for peer in servers]
+        self._answers = [Reply.buffer() for _ in servers]
+        # What is sent must live until it has been.
+        self._sent: list[np.ndarray] = []
+        self._pending: list[PendingMessage] = []
+        self.buffers = buffers
+        self.replies: list[Reply] = []
+        """The answers, once they have come."""
+        self.versions: list[int] = []
+        """How many updates went into the weights in ``buffers``."""
+        self.heard_s = 0.0
+        """When the answers came, on the monotonic clock."""
+        for number, peer in enumerate(servers):
+            start_receive, start_send = messages.start_receive, messages.start_send
+            self._pending += start_receive(self._answers[number], peer.rank, REPLY)
+            sends_weights = wanted != "none" and self._published[number] is None
+            parts = [buffers[number]] if sends_weights else []
+            for buffer in (*parts, *(more[number] if more is not None else ())):
+                self._pending += start_receive(buffer, peer.rank, REPLY_DATA)
+            request, blocks = requests[number].pack(), data[number] if data is not None else ()
+            self._pending += start_send(request, peer.rank, REQUEST)
+            for block in blocks:
+                self._pending += start_send(block, peer.rank, DATA)
+            self._sent += [request, *blocks]
+
+    def wait(self, unless: Callable[[], bool] = lambda: False) -> None:
+        """Return when all answers have come, and weights that are read have been.
+
+        Args:
+            unless: Gives up when it returns True, as in ``PointToPoint.wait``.
+
+        Raises:
+            PeerFailedError: Another rank failed or left meanwhile.
+            CollectiveTimeoutError: The time is over.
+        """
+        self._messages.wait(self._pending, self._what, endless=self._endless, unless=unless)
+        if unless():
+            return
+        self._pending, self._sent = [], []
+        self.heard_s = time.monotonic()
+        self.replies = [Reply.unpack(answer) for answer in self._answers]
+        self.versions = [reply.version for reply in self.replies]
+        if any(reply.refusal for reply in self.replies):
+            return
+        for number, published in enumerate(self._published):
+            if published is not None:
+                # They are of the reply's version, or newer.
+                self.versions[number] = published.read(self.buffers[number])
+
+
+class ReplySender:
+    """Sends each worker one answer after another.
+
+    A worker that has died gets none, which is no error: who is lost is seen elsewhere, for all of
+    them together.
+
+    Args:
+        messages: The way to the workers.
+    """
+
+    def __init__(self, messages: PointToPoint) -> None:
+        self._messages = messages
+        # By worker; MPI reads what is sent until it is taken.
+        self._untaken: dict[int, tuple[np.ndarray, Sequence[PendingMessage]]] = {}
+
+    def send(self, worker: int, reply: Reply, data: Sequence[np.ndarray]) -> None:
+        """Send an answer; return when data that come with it are taken, and at once without any.
+
+        A worker that says nothing any more would keep the others waiting otherwise.
+
+        Args:
+            worker: The rank that asked; it has taken the answer before this one.
+            reply: What is answered.
+            data: What follows it.
+        """
+        packed = reply.pack()
+        with contextlib.suppress(PeerLostError):
+            # Taken long ago, but MPI keeps what belongs to a message until somebody has asked.
+            self._await_taken(worker)
+            pending = self._messages.start_send(packed, worker, REPLY)
+            for part in data:
+                pending += self._messages.start_send(part, worker, REPLY_DATA)
+            self._untaken[worker] = packed, pending
+            if data:
+                self._await_taken(worker)
+
+    def finish(self) -> None:
+        """Return when every answer is taken."""
+        for worker in tuple(self._untaken):
+            with contextlib.suppress(PeerLostError):
+                self._await_taken(worker)
+
+    def _await_taken(self, worker: int) -> None:
+        _, pending = self._untaken.pop(worker, (None, ()))
+        self._messages.wait(pending, f"parameter server, for rank {worker} to take its answer")
 
 
 def _pack(form: str, values: tuple[object, ...]) -> np.ndarray:

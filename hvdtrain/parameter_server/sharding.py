@@ -17,21 +17,20 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from hvdtrain.collectives.fusion import ALIGNMENT_BYTES
 from hvdtrain.errors import ConfigurationError, ModelError
 
 __all__ = [
-    "ALIGNMENT_BYTES",
     "Shard",
     "Spec",
     "VariableSlice",
+    "aligned",
+    "assemble",
     "numpy_dtype",
     "shard_variables",
     "specs_of",
-    "take_rows",
 ]
 
-# TensorFlow reads memory of others in place only at this alignment.
-ALIGNMENT_BYTES = 64
 # Rows larger than this part of a shard are cut, or shards would differ too much.
 _LARGEST_ROW = 0.02
 
@@ -127,19 +126,6 @@ class Shard:
             else:
                 view.reshape(-1)[...] = array.reshape(-1)[piece.start : piece.stop]
 
-    def unpack(
-        self, buffer: np.ndarray, arrays: Sequence[np.ndarray] | Mapping[int, np.ndarray]
-    ) -> None:
-        """Copy ``buffer`` to its places in whole variables, which must be contiguous."""
-        for piece, view in zip(self.pieces, self.views(buffer)):
-            array = arrays[piece.variable]
-            if not array.flags.c_contiguous:
-                raise ValueError(
-                    f"Array {piece.variable} of shape {array.shape} is not contiguous, and can't "
-                    "be filled in part. Give one that np.ascontiguousarray returns."
-                )
-            array.reshape(-1)[piece.start : piece.stop] = view.reshape(-1)
-
     def check(self, buffer: np.ndarray) -> None:
         """Raise ValueError unless ``buffer`` can hold this shard."""
         if buffer.dtype != np.uint8 or buffer.shape != (self.nbytes,):
@@ -189,28 +175,26 @@ def shard_variables(
     return tuple(_lay_out(specs, sorted(part)) for part in parts)
 
 
-def take_rows(
-    piece: VariableSlice, spec: Spec, indices: np.ndarray, values: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of a sparse gradient that belong to ``piece``, counted from its first row.
-
-    Args:
-        piece: Consists of whole rows.
-        spec: That of its variable.
-        indices: Rows of the variable, shape ``(n,)``.
-        values: Their gradients, shape ``(n, *spec.shape[1:])``.
-
-    Raises:
-        ValueError: ``piece`` has parts of rows.
-    """
-    if not spec.shape or piece.start % spec.row or piece.stop % spec.row:
-        raise ValueError(
-            f"Elements {piece.start} to {piece.stop} of {spec.path}, of shape {spec.shape}, are "
-            "not whole rows. Send the gradient of this variable as a whole."
-        )
-    first, last = piece.start // spec.row, piece.stop // spec.row
-    mine = (indices >= first) & (indices < last)
-    return indices[mine] - first, values[mine]
+def assemble(
+    specs: Sequence[Spec], shards: Sequence[Shard], buffers: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """All variables from the buffers of all shards; without a copy where one has the whole."""
+    found: dict[int, np.ndarray] = {}
+    for shard, buffer in zip(shards, buffers):
+        for piece, view in zip(shard.pieces, shard.views(buffer)):
+            spec = specs[piece.variable]
+            if view.size == spec.size:
+                found[piece.variable] = view
+                continue
+            if piece.variable not in found:
+                found[piece.variable] = np.empty(spec.shape, view.dtype)
+            flat = found[piece.variable].reshape(-1)
+            flat[piece.start : piece.stop] = view.reshape(-1)
+    # Variables without elements are in no shard.
+    return [
+        found[number] if number in found else np.empty(spec.shape, numpy_dtype(spec.dtype))
+        for number, spec in enumerate(specs)
+    ]
 
 
 class _Sequence:
@@ -301,7 +285,7 @@ def _lay_out(specs: Sequence[Spec], parts: Iterable[tuple[int, int, int]]) -> Sh
             shape = (stop - start,)
         piece = VariableSlice(variable, start, stop, shape, spec.dtype, offset)
         pieces.append(piece)
-        offset += -(-piece.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offset += aligned(piece.nbytes)
     return Shard(tuple(pieces), offset)
 
 
@@ -319,6 +303,11 @@ def _check_servers(servers: int, elements: int, kept: int) -> None:
         )
 
 
+def aligned(nbytes: int) -> int:
+    """The least multiple of ``ALIGNMENT_BYTES`` that ``nbytes`` fit into."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 def numpy_dtype(name: str) -> np.dtype:
-    """Also for names that NumPy itself doesn't know."""
+    """The type of a name, such as ``bfloat16``, which NumPy itself needn't know."""
     return np.dtype(getattr(ml_dtypes, name, name))

@@ -10,11 +10,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.fusion import ALIGNMENT_BYTES, BufferPool
 from hvdtrain.errors import ModelError
-from hvdtrain.parameter_server.gradient_packing import Rows
+from hvdtrain.parameter_server.gradients import Rows
 from hvdtrain.parameter_server.optimizer_state import assign_state, read_state
-from hvdtrain.parameter_server.sharded_optimizers import is_elementwise, own_optimizer, paced
-from hvdtrain.parameter_server.sharding import ALIGNMENT_BYTES, Shard, VariableSlice
+from hvdtrain.parameter_server.shard_optimizer import (
+    is_elementwise,
+    optimizer_for_pieces,
+    scaled_learning_rate,
+)
+from hvdtrain.parameter_server.sharding import Shard, VariableSlice
 
 __all__ = ["VariableTable"]
 
@@ -40,11 +45,13 @@ class VariableTable:
     """
 
     def __init__(self, optimizer: Any, shard: Shard, variables: Sequence[Any]) -> None:
-        self._shard = shard
+        self.shard = shard
         wholes = [variables[piece.variable] for piece in shard.pieces]
+        self.paths = [whole.path for whole in wholes]
+        """The paths of the model's variables that the shard's pieces belong to."""
         with tf.device(_DEVICE):
             self._variables = [_piece_of(v, piece) for v, piece in zip(wholes, shard.pieces)]
-            self._optimizer = own_optimizer(optimizer, self._variables, wholes)
+            self._optimizer = optimizer_for_pieces(optimizer, self._variables, wholes)
         keeps = not is_elementwise(optimizer)
         self._copied = [keeps or variable.overwrite_with_gradient for variable in self._variables]
         read_state(self._optimizer, shard)  # fails now rather than at the first checkpoint
@@ -62,7 +69,7 @@ class VariableTable:
 
     @property
     def learning_rate(self) -> float:
-        """That of the next update. Setting it raises TypeError where a schedule decides."""
+        """The rate of the next update. Setting it raises TypeError where a schedule decides."""
         return float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
 
     @learning_rate.setter
@@ -76,9 +83,9 @@ class VariableTable:
 
     def weights(self, buffer: np.ndarray) -> None:
         """Copy the weights to ``buffer``."""
-        self._shard.check(buffer)
+        self.shard.check(buffer)
         self._bytes = self._bytes or self._read()
-        for piece, tensor in zip(self._shard.pieces, self._bytes):
+        for piece, tensor in zip(self.shard.pieces, self._bytes):
             place = buffer[piece.offset : piece.offset + piece.nbytes]
             np.copyto(place, np.asarray(memoryview(tensor)))
 
@@ -93,7 +100,7 @@ class VariableTable:
         """Update the weights once.
 
         Args:
-            buffer: The gradients.
+            buffer: The gradients of all pieces that have dense ones.
             learning_rate_factor: Multiplies the learning rate of this update.
             rows: Gradients that are zero but for some rows, by the number of their piece within
                 the shard; what ``buffer`` holds for these is not looked at. Rows are counted from
@@ -115,7 +122,7 @@ class VariableTable:
 
     def state(self) -> dict[str, np.ndarray]:
         """All that the optimizer remembers, as copies; for ``load_state`` and ``gather_state``."""
-        return read_state(self._optimizer, self._shard)
+        return read_state(self._optimizer, self.shard)
 
     def load_state(self, values: Mapping[str, np.ndarray]) -> None:
         """Go on from a state, which ``state`` or ``cut_state`` returned.
@@ -123,7 +130,7 @@ class VariableTable:
         Raises:
             CheckpointError: It is of another optimizer or another shard.
         """
-        assign_state(self._optimizer, self._shard, values)
+        assign_state(self._optimizer, self.shard, values)
 
     def _make_step(self, sparse: frozenset[int], missing: frozenset[int]) -> Callable[..., Any]:
         """One update, for gradients of which these are rows and these are missing.
@@ -131,22 +138,22 @@ class VariableTable:
         It returns the weights: one call more would cost as much as copying a megabyte.
         """
         signature = [
-            tf.TensorSpec([self._shard.nbytes], tf.uint8),
+            tf.TensorSpec([self.shard.nbytes], tf.uint8),
             tf.TensorSpec([], tf.float32),
         ]
         for number in sorted(sparse):
-            piece = self._shard.pieces[number]
+            piece = self.shard.pieces[number]
             signature.append(tf.TensorSpec([None], tf.int64))
             signature.append(tf.TensorSpec([None, *piece.shape[1:]], piece.dtype))
 
         def step(flat: tf.Tensor, factor: tf.Tensor, *rows: tf.Tensor) -> list[tf.Tensor]:
             pairs = dict(zip(sorted(sparse), zip(rows[::2], rows[1::2])))
             present = [n for n in range(len(self._variables)) if n not in missing]
-            with tf.device(_DEVICE), paced(self._optimizer, factor):
+            with tf.device(_DEVICE), scaled_learning_rate(self._optimizer, factor):
                 gradients = [
-                    _slices(*pairs[n], self._shard.pieces[n].shape)
+                    _slices(*pairs[n], self.shard.pieces[n].shape)
                     if n in pairs
-                    else _value_in(flat, self._shard.pieces[n], copied=self._copied[n])
+                    else _value_in(flat, self.shard.pieces[n], copied=self._copied[n])
                     for n in present
                 ]
                 if present:
@@ -171,7 +178,7 @@ class VariableTable:
 
     def _assign_all(self, flat: tf.Tensor) -> None:
         with tf.device(_DEVICE):
-            for piece, variable in zip(self._shard.pieces, self._variables):
+            for piece, variable in zip(self.shard.pieces, self._variables):
                 variable.assign(_value_in(flat, piece))
 
     def _read_all(self) -> list[tf.Tensor]:
@@ -182,11 +189,11 @@ class VariableTable:
 
     def _tensor(self, buffer: np.ndarray) -> tf.Tensor:
         """A tensor that lives in ``buffer``."""
-        self._shard.check(buffer)
+        self.shard.check(buffer)
         # TensorFlow ends the process where memory isn't aligned.
         if buffer.ctypes.data % ALIGNMENT_BYTES or not buffer.flags.writeable:
             if self._aligned is None:
-                self._aligned = _aligned(self._shard.nbytes)
+                self._aligned = BufferPool().take(self.shard.nbytes)
             np.copyto(self._aligned, buffer)
             buffer = self._aligned
         return tf.experimental.dlpack.from_dlpack(buffer.__dlpack__())
@@ -234,9 +241,3 @@ def _slices(indices: tf.Tensor, values: tf.Tensor, shape: Sequence[int]) -> tf.I
     unique, places = tf.unique(indices)
     sums = tf.math.unsorted_segment_sum(values, places, tf.size(unique))
     return tf.IndexedSlices(sums, unique, tf.constant(shape, tf.int64))
-
-
-def _aligned(nbytes: int) -> np.ndarray:
-    raw = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
-    skip = -raw.ctypes.data % ALIGNMENT_BYTES
-    return raw[skip : skip + nbytes]

@@ -8,12 +8,13 @@ import numpy as np
 from hvdtrain import world as state
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.consistency import Asynchronous, Synchronous
+from hvdtrain.parameter_server.optimizer_state import put_states, take_states
 from hvdtrain.parameter_server.server import Server
-from hvdtrain.parameter_server.shard_buffers import ShardBuffers, put_states, take_states
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
-from hvdtrain.parameter_server.shared_gradients import share_slots
-from hvdtrain.parameter_server.shared_weights import share_weights
-from hvdtrain.parameter_server.staleness_stats import StalenessStats
+from hvdtrain.parameter_server.shared_memory import share_memory
+from hvdtrain.parameter_server.update_log import StalenessStats
+from hvdtrain.parameter_server.updates import ShardUpdates
+from hvdtrain.parameter_server.variable_table import VariableTable
 
 WORKERS = (0, 1)
 SHAPES = [(1500, 2), (5,), ()]
@@ -52,9 +53,9 @@ class Worker:
     def last(self, **options):
         """All weights in the end."""
         if self.rank:
-            return self.client.done(**options)
+            return self.client.end(**options)
         states = [np.empty_like(s) for s in take_states(self.optimizer, self._shards)]
-        weights = self.client.done(states=states, **options)
+        weights = self.client.end(states=states, **options)
         put_states(self.optimizer, self._shards, states)
         return weights
 
@@ -90,15 +91,17 @@ def went(weights):
     return float(values[0])
 
 
-def serve(work, rule, *, optimizer=None, scale_by_staleness=False, **options):
+UPDATE_OPTIONS = ("scale_by_staleness", "delay_compensation", "log")
+
+
+def serve(work, consistency, *, optimizer=None, **options):
     """Let ranks 0 and 1 ``work`` and the others serve.
 
     Args:
         work: Called with a ``Worker``.
-        rule: Makes the rule of a server.
-        optimizer: Of the model.
-        scale_by_staleness: As for ``Server``.
-        options: More of them.
+        consistency: Makes the consistency model of a server.
+        optimizer: The model's.
+        options: More, as for ``Server`` and ``ShardUpdates``.
 
     Returns:
         What ``work`` returned on each worker, and the servers' counts.
@@ -110,31 +113,23 @@ def serve(work, rule, *, optimizer=None, scale_by_staleness=False, **options):
     optimizer.build(variables)
     specs = specs_of(variables)
     shards = shard_variables(specs, len(servers))
-    weights = share_weights(
+    memory = share_memory(
         collectives, servers, shards, readable="delay_compensation" not in options
     )
-    slots = share_slots(collectives, servers, shards, weights.readers)
     messages, signals = collectives.messages(), collectives.messages()
     if collectives.rank in WORKERS:
-        client = Client(messages, specs, servers, shards, weights.published, slots)
+        client = Client(messages, specs, servers, shards, memory)
         said = work(Worker(collectives.rank, client, signals, optimizer, shards))
     else:
         shard = shards[servers.index(collectives.rank)]
-        holding = ShardBuffers(optimizer, shard, variables)
+        table = VariableTable(optimizer, shard, variables)
+        of_updates = {name: options.pop(name) for name in UPDATE_OPTIONS if name in options}
+        updates = ShardUpdates(table, memory.published[collectives.rank], **of_updates)
         server = Server(
-            messages,
-            holding,
-            shard,
-            published=weights.published[collectives.rank],
-            readers=weights.readers,
-            slots=slots,
-            workers=WORKERS,
-            rule=rule(),
-            scale_by_staleness=scale_by_staleness,
-            **options,
+            messages, updates, memory, workers=WORKERS, consistency=consistency(), **options
         )
         server.serve()
-        said = server.counts.to_json()
+        said = updates.counts.to_json()
     everyone = collectives.allgather_object(said, name="what came of it")
     return everyone[:2], [StalenessStats.from_json(counts) for counts in everyone[2:]]
 

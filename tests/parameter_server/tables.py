@@ -5,8 +5,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.parameter_server.optimizer_state import cut_state, gather_state
-from hvdtrain.parameter_server.sharded_optimizers import stays_whole
-from hvdtrain.parameter_server.sharding import shard_variables, specs_of
+from hvdtrain.parameter_server.shard_optimizer import stays_whole
+from hvdtrain.parameter_server.sharding import assemble, shard_variables, specs_of
 from hvdtrain.parameter_server.variable_table import VariableTable
 
 opt = keras.optimizers
@@ -55,12 +55,10 @@ class Servers:
             table.apply(self.packed(shard, gradients), **options)
 
     def weights(self):
-        values = [np.zeros(v.shape, tf.as_dtype(v.dtype).as_numpy_dtype) for v in self.variables]
-        for shard, table in zip(self.shards, self.tables):
-            buffer = np.zeros(shard.nbytes, np.uint8)
+        buffers = [np.zeros(shard.nbytes, np.uint8) for shard in self.shards]
+        for table, buffer in zip(self.tables, buffers):
             table.weights(buffer)
-            shard.unpack(buffer, values)
-        return values
+        return assemble(specs_of(self.variables), self.shards, buffers)
 
     def gather(self, optimizer):
         gather_state(optimizer, self.shards, [table.state() for table in self.tables])

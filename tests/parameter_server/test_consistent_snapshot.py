@@ -5,8 +5,7 @@ from collections import deque
 
 import pytest
 
-from hvdtrain.parameter_server.consistency import Asynchronous, Synchronous
-from hvdtrain.parameter_server.consistent_snapshot import ConsistentSnapshot
+from hvdtrain.parameter_server.consistency import Asynchronous, ConsistentSnapshot, Synchronous
 from hvdtrain.parameter_server.protocol import Kind, Request
 
 # What a server has of a worker that died, after the last message that came.

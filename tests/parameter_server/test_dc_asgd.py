@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from hvdtrain.parameter_server.dc_asgd import DelayCompensation
-from hvdtrain.parameter_server.gradient_packing import Rows, pack_gradients
+from hvdtrain.parameter_server.gradients import Rows, pack_gradients
 from hvdtrain.parameter_server.sharding import Spec, numpy_dtype, shard_variables
+from hvdtrain.parameter_server.updates import DelayCompensation
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -25,7 +25,7 @@ def test_squares_of_half_types_do_not_overflow(dtype):
     parts = pack_gradients(shard, specs, [dense, None, rows], flat)
     corrected = compensation.correct(3, parts, weights)
     assert corrected.missing == [1]
-    assert [view.tolist() for view in corrected.dense()] == [[[1536.0, 1536.0]] * 4]
+    assert corrected.by_piece()[0].tolist() == [[1536.0, 1536.0]] * 4
     found = corrected.rows[2]
     assert found.values.dtype == numpy_dtype(dtype)
     assert found.indices.tolist() == [0, 2]

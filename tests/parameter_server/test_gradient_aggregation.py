@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import MismatchError
-from hvdtrain.parameter_server.gradient_aggregation import GradientAggregation
-from hvdtrain.parameter_server.gradient_packing import Rows, pack_gradients
+from hvdtrain.parameter_server.gradients import Rows, pack_gradients
 from hvdtrain.parameter_server.sharding import Spec, numpy_dtype, shard_variables
+from hvdtrain.parameter_server.updates import GradientMean
 
 
 def specs(*shapes, dtype="float32"):
@@ -57,12 +57,12 @@ def test_weighted_mean(dtype, tolerance):
         expected = np.average(each, axis=0, weights=weights)
         np.testing.assert_allclose(found.astype("float64"), expected, tolerance, tolerance)
 
-    gathering, buffer = GradientAggregation(), Buffer(variables)
+    gathering, buffer = GradientMean(), Buffer(variables)
     for order in ([2, 0, 1], [0, 1, 2]):
         for worker in order:
             gathering.add(buffer.parts(gradients_of(worker, variables)), weights[worker])
-        mean = gathering.mean()
-        for number, found in enumerate(mean.dense()):
+        mean = gathering.take()
+        for number, found in enumerate(mean.by_piece()[:2]):
             assert found.dtype == numpy_dtype(dtype)
             check(found, [gradients[number].astype("float64") for gradients in every])
         (rows,) = mean.rows.values()
@@ -78,40 +78,40 @@ def test_sums_are_wider_than_gradients(dtype):
     """Weights are numbers of samples: a sum may be more than float16 holds, or bfloat16 counts."""
     variables = specs((2,), (4, 1), dtype=dtype)
     kind = numpy_dtype(dtype)
-    gathering, buffer = GradientAggregation(), Buffer(variables)
+    gathering, buffer = GradientMean(), Buffer(variables)
     values = np.array([2048.0, 1.0], kind)
     rows = Rows(np.array([1, 3]), values.reshape(2, 1))
     for _ in range(600):
         gathering.add(buffer.parts([values, rows]), 128.0)
-    mean = gathering.mean()
-    for found in (next(mean.dense()), mean.rows[1].values.reshape(-1)):
+    mean = gathering.take()
+    for found in (mean.by_piece()[0], mean.rows[1].values.reshape(-1)):
         np.testing.assert_array_equal(found, values)
 
 
 def test_one_worker():
     variables = specs((4, 5), (), (20, 3), (2,))
-    gathering, buffer = GradientAggregation(), Buffer(variables)
+    gathering, buffer = GradientMean(), Buffer(variables)
     expected = gradients_of(0, variables)
     gathering.add(buffer.parts(expected), 16.0)
-    mean = gathering.mean()
-    for found, gradient in zip(mean.dense(), expected):
+    mean = gathering.take()
+    for found, gradient in zip(mean.by_piece()[:2], expected):
         np.testing.assert_array_equal(found, gradient)
     found = whole(variables[2], mean.rows[2])
     np.testing.assert_allclose(found, whole(variables[2], expected[2]), 1e-6, 1e-6)
 
 
 def test_nothing():
-    gathering = GradientAggregation()
-    assert gathering.mean() is None
+    gathering = GradientMean()
+    assert gathering.take() is None
     gathering.add(Buffer(specs((2,))).parts([np.ones(2, "float32")]), 1.0)
-    assert gathering.mean() is not None
-    assert gathering.mean() is None
+    assert gathering.take() is not None
+    assert gathering.take() is None
 
 
 def test_different_variables_change_nothing():
     """Who sends them is told so, and what others have sent is as it was."""
     variables = specs((2,), (3, 2))
-    gathering, buffer = GradientAggregation(), Buffer(variables)
+    gathering, buffer = GradientMean(), Buffer(variables)
     ones = np.ones(2, "float32")
     rows = Rows(np.array([1]), np.ones((1, 2), "float32"))
     gathering.add(buffer.parts([ones, rows]), 1.0)
@@ -119,8 +119,8 @@ def test_different_variables_change_nothing():
         with pytest.raises(MismatchError, match="Workers have gradients for different variables"):
             gathering.add(buffer.parts(others), 5.0)
     gathering.add(buffer.parts([3 * ones, rows]), 1.0)
-    mean = gathering.mean()
-    np.testing.assert_array_equal(next(mean.dense()), [2.0, 2.0])
+    mean = gathering.take()
+    np.testing.assert_array_equal(mean.by_piece()[0], [2.0, 2.0])
     np.testing.assert_array_equal(mean.rows[1].indices, [1])
     np.testing.assert_array_equal(mean.rows[1].values, [[1.0, 1.0]])
 
@@ -128,7 +128,7 @@ def test_different_variables_change_nothing():
 def test_memory_does_not_grow_with_workers():
     """Neither with the rows that they send: there are never more than the variable has."""
     variables = specs((50_000,), (1000, 50))
-    gathering, buffer = GradientAggregation(), Buffer(variables)
+    gathering, buffer = GradientMean(), Buffer(variables)
     dense = np.ones(50_000, "float32")
     rows = Rows(np.arange(1000), np.ones((1000, 50), "float32"))
     held = []

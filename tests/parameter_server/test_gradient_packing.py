@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import MismatchError
-from hvdtrain.parameter_server.gradient_packing import CHECKED_ITEMS, Parts, Rows, pack_gradients
+from hvdtrain.parameter_server.gradients import CHECKED_ITEMS, Rows, ShardGradients, pack_gradients
 from hvdtrain.parameter_server.sharding import Spec, numpy_dtype, shard_variables
 
 SHAPES = [(7, 6), (6,), (90, 2), (), (3, 200), (2, 3, 4), (50,)]
@@ -33,7 +33,7 @@ def packed(shard, specs, gradients):
 def received(parts):
     """What comes out at the other end, which knows the shard, and is told the kinds."""
     flat = np.full(parts.shard.nbytes, 255, np.uint8)
-    there = Parts.expect(parts.shard, parts.words.copy(), flat)
+    there = ShardGradients.expect(parts.shard, parts.header.copy(), flat)
     for sent, room in zip(parts.blocks(), there.blocks(), strict=True):
         assert (sent.dtype, sent.shape) == (room.dtype, room.shape)
         assert room.flags.c_contiguous
@@ -56,20 +56,18 @@ def put_together(specs, shards, parts):
     """The gradients of all variables from those that the servers have."""
     found = [None] * len(specs)
     for shard, part in zip(shards, parts):
-        dense = part.dense()
-        for number, piece in enumerate(shard.pieces):
+        for number, (piece, gradient) in enumerate(zip(shard.pieces, part.by_piece())):
             if number in part.missing:
                 continue
             if number in part.rows:
                 values = whole(Spec("", piece.shape, piece.dtype), part.rows[number])
             else:
-                values = next(dense).astype("float64")
+                values = gradient.astype("float64")
             if found[piece.variable] is None:
                 found[piece.variable] = np.full(specs[piece.variable].shape, np.nan)
             flat = found[piece.variable].reshape(-1)
             assert np.isnan(flat[piece.start : piece.stop]).all()
             flat[piece.start : piece.stop] = values.reshape(-1)
-        assert next(dense, None) is None
     return found
 
 
@@ -156,14 +154,14 @@ def test_what_no_worker_can_have(kinds):
     """There are no rows of a scalar, and no numbers below those with a meaning."""
     (shard,) = shard_variables(specs((4, 2), ()), 1)
     with pytest.raises(MismatchError, match=r"Gradients of kinds \[.*\] came for 2 pieces"):
-        Parts.expect(shard, np.array([-1, *kinds]), np.empty(shard.nbytes, np.uint8))
+        ShardGradients.expect(shard, np.array([-1, *kinds]), np.empty(shard.nbytes, np.uint8))
 
 
 @pytest.mark.parametrize("indices", [[-1, 2], [0, 4], [1 << 40]])
 def test_rows_that_there_are_not(indices):
     (shard,) = shard_variables(specs((4, 2)), 1)
     values = np.zeros((len(indices), 2), "float32")
-    parts = Parts(
+    parts = ShardGradients(
         shard=shard,
         kinds=np.array([len(indices)]),
         flat=np.empty(shard.nbytes, np.uint8),
@@ -197,4 +195,4 @@ def test_a_slot_that_there_is_not(slot):
     (shard,) = shard_variables(specs((4, 2)), 1)
     flat = np.empty(shard.nbytes, np.uint8)
     with pytest.raises(MismatchError, match=f"in slot {slot} of 2 that this server sees"):
-        Parts.expect(shard, np.array([slot, -2]), flat, [flat, flat])
+        ShardGradients.expect(shard, np.array([slot, -2]), flat, [flat, flat])

@@ -2,7 +2,7 @@
 
 import math
 
-from hvdtrain.parameter_server.liveness import WorkerLiveness
+from hvdtrain.parameter_server.consistency import WorkerLiveness
 
 
 def stepped(workers, *, now=0.0, silence_s=5.0):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hvdtrain.parameter_server.protocol import STAND_NUMBERS, Kind, Reply, Request
+from hvdtrain.parameter_server.protocol import POSITION_NUMBERS, Kind, Reply, Request
 
 
 def arrived(message):
@@ -19,10 +19,12 @@ def arrived(message):
 
 @pytest.mark.parametrize("kind", Kind)
 def test_request(kind):
-    request = Request(kind, 3, 1 << 40, counts=True, weight=0.1, learning_rate=1e-30, stop=True)
+    request = Request(
+        kind, 3, 1 << 40, has_gradient=True, weight=0.1, learning_rate=1e-30, stop=True
+    )
     assert arrived(request) == request
     assert isinstance(arrived(request).kind, Kind)
-    request = request._replace(signal=15, stand=tuple(range(-1, STAND_NUMBERS - 1)))
+    request = request._replace(signal=15, position=tuple(range(-1, POSITION_NUMBERS - 1)))
     assert arrived(request) == request
 
 

@@ -11,8 +11,8 @@ from hvdtrain import world as state
 from hvdtrain.bench.machine import resident_bytes
 from hvdtrain.collectives import point_to_point as messages_module
 from hvdtrain.errors import MismatchError, NonFiniteError
-from hvdtrain.parameter_server import gradient_packing as gradients_module
-from hvdtrain.parameter_server.gradient_packing import Rows
+from hvdtrain.parameter_server import gradients as gradients_module
+from hvdtrain.parameter_server.gradients import Rows
 from tests.parameter_server.serving import SHAPES, START, WORKERS, free, rounds, serve, went
 
 one_server = pytest.mark.ranks(3)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import ModelError
-from hvdtrain.parameter_server.sharded_optimizers import check_optimizer, stays_whole
+from hvdtrain.parameter_server.shard_optimizer import check_optimizer, stays_whole
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.parameter_server.variable_table import VariableTable
 from tests.parameter_server.tables import (

@@ -4,7 +4,7 @@ import pytest
 
 from hvdtrain import world as state
 from hvdtrain.parameter_server.sharding import Spec, shard_variables
-from hvdtrain.parameter_server.shared_gradients import SLOTS, share_slots
+from hvdtrain.parameter_server.shared_memory import GRADIENT_SLOTS, share_memory
 from tests.parameter_server.serving import WORKERS, free, serve
 
 
@@ -17,7 +17,7 @@ def test_each_worker_has_slots_for_each_server(world):
     shards = shard_variables(
         [Spec("kernel", (1000, 3), "float32"), Spec("bias", (7,), "float32")], len(servers)
     )
-    slots = share_slots(collectives, servers, shards, frozenset(ranks))
+    slots = share_memory(collectives, servers, shards).slots
     others = servers if collectives.rank in WORKERS else list(WORKERS)
     assert sorted(slots) == others
     if collectives.rank in WORKERS:
@@ -26,7 +26,7 @@ def test_each_worker_has_slots_for_each_server(world):
                 buffer[...] = 100 * collectives.rank + 10 * server + number
     collectives.barrier()
     for other, buffers in slots.items():
-        assert len(buffers) == SLOTS
+        assert len(buffers) == GRADIENT_SLOTS
         for number, buffer in enumerate(buffers):
             worker, server = sorted([other, collectives.rank])
             assert buffer.size == shards[servers.index(server)].nbytes
@@ -36,15 +36,24 @@ def test_each_worker_has_slots_for_each_server(world):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("shares", [True, False])
-def test_where_ranks_cannot_share(world, monkeypatch, shares):
+@pytest.mark.parametrize("case", ["another host", "no memory", "no memory for gradients"])
+def test_where_ranks_cannot_share(world, monkeypatch, case):
     """Neither with a server of another host, nor where there is no memory for it."""
     collectives = state.collectives()
-    if not shares:
-        monkeypatch.setattr(collectives, "share", lambda nbytes: {})
+    share, calls = collectives.share, []
+
+    def share_some(nbytes):
+        calls.append(nbytes)
+        if case == "no memory" or (case == "no memory for gradients" and len(calls) == 2):
+            return {}
+        found = share(nbytes)
+        if case == "another host":
+            return {rank: memory for rank, memory in found.items() if rank == collectives.rank}
+        return found
+
+    monkeypatch.setattr(collectives, "share", share_some)
     (shard,) = shard_variables([Spec("kernel", (100,), "float32")], 1)
-    near = frozenset({0, 1}) if not shares else frozenset()
-    assert not share_slots(collectives, [1], [shard], near)
+    assert not share_memory(collectives, [1], [shard]).slots
 
 
 @pytest.mark.ranks(3)

@@ -5,13 +5,9 @@ import pytest
 
 from hvdtrain import world as state
 from hvdtrain.errors import CollectiveError
-from hvdtrain.parameter_server import shared_weights as module
+from hvdtrain.parameter_server import shared_memory as module
 from hvdtrain.parameter_server.sharding import Spec, shard_variables
-from hvdtrain.parameter_server.shared_weights import (
-    PublishedWeights,
-    published_bytes,
-    share_weights,
-)
+from hvdtrain.parameter_server.shared_memory import PublishedWeights, published_bytes, share_memory
 
 NBYTES = 1000
 
@@ -112,7 +108,7 @@ def test_on_real_ranks(world):
     collectives = state.collectives()
     server = collectives.size - 1
     (shard,) = shard_variables([Spec("kernel", (1_000_000,), "float32")], 1)
-    weights = share_weights(collectives, [server], [shard])
+    weights = share_memory(collectives, [server], [shard])
     assert weights.readers == frozenset(range(collectives.size))
     published = weights.published[server]
     if collectives.rank == server:
@@ -136,7 +132,7 @@ def test_where_ranks_cannot_share(world, monkeypatch):
     collectives = state.collectives()
     monkeypatch.setattr(collectives, "share", lambda nbytes: {})
     (shard,) = shard_variables([Spec("kernel", (100,), "float32")], 1)
-    weights = share_weights(collectives, [1], [shard])
+    weights = share_memory(collectives, [1], [shard])
     assert weights.readers == frozenset()
     assert list(weights.published) == [1] * collectives.rank
     if collectives.rank == 1:

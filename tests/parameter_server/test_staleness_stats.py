@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from hvdtrain.parameter_server.staleness_stats import StalenessStats
+from hvdtrain.parameter_server.update_log import StalenessStats
 
 
 def counted(staleness):

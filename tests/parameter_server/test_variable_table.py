@@ -7,7 +7,8 @@ import keras
 import numpy as np
 import pytest
 
-from hvdtrain.parameter_server.sharding import shard_variables, specs_of, take_rows
+from hvdtrain.parameter_server.gradients import take_rows
+from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.parameter_server.variable_table import VariableTable
 from tests.parameter_server.tables import (
     OPTIMIZERS,

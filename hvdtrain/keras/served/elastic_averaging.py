@@ -20,7 +20,7 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
 from hvdtrain.keras.served.worker_link import WorkerLink
-from hvdtrain.parameter_server.sharded_optimizers import plain_optimizer
+from hvdtrain.parameter_server.shard_optimizer import plain_optimizer
 
 __all__ = ["ElasticExchange", "check_elastic", "servers_optimizer"]
 
@@ -101,7 +101,7 @@ class ElasticExchange(WorkerLink):
                     [-move for move in moves],
                     weight=1.0,
                     learning_rate=math.nan,
-                    stand=self._stand(ran, samples),
+                    position=self._position(ran, samples),
                 )
                 return [np.asarray(x - move, x.dtype) for x, move in zip(own, moves)]
 

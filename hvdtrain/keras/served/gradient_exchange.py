@@ -15,9 +15,8 @@ from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.optimizer_patch import accumulates
 from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
 from hvdtrain.keras.served.worker_link import WorkerLink
-from hvdtrain.parameter_server.gradient_packing import Gradient, Rows
-from hvdtrain.parameter_server.protocol import NO_STAND
-from hvdtrain.parameter_server.push_accumulation import AccumulatedPush
+from hvdtrain.parameter_server.gradients import Gradient, GradientSum, Rows
+from hvdtrain.parameter_server.protocol import NO_POSITION
 
 __all__ = ["GradientExchange"]
 
@@ -61,7 +60,7 @@ class GradientExchange(WorkerLink):
         self._is_chief = is_chief
         self._push_every = push_every
         self._overlaps = overlaps
-        self._accrued = AccumulatedPush(push_every)
+        self._accrued = GradientSum()
         self._epoch_begins = False
 
     def begin_epoch(self) -> None:
@@ -91,11 +90,11 @@ class GradientExchange(WorkerLink):
         if not self._accrued.steps:
             return None
         ran, samples = (counted.numpy() for counted in self._counted())
-        gradients, stand = self._accrued.take(), self._stand(ran, samples)
-        return self.reach().push(gradients, weight=1.0, learning_rate=math.nan, stand=stand)
+        gradients, position = self._accrued.take(), self._position(ran, samples)
+        return self.reach().push(gradients, weight=1.0, learning_rate=math.nan, position=position)
 
     def _forget(self) -> None:
-        self._accrued = AccumulatedPush(self._push_every)
+        self._accrued = GradientSum()
 
     def step(
         self,
@@ -176,9 +175,9 @@ class GradientExchange(WorkerLink):
             with self._reducer.remember_error():
                 client = self.reach()
                 gradients, weight = take(*arrays)
-                stand = self._stand(ran, samples) if ends else NO_STAND
+                position = self._position(ran, samples) if ends else NO_POSITION
                 push = client.push_ahead if self._overlaps else client.push
-                return push(gradients, weight=weight, learning_rate=float(rate), stand=stand)
+                return push(gradients, weight=weight, learning_rate=float(rate), position=position)
 
         exchange = self._run_if_any if self._overlaps else self._run
         exchange(run, [*self._counted(), rate, *inputs])
@@ -190,7 +189,7 @@ class GradientExchange(WorkerLink):
             with self._reducer.remember_error():
                 self._accrued.add(find(counts, arrays))
                 rate = self.reach().learning_rate
-                return np.array(self._accrued.complete), np.array(rate, np.float64)
+                return np.array(self._accrued.steps >= self._push_every), np.array(rate, np.float64)
 
         complete, rate = tf.numpy_function(run, [counts, *flat], [tf.bool, tf.float64])
         complete.set_shape([])

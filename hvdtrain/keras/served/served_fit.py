@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +38,11 @@ from hvdtrain.monitor import report
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.consistency import Asynchronous, Consistency, Synchronous
 from hvdtrain.parameter_server.server import Server
-from hvdtrain.parameter_server.shard_buffers import ShardBuffers
 from hvdtrain.parameter_server.sharding import Shard, Spec
-from hvdtrain.parameter_server.shared_gradients import Slots
-from hvdtrain.parameter_server.shared_weights import SharedWeights
-from hvdtrain.parameter_server.staleness_stats import StalenessStats
-from hvdtrain.parameter_server.update_log import UpdateLog
+from hvdtrain.parameter_server.shared_memory import SharedMemory
+from hvdtrain.parameter_server.update_log import StalenessStats, UpdateLog
+from hvdtrain.parameter_server.updates import ShardUpdates
+from hvdtrain.parameter_server.variable_table import VariableTable
 from hvdtrain.private_api.keras import split_validation
 
 __all__ = ["ServedFit", "Shares"]
@@ -67,16 +66,14 @@ class Shares:
         roles: Of the ranks.
         specs: Of the trainable variables.
         shards: Of each server.
-        weights: Which of their weights are read where they lie.
-        slots: Where gradients lie that are read there.
+        memory: What ranks of one host share.
         state: What their optimizers know.
     """
 
     roles: Roles
     specs: Sequence[Spec]
     shards: Sequence[Shard]
-    weights: SharedWeights
-    slots: Mapping[int, Slots]
+    memory: SharedMemory
     state: ServerOptimizerState
 
 
@@ -133,25 +130,27 @@ class ServedFit:
             state = TrainingState(self._model, single_collectives(), self._steps.samples)
             find_for_all(None, state, self._collectives)
         report.phase("serving")
-        roles, weights, settings = self._shares.roles, self._shares.weights, self._settings
+        roles, memory, settings = self._shares.roles, self._shares.memory, self._settings
         rank = self._collectives.member
         shard = self._shares.shards[roles.servers.index(rank)]
-        holding = ShardBuffers(self._shares.state.optimizer, shard, self._model.trainable_variables)
+        variables = self._model.trainable_variables
+        table = VariableTable(self._shares.state.optimizer, shard, variables)
         with self._update_log(shard) as log:
+            updates = ShardUpdates(
+                table,
+                memory.published[rank],
+                scale_by_staleness=settings.staleness_scaling,
+                delay_compensation=settings.dc_asgd,
+                log=log,
+            )
             server = Server(
                 self._messages,
-                holding,
-                shard,
-                published=weights.published[rank],
-                readers=weights.readers,
-                slots=self._shares.slots,
+                updates,
+                memory,
                 workers=workers,
-                rule=self._rule(workers),
-                scale_by_staleness=settings.staleness_scaling,
+                consistency=self._consistency(workers),
                 tells_learning_rate=settings.push_every > 1,
-                delay_compensation=settings.dc_asgd,
                 require_finite=settings.non_finite == "error",
-                log=log,
                 received=lambda: signals.received,
                 # Who waits for it would give up otherwise.
                 silence_s=min(settings.worker_timeout_s, settings.timeout_s / 2),
@@ -167,7 +166,7 @@ class ServedFit:
         self._end_if_preempted(server.ended_by)
         history = keras.callbacks.History()
         history.set_model(self._model)
-        self._end(0, server.counts, history)
+        self._end(0, updates.counts, history)
         return history
 
     def train(
@@ -215,8 +214,7 @@ class ServedFit:
             shares.specs,
             shares.roles.servers,
             shares.shards,
-            shares.weights.published,
-            shares.slots,
+            shares.memory,
         )
 
         def finish() -> None:
@@ -267,9 +265,9 @@ class ServedFit:
     def _finish(self, client: Client, *, stop: bool) -> list[np.ndarray]:
         """Wait for the others; the last weights, and on the chief the optimizer's last state."""
         if not self._is_chief:
-            return client.done()
+            return client.end()
         states = self._shares.state.room()
-        weights = client.done(stop=stop, states=states)
+        weights = client.end(stop=stop, states=states)
         self._shares.state.put(states)
         return weights
 
@@ -332,7 +330,7 @@ class ServedFit:
         header = {"server": rank, "workers": self._shares.roles.workers, "pieces": pieces}
         return UpdateLog(Path(folder) / f"server-{rank}.jsonl", header)
 
-    def _rule(self, workers: Sequence[int]) -> Consistency:
+    def _consistency(self, workers: Sequence[int]) -> Consistency:
         if self._settings.gathers:
             return Synchronous(workers, max(1, self._settings.gradients_in_update(len(workers))))
         bound = self._settings.staleness_bound

@@ -38,10 +38,9 @@ from hvdtrain.keras.served.worker_optimizer import (
     leave_updates_to_servers,
 )
 from hvdtrain.monitor import report
-from hvdtrain.parameter_server.sharded_optimizers import check_optimizer, stays_whole
+from hvdtrain.parameter_server.shard_optimizer import check_optimizer, stays_whole
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
-from hvdtrain.parameter_server.shared_gradients import share_slots
-from hvdtrain.parameter_server.shared_weights import share_weights
+from hvdtrain.parameter_server.shared_memory import share_memory
 
 __all__ = ["ServedModelPatch"]
 
@@ -249,7 +248,7 @@ class ServedModelPatch(ModelPatch):
         variables = model.trainable_variables
         specs = specs_of(variables)
         shards = shard_variables(specs, servers, stays_whole(optimizer, variables))
-        weights = share_weights(
+        memory = share_memory(
             self._collectives,
             self._roles.servers,
             shards,
@@ -260,7 +259,6 @@ class ServedModelPatch(ModelPatch):
             roles=self._roles,
             specs=specs,
             shards=shards,
-            weights=weights,
-            slots=share_slots(self._collectives, self._roles.servers, shards, weights.readers),
+            memory=memory,
             state=ServerOptimizerState(model.optimizer, optimizer, shards),
         )

@@ -14,8 +14,8 @@ import numpy as np
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.optimizer_patch import plain_optimizers
 from hvdtrain.parameter_server.client import Client
-from hvdtrain.parameter_server.shard_buffers import put_averages, put_states, take_states
-from hvdtrain.parameter_server.sharded_optimizers import plain_optimizer
+from hvdtrain.parameter_server.optimizer_state import put_averages, put_states, take_states
+from hvdtrain.parameter_server.shard_optimizer import plain_optimizer
 from hvdtrain.parameter_server.sharding import Shard
 
 __all__ = ["ServerOptimizerState", "check_averages"]

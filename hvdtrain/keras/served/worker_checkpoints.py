@@ -27,7 +27,7 @@ from hvdtrain.keras.saving.worker_position import WorkerPosition
 from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
 from hvdtrain.keras.served.worker_link import WorkerLink
 from hvdtrain.monitor import report
-from hvdtrain.parameter_server.protocol import NO_STAND
+from hvdtrain.parameter_server.protocol import NO_POSITION
 
 __all__ = ["ServedOthers", "ServedResume"]
 
@@ -198,9 +198,9 @@ class ServedOthers(Peers):
         self._ran_before = int(self._steps.ran.numpy()) - epochs.step
         if self._resume is not None:
             self._stands = self._resume.stands
-        self._exchange.stand = self._stand
+        self._exchange.position = self._position
 
-    def _stand(self, ran: int, samples: int) -> tuple[int, ...]:
+    def _position(self, ran: int, samples: int) -> tuple[int, ...]:
         assert self._epochs is not None
         # Several steps may run in one go.
         left = self._epochs.step - (ran - self._ran_before)
@@ -235,12 +235,12 @@ class ServedOthers(Peers):
         weights, numbers = self._exchange.reach().snapshot(self._size, states)
         self._exchange.show(weights)
         self._servers.put(states)
-        return [self._stand_of(rank, numbers[rank]) for rank in range(1, self._size)]
+        return [self._position_of(rank, numbers[rank]) for rank in range(1, self._size)]
 
-    def _stand_of(self, rank: int, numbers: tuple[int, ...]) -> WorkerPosition:
+    def _position_of(self, rank: int, numbers: tuple[int, ...]) -> WorkerPosition:
         assert self._epochs is not None
         first = self._stands[rank]
-        if numbers == NO_STAND:
+        if numbers == NO_POSITION:
             return first
         begins = dict(self._epochs.begins)
         if first.place.position is not None:

@@ -16,8 +16,8 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
 from hvdtrain.parameter_server.client import Client
-from hvdtrain.parameter_server.gradient_packing import Gradient, Rows
-from hvdtrain.parameter_server.protocol import NO_STAND
+from hvdtrain.parameter_server.gradients import Gradient, Rows
+from hvdtrain.parameter_server.protocol import NO_POSITION
 
 __all__ = ["WorkerLink", "refuse_training"]
 
@@ -49,7 +49,7 @@ class WorkerLink:
         self._averages = averages
         self.client: Client | None = None
         """To the servers, within ``fit``."""
-        self.stand: Callable[[int, int], tuple[int, ...]] | None = None
+        self.position: Callable[[int, int], tuple[int, ...]] | None = None
         """Says where this worker is in its data, from what ``ModelSteps`` counts; or None."""
 
     @contextmanager
@@ -60,7 +60,7 @@ class WorkerLink:
         try:
             yield
         finally:
-            self.client = self.stand = None
+            self.client = self.position = None
 
     def pull(self) -> None:
         """Take the newest weights."""
@@ -106,8 +106,8 @@ class WorkerLink:
     def _counted(self) -> list[tf.Tensor]:
         return [tf.identity(v.value) for v in (self._steps.ran, self._steps.samples)]
 
-    def _stand(self, ran: np.ndarray, samples: np.ndarray) -> tuple[int, ...]:
-        return NO_STAND if self.stand is None else self.stand(int(ran), int(samples))
+    def _position(self, ran: np.ndarray, samples: np.ndarray) -> tuple[int, ...]:
+        return NO_POSITION if self.position is None else self.position(int(ran), int(samples))
 
     def _run(self, function: Any, inputs: Sequence[Any]) -> None:
         """Run Python that returns weights, as part of the step."""

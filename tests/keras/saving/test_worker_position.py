@@ -9,7 +9,7 @@ from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.epoch_iterator import EpochPlace
 from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.worker_position import WorkerPosition
-from hvdtrain.parameter_server.protocol import STAND_NUMBERS
+from hvdtrain.parameter_server.protocol import POSITION_NUMBERS
 
 BEGIN = Position(epoch=4, start=30, missed=(2, 3, 7, 9), joint_batch=6)
 POSITIONS = [None, Position(epoch=4), BEGIN, BEGIN.after(2), BEGIN.after(4), BEGIN.after(11)]
@@ -24,7 +24,7 @@ def stand_at(position):
 def test_numbers(position):
     stand = stand_at(position)
     numbers = stand.to_numbers()
-    assert len(numbers) == STAND_NUMBERS
+    assert len(numbers) == POSITION_NUMBERS
     assert WorkerPosition.from_numbers(numbers, ranks=3, begins={4: BEGIN}) == stand
 
 

@@ -16,9 +16,9 @@ __all__ = [
     "accumulated_steps",
     "check_optimizer",
     "is_elementwise",
-    "own_optimizer",
-    "paced",
+    "optimizer_for_pieces",
     "plain_optimizer",
+    "scaled_learning_rate",
     "stays_whole",
 ]
 
@@ -28,7 +28,7 @@ _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad",
                 "Ftrl", "Lion")  # fmt: skip
 
 
-class _Paced:
+class _AppliesAlone:
     """Mixed into a shard's optimizer: its learning rate is another one for the step at hand.
 
     And it is alone: what Keras wraps around gradients for tf.distribute would keep every step that
@@ -83,7 +83,7 @@ def check_optimizer(optimizer: Any, servers: int) -> None:
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """The one that updates variables; within a ``LossScaleOptimizer`` the inner one."""
+    """The optimizer that updates variables; within a ``LossScaleOptimizer`` the inner one."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
@@ -109,13 +109,13 @@ def stays_whole(optimizer: Any, variables: Sequence[Any]) -> set[int]:
     return {i for i, variable in enumerate(variables) if variable.constraint is not None}
 
 
-def own_optimizer(optimizer: Any, pieces: Sequence[Any], wholes: Sequence[Any]) -> Any:
+def optimizer_for_pieces(optimizer: Any, pieces: Sequence[Any], wholes: Sequence[Any]) -> Any:
     """Another optimizer like ``optimizer``, built on pieces of variables, with a state of its own.
 
     It takes gradients as they are: accumulating and unscaling is done before.
 
     Args:
-        optimizer: The model's.
+        optimizer: The one that the model was compiled with.
         pieces: The Keras variables to build on.
         wholes: For each the model's variable that it is a piece of.
 
@@ -125,7 +125,7 @@ def own_optimizer(optimizer: Any, pieces: Sequence[Any], wholes: Sequence[Any]) 
     plain = plain_optimizer(optimizer)
     kind = type(plain)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    paced_kind: Any = type(kind.__name__, (_Paced, kind), names)
+    own_kind: Any = type(kind.__name__, (_AppliesAlone, kind), names)
     try:
         with warnings.catch_warnings():
             # The function that gives the learning rate is handed over as it is.
@@ -137,7 +137,7 @@ def own_optimizer(optimizer: Any, pieces: Sequence[Any], wholes: Sequence[Any]) 
         if not isinstance(plain._learning_rate, keras.Variable):
             # A schedule or a function keeps no state, and might not survive being serialized.
             config["learning_rate"] = plain._learning_rate
-        own = paced_kind.from_config(config)
+        own = own_kind.from_config(config)
     except Exception as error:
         raise ModelError(
             f"A parameter server could not make a {kind.__name__} of its own: expected "
@@ -156,8 +156,8 @@ def own_optimizer(optimizer: Any, pieces: Sequence[Any], wholes: Sequence[Any]) 
 
 
 @contextmanager
-def paced(optimizer: Any, factor: tf.Tensor) -> Iterator[None]:
-    """Within the block the learning rate of an ``own_optimizer`` is multiplied by ``factor``."""
+def scaled_learning_rate(optimizer: Any, factor: tf.Tensor) -> Iterator[None]:
+    """Within the block multiply the learning rate of an ``optimizer_for_pieces`` by ``factor``."""
     # Not through Keras' own __setattr__, which would track it as part of what is saved.
     object.__setattr__(optimizer, "_hvdtrain_factor", factor)
     try:

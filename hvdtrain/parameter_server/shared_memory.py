@@ -1,14 +1,17 @@
-"""The weights of a server where workers of its host read them, without asking or waiting.
+"""Memory that workers and servers of one host share: gradients one way, weights the other.
 
-The memory holds a few slots. Each publication goes into the oldest one, whose number is taken away
-meanwhile; a reader takes the newest, and begins again if its number has changed until the copy is
-made (a seqlock: Lameter 2005, "Effective synchronization on Linux/NUMA systems"). So neither side
-ever waits for the other, and the slots are enough for any number of workers.
+Dense gradients stay in the worker's own memory, where servers read them, so that a server needs no
+more memory for more workers. A server's weights are read without asking or waiting: each
+publication goes into the oldest of a few slots, whose number is taken away meanwhile; a reader
+takes the newest, and begins again if its number has changed until the copy is made (a seqlock:
+Lameter 2005, "Effective synchronization on Linux/NUMA systems"). So neither side ever waits for the
+other, and the slots are enough for any number of workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +19,21 @@ import numpy as np
 from hvdtrain.collectives.fusion import ALIGNMENT_BYTES, BufferPool
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CollectiveError
-from hvdtrain.parameter_server.sharding import Shard
+from hvdtrain.parameter_server.sharding import Shard, aligned
 
-__all__ = ["PublishedWeights", "SharedWeights", "published_bytes", "share_weights"]
+__all__ = [
+    "GRADIENT_SLOTS",
+    "PublishedWeights",
+    "SharedMemory",
+    "Slots",
+    "published_bytes",
+    "share_memory",
+]
 
+# A worker fills one while a server may still read the other.
+GRADIENT_SLOTS = 2
 # A reader begins again only if this many less one publications are made during one copy.
-SLOTS = 3
+WEIGHT_SLOTS = 3
 MOST_READS = 1000
 
 # Words: how many publications there are; then for each slot which one it holds, 0 while it is
@@ -29,10 +41,13 @@ MOST_READS = 1000
 LINE_WORDS = ALIGNMENT_BYTES // 8
 COUNT = 0
 
+Slots = Sequence[np.ndarray]
+"""Buffers of one shard, for the gradients of one worker."""
 
-def published_bytes(nbytes: int, slots: int = SLOTS) -> int:
+
+def published_bytes(nbytes: int, slots: int = WEIGHT_SLOTS) -> int:
     """How much memory ``PublishedWeights`` takes for weights of ``nbytes``."""
-    return (1 + slots) * ALIGNMENT_BYTES + slots * _stride(nbytes)
+    return (1 + slots) * ALIGNMENT_BYTES + slots * aligned(nbytes)
 
 
 class PublishedWeights:
@@ -41,17 +56,17 @@ class PublishedWeights:
     Args:
         memory: uint8, aligned, of ``published_bytes``, zero at first; a server's own, or one that
             others see.
-        nbytes: Of the weights.
+        nbytes: How large the weights are.
         slots: As for ``published_bytes``.
     """
 
-    def __init__(self, memory: np.ndarray, nbytes: int, slots: int = SLOTS) -> None:
+    def __init__(self, memory: np.ndarray, nbytes: int, slots: int = WEIGHT_SLOTS) -> None:
         header = (1 + slots) * ALIGNMENT_BYTES
         # Python's own integers: an item is read and written at once.
         self._words = memory[:header].data.cast("q")
         self._slots = [
             memory[start : start + nbytes]
-            for start in range(header, header + slots * _stride(nbytes), _stride(nbytes))
+            for start in range(header, header + slots * aligned(nbytes), aligned(nbytes))
         ]
 
     def write(self, fill: Callable[[np.ndarray], None], version: int) -> None:
@@ -59,7 +74,7 @@ class PublishedWeights:
 
         Args:
             fill: Writes them to a buffer.
-            version: Of the weights.
+            version: How many updates went into them.
         """
         number = self._words[COUNT] + 1
         slot = number % len(self._slots)
@@ -96,33 +111,36 @@ class PublishedWeights:
         )
 
 
-class SharedWeights(NamedTuple):
-    """Which weights are read where they lie.
+class SharedMemory(NamedTuple):
+    """What this rank shares with others of its host.
 
     Attributes:
         published: By server, where its weights are put; of the servers that this rank sees, and
             of this rank if it serves.
         readers: The ranks that read what this one publishes.
+        slots: On a worker, by server, where its dense gradients are read; on a server, by worker,
+            where that one's are.
     """
 
-    published: dict[int, PublishedWeights]
+    published: Mapping[int, PublishedWeights]
     readers: frozenset[int]
+    slots: Mapping[int, Slots]
 
 
-def share_weights(
+def share_memory(
     collectives: Collectives,
     servers: Sequence[int],
     shards: Sequence[Shard],
     *,
     readable: bool = True,
-) -> SharedWeights:
-    """Set up memory for the weights of all servers; collective.
+) -> SharedMemory:
+    """Set up memory for the weights of all servers and the gradients of all workers; collective.
 
     Args:
         collectives: The engine.
-        servers: By rank.
+        servers: The ranks that serve.
         shards: What each of them holds.
-        readable: Let workers of a server's host read them.
+        readable: Whether ranks read each other's memory; if not, everything travels in messages.
     """
     sizes = {server: shard.nbytes for server, shard in zip(servers, shards)}
     me = collectives.member
@@ -137,8 +155,31 @@ def share_weights(
         own = BufferPool().take(published_bytes(sizes[me], slots=1))
         own.fill(0)
         published[me] = PublishedWeights(own, sizes[me], slots=1)
-    return SharedWeights(published, frozenset(memory))
+    near = {server: nbytes for server, nbytes in sizes.items() if server in memory}
+    slots = _share_slots(collectives, sizes, near) if readable else {}
+    return SharedMemory(published, frozenset(memory), slots)
 
 
-def _stride(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def _share_slots(
+    collectives: Collectives, sizes: Mapping[int, int], near: Mapping[int, int]
+) -> Mapping[int, Slots]:
+    """Set up slots for gradients; collective.
+
+    Args:
+        collectives: The engine.
+        sizes: By server the bytes of its shard.
+        near: The same, of the servers whose memory this rank sees.
+    """
+    strides = [GRADIENT_SLOTS * aligned(nbytes) for nbytes in near.values()]
+    starts = dict(zip(near, itertools.accumulate(strides, initial=0)))
+    me = collectives.member
+    memory = collectives.share(0 if me in sizes else sum(strides))
+
+    def slots(worker: int, server: int) -> Slots:
+        first, nbytes = starts[server], sizes[server]
+        places = range(first, first + GRADIENT_SLOTS * aligned(nbytes), aligned(nbytes))
+        return [memory[worker][place : place + nbytes] for place in places]
+
+    if me in sizes:
+        return {worker: slots(worker, me) for worker in memory if worker not in sizes and near}
+    return {server: slots(me, server) for server in near if memory}
