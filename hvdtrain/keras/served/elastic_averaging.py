@@ -8,24 +8,58 @@ by -rate * (x - c), and the servers move the center by as much towards x.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.kernels import widen
-from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.model_steps import ModelSteps
-from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
-from hvdtrain.keras.served.worker_link import WorkerLink
-from hvdtrain.parameter_server.shard_optimizer import plain_optimizer
+from hvdtrain.keras.served.server_shards import ServerOptimizerState
+from hvdtrain.keras.served.worker_exchange import WeighsSteps, WorkerExchange
 
-__all__ = ["ElasticExchange", "check_elastic", "servers_optimizer"]
+__all__ = ["ElasticExchange"]
 
 
-class ElasticExchange(WorkerLink):
+class _AveragesElastically(WeighsSteps):
+    """Mixed into the class of a plain optimizer; saved as the plain class."""
+
+    _hvdtrain_reducer: ElasticExchange
+    _hvdtrain_counts: tf.Tensor | None = None
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        weight, grads = self._hvdtrain_take_mean(grads)
+        object.__setattr__(self, "_hvdtrain_counts", weight)
+        return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        whole: Any = super()
+        self._hvdtrain_if_any(lambda: whole._apply_weight_decay(variables))
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        whole: Any = super()
+
+        def update() -> None:
+            whole._backend_update_step(grads, trainable_variables, learning_rate)
+            self._hvdtrain_reducer.after_update()
+
+        self._hvdtrain_if_any(update)
+
+    def _hvdtrain_if_any(self, act: Callable[[], None]) -> None:
+        """Act unless this worker has no samples in the step, as others may have some."""
+        counts = self._hvdtrain_counts
+        if counts is None:
+            act()
+        else:
+            tf.cond(counts > 0, act, lambda: None)
+
+
+class ElasticExchange(WorkerExchange):
     """Follows the optimizer's updates on a worker.
 
     Outside of its steps the model has the center's weights: for validation, callbacks at the end
@@ -34,12 +68,14 @@ class ElasticExchange(WorkerLink):
     Args:
         model: Compiled and built.
         reducer: Keeps the errors that TensorFlow hides.
-        steps: Of the model.
+        steps: What the model runs on each batch.
         require_finite: Refuse weights with NaN or infinity.
         every: Updates from one exchange to the next; tau in the paper.
         rate: How far both sides move, from 0 to 1; alpha in the paper.
-        averages: As for ``WorkerLink``.
+        averages: Where this worker shows averages of the weights, what it gets them with.
     """
+
+    mixin = _AveragesElastically
 
     def __init__(
         self,
@@ -109,32 +145,5 @@ class ElasticExchange(WorkerLink):
         self._run(run, [*self._counted(), *now])
 
     def _move(self, own: np.ndarray, center: np.ndarray) -> np.ndarray:
-        apart = widen(own) - widen(center)
-        return np.asarray(self._rate * apart).astype(own.dtype, copy=False)
-
-
-def servers_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
-    """What servers move the center with; it averages it as the model's would its weights."""
-    asked = plain_optimizer(model.optimizer)
-    optimizer = keras.optimizers.SGD(
-        1.0,
-        use_ema=asked.use_ema,
-        ema_momentum=asked.ema_momentum,
-        ema_overwrite_frequency=asked.ema_overwrite_frequency,
-    )
-    optimizer.build(model.trainable_variables)
-    return optimizer
-
-
-def check_elastic(model: keras.Model) -> None:
-    """See that the weights can be averaged.
-
-    Raises:
-        ModelError: They can't.
-    """
-    for variable in model.trainable_variables:
-        if getattr(variable, "overwrite_with_gradient", False):
-            raise ModelError(
-                f"{variable.path} is no weight that could be averaged: float8 keeps scales among "
-                "the variables. Use another dtype policy, or another --mode than easgd."
-            )
+        difference = widen(own) - widen(center)
+        return np.asarray(self._rate * difference).astype(own.dtype, copy=False)

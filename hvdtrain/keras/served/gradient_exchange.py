@@ -1,4 +1,7 @@
-"""What a worker's steps exchange with the servers, inside TensorFlow's graphs."""
+"""A worker's gradients go to the servers where a Keras optimizer would clip and apply them.
+
+That is after gradient accumulation; the servers' optimizers clip, decay and update.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ import tensorflow as tf
 
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.model_steps import ModelSteps
-from hvdtrain.keras.optimizer_patch import accumulates
-from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
-from hvdtrain.keras.served.worker_link import WorkerLink
+from hvdtrain.keras.optimizer_patch import accumulates, mix_in
+from hvdtrain.keras.served.server_shards import ServerOptimizerState
+from hvdtrain.keras.served.worker_exchange import WeighsSteps, WorkerExchange
 from hvdtrain.parameter_server.gradients import Gradient, GradientSum, Rows
 from hvdtrain.parameter_server.protocol import NO_POSITION
 
@@ -26,21 +29,58 @@ Find = Callable[[np.ndarray, Sequence[np.ndarray]], list[Gradient] | None]
 Take = Callable[..., tuple[list[Gradient] | None, float]]
 
 
-class GradientExchange(WorkerLink):
+class _LeavesUpdates(WeighsSteps):
+    """Mixed into the class of a plain optimizer; saved as the plain class."""
+
+    _hvdtrain_reducer: GradientExchange
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        return grads
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        pass
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        settable = isinstance(self._learning_rate, keras.Variable)  # type: ignore[attr-defined]
+        weight, grads = self._hvdtrain_take_mean(grads)
+        self._hvdtrain_reducer.step(
+            grads,
+            trainable_variables,
+            weight=weight,
+            learning_rate=learning_rate if settable else None,
+        )
+
+
+class _CountsOverflows:
+    """Mixed into ``LossScaleOptimizer``: servers are told of a step whose gradients overflowed."""
+
+    _hvdtrain_reducer: GradientExchange
+
+    def check_finite(self, grads: Any) -> Any:
+        finite = super().check_finite(grads)  # type: ignore[misc]
+        tf.cond(finite, lambda: None, self._hvdtrain_reducer.skip_step)
+        return finite
+
+
+class GradientExchange(WorkerExchange):
     """Takes the place of the optimizer's update on a worker.
 
     Args:
         model: Compiled and built.
         reducer: Keeps the errors that TensorFlow hides.
-        steps: Of the model.
+        steps: What the model runs on each batch.
         is_chief: Whether the learning rate here is the one that counts.
         require_finite: Refuse gradients with NaN or infinity.
         push_every: Send gradients after so many steps, their sum. In those between, the model
             takes a step of plain gradient descent by itself, as in Downpour (Dean et al. 2012).
         overlaps: Go on while gradients are under way, with the weights that came for those before.
             Between epochs, and before validations and checkpoints, nothing is under way.
-        averages: As for ``WorkerLink``.
+        averages: Where this worker shows averages of the weights, what it gets them with.
     """
+
+    mixin = _LeavesUpdates
 
     def __init__(
         self,
@@ -62,6 +102,11 @@ class GradientExchange(WorkerLink):
         self._overlaps = overlaps
         self._accrued = GradientSum()
         self._epoch_begins = False
+
+    def attach(self, optimizer: Any) -> None:
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            mix_in(optimizer, _CountsOverflows, self)
+        super().attach(optimizer)
 
     def begin_epoch(self) -> None:
         # The weights of the last step are old when a validation has been between.
@@ -109,9 +154,9 @@ class GradientExchange(WorkerLink):
 
         Args:
             gradients: Tensors or ``IndexedSlices``.
-            variables: What they belong to.
-            weight: What they count for beside those of other workers; 0 for nothing.
-            learning_rate: Of the optimizer; None where it follows a schedule.
+            variables: The variable of each.
+            weight: How much they count beside those of other workers; 0 for nothing.
+            learning_rate: The optimizer's; None where it follows a schedule.
             ends: Whether with them all steps until now are done.
         """
         places = [self._places[id(variable)] for variable in variables]
@@ -164,9 +209,9 @@ class GradientExchange(WorkerLink):
 
         Args:
             take: From ``inputs`` to gradients and what they count for.
-            ends: As for ``step``.
+            ends: Whether with them all steps until now are done.
             rate: The learning rate.
-            inputs: Tensors.
+            inputs: Tensors, which ``take`` gets as arrays.
         """
 
         def run(

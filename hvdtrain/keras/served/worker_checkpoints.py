@@ -2,186 +2,125 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
-from hvdtrain.checkpoint import Snapshot
-from hvdtrain.keras.data.data_position import Position
-from hvdtrain.keras.data.leftovers import leftovers
+from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.single import single_collectives
 from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
-from hvdtrain.keras.learning_rate import follow_saved
+from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_steps import ModelSteps
-from hvdtrain.keras.optimizer_patch import accumulators, plain_optimizers
-from hvdtrain.keras.saving.callback_states import kept_by_callbacks
+from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S
+from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, open_store
 from hvdtrain.keras.saving.peers import Peers
-from hvdtrain.keras.saving.resume import Resume
-from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.keras.saving.worker_position import WorkerPosition
-from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
-from hvdtrain.keras.served.worker_link import WorkerLink
+from hvdtrain.keras.served.server_shards import ServerOptimizerState
+from hvdtrain.keras.served.worker_exchange import WorkerExchange
+from hvdtrain.keras.served.worker_resume import WorkerResume, find_for_all
 from hvdtrain.monitor import report
 from hvdtrain.parameter_server.protocol import NO_POSITION
 
-__all__ = ["ServedOthers", "ServedResume"]
+__all__ = ["begin_worker_session"]
 
 _SHORTEST_PAUSE_S = 0.01
 
 
-class ServedResume(Resume):
-    """A checkpoint on its way into one worker, which has all of it.
+def begin_worker_session(
+    checkpoint: Checkpoint,
+    model: keras.Model,
+    collectives: Collectives,
+    callbacks: Sequence[Any],
+    exchange: WorkerExchange,
+    steps: ModelSteps,
+    *,
+    worker: Membership,
+    servers: ServerOptimizerState,
+    in_update: Callable[[int], int],
+    presharded: bool,
+) -> tuple[CheckpointSession, WorkerResume | None]:
+    """Set up what takes checkpoints on a worker; collective, with ``find_for_all`` on servers.
 
     Args:
-        progress: How far the training had come.
-        snapshot: What was saved.
-        state: Of the model.
-        rank: Number of this worker.
-        size: How many there are.
+        checkpoint: The user's callback.
+        model: Compiled, built and distributed.
+        collectives: Between all ranks.
+        callbacks: Those of this worker.
+        exchange: What this worker exchanges with the servers.
+        steps: What the model runs on each batch.
+        worker: This worker among all.
+        servers: What their optimizers know.
         in_update: How many gradients one update is made of, for a number of workers.
-        pull: Takes the newest weights from the servers.
+        presharded: Whether each worker has data of its own.
+
+    Returns:
+        The session, and what training goes on from, or None.
+
+    Raises:
+        CheckpointError: No checkpoint can be used; on all ranks.
     """
-
-    def __init__(
-        self,
-        progress: TrainingProgress,
-        snapshot: Snapshot,
-        state: TrainingState,
-        *,
-        rank: int,
-        size: int,
-        in_update: Callable[[int], int],
-        pull: Callable[[], None],
-    ) -> None:
-        super().__init__(progress, snapshot, state)
-        self._saved = snapshot
-        self._rank = rank
-        self._size = size
-        self._in_update = in_update
-        self._pull = pull
-        self._went_back = False
-        self.stands: Sequence[WorkerPosition] = ()
-        """Where each worker begins; known once the data are."""
-
-    def move(self, epochs: EpochIterator) -> None:
-        progress = self.progress
-        begins = {position.epoch: position for position in progress.begins}
-        self.stands, epochs.begins = _begin_at(progress, begins, epochs, self._size)
-        mine = self.stands[self._rank]
-        self._went_back = mine.epoch < progress.epoch and self._rank == 0
-        self.progress = dataclasses.replace(
-            progress,
-            epoch=mine.epoch,
-            place=mine.place,
-            history=_history_before(progress.history, mine.epoch),
+    state = TrainingState(model, single_collectives(), steps.samples, callbacks)
+    store = open_store(checkpoint.options)
+    found = find_for_all(store if worker.rank == 0 else None, state, collectives)
+    resume = None
+    if found is not None:
+        resume = WorkerResume(
+            *found,
+            state,
+            rank=worker.rank,
+            size=worker.size,
+            in_update=in_update,
+            pull=exchange.pull,
         )
-        super().move(epochs)
-
-    def restore_shared(self) -> None:
-        """Give this worker's model the weights and the optimizer's state."""
-        self._state.restore_shared(self._saved.model)
-        before, now = (self._in_update(n) for n in (self.progress.place.ranks, self._size))
-        follow_saved(self._state.model.optimizer, before, now)
-
-    def restore(self) -> None:
-        model = self._state.model
-        self.restore_shared()
-        self.restore_callbacks(kept_by_callbacks(self._saved.model))
-        ranks = self.progress.place.ranks
-        self._state.restore_part(self._saved.ranks, ranks, rank=self._rank, size=self._size)
-        if self._rank:
-            _forget_accumulated(model.optimizer)
-        if self._went_back:
-            model.reset_metrics()
-        # Peers may have trained on meanwhile.
-        self._pull()
-
-    def _say(self, text: str) -> None:
-        if self._rank == 0:
-            super()._say(text)
-
-
-def _begin_at(
-    progress: TrainingProgress, begins: Mapping[int, Position], epochs: EpochIterator, size: int
-) -> tuple[Sequence[WorkerPosition], dict[int, Position]]:
-    """Where ``size`` workers begin, and where later passes do."""
-    data = epochs.sharded
-    place = progress.place
-    before = [WorkerPosition(progress.epoch, place, 0), *progress.others]
-    if not progress.others:
-        return before * size, dict(begins)
-    as_before = len(before) == size and progress.each == data.each
-    if as_before or data.presharded:
-        return before if len(before) == size else before[:1] * size, dict(begins)
-    positions = [
-        stand.place.position or begins.get(stand.epoch, Position(epoch=stand.epoch))
-        for stand in before
-    ]
-    first, *later = leftovers(positions, each=progress.each, units=data.units, begins=begins)
-    slowest = min(before, key=lambda stand: (stand.epoch, stand.place.epoch_step))
-    most = epochs.steps_per_epoch or max(stand.place.epoch_step for stand in before)
-    done = sum(s.place.epoch_step if s.epoch == slowest.epoch else most for s in before)
-    begun = first.start > 0 and done > 0
-    together = slowest.place._replace(
-        position=first if first.start else None,
-        epoch_step=max(1, done // len(before)) if begun else 0,
+    peers = WorkerPeers(
+        exchange,
+        steps,
+        state,
+        servers,
+        rank=worker.rank,
+        size=worker.size,
+        resume=resume,
     )
-    stands = [WorkerPosition(slowest.epoch, together, 0)] * size
-    return stands, {**begins, **{position.epoch: position for position in later}}
+    session = CheckpointSession(
+        checkpoint.options,
+        state,
+        worker,
+        store=store,
+        resume=resume,
+        peers=peers,
+        presharded=presharded,
+    )
+    return session, resume
 
 
-def _history_before(history: Mapping[str, Any], epoch: int) -> dict[str, Any]:
-    kept = [n for n, number in enumerate(history["epoch"]) if number < epoch]
-    return {
-        "epoch": [history["epoch"][n] for n in kept],
-        "logs": {
-            name: [values[n] for n in kept if n < len(values)]
-            for name, values in history["logs"].items()
-        },
-    }
-
-
-def _forget_accumulated(optimizer: Any) -> None:
-    """Begin between two updates: the others' last gradients are computed again."""
-    for leaf in plain_optimizers(optimizer):
-        for variable in accumulators(leaf):
-            variable.assign(np.zeros(variable.shape))
-        waiting = int(leaf._iterations.numpy()) % (leaf.gradient_accumulation_steps or 1)
-        leaf._iterations.assign_sub(waiting)
-
-
-class ServedOthers(Peers):
+class WorkerPeers(Peers):
     """The servers and the other workers, as one worker's ``CheckpointSession`` deals with them.
 
     Args:
-        model: Of this worker.
-        exchange: With the servers.
-        steps: Of the model.
-        state: Of the model.
+        exchange: What this worker exchanges with the servers.
+        steps: What the model runs on each batch.
+        state: What belongs to the training, beside the model.
         servers: What their optimizers know.
-        rank: Number of this worker.
-        size: How many there are.
+        rank: The number of this worker.
+        size: How many workers there are.
         resume: What training goes on from, or None.
     """
 
     def __init__(
         self,
-        model: keras.Model,
-        exchange: WorkerLink,
+        exchange: WorkerExchange,
         steps: ModelSteps,
         state: TrainingState,
         servers: ServerOptimizerState,
         *,
         rank: int,
         size: int,
-        resume: ServedResume | None,
+        resume: WorkerResume | None,
     ) -> None:
-        self._model = model
         self._exchange = exchange
         self._steps = steps
         self._state = state
@@ -189,7 +128,7 @@ class ServedOthers(Peers):
         self._is_chief = rank == 0
         self._size = size
         self._resume = resume
-        self._stands: Sequence[WorkerPosition] = ()
+        self._starts: Sequence[WorkerPosition] = ()
         self._epochs: EpochIterator | None = None
         self._ran_before = 0
 
@@ -197,7 +136,7 @@ class ServedOthers(Peers):
         self._epochs = epochs
         self._ran_before = int(self._steps.ran.numpy()) - epochs.step
         if self._resume is not None:
-            self._stands = self._resume.stands
+            self._starts = self._resume.starts
         self._exchange.position = self._position
 
     def _position(self, ran: int, samples: int) -> tuple[int, ...]:
@@ -224,14 +163,14 @@ class ServedOthers(Peers):
         return not (self._is_chief and self._state.accumulates)
 
     def begin_epoch(self, epoch: int) -> None:
-        if not self._stands:
-            start = EpochPlace(position=None, epoch_step=0, epochs=0, passes=0, ranks=self._size)
-            self._stands = [WorkerPosition(epoch, start, 0)] * self._size
+        if not self._starts:
+            place = EpochPlace(position=None, epoch_step=0, epochs=0, passes=0, ranks=self._size)
+            self._starts = [WorkerPosition(epoch, place, 0)] * self._size
 
     def collect(self) -> Sequence[WorkerPosition]:
         # Gradients of the chief that wait to be sent belong to what it has done.
         self._exchange.send_rest()
-        states = self._servers.room()
+        states = self._servers.buffers()
         weights, numbers = self._exchange.reach().snapshot(self._size, states)
         self._exchange.show(weights)
         self._servers.put(states)
@@ -239,7 +178,7 @@ class ServedOthers(Peers):
 
     def _position_of(self, rank: int, numbers: tuple[int, ...]) -> WorkerPosition:
         assert self._epochs is not None
-        first = self._stands[rank]
+        first = self._starts[rank]
         if numbers == NO_POSITION:
             return first
         begins = dict(self._epochs.begins)
@@ -248,7 +187,7 @@ class ServedOthers(Peers):
         return WorkerPosition.from_numbers(numbers, ranks=self._size, begins=begins)
 
     def were_behind(self, epoch: int) -> bool:
-        return any(stand.epoch < epoch for stand in self._stands)
+        return any(start.epoch < epoch for start in self._starts)
 
     def until_all_have_ended(self, *, stop: bool) -> Iterator[None]:
         client = self._exchange.reach()

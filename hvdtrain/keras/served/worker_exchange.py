@@ -1,4 +1,8 @@
-"""What a worker's model has to do with the servers, whatever it is that travels between them."""
+"""What a worker's model has to do with the servers, whatever it is that travels between them.
+
+A worker's optimizer leaves something to the servers: the update of the variables, or to keep the
+workers together. What each step counts for is told to it beside the gradients.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +17,99 @@ import tensorflow as tf
 from hvdtrain.errors import ModelError, NonFiniteError
 from hvdtrain.gradients.non_finite import name_non_finite
 from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.keras.loss_weights import LossWeights, contribution
 from hvdtrain.keras.model_steps import ModelSteps
-from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
+from hvdtrain.keras.optimizer_patch import (
+    KeepsWeights,
+    Weighting,
+    keep_weights,
+    mix_in,
+    plain_optimizers,
+)
+from hvdtrain.keras.served.server_shards import ServerOptimizerState
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, Rows
 from hvdtrain.parameter_server.protocol import NO_POSITION
 
-__all__ = ["WorkerLink", "refuse_training"]
+__all__ = ["WeighsSteps", "WorkerExchange", "WorkerLossWeights", "refuse_training"]
 
 
-class WorkerLink:
+class WeighsSteps(KeepsWeights):
+    """Of the steps whose gradients are accumulated, each counts as much as its samples."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        weight = self._hvdtrain_weighting.weight
+        if self._hvdtrain_waiting is not None and weight is not None:
+            # Batches of one step needn't be equal.
+            grads = [g if g is None else g * tf.cast(weight, g.dtype) for g in grads]
+        super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    # The averages of weights (use_ema) are the servers'.
+
+    def _update_model_variables_moving_average(self, trainable_variables: Any) -> None:
+        pass
+
+    def _overwrite_model_variables_with_average_value(self, trainable_variables: Any) -> None:
+        pass
+
+    def _hvdtrain_take_mean(self, grads: Any) -> tuple[tf.Tensor | None, Any]:
+        """What the gradients that are applied now count for, and their mean."""
+        weight = self._hvdtrain_take_weight()
+        if self._hvdtrain_waiting is not None and weight is not None:
+            grads = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in grads]
+        return weight, grads
+
+
+class WorkerLossWeights(LossWeights):
+    """Leaves a worker's gradients as they are, and says beside them what they count for.
+
+    Args:
+        reducer: Reduces within this worker alone.
+        gathers: Whether servers put gradients of several workers together.
+    """
+
+    def __init__(self, reducer: GradientReducer, *, gathers: bool) -> None:
+        super().__init__(reducer)
+        self._gathers = gathers
+        self._counts = tf.constant(0.0, tf.float64)
+
+    def weight(
+        self,
+        kind: str,
+        rows: tf.Tensor,
+        joint_rows: tf.Tensor | None = None,
+        sample_weight: Any = None,
+    ) -> tf.Tensor:
+        if kind == "sum" and self._gathers:
+            raise ModelError(
+                "Losses with reduction='sum' can't be put together by parameter servers that make "
+                "a step of several workers' gradients. Use reduction='sum_over_batch_size', "
+                "--mode async-ps without --staleness-bound 0, or --mode allreduce."
+            )
+        counts = contribution(kind, rows, sample_weight)
+        self._counts = tf.cast(counts, tf.float64)
+        if joint_rows is not None:
+            # Where gradients are accumulated, each step is to count as much as the others.
+            self._counts /= tf.maximum(tf.cast(joint_rows, tf.float64), 1.0)
+        return tf.where(counts > 0, 1.0, 0.0)
+
+    def weighting(self, kind: str, weight: tf.Tensor, factor: tf.Tensor | None) -> Weighting:
+        return Weighting(factor=factor, weight=self._counts)
+
+
+class WorkerExchange:
     """Stands between a worker's optimizer and the servers.
 
     Args:
         model: Compiled and built.
         reducer: Keeps the errors that TensorFlow hides.
-        steps: Of the model.
+        steps: What the model runs on each batch.
         require_finite: Refuse to send NaN or infinity.
         averages: Where this worker shows averages of the weights, what it gets them with.
     """
+
+    mixin: type[WeighsSteps]
+    """Mixed into the classes of plain optimizers; finds this object as ``_hvdtrain_reducer``."""
 
     def __init__(
         self,
@@ -48,9 +126,15 @@ class WorkerLink:
         self._require_finite = require_finite
         self._averages = averages
         self.client: Client | None = None
-        """To the servers, within ``fit``."""
+        """The way to the servers, within ``fit``."""
         self.position: Callable[[int, int], tuple[int, ...]] | None = None
         """Says where this worker is in its data, from what ``ModelSteps`` counts; or None."""
+
+    def attach(self, optimizer: Any) -> None:
+        """Let ``optimizer`` exchange with the servers; it is saved, and loaded, as it was."""
+        for leaf in plain_optimizers(optimizer):
+            mix_in(leaf, self.mixin, self)
+            keep_weights(leaf, "float64")
 
     @contextmanager
     def using(self, client: Client) -> Iterator[None]:
@@ -118,7 +202,7 @@ class WorkerLink:
         self._assign_all(weights)
 
     def _run_if_any(self, function: Any, inputs: Sequence[Any]) -> None:
-        """As ``_run``; where it returns None, the model keeps its weights."""
+        """Run Python as ``_run`` does; where it returns None, the model keeps its weights."""
         types = [tf.as_dtype(variable.dtype) for variable in self._variables]
         nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in types]
 
@@ -139,8 +223,8 @@ class WorkerLink:
         """See that what is to be sent can be used.
 
         Args:
-            sent: Of all variables.
-            what: One of them, for the error.
+            sent: What is sent of each variable.
+            what: The name of one of them, for the error.
 
         Raises:
             NonFiniteError: It holds NaN or infinity.

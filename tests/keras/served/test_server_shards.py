@@ -4,8 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from hvdtrain.keras.served.elastic_averaging import servers_optimizer
-from hvdtrain.keras.served.server_optimizer_state import ServerOptimizerState
+from hvdtrain.keras.served.server_shards import ServerOptimizerState, center_optimizer
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 
 
@@ -21,7 +20,7 @@ def trained(seed):
 
 def state_of(model, elastic):
     variables = model.trainable_variables
-    optimizer = servers_optimizer(model) if elastic else model.optimizer
+    optimizer = center_optimizer(model) if elastic else model.optimizer
     return ServerOptimizerState(model.optimizer, optimizer, shard_variables(specs_of(variables), 2))
 
 
@@ -35,7 +34,7 @@ def test_averages_go_to_the_servers_and_come_back(elastic):
     wanted = averages_of(one)
     assert not np.allclose(wanted[0], averages_of(other)[0])
     there, back = state_of(one, elastic), state_of(other, elastic)
-    room = back.room()
+    room = back.buffers()
     for place, state in zip(room, there.take()):
         place[...] = state
     back.put(room)
