@@ -93,11 +93,11 @@ class Client:
             buffer = self._pool.take(shard.nbytes)
             shard.pack(weights, buffer)
             data.append([buffer, state])
-        self._ask(self._to_all(Kind.LOAD), data)
+        self._take(self._start(self._to_all(Kind.LOAD), data))
 
     def pull(self) -> list[np.ndarray]:
         """The newest weights; the first time when the chief has loaded some."""
-        return self._ask(self._to_all(Kind.PULL))
+        return self._take(self._start(self._to_all(Kind.PULL)))
 
     def push(
         self,
@@ -119,7 +119,9 @@ class Client:
             MismatchError: A server can't use it.
             NonFiniteError: It holds NaN or infinity, which a server doesn't take.
         """
-        return self._ask(*self._push_requests(gradients, weight, learning_rate, position))
+        return self._take(
+            self._start(*self._push_requests(gradients, weight, learning_rate, position))
+        )
 
     def push_ahead(
         self,
@@ -135,7 +137,7 @@ class Client:
         of the servers waits for the answer, and brings newer weights.
 
         Args:
-            gradients: As for ``push``, like the others; free for other use afterwards.
+            gradients: One for each variable, or None as in ``push``; free for other use afterwards.
             weight: How much the gradient counts.
             learning_rate: The optimizer's.
             position: Where this worker is in its data.
@@ -148,10 +150,8 @@ class Client:
             NonFiniteError: The gradient before held NaN or infinity.
         """
         # With the version of the weights that it was computed with, older than those that come now.
-        requests, data = self._push_requests(gradients, weight, learning_rate, position)
-        self._settle()
+        pending = self._start(*self._push_requests(gradients, weight, learning_rate, position))
         came, self._came = self._came, None
-        pending = self._start(requests, data)
         self._under_way = pending, self._thread.submit(pending.wait, self._closed.is_set)
         return None if came is None else self._use(came)
 
@@ -179,11 +179,11 @@ class Client:
             The last weights.
         """
         more = None if states is None else [[state] for state in states]
-        return self._ask(self._to_all(Kind.END, stop=stop), more=more, endless=True)
+        return self._take(self._start(self._to_all(Kind.END, stop=stop), more=more, endless=True))
 
     def look(self) -> None:
         """See how things are: ``signal``, ``training``, ``stopped``."""
-        self._ask(self._to_all(Kind.LOOK), wanted="none")
+        self._acknowledge(self._start(self._to_all(Kind.LOOK), wanted="none"))
 
     def leave(self, *, stop: bool = False) -> None:
         """Say that no gradient will come any more, and go on; ``end`` must come later.
@@ -191,7 +191,7 @@ class Client:
         Args:
             stop: Whether the others are to end as well.
         """
-        self._ask(self._to_all(Kind.LEAVE, stop=stop), wanted="none")
+        self._acknowledge(self._start(self._to_all(Kind.LEAVE, stop=stop), wanted="none"))
 
     def state(self, states: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The newest weights, and what each server's optimizer knows with them; for the chief.
@@ -201,9 +201,8 @@ class Client:
         Args:
             states: Filled with the optimizer's state on each server.
         """
-        return self._ask(
-            self._to_all(Kind.STATE), more=[[state] for state in states], wanted="these"
-        )
+        more = [[state] for state in states]
+        return self._take(self._start(self._to_all(Kind.STATE), more=more, wanted="these"))
 
     def snapshot(
         self, workers: int, states: Sequence[np.ndarray]
@@ -218,15 +217,17 @@ class Client:
             The weights, and the position that came with the last gradient of each worker in them.
         """
         progress = [np.empty(workers, np.int64) for _ in self._servers]
-        self._ask(self._to_all(Kind.FREEZE), more=[[entry] for entry in progress], wanted="none")
+        more = [[entry] for entry in progress]
+        self._acknowledge(self._start(self._to_all(Kind.FREEZE), more=more, wanted="none"))
         furthest = np.max(progress, axis=0)
         positions = [np.empty((workers, POSITION_NUMBERS), np.int64) for _ in self._servers]
-        weights = self._ask(
+        snapshot = self._start(
             self._to_all(Kind.SNAPSHOT),
             [[furthest]] * len(self._servers),
             more=list(zip(states, positions)),
             wanted="these",
         )
+        weights = self._take(snapshot)
         return weights, [tuple(row) for row in positions[0].tolist()]
 
     def _push_requests(
@@ -267,7 +268,7 @@ class Client:
     def _to_all(self, kind: Kind, *, stop: bool = False) -> list[Request]:
         return [Request(kind, stop=stop, signal=self.own_signal)] * len(self._servers)
 
-    def _ask(
+    def _start(
         self,
         requests: Sequence[Request],
         data: Sequence[Sequence[np.ndarray]] | None = None,
@@ -275,30 +276,9 @@ class Client:
         more: Sequence[Sequence[np.ndarray]] | None = None,
         wanted: Wanted = "newest",
         endless: bool = False,
-    ) -> list[np.ndarray]:
-        """Send requests, each with its data, and take the answers; as for ``PendingRequest``.
-
-        Returns:
-            Weights, unless none are wanted.
-        """
-        self._settle()
-        pending = self._start(requests, data, more=more, wanted=wanted, endless=endless)
-        pending.wait()
-        self._note(pending)
-        if wanted == "none":
-            return []
-        self._came = None
-        return self._use(pending)
-
-    def _start(
-        self,
-        requests: Sequence[Request],
-        data: Sequence[Sequence[np.ndarray]] | None,
-        *,
-        more: Sequence[Sequence[np.ndarray]] | None = None,
-        wanted: Wanted = "newest",
-        endless: bool = False,
     ) -> PendingRequest:
+        """Send requests, each with its data, once nothing else is under way."""
+        self._settle()
         self.pushed += requests[0].has_gradient
         return PendingRequest(
             self._messages,
@@ -310,6 +290,18 @@ class Client:
             more=more,
             endless=endless,
         )
+
+    def _take(self, pending: PendingRequest) -> list[np.ndarray]:
+        """Wait for the answers; returns the weights that came with them."""
+        pending.wait()
+        self._note(pending)
+        self._came = None
+        return self._use(pending)
+
+    def _acknowledge(self, pending: PendingRequest) -> None:
+        """Wait for answers without weights."""
+        pending.wait()
+        self._note(pending)
 
     def _settle(self) -> None:
         """Wait until nothing is under way.

@@ -49,12 +49,10 @@ def read_state(optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
     Keys, their order, shapes and types are those of ``cut_state``.
     """
     state = _state_of(optimizer, len(shard.pieces))
-    found = {key: _scalar(variable) for key, variable in state.scalars.items()}
-    for name, slots in state.slots.items():
-        for piece, slot in zip(shard.pieces, slots):
-            if slot is not None:
-                found[_key(name, piece)] = _value(slot)
-    return dict(sorted(found.items()))
+    return {
+        key: _scalar(variable) if key in state.scalars else _value(variable)
+        for key, variable in sorted(_by_key(state, shard).items())
+    }
 
 
 def assign_state(optimizer: Any, shard: Shard, values: Mapping[str, np.ndarray]) -> None:
@@ -63,12 +61,7 @@ def assign_state(optimizer: Any, shard: Shard, values: Mapping[str, np.ndarray])
     Raises:
         CheckpointError: ``values`` are of another optimizer or shard.
     """
-    state = _state_of(optimizer, len(shard.pieces))
-    expected: dict[str, keras.Variable] = dict(state.scalars)
-    for name, slots in state.slots.items():
-        for piece, slot in zip(shard.pieces, slots):
-            if slot is not None:
-                expected[_key(name, piece)] = slot
+    expected = _by_key(_state_of(optimizer, len(shard.pieces)), shard)
     for key, variable in expected.items():
         _check(key, values, tuple(variable.shape))
     for key, variable in expected.items():
@@ -189,6 +182,16 @@ def _state_of(optimizer: Any, count: int) -> _State:
             "variable. Use one of Keras' own, or train without parameter servers."
         )
     return state
+
+
+def _by_key(state: _State, shard: Shard) -> dict[str, keras.Variable]:
+    """The variables of an optimizer that is built on the pieces of ``shard``."""
+    found = dict(state.scalars)
+    for name, slots in state.slots.items():
+        for piece, slot in zip(shard.pieces, slots):
+            if slot is not None:
+                found[_key(name, piece)] = slot
+    return found
 
 
 def _built(optimizer: Any) -> tuple[Any, Sequence[Any]]:

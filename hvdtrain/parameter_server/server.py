@@ -52,7 +52,7 @@ class Server:
         require_finite: Refuse gradients with NaN or infinity.
         received: A signal that has come to this rank, or 0; the chief is told.
         silence_s: How long a worker may take for a step before it counts as silent.
-        least_workers: Where fewer are left, training ends.
+        least_workers: How many workers must be left; with fewer, training ends.
         tell: Called with a line on a worker that falls silent, or comes back.
     """
 
@@ -291,7 +291,7 @@ class Server:
 
         Args:
             worker: The rank that gets them.
-            more: To be sent with them.
+            more: What is sent with them.
             these: Send them in any case: what is read may be newer.
         """
         weights = self._updates.publish(worker)

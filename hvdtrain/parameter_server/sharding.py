@@ -44,22 +44,22 @@ class Spec(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """How many elements it has."""
         return math.prod(self.shape)
 
     @property
     def row(self) -> int:
-        """Elements of a row; one for a vector or a scalar."""
+        """How many elements a row has; one for a vector or a scalar."""
         return math.prod(self.shape[1:])
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """How many bytes an element has."""
         return numpy_dtype(self.dtype).itemsize
 
     @property
     def nbytes(self) -> int:
-        """Of all elements."""
+        """How many bytes all elements have."""
         return self.size * self.itemsize
 
 
@@ -86,7 +86,7 @@ class VariableSlice:
 
     @property
     def nbytes(self) -> int:
-        """What it takes in the buffer."""
+        """How many bytes it takes in the buffer."""
         return (self.stop - self.start) * numpy_dtype(self.dtype).itemsize
 
 
@@ -116,8 +116,8 @@ class Shard:
         """Copy this shard's part of whole variables to ``buffer``.
 
         Args:
-            arrays: By the variable's number; None stands for zeros.
-            buffer: As for ``views``.
+            arrays: The variables, by number; None stands for zeros.
+            buffer: uint8 of shape ``(nbytes,)``.
         """
         for piece, view in zip(self.pieces, self.views(buffer)):
             array = arrays[piece.variable]
@@ -136,7 +136,7 @@ class Shard:
 
 
 def specs_of(variables: Iterable[Any]) -> tuple[Spec, ...]:
-    """Those of Keras variables."""
+    """The specs of Keras variables."""
     return tuple(Spec(v.path, tuple(int(n) for n in v.shape), str(v.dtype)) for v in variables)
 
 
@@ -201,9 +201,9 @@ class _Sequence:
     """Variables one after another; positions are elements counted from the first one's first.
 
     Args:
-        specs: All variables.
-        members: Numbers of those in the sequence.
-        shard_bytes: What a shard has on average.
+        specs: What all variables are like.
+        members: The numbers of those in the sequence.
+        shard_bytes: How many bytes a shard has on average.
     """
 
     def __init__(self, specs: Sequence[Spec], members: Sequence[int], shard_bytes: float) -> None:
@@ -215,12 +215,12 @@ class _Sequence:
 
     @property
     def items(self) -> int:
-        """Elements in all."""
+        """How many elements there are in all."""
         return self._items[-1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all."""
+        """How many bytes there are in all."""
         return self._bytes[-1]
 
     def nearest(self, byte: float) -> int:

@@ -57,7 +57,7 @@ class PublishedWeights:
         memory: uint8, aligned, of ``published_bytes``, zero at first; a server's own, or one that
             others see.
         nbytes: How large the weights are.
-        slots: As for ``published_bytes``.
+        slots: How many publications the memory has room for.
     """
 
     def __init__(self, memory: np.ndarray, nbytes: int, slots: int = WEIGHT_SLOTS) -> None:

@@ -16,12 +16,16 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.kernels import widen
+from hvdtrain.config import Settings
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.model_steps import ModelSteps
-from hvdtrain.keras.served.server_shards import ServerOptimizerState
+from hvdtrain.keras.served.server_shards import ServerShards
 from hvdtrain.keras.served.worker_exchange import WeighsSteps, WorkerExchange
 
 __all__ = ["ElasticExchange"]
+
+# How far all workers together move the center: beta in Zhang et al. 2015.
+DEFAULT_FORCE = 0.9
 
 
 class _AveragesElastically(WeighsSteps):
@@ -65,14 +69,8 @@ class ElasticExchange(WorkerExchange):
     Outside of its steps the model has the center's weights: for validation, callbacks at the end
     of an epoch, and checkpoints.
 
-    Args:
-        model: Compiled and built.
-        reducer: Keeps the errors that TensorFlow hides.
-        steps: What the model runs on each batch.
-        require_finite: Refuse weights with NaN or infinity.
-        every: Updates from one exchange to the next; tau in the paper.
-        rate: How far both sides move, from 0 to 1; alpha in the paper.
-        averages: Where this worker shows averages of the weights, what it gets them with.
+    It takes the same arguments as ``WorkerExchange``. The settings' ``push_every`` is tau in the
+    paper, their moving rate alpha.
     """
 
     mixin = _AveragesElastically
@@ -82,15 +80,14 @@ class ElasticExchange(WorkerExchange):
         model: keras.Model,
         reducer: GradientReducer,
         steps: ModelSteps,
+        settings: Settings,
+        shards: ServerShards,
         *,
-        require_finite: bool,
-        every: int,
-        rate: float,
-        averages: ServerOptimizerState | None,
+        is_chief: bool,
     ) -> None:
-        super().__init__(model, reducer, steps, require_finite=require_finite, averages=averages)
-        self._every = every
-        self._rate = rate
+        super().__init__(model, reducer, steps, settings, shards, is_chief=is_chief)
+        self._every = settings.push_every
+        self._rate = settings.moving_rate or DEFAULT_FORCE / len(shards.roles.workers)
         self._updates = 0  # since the last exchange
         # This worker's weights while others are shown.
         self._own: list[np.ndarray] | None = None

@@ -13,19 +13,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.config import Settings
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.optimizer_patch import accumulates, mix_in
-from hvdtrain.keras.served.server_shards import ServerOptimizerState
+from hvdtrain.keras.served.server_shards import ServerShards
 from hvdtrain.keras.served.worker_exchange import WeighsSteps, WorkerExchange
 from hvdtrain.parameter_server.gradients import Gradient, GradientSum, Rows
 from hvdtrain.parameter_server.protocol import NO_POSITION
 
 __all__ = ["GradientExchange"]
 
-# From a step's numbers to its gradients; None where it has none that count.
-Find = Callable[[np.ndarray, Sequence[np.ndarray]], list[Gradient] | None]
-# What is to be sent now, and what it counts for.
+# From inputs to the gradients that are sent, None for none that count, and what they count for.
 Take = Callable[..., tuple[list[Gradient] | None, float]]
 
 
@@ -67,17 +66,11 @@ class _CountsOverflows:
 class GradientExchange(WorkerExchange):
     """Takes the place of the optimizer's update on a worker.
 
-    Args:
-        model: Compiled and built.
-        reducer: Keeps the errors that TensorFlow hides.
-        steps: What the model runs on each batch.
-        is_chief: Whether the learning rate here is the one that counts.
-        require_finite: Refuse gradients with NaN or infinity.
-        push_every: Send gradients after so many steps, their sum. In those between, the model
-            takes a step of plain gradient descent by itself, as in Downpour (Dean et al. 2012).
-        overlaps: Go on while gradients are under way, with the weights that came for those before.
-            Between epochs, and before validations and checkpoints, nothing is under way.
-        averages: Where this worker shows averages of the weights, what it gets them with.
+    With ``push_every`` it sends the sum of the gradients of so many steps. In those between, the
+    model takes a step of plain gradient descent by itself, as in Downpour (Dean et al. 2012, "Large
+    Scale Distributed Deep Networks"). With ``overlap`` it goes on while gradients are under way,
+    with the weights that came for those before; between epochs, and before validations and
+    checkpoints, nothing is under way. It takes the same arguments as ``WorkerExchange``.
     """
 
     mixin = _LeavesUpdates
@@ -87,19 +80,16 @@ class GradientExchange(WorkerExchange):
         model: keras.Model,
         reducer: GradientReducer,
         steps: ModelSteps,
+        settings: Settings,
+        shards: ServerShards,
         *,
         is_chief: bool,
-        require_finite: bool,
-        push_every: int,
-        overlaps: bool,
-        averages: ServerOptimizerState | None,
     ) -> None:
-        super().__init__(model, reducer, steps, require_finite=require_finite, averages=averages)
+        super().__init__(model, reducer, steps, settings, shards, is_chief=is_chief)
         self._places = {id(variable): n for n, variable in enumerate(self._variables)}
         self._accumulates = accumulates(model.optimizer)
-        self._is_chief = is_chief
-        self._push_every = push_every
-        self._overlaps = overlaps
+        self._push_every = settings.push_every
+        self._overlaps = settings.overlap
         self._accrued = GradientSum()
         self._epoch_begins = False
 
@@ -171,38 +161,31 @@ class GradientExchange(WorkerExchange):
         rate = tf.cast(learning_rate, tf.float64) if tells else tf.constant(math.nan, tf.float64)
         counts = tf.constant(1.0, tf.float64) if weight is None else weight
 
-        def find(counts: np.ndarray, arrays: Sequence[np.ndarray]) -> list[Gradient] | None:
+        def take(counts: np.ndarray, *arrays: np.ndarray) -> tuple[list[Gradient] | None, float]:
             found = _gradients(len(self._variables), places, sparse, arrays)
             if float(counts) <= 0:
-                return None
+                return None, float(counts)
             self._check_finite(found, "A gradient")
-            return found
+            return found, float(counts)
 
         if self._push_every == 1:
-            self._send(find, ends, counts, rate, flat)
+            self._push(take, ends, rate, [counts, *flat])
         else:
-            complete, servers_rate = self._accrue(find, counts, flat)
+            complete, servers_rate = self._accrue(take, [counts, *flat])
             rate_now = rate if tells else servers_rate
-
-            def go_on() -> None:
-                tf.cond(counts > 0, lambda: _descend(gradients, variables, rate_now), lambda: None)
-
-            tf.cond(complete, lambda: self._send_accrued(ends, rate), go_on)
+            tf.cond(
+                complete,
+                lambda: self._push(lambda: (self._accrued.take(), 1.0), ends, rate, []),
+                lambda: tf.cond(
+                    counts > 0, lambda: _descend(gradients, variables, rate_now), lambda: None
+                ),
+            )
 
     def skip_step(self) -> None:
         """Tell the servers that this step has no gradients."""
         nothing = tf.constant(0.0, tf.float64)
         # Gradients of earlier steps may wait here: those are not done yet.
         self.step([], [], weight=nothing, learning_rate=None, ends=not self._accumulates)
-
-    def _send(self, find: Find, ends: bool, counts: Any, rate: Any, flat: Sequence[Any]) -> None:
-        def take(counts: np.ndarray, *arrays: np.ndarray) -> tuple[list[Gradient] | None, float]:
-            return find(counts, arrays), float(counts)
-
-        self._push(take, ends, rate, [counts, *flat])
-
-    def _send_accrued(self, ends: bool, rate: Any) -> None:
-        self._push(lambda: (self._accrued.take(), 1.0), ends, rate, [])
 
     def _push(self, take: Take, ends: bool, rate: Any, inputs: Sequence[Any]) -> None:
         """Exchange with the servers.
@@ -227,16 +210,16 @@ class GradientExchange(WorkerExchange):
         exchange = self._run_if_any if self._overlaps else self._run
         exchange(run, [*self._counted(), rate, *inputs])
 
-    def _accrue(self, find: Find, counts: Any, flat: Sequence[Any]) -> tuple[Any, Any]:
-        """Whether it is time to send, and the servers' learning rate."""
+    def _accrue(self, take: Take, inputs: Sequence[Any]) -> tuple[Any, Any]:
+        """Keep gradients for later; whether it is time to send, and the servers' learning rate."""
 
-        def run(counts: np.ndarray, *arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        def run(*arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             with self._reducer.remember_error():
-                self._accrued.add(find(counts, arrays))
+                self._accrued.add(take(*arrays)[0])
                 rate = self.reach().learning_rate
                 return np.array(self._accrued.steps >= self._push_every), np.array(rate, np.float64)
 
-        complete, rate = tf.numpy_function(run, [counts, *flat], [tf.bool, tf.float64])
+        complete, rate = tf.numpy_function(run, inputs, [tf.bool, tf.float64])
         complete.set_shape([])
         rate.set_shape([])
         return complete, rate

@@ -27,19 +27,12 @@ from hvdtrain.keras.optimizer_patch import mark
 from hvdtrain.keras.served.elastic_averaging import ElasticExchange
 from hvdtrain.keras.served.gradient_exchange import GradientExchange
 from hvdtrain.keras.served.served_fit import ServedJob, serve
-from hvdtrain.keras.served.server_shards import ServerOptimizerState, shard_model
-from hvdtrain.keras.served.worker_exchange import (
-    WorkerExchange,
-    WorkerLossWeights,
-    refuse_training,
-)
+from hvdtrain.keras.served.server_shards import shard_model
+from hvdtrain.keras.served.worker_exchange import WorkerLossWeights, refuse_training
 from hvdtrain.keras.served.worker_fit import IndependentWorker, WorkerFit
 from hvdtrain.monitor import report
 
 __all__ = ["ServedModelPatch"]
-
-# How far all workers together move the center: beta in Zhang et al. 2015, arXiv 1412.6651.
-DEFAULT_FORCE = 0.9
 
 
 class ServedModelPatch(ModelPatch):
@@ -108,7 +101,9 @@ class ServedModelPatch(ModelPatch):
             mark(model.optimizer, None)
             self._replace_methods(steps, joint, fit=partial(serve, job), now=lambda: joint)
         else:
-            exchange = self._exchange(steps, shards.state)
+            kind = ElasticExchange if self._settings.mode == "easgd" else GradientExchange
+            is_chief = collectives.rank == 0
+            exchange = kind(model, self._reducer, steps, self._settings, shards, is_chief=is_chief)
             exchange.attach(model.optimizer)
             worker = IndependentWorker(collectives.member, self._roles.workers)
             fit = WorkerFit(job, exchange, worker, presharded=self._presharded)
@@ -122,33 +117,6 @@ class ServedModelPatch(ModelPatch):
         forget_functions(model)
         broadcast_weights(model, collectives)
         reseed_by_rank(model, collectives)
-
-    def _exchange(self, steps: ModelSteps, state: ServerOptimizerState) -> WorkerExchange:
-        """What a worker's steps exchange with the servers, which have ``state``."""
-        model, settings = self._model, self._settings
-        is_chief = self._collectives.rank == 0
-        averages = state if is_chief and state.has_averages else None
-        require_finite = settings.non_finite == "error"
-        if settings.mode == "easgd":
-            return ElasticExchange(
-                model,
-                self._reducer,
-                steps,
-                require_finite=require_finite,
-                every=settings.push_every,
-                rate=settings.moving_rate or DEFAULT_FORCE / len(self._roles.workers),
-                averages=averages,
-            )
-        return GradientExchange(
-            model,
-            self._reducer,
-            steps,
-            is_chief=is_chief,
-            require_finite=require_finite,
-            push_every=settings.push_every,
-            overlaps=settings.overlap,
-            averages=averages,
-        )
 
     def _worker_loop(
         self, fit: WorkerFit, worker: IndependentWorker, steps: ModelSteps, seed: int

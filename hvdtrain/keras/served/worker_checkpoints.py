@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
-
-from hvdtrain.collectives.interface import Collectives
-from hvdtrain.collectives.single import single_collectives
+from hvdtrain.collectives.single import SingleCollectives
 from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_steps import ModelSteps
@@ -19,6 +16,7 @@ from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, open_sto
 from hvdtrain.keras.saving.peers import Peers
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.keras.saving.worker_position import WorkerPosition
+from hvdtrain.keras.served.served_fit import ServedJob
 from hvdtrain.keras.served.server_shards import ServerOptimizerState
 from hvdtrain.keras.served.worker_exchange import WorkerExchange
 from hvdtrain.keras.served.worker_resume import WorkerResume, find_for_all
@@ -31,30 +29,22 @@ _SHORTEST_PAUSE_S = 0.01
 
 
 def begin_worker_session(
+    job: ServedJob,
     checkpoint: Checkpoint,
-    model: keras.Model,
-    collectives: Collectives,
     callbacks: Sequence[Any],
     exchange: WorkerExchange,
-    steps: ModelSteps,
     *,
     worker: Membership,
-    servers: ServerOptimizerState,
-    in_update: Callable[[int], int],
     presharded: bool,
 ) -> tuple[CheckpointSession, WorkerResume | None]:
     """Set up what takes checkpoints on a worker; collective, with ``find_for_all`` on servers.
 
     Args:
+        job: What this rank has.
         checkpoint: The user's callback.
-        model: Compiled, built and distributed.
-        collectives: Between all ranks.
-        callbacks: Those of this worker.
+        callbacks: All callbacks of this worker.
         exchange: What this worker exchanges with the servers.
-        steps: What the model runs on each batch.
         worker: This worker among all.
-        servers: What their optimizers know.
-        in_update: How many gradients one update is made of, for a number of workers.
         presharded: Whether each worker has data of its own.
 
     Returns:
@@ -63,9 +53,9 @@ def begin_worker_session(
     Raises:
         CheckpointError: No checkpoint can be used; on all ranks.
     """
-    state = TrainingState(model, single_collectives(), steps.samples, callbacks)
+    state = TrainingState(job.model, SingleCollectives(), job.steps.samples, callbacks)
     store = open_store(checkpoint.options)
-    found = find_for_all(store if worker.rank == 0 else None, state, collectives)
+    found = find_for_all(store if worker.rank == 0 else None, state, job.collectives)
     resume = None
     if found is not None:
         resume = WorkerResume(
@@ -73,14 +63,14 @@ def begin_worker_session(
             state,
             rank=worker.rank,
             size=worker.size,
-            in_update=in_update,
+            in_update=job.settings.gradients_in_update,
             pull=exchange.pull,
         )
     peers = WorkerPeers(
         exchange,
-        steps,
+        job.steps,
         state,
-        servers,
+        job.shards.state,
         rank=worker.rank,
         size=worker.size,
         resume=resume,

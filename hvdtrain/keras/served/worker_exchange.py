@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError, NonFiniteError
 from hvdtrain.gradients.non_finite import name_non_finite
 from hvdtrain.gradients.reducer import GradientReducer
@@ -26,7 +27,7 @@ from hvdtrain.keras.optimizer_patch import (
     mix_in,
     plain_optimizers,
 )
-from hvdtrain.keras.served.server_shards import ServerOptimizerState
+from hvdtrain.keras.served.server_shards import ServerShards
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, Rows
 from hvdtrain.parameter_server.protocol import NO_POSITION
@@ -35,7 +36,7 @@ __all__ = ["WeighsSteps", "WorkerExchange", "WorkerLossWeights", "refuse_trainin
 
 
 class WeighsSteps(KeepsWeights):
-    """Of the steps whose gradients are accumulated, each counts as much as its samples."""
+    """Lets each of the steps whose gradients are accumulated count as much as its samples."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         weight = self._hvdtrain_weighting.weight
@@ -53,7 +54,7 @@ class WeighsSteps(KeepsWeights):
         pass
 
     def _hvdtrain_take_mean(self, grads: Any) -> tuple[tf.Tensor | None, Any]:
-        """What the gradients that are applied now count for, and their mean."""
+        """How much the gradients that are applied now count, and their mean."""
         weight = self._hvdtrain_take_weight()
         if self._hvdtrain_waiting is not None and weight is not None:
             grads = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in grads]
@@ -104,8 +105,9 @@ class WorkerExchange:
         model: Compiled and built.
         reducer: Keeps the errors that TensorFlow hides.
         steps: What the model runs on each batch.
-        require_finite: Refuse to send NaN or infinity.
-        averages: Where this worker shows averages of the weights, what it gets them with.
+        settings: The job's.
+        shards: Which server holds what.
+        is_chief: Whether this worker's learning rate counts, and it shows averages of the weights.
     """
 
     mixin: type[WeighsSteps]
@@ -116,15 +118,17 @@ class WorkerExchange:
         model: keras.Model,
         reducer: GradientReducer,
         steps: ModelSteps,
+        settings: Settings,
+        shards: ServerShards,
         *,
-        require_finite: bool,
-        averages: ServerOptimizerState | None,
+        is_chief: bool,
     ) -> None:
         self._variables = list(model.trainable_variables)
         self._reducer = reducer
         self._steps = steps
-        self._require_finite = require_finite
-        self._averages = averages
+        self._require_finite = settings.non_finite == "error"
+        self._is_chief = is_chief
+        self._averages = shards.state if is_chief and shards.state.has_averages else None
         self.client: Client | None = None
         """The way to the servers, within ``fit``."""
         self.position: Callable[[int, int], tuple[int, ...]] | None = None

@@ -99,15 +99,11 @@ class WorkerFit:
         checkpoint = find_checkpoint_callback(callbacks)
         if checkpoint is not None:
             self._session, self._resume = begin_worker_session(
+                self._job,
                 checkpoint,
-                self._job.model,
-                self._job.collectives,
                 callbacks,
                 exchange,
-                self._job.steps,
                 worker=self._worker,
-                servers=shards.state,
-                in_update=self._job.settings.gradients_in_update,
                 presharded=self._presharded,
             )
         client = Client(

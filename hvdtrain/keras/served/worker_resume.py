@@ -51,7 +51,7 @@ class WorkerResume(Resume):
 
     Args:
         progress: How far the training had come.
-        snapshot: What was saved.
+        snapshot: The weights and states that were saved.
         state: What belongs to the training, beside the model.
         rank: The number of this worker.
         size: How many workers there are.
@@ -131,20 +131,20 @@ def _begin_at(
     if as_before or data.presharded:
         return before if len(before) == size else before[:1] * size, dict(begins)
     positions = [
-        stand.place.position or begins.get(stand.epoch, Position(epoch=stand.epoch))
-        for stand in before
+        worker.place.position or begins.get(worker.epoch, Position(epoch=worker.epoch))
+        for worker in before
     ]
     first, *later = leftovers(positions, each=progress.each, units=data.units, begins=begins)
-    slowest = min(before, key=lambda stand: (stand.epoch, stand.place.epoch_step))
-    most = epochs.steps_per_epoch or max(stand.place.epoch_step for stand in before)
+    slowest = min(before, key=lambda worker: (worker.epoch, worker.place.epoch_step))
+    most = epochs.steps_per_epoch or max(worker.place.epoch_step for worker in before)
     done = sum(s.place.epoch_step if s.epoch == slowest.epoch else most for s in before)
     begun = first.start > 0 and done > 0
-    together = slowest.place._replace(
+    joint = slowest.place._replace(
         position=first if first.start else None,
         epoch_step=max(1, done // len(before)) if begun else 0,
     )
-    stands = [WorkerPosition(slowest.epoch, together, 0)] * size
-    return stands, {**begins, **{position.epoch: position for position in later}}
+    starts = [WorkerPosition(slowest.epoch, joint, 0)] * size
+    return starts, {**begins, **{position.epoch: position for position in later}}
 
 
 def _history_before(history: Mapping[str, Any], epoch: int) -> dict[str, Any]:

@@ -1,10 +1,16 @@
-"""Gradients as servers get them: the same ones, each row with its owner."""
+"""Gradients on their way to servers, and added up."""
 
 import numpy as np
 import pytest
 
 from hvdtrain.errors import MismatchError
-from hvdtrain.parameter_server.gradients import CHECKED_ITEMS, Rows, ShardGradients, pack_gradients
+from hvdtrain.parameter_server.gradients import (
+    CHECKED_ITEMS,
+    GradientSum,
+    Rows,
+    ShardGradients,
+    pack_gradients,
+)
 from hvdtrain.parameter_server.sharding import Spec, numpy_dtype, shard_variables
 
 SHAPES = [(7, 6), (6,), (90, 2), (), (3, 200), (2, 3, 4), (50,)]
@@ -196,3 +202,51 @@ def test_a_slot_that_there_is_not(slot):
     flat = np.empty(shard.nbytes, np.uint8)
     with pytest.raises(MismatchError, match=f"in slot {slot} of 2 that this server sees"):
         ShardGradients.expect(shard, np.array([slot, -2]), flat, [flat, flat])
+
+
+def given_rows(indices, *values):
+    return Rows(np.array(indices), np.array(values, "float32"))
+
+
+def test_the_sum_of_some_steps():
+    """Dense gradients, rows, variables that some steps or all have none of; nothing is kept."""
+    accrued = GradientSum()
+    first = np.array([1.0, 2.0], "float32")
+    accrued.add([first, given_rows([4, 1, 4], [1, 1], [2, 2], [3, 3]), None, None])
+    first.fill(99)
+    assert accrued.steps == 1
+    accrued.add(None)
+    assert accrued.steps == 2
+    accrued.add([first, given_rows([0, 1], [5, 5], [6, 6]), np.array(7.0, "float32"), None])
+    assert accrued.steps == 3
+    dense, sparse, scalar, none = accrued.take()
+    assert dense.tolist() == [100.0, 101.0]
+    assert sparse.indices.tolist() == [0, 1, 4]
+    assert sparse.values.tolist() == [[5, 5], [8, 8], [4, 4]]
+    assert scalar.tolist() == 7.0
+    assert none is None
+    assert accrued.steps == 0
+    accrued.add([None, given_rows([3], [1, 1]), None, None])
+    assert [gradient is None for gradient in accrued.take()] == [True, False, True, True]
+
+
+def test_steps_without_gradients():
+    accrued = GradientSum()
+    accrued.add(None)
+    accrued.add(None)
+    assert accrued.steps == 2
+    assert accrued.take() is None
+    assert accrued.steps == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_types_are_summed_exactly(dtype):
+    accrued = GradientSum()
+    kind = numpy_dtype(dtype)
+    for value in (4096.0, 2.0, 2.0, -4096.0):
+        values = np.full(2, value, kind)
+        accrued.add([values, Rows(np.array([1]), values.reshape(1, 2))])
+    dense, sparse = accrued.take()
+    assert dense.dtype == sparse.values.dtype == kind
+    assert dense.tolist() == [4.0, 4.0]
+    assert sparse.values.tolist() == [[4.0, 4.0]]
