@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hvdtrain.collectives.single import SingleCollectives
+from hvdtrain.collectives.single import single_collectives
 from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_steps import ModelSteps
@@ -53,7 +53,7 @@ def begin_worker_session(
     Raises:
         CheckpointError: No checkpoint can be used; on all ranks.
     """
-    state = TrainingState(job.model, SingleCollectives(), job.steps.samples, callbacks)
+    state = TrainingState(job.model, single_collectives(), job.steps.samples, callbacks)
     store = open_store(checkpoint.options)
     found = find_for_all(store if worker.rank == 0 else None, state, job.collectives)
     resume = None
