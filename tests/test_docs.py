@@ -141,5 +141,10 @@ def test_the_architecture_shows_every_package() -> None:
     entries = (REPOSITORY / "hvdtrain").iterdir()
     there = {entry.stem for entry in entries if entry.is_dir() or entry.suffix == ".py"}
     assert there - {"__init__", "__main__", "__pycache__", "lazy", "version"} <= shown
-    for path in re.findall(r"`((?:hvdtrain|tests|docs)/[\w/.]+)`", text):
-        assert (REPOSITORY / path).exists(), path
+    for path in re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", text):
+        below = REPOSITORY if path.startswith("tests/") else REPOSITORY / "hvdtrain"
+        assert (below / path).exists(), path
+    for path, name in re.findall(r"`((?:\w+/)*\w+\.py)` `(\w+)[`.]", text):
+        assert re.search(
+            rf"^(class|def) {name}\b", (REPOSITORY / "hvdtrain" / path).read_text(), re.M
+        )
