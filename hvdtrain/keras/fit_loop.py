@@ -27,7 +27,7 @@ from hvdtrain.keras.model_sync import average_statistics, broadcast_model
 from hvdtrain.keras.optimizer_patch import accumulates, is_distributed
 from hvdtrain.keras.own_steps import has_own, has_own_call
 from hvdtrain.keras.predictions import join_predictions, noting_rows
-from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
+from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback, forward_hooks
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, begin_session
 from hvdtrain.keras.step_results import join_logs, results_of_metrics
@@ -153,7 +153,7 @@ class FitLoop:
         followers: list[Follower] = [epochs_.share_out_anew, succession.take_over]
         followers += [entry.follow for entry in listed if isinstance(entry, WarmUp)]
         saving = (
-            checkpoint.forward_to(session, epochs_, self._inputs.seed)
+            forward_hooks(checkpoint, session, epochs_, self._inputs.seed)
             if checkpoint and session
             else nullcontext()
         )

@@ -14,7 +14,7 @@ from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 
-__all__ = ["Checkpoint", "find_checkpoint_callback"]
+__all__ = ["Checkpoint", "find_checkpoint_callback", "forward_hooks"]
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -68,29 +68,8 @@ class Checkpoint(keras.callbacks.Callback):
             export=None if export is None else os.fspath(export),
             on_error=on_error,
         )
+        # Does the work, within a ``fit`` of a distributed model.
         self.session: CheckpointSession | None = None
-        """The session that does the work, within a ``fit`` of a distributed model."""
-
-    @contextmanager
-    def forward_to(
-        self, session: CheckpointSession, epochs: EpochIterator, seed: int
-    ) -> Iterator[None]:
-        """Within the block let the session take the checkpoints of a ``fit``.
-
-        Args:
-            session: The session that takes them.
-            epochs: Where ``fit`` stands in its data; set to where the checkpoint was taken.
-            seed: The seed of the data's orders.
-
-        Raises:
-            CheckpointError: The checkpoint belongs to another kind of data.
-        """
-        self.session = session
-        try:
-            with session.running(epochs, seed):
-                yield
-        finally:
-            self.session = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self.session is None:
@@ -140,3 +119,26 @@ def find_checkpoint_callback(callbacks: Sequence[Any]) -> Checkpoint | None:
             "Give one of them every_steps, every_s and keep as you need them."
         )
     return found[0] if found else None
+
+
+@contextmanager
+def forward_hooks(
+    checkpoint: Checkpoint, session: CheckpointSession, epochs: EpochIterator, seed: int
+) -> Iterator[None]:
+    """Within the block the callback's hooks reach the session, which takes checkpoints.
+
+    Args:
+        checkpoint: The user's callback.
+        session: The session that takes them.
+        epochs: Where ``fit`` stands in its data; set to where the checkpoint was taken.
+        seed: The seed of the data's orders.
+
+    Raises:
+        CheckpointError: The checkpoint belongs to another kind of data.
+    """
+    checkpoint.session = session
+    try:
+        with session.running(epochs, seed):
+            yield
+    finally:
+        checkpoint.session = None
