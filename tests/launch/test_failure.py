@@ -298,8 +298,9 @@ def test_pythons_own_tracebacks_are_understood(code: str) -> None:
 def test_what_ranks_say_at_their_end_is_understood(
     error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alarm = SimpleNamespace(rank=0, size=4)
-    engine = SimpleNamespace(closed=False, alarm=alarm, last_error=error, fail=lambda reason: None)
+    engine = SimpleNamespace(
+        closed=False, member=0, numbers=range(4), last_error=error, fail=lambda reason: None
+    )
     monkeypatch.setattr(exit_hooks, "_current", engine)
     monkeypatch.setattr(exit_hooks, "FOLLOWER_PAUSE_S", 0.0)
     monkeypatch.setattr(exit_hooks, "_end_within", lambda seconds: None)
