@@ -83,10 +83,10 @@ def test_gradients_of_several_steps(world, average):
         backward_passes_per_step=3,
         average_aggregated_gradients=average,
     )
-    before = job.collectives()._operations
+    before = job.collectives().operation
     found = fit(make(optimizer), *data(job.rank()), 4)
     if job.size() > 1:
-        assert job.collectives()._operations - before == 4
+        assert job.collectives().operation - before == 4
     rate = 0.1 if average else 0.3
     alone = make(keras.optimizers.SGD(rate, gradient_accumulation_steps=3))
     alike(found, fit(alone, *joint(), 4 * job.size()))
