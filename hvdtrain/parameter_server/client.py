@@ -64,6 +64,7 @@ class Client:
         # thread waits for the answer to what is under way; no other call of MPI is made meanwhile.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdtrain push")
         self._under_way: tuple[PendingRequest, Future[None]] | None = None
+        self._given_up: tuple[PendingRequest, Future[None]] | None = None
         self._came: PendingRequest | None = None  # of it, with weights that are not used yet
         self._closed = Event()
         self.pushed = 0
@@ -164,7 +165,8 @@ class Client:
         """Push nothing ahead any more; give up what is under way, as after an error."""
         self._closed.set()
         self._thread.shutdown()
-        self._under_way = None
+        # Its answer may still come, into its buffers.
+        self._given_up, self._under_way = self._under_way, None
 
     def end(
         self, *, stop: bool = False, states: Sequence[np.ndarray] | None = None

@@ -217,6 +217,9 @@ class Server:
 
     def _end(self, worker: int, request: Request) -> None:
         self._liveness.end(worker)
+        if worker in self._waiting:
+            # It has given up waiting for an answer, which still comes before that to this request.
+            self._give_weights(worker, [])
         self._waiting[worker] = True
         self._stop_training(worker, request)
 

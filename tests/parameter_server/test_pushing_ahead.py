@@ -102,13 +102,15 @@ def test_a_refusal_comes_at_the_next_exchange(world):
 
 
 @one_server
-def test_what_is_under_way_is_given_up(world):
-    """Its answer would come when the other worker has made a step."""
+@pytest.mark.parametrize("last", [0, 1])
+def test_what_is_under_way_is_given_up(world, last):
+    """Its answer would come when the other worker has made a step, or none has any left to make."""
 
     def work(worker):
         worker.begin()
         if worker.rank:
             worker.hear(0)
+            time.sleep(last)
             return worker.done()
         worker.push(ahead=True)
         waiting = [t for t in threading.enumerate() if t.name.startswith("hvdtrain push")]
@@ -116,6 +118,7 @@ def test_what_is_under_way_is_given_up(world):
         worker.client.close()
         assert not any(thread.is_alive() for thread in waiting)
         worker.tell(1)
+        time.sleep(1 - last)
         return worker.done()
 
     assert serve(work, free(0))[0] == [1.0, 1.0]
