@@ -113,7 +113,7 @@ def test_uneven_hosts_reduce_together(cluster: Cluster, way: str) -> None:
     everyone = create(place, read_settings(os.environ))
     total = everyone.allreduce(np.full(100_000, place.rank + 1, np.float32))
     print(place.rank, place.local_rank, place.local_size, set(total.tolist()))
-    everyone.leave()
+    everyone.transport.leave()
     """
     hostfile = cluster.folder / "uneven"
     hostfile.write_text("node1 slots=3\nnode2:1  # a dialect for each\n")

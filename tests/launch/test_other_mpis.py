@@ -40,7 +40,7 @@ library = MPI.Get_library_version().split("\\n")[0]
 seen = (place.rank, place.size, place.local_rank, place.local_size, int(total[0]), library)
 # In one piece: mpirun may mix what ranks write.
 sys.stdout.write(";".join(map(str, ["seen", *seen, "\\n"])))
-everyone.leave()
+everyone.transport.leave()
 """
 BEGUN = "open(os.path.join({folder!r}, str(rank)), 'w').close(); time.sleep(120)"
 HOSTS = "node1:1,node2:2"
