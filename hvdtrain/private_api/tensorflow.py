@@ -7,6 +7,7 @@ public way to put operations into an order, and datasets none to look at their p
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import socket
@@ -34,6 +35,7 @@ try:
     from tensorflow.core.protobuf import cluster_pb2, tensorflow_server_pb2
     from tensorflow.python.client.session import BaseSession
     from tensorflow.python.eager import context
+    from tensorflow.python.eager.polymorphic_function import atomic_function
 except ImportError as error:
     raise _unsupported(str(error)) from error
 
@@ -44,6 +46,7 @@ __all__ = [
     "add_control_input",
     "captured_by",
     "check",
+    "complete_control_outputs",
     "connect",
     "control_flow_context",
     "draws_anew",
@@ -74,6 +77,7 @@ HOOKS: dict[Any, tuple[str, ...]] = {
     tf.Operation: ("_add_control_input", "_set_attr"),
     tf.data.Dataset: ("_functions", "_inputs", "_variant_tensor"),
     BaseSession: ("_do_run", "_extend_graph"),
+    atomic_function: ("from_func_graph",),
     context.Context: (
         "abort_collective_ops",
         "config",
@@ -243,6 +247,28 @@ def replace_session_methods(
         methods = replace(BaseSession._extend_graph, BaseSession._do_run)
         BaseSession._extend_graph, BaseSession._do_run = methods
         setattr(BaseSession, _REPLACED, True)
+
+
+def complete_control_outputs(must_run: Callable[[Any], list[tf.Operation]]) -> None:
+    """Let the functions that are made from now on run these operations of their graphs; once.
+
+    A function is made of a graph when that is complete, by code of TensorFlow that has no other
+    place for it: the call of an inner function is added after all that its body is made of.
+
+    Args:
+        must_run: Given a graph of a function, returns what runs whether it is used or not.
+    """
+    make = atomic_function.from_func_graph
+
+    @functools.wraps(make)
+    def make_complete(name: str, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        known = set(graph.control_outputs)
+        graph.control_outputs += [op for op in must_run(graph) if op not in known]
+        return make(name, graph, *args, **kwargs)
+
+    if not hasattr(atomic_function, _REPLACED):
+        atomic_function.from_func_graph = make_complete
+        setattr(atomic_function, _REPLACED, True)
 
 
 # Datasets.

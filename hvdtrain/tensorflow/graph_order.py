@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvdtrain.private_api.tensorflow import function_graph, orders_operations
 
-__all__ = ["MARK", "calls_between_ranks", "in_order"]
+__all__ = ["MARK", "calls_between_ranks", "in_order", "must_run"]
 
 MARK = "hvdtrain"
 """What the names of operations between ranks begin with."""
@@ -33,15 +33,22 @@ def calls_between_ranks(op: tf.Operation) -> bool:
 def in_order(graph: Any) -> Iterator[None]:
     """What is added within runs after all operations between ranks that were added before.
 
-    And it does run, if its result is used or not. Of no effect where TensorFlow sees to it, and in
-    a graph for sessions, for which ``session_order`` does.
+    Of no effect where TensorFlow sees to it, and in a graph for sessions, for which
+    ``session_order`` does.
     """
-    before = list(_last_ones(graph))
-    known = len(graph.get_operations()) if _is_unordered_function(graph) else None
-    with tf.control_dependencies(before):
+    with tf.control_dependencies(list(_last_ones(graph))):
         yield
-    if known is not None:
-        graph.control_outputs += filter(calls_between_ranks, graph.get_operations()[known:])
+
+
+def must_run(graph: Any) -> list[tf.Operation]:
+    """What a function runs, if its result is used or not: its operations between ranks.
+
+    A call of the function has ended when they have, too, so that what comes after it can wait for
+    them. Nothing, where TensorFlow sees to it.
+    """
+    if not _is_unordered_function(graph):
+        return []
+    return list(filter(calls_between_ranks, graph.get_operations()))
 
 
 def _is_unordered_function(graph: Any) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.private_api.tensorflow import replace_session_methods
+from hvdtrain.private_api.tensorflow import complete_control_outputs, replace_session_methods
+from hvdtrain.tensorflow.graph_order import must_run
 from hvdtrain.tensorflow.session_order import SessionOrder
 from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow
 
@@ -22,6 +23,7 @@ def keep_order() -> None:
     Their errors are raised as eagerly.
     """
     replace_session_methods(_keeping_order)
+    complete_control_outputs(must_run)
 
 
 def _keeping_order(extend: Callable[..., Any], run: Callable[..., Any]) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import ModuleType
 
 import pytest
 import tensorflow as tf
@@ -21,8 +22,9 @@ NAMES = [(kind, name) for kind, names in HOOKS.items() for name in names]
 @pytest.mark.parametrize(
     ("kind", "name"), NAMES, ids=lambda value: getattr(value, "__name__", value)
 )
-def test_what_is_missing_is_named(monkeypatch, kind: type, name: str) -> None:
-    for owner in [base for base in kind.__mro__ if name in vars(base)]:
+def test_what_is_missing_is_named(monkeypatch, kind: type | ModuleType, name: str) -> None:
+    owners = kind.__mro__ if isinstance(kind, type) else [kind]
+    for owner in [owner for owner in owners if name in vars(owner)]:
         monkeypatch.delattr(owner, name)
     with pytest.raises(LaunchError) as caught:
         devices.set_placement(Settings())

@@ -143,6 +143,43 @@ def test_branches(world, version):
         assert run.run(after) == 12.0
 
 
+def inner_branches(x: tf.Tensor, traced: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    return tf.cond(x > 0.0, lambda: tf.cond(x > 1.0, lambda: total(x, 0), lambda: x), lambda: x)
+
+
+def inner_function(x: tf.Tensor, traced: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    return tf.cond(x > 0.0, lambda: traced(x), lambda: x)
+
+
+def inner_loop(x: tf.Tensor, traced: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    def looped() -> tf.Tensor:
+        return tf.while_loop(lambda n, _: n < 1, lambda n, y: (n + 1, total(y, 0)), [0, x])[1]
+
+    return tf.cond(x > 0.0, looped, lambda: x)
+
+
+def branch_in_loop(x: tf.Tensor, traced: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    def turn(n: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return n + 1, tf.cond(x > 0.0, lambda: total(y, 0), lambda: y)
+
+    return tf.while_loop(lambda n, _: n < 1, turn, [0, x])[1]
+
+
+@pair
+@CONTROL_FLOWS
+@pytest.mark.parametrize(
+    "inner", [inner_branches, inner_function, inner_loop, branch_in_loop], ids=lambda f: f.__name__
+)
+def test_what_is_in_a_branch_in_a_branch_comes_before_what_follows(world, version, inner):
+    """Both are ready at once, and each is late on a rank, after all else has been done."""
+    traced = tf.function(lambda value: total(value, 0))
+    with session(version) as run:
+        first = total(1.0, 0)
+        second = inner(first * 1.5, traced)
+        third = tf.cond(first > 0.0, lambda: total(first * 10.0, 1), lambda: 0.0)
+        assert run.run([third, second, first]) == [40.0, 6.0, 2.0]
+
+
 @pair
 @CONTROL_FLOWS
 def test_loops(world, version):
