@@ -83,7 +83,7 @@ def test_slurm_ends_ranks_together(cluster: Cluster) -> None:
 
 def test_a_host_that_is_not_there_from_the_beginning(cluster: Cluster, mended: None) -> None:
     cluster.cut("node2")
-    options = ["--max-restarts", "1", "--start-timeout-s", "10", "-H", "node1:1,node2:1,node3:1"]
+    options = ["--max-restarts", "1", "--start-timeout-s", "15", "-H", "node1:1,node2:1,node3:1"]
     argv = [*HVDTRAIN, *options, "--", sys.executable, "-c", "print('here')"]
     done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
     assert done.returncode == 0, done
@@ -104,7 +104,7 @@ print("serves" if me.rank in assign_roles(me.size, read_settings(os.environ)).se
 @pytest.mark.parametrize("lost", ["node2", "node3"], ids=["worker", "server"])
 def test_a_server_stays_on_its_host(cluster: Cluster, lost: str) -> None:
     tasks = ["--worker-hosts", "node1:2222,node2:2222", "--ps-hosts", "node3:2222,node1:2223"]
-    options = ["--mode", "async-ps", "--max-restarts", "1", "--start-timeout-s", "10", *tasks]
+    options = ["--mode", "async-ps", "--max-restarts", "1", "--start-timeout-s", "15", *tasks]
     cluster.cut(lost)
     try:
         argv = [*HVDTRAIN, *options, "--", sys.executable, "-c", SERVES]
@@ -123,7 +123,7 @@ def test_a_server_stays_on_its_host(cluster: Cluster, lost: str) -> None:
 def test_without_a_server_nothing_goes_on(cluster: Cluster, mended: None) -> None:
     cluster.cut("node2")
     hosts = ["-H", "node1:1,node2:1", "--mode", "async-ps", "--ps-ranks", "1"]
-    argv = [*HVDTRAIN, *hosts, "--max-restarts", "1", "--start-timeout-s", "10", "--", "true"]
+    argv = [*HVDTRAIN, *hosts, "--max-restarts", "1", "--start-timeout-s", "15", "--", "true"]
     done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
     assert done.returncode not in (0, None), done
     assert "not started again: all servers are lost with node2, and what is left has" in done.stderr
