@@ -114,6 +114,35 @@ def test_commands_have_the_flags_that_documents_show(run_command) -> None:
                 assert flag in shown, f"{path.name} shows hvdtrain run {flag}"
 
 
+# Of sbatch and srun, mpirun, horovodrun, docker, pip and TensorBoard.
+FOREIGN_FLAGS = {
+    *("--allow-run-as-root", "--batch", "--cpus-per-task", "--gpus-per-task", "--mem"),
+    *("--mem-per-cpu", "--signal", "--check-build", "--log-hide-timestamp", "--max-np"),
+    *("--max-num-proc", "--prefix-output-with-timestamp", "--ssh-identity-file", "--ssh-port"),
+    *("--shm-size", "--no-deps", "--logdir", "--help"),
+}
+
+
+def test_flags_variables_and_files_that_documents_name_exist() -> None:
+    folders = [REPOSITORY / name for name in ("hvdtrain", "examples", "benchmarks", "slurm")]
+    files = [
+        path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".sh")
+    ]
+    source = "\n".join(path.read_text() for path in files)
+    words = set(re.findall(r"[\w-]+", source))
+    for path in DOCUMENTS:
+        text = path.read_text()
+        for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) - FOREIGN_FLAGS:
+            field = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
+            assert flag in words or re.search(rf"\b{field}: ", source), f"{path.name}: {flag}"
+        for variable in set(re.findall(r"\bHVDTRAIN_[A-Z_]+[A-Z]\b", text)):
+            field = variable.removeprefix("HVDTRAIN_").lower()
+            known = variable in words or re.search(rf"\b{field}: ", source)
+            assert known or variable.startswith("HVDTRAIN_TEST_"), f"{path.name}: {variable}"
+        for name in re.findall(r"\b(?:examples|benchmarks|slurm|hostfiles)/\w[\w./-]*\.\w+", text):
+            assert (REPOSITORY / name).exists(), f"{path.name}: {name}"
+
+
 def test_make_has_the_targets_that_documents_show() -> None:
     targets = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
     for path in DOCUMENTS:

@@ -38,13 +38,13 @@ class Arena:
 
     Args:
         file: Which all of them have mapped.
-        seat: Whose part this rank takes buffers from.
+        window_rank: Whose part this rank takes buffers from.
         part_bytes: Size of a part, whole pages.
     """
 
-    def __init__(self, file: SharedFile, seat: int, part_bytes: int) -> None:
+    def __init__(self, file: SharedFile, window_rank: int, part_bytes: int) -> None:
         self._file = file
-        self._part_start = seat * part_bytes
+        self._part_start = window_rank * part_bytes
         self._part_bytes = part_bytes
         self._address = file.array(self._part_start, 1).ctypes.data
         self._taken: dict[int, int] = {}
@@ -68,22 +68,22 @@ class Arena:
         self._file.release(self._part_start + place, self._taken.pop(place))
 
     def own(self, buffer: np.ndarray) -> None:
-        """In a child of this process: let a buffer hold what it holds, in memory of the child's."""
+        """Give this process, a forked child, its own copy of a buffer, at the same address."""
         place = self.place(buffer)
         self._file.own(self._part_start + place, self._taken[place])
 
-    def drop_part(self, seat: int) -> None:
-        """Give back all that a rank had which is no more."""
-        self._file.release(seat * self._part_bytes, self._part_bytes)
+    def drop_part(self, window_rank: int) -> None:
+        """Give back all that a lost rank had."""
+        self._file.release(window_rank * self._part_bytes, self._part_bytes)
 
     def place(self, array: np.ndarray) -> int:
         """Where in this rank's part an array begins, in bytes; -1 if it lies elsewhere."""
         place = array.ctypes.data - self._address
         return place if 0 <= place < self._part_bytes else -1
 
-    def at(self, seat: int, place: int, nbytes: int) -> np.ndarray:
-        """What lies at that place in the part of a rank, as flat uint8 array."""
-        return self._file.array(seat * self._part_bytes + place, nbytes)
+    def at(self, window_rank: int, place: int, nbytes: int) -> np.ndarray:
+        """Return what lies at a place in the part of a rank, as flat uint8 array."""
+        return self._file.array(window_rank * self._part_bytes + place, nbytes)
 
     def _gap(self, nbytes: int) -> int | None:
         """The first place with so many bytes that are not taken."""

@@ -119,7 +119,7 @@ def plain(array: np.ndarray, operation: str) -> np.ndarray:
 
 
 def type_name(dtype: np.dtype) -> str:
-    """Its name, or where the bytes lie in the other order than this machine's, how they lie."""
+    """The name of a type, with its byte order where that is not this machine's."""
     return dtype.name if dtype.isnative else dtype.str
 
 

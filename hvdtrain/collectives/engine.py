@@ -9,7 +9,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,34 +25,16 @@ from hvdtrain.collectives.calls import (
     type_name,
     with_rows,
 )
-from hvdtrain.collectives.fusion import (
-    ALIGNMENT_BYTES,
-    empty_outputs,
-    plan_fusion,
-    split_evenly,
-)
+from hvdtrain.collectives.exchange import Exchange
+from hvdtrain.collectives.fusion import ALIGNMENT_BYTES
 from hvdtrain.collectives.interface import Codec, FinishedOperation, ReduceOp
-from hvdtrain.collectives.join import (
-    JOIN,
-    SomeJoined,
-    check_can_join,
-    neutral,
-    read_call,
-    write_call,
-)
-from hvdtrain.collectives.kernels import (
-    FiniteCheck,
-    accumulator_dtype,
-    check_reducible,
-    combine,
-    finish,
-)
-from hvdtrain.collectives.mismatch import explain
+from hvdtrain.collectives.join import JOIN, SomeJoined, check_can_join
+from hvdtrain.collectives.kernels import check_reducible
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.serialization import decode, encode
 from hvdtrain.collectives.shared_file import share_file
-from hvdtrain.collectives.transport import Reduction, Transport
+from hvdtrain.collectives.transport import Transport
 from hvdtrain.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -100,6 +82,7 @@ class Engine(RankState):
         self.last_error: HvdtrainError | None = None
         self.closed = False
         transport.open(self)
+        self._exchange = Exchange(transport, self)
 
     # Public operations: contract in interface.Collectives. What depends on who the ranks are stands
     # in the attempt, which is made again when some of them are lost.
@@ -128,7 +111,7 @@ class Engine(RankState):
         shapes = tuple(array.shape for array in arrays)
         call = self._calls.get("allreduce", name, (op, type_name(dtype), shapes))
         check_reducible(dtype, op)
-        attempt = functools.partial(self._reduce_all, call, arrays, op, require_finite)
+        attempt = functools.partial(self._exchange.reduce, call, arrays, op, require_finite)
         outputs, finite = self._operate(call, attempt)
         if finite is not None and not finite.passed:
             raise NonFiniteError(f"The result of {call.text} holds NaN or infinity.")
@@ -140,7 +123,7 @@ class Engine(RankState):
         call = self._calls.get("allgather", name, (type_name(array.dtype), row))
 
         def attempt() -> np.ndarray:
-            counts = self._exchange_counts(call, [array.shape[0]])[:, 0]
+            counts = self._exchange.counts(call, [array.shape[0]])[:, 0]
             result = np.empty((int(counts.sum()), *row), array.dtype)
             byte_counts = [int(count) * row_bytes(array) for count in counts]
             self.transport.gather_bytes(as_bytes(array), as_bytes(result), byte_counts)
@@ -153,16 +136,14 @@ class Engine(RankState):
     ) -> np.ndarray:
         array = plain(np.asarray(array), "broadcast")
         detail = (type_name(array.dtype), array.shape)
-        call, source = self._broadcast_call("broadcast", name, root, replicated, detail)
 
-        def attempt() -> np.ndarray:
-            root = self._rank_of(source)
-            self._agree(self._broadcast_call("broadcast", name, root, replicated, detail)[0])
+        def attempt(call: Call, root: int) -> np.ndarray:
+            self._exchange.agree(call)
             result = array.copy()
             self.transport.broadcast_bytes(as_bytes(result), root)
             return result
 
-        return self._operate(call, attempt, -1 if replicated else source)
+        return self._from_root(attempt, "broadcast", name, root, replicated, detail)
 
     def reduce_scatter(
         self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = ""
@@ -171,11 +152,7 @@ class Engine(RankState):
         check_reducible(array.dtype, op)
         call = self._calls.get("reduce_scatter", name, (op, type_name(array.dtype), array.shape))
 
-        def attempt() -> np.ndarray:
-            self._agree(call)
-            return self._reduce_rows(array, op)
-
-        return self._operate(call, attempt)
+        return self._operate(call, lambda: self._exchange.reduce_rows(call, array, op))
 
     def alltoall(
         self, array: np.ndarray, splits: Sequence[int] | None = None, *, name: str = ""
@@ -190,7 +167,7 @@ class Engine(RankState):
             kept = [parts[member] for member in self.members]
             data = array if self.members == members else np.concatenate(kept)
             counts = [part.shape[0] for part in kept]
-            received = self._exchange_counts(call, counts)[:, self.rank]
+            received = self._exchange.counts(call, counts)[:, self.rank]
             result = np.empty((int(received.sum()), *array.shape[1:]), array.dtype)
             self.transport.alltoall_bytes(
                 as_bytes(data),
@@ -204,7 +181,7 @@ class Engine(RankState):
 
     def barrier(self, *, name: str = "") -> None:
         call = self._calls.get("barrier", name, ())
-        self._operate(call, lambda: self._agree(call))
+        self._operate(call, lambda: self._exchange.agree(call))
 
     def broadcast_object(
         self,
@@ -215,28 +192,25 @@ class Engine(RankState):
         codec: Codec = "json",
         replicated: bool = False,
     ) -> Any:
-        kind = "broadcast_object"
-        call, source = self._broadcast_call(kind, name, root, replicated, (codec,))
         data = encode(obj if replicated or self.rank == root else None, codec)
 
-        def attempt() -> np.ndarray:
-            root = self._rank_of(source)
-            call, _ = self._broadcast_call(kind, name, root, replicated, (codec,))
-            counts = self._exchange_counts(call, [data.size])
+        def attempt(call: Call, root: int) -> np.ndarray:
+            counts = self._exchange.counts(call, [data.size])
             buffer = np.empty(int(counts[root, 0]), np.uint8)
             if self.rank == root:
                 buffer[:] = data
             self.transport.broadcast_bytes(buffer, root)
             return buffer
 
-        return decode(self._operate(call, attempt, -1 if replicated else source), codec)
+        row = self._from_root(attempt, "broadcast_object", name, root, replicated, (codec,))
+        return decode(row, codec)
 
     def allgather_object(
         self, obj: Any, *, name: str = "", note: str = "", codec: Codec = "json"
     ) -> list[Any]:
         data = encode(obj, codec)
         call = self._calls.get("allgather_object", name, (codec,), note)
-        parts = self._operate(call, lambda: self._gather_parts(call, data))
+        parts = self._operate(call, lambda: self._exchange.parts(call, data))
         # One that has joined has none.
         return [decode(part, codec) for part in parts if part.size]
 
@@ -249,7 +223,7 @@ class Engine(RankState):
         call = self._calls.get(JOIN, "", ())
         while True:
             try:
-                self._operate(call, lambda: self._agree(call))
+                self._operate(call, lambda: self._exchange.agree(call))
             except SomeJoined:
                 continue
             last = max(set(range(self.size)) - self._joined)
@@ -260,7 +234,7 @@ class Engine(RankState):
         call = self._calls.get("messages", "", ())
 
         def attempt() -> PointToPoint:
-            self._agree(call)
+            self._exchange.agree(call)
             return self.transport.messages()
 
         return self._operate(call, attempt)
@@ -295,7 +269,7 @@ class Engine(RankState):
         call = self._calls.get("subset", "", wanted)
 
         def attempt() -> Engine | None:
-            self._agree(call)
+            self._exchange.agree(call)
             transport = self.transport.subset(wanted)
             return None if transport is None else Engine(transport, self)
 
@@ -310,7 +284,7 @@ class Engine(RankState):
                     f"Rank {self.number} begins {call.short_text} before the end of "
                     f"{self._external.call.short_text}, which an error has ended. End the program."
                 )
-            self._agree(call)
+            self._exchange.agree(call)
             self._external = _External(call, time.monotonic())
 
         self._operate(call, attempt)
@@ -344,17 +318,27 @@ class Engine(RankState):
 
     # Bookkeeping.
 
-    def _broadcast_call(
-        self, kind: str, name: str, root: int, replicated: bool, detail: tuple[Any, ...]
-    ) -> tuple[Call, int]:
-        """The call of a broadcast, and the member that ``root`` is."""
+    def _from_root(
+        self,
+        attempt: Callable[[Call, int], np.ndarray],
+        kind: str,
+        name: str,
+        root: int,
+        replicated: bool,
+        detail: tuple[Any, ...],
+    ) -> np.ndarray:
+        """Give all ranks what one has; ``attempt`` takes the call and that one's rank of now."""
         check_root(root, self.size)
-        more = ("replicated",) if replicated else ()
-        return self._calls.get(kind, name, (root, *detail, *more)), self.members[root]
+        source = self.members[root]
+        more = (*detail, "replicated") if replicated else detail
 
-    def _rank_of(self, member: int) -> int:
-        """The rank that a member has now; that of the chief where it is lost."""
-        return self.members.index(member) if member in self.members else 0
+        def attempt_now() -> np.ndarray:
+            # The chief takes the place of one that is lost.
+            root = self.members.index(source) if source in self.members else 0
+            return attempt(self._calls.get(kind, name, (root, *more)), root)
+
+        call = self._calls.get(kind, name, (root, *more))
+        return self._operate(call, attempt_now, -1 if replicated else source)
 
     def _operate(self, call: Call, attempt: Callable[[], Result], source: int = -1) -> Result:
         """One operation at a time; none after an error that ranks may not all have had.
@@ -414,107 +398,19 @@ class Engine(RankState):
     def _carry_out_with_joined(
         self, call: Call, attempt: Callable[[], Result], some: SomeJoined
     ) -> Result:
-        """Carry an operation out once more, in which those that have joined stand in."""
+        """Carry an operation out once more, to which those that have joined add nothing."""
         self._joined = some.ranks
         try:
-            asked = self._learn_call(call)
+            joined = self.rank in some.ranks
+            asked = self._exchange.call_of_others(call, joined, self._calls)
             check_can_join(asked, sorted(some.ranks))
         except MismatchError:
             self._joined = frozenset()
             raise
-        if self.rank not in some.ranks:
+        if not joined:
             return attempt()
-        self._stand_in(asked)
+        self._exchange.add_neutral(asked)
         raise some
-
-    def _reduce_all(
-        self, call: Call, arrays: Sequence[np.ndarray], op: ReduceOp, require_finite: bool
-    ) -> tuple[Sequence[np.ndarray], FiniteCheck | None]:
-        dtype, shapes = arrays[0].dtype, tuple(array.shape for array in arrays)
-        chunk_items = self.transport.chunk_bytes // accumulator_dtype(dtype).itemsize
-        layout = plan_fusion(shapes, dtype.itemsize, chunk_items, self.transport.shares)
-        buffer = self.transport.take_buffer(layout.output_bytes)
-        outputs, flat = empty_outputs(buffer, layout, dtype)
-        flat_inputs = [array.reshape(-1) for array in arrays]
-        finite = FiniteCheck(dtype) if require_finite else None
-        if not self.transport.allreduce(Reduction(call, layout, flat_inputs, flat, op, finite)):
-            self._raise_mismatch(call)
-        return outputs, finite
-
-    def _reduce_rows(self, array: np.ndarray, op: ReduceOp) -> np.ndarray:
-        """This rank's share of the rows, combined from what all ranks have of them."""
-        rows = split_evenly(array.shape[0], self.size)
-        start, stop = rows[self.rank]
-        mine = array[start:stop]
-        received = np.empty((self.size, mine.size), array.dtype)
-        if array.size:
-            self.transport.alltoall_bytes(
-                as_bytes(array),
-                [(b - a) * row_bytes(array) for a, b in rows],
-                as_bytes(received),
-                [mine.nbytes] * self.size,
-            )
-        wide = accumulator_dtype(array.dtype)
-        total = np.empty(mine.size, wide)
-        combine(list(received), op, total, np.empty(mine.size, wide))
-        finish(total, op, self.size)
-        return total.astype(array.dtype, copy=False).reshape(mine.shape)
-
-    def _gather_parts(self, call: Call, data: np.ndarray) -> list[np.ndarray]:
-        self._agree(call)
-        return self._gather_rows(data)
-
-    def _gather_rows(self, data: np.ndarray) -> list[np.ndarray]:
-        counts = self._gather_counts([data.size])[:, 0].tolist()
-        everything = np.empty(sum(counts), np.uint8)
-        self.transport.gather_bytes(data, everything, counts)
-        return np.split(everything, np.cumsum(counts)[:-1])
-
-    def _learn_call(self, call: Call) -> Call:
-        """What the ranks that have not joined call; collective."""
-        self.transport.start_over()
-        mine = write_call(call) if self.rank not in self._joined else np.empty(0, np.uint8)
-        parts = self._gather_parts(self._calls.get(JOIN, "call of others", ()), mine)
-        return read_call(next(part for part in parts if part.size), self._calls)
-
-    def _stand_in(self, call: Call) -> None:
-        """Take part in an operation without anything to add."""
-        if call.kind != "allreduce":
-            self._gather_parts(call, np.empty(0, np.uint8))
-            return
-        op, name, shapes = call.detail
-        # This rank may have the share of the result that is not finite.
-        self._reduce_all(call, neutral(op, np.dtype(name), shapes), op, require_finite=True)
-
-    def _agree(self, call: Call) -> None:
-        """Return when every rank has made the same call; raise on every rank otherwise.
-
-        ``SomeJoined`` where one part of them has joined and the other made the same call.
-        """
-        if not self.transport.agree(call):
-            self._raise_mismatch(call)
-
-    def _exchange_counts(self, call: Call, counts: Sequence[int]) -> np.ndarray:
-        """The counts of all ranks, int64 of shape (size, len(counts)); begins an operation."""
-        self._agree(call)
-        return self._gather_counts(counts)
-
-    def _gather_counts(self, counts: Sequence[int]) -> np.ndarray:
-        mine = np.array(counts, np.int64)
-        everyone = np.empty((self.size, mine.size), np.int64)
-        each = [mine.nbytes] * self.size
-        self.transport.gather_bytes(as_bytes(mine), as_bytes(everyone), each)
-        return everyone
-
-    def _raise_mismatch(self, call: Call) -> NoReturn:
-        """Say what each rank has called; all ranks raise the same, and may go on."""
-        parts = self._gather_rows(np.frombuffer(call.text.encode(), np.uint8))
-        texts = [part.tobytes().decode() for part in parts]
-        joined = [rank for rank, text in enumerate(texts) if text == JOIN]
-        if joined and len(set(texts)) == 2:
-            raise SomeJoined(joined)
-        self.transport.start_over()
-        raise MismatchError(explain(texts, [self.numbers[member] for member in self.members]))
 
     def _remember(self, error: BaseException) -> None:
         if self.closed:

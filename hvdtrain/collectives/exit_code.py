@@ -9,7 +9,7 @@ __all__ = ["ExitCodeWatch"]
 
 
 class ExitCodeWatch:
-    """From now on knows the code given to ``sys.exit``, which Python tells no function at exit.
+    """Learns the code that is given to ``sys.exit``, which Python tells no function at exit.
 
     A program ends by a ``SystemExit`` that nobody catches, which the interpreter then asks for its
     ``code``. That is the one reader without a caller in Python: what a program catches, looks at

@@ -40,7 +40,7 @@ Tell = Callable[[BaseException, BaseException], None]
 
 
 def install(collectives: Collectives, tell: Tell = lambda cause, error: None) -> None:
-    """From now on tell the other ranks when this process fails or leaves.
+    """Tell the other ranks when this process fails or leaves, from now on.
 
     A second call, after ``shutdown()`` and another ``init()``, puts the new engine in place of the
     old one.
@@ -60,7 +60,7 @@ def install(collectives: Collectives, tell: Tell = lambda cause, error: None) ->
 
 
 def _forget() -> None:
-    """In a child of this process, whose end is no rank's."""
+    """Take the hooks out of a forked child, whose end is no rank's."""
     global _current
     _current = None
 

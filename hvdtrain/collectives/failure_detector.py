@@ -96,7 +96,7 @@ class FailureDetector:
         self._pending: list[tuple[Any, np.ndarray]] = []
 
     def numbers_of(self, *ranks: int) -> str:
-        """What errors call ranks."""
+        """The numbers by which errors call these ranks."""
         return ", ".join(str(self._numbers[rank]) for rank in ranks)
 
     @property
@@ -116,8 +116,8 @@ class FailureDetector:
             PeerFailedError: A rank has failed, or has left while this one needs it.
             RanksLost: A rank died, and this one has not stopped its operation for that yet.
         """
-        for alarm in self.detectors:
-            alarm._receive(waiting_in)
+        for detector in self.detectors:
+            detector._receive(waiting_in)
         me = self.numbers_of(self.rank)
         if self._failure is not None:
             rank, reason = self._failure
@@ -173,7 +173,7 @@ class FailureDetector:
 
         Args:
             error: Of MPI; raised again where it says nothing of the kind.
-            comm: Where it came up; the alarm's own if not given.
+            comm: Where it came up; the detector's own if not given.
             members: The first numbers of the ranks of ``comm``.
         """
         if not self._survives or not is_loss(self._mpi, error):
@@ -199,7 +199,7 @@ class FailureDetector:
         self._send_all(STOPPED, str(self._generation))
 
     def go_on(self, members: Sequence[int], generation: int) -> None:
-        """From now on these are all the ranks there are."""
+        """Forget the ranks that are not among ``members``; they have been left behind."""
         self._generation = generation
         self._others = [rank for rank in members if rank != self.rank]
         self._left = {rank: self._left[rank] for rank in self._others if rank in self._left}

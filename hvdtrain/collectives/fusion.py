@@ -62,7 +62,7 @@ class Chunk:
 
     @property
     def pieces(self) -> Iterator[FusedArray]:
-        """All of them, in their order."""
+        """The pieces of all ranks, in their order."""
         return itertools.chain.from_iterable(self.shares)
 
 
@@ -83,7 +83,7 @@ def plan_fusion(
     """Lay arrays end to end and cut the sequence; a group without items is one empty chunk.
 
     Args:
-        shapes: Of the arrays.
+        shapes: The shapes of the arrays.
         itemsize: Bytes of an item.
         chunk_items: The most that a chunk holds.
         shares: Into how many even shares each chunk is divided.
@@ -164,7 +164,7 @@ def split_evenly(items: int, parts: int) -> tuple[tuple[int, int], ...]:
 
 
 def join_bytes(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """All of them as one row of bytes."""
+    """The bytes of all arrays in one flat array."""
     rows = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays.values()]
     return np.concatenate(rows)
 
@@ -181,7 +181,7 @@ def split_bytes(row: np.ndarray, like: Mapping[str, np.ndarray]) -> dict[str, np
 
 
 class Scratch:
-    """Working memory by its use, which grows to the largest that was asked for."""
+    """Working memory, one buffer for each use, which grows to the largest that was asked for."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, np.ndarray] = {}

@@ -12,14 +12,18 @@ __all__ = ["Hierarchy", "plan_hierarchy"]
 class Hierarchy(NamedTuple):
     """The place of one rank among the ranks of its host, and the hosts among each other.
 
-    ``seats`` are the numbers that the ranks of its host had when all ranks were there. A lane is
-    made of the ranks with one local rank on all hosts; hosts may have ranks beyond the lanes.
+    Attributes:
+        local_rank: This rank's number on its host now.
+        window_ranks: The numbers that the ranks of its host had there when all ranks were left.
+        hosts: How many hosts there are.
+        cross_groups: How many groups there are that consist of one rank of each host, those with
+            the same local rank; a host may have ranks beyond them.
     """
 
     local_rank: int
-    seats: tuple[int, ...]
+    window_ranks: tuple[int, ...]
     hosts: int
-    lanes: int
+    cross_groups: int
 
 
 def plan_hierarchy(members: Sequence[int], host_of: Sequence[int], me: int) -> Hierarchy:
@@ -35,7 +39,7 @@ def plan_hierarchy(members: Sequence[int], host_of: Sequence[int], me: int) -> H
     sizes = Counter(host_of[rank] for rank in members)
     return Hierarchy(
         local_rank=local.index(me),
-        seats=tuple(at_first.index(rank) for rank in local),
+        window_ranks=tuple(at_first.index(rank) for rank in local),
         hosts=len(sizes),
-        lanes=min(sizes.values()),
+        cross_groups=min(sizes.values()),
     )

@@ -63,8 +63,10 @@ class Window:
         else:
             self._window = mpi.Win.Allocate_shared(sizes[host.Get_rank()], 1, comm=host)
             self._window.Lock_all()
-            seats = range(host.Get_size())
-            memory = [np.frombuffer(self._window.Shared_query(s)[0], np.uint8) for s in seats]
+            window_ranks = range(host.Get_size())
+            memory = [
+                np.frombuffer(self._window.Shared_query(s)[0], np.uint8) for s in window_ranks
+            ]
         self._memory = memory
         self.words = [memory[:HEADER_BYTES].data.cast("q") for memory in self._memory]
         self._memory[host.Get_rank()][:] = 0
@@ -76,15 +78,15 @@ class Window:
         if self._window is not None:
             self._window.Sync()
 
-    def clear_words(self, seat: int) -> None:
-        """Set the words of a seat to 0."""
-        self._memory[seat][:HEADER_BYTES] = 0
+    def clear_words(self, window_rank: int) -> None:
+        """Set one rank's words to 0."""
+        self._memory[window_rank][:HEADER_BYTES] = 0
 
-    def slot(self, seat: int, number: int, dtype: np.dtype) -> np.ndarray:
+    def slot(self, window_rank: int, number: int, dtype: np.dtype) -> np.ndarray:
         """A slot of a rank, as so many items as fit."""
         start = HEADER_BYTES + number * self._chunk_bytes
         usable = self._chunk_bytes // dtype.itemsize * dtype.itemsize
-        return self._memory[seat][start : start + usable].view(dtype)
+        return self._memory[window_rank][start : start + usable].view(dtype)
 
     def result(self, number: int, dtype: np.dtype) -> np.ndarray:
         """A slot for results."""

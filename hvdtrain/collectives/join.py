@@ -1,4 +1,4 @@
-"""What a rank that has joined does while others go on: it stands in for what it has no data for."""
+"""What a rank that has joined does while others go on: it adds what changes no result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_call(call: Call) -> np.ndarray:
 
 
 def read_call(data: np.ndarray, calls: Calls) -> Call:
-    """From ``write_call``'s bytes."""
+    """Return the call of ``write_call``'s bytes."""
     kind, name, detail = json.loads(data.tobytes())
     return calls.get(kind, name, _tuples(detail))
 
@@ -46,7 +46,7 @@ def check_can_join(call: Call, ranks: Sequence[int]) -> None:
 
     Args:
         call: The operation.
-        ranks: That have joined.
+        ranks: The ranks that have joined.
 
     Raises:
         MismatchError: It can't.

@@ -121,8 +121,8 @@ class FiniteCheck:
     """Looks at results piece by piece, while they are in the cache, for NaN and infinity.
 
     Args:
-        dtype: Of the results as the caller gets them: float32 holds sums that overflow a half
-            type.
+        dtype: The type of the results as the caller gets them; a half type overflows earlier than
+            float32, in which they are added up.
     """
 
     def __init__(self, dtype: np.dtype) -> None:

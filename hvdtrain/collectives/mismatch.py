@@ -8,7 +8,7 @@ __all__ = ["explain"]
 
 
 def explain(texts: Sequence[str], numbers: Sequence[int]) -> str:
-    """Say who called what.
+    """The text of the error that says which rank called what.
 
     Args:
         texts: What each rank called.

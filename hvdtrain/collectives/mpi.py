@@ -66,22 +66,22 @@ class MpiTransport(Transport):
         comm = self._all
         ranks.count(comm.Get_rank(), comm.Get_size(), self._numbers)
         ranks.survives_losses = self._min_np is not None
-        self.alarm: FailureDetector = FailureDetector(
+        self.detector: FailureDetector = FailureDetector(
             self._mpi,
             comm.Dup(),
             self.timeout_s,
             lambda: ranks.operation,
             ranks.survives_losses,
             ranks.numbers,
-            None if self._parent is None else self._parent.alarm.detectors,
+            None if self._parent is None else self._parent.detector.detectors,
         )
         first = np.array([ranks.rank], np.int64)
         self._host.Bcast(first)
         self.host = int(first[0])
-        self._patience = SpinWait(self.alarm, self.timeout_s, self._local_size)
+        self._spin_wait = SpinWait(self.detector, self.timeout_s, self._local_size)
         if self._min_np is not None:
             self.recovery = Recovery(
-                self._mpi, self, self.alarm, self._patience, self._min_np, self.timeout_s
+                self._mpi, self, self.detector, self._spin_wait, self._min_np, self.timeout_s
             )
         self._share_memory(comm)
         self.connect(comm.Dup(), ranks.members)
@@ -106,7 +106,9 @@ class MpiTransport(Transport):
     def messages(self) -> PointToPoint:
         # Not the communicator of the operations: their messages must not be taken for others.
         comm, members = self.comm.Dup(), self.ranks.members
-        return PointToPoint(self._mpi, comm, members, self.alarm, self.timeout_s, self._local_size)
+        return PointToPoint(
+            self._mpi, comm, members, self.detector, self.timeout_s, self._local_size
+        )
 
     def confirm(self, call: Call) -> None:
         """Return when every rank holds its result of the operation."""
@@ -135,10 +137,10 @@ class MpiTransport(Transport):
         )
 
     def fail(self, reason: str) -> None:
-        for alarm in self.alarm.detectors:
-            if alarm is not self.alarm:
-                alarm.tell_failure(reason)
-        if not self.alarm.fail(reason) and self.recovery is not None:
+        for detector in self.detector.detectors:
+            if detector is not self.detector:
+                detector.tell_failure(reason)
+        if not self.detector.fail(reason) and self.recovery is not None:
             # mpirun would let the ranks that don't listen go on, or hang.
             self._end_all(1)
 
@@ -156,15 +158,15 @@ class MpiTransport(Transport):
         to their end, too, and then what started the ranks sees the code.
         """
         rejoin = self.recovery.rejoin if self.recovery is not None else lambda: None
-        for alarm in self.alarm.detectors:
-            if alarm is not self.alarm:
-                alarm.tell_end()
+        for detector in self.detector.detectors:
+            if detector is not self.detector:
+                detector.tell_end()
         if self._mpi.Is_finalized():
             return
         failing = code not in (0, Preempted.EXIT_CODE)
-        if self.alarm.leave(rejoin, failing_code=code if failing else None):
+        if self.detector.leave(rejoin, failing_code=code if failing else None):
             self._mpi.Finalize()
-        elif failing and self.recovery is not None and not self.alarm.failed:
+        elif failing and self.recovery is not None and not self.detector.failed:
             # The others would take this rank for one that died, and go on.
             self._end_all(code)
 
@@ -174,13 +176,13 @@ class MpiTransport(Transport):
     def _inside_mpi(self) -> tuple[float, str] | None:
         """Since when this rank is in an operation without waiting for others to come."""
         inside = self.ranks.inside
-        if inside is None or self._patience.waits:
+        if inside is None or self._spin_wait.waits:
             return None
-        return max(inside[0], self._patience.waited_until_s, self._moved_s), inside[1]
+        return max(inside[0], self._spin_wait.waited_until_s, self._moved_s), inside[1]
 
     @property
     def waited_s(self) -> float:
-        return self._patience.waited_s
+        return self._spin_wait.waited_s
 
     def _share_memory(self, comm: Any) -> None:
         """Set up what the ranks of a host share, and keep when some die; collective."""
@@ -191,12 +193,12 @@ class MpiTransport(Transport):
         return bool(self._agreed[0] == -self._agreed[1])
 
     def _await(self, request: Any, call: Call) -> None:
-        self._patience.until(request.Test, call.short_text)
+        self._spin_wait.until(request.Test, call.short_text)
 
     def look_for_others(self, waiting_in: str, waited_s: float) -> None:
-        self.alarm.check(waiting_in)
+        self.detector.check(waiting_in)
         if waited_s > self.timeout_s:
-            self.alarm.time_out(waiting_in, self.timeout_s)
+            self.detector.time_out(waiting_in, self.timeout_s)
 
     def allreduce(self, asked: Reduction) -> bool:
         if not self.agree(asked.call):

@@ -37,7 +37,7 @@ class PointToPoint:
         mpi: The ``mpi4py.MPI`` module.
         comm: A communicator of all ranks, used by nothing else.
         members: Their first numbers.
-        alarm: Looked at while waiting is long.
+        detector: Looked at while waiting is long.
         timeout_s: After that many seconds waiting is an error.
         local_size: Ranks on this host; see ``SpinWait``.
     """
@@ -47,7 +47,7 @@ class PointToPoint:
         mpi: ModuleType,
         comm: Any,
         members: Sequence[int],
-        alarm: FailureDetector,
+        detector: FailureDetector,
         timeout_s: float,
         local_size: int,
     ) -> None:
@@ -55,11 +55,11 @@ class PointToPoint:
         self._comm = comm
         self._members = tuple(members)
         self._places = {member: place for place, member in enumerate(members)}
-        self._alarm = alarm
+        self._detector = detector
         # MPI may still write to the buffers of what was begun with a rank that died.
         self._abandoned: list[PendingMessage] = []
-        self._patience = SpinWait(alarm, timeout_s, local_size, needs_all=True)
-        self._endless = SpinWait(alarm, math.inf, local_size, needs_all=True)
+        self._spin_wait = SpinWait(detector, timeout_s, local_size, needs_all=True)
+        self._endless = SpinWait(detector, math.inf, local_size, needs_all=True)
         self._inside = ""
 
     @property
@@ -70,7 +70,7 @@ class PointToPoint:
     @property
     def lost(self) -> set[int]:
         """The ranks that died, as far as is known here."""
-        return self._alarm.lost
+        return self._detector.lost
 
     def start_send(self, data: np.ndarray, to: int, tag: int) -> list[PendingMessage]:
         """Begin to send; ``data`` must stay as it is until ``wait`` has returned.
@@ -114,13 +114,13 @@ class PointToPoint:
             CollectiveTimeoutError: The time is over.
         """
         left = list(pending)
-        patience = self._endless if endless else self._patience
+        spin_wait = self._endless if endless else self._spin_wait
 
         def over() -> bool:
             return unless() or self._are_over(left, waiting_in)
 
         try:
-            self._wait_until(over, patience, waiting_in)
+            self._wait_until(over, spin_wait, waiting_in)
         finally:
             self._abandoned += left
 
@@ -136,7 +136,7 @@ class PointToPoint:
 
         Args:
             buffer: Takes it; as many bytes as it has.
-            tag: Of the message.
+            tag: The tag of the message.
             waiting_in: For errors, and for whoever asks.
             unless: Whether to return None instead of waiting on; asked often. So it does where
                 the sender dies.
@@ -158,7 +158,7 @@ class PointToPoint:
                 found.append(message)
             return bool(found) or unless()
 
-        self._wait_until(came, self._patience, waiting_in)
+        self._wait_until(came, self._spin_wait, waiting_in)
         if not found:
             return None
         try:
@@ -197,25 +197,25 @@ class PointToPoint:
         return True
 
     def _note_lost(self, error: Exception) -> None:
-        self._alarm.note_lost(error, self._comm, self._members)
+        self._detector.note_lost(error, self._comm, self._members)
 
     def loss_of(self, rank: int, doing: str) -> PeerLostError:
         """The error of a rank that can't do without another.
 
         Args:
-            rank: That died.
+            rank: The one that died.
             doing: What this rank did meanwhile.
         """
-        me = self._alarm.rank
+        me = self._detector.rank
         return PeerLostError(
             f"rank {rank} died while rank {me} {doing}. Rank {me} can't go on without it. Start "
             "the job again; with hvdtrain.Checkpoint it goes on from the newest checkpoint.",
             rank,
         )
 
-    def _wait_until(self, ready: Callable[[], bool], patience: SpinWait, waiting_in: str) -> None:
+    def _wait_until(self, ready: Callable[[], bool], spin_wait: SpinWait, waiting_in: str) -> None:
         self._inside = waiting_in
-        patience.until(ready, waiting_in)
+        spin_wait.until(ready, waiting_in)
         self._inside = ""
 
 

@@ -15,7 +15,7 @@ hold the result of this one.
 
 How they come to know. Who misses a rank revokes the communicators, which ends all waiting on
 them, and tells the others that it has stopped. That takes as long as one of them computes outside
-of any operation; alarms are looked for meanwhile. When all have stopped they shrink the
+of any operation; failures are looked for meanwhile. When all have stopped they shrink the
 communicator (ULFM: Bland et al. 2013, "Post-failure recovery of MPI communication capability"),
 tell each other where they stand, and set up what depends on who they are. Should another rank die
 during that, they agree to begin again.
@@ -119,8 +119,8 @@ class Recovery:
     Args:
         mpi: The ``mpi4py.MPI`` module.
         transport: Moves the bytes of the operations.
-        alarm: Tells of ranks that died, and stopped.
-        patience: Waits for the others to stop.
+        detector: Tells of ranks that died, and stopped.
+        spin_wait: Waits for the others to stop.
         min_np: Fewer ranks than that are too few.
         timeout_s: How long the others may take to set up things anew.
     """
@@ -129,15 +129,15 @@ class Recovery:
         self,
         mpi: ModuleType,
         transport: Survivor,
-        alarm: FailureDetector,
-        patience: SpinWait,
+        detector: FailureDetector,
+        spin_wait: SpinWait,
         min_np: int,
         timeout_s: float,
     ) -> None:
         self._mpi = mpi
         self._transport = transport
-        self._alarm = alarm
-        self._patience = patience
+        self._detector = detector
+        self._spin_wait = spin_wait
         self._min_np = min_np
         self._timeout_s = timeout_s
         self._held = 0
@@ -173,7 +173,9 @@ class Recovery:
                     abandoned.append(error)
                     self._see_loss(error, call)
                     self._stop(call)
-                    self._reconnect(RecoveryState(self._alarm.rank, operation, self._held, source))
+                    self._reconnect(
+                        RecoveryState(self._detector.rank, operation, self._held, source)
+                    )
                 if operation <= self._decision.complete:
                     return _given(result)
             self._held = operation
@@ -188,7 +190,9 @@ class Recovery:
         """Leave lost ranks behind once all have stopped, outside of any operation."""
         self._transport.revoke()
         # A program that is ending can't start threads.
-        self._reconnect(RecoveryState(self._alarm.rank, self._held, self._held, -1), threaded=False)
+        self._reconnect(
+            RecoveryState(self._detector.rank, self._held, self._held, -1), threaded=False
+        )
 
     def _see_loss(self, error: Any, call: Call) -> None:
         """Return when the error comes of a lost rank; raise it otherwise."""
@@ -197,7 +201,7 @@ class Recovery:
         deadline = time.monotonic() + NEWS_S
         while time.monotonic() < deadline:
             try:
-                self._alarm.check(call.short_text)
+                self._detector.check(call.short_text)
             except RanksLost:
                 return
             time.sleep(POLL_S)
@@ -206,8 +210,8 @@ class Recovery:
     def _stop(self, call: Call) -> None:
         """Stop, and wait until all others have."""
         self._transport.revoke()
-        self._alarm.stop()
-        self._patience.until(lambda: self._alarm.all_have_stopped, call.short_text)
+        self._detector.stop()
+        self._spin_wait.until(lambda: self._detector.all_have_stopped, call.short_text)
 
     def _reconnect(self, state: RecoveryState, threaded: bool = True) -> None:
         """Set up the transport for the ranks that are left; all of them do it at the same time."""
@@ -222,13 +226,13 @@ class Recovery:
             act()
         ranks = self._transport.ranks
         ranks.generation += 1
-        self._alarm.go_on(ranks.members, ranks.generation)
+        self._detector.go_on(ranks.members, ranks.generation)
         self._decision = decide_recovery(states)
         left = len(ranks.members)
         if left < self._min_np:
-            lost = sorted(set(range(self._alarm.size)) - set(ranks.members))
+            lost = sorted(set(range(self._detector.size)) - set(ranks.members))
             ranks.too_few = TooFewRanksError(
-                f"{left} of {self._alarm.size} ranks are left, rank {', '.join(map(str, lost))} "
+                f"{left} of {self._detector.size} ranks are left, rank {', '.join(map(str, lost))} "
                 f"died, and training should go on with at least {self._min_np} "
                 "(HVDTRAIN_MIN_NP, hvdtrain run --min-np). Start it again where there are enough."
             )
@@ -281,7 +285,7 @@ class Recovery:
 
 
 def _result_of(attempt: Callable[[], Result]) -> Result | MismatchError:
-    """That ranks differ is a result of the operation, too, which all are to have, or none."""
+    """Return that ranks differ as a result, too: all ranks are to have it, or none."""
     try:
         return attempt()
     except MismatchError as error:

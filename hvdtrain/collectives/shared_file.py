@@ -37,7 +37,7 @@ class SharedFile:
     """A file in shared memory that this process has mapped, and others as well.
 
     Args:
-        descriptor: Of the file; belongs to this object from now on.
+        descriptor: The open file; belongs to this object from now on.
         nbytes: Its size.
     """
 
@@ -56,7 +56,7 @@ class SharedFile:
         self._memory.madvise(mmap.MADV_DONTFORK)
 
     def own(self, start: int, nbytes: int) -> None:
-        """In a child of this process: put a copy of a part, of whole pages, where the part was."""
+        """Give this process, a forked child, its own copy of a part of whole pages."""
         whole = self.array(0, len(self._memory))
         place = ctypes.c_void_p(whole.ctypes.data + start)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED

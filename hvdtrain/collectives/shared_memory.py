@@ -5,7 +5,7 @@ through them chunk by chunk, so that what one rank writes the others find in the
 
     pack      copy what the other ranks of the host combine from my chunk into my slot
     reduce    combine my share of the chunk: my own array and the others' slots
-    network   (more than one host) combine that with the other hosts; each lane carries its share
+    network   (more than one host) combine that with other hosts; each cross group carries a share
     unpack    copy the result out
 
 Where one host has all ranks and their results lie in memory that all of them see (see ``Arena``),
@@ -83,24 +83,24 @@ class SharedMemoryTransport(MpiTransport):
         self._arena = open_arena(self._mpi, host) if host.Get_size() == self.ranks.size else None
         if self._arena is not None:
             self._arena_pool = BufferPool(empty=self._arena.empty, drop=self._arena.drop)
-            self._heirs = ForkedCopies(self._arena_pool.held, self._arena.own)
+            self._forked_copies = ForkedCopies(self._arena_pool.held, self._arena.own)
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
         super().connect(comm, members)
         where = plan_hierarchy(members, self._host_of, members[self.ranks.rank])
-        self._local_rank, self._seats, self._hosts, self._lanes = where
-        self.shares = len(self._seats)
-        self._everyone = range(len(self._seats))
+        self._local_rank, self._window_ranks, self._hosts, self._cross_groups = where
+        self.shares = len(self._window_ranks)
+        self._everyone = range(len(self._window_ranks))
         self._views: dict[str, tuple[list[list[np.ndarray]], list[np.ndarray], np.ndarray]] = {}
         self._tickets = 0
-        self._words = [self._window.words[seat] for seat in self._seats]
+        self._words = [self._window.words[rank] for rank in self._window_ranks]
         self._mine = self._words[self._local_rank]
         if self._arena is not None:
-            for seat in set(range(len(self._window.words))) - set(self._seats):
-                self._arena.drop_part(seat)
-        self._window.clear_words(self._seats[self._local_rank])
+            for lost in set(range(len(self._window.words))) - set(self._window_ranks):
+                self._arena.drop_part(lost)
+        self._window.clear_words(self._window_ranks[self._local_rank])
         self._window.sync()
-        self._lane_allreduce = self._join_lane()
+        self._cross_allreduce = self._connect_cross()
         # Nobody begins before all have cleared their words.
         comm.Barrier()
 
@@ -108,22 +108,22 @@ class SharedMemoryTransport(MpiTransport):
         # Ranks have packed different numbers of chunks.
         self.comm.Barrier()
         self._tickets = 0
-        self._window.clear_words(self._seats[self._local_rank])
+        self._window.clear_words(self._window_ranks[self._local_rank])
         self._window.sync()
         self.comm.Barrier()
 
     def revoke(self) -> None:
         super().revoke()
-        if self._lane_allreduce is not None:
-            self._lane_allreduce.comm.Revoke()
+        if self._cross_allreduce is not None:
+            self._cross_allreduce.comm.Revoke()
 
-    def _join_lane(self) -> DeterministicAllreduce | None:
+    def _connect_cross(self) -> DeterministicAllreduce | None:
         if self._hosts == 1:
             return None
-        in_lane = self._local_rank < self._lanes
-        color = self._local_rank if in_lane else self._mpi.UNDEFINED
-        lane = self.comm.Split(color, self.ranks.rank)
-        return DeterministicAllreduce(self._mpi, lane) if in_lane else None
+        crosses = self._local_rank < self._cross_groups
+        color = self._local_rank if crosses else self._mpi.UNDEFINED
+        cross = self.comm.Split(color, self.ranks.rank)
+        return DeterministicAllreduce(self._mpi, cross) if crosses else None
 
     def _slot_views(
         self, dtype: np.dtype
@@ -133,7 +133,9 @@ class SharedMemoryTransport(MpiTransport):
         if views is None:
             wide = accumulator_dtype(dtype)
             numbers = range(self._window.slots)
-            slots = [[self._window.slot(seat, n, dtype) for n in numbers] for seat in self._seats]
+            slots = [
+                [self._window.slot(rank, n, dtype) for n in numbers] for rank in self._window_ranks
+            ]
             results = [self._window.result(n, wide) for n in numbers]
             views = slots, results, np.empty(results[0].size, wide)
             self._views[dtype.name] = views
@@ -162,7 +164,7 @@ class SharedMemoryTransport(MpiTransport):
         self._wait(HELD, self._everyone, self.ranks.operation, call)
 
     def _announce(self, call: Call) -> None:
-        """Write what I am about to do where the others compare it; see ``_made_the_same``."""
+        """Write this rank's call where the others compare it with theirs."""
         self._mine[DIGESTS + self.ranks.operation % 2] = call.digest
         self._mine[NON_FINITE + self.ranks.operation % 2] = False
         self._window.sync()
@@ -176,7 +178,7 @@ class SharedMemoryTransport(MpiTransport):
         for rank in ranks:
             words = self._words[rank]
             if words[counter] < target:
-                self._patience.until(lambda: words[counter] >= target, call.short_text)  # noqa: B023
+                self._spin_wait.until(lambda: words[counter] >= target, call.short_text)  # noqa: B023
         self._window.sync()
 
     def _signal(self, counter: int, value: int) -> None:
@@ -204,8 +206,8 @@ class SharedMemoryTransport(MpiTransport):
                 return False
             if 0 <= step - 1 < chunks:
                 self._reduce(job, step - 1)
-            if self._lane_allreduce is not None and 0 <= step - 2 < chunks:
-                self._network(self._lane_allreduce, job, step - 2)
+            if self._cross_allreduce is not None and 0 <= step - 2 < chunks:
+                self._network(self._cross_allreduce, job, step - 2)
             if 0 <= step - last < chunks:
                 self._unpack(job, step - last)
         self._tickets += chunks
@@ -265,8 +267,8 @@ class SharedMemoryTransport(MpiTransport):
             return
         nbytes, dtype = job.asked.layout.output_bytes, job.asked.inputs[0].dtype
         buffers = [
-            self._arena.at(seat, place, nbytes).view(dtype)
-            for seat, place in zip(self._seats, places)
+            self._arena.at(rank, place, nbytes).view(dtype)
+            for rank, place in zip(self._window_ranks, places)
         ]
         job.in_arena = True
         # Nobody reads my share of my own result before it is complete.
@@ -280,12 +282,12 @@ class SharedMemoryTransport(MpiTransport):
             job.asked.finite.look(share)
             self._mine[NON_FINITE + self.ranks.operation % 2] = not job.asked.finite.passed
 
-    def _network(self, lane: DeterministicAllreduce, job: _Job, number: int) -> None:
+    def _network(self, cross: DeterministicAllreduce, job: _Job, number: int) -> None:
         self._wait(REDUCED, self._everyone, job.base + number + 1, job.asked.call)
-        lanes = split_evenly(job.asked.layout.chunks[number].items, self._lanes)
-        start, stop = lanes[self._local_rank]
+        shares = split_evenly(job.asked.layout.chunks[number].items, self._cross_groups)
+        start, stop = shares[self._local_rank]
         share = job.results[number % self._window.slots][start:stop]
-        lane.run(share, share, job.asked.op, self.ranks.size)
+        cross.run(share, share, job.asked.op, self.ranks.size)
         self._look(job, share)
         self._signal(RETURNED, job.base + number + 1)
 
@@ -293,7 +295,7 @@ class SharedMemoryTransport(MpiTransport):
         if self._hosts == 1:
             self._wait(REDUCED, self._everyone, job.base + number + 1, job.asked.call)
         else:
-            self._wait(RETURNED, range(self._lanes), job.base + number + 1, job.asked.call)
+            self._wait(RETURNED, range(self._cross_groups), job.base + number + 1, job.asked.call)
         if job.in_arena:
             return  # they have written it
         unpack(

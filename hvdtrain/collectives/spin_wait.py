@@ -1,4 +1,4 @@
-"""One way to wait for other ranks: spin shortly, then sleep, look for alarms, and give up."""
+"""One way to wait for other ranks: spin shortly, then sleep, look for failures, and give up."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LONGEST_PAUSE_S = 100e-6
 # the cores to those that trace or load data meanwhile.
 PAUSE_PER_WAITED = 0.01
 LAST_PAUSE_S = 2e-3
-ALARM_INTERVAL_S = 5e-3
+CHECK_INTERVAL_S = 5e-3
 
 
 class SpinWait:
     """How long and in which way this rank waits.
 
     Args:
-        alarm: Looked at while waiting is long.
+        detector: Looked at while waiting is long.
         timeout_s: After that many seconds waiting is an error.
         local_size: Ranks on this host; where they outnumber the cores nobody spins, because the
             rank that is waited for needs the core.
@@ -33,9 +33,9 @@ class SpinWait:
     """
 
     def __init__(
-        self, alarm: FailureDetector, timeout_s: float, local_size: int, needs_all: bool = False
+        self, detector: FailureDetector, timeout_s: float, local_size: int, needs_all: bool = False
     ) -> None:
-        self._alarm = alarm
+        self._detector = detector
         self._timeout_s = timeout_s
         self._needs_all = needs_all
         self.waits = False
@@ -70,7 +70,7 @@ class SpinWait:
 
     def _wait(self, ready: Callable[[], bool], waiting_in: str) -> None:
         start = time.monotonic()
-        next_check = start + ALARM_INTERVAL_S
+        next_check = start + CHECK_INTERVAL_S
         pause = FIRST_PAUSE_S
         while not ready():
             time.sleep(pause)
@@ -78,7 +78,7 @@ class SpinWait:
             late = min((now - start) * PAUSE_PER_WAITED, LAST_PAUSE_S)
             pause = max(min(pause * 1.25, LONGEST_PAUSE_S), late)
             if now >= next_check:
-                next_check = now + ALARM_INTERVAL_S
-                self._alarm.check(waiting_in, self._needs_all)
+                next_check = now + CHECK_INTERVAL_S
+                self._detector.check(waiting_in, self._needs_all)
                 if now - start > self._timeout_s:
-                    self._alarm.time_out(waiting_in, self._timeout_s)
+                    self._detector.time_out(waiting_in, self._timeout_s)

@@ -46,8 +46,8 @@ class Watchdog:
     Args:
         inside: Since when the rank is in such a call, by the monotonic clock, and in which
             operation; None for nowhere, or where it would give up by itself.
-        rank: For the error.
-        size: Likewise.
+        rank: The number of this rank, for the error.
+        size: The number of ranks, for the error.
         timeout_s: How long it may be there; some seconds are added.
         of: Whose calls these are.
     """

@@ -170,7 +170,7 @@ def test_rank_that_leaves_early(case: EngineCase) -> None:
     last = engine.size - 1
     engine.barrier()
     if engine.rank == last:
-        assert not engine.transport.alarm.leave(), "MPI must not be finalised"
+        assert not engine.transport.detector.leave(), "MPI must not be finalised"
         return
     reason = rf"rank {last} ended its program.*epoch.*same calls"
     with pytest.raises(PeerFailedError, match=reason) as error:

@@ -38,7 +38,7 @@ def file() -> SharedFile:
 
 @pytest.fixture
 def arena(file: SharedFile) -> Arena:
-    """The part of the second seat."""
+    """The part of the second rank."""
     return Arena(file, 1, PART_BYTES)
 
 

@@ -112,7 +112,7 @@ LATE = """
         engine.transport.{method} = original
         original(*arguments)
         while True:
-            engine.transport.alarm.check("the test")  # raises once it sees that rank 1 has died
+            engine.transport.detector.check("the test")  # raises once it sees that rank 1 has died
             time.sleep(0.01)
     if rank == 1:
         threading.Timer(0.5, os.kill, [os.getpid(), 9]).start()

@@ -52,8 +52,10 @@ def test_rank_that_is_too_far_ahead() -> None:
         decide_recovery([_state(0, 6, 5), _state(1, 5, 4)])
 
 
-def _place(local_rank: int, seats: tuple[int, ...], hosts: int, lanes: int) -> Hierarchy:
-    return Hierarchy(local_rank=local_rank, seats=seats, hosts=hosts, lanes=lanes)
+def _place(local_rank: int, window_ranks: tuple[int, ...], hosts: int, groups: int) -> Hierarchy:
+    return Hierarchy(
+        local_rank=local_rank, window_ranks=window_ranks, hosts=hosts, cross_groups=groups
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def _place(local_rank: int, seats: tuple[int, ...], hosts: int, lanes: int) -> H
         pytest.param([0, 2], [0, 0, 0], 2, _place(1, (0, 2), 1, 2), id="one-is-lost"),
         pytest.param([1, 2], [0, 0, 0], 1, _place(0, (1, 2), 1, 2), id="the-first-is-lost"),
         pytest.param([0, 1, 2, 3], [0, 0, 2, 2], 3, _place(1, (0, 1), 2, 2), id="two-hosts"),
-        pytest.param([0, 2, 3], [0, 0, 2, 2], 3, _place(1, (0, 1), 2, 1), id="fewer-lanes"),
+        pytest.param([0, 2, 3], [0, 0, 2, 2], 3, _place(1, (0, 1), 2, 1), id="fewer-groups"),
         pytest.param([0, 1, 3], [0, 1, 0, 1], 3, _place(1, (0, 1), 2, 1), id="mixed"),
         pytest.param([2, 3], [0, 0, 2, 2], 3, _place(1, (0, 1), 1, 2), id="a-host-is-lost"),
         pytest.param([3], [0, 0, 2, 2], 3, _place(0, (1,), 1, 1), id="alone"),

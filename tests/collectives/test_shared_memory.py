@@ -53,10 +53,10 @@ def test_all_see_what_one_writes(
     shared.sync()
     host.Barrier()
     for number in range(shared.slots):
-        for seat in (0, 1):
-            assert (shared.slot(seat, number, kind) == 1000 * seat + number).all()
+        for rank in (0, 1):
+            assert (shared.slot(rank, number, kind) == 1000 * rank + number).all()
         assert (shared.result(number, kind) == 500 + number).all()
-    assert [shared.words[seat][3] for seat in (0, 1)] == [7, 8]
+    assert [shared.words[rank][3] for rank in (0, 1)] == [7, 8]
     everyone(2, "have looked")
     shared.clear_words(rank)
     assert shared.words[rank][3] == 0
