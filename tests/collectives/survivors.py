@@ -132,7 +132,10 @@ def _prepare(death: Death, engine: Any) -> None:
         threading.Timer(death.after_s, die).start()
         return
     transport = engine.transport
-    owners = (transport, transport.recovery, transport.detector, transport._ordered, engine)
+    owners = (
+        *(transport, transport.recovery, transport.detector, transport._ordered),
+        *(engine, engine._exchange),
+    )
     owner = next(part for part in owners if hasattr(part, death.where))
     original = getattr(owner, death.where)
     calls = 0

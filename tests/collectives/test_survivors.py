@@ -89,8 +89,8 @@ def test_any_moment(survive, kind: str, hosts: tuple[int, ...], turn: int) -> No
 
 STAGES = {
     "mpi": (
-        *("allreduce", "agree", "confirm", "_exchange_counts", "gather_bytes"),
-        *("broadcast_bytes", "_reduce_rows", "alltoall_bytes", "_operate"),
+        *("allreduce", "agree", "confirm", "counts", "gather_bytes"),
+        *("broadcast_bytes", "reduce_rows", "alltoall_bytes", "_operate"),
     ),
     "one-host": ("agree", "_pack", "_reduce", "_unpack", "_look", "_signal", "confirm"),
     "arena": ("_pack", "_reduce", "_find_buffers", "_look", "_unpack"),
