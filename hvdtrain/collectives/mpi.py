@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
@@ -11,9 +12,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hvdtrain.collectives.calls import Call
-from hvdtrain.collectives.deterministic_allreduce import DeterministicAllreduce
+from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, in_flight_bytes
 from hvdtrain.collectives.failure_detector import FailureDetector
-from hvdtrain.collectives.fusion import MESSAGE_BYTES, Scratch, pack, unpack
+from hvdtrain.collectives.fusion import MESSAGE_BYTES, Chunk, Scratch, pack, unpack
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.recovery import Recovery
@@ -22,7 +23,7 @@ from hvdtrain.collectives.transport import Reduction, Transport
 from hvdtrain.collectives.watchdog import Watchdog
 from hvdtrain.errors import Preempted
 
-__all__ = ["MpiTransport"]
+__all__ = ["MpiTransport", "chunks_ahead"]
 
 
 class MpiTransport(Transport):
@@ -98,7 +99,7 @@ class MpiTransport(Transport):
         self.comm = comm
         ranks = self.ranks
         ranks.rank, ranks.size, ranks.members = comm.Get_rank(), comm.Get_size(), tuple(members)
-        self._ordered = DeterministicAllreduce(self._mpi, comm)
+        self._direct = DirectAllreduce(self._mpi, comm)
         self._scratch = Scratch()
         self._word = np.zeros(2, np.int64)
         self._agreed = np.zeros(2, np.int64)
@@ -204,16 +205,33 @@ class MpiTransport(Transport):
         if not self.agree(asked.call):
             return False
         dtype = asked.inputs[0].dtype
-        for chunk in asked.layout.chunks:
-            packed = self._scratch.take("packed", dtype, chunk.items)
-            reduced = self._scratch.take("reduced", dtype, chunk.items)
+        ahead = chunks_ahead(in_flight_bytes(self.ranks.size), self.chunk_bytes)
+        under_way: deque[tuple[Chunk, Transfer]] = deque()
+        for number, chunk in enumerate(asked.layout.chunks):
+            packed = self._scratch.take(f"chunk {number % (ahead + 1)}", dtype, chunk.items)
             pack(chunk.pieces, asked.inputs, packed)
-            self._ordered.run(packed, reduced, asked.op, self.ranks.size)
-            self._moved_s = time.monotonic()
-            if asked.finite is not None:
-                asked.finite.look(reduced)
-            unpack(chunk.pieces, reduced, asked.outputs)
+            transfer = self._direct.start(packed, packed, asked.op, self.ranks.size)
+            under_way.append((chunk, transfer))
+            if len(under_way) > ahead:
+                self._complete(*under_way.popleft(), asked)
+        while under_way:
+            self._complete(*under_way.popleft(), asked)
         return True
+
+    def _complete(self, chunk: Chunk, transfer: Transfer, asked: Reduction) -> None:
+        self.finish(self._direct, transfer, asked.call)
+        if asked.finite is not None:
+            asked.finite.look(transfer.out)
+        unpack(chunk.pieces, transfer.out, asked.outputs)
+
+    def finish(self, direct: DirectAllreduce, transfer: Transfer, call: Call) -> None:
+        """Return when the transfer is done."""
+
+        def done() -> bool:
+            direct.progress()
+            return transfer.done
+
+        self._spin_wait.until(done, call.short_text)
 
     def gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
         byte = self._mpi.BYTE
@@ -262,6 +280,11 @@ class MpiTransport(Transport):
         for start in range(0, send.size, MESSAGE_BYTES):
             requests.append(self.comm.Isend([send[start : start + MESSAGE_BYTES], byte], to))
         self._mpi.Request.Waitall(requests)
+
+
+def chunks_ahead(in_flight_bytes: int, chunk_bytes: int) -> int:
+    """How many chunks are on their way while another begins."""
+    return max(1, -(-in_flight_bytes // chunk_bytes))
 
 
 def _slices(buffer: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:

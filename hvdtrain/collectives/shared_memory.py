@@ -19,21 +19,22 @@ memory that another rank still needs; ``allreduce`` says why.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.collectives.arena import open_arena
 from hvdtrain.collectives.calls import Call
-from hvdtrain.collectives.deterministic_allreduce import DeterministicAllreduce
+from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, in_flight_bytes
 from hvdtrain.collectives.fork_copies import ForkedCopies
 from hvdtrain.collectives.fusion import BufferPool, pack, split_evenly, unpack
 from hvdtrain.collectives.hierarchy import plan_hierarchy
 from hvdtrain.collectives.host_window import Window
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
-from hvdtrain.collectives.mpi import MpiTransport
+from hvdtrain.collectives.mpi import MpiTransport, chunks_ahead
 from hvdtrain.collectives.transport import Reduction
 
 __all__ = ["SharedMemoryTransport"]
@@ -56,6 +57,7 @@ class _Job:
         in_arena: Whether the results of all ranks lie in the arena.
         sums: Where totals are added up there: this rank's own buffer, if they are of its type.
         others: The buffers that totals are copied to.
+        transfers: By chunk, its share on the way between hosts.
     """
 
     asked: Reduction
@@ -66,6 +68,7 @@ class _Job:
     in_arena: bool = False
     sums: np.ndarray | None = None
     others: Sequence[np.ndarray] = ()
+    transfers: dict[int, Transfer] = field(default_factory=dict)
 
 
 class SharedMemoryTransport(MpiTransport):
@@ -100,7 +103,8 @@ class SharedMemoryTransport(MpiTransport):
                 self._arena.drop_part(lost)
         self._window.clear_words(self._window_ranks[self._local_rank])
         self._window.sync()
-        self._cross_allreduce = self._connect_cross()
+        self._cross = self._connect_cross()
+        self._ahead = self._chunks_ahead() if self._hosts > 1 else 0
         # Nobody begins before all have cleared their words.
         comm.Barrier()
 
@@ -114,16 +118,21 @@ class SharedMemoryTransport(MpiTransport):
 
     def revoke(self) -> None:
         super().revoke()
-        if self._cross_allreduce is not None:
-            self._cross_allreduce.comm.Revoke()
+        if self._cross is not None:
+            self._cross.comm.Revoke()
 
-    def _connect_cross(self) -> DeterministicAllreduce | None:
+    def _connect_cross(self) -> DirectAllreduce | None:
         if self._hosts == 1:
             return None
         crosses = self._local_rank < self._cross_groups
         color = self._local_rank if crosses else self._mpi.UNDEFINED
         cross = self.comm.Split(color, self.ranks.rank)
-        return DeterministicAllreduce(self._mpi, cross) if crosses else None
+        return DirectAllreduce(self._mpi, cross) if crosses else None
+
+    def _chunks_ahead(self) -> int:
+        """How many chunks are to be on their way between hosts, as far as there are slots."""
+        wanted = chunks_ahead(in_flight_bytes(self._hosts) * self._cross_groups, self.chunk_bytes)
+        return min(wanted, self._window.slots - 4)
 
     def _slot_views(
         self, dtype: np.dtype
@@ -178,8 +187,15 @@ class SharedMemoryTransport(MpiTransport):
         for rank in ranks:
             words = self._words[rank]
             if words[counter] < target:
-                self._spin_wait.until(lambda: words[counter] >= target, call.short_text)  # noqa: B023
+                come = functools.partial(self._has_come, words, counter, target)
+                self._spin_wait.until(come, call.short_text)
         self._window.sync()
+
+    def _has_come(self, words: memoryview, counter: int, target: int) -> bool:
+        if self._cross is not None:
+            # The other hosts wait for what this rank is to pass on meanwhile.
+            self._cross.progress()
+        return bool(words[counter] >= target)
 
     def _signal(self, counter: int, value: int) -> None:
         self._window.sync()
@@ -188,17 +204,20 @@ class SharedMemoryTransport(MpiTransport):
     def allreduce(self, asked: Reduction) -> bool:
         """Send all chunks through the stages, the next one a stage behind.
 
-        Why four slots are enough. In step s a rank packs chunk s into the slot that held chunk
-        s-4. It has unpacked chunk s-4 in step s-1 at the latest, for which all ranks had reduced
-        it. It also reduces chunk s-1 into the result slot of chunk s-5; every other rank has
-        packed chunk s-1 by then, so has finished its step s-2 and with it unpacking chunk s-5.
+        Between hosts several are on their way at a time, so that links are never idle.
+
+        Why ``last + 1`` slots are enough. In step s a rank packs chunk s into the slot that held
+        chunk s - last - 1. It has unpacked that one in step s-1, for which all ranks had reduced
+        it. It also reduces chunk s-1 into the result slot of chunk s - last - 2; every other rank
+        has packed chunk s-1 by then, so has finished its step s-2 and with it unpacking that one.
         Results in the arena are not unpacked, but ranks wait there as long.
         """
         job = self._begin(asked)
         if job is None:
             return False
         chunks = len(asked.layout.chunks)
-        last = 2 if self._hosts == 1 else 3  # how many chunks unpacking lags behind packing
+        # How many chunks unpacking lags behind packing.
+        last = 2 if self._hosts == 1 else 3 + self._ahead
         for step in range(chunks + last):
             if step < chunks:
                 self._pack(job, step)
@@ -206,8 +225,10 @@ class SharedMemoryTransport(MpiTransport):
                 return False
             if 0 <= step - 1 < chunks:
                 self._reduce(job, step - 1)
-            if self._cross_allreduce is not None and 0 <= step - 2 < chunks:
-                self._network(self._cross_allreduce, job, step - 2)
+            if self._cross is not None and 0 <= step - 2 < chunks:
+                self._send(self._cross, job, step - 2)
+            if self._cross is not None and 0 <= step - 2 - self._ahead < chunks:
+                self._receive(self._cross, job, step - 2 - self._ahead)
             if 0 <= step - last < chunks:
                 self._unpack(job, step - last)
         self._tickets += chunks
@@ -282,13 +303,17 @@ class SharedMemoryTransport(MpiTransport):
             job.asked.finite.look(share)
             self._mine[NON_FINITE + self.ranks.operation % 2] = not job.asked.finite.passed
 
-    def _network(self, cross: DeterministicAllreduce, job: _Job, number: int) -> None:
+    def _send(self, cross: DirectAllreduce, job: _Job, number: int) -> None:
         self._wait(REDUCED, self._everyone, job.base + number + 1, job.asked.call)
         shares = split_evenly(job.asked.layout.chunks[number].items, self._cross_groups)
         start, stop = shares[self._local_rank]
         share = job.results[number % self._window.slots][start:stop]
-        cross.run(share, share, job.asked.op, self.ranks.size)
-        self._look(job, share)
+        job.transfers[number] = cross.start(share, share, job.asked.op, self.ranks.size)
+
+    def _receive(self, cross: DirectAllreduce, job: _Job, number: int) -> None:
+        transfer = job.transfers.pop(number)
+        self.finish(cross, transfer, job.asked.call)
+        self._look(job, transfer.out)
         self._signal(RETURNED, job.base + number + 1)
 
     def _unpack(self, job: _Job, number: int) -> None:

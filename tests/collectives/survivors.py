@@ -69,6 +69,7 @@ class Plan:
     deaths: tuple[Death, ...]
     operations: int = 100
     items: int = 3000
+    chunk_bytes: int = 4096
     pause_s: float = 0.0
     min_np: int = 1
     timeout_s: float = 60.0
@@ -90,7 +91,7 @@ def main(plan: Plan) -> None:
     comm = mpi.COMM_WORLD
     host = comm.Split(plan.hosts[comm.Get_rank()], comm.Get_rank())
     kind = MpiTransport if plan.kind == "mpi" else SharedMemoryTransport
-    transport: Any = kind(mpi, comm, host, 4096, plan.timeout_s, plan.min_np)
+    transport: Any = kind(mpi, comm, host, plan.chunk_bytes, plan.timeout_s, plan.min_np)
     if plan.kind == "arena":
         transport.least_in_arena = 0
     engine = Engine(transport)
@@ -133,10 +134,11 @@ def _prepare(death: Death, engine: Any) -> None:
         return
     transport = engine.transport
     owners = (
-        *(transport, transport.recovery, transport.detector, transport._ordered),
-        *(engine, engine._exchange),
+        *(transport, transport.recovery, transport.detector),
+        *(getattr(transport, "_cross", None), transport._direct, engine, engine._exchange),
     )
-    owner = next(part for part in owners if hasattr(part, death.where))
+    # Of the class, as recovery makes some of the objects anew.
+    owner = next(type(part) for part in owners if hasattr(part, death.where))
     original = getattr(owner, death.where)
     calls = 0
 

@@ -90,11 +90,22 @@ def test_any_moment(survive, kind: str, hosts: tuple[int, ...], turn: int) -> No
 STAGES = {
     "mpi": (
         *("allreduce", "agree", "confirm", "counts", "gather_bytes"),
+        *("_scatter", "_combine", "_gather", "finish"),
         *("broadcast_bytes", "reduce_rows", "alltoall_bytes", "_operate"),
     ),
     "one-host": ("agree", "_pack", "_reduce", "_unpack", "_look", "_signal", "confirm"),
     "arena": ("_pack", "_reduce", "_find_buffers", "_look", "_unpack"),
-    "two-hosts": ("agree", "_pack", "_reduce", "_network", "_unpack", "_look", "confirm"),
+    "two-hosts": (
+        *("agree", "_pack", "_reduce", "_send", "_receive", "_unpack", "_look", "confirm"),
+        *("_scatter", "_combine", "_gather"),
+    ),
+}
+
+
+# One operation passes these many times.
+OF_CHUNKS = {
+    *("_pack", "_reduce", "_send", "_receive", "_unpack", "_look", "_signal"),
+    *("_scatter", "_combine", "finish"),
 }
 
 
@@ -115,11 +126,14 @@ def _stages() -> list[Any]:
 @pytest.mark.parametrize(("kind", "hosts", "stage"), _stages())
 def test_each_stage(survive, kind: str, hosts: tuple[int, ...], stage: str) -> None:
     """The last rank dies on the way in, the chief some operations later."""
+    later = 20 if stage in OF_CHUNKS else 6
     deaths = (
         Death(rank=len(hosts) - 1, where=stage, call=2),
-        Death(rank=0, where=stage, call=6),
+        Death(rank=0, where=stage, call=later),
     )
-    said = survive(kind=kind, hosts=hosts, deaths=deaths, operations=60)
+    # Small chunks need no second round.
+    chunk_bytes = 1 << 16 if stage == "_gather" else 4096
+    said = survive(kind=kind, hosts=hosts, deaths=deaths, operations=60, chunk_bytes=chunk_bytes)
     assert _dead(said, len(hosts)) == {0, len(hosts) - 1}
     assert said[0]["generation"] == 2
 
@@ -159,9 +173,9 @@ def test_on_two_hosts(cluster: Cluster, kind: str) -> None:
 
 
 @pytest.mark.parametrize("part", [1, 6])
-def test_within_a_collective_of_mpi(cluster: Cluster, part: int) -> None:
-    """The others' MPI must not take the collective for done: its last part has none after it."""
-    deaths = (Death(rank=3, where="_allgather_small", call=part),)
+def test_within_an_allreduce_between_hosts(cluster: Cluster, part: int) -> None:
+    """In the middle of it, and in its last part, which has none after it."""
+    deaths = (Death(rank=3, where="_scatter", call=part),)
     said = _survive_on_two_hosts(cluster, kind="mpi", deaths=deaths, operations=40)
     assert _dead(said, 4) == {3}
 
