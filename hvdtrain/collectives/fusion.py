@@ -14,7 +14,6 @@ import numpy as np
 
 __all__ = [
     "ALIGNMENT_BYTES",
-    "MESSAGE_BYTES",
     "BufferPool",
     "Chunk",
     "FusedArray",
@@ -22,6 +21,7 @@ __all__ = [
     "Scratch",
     "empty_outputs",
     "join_bytes",
+    "messages_of",
     "pack",
     "plan_fusion",
     "split_bytes",
@@ -161,6 +161,12 @@ def split_evenly(items: int, parts: int) -> tuple[tuple[int, int], ...]:
     share, rest = divmod(items, parts)
     starts = [part * share + min(part, rest) for part in range(parts + 1)]
     return tuple((starts[part], starts[part + 1]) for part in range(parts))
+
+
+def messages_of(array: np.ndarray) -> list[np.ndarray]:
+    """The bytes of a contiguous array, cut into what one message holds."""
+    flat = array.reshape(-1).view(np.uint8)
+    return [flat[s : s + MESSAGE_BYTES] for s in range(0, flat.size, MESSAGE_BYTES)]
 
 
 def join_bytes(arrays: Mapping[str, np.ndarray]) -> np.ndarray:

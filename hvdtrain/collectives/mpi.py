@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import deque
 from collections.abc import Sequence
 from types import ModuleType
@@ -13,8 +12,9 @@ import numpy as np
 
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, in_flight_bytes
+from hvdtrain.collectives.direct_exchange import DirectExchange
 from hvdtrain.collectives.failure_detector import FailureDetector
-from hvdtrain.collectives.fusion import MESSAGE_BYTES, Chunk, Scratch, pack, unpack
+from hvdtrain.collectives.fusion import Chunk, Scratch, pack, unpack
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.recovery import Recovery
@@ -60,7 +60,6 @@ class MpiTransport(Transport):
         self._local_size = host.Get_size()
         self._min_np = min_np
         self._parent, self._numbers = parent, numbers
-        self._moved_s = 0.0  # when MPI last ended a call that moves data
 
     def open(self, ranks: RankState) -> None:
         super().open(ranks)
@@ -100,6 +99,7 @@ class MpiTransport(Transport):
         ranks = self.ranks
         ranks.rank, ranks.size, ranks.members = comm.Get_rank(), comm.Get_size(), tuple(members)
         self._direct = DirectAllreduce(self._mpi, comm)
+        self._exchange = DirectExchange(self._mpi, comm, self._await_all)
         self._scratch = Scratch()
         self._word = np.zeros(2, np.int64)
         self._agreed = np.zeros(2, np.int64)
@@ -179,7 +179,7 @@ class MpiTransport(Transport):
         inside = self.ranks.inside
         if inside is None or self._spin_wait.waits:
             return None
-        return max(inside[0], self._spin_wait.waited_until_s, self._moved_s), inside[1]
+        return max(inside[0], self._spin_wait.waited_until_s), inside[1]
 
     @property
     def waited_s(self) -> float:
@@ -234,24 +234,10 @@ class MpiTransport(Transport):
         self._spin_wait.until(done, call.short_text)
 
     def gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
-        byte = self._mpi.BYTE
-        if sum(counts) <= MESSAGE_BYTES and len(set(counts)) == 1:
-            self.comm.Allgather([data, byte], [out, byte])
-            return
-        if sum(counts) <= MESSAGE_BYTES:
-            self.comm.Allgatherv([data, byte], [out, list(counts), byte])
-            return
-        starts = [0, *np.cumsum(counts)]
-        for root, count in enumerate(counts):
-            part = out[int(starts[root]) : int(starts[root]) + count]
-            if root == self.ranks.rank:
-                np.copyto(part, data)
-            self.broadcast_bytes(part, root)
+        self._exchange.allgather(data, out, counts)
 
     def broadcast_bytes(self, buffer: np.ndarray, root: int) -> None:
-        for start in range(0, buffer.size, MESSAGE_BYTES):
-            self.comm.Bcast([buffer[start : start + MESSAGE_BYTES], self._mpi.BYTE], root)
-            self._moved_s = time.monotonic()
+        self._exchange.broadcast(buffer, root)
 
     def alltoall_bytes(
         self,
@@ -260,33 +246,15 @@ class MpiTransport(Transport):
         out: np.ndarray,
         receive_counts: Sequence[int],
     ) -> None:
-        sends = _slices(data, send_counts)
-        receives = _slices(out, receive_counts)
-        rank, size = self.ranks.rank, self.ranks.size
-        np.copyto(receives[rank], sends[rank])
-        byte = self._mpi.BYTE
-        for shift in range(1, size):
-            to, source = (rank + shift) % size, (rank - shift) % size
-            self._exchange(sends[to], to, receives[source], source, byte)
-            self._moved_s = time.monotonic()
+        self._exchange.alltoall(data, send_counts, out, receive_counts)
 
-    def _exchange(
-        self, send: np.ndarray, to: int, receive: np.ndarray, source: int, byte: Any
-    ) -> None:
-        requests = []
-        for start in range(0, receive.size, MESSAGE_BYTES):
-            block = receive[start : start + MESSAGE_BYTES]
-            requests.append(self.comm.Irecv([block, byte], source))
-        for start in range(0, send.size, MESSAGE_BYTES):
-            requests.append(self.comm.Isend([send[start : start + MESSAGE_BYTES], byte], to))
-        self._mpi.Request.Waitall(requests)
+    def _await_all(self, requests: list[Any]) -> None:
+        """Wait for messages of the operation that this rank is in."""
+        inside = self.ranks.inside
+        waiting_in = inside[1] if inside is not None else ""
+        self._spin_wait.until(lambda: self._mpi.Request.Testall(requests), waiting_in)
 
 
 def chunks_ahead(in_flight_bytes: int, chunk_bytes: int) -> int:
     """How many chunks are on their way while another begins."""
     return max(1, -(-in_flight_bytes // chunk_bytes))
-
-
-def _slices(buffer: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
-    starts = [0, *np.cumsum(counts)]
-    return [buffer[int(start) : int(start) + count] for start, count in zip(starts, counts)]

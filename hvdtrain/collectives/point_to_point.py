@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.collectives.failure_detector import FailureDetector
-from hvdtrain.collectives.fusion import MESSAGE_BYTES
+from hvdtrain.collectives.fusion import messages_of
 from hvdtrain.collectives.spin_wait import SpinWait
 from hvdtrain.errors import PeerLostError
 
@@ -173,10 +173,11 @@ class PointToPoint:
     ) -> list[PendingMessage]:
         place, byte = self._places[rank], self._mpi.BYTE
         try:
-            return [PendingMessage(start([part, byte], place, tag), rank) for part in _parts(data)]
+            requests = [start([part, byte], place, tag) for part in messages_of(data)]
         except self._mpi.Exception as error:
             self._note_lost(error)
             raise self.loss_of(rank, "exchanged messages with it") from None
+        return [PendingMessage(request, rank) for request in requests]
 
     def _are_over(self, pending: list[PendingMessage], waiting_in: str) -> bool:
         """Whether none is left of them; takes away those that are done."""
@@ -217,8 +218,3 @@ class PointToPoint:
         self._inside = waiting_in
         spin_wait.until(ready, waiting_in)
         self._inside = ""
-
-
-def _parts(data: np.ndarray) -> list[np.ndarray]:
-    flat = data.reshape(-1).view(np.uint8)
-    return [flat[s : s + MESSAGE_BYTES] for s in range(0, flat.size, MESSAGE_BYTES)]

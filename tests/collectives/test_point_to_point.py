@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.collectives import point_to_point as module
+from hvdtrain.collectives import fusion as module
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.single import single_collectives
 from hvdtrain.errors import CollectiveTimeoutError, ConfigurationError

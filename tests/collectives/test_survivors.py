@@ -138,6 +138,14 @@ def test_each_stage(survive, kind: str, hosts: tuple[int, ...], stage: str) -> N
     assert said[0]["generation"] == 2
 
 
+@pytest.mark.parametrize("call", [2, 4])
+def test_the_chief_dies_before_it_gives_its_part(survive, call: int) -> None:
+    """Where all of them are small Open MPI gathers them at the chief, and misses its death."""
+    deaths = (Death(rank=0, where="gather_bytes", call=call),)
+    said = survive(kind="mpi", hosts=(0, 0, 0, 0), deaths=deaths, operations=20)
+    assert _dead(said, 4) == {0}
+
+
 # The steps that every engine does in its own way; the others are the same code for all.
 OWN_STEPS = ("revoke", "connect", "rest")
 STEPS = (*OWN_STEPS, "_stop", "stop", "_reconnect", "_shrink", "_agree_that", "go_on")

@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain import world as state
 from hvdtrain.bench.machine import resident_bytes
-from hvdtrain.collectives import point_to_point as messages_module
+from hvdtrain.collectives import fusion as messages_module
 from hvdtrain.errors import MismatchError, NonFiniteError
 from hvdtrain.parameter_server import gradients as gradients_module
 from hvdtrain.parameter_server.gradients import Rows

@@ -1,0 +1,149 @@
+"""Allgather, broadcast and alltoall of bytes, made of messages between two ranks each.
+
+MPI's own offer no way to give up waiting, and Open MPI's may return without their data, and without
+an error, or never, while a rank dies. A message's request tells of both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.collectives.fusion import messages_of
+
+__all__ = ["DirectExchange"]
+
+# Up to here messages are so short that the number of rounds counts, not their bytes.
+SMALL_BYTES = 64 << 10
+# What a rank passes on while it receives the next.
+SEGMENT_BYTES = 256 << 10
+SEGMENTS_AHEAD = 8
+TAG = 3
+
+
+class DirectExchange:
+    """Exchanges bytes between the ranks of a communicator, which all make the same calls.
+
+    In a ring or chain neighbours are mostly on one host, so that a link carries every byte once.
+
+    Args:
+        mpi: The ``mpi4py.MPI`` module.
+        comm: Whose ranks these are.
+        wait: Returns when all requests of a list are done.
+    """
+
+    def __init__(self, mpi: ModuleType, comm: Any, wait: Callable[[list[Any]], None]) -> None:
+        self._mpi, self._comm, self._wait = mpi, comm, wait
+        self._rank: int = comm.Get_rank()
+        self._size: int = comm.Get_size()
+
+    def allgather(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
+        """Put the bytes of all ranks, ``counts[r]`` of rank r, one after the other into ``out``."""
+        blocks = _cut(out, counts)
+        np.copyto(blocks[self._rank], data)
+        # From here on in the order in which this rank gets them.
+        blocks = blocks[self._rank :] + blocks[: self._rank]
+        if out.size <= SMALL_BYTES:
+            self._allgather_doubling(blocks)
+        else:
+            self._allgather_in_ring(blocks)
+
+    def broadcast(self, buffer: np.ndarray, root: int) -> None:
+        """Fill the buffers of all ranks with the bytes of ``root``."""
+        place = (self._rank - root) % self._size
+        if buffer.size <= SMALL_BYTES:
+            self._broadcast_in_tree(buffer, root, place)
+        else:
+            self._broadcast_in_chain(buffer, place)
+
+    def alltoall(
+        self,
+        data: np.ndarray,
+        send_counts: Sequence[int],
+        out: np.ndarray,
+        receive_counts: Sequence[int],
+    ) -> None:
+        """Send the next ``send_counts[r]`` bytes of ``data`` to each rank r; the same for out."""
+        sends, receives = _cut(data, send_counts), _cut(out, receive_counts)
+        np.copyto(receives[self._rank], sends[self._rank])
+        for shift in range(1, self._size):
+            to, source = (self._rank + shift) % self._size, (self._rank - shift) % self._size
+            self._swap([sends[to]], to, [receives[source]], source)
+
+    def _allgather_doubling(self, blocks: Sequence[np.ndarray]) -> None:
+        """Each round doubles what every rank has (Bruck et al. 1997)."""
+        have = 1
+        while have < self._size:
+            more = min(have, self._size - have)
+            to, source = (self._rank - have) % self._size, (self._rank + have) % self._size
+            self._swap(blocks[:more], to, blocks[have : have + more], source)
+            have += more
+
+    def _allgather_in_ring(self, blocks: Sequence[np.ndarray]) -> None:
+        """Each rank passes on what it got last."""
+        to, source = (self._rank - 1) % self._size, (self._rank + 1) % self._size
+        for sent, received in itertools.pairwise(blocks):
+            self._swap([sent], to, [received], source)
+
+    def _broadcast_in_tree(self, buffer: np.ndarray, root: int, place: int) -> None:
+        """From each rank that has it to one that hasn't, in rounds; ``place`` 0 is the root."""
+        if not buffer.size:
+            return
+        reach = 1
+        while reach < self._size:
+            if reach <= place < 2 * reach:
+                self._wait(self._receive(buffer, (root + place - reach) % self._size))
+            elif place < reach and place + reach < self._size:
+                self._wait(self._send(buffer, (root + place + reach) % self._size))
+            reach *= 2
+
+    def _broadcast_in_chain(self, buffer: np.ndarray, place: int) -> None:
+        """From each rank to the next, which passes a segment on while it receives another."""
+        before, after = (self._rank - 1) % self._size, (self._rank + 1) % self._size
+        starts = range(0, buffer.size, SEGMENT_BYTES)
+        segments = [buffer[start : start + SEGMENT_BYTES] for start in starts]
+        left = iter(segments)
+        coming: deque[list[Any]] = deque()
+        sent: deque[list[Any]] = deque()
+        for segment in segments:
+            if place > 0:
+                wanted = itertools.islice(left, SEGMENTS_AHEAD - len(coming))
+                coming.extend(self._receive(other, before) for other in wanted)
+                self._wait(coming.popleft())
+            if place < self._size - 1:
+                sent.append(self._send(segment, after))
+            if len(sent) > SEGMENTS_AHEAD:
+                self._wait(sent.popleft())
+        self._wait(list(itertools.chain.from_iterable(sent)))
+
+    def _swap(
+        self,
+        sends: Sequence[np.ndarray],
+        to: int,
+        receives: Sequence[np.ndarray],
+        source: int,
+    ) -> None:
+        requests = []
+        for block in receives:
+            requests += self._receive(block, source)
+        for block in sends:
+            requests += self._send(block, to)
+        self._wait(requests)
+
+    def _send(self, block: np.ndarray, to: int) -> list[Any]:
+        byte = self._mpi.BYTE
+        return [self._comm.Isend([part, byte], to, TAG) for part in messages_of(block)]
+
+    def _receive(self, block: np.ndarray, source: int) -> list[Any]:
+        byte = self._mpi.BYTE
+        return [self._comm.Irecv([part, byte], source, TAG) for part in messages_of(block)]
+
+
+def _cut(buffer: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    starts = [0, *np.cumsum(counts)]
+    return [buffer[int(start) : int(start) + count] for start, count in zip(starts, counts)]
