@@ -31,7 +31,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from hvdtrain.collectives.calls import Call
+from hvdtrain.collectives.calls import Call, as_bytes
+from hvdtrain.collectives.direct_exchange import DirectExchange
 from hvdtrain.collectives.failure_detector import POLL_S, FailureDetector, RanksLost, is_loss
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.spin_wait import SpinWait
@@ -244,8 +245,12 @@ class Recovery:
             fresh = comm.Shrink()
             states: list[RecoveryState] = []
             try:
-                everyone = np.zeros((fresh.Get_size(), len(state)), np.int64)
-                fresh.Allgather(np.array(state, np.int64), everyone)
+                mine = np.array(state, np.int64)
+                everyone = np.empty((fresh.Get_size(), mine.size), np.int64)
+                exchange = DirectExchange(self._mpi, fresh, self._mpi.Request.Waitall)
+                exchange.allgather(
+                    as_bytes(mine), as_bytes(everyone), [mine.nbytes] * len(everyone)
+                )
                 states = [RecoveryState(*map(int, row)) for row in everyone]
                 self._transport.connect(fresh, [other.member for other in states])
                 done = True
