@@ -8,10 +8,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hvdtrain.migrate.finding import Finding
 from hvdtrain.migrate.gone_names import OFFERED_MODULES, why_gone
 from hvdtrain.migrate.script_names import Names, Use
-from hvdtrain.migrate.script_source import Source
+from hvdtrain.migrate.script_source import Finding, Source
 
 __all__ = ["NEW", "OLD", "move_imports"]
 
