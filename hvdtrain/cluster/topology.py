@@ -15,13 +15,15 @@ A process can carry the variables of several launchers at once. They are asked i
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from hvdtrain.errors import LaunchError
 
-__all__ = ["Launcher", "Topology", "read_topology", "slurm_task_counts"]
+__all__ = ["Launcher", "Topology", "host_id", "read_topology", "slurm_task_counts"]
 
 Launcher = Literal["openmpi", "hydra", "horovod-gloo", "slurm", "none"]
 
@@ -100,6 +102,16 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
             "unset PMI_RANK PMI_SIZE."
         )
     return Topology()
+
+
+def host_id() -> str:
+    """Returns what all processes of a host share, and no process of another host or container.
+
+    Names alone can repeat ("localhost"); so can the kernel's start, among containers.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    started = boot.read_text().strip() if boot.exists() else ""
+    return f"{socket.gethostname()} {started}"
 
 
 def _from_variables(environ: Mapping[str, str], launcher: Launcher) -> Topology:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.placement import most_ranks
 from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.launch.outcome import Outcome
 
@@ -112,10 +113,8 @@ def without(hosts: Sequence[Host], gone: Collection[str]) -> list[Host]:
 
 def fitting(hosts: Sequence[Host], ranks: int, *, oversubscribe: bool) -> int:
     """How many of ``ranks`` the hosts take."""
-    if not oversubscribe:
-        return min(ranks, sum(host.slots for host in hosts))
-    limits = [host.max_slots for host in hosts if host.max_slots is not None]
-    return min(ranks, sum(limits)) if len(limits) == len(hosts) else ranks
+    most = most_ranks(hosts, oversubscribe=oversubscribe)
+    return ranks if most is None else min(ranks, most)
 
 
 def _over(why: str) -> Decision:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.agent.cpu_share import available_cores
-from hvdtrain.cluster.host_id import host_id
+from hvdtrain.cluster.topology import host_id
 from hvdtrain.errors import LaunchError
 from hvdtrain.remote.probe_messages import MARK, Question, read_question
 from hvdtrain.remote.run_capture import run_capture
