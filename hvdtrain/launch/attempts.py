@@ -32,7 +32,6 @@ from hvdtrain.launch.job import (
 from hvdtrain.launch.outcome import Outcome
 from hvdtrain.launch.rank_variables import hides_information
 from hvdtrain.launch.restarts import (
-    Limits,
     account,
     announce,
     decide,
@@ -109,7 +108,6 @@ class _Attempts:
         self._site = site
         self._environ = environ
         self._received = received
-        self._limits = Limits(max_restarts=job.max_restarts, min_np=job.settings.min_np)
         self._history: list[Outcome] = []
         self._console = Console(sys.stdout, sys.stderr, ranks=1, with_host=False, chief_only=False)
         settings = job.settings
@@ -135,12 +133,15 @@ class _Attempts:
             for words in outcome.words:
                 logger.log(level, words)
             decision = decide(
-                self._history, self._limits, in_slurm=self._site.in_slurm, chance=random.random()
+                self._history,
+                self._job.max_restarts,
+                in_slurm=self._site.in_slurm,
+                chance=random.random(),
             )
             hosts = self._left(hosts, outcome) if decision.again else hosts
             fits = fitting(hosts, ranks, oversubscribe=self._job.oversubscribe)
             why_not = decision.why_not
-            if decision.again and fits < max(1, self._limits.min_np):
+            if decision.again and fits < max(1, self._job.settings.min_np):
                 why_not = self._too_few(hosts, fits)
             elif decision.again:
                 try:
@@ -156,7 +157,7 @@ class _Attempts:
             logger.warning(
                 announce(
                     self._history,
-                    self._limits,
+                    self._job.max_restarts,
                     delay_s=decision.delay_s,
                     hosts=list(plan.hosts),
                     ranks=fits,
@@ -209,7 +210,7 @@ class _Attempts:
                 hosts={entry.rank: entry.host for entry in plan.places},
                 time_limits=job.time_limits,
                 received=self._received,
-                min_np=self._limits.min_np if plan.elastic else None,
+                min_np=job.settings.min_np if plan.elastic else None,
                 critical=plan.critical,
             )
             return supervisor.run()
@@ -237,7 +238,7 @@ class _Attempts:
         there = f"{fits} ranks fit on what is left" if fits else "no host is left"
         return (
             f"the job is not started again: {', '.join(gone)} can't be used, {there}, and "
-            f"--min-np is {self._limits.min_np}"
+            f"--min-np is {self._job.settings.min_np}"
         )
 
     def _over(self) -> int:

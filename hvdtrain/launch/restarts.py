@@ -10,25 +10,12 @@ from hvdtrain.cluster.placement import most_ranks
 from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.launch.outcome import Outcome
 
-__all__ = ["Decision", "Limits", "account", "announce", "decide", "fitting", "remains", "without"]
+__all__ = ["Decision", "account", "announce", "decide", "fitting", "remains", "without"]
 
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 60.0
 # Jobs that failed together shall not come back together.
 SPREAD = 0.25
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What was asked for.
-
-    Attributes:
-        max_restarts: How many failures may be followed by another start.
-        min_np: The fewest ranks to run on.
-    """
-
-    max_restarts: int = 0
-    min_np: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +34,18 @@ class Decision:
 
 
 def decide(
-    history: Sequence[Outcome], limits: Limits, *, in_slurm: bool, chance: float
+    history: Sequence[Outcome], max_restarts: int, *, in_slurm: bool, chance: float
 ) -> Decision:
     """What follows the last attempt of ``history``.
 
     Args:
         history: All attempts, the last one at the end.
-        limits: The limits that were asked for.
+        max_restarts: How many failures may be followed by another start.
         in_slurm: Whether the job is inside a Slurm job, which is preempted as a whole.
         chance: From 0 to 1, by which the delay varies.
     """
     last = history[-1]
-    if last.cause in ("done", "ordered") or limits.max_restarts == 0:
+    if last.cause in ("done", "ordered") or max_restarts == 0:
         return Decision(again=False)
     if last.cause == "preempted" and in_slurm:
         return Decision(again=False)
@@ -66,15 +53,15 @@ def decide(
         return _over(f"exit code {last.code} is what the program chose to end with")
     if last.cause == "exception" and _repeats(history):
         return _over(f"the program raised an exception {_after(last.failed_after)} before, too")
-    if sum(map(_counts, history, _befores(history))) > limits.max_restarts:
-        return _over(f"--max-restarts {limits.max_restarts} are used up")
+    if sum(map(_counts, history, _befores(history))) > max_restarts:
+        return _over(f"--max-restarts {max_restarts} are used up")
     delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(_idle_attempts(history), 10))
     return Decision(again=True, delay_s=delay_s * (1 - SPREAD * chance))
 
 
 def announce(
     history: Sequence[Outcome],
-    limits: Limits,
+    max_restarts: int,
     *,
     delay_s: float,
     hosts: Sequence[str],
@@ -82,7 +69,7 @@ def announce(
 ) -> str:
     """What is to come, and what the last attempt lost."""
     free = sum(not counts for counts in map(_counts, history, _befores(history)))
-    most = limits.max_restarts + 1 + free
+    most = max_restarts + 1 + free
     number = len(history) + 1
     on = f"on {listing(hosts, 'hosts')} ({counted(ranks, 'rank')})"
     return f"attempt {number} of {most} starts in {delay_s:.0f} s {on}; {_lost(history)}"
