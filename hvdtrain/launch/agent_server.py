@@ -17,10 +17,10 @@ from hvdtrain.agent.oom import OomKills
 from hvdtrain.agent.rank_report import FailureRecord, read_failure, read_report
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.failure import End
+from hvdtrain.launch.failure import RankExit
 from hvdtrain.launch.job_progress import JobProgress
 from hvdtrain.launch.stderr_text import begins_traceback
-from hvdtrain.launch.tracebacks import HOLD_S, Tracebacks
+from hvdtrain.launch.tracebacks import HOLD_S, TracebackFilter
 
 __all__ = ["AgentServer"]
 
@@ -39,7 +39,7 @@ class _Rank:
     told: FailureRecord | None = None
     failing_since: float | None = None
     was_signalled: bool = False
-    end: End | None = None
+    end: RankExit | None = None
 
 
 class AgentServer:
@@ -71,7 +71,7 @@ class AgentServer:
     ) -> None:
         self.job = secrets.token_hex(16)
         self.ranks = ranks
-        self.ends: list[End] = []
+        self.ends: list[RankExit] = []
         self.dropped: list[int] = []
         self.reports = JobProgress()
         self.stopped: dict[int, bool] = {}
@@ -79,7 +79,7 @@ class AgentServer:
         self._hides = hides
         self._order: bytes | None = None
         self._connected: dict[int, _Rank] = {}
-        self._tracebacks = Tracebacks(self.ends, self._print_error, hold_s=hold_s)
+        self._tracebacks = TracebackFilter(self.ends, self._print_error, hold_s=hold_s)
         self._listener = _listen(local)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -130,7 +130,7 @@ class AgentServer:
         if rank.end is None:
             self._tell(rank, encode("kill"))
 
-    def drop_lost(self, end: End) -> None:
+    def drop_lost(self, end: RankExit) -> None:
         """Count a rank's end for nothing: the others go on."""
         self.ends.remove(end)
         self.dropped.append(end.rank)
@@ -258,7 +258,7 @@ class AgentServer:
         # Python exits with 1 after a traceback, but may take its time to do so.
         if code == 1 and rank.failing_since is not None:
             failed_at = rank.failing_since
-        rank.end = End(
+        rank.end = RankExit(
             rank=rank.number,
             host=rank.host,
             code=code,

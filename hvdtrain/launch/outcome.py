@@ -11,7 +11,7 @@ from typing import Literal
 
 from hvdtrain.agent.exit_codes import PREEMPTING, ExitCode, signal_name
 from hvdtrain.cluster.ranges import listing
-from hvdtrain.launch.failure import End, describe, exit_code, first_failure
+from hvdtrain.launch.failure import RankExit, describe, exit_code, first_failure
 from hvdtrain.launch.job_progress import JobProgress
 
 __all__ = ["Cause", "JobRecord", "Outcome", "classify", "preempted"]
@@ -48,7 +48,7 @@ class JobRecord:
     """
 
     hosts: Mapping[int, str]
-    ends: Sequence[End]
+    ends: Sequence[RankExit]
     reports: JobProgress
     seen: Mapping[int, str] = field(default_factory=dict)
     critical: Mapping[int, str] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Outcome:
     lost_hosts: tuple[str, ...] = ()
 
 
-def preempted(ends: Sequence[End]) -> bool:
+def preempted(ends: Sequence[RankExit]) -> bool:
     """Whether ranks left with the code that asks for the same job again, before any failed."""
     first = _first_unsignalled(ends)
     return first is not None and first.code == ExitCode.PREEMPTED
@@ -165,12 +165,12 @@ def _preemption(reports: JobProgress, told: str = "preempted") -> str:
     return f"{told}{at}{checkpoint}; start it again to go on"
 
 
-def _first_unsignalled(ends: Sequence[End]) -> End | None:
+def _first_unsignalled(ends: Sequence[RankExit]) -> RankExit | None:
     """The first failure; those told to end count only if they left as preempted."""
     return first_failure([e for e in ends if not e.was_signalled or e.code == ExitCode.PREEMPTED])
 
 
-def _cause(first: End) -> Cause:
+def _cause(first: RankExit) -> Cause:
     assert first.code != 0
     lost = first.code is None or first.follows
     if lost or exit_code(first) == ExitCode.HANG or signal_name(first.code or 0) is not None:

@@ -21,7 +21,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.failure import End, describe_loss
+from hvdtrain.launch.failure import RankExit, describe_loss
 from hvdtrain.launch.hang_watch import HangWatch
 from hvdtrain.launch.outcome import JobRecord, Outcome, classify, preempted
 
@@ -231,7 +231,7 @@ class Supervisor:
         there = set(range(self._server.ranks)).difference(self._server.dropped)
         return self._min_np is not None and there <= self._server.reports.latest.keys()
 
-    def _note_loss(self, end: End) -> bool:
+    def _note_loss(self, end: RankExit) -> bool:
         """Tell of a rank that died, and whether the others go on."""
         assert self._min_np is not None
         left = self._server.ranks - len(self._server.dropped) - 1

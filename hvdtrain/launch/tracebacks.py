@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hvdtrain.launch.failure import End
+from hvdtrain.launch.failure import RankExit
 from hvdtrain.launch.stderr_text import begins_traceback, exception_name
 
-__all__ = ["HOLD_S", "Author", "Tracebacks"]
+__all__ = ["HOLD_S", "Author", "TracebackFilter"]
 
 # What may follow from another rank's failure waits that long for it. Python may take its time to
 # exit: hvdtrain.collectives.exit_hooks grants it 5 s.
@@ -53,7 +53,7 @@ class Author(Protocol):
 
     number: int
     was_signalled: bool
-    end: End | None
+    end: RankExit | None
 
 
 @dataclass(eq=False)
@@ -74,15 +74,15 @@ class _Block:
         return not line.strip() or line.startswith((" ", *_GOES_ON)) or _begins(line)
 
     def is_over(self, now: float) -> bool:
-        patience_s = SILENCE_S if exception_name(self.lines) else MOST_S
+        silence_s = SILENCE_S if exception_name(self.lines) else MOST_S
         return (
             self.author.end is not None
-            or now - self.changed_at > patience_s
+            or now - self.changed_at > silence_s
             or now - self.began_at > MOST_S
         )
 
 
-class Tracebacks:
+class TracebackFilter:
     """Takes tracebacks out of the ranks' stderr, and shows those that stand for themselves.
 
     Args:
@@ -94,7 +94,7 @@ class Tracebacks:
 
     def __init__(
         self,
-        ends: Sequence[End],
+        ends: Sequence[RankExit],
         show: Callable[[int, str], None],
         *,
         hold_s: float = HOLD_S,
