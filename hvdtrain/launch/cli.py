@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.agent.agent_environment import BIND
-from hvdtrain.config import ServerSettings, Settings, read_settings, variable_name, written_default
+from hvdtrain.config import ModeSettings, Settings, read_settings, variable_name, written_default
 from hvdtrain.config.fields import amount
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.launch.horovod_flags import add_horovod_flags, note_on
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "how ranks train together (docs/parameter-servers.md, docs/towers.md)"
     )
     settings = parser.add_argument_group("other settings of the ranks (docs/settings.md)")
-    of_modes = {entry.name for entry in dataclasses.fields(ServerSettings)}
+    of_modes = {entry.name for entry in dataclasses.fields(ModeSettings)}
     for entry in dataclasses.fields(Settings):
         _add_setting(modes if entry.name in of_modes else settings, entry)
     settings.add_argument(
