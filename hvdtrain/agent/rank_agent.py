@@ -20,16 +20,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from types import FrameType
 from typing import Any
 
 from hvdtrain.agent.agent_environment import JOB, parse_addresses
-from hvdtrain.agent.child_guard import (
-    adopt_orphans,
-    die_with_parent,
-    lead_group,
-    run_guarded,
-)
+from hvdtrain.agent.child_guard import adopt_orphans, die_with_parent, run_guarded
 from hvdtrain.agent.cpu_share import take_cores
 from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode, signal_name
 from hvdtrain.agent.messages import Decoder, connect, encode
@@ -70,11 +64,6 @@ def _work(program: Sequence[str], lifeline: int) -> int:
     return Agent(topology, launcher, os.environ).run(program, lifeline)
 
 
-def _before_program() -> None:
-    lead_group()
-    die_with_parent()
-
-
 class Agent:
     """One rank's program and what is known about it."""
 
@@ -96,12 +85,7 @@ class Agent:
         self._report_pipe = ReportPipe()
         self._output = OutputRelay(self._selector, self._send)
         self._selector.register(launcher, selectors.EVENT_READ, self._read_launcher)
-        self._send(
-            "hello",
-            job=environ[JOB],
-            rank=topology.rank,
-            host=socket.gethostname(),
-        )
+        self._send("hello", job=environ[JOB], rank=topology.rank, host=socket.gethostname())
 
     def run(self, program: Sequence[str], lifeline: int) -> int:
         """Run the program to its end and say how it ended.
@@ -110,7 +94,8 @@ class Agent:
             program: With its arguments.
             lifeline: At its end once mpirun or srun has killed the process that it knows.
         """
-        self._catch_signals()
+        for number in (*ENDING, *PREEMPTING):
+            signal.signal(number, lambda number, frame: self._signals.append(number))
         adopt_orphans()
         self._selector.register(lifeline, selectors.EVENT_READ, self._lose_guard)
         try:
@@ -133,7 +118,7 @@ class Agent:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             close_fds=False,  # Hydra hands its PMI connection on as an open file
-            preexec_fn=_before_program,
+            preexec_fn=die_with_parent,
         )
         self._report_pipe.handed_over()
         self._selector.register(self._report_pipe, selectors.EVENT_READ, self._read_reports)
@@ -284,13 +269,6 @@ class Agent:
             self._launcher.sendall(encode(kind, **fields))
         except OSError:
             self._lose_launcher()
-
-    def _catch_signals(self) -> None:
-        def note(number: int, frame: FrameType | None) -> None:
-            self._signals.append(number)
-
-        for number in (*ENDING, *PREEMPTING):
-            signal.signal(number, note)
 
 
 if __name__ == "__main__":

@@ -171,11 +171,9 @@ class AgentServer:
             return
         keep_alive(connection)
         decoder = Decoder()
-
-        def greet(stranger: socket.socket) -> None:
-            self._greet(stranger, decoder)
-
-        self.selector.register(connection, selectors.EVENT_READ, greet)
+        self.selector.register(
+            connection, selectors.EVENT_READ, lambda stranger: self._greet(stranger, decoder)
+        )
 
     def _greet(self, connection: socket.socket, decoder: Decoder) -> None:
         messages = self._receive(connection, decoder)

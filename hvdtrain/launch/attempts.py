@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode
 from hvdtrain.cluster.hosts import Host
@@ -74,15 +73,14 @@ def run_job(job: Job, environ: Mapping[str, str]) -> int:
 def caught_signals() -> Iterator[list[int]]:
     """Collect the signals that arrive instead of dying of them; undone at the end."""
     received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
     # What was ignored when this process started (nohup) stays ignored.
     caught = [
         number for number in (*ENDING, *PREEMPTING) if signal.getsignal(number) != signal.SIG_IGN
     ]
-    previous = {number: signal.signal(number, note) for number in caught}
+    previous = {
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in caught
+    }
     try:
         yield received
     finally:

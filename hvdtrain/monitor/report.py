@@ -106,7 +106,7 @@ class _Reporter:
         self.phase = ""
         self.saved: int | None = None
         self.resumed: int | None = None
-        self.waiting_in: Callable[[], str] | None = None
+        self.waiting_in: Callable[[], str] = lambda: ""
         self._file = file
         self._pid: int | None = None
         self._told = b""
@@ -177,8 +177,6 @@ class _Reporter:
         return True
 
     def _waits(self) -> str:
-        if self.waiting_in is None:
-            return ""
         try:
             return str(self.waiting_in())
         except Exception:

@@ -149,7 +149,9 @@ def read_answer(way: Way, code: int | None, stdout: str, stderr: str) -> Facts |
         if missing is not None:
             return Failure(kind="no Python", words=missing[0])
         kind: FailureKind = "srun failed" if "srun: error" in stderr else "no answer"
-        return Failure(kind=kind, words=_srun_words(lines))
+        # What srun says first is the reason; the rest follows from it.
+        errors = [line for line in lines if "error" in line]
+        return Failure(kind=kind, words=(errors or [*lines, "no word"])[0])
     if way == "ssh" and code == _SSH_FAILED:
         for _, wanted in _SSH_WORDS:
             said = [line for line in lines if ssh_failure(line) == wanted]
@@ -167,9 +169,3 @@ def ssh_failure(line: str) -> FailureKind | None:
         if re.search(pattern, line):
             return kind
     return None
-
-
-def _srun_words(lines: Sequence[str]) -> str:
-    """What srun gives as the reason: what it says first; the rest follows from it."""
-    errors = [line for line in lines if "error" in line]
-    return (errors or [*lines, "no word"])[0]
