@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from hvdtrain.check import host_checks
 from hvdtrain.check.version_checks import MPI, VERSIONED
 from hvdtrain.cluster.ranges import format_table
-from hvdtrain.remote.problem import Problem, show_problem, size
-from hvdtrain.remote.remedies import remedies_for
+from hvdtrain.remote.problem import Problem, remedies_for, show_problem, size
 from hvdtrain.remote.remote_probe import Answer, Way, clock_offset_s
 
 __all__ = [

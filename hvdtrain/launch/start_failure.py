@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from hvdtrain.cluster.hosts import parse_hosts
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.remote.problem import Problem
-from hvdtrain.remote.remedies import remedies_for
+from hvdtrain.remote.problem import Problem, remedies_for
 from hvdtrain.remote.remote_probe import Answer, Failure, FailureKind, Way, ssh_failure
 
 __all__ = ["explain_start_failure"]
