@@ -27,10 +27,7 @@ def run_guarded(work: Callable[[int], int]) -> int:
     """Run ``work`` in a child process; returns what it returned, or 128 + the signal it died of.
 
     Signals that this process gets are passed on to the child. When the child ends, whatever
-    descends from it is killed.
-
-    Args:
-        work: Gets a file that is at its end once this process has died.
+    descends from it is killed. ``work`` gets a file that is at its end once this process has died.
     """
     adopt_orphans()
     lifeline, ours = os.pipe()

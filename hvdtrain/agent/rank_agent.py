@@ -90,9 +90,7 @@ class Agent:
     def run(self, program: Sequence[str], lifeline: int) -> int:
         """Run the program to its end and say how it ended.
 
-        Args:
-            program: With its arguments.
-            lifeline: At its end once mpirun or srun has killed the process that it knows.
+        ``lifeline`` is at its end once mpirun or srun has killed the process that it knows.
         """
         for number in (*ENDING, *PREEMPTING):
             signal.signal(number, lambda number, frame: self._signals.append(number))

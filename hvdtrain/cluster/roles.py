@@ -71,7 +71,6 @@ def remaining(
         before: The places until then.
         hosts: Those that are left, as they were spelled.
         ranks: How many ranks there are to be; None for as many as fit.
-        oversubscribe: Whether a host may take more ranks than it has slots.
 
     Raises:
         ConfigurationError: All workers are lost, or all servers.

@@ -74,17 +74,8 @@ def mpirun_command(
     """The command that starts ``plan`` through mpirun, on its hosts and nowhere else.
 
     Inside an allocation (Slurm, PBS, LSF) mpirun would look for hosts by itself; the arguments
-    keep it from that.
-
-    Args:
-        plan: The ranks and their program.
-        mpirun: The mpirun that starts them.
-        environ: As ``rank_environment`` makes it.
-        names: Names of the variables to pass on to other hosts.
-        as_root: Whether root starts the job.
-        hostfile: Holds what ``hostfile_text`` makes.
-        ssh: Options of the ssh by which mpirun reaches other hosts.
-        more: Further words for mpirun.
+    keep it from that. ``environ`` is as ``rank_environment`` makes it, ``hostfile`` holds what
+    ``hostfile_text`` makes, and ``names`` are those of the variables to pass on to other hosts.
 
     Raises:
         ConfigurationError: A host that mpirun can't be told.
@@ -104,12 +95,8 @@ def srun_command(
 ) -> Command:
     """The command that starts ``plan`` as a step of the Slurm job around it.
 
-    Args:
-        plan: The ranks and their program.
-        srun: Path of the srun that starts them.
-        environ: As ``rank_environment`` makes it; srun passes all of it on.
-        mpi: The one of srun's plug-ins that the ranks' MPI speaks to: pmix or pmi2.
-        hostfile: Names the host of each rank, one a line: so the plan is what happens.
+    srun passes all of ``environ`` on. ``mpi`` is the one of its plug-ins that the ranks' MPI speaks
+    to; ``hostfile`` names the host of each rank, one a line: so the plan is what happens.
     """
     argv = (
         *(str(srun), f"--mpi={mpi}", f"--ntasks={len(plan.places)}", f"--nodes={len(plan.hosts)}"),

@@ -105,12 +105,7 @@ def exit_code(first: RankExit | None) -> int:
 
 
 def describe(first: RankExit, what: str = "") -> str:
-    """What went wrong, for the end of the output.
-
-    Args:
-        first: The first failure.
-        what: The rank's role, where no other can take its place.
-    """
+    """What went wrong first; ``what`` is the rank's role, where no other can take its place."""
     comma = f", {what}," if what else ""
     lines = [f"rank {first.rank} on {first.host}{comma} failed first: {_how(first)}"]
     lines += _about_memory(first)
@@ -125,14 +120,7 @@ def describe(first: RankExit, what: str = "") -> str:
 
 
 def describe_loss(end: RankExit, step: int | None, left: int, *, enough: bool) -> str:
-    """One line on a rank that was lost.
-
-    Args:
-        end: How it ended.
-        step: How far it was; None where that is not known.
-        left: Ranks that are left.
-        enough: Whether they go on.
-    """
+    """One line on a rank that was lost after ``step``, and on whether the ``left`` ones go on."""
     assert end.code is not None
     at = "" if step is None else f" after step {step}"
     ranks = counted(left, "rank")

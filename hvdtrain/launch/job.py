@@ -152,12 +152,9 @@ def make_plan(
     *,
     more_before: Plan | None = None,
 ) -> Plan:
-    """Which rank of ``job`` runs where, and as what.
+    """Which rank of ``job`` runs where, and as what, on those ``hosts`` of the site that are left.
 
     Args:
-        job: The job, as it was asked for.
-        site: The hosts that it can run on, and what starts ranks there.
-        hosts: Those of the site that are left.
         ranks: How many ranks to place; None for as many as there are slots.
         more_before: The last plan, if fewer ranks are left now than the job began with. Servers
             that were asked for by number or host then stay on the hosts that they have in it.

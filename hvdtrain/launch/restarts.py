@@ -38,11 +38,7 @@ def decide(
 ) -> Decision:
     """What follows the last attempt of ``history``.
 
-    Args:
-        history: All attempts, the last one at the end.
-        max_restarts: How many failures may be followed by another start.
-        in_slurm: Whether the job is inside a Slurm job, which is preempted as a whole.
-        chance: From 0 to 1, by which the delay varies.
+    A Slurm job around it is preempted as a whole. ``chance``, from 0 to 1, varies the delay.
     """
     last = history[-1]
     if last.cause in ("done", "ordered") or max_restarts == 0:

@@ -30,13 +30,9 @@ _Cause = tuple[Sequence[str], FailureKind, str]
 def explain_start_failure(
     words: Sequence[str], hosts: Sequence[str], *, way: Way, python: str
 ) -> list[Problem]:
-    """What kept ranks from starting; empty where the words don't tell.
+    """What kept ranks from starting on ``hosts``; empty where the words don't tell.
 
-    Args:
-        words: The lines that mpirun or srun printed; only English is understood.
-        hosts: The hosts where a rank is missing.
-        way: How they were reached.
-        python: Path of the launcher's Python.
+    The words are the lines that mpirun or srun printed; only English is understood.
     """
     causes = _srun_causes(words) if way == "srun" else _ssh_causes(words, python)
     answers: dict[tuple[str, FailureKind], Answer] = {}

@@ -59,10 +59,7 @@ class Supervisor:
 
     Args:
         command: The command of mpirun or srun that starts an agent for each rank.
-        server: The server that the agents report to.
-        console: Shows the starter's own words and what befalls the job.
         hosts: The host of each rank, as planned.
-        time_limits: How long starting, ending and a step may take.
         received: Signals as they arrive, noted by somebody else.
         min_np: Ranks that go on without those that are lost, at least; None for all.
         critical: Roles of the ranks without which the others don't go on.

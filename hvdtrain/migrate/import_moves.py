@@ -83,12 +83,7 @@ def _move_alias(moves: _Moves, alias: ast.alias) -> None:
 
 
 def _move_whole(moves: _Moves, names: Names, bound: str, imports: Sequence[ast.alias]) -> None:
-    """Imports that bind the package itself, and what the script then takes from it.
-
-    Args:
-        bound: The name that stands for the package.
-        imports: All imports that bind it.
-    """
+    """Imports that bind the package itself to a name, and what the script then takes from it."""
     if bound in names.rebound:
         for alias in imports:
             moves.leave(

@@ -88,12 +88,7 @@ def watch(waiting_in: Callable[[], str]) -> None:
 
 # Programs don't call it, so it is no public name: hvdtrain.init() sees to it.
 def failed(cause: BaseException, error: BaseException) -> None:
-    """This rank's program ends.
-
-    Args:
-        cause: Why it ends.
-        error: What Python prints: ``cause``, or what a library has made of it.
-    """
+    """This rank's program ends by ``cause``, of which Python prints ``error``, or the same."""
     (_reporter or _begin()).tell_failure(cause, error)
 
 

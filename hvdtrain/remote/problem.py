@@ -65,13 +65,7 @@ def answered(answers: Sequence[Answer]) -> list[tuple[str, Facts]]:
 
 
 def remedies_for(answers: Sequence[Answer], *, way: Way, python: str) -> Iterator[Problem]:
-    """Yields one problem for each reason, with all hosts that gave it.
-
-    Args:
-        answers: The answers of all hosts.
-        way: How they were asked.
-        python: Path of the launcher's Python.
-    """
+    """Yields one problem for each reason that hosts gave no answer, with all that gave it."""
     hosts: dict[FailureKind, list[str]] = {}
     words: dict[FailureKind, str] = {}
     for answer in answers:

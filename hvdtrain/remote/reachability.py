@@ -27,11 +27,8 @@ def unreachable(
 ) -> list[str]:
     """The hosts that ssh gets no answer from, asked twice: a busy one may miss one connection.
 
-    Args:
-        hosts: Their names; all are asked at the same time.
-        environ: The environment of ssh.
-        ssh: Options that it needs.
-        give_up: Whether to ask no longer; then nothing is held against who has not answered.
+    All are asked at the same time. Once ``give_up`` says so, nothing is held against who has not
+    answered.
     """
     silent = [host for host in hosts if not is_this_host(host)]
     for _ in range(ASKED_TIMES):

@@ -127,14 +127,7 @@ def srun_probe(host: str, program: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_answer(way: Way, code: int | None, stdout: str, stderr: str) -> Facts | Failure:
-    """What a probe's end means.
-
-    Args:
-        way: How it was started.
-        code: Its exit code; None if it was ended for want of time.
-        stdout: Its whole output.
-        stderr: Complaints of the probe, or of what started it.
-    """
+    """What a probe's end means; ``code`` is None if it was ended for want of time."""
     facts = read_facts(stdout)
     if facts is not None:
         return facts
