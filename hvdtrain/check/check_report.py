@@ -92,7 +92,7 @@ def _row(answer: Answer, problems: Iterable[Problem]) -> tuple[str, ...]:
     )
 
 
-def _gpus(gpus: Sequence[tuple[str, str]]) -> str:
+def _gpus(gpus: Sequence[Sequence[str]]) -> str:
     if not gpus:
         return "none"
     models = dict.fromkeys(model for model, _ in gpus)

@@ -94,7 +94,10 @@ class AgentServer:
     @property
     def running(self) -> list[int]:
         """Ranks that have begun and not ended."""
-        return [number for number, rank in self._connected.items() if rank.end is None]
+        return [rank.number for rank in self._running()]
+
+    def _running(self) -> list[_Rank]:
+        return [rank for rank in self._connected.values() if rank.end is None]
 
     def hosts(self) -> dict[int, str]:
         """The host of each rank that has begun."""
@@ -113,16 +116,14 @@ class AgentServer:
         Ranks that say hello after this are told, too.
         """
         self._order = encode("stop", signal=number, grace_s=grace_s)
-        for rank in self._connected.values():
-            if rank.end is None:
-                self._signal(rank, self._order)
+        for rank in self._running():
+            self._signal(rank, self._order)
 
     def look(self) -> None:
         """Have every rank's program print where it is, and learn in ``stopped`` which can't."""
         self.stopped.clear()
-        for rank in self._connected.values():
-            if rank.end is None:
-                self._tell(rank, encode("look"))
+        for rank in self._running():
+            self._tell(rank, encode("look"))
 
     def kill(self, number: int) -> None:
         """Kill a rank's program; for who hears of its end it was nobody's will."""

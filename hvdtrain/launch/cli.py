@@ -192,7 +192,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) -> None:
-    """One setting as a flag; its value stays text, on its way into the environment."""
+    """One setting as a flag; most values stay text, on their way into the environment."""
     flag = "--" + entry.name.replace("_", "-")
     summary = entry.metadata["help"]
     if entry.metadata["is_switch"]:
@@ -201,7 +201,8 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
             group.add_argument(flag, action="store_const", const="1", help=summary)
         else:
             text = f"{summary}; default {'on' if entry.default else 'auto'}"
-            group.add_argument(flag, action=_Switch, default=None, help=text)
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=action, default=None, help=text)
         return
 
     def checked(text: str) -> str:
@@ -214,20 +215,6 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
     shown = f"{summary}; default {written_default(entry)}"
     metavar = "N" if type(entry.default) is int else "VALUE"
     group.add_argument(flag, type=checked, metavar=metavar, help=shown)
-
-
-class _Switch(argparse.BooleanOptionalAction):
-    """A flag and its opposite, as text on its way into the environment."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        assert option_string is not None
-        setattr(namespace, self.dest, "0" if option_string.startswith("--no-") else "1")
 
 
 def _environment(arguments: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
@@ -244,7 +231,7 @@ def _environment(arguments: argparse.Namespace, environ: Mapping[str, str]) -> d
     for entry in dataclasses.fields(Settings):
         value = getattr(arguments, entry.name)
         if value is not None:
-            merged[variable_name(entry.name)] = value
+            merged[variable_name(entry.name)] = value if isinstance(value, str) else str(int(value))
     return merged
 
 

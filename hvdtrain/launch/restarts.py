@@ -48,8 +48,10 @@ def decide(
     if last.cause == "own code":
         return _over(f"exit code {last.code} is what the program chose to end with")
     if last.cause == "exception" and _repeats(history):
-        return _over(f"the program raised an exception {_after(last.failed_after)} before, too")
-    if sum(map(_counts, history, _befores(history))) > max_restarts:
+        step = last.failed_after
+        after = "before its first step" if step is None else f"after step {step}"
+        return _over(f"the program raised an exception {after} before, too")
+    if _counting(history) > max_restarts:
         return _over(f"--max-restarts {max_restarts} are used up")
     delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(_idle_attempts(history), 10))
     return Decision(again=True, delay_s=delay_s * (1 - SPREAD * chance))
@@ -64,8 +66,7 @@ def announce(
     ranks: int,
 ) -> str:
     """What is to come, and what the last attempt lost."""
-    free = sum(not counts for counts in map(_counts, history, _befores(history)))
-    most = max_restarts + 1 + free
+    most = max_restarts + 1 + len(history) - _counting(history)
     number = len(history) + 1
     on = f"on {listing(hosts, 'hosts')} ({counted(ranks, 'rank')})"
     return f"attempt {number} of {most} starts in {delay_s:.0f} s {on}; {_lost(history)}"
@@ -104,14 +105,15 @@ def _over(why: str) -> Decision:
     return Decision(again=False, why_not=f"the job is not started again: {why}")
 
 
-def _befores(history: Sequence[Outcome]) -> list[Sequence[Outcome]]:
-    """For each attempt those before it."""
-    return [history[:number] for number in range(len(history))]
+def _advances(history: Sequence[Outcome]) -> list[bool]:
+    """Returns whether each attempt saved a checkpoint later than those before it."""
+    return [(last.saved or 0) > _newest(history[:number]) for number, last in enumerate(history)]
 
 
-def _counts(outcome: Outcome, before: Sequence[Outcome]) -> bool:
-    """Whether an attempt counts against the limit; preemptions don't, if work was done between."""
-    return outcome.cause != "preempted" or not _saved_more(outcome, before)
+def _counting(history: Sequence[Outcome]) -> int:
+    """Returns how many attempts count; preemptions don't, if work was done between."""
+    advances = _advances(history)
+    return sum(last.cause != "preempted" or not more for last, more in zip(history, advances))
 
 
 def _repeats(history: Sequence[Outcome]) -> bool:
@@ -123,26 +125,14 @@ def _repeats(history: Sequence[Outcome]) -> bool:
 
 
 def _idle_attempts(history: Sequence[Outcome]) -> int:
-    """Attempts since the last one that saved a checkpoint later than those before."""
-    count = 0
-    for outcome, before in zip(reversed(history), reversed(_befores(history))):
-        if _saved_more(outcome, before):
-            break
-        count += 1
-    return max(count - 1, 0) if count == len(history) else count
-
-
-def _saved_more(outcome: Outcome, before: Sequence[Outcome]) -> bool:
-    return (outcome.saved or 0) > _newest(before)
+    """Returns how many attempts there were since the last that saved a later checkpoint."""
+    advances = _advances(history)
+    return advances[::-1].index(True) if any(advances) else len(history) - 1
 
 
 def _newest(history: Sequence[Outcome]) -> int:
     """Step of the newest checkpoint; 0 for none."""
     return max((outcome.saved or 0 for outcome in history), default=0)
-
-
-def _after(step: int | None) -> str:
-    return "before its first step" if step is None else f"after step {step}"
 
 
 def _lost_steps(outcome: Outcome) -> int:

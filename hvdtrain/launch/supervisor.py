@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from hvdtrain.agent.exit_codes import ENDING, PREEMPTING
+from hvdtrain.agent.exit_codes import PREEMPTING
 from hvdtrain.agent.output_lines import LineSplitter
 from hvdtrain.agent.process_tree import kill_descendants, shell_code
 from hvdtrain.errors import LaunchError
@@ -203,7 +203,6 @@ class Supervisor:
             elif number in PREEMPTING:
                 self._stop(number, self._time_limits.preempt_grace_s, now)
             else:
-                assert number in ENDING
                 self._stop(number, self._time_limits.grace_s, now)
 
     def _act_on_ends(self, now: float) -> None:

@@ -60,7 +60,7 @@ def test_what_others_say(way: Way, code: int | None, words: str, kind: FailureKi
 
 
 def test_an_answer_is_found_among_other_words() -> None:
-    sent = facts("b", gpus=(GPU,), infiniband=("mlx5_0",))
+    sent = facts("b", gpus=[list(GPU)], infiniband=["mlx5_0"], names={"a": ["10.0.0.1"]})
     text = json.dumps({**dataclasses.asdict(sent), "of_a_later_version": 1})
     assert read_answer("ssh", 0, f"Welcome to b\n{MARK}{text}\nbye\n", "") == sent
     assert read_facts(f"{MARK}{{broken\n") is None
