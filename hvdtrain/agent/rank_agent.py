@@ -26,11 +26,11 @@ from hvdtrain.agent.agent_environment import JOB, parse_addresses
 from hvdtrain.agent.child_guard import adopt_orphans, die_with_parent, run_guarded
 from hvdtrain.agent.cpu_share import take_cores
 from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode, signal_name
-from hvdtrain.agent.messages import Decoder, connect, encode
+from hvdtrain.agent.messages import Decoder, connect, encode, receive
 from hvdtrain.agent.oom import OomWatch
 from hvdtrain.agent.output_relay import OutputRelay
 from hvdtrain.agent.process_tree import descendants, kill_descendants, process_state, shell_code
-from hvdtrain.agent.report_pipe import ReportPipe
+from hvdtrain.agent.rank_report import ReportPipe
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.config import LAUNCHER, variable_name
 from hvdtrain.errors import HvdtrainError
@@ -155,12 +155,8 @@ class Agent:
             self._send(**message)
 
     def _read_launcher(self, launcher: socket.socket) -> None:
-        try:
-            data = launcher.recv(1 << 16)
-            messages = self._decoder.feed(data)
-        except (OSError, HvdtrainError):
-            data, messages = b"", []
-        for message in messages:
+        messages = receive(launcher, self._decoder)
+        for message in messages or ():
             if message["kind"] == "stop":
                 self._stop(int(message["signal"]), float(message["grace_s"]))
             elif message["kind"] == "kill" and self._child is not None:
@@ -170,7 +166,7 @@ class Agent:
                 self._look()
             elif message["kind"] == "bye":
                 self._dismissed = True
-        if not data:
+        if messages is None:
             self._lose_launcher()
 
     def _lose_guard(self, lifeline: int) -> None:

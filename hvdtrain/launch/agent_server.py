@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.agent.messages import Decoder, encode, keep_alive
+from hvdtrain.agent.messages import Decoder, encode, keep_alive, receive
 from hvdtrain.agent.oom import OomKills
 from hvdtrain.agent.rank_report import FailureRecord, read_failure, read_report
-from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import RankExit
 from hvdtrain.launch.job_progress import JobProgress
@@ -177,7 +176,7 @@ class AgentServer:
         )
 
     def _greet(self, connection: socket.socket, decoder: Decoder) -> None:
-        messages = self._receive(connection, decoder)
+        messages = receive(connection, decoder)
         if messages is not None and not messages:
             return
         self.selector.unregister(connection)
@@ -201,19 +200,11 @@ class AgentServer:
         )
 
     def _hear(self, rank: _Rank) -> None:
-        messages = self._receive(rank.connection, rank.decoder)
+        messages = receive(rank.connection, rank.decoder)
         if messages is None:
             self._lose(rank)
         else:
             self._take_in(rank, messages)
-
-    def _receive(self, connection: socket.socket, decoder: Decoder) -> list[dict[str, Any]] | None:
-        """Messages; None at the end of the connection."""
-        try:
-            data = connection.recv(1 << 18)
-            return decoder.feed(data) if data else None
-        except (OSError, HvdtrainError):
-            return None
 
     def _take_in(self, rank: _Rank, messages: Sequence[dict[str, Any]]) -> None:
         for message in messages:

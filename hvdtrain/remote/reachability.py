@@ -11,11 +11,9 @@ from hvdtrain.remote.remote_probe import ssh_probe
 
 __all__ = ["unreachable"]
 
-CONNECT_TIMEOUT_S = 10
 ANSWER_TIMEOUT_S = 20.0
 STEP_S = 0.05
 ASKED_TIMES = 2
-_QUESTION = ("true",)
 
 
 def unreachable(
@@ -44,7 +42,7 @@ def _without_answer(
 ) -> list[str]:
     asked = {
         host: subprocess.Popen(
-            ssh_probe(host, _QUESTION, environ, connect_timeout_s=CONNECT_TIMEOUT_S, options=ssh),
+            ssh_probe(host, ("true",), environ, options=ssh),
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -39,6 +39,7 @@ FailureKind = Literal[
 
 # What a program over there needs to load the same libraries as a rank would.
 _VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+_CONNECT_TIMEOUT_S = 10
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 
@@ -103,14 +104,12 @@ def ssh_probe(
     host: str,
     program: Sequence[str],
     environ: Mapping[str, str],
-    *,
-    connect_timeout_s: int,
     options: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """The command that runs ``program`` on ``host``, and asks nobody for a password."""
     variables = [f"{name}={environ[name]}" for name in _VARIABLES if environ.get(name)]
     return (
-        *("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}"),
+        *("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_TIMEOUT_S}"),
         # A connection that stays open for later ones would hold on to the output.
         *("-o", "ControlMaster=no", *options, "--", host),
         shlex.join(["env", *variables, *program]),
