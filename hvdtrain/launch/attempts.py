@@ -136,21 +136,21 @@ class _Attempts:
                 in_slurm=self._site.in_slurm,
                 chance=random.random(),
             )
-            hosts = self._left(hosts, outcome) if decision.again else hosts
+            if not decision.again:
+                if decision.why_not:
+                    logger.error(decision.why_not)
+                return self._over()
+            hosts = self._left(hosts, outcome)
             fits = fitting(hosts, ranks, oversubscribe=self._job.oversubscribe)
-            why_not = decision.why_not
-            if decision.again and fits < max(1, self._job.settings.min_np):
-                why_not = self._too_few(hosts, fits)
-            elif decision.again:
-                try:
-                    more_before = plan if fits < ranks else None
-                    plan = make_plan(self._job, self._site, hosts, fits, more_before=more_before)
-                except ConfigurationError as error:
-                    # With fewer hosts a rank may lack a GPU, or the job its last worker.
-                    why_not = f"the job is not started again: {error}"
-            if why_not:
-                logger.error(why_not)
-            if not decision.again or why_not or self._received:
+            try:
+                self._check_enough(hosts, fits)
+                # With fewer hosts a rank may lack a GPU, or the job its last worker.
+                more_before = plan if fits < ranks else None
+                plan = make_plan(self._job, self._site, hosts, fits, more_before=more_before)
+            except ConfigurationError as error:
+                logger.error(f"the job is not started again: {error}")
+                return self._over()
+            if self._received:
                 return self._over()
             logger.warning(
                 announce(
@@ -231,13 +231,14 @@ class _Attempts:
         )
         return without(left, silent)
 
-    def _too_few(self, hosts: Sequence[Host], fits: int) -> str:
-        gone = [host.name for host in self._site.hosts if host not in hosts]
-        there = f"{fits} ranks fit on what is left" if fits else "no host is left"
-        return (
-            f"the job is not started again: {', '.join(gone)} can't be used, {there}, and "
-            f"--min-np is {self._job.settings.min_np}"
-        )
+    def _check_enough(self, hosts: Sequence[Host], fits: int) -> None:
+        least = self._job.settings.min_np
+        if fits < max(1, least):
+            gone = [host.name for host in self._site.hosts if host not in hosts]
+            there = f"{fits} ranks fit on what is left" if fits else "no host is left"
+            raise ConfigurationError(
+                f"{', '.join(gone)} can't be used, {there}, and --min-np is {least}"
+            )
 
     def _over(self) -> int:
         """The exit code, after a last word on what was lost and what is left."""
