@@ -64,13 +64,18 @@ def probe_hosts(
     """
     remote = [name for name in hosts if way == "srun" or not is_this_host(name)]
     environ = {**environ, "LC_ALL": "C"}
-    with _token_file() as (token_file, token), _listener() as port:
+    with (
+        _token_file() as (token_file, token),
+        # Hosts connect to it as the agents of ranks do. Nobody accepts: the kernel does, for as
+        # many as are let wait.
+        socket.create_server(("", 0), backlog=1024) as listener,
+    ):
         question = Question(
             names=tuple(hosts),
             folder=os.getcwd(),
             token_file=token_file,
             token=token,
-            port=port,
+            port=listener.getsockname()[1],
         )
         with ThreadPoolExecutor(max_workers=min(ASKED_AT_ONCE, 1 + len(remote))) as pool:
             mine = pool.submit(_ask_one, "", "here", question, remote[:1], environ)
@@ -194,13 +199,3 @@ def _token_file() -> Iterator[tuple[str, str]]:
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-@contextlib.contextmanager
-def _listener() -> Iterator[int]:
-    """A port of this host that hosts can connect to, as the agents of ranks do.
-
-    Nobody accepts: the kernel does, for as many as are let wait.
-    """
-    with socket.create_server(("", 0), backlog=1024) as listener:
-        yield listener.getsockname()[1]

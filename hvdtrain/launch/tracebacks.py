@@ -43,13 +43,7 @@ _INTERRUPTED = re.compile(r"(?:hvdtrain: rank \d+ of \d+ failed: )?KeyboardInter
 
 
 class Author(Protocol):
-    """The rank that writes.
-
-    Attributes:
-        number: Its number.
-        was_signalled: Whether it was told to end.
-        end: How it ended, once it has.
-    """
+    """The rank that writes: its number, whether it was told to end, and how it ended, if it has."""
 
     number: int
     was_signalled: bool
@@ -134,7 +128,7 @@ class TracebackFilter:
         for number, block in list(self._open.items()):
             if block.is_over(now):
                 self._judge(self._open.pop(number), now)
-        if not self._failed and not self._others_failed(None):
+        if not self._failed and not self._others_failed():
             self._release([block for block in self._held if now - block.changed_at > self._hold_s])
 
     def settle(self) -> None:
@@ -142,7 +136,7 @@ class TracebackFilter:
         now = self._clock()
         for number in list(self._open):
             self._judge(self._open.pop(number), now)
-        if not self._failed and not self._others_failed(None):
+        if not self._failed and not self._others_failed():
             self._release(self._held[:])
 
     def _judge(self, block: _Block, now: float) -> None:
@@ -166,7 +160,7 @@ class TracebackFilter:
             self._troubled = (number, now + self._hold_s)
         self._release([block])
 
-    def _others_failed(self, number: int | None) -> bool:
+    def _others_failed(self, number: int | None = None) -> bool:
         return any(end.code != 0 and end.rank != number for end in self._ends)
 
     def _release(self, blocks: Sequence[_Block]) -> None:

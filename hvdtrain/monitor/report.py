@@ -125,20 +125,17 @@ class _Reporter:
         if self._file is None:
             return
         with contextlib.suppress(Exception), self._lock:
-            self._write()
-
-    def _write(self) -> None:
-        state: dict[str, Any] = {"kind": "report", "pid": self._pid}
-        for name in ("step", "epoch", "saved", "resumed"):
-            value = getattr(self, name)
-            if value is not None:
-                state[name] = int(value)
-        state["phase"] = str(self.phase)[:_LONGEST_WORD]
-        state["waiting_in"] = self._waits()[:_LONGEST_WORD]
-        line = _line(state)
-        # Where whoever reads is slow, the next state will do.
-        if line != self._told and self._send(line):
-            self._told = line
+            state: dict[str, Any] = {"kind": "report", "pid": self._pid}
+            for name in ("step", "epoch", "saved", "resumed"):
+                value = getattr(self, name)
+                if value is not None:
+                    state[name] = int(value)
+            state["phase"] = str(self.phase)[:_LONGEST_WORD]
+            state["waiting_in"] = self._waits()[:_LONGEST_WORD]
+            line = _line(state)
+            # Where whoever reads is slow, the next state will do.
+            if line != self._told and self._send(line):
+                self._told = line
 
     def tell_failure(self, cause: BaseException, error: BaseException) -> None:
         """Write why the program ends; never waits, never raises."""
