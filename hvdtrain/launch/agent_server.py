@@ -122,13 +122,13 @@ class AgentServer:
         """Have every rank's program print where it is, and learn in ``stopped`` which can't."""
         self.stopped.clear()
         for rank in self._running():
-            self._tell(rank, encode("look"))
+            self._send(rank, encode("look"))
 
     def kill(self, number: int) -> None:
         """Kill a rank's program; for who hears of its end it was nobody's will."""
         rank = self._connected[number]
         if rank.end is None:
-            self._tell(rank, encode("kill"))
+            self._send(rank, encode("kill"))
 
     def drop_lost(self, end: RankExit) -> None:
         """Count a rank's end for nothing: the others go on."""
@@ -139,7 +139,7 @@ class AgentServer:
         """Let the agents of ended programs end, too."""
         for rank in self._connected.values():
             if rank.end is not None:
-                self._tell(rank, encode("bye"))
+                self._send(rank, encode("bye"))
 
     def settle(self) -> None:
         """Show what was held back; of tracebacks those that matter, if a rank has failed."""
@@ -156,13 +156,13 @@ class AgentServer:
 
     def _signal(self, rank: _Rank, order: bytes) -> None:
         rank.was_signalled = True
-        self._tell(rank, order)
+        self._send(rank, order)
 
-    def _tell(self, rank: _Rank, data: bytes) -> None:
+    def _send(self, rank: _Rank, data: bytes) -> None:
         try:
             rank.connection.sendall(data)
         except OSError:
-            self._lose(rank)
+            self._disconnected(rank)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -172,10 +172,10 @@ class AgentServer:
         keep_alive(connection)
         decoder = Decoder()
         self.selector.register(
-            connection, selectors.EVENT_READ, lambda stranger: self._greet(stranger, decoder)
+            connection, selectors.EVENT_READ, lambda stranger: self._handshake(stranger, decoder)
         )
 
-    def _greet(self, connection: socket.socket, decoder: Decoder) -> None:
+    def _handshake(self, connection: socket.socket, decoder: Decoder) -> None:
         messages = receive(connection, decoder)
         if messages is not None and not messages:
             return
@@ -186,8 +186,8 @@ class AgentServer:
         hello = messages[0]
         rank = _Rank(int(hello["rank"]), str(hello["host"]), connection, decoder)
         self._connected[rank.number] = rank
-        self.selector.register(connection, selectors.EVENT_READ, lambda _: self._hear(rank))
-        self._take_in(rank, messages[1:])
+        self.selector.register(connection, selectors.EVENT_READ, lambda _: self._read(rank))
+        self._handle(rank, messages[1:])
         if self._order is not None:
             self._signal(rank, self._order)
 
@@ -199,14 +199,14 @@ class AgentServer:
             and message["rank"] not in self._connected
         )
 
-    def _hear(self, rank: _Rank) -> None:
+    def _read(self, rank: _Rank) -> None:
         messages = receive(rank.connection, rank.decoder)
         if messages is None:
-            self._lose(rank)
+            self._disconnected(rank)
         else:
-            self._take_in(rank, messages)
+            self._handle(rank, messages)
 
-    def _take_in(self, rank: _Rank, messages: Sequence[dict[str, Any]]) -> None:
+    def _handle(self, rank: _Rank, messages: Sequence[dict[str, Any]]) -> None:
         for message in messages:
             kind = message["kind"]
             if kind == "line":
@@ -260,7 +260,7 @@ class AgentServer:
         )
         self.ends.append(rank.end)
 
-    def _lose(self, rank: _Rank) -> None:
+    def _disconnected(self, rank: _Rank) -> None:
         if rank.connection.fileno() >= 0:
             self.selector.unregister(rank.connection)
             rank.connection.close()

@@ -97,7 +97,7 @@ class Supervisor:
         self._stop_at: float | None = None
         self._give_up_at: float | None = None
         self._too_few = False
-        self._judged: set[int] = set()
+        self._handled: set[int] = set()
         self._hang_watch = HangWatch(
             server,
             console,
@@ -143,11 +143,11 @@ class Supervisor:
         os.set_blocking(starter.stdout.fileno(), False)
         splitter = LineSplitter()
         self._server.selector.register(
-            starter.stdout, selectors.EVENT_READ, lambda pipe: self._overhear(pipe, splitter)
+            starter.stdout, selectors.EVENT_READ, lambda pipe: self._read_starter(pipe, splitter)
         )
         return starter
 
-    def _overhear(self, pipe: IO[bytes], splitter: LineSplitter) -> None:
+    def _read_starter(self, pipe: IO[bytes], splitter: LineSplitter) -> None:
         """What mpirun or srun says by itself: shown unless it only comments on a failed rank."""
         data = os.read(pipe.fileno(), 1 << 16)
         for line in splitter.feed(data, final=not data):
@@ -207,8 +207,8 @@ class Supervisor:
 
     def _act_on_ends(self, now: float) -> None:
         """Decide how long the other ranks may go on after one has ended."""
-        for end in [end for end in self._server.ends if end.rank not in self._judged]:
-            self._judged.add(end.rank)
+        for end in [end for end in self._server.ends if end.rank not in self._handled]:
+            self._handled.add(end.rank)
             others_s = SETTLE_S
             survivable = self._elastic and end.is_loss and end.rank not in self._record.critical
             if survivable and self._stop_at is None:

@@ -101,7 +101,7 @@ class TracebackFilter:
         self._clock = clock
         self._open: dict[int, _Block] = {}
         self._held: list[_Block] = []
-        self._troubled: tuple[int, float] | None = None
+        self._failing: tuple[int, float] | None = None
 
     def take(self, author: Author, line: str) -> bool:
         """Whether ``line`` belongs to a traceback; if not, show it now."""
@@ -147,17 +147,17 @@ class TracebackFilter:
             name in (_INTERRUPT, _PEER) or _wraps_interrupt(block.lines)
         ):
             return
-        if self._troubled is not None and now > self._troubled[1]:
-            self._troubled = None
-        trouble = self._troubled is not None and self._troubled[0] != number
-        echoes = name == _PEER or trouble or self._others_failed(number)
+        if self._failing is not None and now > self._failing[1]:
+            self._failing = None
+        another_fails = self._failing is not None and self._failing[0] != number
+        echoes = name == _PEER or another_fails or self._others_failed(number)
         # What a rank raises after it was told to end is its own, such as a file that can't be
         # written.
         if echoes and not block.was_signalled:
             self._held.append(block)
             return
-        if self._troubled is None:
-            self._troubled = (number, now + self._hold_s)
+        if self._failing is None:
+            self._failing = (number, now + self._hold_s)
         self._release([block])
 
     def _others_failed(self, number: int | None = None) -> bool:
