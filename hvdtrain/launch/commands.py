@@ -118,8 +118,8 @@ _SYSTEM_PREFIX = Path("/usr")
 def _openmpi_hosts(
     plan: Plan, mpirun: Mpirun, names: Sequence[str], hostfile: Path, ssh: Sequence[str]
 ) -> tuple[str, ...]:
-    is_4 = mpirun.family == "openmpi4"
-    mca = "--mca" if is_4 else "--prtemca"
+    is_version_4 = mpirun.family == "openmpi4"
+    mca = "--mca" if is_version_4 else "--prtemca"
     alone: tuple[str, ...] = (mca, "ras", _ALLOCATIONS, mca, "plm", _REMOTE_STARTERS)
     # Open MPI binds each rank to one core by default (one of many, on most hosts), and refuses
     # more ranks than cores. Each agent takes its rank's share of the cores instead.
@@ -131,14 +131,14 @@ def _openmpi_hosts(
     where: tuple[str, ...] = ("--noprefix",) if prefix == _SYSTEM_PREFIX else ()
     if plan.local:
         return (*alone, *mapping, *where)
-    if not is_4 and any(map(_is_ipv6, plan.hosts)):
+    if not is_version_4 and any(map(_is_ipv6, plan.hosts)):
         # A colon ends the name in -H, brackets or not.
         hosts = ("--hostfile", str(hostfile))
     else:
         hosts = ("-H", _host_list(plan))
     where = where or ("--prefix", str(prefix))
     variables = [word for name in names for word in ("-x", name)]
-    way = (mca, "plm_rsh_args" if is_4 else "plm_ssh_args", " ".join(ssh)) if ssh else ()
+    way = (mca, "plm_rsh_args" if is_version_4 else "plm_ssh_args", " ".join(ssh)) if ssh else ()
     return (*alone, *mapping, *where, *hosts, *variables, *way)
 
 

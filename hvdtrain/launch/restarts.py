@@ -125,7 +125,7 @@ def _repeats(history: Sequence[Outcome]) -> bool:
 
 
 def _idle_attempts(history: Sequence[Outcome]) -> int:
-    """Returns how many attempts there were since the last that saved a later checkpoint."""
+    """Returns how many attempts came after the last that saved a later checkpoint, or the first."""
     advances = _advances(history)
     return advances[::-1].index(True) if any(advances) else len(history) - 1
 

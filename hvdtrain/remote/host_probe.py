@@ -6,6 +6,7 @@ line a ``Facts``. Whatever can't be found out is left out; nothing of that ends 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -72,8 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             facts.update(part.result())
     answer = {**facts, "errors": errors, "ended_s": time.time()}
-    print(MARK + json.dumps(answer), flush=True)
-    sys.stderr.flush()
+    # Whoever asked may have gone.
+    with contextlib.suppress(OSError):
+        print(MARK + json.dumps(answer), flush=True)
+        sys.stderr.flush()
     # A thread that hangs, on a dead file server for instance, must not keep the process.
     os._exit(0)
 
