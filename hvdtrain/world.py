@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cluster.backend import Choice, DeviceCapabilities, choose_backend, choose_for_devices
-from hvdtrain.cluster.host_id import host_id
 from hvdtrain.cluster.roles import Roles, assign_roles
-from hvdtrain.cluster.topology import Topology, read_topology
+from hvdtrain.cluster.topology import Topology, host_id, read_topology
 from hvdtrain.collectives import Collectives, create
 from hvdtrain.config import LAUNCHER, Settings, read_settings
 from hvdtrain.errors import ConfigurationError, LaunchError, NotInitializedError

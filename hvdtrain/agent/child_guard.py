@@ -17,7 +17,7 @@ from types import FrameType
 from hvdtrain.agent.exit_codes import ENDING, PREEMPTING
 from hvdtrain.agent.process_tree import kill_descendants, shell_code
 
-__all__ = ["adopt_orphans", "die_with_parent", "lead_group", "run_guarded"]
+__all__ = ["adopt_orphans", "die_with_parent", "run_guarded"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -27,17 +27,14 @@ def run_guarded(work: Callable[[int], int]) -> int:
     """Run ``work`` in a child process; returns what it returned, or 128 + the signal it died of.
 
     Signals that this process gets are passed on to the child. When the child ends, whatever
-    descends from it is killed.
-
-    Args:
-        work: Gets a file that is at its end once this process has died.
+    descends from it is killed. ``work`` gets a file that is at its end once this process has died.
     """
     adopt_orphans()
     lifeline, ours = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(ours)
-        lead_group()
+        _lead_group()
         os._exit(work(lifeline))
     os.close(lifeline)
 
@@ -57,7 +54,7 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def lead_group() -> None:
+def _lead_group() -> None:
     """Let no signal to the caller's process group come to this process; in a child.
 
     It stays in its session. Linux gives each session the same share of the cores (sched(7),
@@ -68,7 +65,8 @@ def lead_group() -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies; for a child before its exec."""
+    """Lead a process group, and die when the parent does; for a child before its exec."""
+    _lead_group()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

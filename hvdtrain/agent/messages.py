@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdtrain.errors import LaunchError
 
-__all__ = ["Decoder", "connect", "encode", "keep_alive"]
+__all__ = ["Decoder", "connect", "encode", "keep_alive", "receive"]
 
 # Far above any line of output, which agents cut; a stranger on the port can't fill the memory.
 MOST_BYTES = 1 << 20
@@ -53,6 +53,15 @@ class Decoder:
             if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
                 raise LaunchError(f"received {message!r:.80}, which is no message")
         return messages
+
+
+def receive(connection: socket.socket, decoder: Decoder) -> list[dict[str, Any]] | None:
+    """Returns the messages that have come; None at the connection's end, or for what is none."""
+    try:
+        data = connection.recv(1 << 18)
+        return decoder.feed(data) if data else None
+    except (OSError, LaunchError):
+        return None
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -60,11 +60,9 @@ class ControlGroup:
 
 
 def group_of(memberships: str, mounts: str) -> ControlGroup | None:
-    """The control group that accounts for the memory of a process.
+    """The control group that accounts for the memory of a process, by its ``/proc/PID/cgroup``.
 
-    Args:
-        memberships: Its ``/proc/PID/cgroup``.
-        mounts: ``/proc/self/mountinfo`` of the process that is to read the group's files.
+    ``mounts`` is ``/proc/self/mountinfo`` of the process that is to read the group's files.
     """
     found: dict[str, str] = {}
     for controllers, path in _MEMBERSHIP.findall(memberships):

@@ -16,12 +16,7 @@ __all__ = ["OutputRelay"]
 
 
 class OutputRelay:
-    """The output of one program.
-
-    Args:
-        selector: Notices when there is something to read.
-        send: Tells the launcher: the kind of a message, and what it holds.
-    """
+    """The output of one program; ``send`` tells the launcher a message of some kind."""
 
     def __init__(self, selector: selectors.BaseSelector, send: Callable[..., None]) -> None:
         self._selector = selector

@@ -20,23 +20,17 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from types import FrameType
 from typing import Any
 
 from hvdtrain.agent.agent_environment import JOB, parse_addresses
-from hvdtrain.agent.child_guard import (
-    adopt_orphans,
-    die_with_parent,
-    lead_group,
-    run_guarded,
-)
+from hvdtrain.agent.child_guard import adopt_orphans, die_with_parent, run_guarded
 from hvdtrain.agent.cpu_share import take_cores
 from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode, signal_name
-from hvdtrain.agent.messages import Decoder, connect, encode
+from hvdtrain.agent.messages import Decoder, connect, encode, receive
 from hvdtrain.agent.oom import OomWatch
 from hvdtrain.agent.output_relay import OutputRelay
 from hvdtrain.agent.process_tree import descendants, kill_descendants, process_state, shell_code
-from hvdtrain.agent.report_pipe import ReportPipe
+from hvdtrain.agent.rank_report import ReportPipe
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.config import LAUNCHER, variable_name
 from hvdtrain.errors import HvdtrainError
@@ -70,11 +64,6 @@ def _work(program: Sequence[str], lifeline: int) -> int:
     return Agent(topology, launcher, os.environ).run(program, lifeline)
 
 
-def _before_program() -> None:
-    lead_group()
-    die_with_parent()
-
-
 class Agent:
     """One rank's program and what is known about it."""
 
@@ -96,21 +85,15 @@ class Agent:
         self._report_pipe = ReportPipe()
         self._output = OutputRelay(self._selector, self._send)
         self._selector.register(launcher, selectors.EVENT_READ, self._read_launcher)
-        self._send(
-            "hello",
-            job=environ[JOB],
-            rank=topology.rank,
-            host=socket.gethostname(),
-        )
+        self._send("hello", job=environ[JOB], rank=topology.rank, host=socket.gethostname())
 
     def run(self, program: Sequence[str], lifeline: int) -> int:
         """Run the program to its end and say how it ended.
 
-        Args:
-            program: With its arguments.
-            lifeline: At its end once mpirun or srun has killed the process that it knows.
+        ``lifeline`` is at its end once mpirun or srun has killed the process that it knows.
         """
-        self._catch_signals()
+        for number in (*ENDING, *PREEMPTING):
+            signal.signal(number, lambda number, frame: self._signals.append(number))
         adopt_orphans()
         self._selector.register(lifeline, selectors.EVENT_READ, self._lose_guard)
         try:
@@ -133,7 +116,7 @@ class Agent:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             close_fds=False,  # Hydra hands its PMI connection on as an open file
-            preexec_fn=_before_program,
+            preexec_fn=die_with_parent,
         )
         self._report_pipe.handed_over()
         self._selector.register(self._report_pipe, selectors.EVENT_READ, self._read_reports)
@@ -172,12 +155,8 @@ class Agent:
             self._send(**message)
 
     def _read_launcher(self, launcher: socket.socket) -> None:
-        try:
-            data = launcher.recv(1 << 16)
-            messages = self._decoder.feed(data)
-        except (OSError, HvdtrainError):
-            data, messages = b"", []
-        for message in messages:
+        messages = receive(launcher, self._decoder)
+        for message in messages or ():
             if message["kind"] == "stop":
                 self._stop(int(message["signal"]), float(message["grace_s"]))
             elif message["kind"] == "kill" and self._child is not None:
@@ -187,7 +166,7 @@ class Agent:
                 self._look()
             elif message["kind"] == "bye":
                 self._dismissed = True
-        if not data:
+        if messages is None:
             self._lose_launcher()
 
     def _lose_guard(self, lifeline: int) -> None:
@@ -284,13 +263,6 @@ class Agent:
             self._launcher.sendall(encode(kind, **fields))
         except OSError:
             self._lose_launcher()
-
-    def _catch_signals(self) -> None:
-        def note(number: int, frame: FrameType | None) -> None:
-            self._signals.append(number)
-
-        for number in (*ENDING, *PREEMPTING):
-            signal.signal(number, note)
 
 
 if __name__ == "__main__":

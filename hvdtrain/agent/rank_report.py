@@ -1,12 +1,17 @@
-"""What the program of a rank tells: how far it is, and why it failed."""
+"""What the program of a rank tells through a pipe: how far it is, and why it failed."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-__all__ = ["FIELDS", "FailureRecord", "RankReport", "read_failure", "read_report"]
+from hvdtrain.agent.messages import Decoder
+from hvdtrain.config import REPORT_FD
+from hvdtrain.errors import LaunchError
+
+__all__ = ["FailureRecord", "RankReport", "ReportPipe", "read_failure", "read_report"]
 
 _LONGEST_WORD = 500
 
@@ -68,10 +73,58 @@ class FailureRecord:
 
 
 # Kinds of messages that programs write, and what these hold.
-FIELDS = {
+_FIELDS = {
     kind: tuple(entry.name for entry in fields(content))
     for kind, content in (("report", RankReport), ("failure", FailureRecord))
 }
+
+
+class ReportPipe:
+    """A pipe; its other end is for the program, through ``variables``.
+
+    Children of the program may hold that end open for as long as they like: the pipe's end says
+    nothing, and is not waited for.
+
+    Attributes:
+        variables: By which the program finds the pipe.
+        pid: The process that prints its stacks at SIGQUIT; None before it said so.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_inheritable(self._writer, True)
+        self._decoder = Decoder()
+        self.pid: int | None = None
+        self.variables = {REPORT_FD: f"{self._writer}:{os.fstat(self._writer).st_ino}"}
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._reader
+
+    def handed_over(self) -> None:
+        """The program has been started, and has its end."""
+        os.close(self._writer)
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """The messages that have come; None at the pipe's end, or after what is none."""
+        try:
+            # More than a second's worth; who writes faster is heard the next time.
+            data = os.read(self._reader, 1 << 16)
+            messages = self._decoder.feed(data)
+        except BlockingIOError:
+            return []
+        except (OSError, LaunchError):
+            return None
+        told = [
+            {name: message[name] for name in ("kind", *_FIELDS[message["kind"]]) if name in message}
+            for message in messages
+            if message["kind"] in _FIELDS
+        ]
+        for message in told:
+            if type(message.get("pid")) is int:
+                self.pid = message["pid"]
+        return told if data else None
 
 
 def read_report(message: Mapping[str, Any]) -> RankReport | None:

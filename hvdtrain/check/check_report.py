@@ -11,15 +11,10 @@ from dataclasses import dataclass
 from hvdtrain.check import host_checks
 from hvdtrain.check.version_checks import MPI, VERSIONED
 from hvdtrain.cluster.ranges import format_table
-from hvdtrain.remote.problem import Problem, show_problem, size
-from hvdtrain.remote.remedies import remedies_for
+from hvdtrain.remote.problem import Problem, remedies_for, show_problem, size
 from hvdtrain.remote.remote_probe import Answer, Way, clock_offset_s
 
-__all__ = [
-    "CheckReport",
-    "format_report",
-    "make_report",
-]
+__all__ = ["CheckReport", "format_report", "make_report"]
 
 _HEAD = ("host", "state", "ranks", "cores", "load", "GPUs", "/dev/shm", "network", "clock")
 _LEFT = (0, 1, 5, 7)
@@ -48,14 +43,9 @@ class CheckReport:
 def make_report(
     here: Answer, answers: Sequence[Answer], *, way: Way, python: str, use_gpus: bool = True
 ) -> CheckReport:
-    """Judge the hosts that ``answers`` came from, against the launcher and each other.
+    """Judge the hosts that ``answers`` came from, against the launcher's own and each other.
 
-    Args:
-        here: The answer of the launcher's own host.
-        answers: The answers of the hosts, one for each.
-        way: How the hosts that are not this one were asked.
-        python: Path of the launcher's Python.
-        use_gpus: Whether ranks would use GPUs where there are any.
+    ``use_gpus`` says whether ranks would use GPUs where there are any.
     """
     problems = [*remedies_for(answers, way=way, python=python)]
     for check in host_checks.CHECKS:
@@ -102,7 +92,7 @@ def _row(answer: Answer, problems: Iterable[Problem]) -> tuple[str, ...]:
     )
 
 
-def _gpus(gpus: Sequence[tuple[str, str]]) -> str:
+def _gpus(gpus: Sequence[Sequence[str]]) -> str:
     if not gpus:
         return "none"
     models = dict.fromkeys(model for model, _ in gpus)

@@ -14,7 +14,7 @@ from hvdtrain.check.allreduce_check import judge_allreduce, show_allreduce
 from hvdtrain.check.check_report import format_report, make_report
 from hvdtrain.cluster.hosts import Host, slurm_hosts
 from hvdtrain.cluster.placement import place
-from hvdtrain.cluster.ranges import listing
+from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.host_arguments import add_where, named_hosts
 from hvdtrain.remote.problem import Problem, show_problem
@@ -140,12 +140,11 @@ def _conclude(problems: Sequence[Problem]) -> int:
     """The last line, and the exit code."""
     errors = [problem for problem in problems if problem.error]
     warnings = len(problems) - len(errors)
-    noted = f" ({warnings} warning{'' if warnings == 1 else 's'})" if warnings else ""
+    noted = f" ({counted(warnings, 'warning')})" if warnings else ""
     if not errors:
         print(f"\nfit to train{noted}")
         return FIT
     hosts = list(dict.fromkeys(host for problem in errors for host in problem.hosts))
     where = f" on {listing(hosts)}" if hosts else ""
-    count = f"{len(errors)} problem{'' if len(errors) == 1 else 's'}"
-    print(f"\nnot fit to train: {count}{where}{noted}")
+    print(f"\nnot fit to train: {counted(len(errors), 'problem')}{where}{noted}")
     return UNFIT

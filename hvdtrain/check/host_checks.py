@@ -127,7 +127,6 @@ def memory(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     for host, facts in answered(answers):
         free = facts.shm_free_bytes
         if free is not None and free < SHM_WANTED_BYTES and host in several:
-            error = free < SHM_LEAST_BYTES
             yield Problem(
                 hosts=(host,),
                 found=f"/dev/shm has {size(free)} free of {size(facts.shm_bytes or 0)}",
@@ -135,7 +134,7 @@ def memory(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
                 f"{size(SHM_LEAST_BYTES)} at least",
                 remedy="remove what others left there, or make it larger: mount -o "
                 "remount,size=1G /dev/shm; for a container: docker run --shm-size=1g",
-                error=error,
+                error=free < SHM_LEAST_BYTES,
             )
     locked = _where(
         answers,

@@ -37,7 +37,6 @@ from hvdtrain.remote.remote_probe import (
 
 __all__ = ["measure_allreduce", "probe_hosts"]
 
-CONNECT_TIMEOUT_S = 10
 # The probe gives up on what it asks after 16 s.
 ANSWER_TIMEOUT_S = 40.0
 ENDING_TIMEOUT_S = 2.0
@@ -65,18 +64,23 @@ def probe_hosts(
     """
     remote = [name for name in hosts if way == "srun" or not is_this_host(name)]
     environ = {**environ, "LC_ALL": "C"}
-    with _token_file() as (token_file, token), _listener() as port:
+    with (
+        _token_file() as (token_file, token),
+        # Hosts connect to it as the agents of ranks do. Nobody accepts: the kernel does, for as
+        # many as are let wait.
+        socket.create_server(("", 0), backlog=1024) as listener,
+    ):
         question = Question(
             names=tuple(hosts),
             folder=os.getcwd(),
             token_file=token_file,
             token=token,
-            port=port,
+            port=listener.getsockname()[1],
         )
         with ThreadPoolExecutor(max_workers=min(ASKED_AT_ONCE, 1 + len(remote))) as pool:
-            mine = pool.submit(_ask_one, "", "here", question, own_addresses(remote[:1]), environ)
+            mine = pool.submit(_ask_one, "", "here", question, remote[:1], environ)
             theirs = {
-                name: pool.submit(_ask_one, name, way, question, None, environ) for name in remote
+                name: pool.submit(_ask_one, name, way, question, [name], environ) for name in remote
             }
             try:
                 here = mine.result()
@@ -126,17 +130,19 @@ def _ask_one(
     host: str,
     way: Way,
     question: Question,
-    addresses: Sequence[str] | None,
+    towards: Sequence[str],
     environ: Mapping[str, str],
 ) -> Answer:
-    """Start the probe on ``host`` and wait for its answer; never raises for what goes wrong."""
-    addresses = own_addresses([host]) if addresses is None else addresses
-    question = dataclasses.replace(question, addresses=tuple(addresses))
+    """Start the probe on ``host`` and wait for its answer; never raises for what goes wrong.
+
+    It is told the addresses of this host on the way ``towards`` others.
+    """
+    question = dataclasses.replace(question, addresses=tuple(own_addresses(towards)))
     asked = json.dumps(dataclasses.asdict(question))
     program = (sys.executable, "-m", "hvdtrain.remote.host_probe", asked)
     argv: Sequence[str] = program
     if way == "ssh":
-        argv = ssh_probe(host, program, environ, connect_timeout_s=CONNECT_TIMEOUT_S)
+        argv = ssh_probe(host, program, environ)
     elif way == "srun":
         argv = srun_probe(host, program)
     asked_s = time.time()
@@ -193,13 +199,3 @@ def _token_file() -> Iterator[tuple[str, str]]:
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-@contextlib.contextmanager
-def _listener() -> Iterator[int]:
-    """A port of this host that hosts can connect to, as the agents of ranks do.
-
-    Nobody accepts: the kernel does, for as many as are let wait.
-    """
-    with socket.create_server(("", 0), backlog=1024) as listener:
-        yield listener.getsockname()[1]

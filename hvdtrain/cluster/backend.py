@@ -40,12 +40,7 @@ class DeviceCapabilities(NamedTuple):
 
 
 def choose_backend(topology: Topology, asked: str, *, has_servers: bool = False) -> Choice:
-    """Decide; the same on all ranks.
-
-    Args:
-        topology: Who this process is.
-        asked: The setting.
-        has_servers: Whether some ranks are parameter servers.
+    """Decide from what was ``asked`` for with ``--backend``; the same on all ranks.
 
     Raises:
         LaunchError: The ranks can't communicate that way.
@@ -79,11 +74,7 @@ def choose_for_devices(
 ) -> Choice:
     """Decide whether dense gradients are combined by the engine, or where they are.
 
-    Args:
-        asked: The setting.
-        means: The capabilities of the devices of each rank, in order.
-        has_servers: Whether some ranks are parameter servers.
-        elastic: Whether the ranks go on without those that die.
+    ``means`` are the capabilities of the devices of each rank, in order.
 
     Raises:
         LaunchError: ``nccl`` was asked for, and what ranks have does not allow it.

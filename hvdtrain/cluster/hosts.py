@@ -83,10 +83,6 @@ def parse_hosts(text: str) -> list[Host]:
 def parse_hostfile(text: str, path: str) -> list[Host]:
     """Read the content of a hostfile; lines of several dialects may stand side by side.
 
-    Args:
-        text: The content.
-        path: Where it is from, for messages.
-
     Raises:
         ConfigurationError: A line can't be read, or there is no host; the message names the path,
             the line and what is accepted.

@@ -12,7 +12,7 @@ from hvdtrain.cluster.hosts import Host, merge_hosts
 from hvdtrain.cluster.ranges import counted, format_table, listing
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["Place", "Role", "place", "share_of_cores", "table"]
+__all__ = ["Place", "Role", "most_ranks", "place", "share_of_cores", "table"]
 
 Role = Literal["chief", "worker", "ps"]
 
@@ -85,10 +85,11 @@ def place(
     for node_rank, (name, count) in enumerate(used):
         turns = itertools.count()
         for local_rank in range(count):
-            role = _role(len(places), servers)
+            rank = len(places)
+            role: Role = "ps" if rank in servers else "worker" if rank else "chief"
             places.append(
                 Place(
-                    rank=len(places),
+                    rank=rank,
                     host=name,
                     local_rank=local_rank,
                     local_size=count,
@@ -126,6 +127,14 @@ def share_of_cores(local_rank: int, local_size: int, cores: int) -> tuple[int, i
     return first, after - 1
 
 
+def most_ranks(hosts: Sequence[Host], *, oversubscribe: bool) -> int | None:
+    """Returns how many ranks the hosts take at most; None for any number."""
+    if not oversubscribe:
+        return sum(host.slots for host in hosts)
+    limits = [host.max_slots for host in hosts if host.max_slots is not None]
+    return sum(limits) if len(limits) == len(hosts) else None
+
+
 def _ranks_per_host(hosts: Sequence[Host], ranks: int | None, *, oversubscribe: bool) -> list[int]:
     if not hosts:
         raise ConfigurationError("No host to run on; expected at least one. Name it with -H.")
@@ -150,8 +159,7 @@ def _ranks_per_host(hosts: Sequence[Host], ranks: int | None, *, oversubscribe: 
 
 def _check_room(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe: bool) -> None:
     """Raise unless oversubscription is asked for and has room for ``ranks``, more than slots."""
-    limits = [host.max_slots for host in hosts if host.max_slots is not None]
-    most = sum(limits) if len(limits) == len(hosts) else None
+    most = most_ranks(hosts, oversubscribe=True)
     fits = most is None or ranks <= most
     if not oversubscribe:
         has = listing((f"{host.name} has {counted(host.slots, 'slot')}" for host in hosts), "hosts")
@@ -190,12 +198,6 @@ def _check_gpus(
             "let them share, with --share-gpus; or compute on the CPU, with "
             "CUDA_VISIBLE_DEVICES=-1."
         )
-
-
-def _role(rank: int, servers: Collection[int]) -> Role:
-    if rank in servers:
-        return "ps"
-    return "worker" if rank else "chief"
 
 
 def _gpus(turn: int, each: int, gpus: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdtrain.cluster.hosts import Host
@@ -14,10 +14,6 @@ from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 
 __all__ = ["Roles", "assign_roles", "remaining"]
-
-_NUM_PS = "(--num-ps, HVDTRAIN_NUM_PS)"
-_PS_RANKS = "(--ps-ranks, HVDTRAIN_PS_RANKS)"
-_BACKUP_WORKERS = "(--backup-workers, HVDTRAIN_BACKUP_WORKERS)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +40,21 @@ def assign_roles(size: int, settings: Settings) -> Roles:
     if settings.ps_ranks:
         _check_ranks(settings.ps_ranks, size)
     elif settings.num_ps >= size:
-        raise ConfigurationError(_no_worker(size, settings.num_ps))
+        fewer = ", or take fewer servers" if settings.num_ps > 1 else ""
+        raise ConfigurationError(
+            f"{counted(size, 'rank')} with {counted(settings.num_ps, 'parameter server')} "
+            f"(--num-ps, HVDTRAIN_NUM_PS) leave{'s' if size == 1 else ''} no worker; expected at "
+            f"least one worker and one server: start {settings.num_ps + 1} ranks or more{fewer}."
+        )
     servers = settings.ps_ranks or tuple(range(size - settings.num_ps, size))
     workers = tuple(rank for rank in range(size) if rank not in servers)
     if settings.mode == "sync-ps" and settings.backup_workers >= len(workers):
         raise ConfigurationError(
-            f"{counted(settings.backup_workers, 'backup worker')} {_BACKUP_WORKERS} leave no "
-            f"gradient to step with: {counted(size, 'rank')} less "
-            f"{counted(len(servers), 'parameter server')} are {counted(len(workers), 'worker')}; "
-            f"expected at most {len(workers) - 1}. Start more ranks, or do without fewer workers."
+            f"{counted(settings.backup_workers, 'backup worker')} (--backup-workers, "
+            f"HVDTRAIN_BACKUP_WORKERS) leave no gradient to step with: {counted(size, 'rank')} "
+            f"less {counted(len(servers), 'parameter server')} are "
+            f"{counted(len(workers), 'worker')}; expected at most {len(workers) - 1}. Start more "
+            "ranks, or do without fewer workers."
         )
     return Roles(workers=workers, servers=servers)
 
@@ -69,7 +71,6 @@ def remaining(
         before: The places until then.
         hosts: Those that are left, as they were spelled.
         ranks: How many ranks there are to be; None for as many as fit.
-        oversubscribe: Whether a host may take more ranks than it has slots.
 
     Raises:
         ConfigurationError: All workers are lost, or all servers.
@@ -82,16 +83,20 @@ def remaining(
     )
     if not left.workers or not left.servers:
         lost, there = ("workers", "servers") if left.servers else ("servers", "workers")
-        were = _hosts(entry for entry in before if (entry.role == "ps") == (lost == "servers"))
+        were = (entry.host for entry in before if (entry.role == "ps") == (lost == "servers"))
         raise ConfigurationError(
-            f"all {lost} are lost with {were}, and what is left has only {there}; expected at "
-            "least one worker and one parameter server"
+            f"all {lost} are lost with {listing(dict.fromkeys(were), 'hosts')}, and what is left "
+            f"has only {there}; expected at least one worker and one parameter server"
         )
     return left
 
 
 def _check_ranks(servers: Sequence[int], size: int) -> None:
-    named = f"Parameter servers are to be on {_ranks(servers)} {_PS_RANKS}"
+    plural = "" if len(servers) == 1 else "s"
+    named = (
+        f"Parameter servers are to be on rank{plural} {listing(servers, 'ranks')} (--ps-ranks, "
+        "HVDTRAIN_PS_RANKS)"
+    )
     if servers[-1] >= size:
         raise ConfigurationError(
             f"{named}, but the last of {counted(size, 'rank')} is rank {size - 1}; expected ranks "
@@ -101,20 +106,3 @@ def _check_ranks(servers: Sequence[int], size: int) -> None:
         raise ConfigurationError(
             f"{named}, but rank 0 is the chief, which is worker 0 and trains; expected other ranks."
         )
-
-
-def _no_worker(size: int, servers: int) -> str:
-    fewer = ", or take fewer servers" if servers > 1 else ""
-    return (
-        f"{counted(size, 'rank')} with {counted(servers, 'parameter server')} {_NUM_PS} "
-        f"leave{'s' if size == 1 else ''} no worker; expected at least one worker and one server: "
-        f"start {servers + 1} ranks or more{fewer}."
-    )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {listing(ranks, 'ranks')}"
-
-
-def _hosts(places: Iterable[Place]) -> str:
-    return listing(dict.fromkeys(entry.host for entry in places), "hosts")

@@ -45,10 +45,6 @@ class ClassicCluster:
 def parse_cluster(text: str, source: str) -> ClassicCluster:
     """Read a cluster from JSON, bare or as ``cluster`` in what ``TF_CONFIG`` holds.
 
-    Args:
-        text: The JSON.
-        source: Where it is from, for messages.
-
     Raises:
         ConfigurationError: It is something else, or names no worker; the message names the source
             and what is expected.

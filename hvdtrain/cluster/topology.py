@@ -15,13 +15,15 @@ A process can carry the variables of several launchers at once. They are asked i
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from hvdtrain.errors import LaunchError
 
-__all__ = ["Launcher", "Topology", "read_topology", "slurm_task_counts"]
+__all__ = ["Launcher", "Topology", "host_id", "read_topology", "slurm_task_counts"]
 
 Launcher = Literal["openmpi", "hydra", "horovod-gloo", "slurm", "none"]
 
@@ -30,6 +32,17 @@ _STARTED_BY: dict[Launcher, str] = {
     "hydra": "Hydra's mpirun (MPICH, Intel MPI)",
     "horovod-gloo": "horovodrun --gloo",
     "slurm": "srun",
+}
+# The variables that hold the rank, size, local rank and local size.
+_VARIABLES: dict[Launcher, tuple[str, str, str, str]] = {
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "horovod-gloo": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
 }
 
 
@@ -69,10 +82,16 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
         LaunchError: Variables contradict each other, some are missing, or the launcher is one
             whose processes can't communicate without Horovod.
     """
-    for read in (_read_openmpi, _read_hydra, _read_horovod_gloo, _read_slurm):
-        topology = read(environ)
-        if topology is not None:
-            return topology
+    if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
+        return _from_variables(environ, "openmpi")
+    # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE as well, but never the local ones.
+    if "MPI_LOCALRANKID" in environ and "PMI_RANK" in environ:
+        return _from_variables(environ, "hydra")
+    if "HOROVOD_RANK" in environ:
+        return _from_variables(environ, "horovod-gloo")
+    topology = _read_slurm(environ)
+    if topology is not None:
+        return topology
     if _int_or_none(environ.get("PMI_SIZE")) not in (None, 1):
         raise LaunchError(
             f"An MPI launcher set PMI_RANK={environ.get('PMI_RANK')!r} and "
@@ -85,44 +104,30 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
     return Topology()
 
 
-def _read_openmpi(environ: Mapping[str, str]) -> Topology | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ and "OMPI_COMM_WORLD_SIZE" not in environ:
-        return None
-    return _from_variables(
-        environ,
-        "openmpi",
-        rank="OMPI_COMM_WORLD_RANK",
-        size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+def host_id() -> str:
+    """Returns what all processes of a host share, and no process of another host or container.
+
+    Names alone can repeat ("localhost"); so can the kernel's start, among containers.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    started = boot.read_text().strip() if boot.exists() else ""
+    return f"{socket.gethostname()} {started}"
+
+
+def _from_variables(environ: Mapping[str, str], launcher: Launcher) -> Topology:
+    """The topology that the four variables of a launcher describe."""
+    names = _VARIABLES[launcher]
+    rank, size, local_rank, local_size = (_integer(environ, name, launcher) for name in names)
+    topology = Topology(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=0 if local_size == size else None,
+        launcher=launcher,
     )
-
-
-def _read_hydra(environ: Mapping[str, str]) -> Topology | None:
-    # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE as well, but never the local ones.
-    if "MPI_LOCALRANKID" not in environ or "PMI_RANK" not in environ:
-        return None
-    return _from_variables(
-        environ,
-        "hydra",
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
-    )
-
-
-def _read_horovod_gloo(environ: Mapping[str, str]) -> Topology | None:
-    if "HOROVOD_RANK" not in environ:
-        return None
-    return _from_variables(
-        environ,
-        "horovod-gloo",
-        rank="HOROVOD_RANK",
-        size="HOROVOD_SIZE",
-        local_rank="HOROVOD_LOCAL_RANK",
-        local_size="HOROVOD_LOCAL_SIZE",
-    )
+    _check(topology, environ, names)
+    return topology
 
 
 def _read_slurm(environ: Mapping[str, str]) -> Topology | None:
@@ -133,21 +138,17 @@ def _read_slurm(environ: Mapping[str, str]) -> Topology | None:
     per_node = _tasks_per_node(environ)
     if node >= len(per_node) or not _is_task_of_step(environ, per_node[node]):
         return None
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    rank, size, local_rank = (_integer(environ, name, launcher) for name in names)
     topology = Topology(
-        rank=_integer(environ, "SLURM_PROCID", launcher),
-        size=_integer(environ, "SLURM_STEP_NUM_TASKS", launcher),
-        local_rank=_integer(environ, "SLURM_LOCALID", launcher),
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
         local_size=per_node[node],
         node_rank=node,
         launcher=launcher,
     )
-    names = (
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE",
-    )
-    _check(topology, environ, names)
+    _check(topology, environ, (*names, "SLURM_STEP_TASKS_PER_NODE"))
     return topology
 
 
@@ -187,30 +188,6 @@ def slurm_task_counts(text: str) -> list[int]:
     return counts
 
 
-def _from_variables(
-    environ: Mapping[str, str],
-    launcher: Launcher,
-    *,
-    rank: str,
-    size: str,
-    local_rank: str,
-    local_size: str,
-) -> Topology:
-    """The topology that four variables, given by name, describe."""
-    names = (rank, size, local_rank, local_size)
-    values = [_integer(environ, name, launcher) for name in names]
-    topology = Topology(
-        rank=values[0],
-        size=values[1],
-        local_rank=values[2],
-        local_size=values[3],
-        node_rank=0 if values[3] == values[1] else None,
-        launcher=launcher,
-    )
-    _check(topology, environ, names)
-    return topology
-
-
 def _check(topology: Topology, environ: Mapping[str, str], names: tuple[str, ...]) -> None:
     if (
         0 <= topology.rank < topology.size
@@ -248,7 +225,7 @@ def _text(environ: Mapping[str, str], name: str, launcher: Launcher) -> str:
 
 
 def _int_or_none(text: str | None) -> int | None:
-    """The whole number that ``text`` holds, if it does."""
+    """Returns the whole number that ``text`` holds, None for something else."""
     try:
         return int(text) if text is not None else None
     except ValueError:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.config.fields import PREFIX, variable_name, written_default
-from hvdtrain.config.groups import ServerSettings, Settings
+from hvdtrain.config.groups import ModeSettings, Settings
 from hvdtrain.errors import ConfigurationError
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "LAUNCHER",
     "PREFIX",
     "REPORT_FD",
-    "ServerSettings",
+    "ModeSettings",
     "Settings",
     "read_settings",
     "variable_name",

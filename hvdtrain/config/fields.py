@@ -35,8 +35,8 @@ def variable_name(name: str) -> str:
 
 def written_default(entry: dataclasses.Field[Any]) -> str:
     """The default of a setting as its flag or its variable would hold it."""
-    if entry.metadata["written"] is not None:
-        return str(entry.metadata["written"])
+    if entry.default is None or entry.metadata["written"] is not None:
+        return str(entry.metadata["written"] or "none")
     if isinstance(entry.default, bool):
         return "1" if entry.default else "0"
     return f"{entry.default:g}" if isinstance(entry.default, float) else str(entry.default)

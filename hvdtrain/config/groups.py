@@ -1,4 +1,4 @@
-"""All settings, in groups."""
+"""All settings: those of the modes, which check each other, and the others."""
 
 from __future__ import annotations
 
@@ -23,15 +23,7 @@ from hvdtrain.config.fields import (
 )
 from hvdtrain.errors import ConfigurationError
 
-__all__ = [
-    "CollectiveSettings",
-    "DeviceSettings",
-    "LogSettings",
-    "ModeSettings",
-    "ServerSettings",
-    "Settings",
-    "SurvivalSettings",
-]
+__all__ = ["ModeSettings", "Settings"]
 
 _WITH_SERVERS = ("async-ps", "sync-ps", "easgd")
 # Settings that say what servers do with gradients, and those that ask for servers that apply each
@@ -42,7 +34,7 @@ _SINGLE_GRADIENTS = ("dc_asgd", "push_every")
 
 @dataclass(frozen=True, kw_only=True)
 class ModeSettings:
-    """How ranks train together."""
+    """How ranks train together, and what parameter servers and their workers do."""
 
     mode: str = setting(
         "allreduce",
@@ -53,35 +45,6 @@ class ModeSettings:
     devices_per_rank: int = setting(
         1, positive_int, "towers: on how many devices a rank computes parts of its batch"
     )
-
-    @property
-    def has_servers(self) -> bool:
-        """Whether some ranks are parameter servers."""
-        return self.mode in _WITH_SERVERS
-
-    @property
-    def towers(self) -> int:
-        """On how many devices a rank that trains computes."""
-        return self.devices_per_rank if self.mode == "towers" else 1
-
-    def check(self) -> None:
-        """See that the settings don't contradict each other.
-
-        Raises:
-            ConfigurationError: They do.
-        """
-        if self.devices_per_rank != self.towers:
-            raise ConfigurationError(
-                f"{self.devices_per_rank} devices a rank (--devices-per-rank, "
-                f"{variable_name('devices_per_rank')}) are for --mode towers, and this is mode "
-                f"{self.mode}. Give --mode towers ({variable_name('mode')}), or leave it out."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings(ModeSettings):
-    """What parameter servers and their workers do, in modes that have servers."""
-
     num_ps: int = setting(
         1, positive_int, "how many ranks are parameter servers, in modes that have them"
     )
@@ -89,10 +52,7 @@ class ServerSettings(ModeSettings):
         (), ranks, "which ranks they are, like 2,3, or last: the last --num-ps", written="last"
     )
     staleness_bound: int | None = setting(
-        None,
-        count_or_none,
-        "async-ps: most steps ahead of the slowest worker; 0: in step",
-        written="none",
+        None, count_or_none, "async-ps: most steps ahead of the slowest worker; 0: in step"
     )
     staleness_scaling: bool = setting(
         False, flag, "1 divides the learning rate by the gradient's staleness, in async-ps"
@@ -119,11 +79,18 @@ class ServerSettings(ModeSettings):
         120.0, positive_float, "seconds before the others no longer wait for a worker's step"
     )
     update_log: str | None = setting(
-        None,
-        path_or_none("folder"),
-        "folder in which each parameter server logs its updates",
-        written="none",
+        None, path_or_none("folder"), "folder in which each parameter server logs its updates"
     )
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether some ranks are parameter servers."""
+        return self.mode in _WITH_SERVERS
+
+    @property
+    def towers(self) -> int:
+        """On how many devices a rank that trains computes."""
+        return self.devices_per_rank if self.mode == "towers" else 1
 
     @property
     def gathers(self) -> bool:
@@ -144,11 +111,19 @@ class ServerSettings(ModeSettings):
         return workers - (self.backup_workers if self.mode == "sync-ps" else 0)
 
     def check(self) -> None:
-        """See that the settings don't contradict each other."""
-        super().check()
+        """Raise ``ConfigurationError`` where the settings contradict each other."""
+        self._check_towers()
         self._check_applies_singly()
         self._check_easgd()
         self._check_overlap()
+
+    def _check_towers(self) -> None:
+        if self.devices_per_rank != self.towers:
+            raise ConfigurationError(
+                f"{self.devices_per_rank} devices a rank (--devices-per-rank, "
+                f"{variable_name('devices_per_rank')}) are for --mode towers, and this is mode "
+                f"{self.mode}. Give --mode towers ({variable_name('mode')}), or leave it out."
+            )
 
     def _check_applies_singly(self) -> None:
         if self.applies_singly:
@@ -200,10 +175,12 @@ class ServerSettings(ModeSettings):
         return ""
 
 
+# The fields of a base come first: so are flags and tables ordered.
 @dataclass(frozen=True, kw_only=True)
-class CollectiveSettings:
-    """What combines gradients and other values of the ranks."""
+class Settings(ModeSettings):
+    """All that a rank can be told; each field is read from ``HVDTRAIN_<NAME IN CAPITALS>``."""
 
+    # What combines gradients and other values of the ranks.
     backend: str = setting(
         "auto",
         one_of("auto", "mpi", "nccl", "horovod"),
@@ -225,12 +202,7 @@ class CollectiveSettings:
         one_of("error", "ignore"),
         "what NaN or infinity in a gradient does: error (on every rank, naming it), ignore",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceSettings:
-    """On which devices TensorFlow computes."""
-
+    # On which devices TensorFlow computes.
     share_gpus: bool = setting(
         False, flag, "1 lets more ranks than GPUs run on a host and share them"
     )
@@ -240,12 +212,7 @@ class DeviceSettings:
     log_device_placement: bool = setting(
         False, flag, "1 lets TensorFlow print what it computes on which device"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SurvivalSettings:
-    """What happens when ranks die."""
-
+    # What happens when ranks die.
     elastic: bool | None = setting(
         None,
         flag_or_auto,
@@ -256,17 +223,9 @@ class SurvivalSettings:
     min_np: int = setting(
         1, positive_int, "how many ranks have to be left to go on or to start again"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogSettings:
-    """What is written about the training."""
-
+    # What is written about the training.
     timeline_filename: str | None = setting(
-        None,
-        path_or_none("file"),
-        "file for a trace of rank 0; with {rank} in it: of each rank",
-        written="none",
+        None, path_or_none("file"), "file for a trace of rank 0; with {rank} in it: of each rank"
     )
     log_level: str = setting(
         "info", log_level, "what hvdtrain itself prints: debug, info, warning, error"
@@ -274,12 +233,6 @@ class LogSettings:
     log_with_timestamp: bool = setting(
         False, flag, "1 puts time and rank before what hvdtrain itself prints"
     )
-
-
-# Fields stand in the order of the bases from the last to the first: so are flags and tables.
-@dataclass(frozen=True, kw_only=True)
-class Settings(LogSettings, SurvivalSettings, DeviceSettings, CollectiveSettings, ServerSettings):
-    """All that a rank can be told; each field is read from ``HVDTRAIN_<NAME IN CAPITALS>``."""
 
     @property
     def goes_on_without(self) -> bool:

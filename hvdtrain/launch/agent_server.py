@@ -12,15 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.agent.messages import Decoder, encode, keep_alive
+from hvdtrain.agent.messages import Decoder, encode, keep_alive, receive
 from hvdtrain.agent.oom import OomKills
 from hvdtrain.agent.rank_report import FailureRecord, read_failure, read_report
-from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.failure import End
+from hvdtrain.launch.failure import RankExit
 from hvdtrain.launch.job_progress import JobProgress
 from hvdtrain.launch.stderr_text import begins_traceback
-from hvdtrain.launch.tracebacks import HOLD_S, Tracebacks
+from hvdtrain.launch.tracebacks import HOLD_S, TracebackFilter
 
 __all__ = ["AgentServer"]
 
@@ -39,7 +38,7 @@ class _Rank:
     told: FailureRecord | None = None
     failing_since: float | None = None
     was_signalled: bool = False
-    end: End | None = None
+    end: RankExit | None = None
 
 
 class AgentServer:
@@ -71,7 +70,7 @@ class AgentServer:
     ) -> None:
         self.job = secrets.token_hex(16)
         self.ranks = ranks
-        self.ends: list[End] = []
+        self.ends: list[RankExit] = []
         self.dropped: list[int] = []
         self.reports = JobProgress()
         self.stopped: dict[int, bool] = {}
@@ -79,7 +78,7 @@ class AgentServer:
         self._hides = hides
         self._order: bytes | None = None
         self._connected: dict[int, _Rank] = {}
-        self._tracebacks = Tracebacks(self.ends, self._print_error, hold_s=hold_s)
+        self._tracebacks = TracebackFilter(self.ends, self._print_error, hold_s=hold_s)
         self._listener = _listen(local)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -94,7 +93,10 @@ class AgentServer:
     @property
     def running(self) -> list[int]:
         """Ranks that have begun and not ended."""
-        return [number for number, rank in self._connected.items() if rank.end is None]
+        return [rank.number for rank in self._running()]
+
+    def _running(self) -> list[_Rank]:
+        return [rank for rank in self._connected.values() if rank.end is None]
 
     def hosts(self) -> dict[int, str]:
         """The host of each rank that has begun."""
@@ -113,24 +115,22 @@ class AgentServer:
         Ranks that say hello after this are told, too.
         """
         self._order = encode("stop", signal=number, grace_s=grace_s)
-        for rank in self._connected.values():
-            if rank.end is None:
-                self._signal(rank, self._order)
+        for rank in self._running():
+            self._signal(rank, self._order)
 
     def look(self) -> None:
         """Have every rank's program print where it is, and learn in ``stopped`` which can't."""
         self.stopped.clear()
-        for rank in self._connected.values():
-            if rank.end is None:
-                self._tell(rank, encode("look"))
+        for rank in self._running():
+            self._send(rank, encode("look"))
 
     def kill(self, number: int) -> None:
         """Kill a rank's program; for who hears of its end it was nobody's will."""
         rank = self._connected[number]
         if rank.end is None:
-            self._tell(rank, encode("kill"))
+            self._send(rank, encode("kill"))
 
-    def drop_lost(self, end: End) -> None:
+    def drop_lost(self, end: RankExit) -> None:
         """Count a rank's end for nothing: the others go on."""
         self.ends.remove(end)
         self.dropped.append(end.rank)
@@ -139,7 +139,7 @@ class AgentServer:
         """Let the agents of ended programs end, too."""
         for rank in self._connected.values():
             if rank.end is not None:
-                self._tell(rank, encode("bye"))
+                self._send(rank, encode("bye"))
 
     def settle(self) -> None:
         """Show what was held back; of tracebacks those that matter, if a rank has failed."""
@@ -156,13 +156,13 @@ class AgentServer:
 
     def _signal(self, rank: _Rank, order: bytes) -> None:
         rank.was_signalled = True
-        self._tell(rank, order)
+        self._send(rank, order)
 
-    def _tell(self, rank: _Rank, data: bytes) -> None:
+    def _send(self, rank: _Rank, data: bytes) -> None:
         try:
             rank.connection.sendall(data)
         except OSError:
-            self._lose(rank)
+            self._disconnected(rank)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -171,14 +171,12 @@ class AgentServer:
             return
         keep_alive(connection)
         decoder = Decoder()
+        self.selector.register(
+            connection, selectors.EVENT_READ, lambda stranger: self._handshake(stranger, decoder)
+        )
 
-        def greet(stranger: socket.socket) -> None:
-            self._greet(stranger, decoder)
-
-        self.selector.register(connection, selectors.EVENT_READ, greet)
-
-    def _greet(self, connection: socket.socket, decoder: Decoder) -> None:
-        messages = self._receive(connection, decoder)
+    def _handshake(self, connection: socket.socket, decoder: Decoder) -> None:
+        messages = receive(connection, decoder)
         if messages is not None and not messages:
             return
         self.selector.unregister(connection)
@@ -188,8 +186,8 @@ class AgentServer:
         hello = messages[0]
         rank = _Rank(int(hello["rank"]), str(hello["host"]), connection, decoder)
         self._connected[rank.number] = rank
-        self.selector.register(connection, selectors.EVENT_READ, lambda _: self._hear(rank))
-        self._take_in(rank, messages[1:])
+        self.selector.register(connection, selectors.EVENT_READ, lambda _: self._read(rank))
+        self._handle(rank, messages[1:])
         if self._order is not None:
             self._signal(rank, self._order)
 
@@ -201,22 +199,14 @@ class AgentServer:
             and message["rank"] not in self._connected
         )
 
-    def _hear(self, rank: _Rank) -> None:
-        messages = self._receive(rank.connection, rank.decoder)
+    def _read(self, rank: _Rank) -> None:
+        messages = receive(rank.connection, rank.decoder)
         if messages is None:
-            self._lose(rank)
+            self._disconnected(rank)
         else:
-            self._take_in(rank, messages)
+            self._handle(rank, messages)
 
-    def _receive(self, connection: socket.socket, decoder: Decoder) -> list[dict[str, Any]] | None:
-        """Messages; None at the end of the connection."""
-        try:
-            data = connection.recv(1 << 18)
-            return decoder.feed(data) if data else None
-        except (OSError, HvdtrainError):
-            return None
-
-    def _take_in(self, rank: _Rank, messages: Sequence[dict[str, Any]]) -> None:
+    def _handle(self, rank: _Rank, messages: Sequence[dict[str, Any]]) -> None:
         for message in messages:
             kind = message["kind"]
             if kind == "line":
@@ -258,7 +248,7 @@ class AgentServer:
         # Python exits with 1 after a traceback, but may take its time to do so.
         if code == 1 and rank.failing_since is not None:
             failed_at = rank.failing_since
-        rank.end = End(
+        rank.end = RankExit(
             rank=rank.number,
             host=rank.host,
             code=code,
@@ -270,7 +260,7 @@ class AgentServer:
         )
         self.ends.append(rank.end)
 
-    def _lose(self, rank: _Rank) -> None:
+    def _disconnected(self, rank: _Rank) -> None:
         if rank.connection.fileno() >= 0:
             self.selector.unregister(rank.connection)
             rank.connection.close()

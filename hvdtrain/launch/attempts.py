@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode
 from hvdtrain.cluster.hosts import Host
@@ -32,7 +31,6 @@ from hvdtrain.launch.job import (
 from hvdtrain.launch.outcome import Outcome
 from hvdtrain.launch.rank_variables import hides_information
 from hvdtrain.launch.restarts import (
-    Limits,
     account,
     announce,
     decide,
@@ -75,15 +73,14 @@ def run_job(job: Job, environ: Mapping[str, str]) -> int:
 def caught_signals() -> Iterator[list[int]]:
     """Collect the signals that arrive instead of dying of them; undone at the end."""
     received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
     # What was ignored when this process started (nohup) stays ignored.
     caught = [
         number for number in (*ENDING, *PREEMPTING) if signal.getsignal(number) != signal.SIG_IGN
     ]
-    previous = {number: signal.signal(number, note) for number in caught}
+    previous = {
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in caught
+    }
     try:
         yield received
     finally:
@@ -109,7 +106,6 @@ class _Attempts:
         self._site = site
         self._environ = environ
         self._received = received
-        self._limits = Limits(max_restarts=job.max_restarts, min_np=job.settings.min_np)
         self._history: list[Outcome] = []
         self._console = Console(sys.stdout, sys.stderr, ranks=1, with_host=False, chief_only=False)
         settings = job.settings
@@ -135,28 +131,31 @@ class _Attempts:
             for words in outcome.words:
                 logger.log(level, words)
             decision = decide(
-                self._history, self._limits, in_slurm=self._site.in_slurm, chance=random.random()
+                self._history,
+                self._job.max_restarts,
+                in_slurm=self._site.in_slurm,
+                chance=random.random(),
             )
-            hosts = self._left(hosts, outcome) if decision.again else hosts
+            if not decision.again:
+                if decision.why_not:
+                    logger.error(decision.why_not)
+                return self._over()
+            hosts = self._left(hosts, outcome)
             fits = fitting(hosts, ranks, oversubscribe=self._job.oversubscribe)
-            why_not = decision.why_not
-            if decision.again and fits < max(1, self._limits.min_np):
-                why_not = self._too_few(hosts, fits)
-            elif decision.again:
-                try:
-                    more_before = plan if fits < ranks else None
-                    plan = make_plan(self._job, self._site, hosts, fits, more_before=more_before)
-                except ConfigurationError as error:
-                    # With fewer hosts a rank may lack a GPU, or the job its last worker.
-                    why_not = f"the job is not started again: {error}"
-            if why_not:
-                logger.error(why_not)
-            if not decision.again or why_not or self._received:
+            try:
+                self._check_enough(hosts, fits)
+                # With fewer hosts a rank may lack a GPU, or the job its last worker.
+                more_before = plan if fits < ranks else None
+                plan = make_plan(self._job, self._site, hosts, fits, more_before=more_before)
+            except ConfigurationError as error:
+                logger.error(f"the job is not started again: {error}")
+                return self._over()
+            if self._received:
                 return self._over()
             logger.warning(
                 announce(
                     self._history,
-                    self._limits,
+                    self._job.max_restarts,
                     delay_s=decision.delay_s,
                     hosts=list(plan.hosts),
                     ranks=fits,
@@ -209,7 +208,7 @@ class _Attempts:
                 hosts={entry.rank: entry.host for entry in plan.places},
                 time_limits=job.time_limits,
                 received=self._received,
-                min_np=self._limits.min_np if plan.elastic else None,
+                min_np=job.settings.min_np if plan.elastic else None,
                 critical=plan.critical,
             )
             return supervisor.run()
@@ -232,13 +231,14 @@ class _Attempts:
         )
         return without(left, silent)
 
-    def _too_few(self, hosts: Sequence[Host], fits: int) -> str:
-        gone = [host.name for host in self._site.hosts if host not in hosts]
-        there = f"{fits} ranks fit on what is left" if fits else "no host is left"
-        return (
-            f"the job is not started again: {', '.join(gone)} can't be used, {there}, and "
-            f"--min-np is {self._limits.min_np}"
-        )
+    def _check_enough(self, hosts: Sequence[Host], fits: int) -> None:
+        least = self._job.settings.min_np
+        if fits < max(1, least):
+            gone = [host.name for host in self._site.hosts if host not in hosts]
+            there = f"{fits} ranks fit on what is left" if fits else "no host is left"
+            raise ConfigurationError(
+                f"{', '.join(gone)} can't be used, {there}, and --min-np is {least}"
+            )
 
     def _over(self) -> int:
         """The exit code, after a last word on what was lost and what is left."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.mpirun import find_mpirun
 from hvdtrain.remote.host_probe import installed_versions
 
-__all__ = ["Build", "describe", "look"]
+__all__ = ["describe", "look"]
 
 _INSTALL = {
     "TensorFlow": 'python -m pip install "hvdtrain[cpu]" (or "hvdtrain[gpu]")',
@@ -21,37 +20,30 @@ _INSTALL = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Build:
-    """What was found.
+def look(environ: Mapping[str, str]) -> str:
+    """Returns the lines that tell what there is; loads none of it."""
+    mpirun = problem = ""
+    try:
+        found = find_mpirun(Path(sys.executable).parent, environ)
+        mpirun = f"{found.name}, {found.path}"
+    except LaunchError as error:
+        problem = str(error)
+    return describe(installed_versions(), mpirun=mpirun, problem=problem, nccl=_nccl())
 
-    Attributes:
-        versions: Versions of the installed packages by name.
-        mpirun: Which there is, with its path; empty for none.
+
+def describe(
+    versions: Mapping[str, str], *, mpirun: str = "", problem: str = "", nccl: str = ""
+) -> str:
+    """Returns the lines that tell of what was found.
+
+    Args:
+        versions: The versions of the installed packages by name.
+        mpirun: The mpirun that there is, with its path; empty for none.
         problem: Why there is no mpirun, and what to do.
         nccl: The version of NCCL that TensorFlow's GPU build has; empty without one.
     """
-
-    versions: Mapping[str, str]
-    mpirun: str = ""
-    problem: str = ""
-    nccl: str = ""
-
-
-def look(environ: Mapping[str, str]) -> Build:
-    """Look, without loading any of it."""
-    versions = installed_versions()
-    try:
-        mpirun = find_mpirun(Path(sys.executable).parent, environ)
-    except LaunchError as error:
-        return Build(versions=versions, problem=str(error), nccl=_nccl())
-    return Build(versions=versions, mpirun=f"{mpirun.name}, {mpirun.path}", nccl=_nccl())
-
-
-def describe(build: Build) -> str:
-    """The lines that tell of it."""
-    version = build.versions.get
-    has_mpi = bool(build.mpirun and version("mpi4py"))
+    version = versions.get
+    has_mpi = bool(mpirun and version("mpi4py"))
     mpi4py = f"mpi4py {version('mpi4py')}" if version("mpi4py") else "no mpi4py"
     lines = [
         f"hvdtrain v{version('hvdtrain')}:",
@@ -61,18 +53,18 @@ def describe(build: Build) -> str:
         _line("Keras", version("keras", "")),
         "",
         "Available Controllers:",
-        _line("MPI", f"{build.mpirun or 'no mpirun'}; {mpi4py}", has_mpi),
+        _line("MPI", f"{mpirun or 'no mpirun'}; {mpi4py}", has_mpi),
         "",
         "Available Tensor Operations:",
-        _line("NCCL", build.nccl or "comes with TensorFlow's GPU build", has=bool(build.nccl)),
+        _line("NCCL", nccl or "comes with TensorFlow's GPU build", has=bool(nccl)),
         _line("MPI", "", has_mpi),
         _line("shared memory", "", has_mpi),
     ]
     remedies = [
         f"{title}: {remedy}" for title, remedy in _INSTALL.items() if not version(title.lower())
     ]
-    if build.problem:
-        remedies.append(f"MPI: {build.problem}")
+    if problem:
+        remedies.append(f"MPI: {problem}")
     if remedies:
         lines += ["", "Missing:", *(f"    {remedy}" for remedy in remedies)]
     else:

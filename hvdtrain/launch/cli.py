@@ -12,16 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.agent.agent_environment import BIND
-from hvdtrain.config import ServerSettings, Settings, read_settings, variable_name, written_default
+from hvdtrain.config import ModeSettings, Settings, read_settings, variable_name, written_default
+from hvdtrain.config.fields import amount
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.launch.horovod_flags import add_horovod_flags, note_on
-from hvdtrain.launch.host_arguments import (
-    TF_CONFIG,
-    add_cluster,
-    add_where,
-    named_cluster,
-    ssh_options,
-)
+from hvdtrain.launch.host_arguments import TF_CONFIG, add_cluster, add_where, named_cluster
 from hvdtrain.launch.option_files import read_horovod_file, read_jobfile
 from hvdtrain.launch.rank_variables import network_variables
 from hvdtrain.log import show
@@ -30,6 +25,8 @@ __all__ = ["add_arguments", "arguments_of_file", "run"]
 
 logger = logging.getLogger(__package__)
 
+# A hang is told shortly before ranks give up waiting for each other, while all can say where they
+# are.
 HANG_SHARE = 0.9
 _EPILOG = """\
 examples:
@@ -82,27 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="show what several ranks print once for each",
     )
-    ranks.add_argument(
-        "--start-timeout-s",
-        type=_seconds,
-        default=120.0,
-        metavar="S",
-        help="for all ranks to begin; default %(default)g",
-    )
-    ranks.add_argument(
-        "--grace-s",
-        type=_seconds,
-        default=5.0,
-        metavar="S",
-        help="from asking ranks to end to killing them; default %(default)g",
-    )
-    ranks.add_argument(
-        "--preempt-grace-s",
-        type=_seconds,
-        default=60.0,
-        metavar="S",
-        help="the same after SIGUSR1 and SIGUSR2, for a checkpoint; default %(default)g",
-    )
+    for flag, default, what in (
+        ("--start-timeout-s", 120.0, "for all ranks to begin"),
+        ("--grace-s", 5.0, "from asking ranks to end to killing them"),
+        ("--preempt-grace-s", 60.0, "the same after SIGUSR1 and SIGUSR2, for a checkpoint"),
+    ):
+        text = f"{what}; default %(default)g"
+        ranks.add_argument(flag, type=_seconds, default=default, metavar="S", help=text)
     failures = parser.add_argument_group("failures")
     failures.add_argument(
         "--max-restarts",
@@ -124,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "how ranks train together (docs/parameter-servers.md, docs/towers.md)"
     )
     settings = parser.add_argument_group("other settings of the ranks (docs/settings.md)")
-    of_modes = {entry.name for entry in dataclasses.fields(ServerSettings)}
+    of_modes = {entry.name for entry in dataclasses.fields(ModeSettings)}
     for entry in dataclasses.fields(Settings):
         _add_setting(modes if entry.name in of_modes else settings, entry)
     settings.add_argument(
@@ -159,14 +142,17 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdtrain.launch.supervisor import TimeLimits
 
     if arguments.check_build:
-        from hvdtrain.launch.check_build import describe, look
+        from hvdtrain.launch.check_build import look
 
-        print(describe(look(os.environ)))
+        print(look(os.environ))
         return 0
     environ = _environment(arguments, os.environ)
     # Every rank would fail at the same value; say it once instead.
     settings = read_settings(environ)
     show(settings.log_level, who="hvdtrain run: ", with_time=settings.log_with_timestamp)
+    hang_s = arguments.hang_timeout_s
+    if hang_s is None:
+        hang_s = HANG_SHARE * settings.timeout_s
     cluster = named_cluster(arguments, settings, environ)
     if cluster is not None:
         # It would tell every rank that it is this process's task.
@@ -179,7 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
         cluster=cluster,
         oversubscribe=arguments.oversubscribe,
         settings=settings,
-        ssh=ssh_options(arguments.ssh_port, arguments.ssh_identity_file),
+        ssh=(*arguments.ssh_port, *arguments.ssh_identity_file),
         mpi_args=arguments.mpi_args,
         extra=tuple(name for name, _ in arguments.env),
         output_dir=arguments.output_dir,
@@ -190,7 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
             start_s=arguments.start_timeout_s,
             grace_s=arguments.grace_s,
             preempt_grace_s=arguments.preempt_grace_s,
-            hang_s=_hang_timeout_s(arguments.hang_timeout_s, settings.timeout_s),
+            hang_s=hang_s,
         ),
         max_restarts=arguments.max_restarts,
         dry_run=arguments.dry_run,
@@ -206,7 +192,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) -> None:
-    """One setting as a flag; its value stays text, on its way into the environment."""
+    """One setting as a flag; most values stay text, on their way into the environment."""
     flag = "--" + entry.name.replace("_", "-")
     summary = entry.metadata["help"]
     if entry.metadata["is_switch"]:
@@ -215,7 +201,8 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
             group.add_argument(flag, action="store_const", const="1", help=summary)
         else:
             text = f"{summary}; default {'on' if entry.default else 'auto'}"
-            group.add_argument(flag, action=_Switch, default=None, help=text)
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=action, default=None, help=text)
         return
 
     def checked(text: str) -> str:
@@ -228,20 +215,6 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
     shown = f"{summary}; default {written_default(entry)}"
     metavar = "N" if type(entry.default) is int else "VALUE"
     group.add_argument(flag, type=checked, metavar=metavar, help=shown)
-
-
-class _Switch(argparse.BooleanOptionalAction):
-    """A flag and its opposite, as text on its way into the environment."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        assert option_string is not None
-        setattr(namespace, self.dest, "0" if option_string.startswith("--no-") else "1")
 
 
 def _environment(arguments: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
@@ -258,7 +231,7 @@ def _environment(arguments: argparse.Namespace, environ: Mapping[str, str]) -> d
     for entry in dataclasses.fields(Settings):
         value = getattr(arguments, entry.name)
         if value is not None:
-            merged[variable_name(entry.name)] = value
+            merged[variable_name(entry.name)] = value if isinstance(value, str) else str(int(value))
     return merged
 
 
@@ -279,11 +252,6 @@ def _variable(text: str) -> tuple[str, str | None]:
     return name, value if equals else None
 
 
-def _hang_timeout_s(given: float | None, timeout_s: float) -> float:
-    """Shortly before ranks give up waiting for each other, while all can say where they are."""
-    return HANG_SHARE * timeout_s if given is None else given
-
-
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, 0 or more")
@@ -292,9 +260,6 @@ def _count(text: str) -> int:
 
 def _seconds(text: str) -> float:
     try:
-        seconds = float(text)
+        return amount(text)
     except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds, 0 or more")
-    return seconds
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds, 0 or more") from None

@@ -74,17 +74,8 @@ def mpirun_command(
     """The command that starts ``plan`` through mpirun, on its hosts and nowhere else.
 
     Inside an allocation (Slurm, PBS, LSF) mpirun would look for hosts by itself; the arguments
-    keep it from that.
-
-    Args:
-        plan: The ranks and their program.
-        mpirun: The mpirun that starts them.
-        environ: As ``rank_environment`` makes it.
-        names: Names of the variables to pass on to other hosts.
-        as_root: Whether root starts the job.
-        hostfile: Holds what ``hostfile_text`` makes.
-        ssh: Options of the ssh by which mpirun reaches other hosts.
-        more: Further words for mpirun.
+    keep it from that. ``environ`` is as ``rank_environment`` makes it, ``hostfile`` holds what
+    ``hostfile_text`` makes, and ``names`` are those of the variables to pass on to other hosts.
 
     Raises:
         ConfigurationError: A host that mpirun can't be told.
@@ -93,7 +84,7 @@ def mpirun_command(
         where = _hydra_hosts(plan)
         defaults = dict.fromkeys(_HYDRA_SSH, " ".join(ssh)) if ssh else {}
     else:
-        where = (*_openmpi_hosts(plan, mpirun, names, hostfile), *_openmpi_ssh(plan, mpirun, ssh))
+        where = _openmpi_hosts(plan, mpirun, names, hostfile, ssh)
         defaults = _openmpi_defaults(plan, as_root)
     argv = (str(mpirun.path), "-np", str(len(plan.places)), *where, *more, *plan.program)
     return Command(argv=argv, environ={**defaults, **environ})
@@ -104,12 +95,8 @@ def srun_command(
 ) -> Command:
     """The command that starts ``plan`` as a step of the Slurm job around it.
 
-    Args:
-        plan: The ranks and their program.
-        srun: Path of the srun that starts them.
-        environ: As ``rank_environment`` makes it; srun passes all of it on.
-        mpi: The one of srun's plug-ins that the ranks' MPI speaks to: pmix or pmi2.
-        hostfile: Names the host of each rank, one a line: so the plan is what happens.
+    srun passes all of ``environ`` on. ``mpi`` is the one of its plug-ins that the ranks' MPI speaks
+    to; ``hostfile`` names the host of each rank, one a line: so the plan is what happens.
     """
     argv = (
         *(str(srun), f"--mpi={mpi}", f"--ntasks={len(plan.places)}", f"--nodes={len(plan.hosts)}"),
@@ -129,9 +116,10 @@ _SYSTEM_PREFIX = Path("/usr")
 
 
 def _openmpi_hosts(
-    plan: Plan, mpirun: Mpirun, names: Sequence[str], hostfile: Path
+    plan: Plan, mpirun: Mpirun, names: Sequence[str], hostfile: Path, ssh: Sequence[str]
 ) -> tuple[str, ...]:
-    mca = "--mca" if mpirun.family == "openmpi4" else "--prtemca"
+    is_version_4 = mpirun.family == "openmpi4"
+    mca = "--mca" if is_version_4 else "--prtemca"
     alone: tuple[str, ...] = (mca, "ras", _ALLOCATIONS, mca, "plm", _REMOTE_STARTERS)
     # Open MPI binds each rank to one core by default (one of many, on most hosts), and refuses
     # more ranks than cores. Each agent takes its rank's share of the cores instead.
@@ -143,23 +131,15 @@ def _openmpi_hosts(
     where: tuple[str, ...] = ("--noprefix",) if prefix == _SYSTEM_PREFIX else ()
     if plan.local:
         return (*alone, *mapping, *where)
-    if mpirun.family == "openmpi5" and any(map(_is_ipv6, plan.hosts)):
+    if not is_version_4 and any(map(_is_ipv6, plan.hosts)):
         # A colon ends the name in -H, brackets or not.
         hosts = ("--hostfile", str(hostfile))
     else:
         hosts = ("-H", _host_list(plan))
     where = where or ("--prefix", str(prefix))
     variables = [word for name in names for word in ("-x", name)]
-    return (*alone, *mapping, *where, *hosts, *variables)
-
-
-def _openmpi_ssh(plan: Plan, mpirun: Mpirun, ssh: Sequence[str]) -> tuple[str, ...]:
-    if plan.local or not ssh:
-        return ()
-    way = ("--mca", "plm_rsh_args")
-    if mpirun.family == "openmpi5":
-        way = ("--prtemca", "plm_ssh_args")
-    return (*way, " ".join(ssh))
+    way = (mca, "plm_rsh_args" if is_version_4 else "plm_ssh_args", " ".join(ssh)) if ssh else ()
+    return (*alone, *mapping, *where, *hosts, *variables, *way)
 
 
 def _hydra_hosts(plan: Plan) -> tuple[str, ...]:

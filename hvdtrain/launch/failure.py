@@ -13,11 +13,11 @@ from hvdtrain.agent.rank_report import FailureRecord
 from hvdtrain.cluster.ranges import counted
 from hvdtrain.launch.stderr_text import begins_crash, exception_name, excerpt
 
-__all__ = ["End", "describe", "describe_loss", "exit_code", "first_failure"]
+__all__ = ["RankExit", "describe", "describe_loss", "exit_code", "first_failure"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
+class RankExit:
     """How one rank ended.
 
     Attributes:
@@ -82,7 +82,7 @@ _MORE_MEMORY = (
 )
 
 
-def first_failure(ends: Sequence[End]) -> End | None:
+def first_failure(ends: Sequence[RankExit]) -> RankExit | None:
     """The failure that the others follow from."""
     failures = sorted((end for end in ends if end.code != 0), key=lambda end: end.failed_at)
     for unlikely in (
@@ -95,7 +95,7 @@ def first_failure(ends: Sequence[End]) -> End | None:
     return failures[0] if failures else None
 
 
-def exit_code(first: End | None) -> int:
+def exit_code(first: RankExit | None) -> int:
     """What ``hvdtrain run`` exits with after ``first``."""
     if first is None:
         return 0
@@ -104,13 +104,8 @@ def exit_code(first: End | None) -> int:
     return _KILLED if first.code is None else first.code
 
 
-def describe(first: End, what: str = "") -> str:
-    """What went wrong, for the end of the output.
-
-    Args:
-        first: The first failure.
-        what: The rank's role, where no other can take its place.
-    """
+def describe(first: RankExit, what: str = "") -> str:
+    """What went wrong first; ``what`` is the rank's role, where no other can take its place."""
     comma = f", {what}," if what else ""
     lines = [f"rank {first.rank} on {first.host}{comma} failed first: {_how(first)}"]
     lines += _about_memory(first)
@@ -124,15 +119,8 @@ def describe(first: End, what: str = "") -> str:
     return "\n".join(lines)
 
 
-def describe_loss(end: End, step: int | None, left: int, *, enough: bool) -> str:
-    """One line on a rank that was lost.
-
-    Args:
-        end: How it ended.
-        step: How far it was; None where that is not known.
-        left: Ranks that are left.
-        enough: Whether they go on.
-    """
+def describe_loss(end: RankExit, step: int | None, left: int, *, enough: bool) -> str:
+    """One line on a rank that was lost after ``step``, and on whether the ``left`` ones go on."""
     assert end.code is not None
     at = "" if step is None else f" after step {step}"
     ranks = counted(left, "rank")
@@ -143,7 +131,7 @@ def describe_loss(end: End, step: int | None, left: int, *, enough: bool) -> str
     )
 
 
-def _how(end: End) -> str:
+def _how(end: RankExit) -> str:
     if end.code is None:
         return (
             "the connection to it was lost; its host died, or its processes were killed (as those "
@@ -157,7 +145,7 @@ def _how(end: End) -> str:
     return f"exit code {end.code}"
 
 
-def _about_memory(end: End) -> list[str]:
+def _about_memory(end: RankExit) -> list[str]:
     """What there is to know and to do where the kernel killed something for lack of memory."""
     kills = end.kills or OomKills()
     if end.code == _KILLED:

@@ -21,8 +21,6 @@ class HangWatch:
     """What is done about ranks that make no steps; call ``review`` often while the job runs.
 
     Args:
-        server: The server that the agents report to.
-        console: Shows all ranks once one hangs.
         timeout_s: How long a step may take; 0 for no limit.
         critical: Roles of the ranks without which the others don't go on.
         goes_on: Whether the ranks would go on without one now.

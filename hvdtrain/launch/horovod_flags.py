@@ -20,7 +20,7 @@ __all__ = ["HOROVOD_FLAGS", "HorovodFlag", "add_horovod_flags", "note_on"]
 Fate = Literal["same", "becomes", "unneeded", "refused"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HorovodFlag:
     """One flag of horovodrun.
 
@@ -36,10 +36,10 @@ class HorovodFlag:
         declared: How argparse is told of it, where it is hvdtrain run's own but not in its help.
     """
 
-    names: tuple[str, ...]
-    values: int = 0
+    names: Sequence[str]
+    values: int
     fate: Fate
-    reason: str = ""
+    reason: str
     becomes: str = ""
     void: str | None = None
     declared: Mapping[str, Any] = field(default_factory=dict)
@@ -103,17 +103,17 @@ class _OfHorovod(argparse.Action):
             namespace.unneeded = (*namespace.unneeded, option_string)
 
 
-def _port(text: str) -> int:
+def _ssh_port(text: str) -> tuple[str, ...]:
     if not (text.isdecimal() and 0 < int(text) < 1 << 16):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number from 1 to 65535")
-    return int(text)
+    return ("-p", str(int(text)))
 
 
-def _key_file(text: str) -> str:
+def _ssh_key(text: str) -> tuple[str, ...]:
     if not text or any(map(str.isspace, text)):
         # Every mpirun splits options of ssh at spaces, quotes or not.
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a path without spaces")
-    return os.path.expanduser(text)
+    return ("-i", os.path.expanduser(text))
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -131,26 +131,21 @@ def _interfaces(text: str) -> list[str]:
 
 
 def _same(names: str, values: int = 0, reason: str = "", **declared: Any) -> HorovodFlag:
-    return HorovodFlag(
-        names=tuple(names.split()), values=values, fate="same", reason=reason, declared=declared
-    )
+    return HorovodFlag(names.split(), values, "same", reason, declared=declared)
 
 
-def _becomes(names: str, values: int, becomes: str, reason: str = "") -> HorovodFlag:
-    return HorovodFlag(
-        names=tuple(names.split()), values=values, fate="becomes", becomes=becomes, reason=reason
-    )
+def _becomes(
+    names: str, values: int, becomes: str, reason: str = "", *, void: str | None = None
+) -> HorovodFlag:
+    return HorovodFlag(names.split(), values, "becomes", reason, becomes=becomes, void=void)
 
 
 def _unneeded(reason: str, values: int, *names: str) -> list[HorovodFlag]:
-    return [
-        HorovodFlag(names=tuple(name.split()), values=values, fate="unneeded", reason=reason)
-        for name in names
-    ]
+    return [HorovodFlag(name.split(), values, "unneeded", reason) for name in names]
 
 
 def _refused(names: str, values: int, reason: str) -> HorovodFlag:
-    return HorovodFlag(names=tuple(names.split()), values=values, fate="refused", reason=reason)
+    return HorovodFlag(names.split(), values, "refused", reason)
 
 
 _VERSION = f"hvdtrain {__version__}"
@@ -178,8 +173,8 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
     _becomes("--output-filename", 1, "--output-dir={}", "the files are `rank-N.log`"),
     _same("--verbose", 0, "prints the plan and the command first", action="store_true"),
     _same("--config-file", 1, "YAML; flags win over it; `--config` is for TOML", type=str),
-    _same("-p --ssh-port", 1, _SSH, type=_port),
-    _same("-i --ssh-identity-file", 1, _SSH, type=_key_file),
+    _same("-p --ssh-port", 1, _SSH, type=_ssh_port, default=()),
+    _same("-i --ssh-identity-file", 1, _SSH, type=_ssh_key, default=()),
     *_unneeded(_TUNED, 1, "--fusion-threshold-mb", "--cycle-time-ms", "--cache-capacity"),
     *_unneeded(
         _TWO_LEVELS,
@@ -222,14 +217,13 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
     _becomes("--no-stall-check", 0, "--hang-timeout-s=0"),
     *_unneeded("hangs are noticed unless --hang-timeout-s is 0", 0, "--stall-check"),
     *_unneeded(_WARNING, 1, "--stall-check-warning-time-seconds"),
-    HorovodFlag(
-        names=("--stall-check-shutdown-time-seconds",),
-        values=1,
-        fate="becomes",
-        becomes="--hang-timeout-s={}",
+    _becomes(
+        "--stall-check-shutdown-time-seconds",
+        1,
+        "--hang-timeout-s={}",
+        "0 is Horovod's default; hvdtrain's is 0.9 x --timeout-s, and --hang-timeout-s 0 turns it "
+        "off",
         void="0",
-        reason="0 is Horovod's default; hvdtrain's is 0.9 x --timeout-s, and --hang-timeout-s 0 "
-        "turns it off",
     ),
     *_unneeded(_THREADS, 0, "--mpi-threads-disable", "--no-mpi-threads-disable"),
     _same(

@@ -9,17 +9,10 @@ from pathlib import Path
 from hvdtrain.cluster.hosts import Host, parse_hostfile, parse_hosts
 from hvdtrain.cluster.ranges import counted
 from hvdtrain.cluster.tf_config import ClassicCluster, parse_cluster, parse_task_lists
-from hvdtrain.config import ServerSettings
+from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 
-__all__ = [
-    "TF_CONFIG",
-    "add_cluster",
-    "add_where",
-    "named_cluster",
-    "named_hosts",
-    "ssh_options",
-]
+__all__ = ["TF_CONFIG", "add_cluster", "add_where", "named_cluster", "named_hosts"]
 
 # By which TensorFlow's own launchers tell each process of all tasks, and which one is its own.
 TF_CONFIG = "TF_CONFIG"
@@ -75,7 +68,7 @@ def named_hosts(hosts: str | None, hostfile: str | None) -> list[Host] | None:
 
 
 def named_cluster(
-    arguments: argparse.Namespace, settings: ServerSettings, environ: Mapping[str, str]
+    arguments: argparse.Namespace, settings: Settings, environ: Mapping[str, str]
 ) -> ClassicCluster | None:
     """The classic cluster that the arguments name; None where there is none.
 
@@ -107,12 +100,6 @@ def named_cluster(
     return cluster
 
 
-def ssh_options(port: int | None, identity_file: str | None) -> tuple[str, ...]:
-    """Options of ssh for a port and the file of a private key."""
-    options = () if port is None else ("-p", str(port))
-    return options if identity_file is None else (*options, "-i", identity_file)
-
-
 def _given(arguments: argparse.Namespace, flags: Mapping[str, str]) -> list[str]:
     return [flag for flag, name in flags.items() if getattr(arguments, name) is not None]
 
@@ -126,7 +113,7 @@ def _text(path: str, what: str) -> str:
 
 
 def _check_cluster(
-    cluster: ClassicCluster, source: str, settings: ServerSettings, ranks: int | None
+    cluster: ClassicCluster, source: str, settings: Settings, ranks: int | None
 ) -> None:
     """Raise for what the user says otherwise elsewhere."""
     if cluster.servers and not settings.has_servers:

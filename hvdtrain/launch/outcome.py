@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from hvdtrain.agent.exit_codes import PREEMPTING, ExitCode, signal_name
 from hvdtrain.cluster.ranges import listing
-from hvdtrain.launch.failure import End, describe, exit_code, first_failure
+from hvdtrain.launch.failure import RankExit, describe, exit_code, first_failure
 from hvdtrain.launch.job_progress import JobProgress
 
 __all__ = ["Cause", "JobRecord", "Outcome", "classify", "preempted"]
@@ -26,15 +26,15 @@ Cause = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class JobRecord:
-    """All that was seen of a job.
+    """All that was seen of a job, noted while it runs.
 
     Attributes:
         hosts: The host of each rank, as planned.
-        seen: The host of each rank that began, by its own name.
         ends: The ends of all ranks but those that the others did without.
         reports: How far the ranks were.
+        seen: The host of each rank that began, by its own name.
         critical: Roles of the ranks without which the others don't go on.
         received: Signals that came to ``hvdtrain run``.
         hang: Says who hangs and where the others wait; empty where the job did not hang.
@@ -48,19 +48,24 @@ class JobRecord:
     """
 
     hosts: Mapping[int, str]
-    seen: Mapping[int, str]
-    ends: Sequence[End]
+    ends: Sequence[RankExit]
     reports: JobProgress
+    seen: Mapping[int, str] = field(default_factory=dict)
     critical: Mapping[int, str] = field(default_factory=dict)
     received: Sequence[int] = ()
     hang: str = ""
     starter: str = "mpirun"
     starter_code: int = 0
-    words: Sequence[str] = ()
+    words: MutableSequence[str] = field(default_factory=list)
     late: bool = False
     start_timeout_s: float = 0.0
     started_at: float = 0.0
     ended_at: float = 0.0
+
+    @property
+    def starter_name(self) -> str:
+        """The name of the program that starts the ranks."""
+        return os.path.basename(self.starter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,7 @@ class Outcome:
     lost_hosts: tuple[str, ...] = ()
 
 
-def preempted(ends: Sequence[End]) -> bool:
+def preempted(ends: Sequence[RankExit]) -> bool:
     """Whether ranks left with the code that asks for the same job again, before any failed."""
     first = _first_unsignalled(ends)
     return first is not None and first.code == ExitCode.PREEMPTED
@@ -132,7 +137,7 @@ def _why(record: JobRecord) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
         words, absent = _explain_missing(record, missing)
         return ExitCode.CANNOT_START, "infrastructure", words, absent
     if record.starter_code != 0:
-        said = f"{os.path.basename(record.starter)} ended with code {record.starter_code}"
+        said = f"{record.starter_name} ended with code {record.starter_code}"
         return record.starter_code, "own code", ["\n".join([said, *_said(record)])], ()
     return 0, "done", (), ()
 
@@ -160,12 +165,12 @@ def _preemption(reports: JobProgress, told: str = "preempted") -> str:
     return f"{told}{at}{checkpoint}; start it again to go on"
 
 
-def _first_unsignalled(ends: Sequence[End]) -> End | None:
+def _first_unsignalled(ends: Sequence[RankExit]) -> RankExit | None:
     """The first failure; those told to end count only if they left as preempted."""
     return first_failure([e for e in ends if not e.was_signalled or e.code == ExitCode.PREEMPTED])
 
 
-def _cause(first: End) -> Cause:
+def _cause(first: RankExit) -> Cause:
     assert first.code != 0
     lost = first.code is None or first.follows
     if lost or exit_code(first) == ExitCode.HANG or signal_name(first.code or 0) is not None:
@@ -180,7 +185,7 @@ def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[st
     from hvdtrain.remote.problem import show_problem
 
     hosts = list(dict.fromkeys(record.hosts[rank] for rank in missing))
-    name = os.path.basename(record.starter)
+    name = record.starter_name
     late = f" within {record.start_timeout_s:g} s" if record.late else ""
     words = [f"rank {listing(missing)} did not start{late} on {listing(hosts)}"]
     way: Literal["srun", "ssh"] = "srun" if name == "srun" else "ssh"

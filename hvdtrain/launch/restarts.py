@@ -6,28 +6,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.placement import most_ranks
 from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.launch.outcome import Outcome
 
-__all__ = ["Decision", "Limits", "account", "announce", "decide", "fitting", "remains", "without"]
+__all__ = ["Decision", "account", "announce", "decide", "fitting", "remains", "without"]
 
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 60.0
 # Jobs that failed together shall not come back together.
 SPREAD = 0.25
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What was asked for.
-
-    Attributes:
-        max_restarts: How many failures may be followed by another start.
-        min_np: The fewest ranks to run on.
-    """
-
-    max_restarts: int = 0
-    min_np: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,42 +34,39 @@ class Decision:
 
 
 def decide(
-    history: Sequence[Outcome], limits: Limits, *, in_slurm: bool, chance: float
+    history: Sequence[Outcome], max_restarts: int, *, in_slurm: bool, chance: float
 ) -> Decision:
     """What follows the last attempt of ``history``.
 
-    Args:
-        history: All attempts, the last one at the end.
-        limits: The limits that were asked for.
-        in_slurm: Whether the job is inside a Slurm job, which is preempted as a whole.
-        chance: From 0 to 1, by which the delay varies.
+    A Slurm job around it is preempted as a whole. ``chance``, from 0 to 1, varies the delay.
     """
     last = history[-1]
-    if last.cause in ("done", "ordered") or limits.max_restarts == 0:
+    if last.cause in ("done", "ordered") or max_restarts == 0:
         return Decision(again=False)
     if last.cause == "preempted" and in_slurm:
         return Decision(again=False)
     if last.cause == "own code":
         return _over(f"exit code {last.code} is what the program chose to end with")
     if last.cause == "exception" and _repeats(history):
-        return _over(f"the program raised an exception {_after(last.failed_after)} before, too")
-    if sum(map(_counts, history, _befores(history))) > limits.max_restarts:
-        return _over(f"--max-restarts {limits.max_restarts} are used up")
+        step = last.failed_after
+        after = "before its first step" if step is None else f"after step {step}"
+        return _over(f"the program raised an exception {after} before, too")
+    if _counting(history) > max_restarts:
+        return _over(f"--max-restarts {max_restarts} are used up")
     delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(_idle_attempts(history), 10))
     return Decision(again=True, delay_s=delay_s * (1 - SPREAD * chance))
 
 
 def announce(
     history: Sequence[Outcome],
-    limits: Limits,
+    max_restarts: int,
     *,
     delay_s: float,
     hosts: Sequence[str],
     ranks: int,
 ) -> str:
     """What is to come, and what the last attempt lost."""
-    free = sum(not counts for counts in map(_counts, history, _befores(history)))
-    most = limits.max_restarts + 1 + free
+    most = max_restarts + 1 + len(history) - _counting(history)
     number = len(history) + 1
     on = f"on {listing(hosts, 'hosts')} ({counted(ranks, 'rank')})"
     return f"attempt {number} of {most} starts in {delay_s:.0f} s {on}; {_lost(history)}"
@@ -112,24 +97,23 @@ def without(hosts: Sequence[Host], gone: Collection[str]) -> list[Host]:
 
 def fitting(hosts: Sequence[Host], ranks: int, *, oversubscribe: bool) -> int:
     """How many of ``ranks`` the hosts take."""
-    if not oversubscribe:
-        return min(ranks, sum(host.slots for host in hosts))
-    limits = [host.max_slots for host in hosts if host.max_slots is not None]
-    return min(ranks, sum(limits)) if len(limits) == len(hosts) else ranks
+    most = most_ranks(hosts, oversubscribe=oversubscribe)
+    return ranks if most is None else min(ranks, most)
 
 
 def _over(why: str) -> Decision:
     return Decision(again=False, why_not=f"the job is not started again: {why}")
 
 
-def _befores(history: Sequence[Outcome]) -> list[Sequence[Outcome]]:
-    """For each attempt those before it."""
-    return [history[:number] for number in range(len(history))]
+def _advances(history: Sequence[Outcome]) -> list[bool]:
+    """Returns whether each attempt saved a checkpoint later than those before it."""
+    return [(last.saved or 0) > _newest(history[:number]) for number, last in enumerate(history)]
 
 
-def _counts(outcome: Outcome, before: Sequence[Outcome]) -> bool:
-    """Whether an attempt counts against the limit; preemptions don't, if work was done between."""
-    return outcome.cause != "preempted" or not _saved_more(outcome, before)
+def _counting(history: Sequence[Outcome]) -> int:
+    """Returns how many attempts count; preemptions don't, if work was done between."""
+    advances = _advances(history)
+    return sum(last.cause != "preempted" or not more for last, more in zip(history, advances))
 
 
 def _repeats(history: Sequence[Outcome]) -> bool:
@@ -141,26 +125,14 @@ def _repeats(history: Sequence[Outcome]) -> bool:
 
 
 def _idle_attempts(history: Sequence[Outcome]) -> int:
-    """Attempts since the last one that saved a checkpoint later than those before."""
-    count = 0
-    for outcome, before in zip(reversed(history), reversed(_befores(history))):
-        if _saved_more(outcome, before):
-            break
-        count += 1
-    return max(count - 1, 0) if count == len(history) else count
-
-
-def _saved_more(outcome: Outcome, before: Sequence[Outcome]) -> bool:
-    return (outcome.saved or 0) > _newest(before)
+    """Returns how many attempts came after the last that saved a later checkpoint, or the first."""
+    advances = _advances(history)
+    return advances[::-1].index(True) if any(advances) else len(history) - 1
 
 
 def _newest(history: Sequence[Outcome]) -> int:
     """Step of the newest checkpoint; 0 for none."""
     return max((outcome.saved or 0 for outcome in history), default=0)
-
-
-def _after(step: int | None) -> str:
-    return "before its first step" if step is None else f"after step {step}"
 
 
 def _lost_steps(outcome: Outcome) -> int:

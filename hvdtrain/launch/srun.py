@@ -39,11 +39,7 @@ def find_srun(environ: Mapping[str, str], mpi: str) -> tuple[Path, str]:
 
 
 def choose_plugin(listed: str, mpi: str) -> str:
-    """The plug-in ``mpi``, if srun has it.
-
-    Args:
-        listed: The output of ``srun --mpi=list``.
-        mpi: The plug-in that is wanted.
+    """The plug-in ``mpi``, if ``listed``, the output of ``srun --mpi=list``, has it.
 
     Raises:
         LaunchError: srun lacks it, or printed something else.

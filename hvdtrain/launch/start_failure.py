@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from hvdtrain.cluster.hosts import parse_hosts
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.remote.problem import Problem
-from hvdtrain.remote.remedies import remedies_for
+from hvdtrain.remote.problem import Problem, remedies_for
 from hvdtrain.remote.remote_probe import Answer, Failure, FailureKind, Way, ssh_failure
 
 __all__ = ["explain_start_failure"]
@@ -31,13 +30,9 @@ _Cause = tuple[Sequence[str], FailureKind, str]
 def explain_start_failure(
     words: Sequence[str], hosts: Sequence[str], *, way: Way, python: str
 ) -> list[Problem]:
-    """What kept ranks from starting; empty where the words don't tell.
+    """What kept ranks from starting on ``hosts``; empty where the words don't tell.
 
-    Args:
-        words: The lines that mpirun or srun printed; only English is understood.
-        hosts: The hosts where a rank is missing.
-        way: How they were reached.
-        python: Path of the launcher's Python.
+    The words are the lines that mpirun or srun printed; only English is understood.
     """
     causes = _srun_causes(words) if way == "srun" else _ssh_causes(words, python)
     answers: dict[tuple[str, FailureKind], Answer] = {}

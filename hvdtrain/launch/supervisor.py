@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from hvdtrain.agent.exit_codes import ENDING, PREEMPTING
+from hvdtrain.agent.exit_codes import PREEMPTING
 from hvdtrain.agent.output_lines import LineSplitter
 from hvdtrain.agent.process_tree import kill_descendants, shell_code
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.failure import End, describe_loss
+from hvdtrain.launch.failure import RankExit, describe_loss
 from hvdtrain.launch.hang_watch import HangWatch
 from hvdtrain.launch.outcome import JobRecord, Outcome, classify, preempted
 
@@ -59,10 +59,7 @@ class Supervisor:
 
     Args:
         command: The command of mpirun or srun that starts an agent for each rank.
-        server: The server that the agents report to.
-        console: Shows the starter's own words and what befalls the job.
         hosts: The host of each rank, as planned.
-        time_limits: How long starting, ending and a step may take.
         received: Signals as they arrive, noted by somebody else.
         min_np: Ranks that go on without those that are lost, at least; None for all.
         critical: Roles of the ranks without which the others don't go on.
@@ -83,26 +80,29 @@ class Supervisor:
         self._command = command
         self._server = server
         self._console = console
-        self._hosts = hosts
         self._time_limits = time_limits
-        self._received = received
         self._min_np = min_np
-        self._critical = critical or {}
-        self._name = os.path.basename(command.argv[0])
+        self._record = JobRecord(
+            hosts=hosts,
+            ends=server.ends,
+            reports=server.reports,
+            critical=critical or {},
+            received=received,
+            starter=command.argv[0],
+            words=deque(maxlen=KEPT_LINES),
+            start_timeout_s=time_limits.start_s,
+            started_at=time.monotonic(),
+        )
         self._acted_on = 0
-        self._words: deque[str] = deque(maxlen=KEPT_LINES)
-        self._started_at = time.monotonic()
         self._stop_at: float | None = None
         self._give_up_at: float | None = None
-        self._late = False
         self._too_few = False
-        self._judged: set[int] = set()
-        self._hang = ""
+        self._handled: set[int] = set()
         self._hang_watch = HangWatch(
             server,
             console,
             timeout_s=time_limits.hang_s,
-            critical=self._critical,
+            critical=self._record.critical,
             goes_on=lambda: self._elastic,
         )
 
@@ -116,27 +116,13 @@ class Supervisor:
         try:
             self._watch(starter)
         finally:
-            ended_at = time.monotonic()
+            self._record.ended_at = time.monotonic()
             self._end(starter)
-        return classify(
-            JobRecord(
-                hosts=self._hosts,
-                critical=self._critical,
-                seen=self._server.hosts(),
-                ends=self._server.ends,
-                reports=self._server.reports,
-                received=self._received,
-                hang=self._hang,
-                starter=self._command.argv[0],
-                # It has its own opinion of a job that goes on without one of its ranks.
-                starter_code=0 if self._server.dropped else shell_code(starter.returncode),
-                words=self._words,
-                late=self._late,
-                start_timeout_s=self._time_limits.start_s,
-                started_at=self._started_at,
-                ended_at=ended_at,
-            )
-        )
+        self._record.seen = self._server.hosts()
+        # The starter has its own opinion of a job that goes on without one of its ranks.
+        if not self._server.dropped:
+            self._record.starter_code = shell_code(starter.returncode)
+        return classify(self._record)
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:
@@ -157,17 +143,17 @@ class Supervisor:
         os.set_blocking(starter.stdout.fileno(), False)
         splitter = LineSplitter()
         self._server.selector.register(
-            starter.stdout, selectors.EVENT_READ, lambda pipe: self._overhear(pipe, splitter)
+            starter.stdout, selectors.EVENT_READ, lambda pipe: self._read_starter(pipe, splitter)
         )
         return starter
 
-    def _overhear(self, pipe: IO[bytes], splitter: LineSplitter) -> None:
+    def _read_starter(self, pipe: IO[bytes], splitter: LineSplitter) -> None:
         """What mpirun or srun says by itself: shown unless it only comments on a failed rank."""
         data = os.read(pipe.fileno(), 1 << 16)
         for line in splitter.feed(data, final=not data):
-            self._words.append(line)
+            self._record.words.append(line)
             if line.strip() and self._server.connected and not self._failed:
-                logger.warning(f"{self._name}: {line}")
+                logger.warning(f"{self._record.starter_name}: {line}")
         if not data:
             self._server.selector.unregister(pipe)
 
@@ -182,19 +168,19 @@ class Supervisor:
             self._act_on_signals(now)
             self._act_on_ends(now)
             if self._stop_at is None and (hang := self._hang_watch.review(now)):
-                self._hang = hang
+                self._record.hang = hang
                 logger.error(hang)
                 self._stop(signal.SIGTERM, self._time_limits.grace_s, now)
             started = self._server.connected == self._server.ranks
-            if not started and now - self._started_at > self._time_limits.start_s:
-                self._late = True
+            if not started and now - self._record.started_at > self._time_limits.start_s:
+                self._record.late = True
             gone = starter.poll() is not None
-            if (gone or self._late) and self._stop_at is None:
+            if (gone or self._record.late) and self._stop_at is None:
                 self._stop_at = now
             if self._stop_at is not None and now >= self._stop_at and self._give_up_at is None:
                 self._stop(signal.SIGTERM, self._time_limits.grace_s, now)
             if not self._server.running:
-                if self._failed or started or gone or self._late:
+                if self._failed or started or gone or self._record.late:
                     return
             elif self._give_up_at is not None and now > self._give_up_at:
                 return
@@ -209,26 +195,24 @@ class Supervisor:
         self._give_up_at = min(self._give_up_at or give_up_at, give_up_at)
 
     def _act_on_signals(self, now: float) -> None:
-        for number in self._received[self._acted_on :]:
+        received = self._record.received
+        for number in received[self._acted_on :]:
             self._acted_on += 1
-            impatient = self._received.count(signal.SIGINT) > 1
-            if impatient:
+            if received.count(signal.SIGINT) > 1:
                 self._stop(signal.SIGKILL, 0.0, now)
             elif number in PREEMPTING:
                 self._stop(number, self._time_limits.preempt_grace_s, now)
             else:
-                assert number in ENDING
                 self._stop(number, self._time_limits.grace_s, now)
 
     def _act_on_ends(self, now: float) -> None:
         """Decide how long the other ranks may go on after one has ended."""
-        for end in [end for end in self._server.ends if end.rank not in self._judged]:
-            self._judged.add(end.rank)
+        for end in [end for end in self._server.ends if end.rank not in self._handled]:
+            self._handled.add(end.rank)
             others_s = SETTLE_S
-            survivable = self._elastic and end.is_loss and end.rank not in self._critical
+            survivable = self._elastic and end.is_loss and end.rank not in self._record.critical
             if survivable and self._stop_at is None:
-                enough = self._note_loss(end)
-                if enough:
+                if self._note_loss(end):
                     continue
                 self._too_few = True
             if self._too_few or preempted(self._server.ends):
@@ -243,7 +227,7 @@ class Supervisor:
         there = set(range(self._server.ranks)).difference(self._server.dropped)
         return self._min_np is not None and there <= self._server.reports.latest.keys()
 
-    def _note_loss(self, end: End) -> bool:
+    def _note_loss(self, end: RankExit) -> bool:
         """Tell of a rank that died, and whether the others go on."""
         assert self._min_np is not None
         left = self._server.ranks - len(self._server.dropped) - 1
@@ -260,7 +244,7 @@ class Supervisor:
         """Let agents and starter go; kill what doesn't."""
         self._server.dismiss()
         deadline = time.monotonic() + STARTER_TIMEOUT_S
-        if self._late or self._server.running or self._server.connected < self._server.ranks:
+        if self._record.late or self._server.running or self._server.connected < self._server.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(starter.pid, signal.SIGTERM)
         while starter.poll() is None and time.monotonic() < deadline:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hvdtrain.launch.failure import End
+from hvdtrain.launch.failure import RankExit
 from hvdtrain.launch.stderr_text import begins_traceback, exception_name
 
-__all__ = ["HOLD_S", "Author", "Tracebacks"]
+__all__ = ["HOLD_S", "Author", "TracebackFilter"]
 
 # What may follow from another rank's failure waits that long for it. Python may take its time to
 # exit: hvdtrain.collectives.exit_hooks grants it 5 s.
@@ -43,17 +43,11 @@ _INTERRUPTED = re.compile(r"(?:hvdtrain: rank \d+ of \d+ failed: )?KeyboardInter
 
 
 class Author(Protocol):
-    """The rank that writes.
-
-    Attributes:
-        number: Its number.
-        was_signalled: Whether it was told to end.
-        end: How it ended, once it has.
-    """
+    """The rank that writes: its number, whether it was told to end, and how it ended, if it has."""
 
     number: int
     was_signalled: bool
-    end: End | None
+    end: RankExit | None
 
 
 @dataclass(eq=False)
@@ -74,15 +68,15 @@ class _Block:
         return not line.strip() or line.startswith((" ", *_GOES_ON)) or _begins(line)
 
     def is_over(self, now: float) -> bool:
-        patience_s = SILENCE_S if exception_name(self.lines) else MOST_S
+        silence_s = SILENCE_S if exception_name(self.lines) else MOST_S
         return (
             self.author.end is not None
-            or now - self.changed_at > patience_s
+            or now - self.changed_at > silence_s
             or now - self.began_at > MOST_S
         )
 
 
-class Tracebacks:
+class TracebackFilter:
     """Takes tracebacks out of the ranks' stderr, and shows those that stand for themselves.
 
     Args:
@@ -94,7 +88,7 @@ class Tracebacks:
 
     def __init__(
         self,
-        ends: Sequence[End],
+        ends: Sequence[RankExit],
         show: Callable[[int, str], None],
         *,
         hold_s: float = HOLD_S,
@@ -107,7 +101,7 @@ class Tracebacks:
         self._clock = clock
         self._open: dict[int, _Block] = {}
         self._held: list[_Block] = []
-        self._troubled: tuple[int, float] | None = None
+        self._failing: tuple[int, float] | None = None
 
     def take(self, author: Author, line: str) -> bool:
         """Whether ``line`` belongs to a traceback; if not, show it now."""
@@ -134,7 +128,7 @@ class Tracebacks:
         for number, block in list(self._open.items()):
             if block.is_over(now):
                 self._judge(self._open.pop(number), now)
-        if not self._failed and not self._others_failed(None):
+        if not self._failed and not self._others_failed():
             self._release([block for block in self._held if now - block.changed_at > self._hold_s])
 
     def settle(self) -> None:
@@ -142,7 +136,7 @@ class Tracebacks:
         now = self._clock()
         for number in list(self._open):
             self._judge(self._open.pop(number), now)
-        if not self._failed and not self._others_failed(None):
+        if not self._failed and not self._others_failed():
             self._release(self._held[:])
 
     def _judge(self, block: _Block, now: float) -> None:
@@ -153,20 +147,20 @@ class Tracebacks:
             name in (_INTERRUPT, _PEER) or _wraps_interrupt(block.lines)
         ):
             return
-        if self._troubled is not None and now > self._troubled[1]:
-            self._troubled = None
-        trouble = self._troubled is not None and self._troubled[0] != number
-        echoes = name == _PEER or trouble or self._others_failed(number)
+        if self._failing is not None and now > self._failing[1]:
+            self._failing = None
+        another_fails = self._failing is not None and self._failing[0] != number
+        echoes = name == _PEER or another_fails or self._others_failed(number)
         # What a rank raises after it was told to end is its own, such as a file that can't be
         # written.
         if echoes and not block.was_signalled:
             self._held.append(block)
             return
-        if self._troubled is None:
-            self._troubled = (number, now + self._hold_s)
+        if self._failing is None:
+            self._failing = (number, now + self._hold_s)
         self._release([block])
 
-    def _others_failed(self, number: int | None) -> bool:
+    def _others_failed(self, number: int | None = None) -> bool:
         return any(end.code != 0 and end.rank != number for end in self._ends)
 
     def _release(self, blocks: Sequence[_Block]) -> None:

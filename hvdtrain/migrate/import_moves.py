@@ -8,10 +8,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hvdtrain.migrate.finding import Finding
 from hvdtrain.migrate.gone_names import OFFERED_MODULES, why_gone
 from hvdtrain.migrate.script_names import Names, Use
-from hvdtrain.migrate.script_source import Source
+from hvdtrain.migrate.script_source import Finding, Source
 
 __all__ = ["NEW", "OLD", "move_imports"]
 
@@ -84,12 +83,7 @@ def _move_alias(moves: _Moves, alias: ast.alias) -> None:
 
 
 def _move_whole(moves: _Moves, names: Names, bound: str, imports: Sequence[ast.alias]) -> None:
-    """Imports that bind the package itself, and what the script then takes from it.
-
-    Args:
-        bound: The name that stands for the package.
-        imports: All imports that bind it.
-    """
+    """Imports that bind the package itself to a name, and what the script then takes from it."""
     if bound in names.rebound:
         for alias in imports:
             moves.leave(

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hvdtrain.migrate.finding import Finding
 from hvdtrain.migrate.script_names import Names, as_use
+from hvdtrain.migrate.script_source import Finding
 
 __all__ = ["judge_calls"]
 

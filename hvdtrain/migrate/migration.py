@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hvdtrain.migrate.finding import Finding
+from hvdtrain.migrate.gone_names import OFFERED_MODULES, why_gone
 from hvdtrain.migrate.import_moves import NEW, OLD, move_imports
 from hvdtrain.migrate.keras_calls import judge_calls
-from hvdtrain.migrate.review import gone_imports, gone_names
 from hvdtrain.migrate.script_names import Names
-from hvdtrain.migrate.script_source import read_source
+from hvdtrain.migrate.script_source import Finding, read_source
 
 __all__ = ["Migration", "migrate"]
 
@@ -44,14 +44,11 @@ class Migration:
 
     def diff(self, name: bytes) -> bytes:
         """The changes in the unified format, for a file of this name."""
-        return b"".join(self._diff(name))
-
-    def _diff(self, name: bytes) -> Iterator[bytes]:
         old, new = _lines(self.old), _lines(self.new)
-        for line in difflib.diff_bytes(difflib.unified_diff, old, new, name, name):
-            yield line
-            if not line.endswith(b"\n"):
-                yield b"\n" + _NO_LINE_END
+        lines = difflib.diff_bytes(difflib.unified_diff, old, new, name, name)
+        return b"".join(
+            line if line.endswith(b"\n") else line + b"\n" + _NO_LINE_END for line in lines
+        )
 
 
 def migrate(raw: bytes) -> Migration:
@@ -63,14 +60,44 @@ def migrate(raw: bytes) -> Migration:
     source = read_source(raw)
     names = Names(source.tree)
     places, findings = move_imports(source, names)
-    findings += gone_imports(source.tree)
-    findings += gone_names(names)
+    findings += _gone_imports(source.tree)
+    findings += _gone_names(names)
     findings += judge_calls(source.tree, names)
     return Migration(
         old=raw,
         new=source.replaced(places, OLD, NEW),
         findings=tuple(sorted(set(findings))),
     )
+
+
+def _gone_imports(tree: ast.Module) -> Iterator[Finding]:
+    """Imports of what is gone; of Horovod, names in modules that hvdtrain offers."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            parts = [(alias.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            module = node.module or ""
+            if module.partition(".")[0] == "horovod" and module not in OFFERED_MODULES:
+                continue
+            parts = [(alias.lineno, f"{module}.{alias.name}") for alias in node.names]
+        else:
+            continue
+        for line, name in parts:
+            why = why_gone(name)
+            if why is not None:
+                yield Finding(line, f"{name} {why}")
+
+
+def _gone_names(names: Names) -> Iterator[Finding]:
+    """Uses of what is gone. What is gone already as it is imported was told of there."""
+    for use in names.uses:
+        roots = names.roots(use.root.id)
+        whys = [why_gone(meaning) for meaning in names.meanings_of(use)]
+        if not use.attributes or any(why_gone(root) for root in roots):
+            continue
+        # Where it may be one of several, the script has a way out if any of them is there.
+        if whys and all(whys):
+            yield Finding(use.line, f"{use.written} {whys[0]}")
 
 
 def _lines(raw: bytes) -> list[bytes]:

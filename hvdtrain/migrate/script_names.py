@@ -34,9 +34,6 @@ class Names:
     A name that the script also binds in another way stands for nothing that is sure, and is left
     out; None, which stands for a package that isn't there, makes no difference. One that is
     imported in several ways, as in ``try`` and ``except``, may stand for each.
-
-    Args:
-        tree: The script.
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -121,12 +118,7 @@ def _set_to_none(tree: ast.Module) -> set[ast.Name]:
 
 
 def _bound_otherwise(tree: ast.Module, *, but: set[ast.Name]) -> Iterator[str]:
-    """Each name that is bound or deleted by something else than an import of a known module.
-
-    Args:
-        tree: The script.
-        but: Places that don't count.
-    """
+    """Each name bound or deleted elsewhere than in ``but`` and imports of known modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             if not isinstance(node.ctx, ast.Load) and node not in but:

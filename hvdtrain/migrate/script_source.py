@@ -1,4 +1,4 @@
-"""A script's bytes, its text and its syntax tree, and how places in them belong together."""
+"""A script's bytes, text and syntax tree, how places in them belong together, and findings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,25 @@ from dataclasses import dataclass
 
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["Source", "read_source"]
+__all__ = ["Finding", "Source", "read_source"]
 
 # What Python takes for the end of a line, which is less than str.splitlines does.
 _LINE_END = re.compile(r"\r\n|\r|\n")
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One remark on one line of a script.
+
+    Args:
+        line: Counted from 1.
+        text: A sentence on the matter, and one on what to do.
+        note: Whether the script works as it is.
+    """
+
+    line: int
+    text: str
+    note: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,12 +32,7 @@ class Journal:
             self._give_up(error)
 
     def write(self, text: str, *, now: bool = False) -> None:
-        """Write more.
-
-        Args:
-            text: Comes after what there is.
-            now: See to it that it is there should this process be killed the next moment.
-        """
+        """Write more; with ``now`` it is there should this process be killed the next moment."""
         if self._file is None:
             return
         try:

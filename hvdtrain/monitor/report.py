@@ -88,12 +88,7 @@ def watch(waiting_in: Callable[[], str]) -> None:
 
 # Programs don't call it, so it is no public name: hvdtrain.init() sees to it.
 def failed(cause: BaseException, error: BaseException) -> None:
-    """This rank's program ends.
-
-    Args:
-        cause: Why it ends.
-        error: What Python prints: ``cause``, or what a library has made of it.
-    """
+    """This rank's program ends by ``cause``, of which Python prints ``error``, or the same."""
     (_reporter or _begin()).tell_failure(cause, error)
 
 
@@ -106,7 +101,7 @@ class _Reporter:
         self.phase = ""
         self.saved: int | None = None
         self.resumed: int | None = None
-        self.waiting_in: Callable[[], str] | None = None
+        self.waiting_in: Callable[[], str] = lambda: ""
         self._file = file
         self._pid: int | None = None
         self._told = b""
@@ -130,20 +125,17 @@ class _Reporter:
         if self._file is None:
             return
         with contextlib.suppress(Exception), self._lock:
-            self._write()
-
-    def _write(self) -> None:
-        state: dict[str, Any] = {"kind": "report", "pid": self._pid}
-        for name in ("step", "epoch", "saved", "resumed"):
-            value = getattr(self, name)
-            if value is not None:
-                state[name] = int(value)
-        state["phase"] = str(self.phase)[:_LONGEST_WORD]
-        state["waiting_in"] = self._waits()[:_LONGEST_WORD]
-        line = _line(state)
-        # Where whoever reads is slow, the next state will do.
-        if line != self._told and self._send(line):
-            self._told = line
+            state: dict[str, Any] = {"kind": "report", "pid": self._pid}
+            for name in ("step", "epoch", "saved", "resumed"):
+                value = getattr(self, name)
+                if value is not None:
+                    state[name] = int(value)
+            state["phase"] = str(self.phase)[:_LONGEST_WORD]
+            state["waiting_in"] = self._waits()[:_LONGEST_WORD]
+            line = _line(state)
+            # Where whoever reads is slow, the next state will do.
+            if line != self._told and self._send(line):
+                self._told = line
 
     def tell_failure(self, cause: BaseException, error: BaseException) -> None:
         """Write why the program ends; never waits, never raises."""
@@ -177,8 +169,6 @@ class _Reporter:
         return True
 
     def _waits(self) -> str:
-        if self.waiting_in is None:
-            return ""
         try:
             return str(self.waiting_in())
         except Exception:

@@ -6,6 +6,7 @@ line a ``Facts``. Whatever can't be found out is left out; nothing of that ends 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -15,14 +16,14 @@ import shutil
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.agent.cpu_share import available_cores
-from hvdtrain.cluster.host_id import host_id
+from hvdtrain.cluster.topology import host_id
 from hvdtrain.errors import LaunchError
 from hvdtrain.remote.probe_messages import MARK, Question, read_question
 from hvdtrain.remote.run_capture import run_capture
@@ -58,30 +59,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     started_s = time.time()
     argv = sys.argv[1:] if argv is None else argv
     question = read_question(argv[0] if argv else "{}")
-    errors: dict[str, str] = {}
     facts: dict[str, Any] = {"started_s": started_s, "python": platform.python_version()}
-
-    def note(name: str, find: Callable[[Question], dict[str, Any]]) -> None:
-        try:
-            facts.update(find(question))
-        except Exception as error:
-            errors[name] = f"{type(error).__name__}: {error}"
-
     # Each waits for something else: a network, a process, a file system.
-    threads = [
-        threading.Thread(target=note, args=(name, find), daemon=True)
-        for name, find in _PARTS.items()
-    ]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + MPI_TIMEOUT_S + 1.0
-    for name, thread in zip(_PARTS, threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
+    pool = ThreadPoolExecutor(len(_PARTS))
+    parts = {name: pool.submit(find, question) for name, find in _PARTS.items()}
+    wait(parts.values(), timeout=MPI_TIMEOUT_S + 1.0)
+    errors: dict[str, str] = {}
+    for name, part in parts.items():
+        if not part.done():
             errors[name] = "no answer in time"
-    answer = {**facts, "errors": dict(errors), "ended_s": time.time()}
-    print(MARK + json.dumps(answer), flush=True)
-    sys.stderr.flush()
+        elif (error := part.exception()) is not None:
+            errors[name] = f"{type(error).__name__}: {error}"
+        else:
+            facts.update(part.result())
+    answer = {**facts, "errors": errors, "ended_s": time.time()}
+    # Whoever asked may have gone.
+    with contextlib.suppress(OSError):
+        print(MARK + json.dumps(answer), flush=True)
+        sys.stderr.flush()
     # A thread that hangs, on a dead file server for instance, must not keep the process.
     os._exit(0)
 
@@ -175,30 +170,18 @@ def _memory(question: Question) -> dict[str, Any]:
 
 def _names(question: Question) -> dict[str, Any]:
     """Resolve all names, several at once; what takes too long counts as unknown."""
-    waiting = list(question.names)
-    found: dict[str, list[str]] = {}
+    pool = ThreadPoolExecutor(LOOKUPS_AT_ONCE)
+    lookups = {name: pool.submit(_addresses, name) for name in question.names}
+    wait(lookups.values(), timeout=NAMES_TIMEOUT_S)
+    return {"names": {name: one.result() if one.done() else [] for name, one in lookups.items()}}
 
-    def resolve() -> None:
-        while True:
-            try:
-                name = waiting.pop()
-            except IndexError:
-                return
-            try:
-                entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            except (OSError, UnicodeError):
-                continue
-            found[name] = list(dict.fromkeys(str(entry[4][0]) for entry in entries))[:4]
 
-    count = min(LOOKUPS_AT_ONCE, len(waiting))
-    threads = [threading.Thread(target=resolve, daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + NAMES_TIMEOUT_S
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    known = dict(found)
-    return {"names": {name: known.get(name, []) for name in question.names}}
+def _addresses(name: str) -> list[str]:
+    try:
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))[:4]
 
 
 def _way_back(question: Question) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,13 +71,13 @@ class Facts:
     mpi: str = ""
     mpi_error: str = ""
     folder: str = ""
-    gpus: tuple[tuple[str, str], ...] = ()
+    gpus: Sequence[Sequence[str]] = ()
     gpu_error: str = ""
     memlock_bytes: int | None = None
-    infiniband: tuple[str, ...] = ()
+    infiniband: Sequence[str] = ()
     shm_bytes: int | None = None
     shm_free_bytes: int | None = None
-    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     back: str = ""
     back_error: str = ""
     local_address: str = ""
@@ -106,10 +106,5 @@ def read_facts(output: str) -> Facts | None:
                 continue
             # Another version of hvdtrain may say more, or less.
             known = {entry.name for entry in dataclasses.fields(Facts)}
-            facts = {name: value for name, value in found.items() if name in known}
-            facts["gpus"] = tuple(tuple(gpu) for gpu in facts.get("gpus", ()))
-            facts["infiniband"] = tuple(facts.get("infiniband", ()))
-            names = facts.get("names", {})
-            facts["names"] = {name: tuple(addresses) for name, addresses in names.items()}
-            return Facts(**facts)
+            return Facts(**{name: value for name, value in found.items() if name in known})
     return None

@@ -1,18 +1,33 @@
-"""What hvdtrain check has to say of something that is not as it should be."""
+"""What hvdtrain check says of what is not as it should be, and what to do; pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.cluster.ranges import listing
 from hvdtrain.remote.probe_messages import Facts
-from hvdtrain.remote.remote_probe import Answer
+from hvdtrain.remote.remote_probe import Answer, FailureKind, Way
 
-__all__ = ["Problem", "answered", "show_problem", "size"]
+__all__ = ["Problem", "answered", "remedies_for", "show_problem", "size"]
+
+_FOUND: dict[FailureKind, str] = {
+    "unknown name": "its name is unknown",
+    "refused": "it refuses connections to its ssh port",
+    "timed out": "it did not answer in time",
+    "no route": "no network leads to it",
+    "key refused": "ssh does not accept your key",
+    "host key": "ssh does not trust the host's key",
+    "ssh failed": "ssh failed",
+    "srun failed": "srun could not start a step there",
+    "no Python": "the launcher's Python can't be started there",
+    "no hvdtrain": "the launcher's Python is there, but not this hvdtrain",
+    "no answer": "Python was started, but gave no answer",
+}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
     """Something that is not as it should be.
 
@@ -35,13 +50,8 @@ def show_problem(problem: Problem) -> str:
     """One problem, with what to do."""
     kind = "problem" if problem.error else "warning"
     where = f" on {listing(problem.hosts)}" if problem.hosts else ""
-    return "\n".join(
-        [
-            f"{kind}{where}: {problem.found}",
-            f"  expected: {problem.expected}",
-            f"  do: {problem.remedy}",
-        ]
-    )
+    told = f"{kind}{where}: {problem.found}"
+    return f"{told}\n  expected: {problem.expected}\n  do: {problem.remedy}"
 
 
 def size(count: int) -> str:
@@ -52,3 +62,71 @@ def size(count: int) -> str:
 def answered(answers: Sequence[Answer]) -> list[tuple[str, Facts]]:
     """Hosts that answered, and what they said."""
     return [(answer.host, answer.facts) for answer in answers if answer.facts is not None]
+
+
+def remedies_for(answers: Sequence[Answer], *, way: Way, python: str) -> Iterator[Problem]:
+    """Yields one problem for each reason that hosts gave no answer, with all that gave it."""
+    hosts: dict[FailureKind, list[str]] = {}
+    words: dict[FailureKind, str] = {}
+    for answer in answers:
+        if answer.failure is not None:
+            hosts.setdefault(answer.failure.kind, []).append(answer.host)
+            words.setdefault(answer.failure.kind, answer.failure.words)
+    for kind, named in hosts.items():
+        expected, remedy = _advice(kind, named[0], way, python)
+        said = f" ({words[kind]})" if words[kind] else ""
+        yield Problem(tuple(named), _FOUND[kind] + said, expected, remedy)
+
+
+def _advice(kind: FailureKind, host: str, way: Way, python: str) -> tuple[str, str]:
+    """What should be, and what to do, with ``host`` as the example."""
+    if kind == "no Python":
+        return (
+            f"{python}, at the same path on every host",
+            f"put the environment on a file system that all hosts have, or install it there: "
+            f"python3 -m venv {shlex.quote(_environment(python))}; then the same packages",
+        )
+    if kind == "no hvdtrain":
+        return (
+            "the same version of hvdtrain on every host",
+            f"{_on(way, host)} {shlex.quote(python)} -m pip install --upgrade hvdtrain",
+        )
+    if kind == "no answer" or (kind == "timed out" and way == "here"):
+        return (
+            "an answer within half a minute",
+            f"see whether Python starts: {_on(way, host)} {shlex.quote(python)} -c pass".replace(
+                "  ", " "
+            ),
+        )
+    if way == "srun":
+        return (
+            "srun starts a step on every host of the job",
+            f"scontrol show node {host} (its State and Reason); leave it out with "
+            f"sbatch --exclude={host} until it is well",
+        )
+    login = f"ssh -o BatchMode=yes {host} true"
+    remedies: dict[FailureKind, str] = {
+        "unknown name": f"correct the name in -H or the hostfile, or add it to DNS or /etc/hosts; "
+        f"getent hosts {host} must find it",
+        "refused": f"start sshd there (systemctl start ssh), or give its port as Port below "
+        f"Host {host} in ~/.ssh/config; then try: {login}",
+        "timed out": f"see whether it is up (ping -c1 {host}) and whether a firewall lets port 22 "
+        f"through; then try: {login}",
+        "no route": f"see whether it is up and in this network: ping -c1 {host}",
+        "key refused": f"ssh-copy-id {host} (without a key of your own, first: ssh-keygen -t "
+        f"ed25519); for a key with a passphrase: ssh-add; then try: {login}",
+        "host key": f"compare the host's key with its administrator, then: ssh-keygen -R {host}; "
+        f"ssh-keyscan -H {host} >> ~/.ssh/known_hosts",
+        "ssh failed": f"ssh -v {host} true tells more; where there is no ssh at all, install "
+        "openssh-client",
+    }
+    return "ssh logs in without a question", remedies[kind]
+
+
+def _environment(python: str) -> str:
+    """The folder of the environment that a Python belongs to."""
+    return python.rpartition("/bin/")[0] or python
+
+
+def _on(way: Way, host: str) -> str:
+    return {"here": "", "ssh": f"ssh {host}", "srun": f"srun -N1 -w {host}"}[way]

@@ -11,11 +11,9 @@ from hvdtrain.remote.remote_probe import ssh_probe
 
 __all__ = ["unreachable"]
 
-CONNECT_TIMEOUT_S = 10
 ANSWER_TIMEOUT_S = 20.0
 STEP_S = 0.05
 ASKED_TIMES = 2
-_QUESTION = ("true",)
 
 
 def unreachable(
@@ -27,11 +25,8 @@ def unreachable(
 ) -> list[str]:
     """The hosts that ssh gets no answer from, asked twice: a busy one may miss one connection.
 
-    Args:
-        hosts: Their names; all are asked at the same time.
-        environ: The environment of ssh.
-        ssh: Options that it needs.
-        give_up: Whether to ask no longer; then nothing is held against who has not answered.
+    All are asked at the same time. Once ``give_up`` says so, nothing is held against who has not
+    answered.
     """
     silent = [host for host in hosts if not is_this_host(host)]
     for _ in range(ASKED_TIMES):
@@ -47,7 +42,7 @@ def _without_answer(
 ) -> list[str]:
     asked = {
         host: subprocess.Popen(
-            ssh_probe(host, _QUESTION, environ, connect_timeout_s=CONNECT_TIMEOUT_S, options=ssh),
+            ssh_probe(host, ("true",), environ, options=ssh),
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -39,6 +39,7 @@ FailureKind = Literal[
 
 # What a program over there needs to load the same libraries as a rank would.
 _VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+_CONNECT_TIMEOUT_S = 10
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 
@@ -103,14 +104,12 @@ def ssh_probe(
     host: str,
     program: Sequence[str],
     environ: Mapping[str, str],
-    *,
-    connect_timeout_s: int,
     options: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """The command that runs ``program`` on ``host``, and asks nobody for a password."""
     variables = [f"{name}={environ[name]}" for name in _VARIABLES if environ.get(name)]
     return (
-        *("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}"),
+        *("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_TIMEOUT_S}"),
         # A connection that stays open for later ones would hold on to the output.
         *("-o", "ControlMaster=no", *options, "--", host),
         shlex.join(["env", *variables, *program]),
@@ -127,14 +126,7 @@ def srun_probe(host: str, program: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_answer(way: Way, code: int | None, stdout: str, stderr: str) -> Facts | Failure:
-    """What a probe's end means.
-
-    Args:
-        way: How it was started.
-        code: Its exit code; None if it was ended for want of time.
-        stdout: Its whole output.
-        stderr: Complaints of the probe, or of what started it.
-    """
+    """What a probe's end means; ``code`` is None if it was ended for want of time."""
     facts = read_facts(stdout)
     if facts is not None:
         return facts
@@ -149,7 +141,9 @@ def read_answer(way: Way, code: int | None, stdout: str, stderr: str) -> Facts |
         if missing is not None:
             return Failure(kind="no Python", words=missing[0])
         kind: FailureKind = "srun failed" if "srun: error" in stderr else "no answer"
-        return Failure(kind=kind, words=_srun_words(lines))
+        # What srun says first is the reason; the rest follows from it.
+        errors = [line for line in lines if "error" in line]
+        return Failure(kind=kind, words=(errors or [*lines, "no word"])[0])
     if way == "ssh" and code == _SSH_FAILED:
         for _, wanted in _SSH_WORDS:
             said = [line for line in lines if ssh_failure(line) == wanted]
@@ -167,9 +161,3 @@ def ssh_failure(line: str) -> FailureKind | None:
         if re.search(pattern, line):
             return kind
     return None
-
-
-def _srun_words(lines: Sequence[str]) -> str:
-    """What srun gives as the reason: what it says first; the rest follows from it."""
-    errors = [line for line in lines if "error" in line]
-    return (errors or [*lines, "no word"])[0]

@@ -32,13 +32,7 @@ def run_capture(
     environ: Mapping[str, str] | None = None,
     remedy: str = "",
 ) -> CapturedOutput:
-    """Run a program to its end, without input.
-
-    Args:
-        argv: The program and its arguments.
-        timeout_s: Seconds until it is killed.
-        environ: Its whole environment; None for that of this process.
-        remedy: Advice for where it can't be asked; the end of the error's message.
+    """Run a program to its end, without input; ``remedy`` ends the message of an error.
 
     Raises:
         LaunchError: It can't be started, or has not ended in time.

@@ -96,7 +96,7 @@ def test_the_probe_starts_quickly_and_never_raises(tmp_path: Path) -> None:
     assert found is not None
     assert found.errors == {}
     assert found.names["localhost"]
-    assert found.names["no such name"] == ()
+    assert found.names["no such name"] == []
     assert found.folder == "absent"
     assert found.back_error.startswith("127.0.0.1: ")
     assert found.cores

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hvdtrain.cluster import Topology, read_topology
+from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.errors import LaunchError
 from tests.cluster import environments as env
 
@@ -133,7 +133,7 @@ def test_under_the_mpirun_that_is_here(launch) -> None:
         3,
         """
         import dataclasses, json, os
-        from hvdtrain.cluster import read_topology
+        from hvdtrain.cluster.topology import read_topology
         print(json.dumps(dataclasses.asdict(read_topology(os.environ))), flush=True)
         """,
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from hvdtrain.launch.job import Job
 from tests.launch.jobs import StartedJob
 
 
@@ -17,6 +18,20 @@ def hangups() -> Iterator[None]:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, dict[str, str]]]:
+    """The jobs that the command would run, each with its environment."""
+    jobs: list[tuple[Job, dict[str, str]]] = []
+
+    def note(job: Job, environ: dict[str, str]) -> int:
+        jobs.append((job, environ))
+        return 0
+
+    monkeypatch.setattr("hvdtrain.launch.attempts.run_job", note)
+    monkeypatch.delenv("HVDTRAIN_TIMEOUT_S", raising=False)
+    return jobs
 
 
 @pytest.fixture

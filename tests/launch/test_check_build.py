@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hvdtrain.cli import main
-from hvdtrain.launch.check_build import Build, describe
+from hvdtrain.launch.check_build import describe
 from hvdtrain.version import __version__
 from tests.harness.jobs import REPOSITORY
 
@@ -55,17 +55,15 @@ Missing:
 
 
 def test_what_is_told() -> None:
-    assert describe(Build(versions=VERSIONS, mpirun=MPIRUN)) == COMPLETE
-    poor = Build(versions={"hvdtrain": "0.1.0"}, problem="No mpirun was found.")
-    assert describe(poor) == POOR
-    assert "[X] NCCL (2.27.3)\n" in describe(Build(versions=VERSIONS, mpirun=MPIRUN, nccl="2.27.3"))
+    assert describe(VERSIONS, mpirun=MPIRUN) == COMPLETE
+    assert describe({"hvdtrain": "0.1.0"}, problem="No mpirun was found.") == POOR
+    assert "[X] NCCL (2.27.3)\n" in describe(VERSIONS, mpirun=MPIRUN, nccl="2.27.3")
 
 
 @pytest.mark.parametrize("lacking", ["mpirun", "mpi4py"])
 def test_mpi_takes_both_mpirun_and_mpi4py(lacking: str) -> None:
     versions = {name: version for name, version in VERSIONS.items() if name != lacking}
-    build = Build(versions=versions, mpirun="" if lacking == "mpirun" else MPIRUN)
-    shown = describe(build)
+    shown = describe(versions, mpirun="" if lacking == "mpirun" else MPIRUN)
     assert f"[ ] MPI ({'no mpirun; mpi4py 4.1.2' if lacking == 'mpirun' else MPIRUN}" in shown
     assert "[X] TensorFlow" in shown
     assert shown.count("[X]") == 2

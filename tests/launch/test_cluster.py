@@ -106,7 +106,7 @@ def test_uneven_hosts_reduce_together(cluster: Cluster, way: str) -> None:
     """Three ranks on a host and one on another."""
     body = """
     import numpy as np
-    from hvdtrain.cluster import read_topology
+    from hvdtrain.cluster.topology import read_topology
     from hvdtrain.collectives import create
     from hvdtrain.config import read_settings
     place = read_topology(os.environ)

@@ -13,7 +13,7 @@ from hvdtrain.agent.oom import OomKills
 from hvdtrain.agent.rank_report import FailureRecord
 from hvdtrain.collectives import exit_hooks
 from hvdtrain.errors import CollectiveTimeoutError, PeerFailedError
-from hvdtrain.launch.failure import End, describe, describe_loss, exit_code, first_failure
+from hvdtrain.launch.failure import RankExit, describe, describe_loss, exit_code, first_failure
 
 HEADER = "Traceback (most recent call last):"
 FRAME = '  File "train.py", line 3, in <module>'
@@ -25,8 +25,8 @@ def trace(*last: str) -> tuple[str, ...]:
 
 def end(
     rank: int, code: int | None = 1, stderr: tuple[str, ...] = (), *, was_signalled: bool = False
-) -> End:
-    return End(rank=rank, host="node1", code=code, stderr=stderr, was_signalled=was_signalled)
+) -> RankExit:
+    return RankExit(rank=rank, host="node1", code=code, stderr=stderr, was_signalled=was_signalled)
 
 
 PEER = trace("hvdtrain.errors.PeerFailedError: rank 2 failed: ValueError: 3")
@@ -74,7 +74,7 @@ CRASH = (
 LOST = None
 
 # The ends in the order in which they arrive, and the rank that failed first.
-FIRST: dict[str, tuple[list[End], int | None]] = {
+FIRST: dict[str, tuple[list[RankExit], int | None]] = {
     "nobody": ([], None),
     "all-well": ([end(0, 0), end(1, 0)], None),
     "well-with-a-traceback": ([end(0, 0, VALUE)], None),
@@ -107,7 +107,7 @@ FIRST: dict[str, tuple[list[End], int | None]] = {
 
 
 @pytest.mark.parametrize(("ends", "rank"), FIRST.values(), ids=FIRST)
-def test_first_failure(ends: list[End], rank: int | None) -> None:
+def test_first_failure(ends: list[RankExit], rank: int | None) -> None:
     found = first_failure(ends)
     assert (found.rank if found else None) == rank
 
@@ -120,7 +120,7 @@ NEVER_MET = (
     '  File "/home/me/hvdtrain/world.py", line 64 in init',
 )
 TIMEOUT = trace("hvdtrain.errors.CollectiveTimeoutError: rank 3 did not arrive within 5 s")
-CODES: dict[str, tuple[End | None, int]] = {
+CODES: dict[str, tuple[RankExit | None, int]] = {
     "no-failure": (None, 0),
     "own-code": (end(0, 7), 7),
     "255": (end(0, 255), 255),
@@ -137,7 +137,7 @@ CODES: dict[str, tuple[End | None, int]] = {
 
 
 @pytest.mark.parametrize(("first", "code"), CODES.values(), ids=CODES)
-def test_exit_code(first: End | None, code: int) -> None:
+def test_exit_code(first: RankExit | None, code: int) -> None:
     assert exit_code(first) == code
 
 
@@ -152,23 +152,23 @@ RECORDS: dict[str, tuple[FailureRecord, tuple[str, ...], int]] = {
 def test_what_a_program_told_counts_more_than_what_it_printed(
     told: FailureRecord, stderr: tuple[str, ...], code: int
 ) -> None:
-    assert exit_code(End(rank=0, host="node1", code=1, told=told, stderr=stderr)) == code
+    assert exit_code(RankExit(rank=0, host="node1", code=1, told=told, stderr=stderr)) == code
 
 
 def test_without_last_words_the_record_is_shown() -> None:
     told = FailureRecord(exception="ValueError", traceback="\n".join(VALUE))
-    described = describe(End(rank=0, host="node1", code=1, told=told)).splitlines()
+    described = describe(RankExit(rank=0, host="node1", code=1, told=told)).splitlines()
     assert described[1:] == ["its last words:", *("  " + line for line in VALUE)]
-    printed = End(rank=0, host="node1", code=1, told=told, stderr=("usage: train.py",))
+    printed = RankExit(rank=0, host="node1", code=1, told=told, stderr=("usage: train.py",))
     assert describe(printed).splitlines()[1:] == ["its last words:", "  usage: train.py"]
 
 
-def killed(**counts: int) -> End:
+def killed(**counts: int) -> RankExit:
     code = 128 + signal.SIGKILL
-    return End(rank=0, host="node1", code=code, kills=OomKills(**counts))
+    return RankExit(rank=0, host="node1", code=code, kills=OomKills(**counts))
 
 
-HOW: dict[str, tuple[End, str]] = {
+HOW: dict[str, tuple[RankExit, str]] = {
     "code": (end(0, 7), "exit code 7"),
     "signal": (end(0, 128 + signal.SIGTERM), "ended by signal 15 (SIGTERM)"),
     "out-of-memory": (
@@ -212,7 +212,7 @@ HOW: dict[str, tuple[End, str]] = {
 
 
 @pytest.mark.parametrize(("first", "how"), HOW.values(), ids=HOW)
-def test_how_it_ended_is_told(first: End, how: str) -> None:
+def test_how_it_ended_is_told(first: RankExit, how: str) -> None:
     told = describe(first).splitlines()[0]
     assert told == f"rank 0 on node1 failed first: {how}"
 
@@ -228,7 +228,7 @@ def test_who_lacks_memory_is_told_where_to_get_it() -> None:
 
 def test_a_killed_child_is_told_of_as_well() -> None:
     kills = OomKills(in_group=1, on_host=1, limit_bytes=96 << 20)
-    told = describe(End(rank=0, host="node1", code=1, stderr=VALUE, kills=kills)).splitlines()
+    told = describe(RankExit(rank=0, host="node1", code=1, stderr=VALUE, kills=kills)).splitlines()
     assert told[0] == "rank 0 on node1 failed first: exit code 1"
     assert told[1] == (
         "before, the kernel killed a process in its cgroup for lack of memory (limit of its "
@@ -237,7 +237,7 @@ def test_a_killed_child_is_told_of_as_well() -> None:
     assert "smaller batch" in told[2]
     assert told[3] == "its last words:"
     # Elsewhere on the host is too far off for a program that says itself what went wrong.
-    other = End(rank=0, host="node1", code=1, kills=OomKills(in_group=0, on_host=1))
+    other = RankExit(rank=0, host="node1", code=1, kills=OomKills(in_group=0, on_host=1))
     assert describe(other) == "rank 0 on node1 failed first: exit code 1"
 
 
@@ -314,7 +314,7 @@ def test_what_ranks_say_at_their_end_is_understood(
     exit_hooks._on_exception(sys.__excepthook__, tell, RuntimeError, wrapped, None)
     told = end(0, 1, tuple(capsys.readouterr().err.splitlines()))
     follows = isinstance(error, PeerFailedError)
-    for end_of_it in (told, End(rank=0, host="node1", code=1, told=records[0])):
+    for end_of_it in (told, RankExit(rank=0, host="node1", code=1, told=records[0])):
         assert first_failure([end_of_it, end(1, 7)]) == (end(1, 7) if follows else end_of_it)
         assert exit_code(end_of_it) == (1 if follows else 124)
 
@@ -335,7 +335,7 @@ KILLED = 128 + signal.SIGKILL
         (end(2, KILLED, was_signalled=True), False),
     ],
 )
-def test_is_loss(one: End, lost: bool) -> None:
+def test_is_loss(one: RankExit, lost: bool) -> None:
     assert one.is_loss is lost
 
 
@@ -344,7 +344,7 @@ def test_describe_loss() -> None:
     assert told == "rank 2 on node1 was lost (SIGKILL) after step 41; 3 ranks go on"
     told = describe_loss(end(2, KILLED), None, 1, enough=True)
     assert told == "rank 2 on node1 was lost (SIGKILL); 1 rank goes on"
-    memory = End(rank=2, host="node1", code=KILLED, kills=OomKills(in_group=1))
+    memory = RankExit(rank=2, host="node1", code=KILLED, kills=OomKills(in_group=1))
     told = describe_loss(memory, 41, 3, enough=True)
     assert told.startswith("rank 2 on node1 was lost (SIGKILL, for lack of memory) after step 41")
     told = describe_loss(end(2, KILLED), 41, 1, enough=False)

@@ -34,20 +34,6 @@ def name_of(flag: HorovodFlag) -> str:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, dict[str, str]]]:
-    """The jobs that the command would run, each with its environment."""
-    jobs: list[tuple[Job, dict[str, str]]] = []
-
-    def note(job: Job, environ: dict[str, str]) -> int:
-        jobs.append((job, environ))
-        return 0
-
-    monkeypatch.setattr("hvdtrain.launch.attempts.run_job", note)
-    monkeypatch.delenv("HVDTRAIN_TIMEOUT_S", raising=False)
-    return jobs
-
-
-@pytest.fixture
 def job(started) -> Callable[..., Job]:
     """The job that horovodrun's command with these flags would run."""
 

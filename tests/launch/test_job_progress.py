@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from hvdtrain.agent.messages import encode
-from hvdtrain.agent.rank_report import FailureRecord, RankReport, read_failure, read_report
-from hvdtrain.agent.report_pipe import ReportPipe
+from hvdtrain.agent.rank_report import (
+    FailureRecord,
+    RankReport,
+    ReportPipe,
+    read_failure,
+    read_report,
+)
 from hvdtrain.config import REPORT_FD
 from hvdtrain.launch.job_progress import FIRST_STEP_FACTOR, JobProgress, describe_hang, hangs, stuck
 

@@ -92,7 +92,7 @@ def test_a_host_that_is_not_there_from_the_beginning(cluster: Cluster, mended: N
 
 
 SERVES = """
-from hvdtrain.cluster import read_topology
+from hvdtrain.cluster.topology import read_topology
 from hvdtrain.cluster.roles import assign_roles
 from hvdtrain.config import read_settings
 import os

@@ -29,7 +29,7 @@ LIBRARIES = {
 TALK = """
 import numpy as np
 from mpi4py import MPI
-from hvdtrain.cluster import read_topology
+from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import create
 from hvdtrain.config import read_settings
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.agent.rank_report import RankReport
-from hvdtrain.launch.failure import End
+from hvdtrain.launch.failure import RankExit
 from hvdtrain.launch.job_progress import JobProgress
 from hvdtrain.launch.outcome import Cause, JobRecord, Outcome, classify, preempted
 
@@ -19,12 +19,12 @@ TIMEOUT = (*TRACE[:2], "hvdtrain.errors.CollectiveTimeoutError: rank 1 did not a
 HOSTS = {0: "a", 1: "b"}
 
 
-def end(rank: int, code: int | None, stderr: Sequence[str] = (), **more: Any) -> End:
+def end(rank: int, code: int | None, stderr: Sequence[str] = (), **more: Any) -> RankExit:
     at = float(more.pop("at", rank))
-    return End(rank=rank, host=HOSTS[rank], code=code, stderr=stderr, failed_at=at, **more)
+    return RankExit(rank=rank, host=HOSTS[rank], code=code, stderr=stderr, failed_at=at, **more)
 
 
-def ended(*ends: End, reports: JobProgress | None = None, **seen: Any) -> Outcome:
+def ended(*ends: RankExit, reports: JobProgress | None = None, **seen: Any) -> Outcome:
     return classify(
         JobRecord(
             **{
@@ -45,7 +45,7 @@ def told(number: int) -> dict[str, Any]:
 
 
 KILLED = 128 + signal.SIGKILL
-ENDED: dict[str, tuple[list[End], dict[str, Any], int, Cause]] = {
+ENDED: dict[str, tuple[list[RankExit], dict[str, Any], int, Cause]] = {
     "well": ([end(0, 0), end(1, 0)], {}, 0, "done"),
     "exception": ([end(1, 1, TRACE), end(0, 1, PEER)], {}, 1, "exception"),
     "killed": ([end(1, KILLED), end(0, 1, PEER)], {}, KILLED, "infrastructure"),
@@ -88,7 +88,9 @@ ENDED: dict[str, tuple[list[End], dict[str, Any], int, Cause]] = {
 
 
 @pytest.mark.parametrize(("ends", "seen", "code", "cause"), ENDED.values(), ids=ENDED)
-def test_code_and_cause(ends: list[End], seen: dict[str, Any], code: int, cause: Cause) -> None:
+def test_code_and_cause(
+    ends: list[RankExit], seen: dict[str, Any], code: int, cause: Cause
+) -> None:
     outcome = ended(*ends, **seen)
     assert (outcome.code, outcome.cause) == (code, cause)
 
@@ -106,7 +108,7 @@ def reported(**state: int) -> JobProgress:
     return reports
 
 
-WORDS: dict[str, tuple[list[End], dict[str, Any], list[str]]] = {
+WORDS: dict[str, tuple[list[RankExit], dict[str, Any], list[str]]] = {
     "well": ([end(0, 0), end(1, 0)], {}, []),
     "preempted": (
         [end(0, 75), end(1, 75)],
@@ -141,7 +143,7 @@ WORDS: dict[str, tuple[list[End], dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize(("ends", "seen", "words"), WORDS.values(), ids=WORDS)
-def test_words(ends: list[End], seen: dict[str, Any], words: list[str]) -> None:
+def test_words(ends: list[RankExit], seen: dict[str, Any], words: list[str]) -> None:
     assert list(ended(*ends, **seen).words) == words
 
 

@@ -11,7 +11,6 @@ from hvdtrain.launch.outcome import Cause, Outcome
 from hvdtrain.launch.restarts import (
     LONGEST_DELAY_S,
     SPREAD,
-    Limits,
     account,
     announce,
     decide,
@@ -26,12 +25,11 @@ def after(cause: Cause, code: int = 1, **more: Any) -> Outcome:
 
 
 LOST = after("infrastructure", 137)
-THREE = Limits(max_restarts=3)
 
 
-def again(*history: Outcome, limits: Limits = THREE, in_slurm: bool = False) -> bool | str:
+def again(*history: Outcome, max_restarts: int = 3, in_slurm: bool = False) -> bool | str:
     """Whether there is another attempt, or why not."""
-    decision = decide(history, limits, in_slurm=in_slurm, chance=0.0)
+    decision = decide(history, max_restarts, in_slurm=in_slurm, chance=0.0)
     return decision.why_not or decision.again
 
 
@@ -49,13 +47,13 @@ def test_what_is_not() -> None:
 
 def test_nothing_is_unless_asked_for() -> None:
     for cause in ("infrastructure", "exception", "preempted", "own code"):
-        assert again(after(cause), limits=Limits()) is False
+        assert again(after(cause), max_restarts=0) is False
 
 
 def test_the_budget() -> None:
     assert again(LOST, LOST, LOST) is True
     assert "--max-restarts 3 are used up" in str(again(LOST, LOST, LOST, LOST))
-    assert again(LOST, limits=Limits(max_restarts=1)) is True
+    assert again(LOST, max_restarts=1) is True
 
 
 def test_an_exception_at_another_step_is_tried_again() -> None:
@@ -77,7 +75,7 @@ def test_preemptions_are_free_where_work_was_done() -> None:
 
 
 def delay(*history: Outcome, chance: float = 0.0) -> float:
-    return decide(history, Limits(max_restarts=99), in_slurm=False, chance=chance).delay_s
+    return decide(history, 99, in_slurm=False, chance=chance).delay_s
 
 
 def test_the_delay_grows() -> None:
@@ -94,7 +92,7 @@ def test_the_delay_begins_anew_where_something_was_saved() -> None:
 
 
 def said(*history: Outcome) -> str:
-    return announce(history, THREE, delay_s=1.6, hosts=["node1", "node2"], ranks=2)
+    return announce(history, 3, delay_s=1.6, hosts=["node1", "node2"], ranks=2)
 
 
 def test_what_is_said() -> None:

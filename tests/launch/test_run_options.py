@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from hvdtrain.cli import main
@@ -11,17 +13,12 @@ from hvdtrain.launch.supervisor import TimeLimits
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch):
+def job(started) -> Callable[..., Job]:
     """The job that the command with these options would run."""
-    monkeypatch.delenv("HVDTRAIN_TIMEOUT_S", raising=False)
 
     def of(*options: str) -> Job:
-        jobs: list[Job] = []
-        monkeypatch.setattr(
-            "hvdtrain.launch.attempts.run_job", lambda job, environ: jobs.append(job) or 0
-        )
         assert main(["run", *options, "--", "python", "train.py"]) == 0
-        return jobs[0]
+        return started.pop()[0]
 
     return of
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from hvdtrain.launch.failure import End
-from hvdtrain.launch.tracebacks import Tracebacks
+from hvdtrain.launch.failure import RankExit
+from hvdtrain.launch.tracebacks import TracebackFilter
 
 HEADER = "Traceback (most recent call last):"
 FRAME = '  File "train.py", line 3, in <module>'
@@ -40,7 +40,7 @@ HOLD_S = 5.0
 class Author:
     number: int
     was_signalled: bool = False
-    end: End | None = None
+    end: RankExit | None = None
 
 
 class Screen:
@@ -48,10 +48,12 @@ class Screen:
 
     def __init__(self, ranks: int = 3) -> None:
         self.ranks = [Author(number) for number in range(ranks)]
-        self.ends: list[End] = []
+        self.ends: list[RankExit] = []
         self.shown: list[tuple[int, str]] = []
         self.now = 100.0
-        self.tracebacks = Tracebacks(self.ends, self._show, hold_s=HOLD_S, clock=lambda: self.now)
+        self.tracebacks = TracebackFilter(
+            self.ends, self._show, hold_s=HOLD_S, clock=lambda: self.now
+        )
 
     def _show(self, number: int, line: str) -> None:
         self.shown.append((number, line))
@@ -67,7 +69,7 @@ class Screen:
 
     def end(self, number: int, code: int | None) -> None:
         rank = self.ranks[number]
-        rank.end = End(rank=number, host="node1", code=code)
+        rank.end = RankExit(rank=number, host="node1", code=code)
         self.ends.append(rank.end)
         self.tracebacks.review()
 

@@ -60,7 +60,7 @@ def test_what_others_say(way: Way, code: int | None, words: str, kind: FailureKi
 
 
 def test_an_answer_is_found_among_other_words() -> None:
-    sent = facts("b", gpus=(GPU,), infiniband=("mlx5_0",))
+    sent = facts("b", gpus=[list(GPU)], infiniband=["mlx5_0"], names={"a": ["10.0.0.1"]})
     text = json.dumps({**dataclasses.asdict(sent), "of_a_later_version": 1})
     assert read_answer("ssh", 0, f"Welcome to b\n{MARK}{text}\nbye\n", "") == sent
     assert read_facts(f"{MARK}{{broken\n") is None
@@ -68,7 +68,7 @@ def test_an_answer_is_found_among_other_words() -> None:
 
 def test_ssh_command() -> None:
     environ = {"PATH": "/venv/bin:/usr/bin", "HOME": "/root", "PYTHONPATH": "/my code"}
-    argv = ssh_probe("b", ["python", "-m", "x", '{"a": 1}'], environ, connect_timeout_s=10)
+    argv = ssh_probe("b", ["python", "-m", "x", '{"a": 1}'], environ)
     assert argv == (
         *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
         *("-o", "ControlMaster=no", "--", "b"),
@@ -77,7 +77,7 @@ def test_ssh_command() -> None:
 
 
 def test_ssh_command_with_options() -> None:
-    argv = ssh_probe("b", ["true"], {}, connect_timeout_s=10, options=("-p", "2222"))
+    argv = ssh_probe("b", ["true"], {}, options=("-p", "2222"))
     assert argv[-5:] == ("-p", "2222", "--", "b", "env true")
 
 

@@ -1,4 +1,4 @@
-"""A job's options in a file: read as arguments, and refused where no flag takes them."""
+"""Options in hvdtrain's own file or horovodrun's: read as arguments, or refused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 
 from hvdtrain.cli import main
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.launch.job import Job
-from hvdtrain.launch.option_files import read_jobfile
+from hvdtrain.launch.option_files import read_horovod_file, read_jobfile
 
 
 def read(folder: Path, text: str) -> list[str]:
@@ -77,19 +76,6 @@ def test_a_file_that_can_not_be_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'hosts = "\xe9"')
     with pytest.raises(ConfigurationError, match=r"latin.toml is no TOML: .*utf-8"):
         read_jobfile(tmp_path / "latin.toml")
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, dict[str, str]]]:
-    """The jobs that the command would run, each with its environment."""
-    jobs: list[tuple[Job, dict[str, str]]] = []
-
-    def note(job: Job, environ: dict[str, str]) -> int:
-        jobs.append((job, environ))
-        return 0
-
-    monkeypatch.setattr("hvdtrain.launch.attempts.run_job", note)
-    return jobs
 
 
 FULL = """
@@ -164,5 +150,109 @@ def test_what_no_flag_takes_is_a_usage_error(
     path = tmp_path / "job.toml"
     path.write_text(text)
     assert main(["run", "--config", str(path), "-np", "2", "--", "python"]) == 2
+    assert told in capsys.readouterr().err
+    assert not started
+
+
+HOROVOD = """
+controller: MPI
+params:
+  fusion_threshold_mb: 32
+  cycle_time_ms: 2.5
+  hierarchical_allreduce: true
+  hierarchical_allgather: false
+autotune:
+  enabled: true
+  log_file: autotune.csv
+timeline:
+  filename: timeline.json
+  mark_cycles: true
+stall_check:
+  enabled: false
+  warning_time_seconds: 120
+library_options:
+  mpi_threads_disable: true
+  num_nccl_streams: 2
+logging:
+  level: INFO
+  with_timestamp: false
+"""
+MEANT = [
+    "--mpi",
+    "--fusion-threshold-mb=32",
+    "--cycle-time-ms=2.5",
+    "--hierarchical-allreduce",
+    "--no-hierarchical-allgather",
+    "--autotune",
+    "--autotune-log-file=autotune.csv",
+    "--timeline-filename=timeline.json",
+    "--timeline-mark-cycles",
+    "--no-stall-check",
+    "--stall-check-warning-time-seconds=120",
+    "--mpi-threads-disable",
+    "--num-nccl-streams=2",
+    "--log-level=INFO",
+    "--log-without-timestamp",
+]
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "horovod.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_horovods_file_is_read_as_flags(tmp_path: Path) -> None:
+    assert read_horovod_file(written(tmp_path, HOROVOD)) == MEANT
+    assert read_horovod_file(written(tmp_path, "params:\nlogging: {level: null}\n")) == []
+
+
+def test_horovods_options_are_known_and_the_command_line_wins(
+    tmp_path: Path, started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["run", "-np", "2", "--hang-timeout-s=7", "--config-file", written(tmp_path, HOROVOD)]
+    assert main([*map(str, argv), "python"]) == 0
+    (job, _) = started[0]
+    assert job.settings.log_level == "info"
+    assert job.time_limits.hang_s == 7
+    told = capsys.readouterr().err
+    assert told.count("--fusion-threshold-mb, --cycle-time-ms, --autotune, ") == 1
+
+
+HOROVOD_ERRORS = {
+    "text": ("np=2", "'np=2' can't be used; expected horovodrun's sections"),
+    "list": ("- params", "can't be used"),
+    "broken": ("params: [", "is no YAML"),
+    "section": ("params: {}\nhosts: a", "hosts: 'a' can't be used; .* TOML file of --config"),
+    "no-entries": ("params: 3", "params: 3 can't be used"),
+    "value": ("params: {cycle_time_ms: [1]}", r"params: cycle_time_ms: \[1\] can't be used"),
+}
+
+
+@pytest.mark.parametrize(("text", "told"), HOROVOD_ERRORS.values(), ids=HOROVOD_ERRORS)
+def test_what_is_none_of_horovods_files_is_told(text: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=told) as raised:
+        read_horovod_file(written(tmp_path, text))
+    assert str(raised.value).startswith(f"--config-file {tmp_path / 'horovod.yaml'}")
+
+
+def test_a_file_of_horovod_that_can_not_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"none.yaml can't be read: No such file"):
+        read_horovod_file(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("controller: gloo", "argument --gloo: ranks find each other through MPI"),
+        ("controller: tcp:", "is no YAML"),
+        ("params: {speed: 3}", "unrecognized arguments: --speed=3"),
+    ],
+)
+def test_what_can_not_be_had_is_refused_from_horovods_file_too(
+    text: str, told: str, tmp_path: Path, started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, text)
+    assert main(["run", "-np", "2", "--config-file", str(path), "python"]) == 2
     assert told in capsys.readouterr().err
     assert not started
