@@ -47,47 +47,23 @@ it held. docs/performance.md says how to read the figures.
 class _Benchmark:
     """One of the subcommands; ``ranks`` are started where none are there."""
 
-    module: str
     options: type[Options]
     summary: str
     ranks: int = 2
 
 
+# ``measure`` of the module measure_NAME runs each.
 _BENCHMARKS = {
-    "allreduce": _Benchmark(
-        "hvdtrain.bench.measure_allreduce",
-        AllreduceOptions,
-        "time and bandwidth of allreduce, by size",
-    ),
-    "training": _Benchmark(
-        "hvdtrain.bench.measure_training",
-        TrainingOptions,
-        "samples a second of one rank and of all",
-    ),
-    "checkpoint": _Benchmark(
-        "hvdtrain.bench.measure_checkpoint",
-        CheckpointOptions,
-        "how long a checkpoint keeps training waiting",
-    ),
+    "allreduce": _Benchmark(AllreduceOptions, "time and bandwidth of allreduce, by size"),
+    "training": _Benchmark(TrainingOptions, "samples a second of one rank and of all"),
+    "checkpoint": _Benchmark(CheckpointOptions, "how long a checkpoint keeps training waiting"),
     # Two losses: the chief's, and that of another rank.
-    "recovery": _Benchmark(
-        "hvdtrain.bench.measure_recovery",
-        RecoveryOptions,
-        "how long ranks that die keep the others",
-        ranks=3,
-    ),
+    "recovery": _Benchmark(RecoveryOptions, "how long ranks that die keep the others", ranks=3),
     # Two workers and a parameter server.
     "servers": _Benchmark(
-        "hvdtrain.bench.measure_servers",
-        ServersOptions,
-        "updates a second of a parameter server, and its memory",
-        ranks=3,
+        ServersOptions, "updates a second of a parameter server, and its memory", ranks=3
     ),
-    "startup": _Benchmark(
-        "hvdtrain.bench.measure_startup",
-        StartupOptions,
-        "what hvdtrain run costs over a bare mpirun",
-    ),
+    "startup": _Benchmark(StartupOptions, "what hvdtrain run costs over a bare mpirun"),
 }
 
 
@@ -120,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     name: str = arguments.benchmark
     options = _options(arguments)
+    ranks: int = arguments.num_proc or _BENCHMARKS[name].ranks
     topology = read_topology(os.environ)
     inside = topology.launcher != "none"
     if inside and arguments.num_proc not in (None, topology.size):
@@ -133,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "startup measures how jobs are started and can't run inside one; start it "
                 "outside mpirun and srun."
             )
-        options["ranks"] = arguments.num_proc or _BENCHMARKS[name].ranks
+        options["ranks"] = ranks
     if inside or name == "startup":
         measure_here(name, options)
         return 0
@@ -142,7 +119,6 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdtrain.launch.job import Job
 
     elastic = name == "recovery"
-    ranks = arguments.num_proc or _BENCHMARKS[name].ranks
     if elastic:
         _check_recovery(ranks)
     job = Job(
@@ -158,8 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure_here(name: str, options: Mapping[str, Any]) -> None:
     """Run a benchmark in this process, with the ranks of the job that it belongs to."""
-    benchmark = _BENCHMARKS[name]
-    importlib.import_module(benchmark.module).measure(benchmark.options(**options))
+    module = importlib.import_module(f"hvdtrain.bench.measure_{name}")
+    module.measure(_BENCHMARKS[name].options(**options))
 
 
 def _check_recovery(ranks: int) -> None:
