@@ -17,7 +17,7 @@ Groups = int | Sequence[Sequence[Any]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """How ``gradients.exchange.exchange`` combines tensors.
+    """How ``gradients.allreduce.exchange`` combines tensors.
 
     Attributes:
         op: How they are combined.

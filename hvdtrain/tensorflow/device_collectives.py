@@ -47,12 +47,7 @@ _REDUCED_AS = {
 
 
 def connect(collectives: Collectives, *, on_gpus: bool, hosts: Sequence[int]) -> DeviceCollectives:
-    """Connect the devices of all ranks; collective.
-
-    Args:
-        collectives: The engine.
-        on_gpus: Whether each rank reduces on a GPU; otherwise on the CPU.
-        hosts: The number of each rank's host.
+    """Connect the GPUs or the CPUs of all ranks, given the number of each rank's host; collective.
 
     Raises:
         LaunchError: On all ranks: one can't be reached by the others, or can't start.
@@ -110,7 +105,7 @@ class DeviceCollectives:
         op: ReduceOp,
         *,
         name: str,
-        before: Callable[[], None] | None = None,
+        before: Callable[[], object] | None = None,
         after: Callable[[bool, np.ndarray], None] | None = None,
     ) -> list[tf.Tensor]:
         """Combine tensors of one type over all ranks, at once or in the graph that is being made.
