@@ -12,6 +12,7 @@ import tensorflow as tf
 import hvdtrain
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.results import BenchReport
+from hvdtrain.bench.timing import largest
 from hvdtrain.collectives import Collectives
 
 __all__ = ["measure_calls"]
@@ -68,7 +69,7 @@ def measure_calls(report: BenchReport, collectives: Collectives) -> None:
     report.add(calls=rows)
 
 
-def _measure(name: str, collectives: Collectives) -> tuple[float, float]:
+def _measure(name: str, collectives: Collectives) -> list[float]:
     """Seconds on the slowest rank: of plain Keras, one rank after the other, then of all."""
     alone_s = float("inf")
     for rank in range(collectives.size):
@@ -76,9 +77,7 @@ def _measure(name: str, collectives: Collectives) -> tuple[float, float]:
             alone_s = _best_call_s(build_model("small"), name, 1)
         collectives.barrier(name=f"hvdtrain bench: rank {rank} calls fit alone")
     model = hvdtrain.distribute(build_model("small"))
-    times_s = [alone_s, _best_call_s(model, name, collectives.size)]
-    everyone = collectives.allgather_object(times_s, name="hvdtrain bench: calls")
-    return max(alone for alone, _ in everyone), max(together for _, together in everyone)
+    return largest(collectives, alone_s, _best_call_s(model, name, collectives.size))
 
 
 def _best_call_s(model: keras.Model, name: str, ranks: int) -> float:

@@ -49,14 +49,7 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 def measure_gradients(
     report: BenchReport, collectives: Collectives, repetitions: int, max_bytes: int
 ) -> None:
-    """Time large and small reductions on all ranks, and report them.
-
-    Args:
-        report: Where figures go.
-        collectives: The engine.
-        repetitions: Measurements of each.
-        max_bytes: The shapes that would exceed it together are left out.
-    """
+    """Time large and small reductions on all ranks; ``max_bytes`` leaves out shapes beyond it."""
     reducer = GradientReducer.of_job()
     arrays = [np.ones(shape, np.float32) for shape in _shapes_within(max_bytes)]
     flat = np.ones(sum(array.size for array in arrays), np.float32)

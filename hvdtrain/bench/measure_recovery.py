@@ -82,13 +82,7 @@ class Loss:
 
 
 class _Watch(keras.callbacks.Callback):
-    """Notes the steps, and kills this rank when it is its turn.
-
-    Args:
-        collectives: The engine.
-        killed_s: For each rank when it was killed; all ranks see it.
-        between_steps: Steps from one loss to the next.
-    """
+    """Notes the steps, and kills this rank when it is its turn; ``killed_s`` tells the others."""
 
     def __init__(self, collectives: Collectives, killed_s: np.ndarray, between_steps: int) -> None:
         super().__init__()

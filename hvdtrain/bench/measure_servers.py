@@ -21,6 +21,7 @@ from hvdtrain.bench.machine import resident_bytes, resident_shared_bytes
 from hvdtrain.bench.models import build_model
 from hvdtrain.bench.options import ServersOptions
 from hvdtrain.bench.results import BenchReport, format_seconds
+from hvdtrain.bench.timing import largest
 from hvdtrain.collectives import Collectives
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.parameter_server.client import Client
@@ -121,16 +122,17 @@ class _Runs:
         for _ in range(runs + 1):
             copy_s.append(self._copy())
             update_s.append(self._run(range(workers)))
-        resident = own = 0
+        resident = own = 0.0
         if self._table is not None:
             resident = resident_bytes()
             own = resident - resident_shared_bytes() + published_bytes(self.shard.nbytes)
+        own, resident = largest(self._collectives, own, resident)
         return _Row(
             workers=workers,
             update_s=update_s[1:],
             copy_s=copy_s[1:],
-            server_bytes=int(self._largest(own)),
-            server_resident_bytes=int(self._largest(resident)),
+            server_bytes=int(own),
+            server_resident_bytes=int(resident),
         )
 
     def _copy(self) -> float:
@@ -144,7 +146,8 @@ class _Runs:
             for _ in range(self._updates):
                 np.copyto(target, source)
             seconds = time.perf_counter() - start
-        return self._largest(seconds) / self._updates
+        (seconds,) = largest(self._collectives, seconds)
+        return seconds / self._updates
 
     def _run(self, workers: range) -> float:
         """Seconds for an update, over all workers."""
@@ -160,7 +163,8 @@ class _Runs:
             ).serve()
         elif self._collectives.rank in workers:
             seconds = self._work()
-        return self._largest(seconds) / (self._updates * len(workers))
+        (seconds,) = largest(self._collectives, seconds)
+        return seconds / (self._updates * len(workers))
 
     def _work(self) -> float:
         """Push as often as asked for; returns how long that took."""
@@ -178,11 +182,6 @@ class _Runs:
         seconds = time.perf_counter() - start
         client.end(states=states if chief else None)
         return seconds
-
-    def _largest(self, value: float) -> float:
-        """The largest of all ranks' values."""
-        mine = np.array([value], np.float64)
-        return float(self._collectives.allreduce(mine, "max", name="hvdtrain bench")[0])
 
 
 def _show(report: BenchReport, rows: Sequence[_Row], nbytes: int) -> None:

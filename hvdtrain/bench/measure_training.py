@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 import hvdtrain
@@ -18,6 +17,7 @@ from hvdtrain.bench.measure_calls import measure_calls
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import TrainingOptions
 from hvdtrain.bench.results import BenchReport
+from hvdtrain.bench.timing import largest
 from hvdtrain.collectives import Collectives
 
 __all__ = ["measure"]
@@ -128,8 +128,8 @@ def _measure_growth(model: keras.Model, options: TrainingOptions, collectives: C
     steps = options.memory_steps
     clock = _StepClock(memory_after=(steps, 2 * steps))
     _fit(model, options.batch_size, 2 * steps, collectives.size, clock)
-    growth = np.array([clock.resident_bytes[1] - clock.resident_bytes[0]], np.int64)
-    return int(collectives.allreduce(growth, "max", name="hvdtrain bench: memory")[0])
+    (growth_bytes,) = largest(collectives, clock.resident_bytes[1] - clock.resident_bytes[0])
+    return int(growth_bytes)
 
 
 def _fit(model: keras.Model, batch_size: int, steps: int, ranks: int, clock: _StepClock) -> float:
@@ -151,8 +151,7 @@ def _row(
     mine = [run.samples_per_s for run in alone]
     speeds = collectives.allgather_object(mine, name="hvdtrain bench: each rank alone")
     joint_speeds = [run.samples_per_s for run in joint]
-    end_s = max(run.end_s for run in joint)
-    ends_s = collectives.allgather_object(end_s, name="hvdtrain bench: ends of fit")
+    (end_s,) = largest(collectives, max(run.end_s for run in joint))
     cpu_alone_s, cpu_joint_s = (min(run.cpu_step_s for run in runs) for runs in (alone, joint))
     one_rank = statistics.mean(map(max, speeds))
     median_one_rank = statistics.mean(map(statistics.median, speeds))
@@ -161,7 +160,7 @@ def _row(
         "alone_samples_per_s": speeds,
         "joint_samples_per_s": joint_speeds,
         "joint_call_samples_per_s": [run.call_samples_per_s for run in joint],
-        "end_s": max(ends_s),
+        "end_s": end_s,
         "one_rank_samples_per_s": one_rank,
         "speedup": max(joint_speeds) / one_rank,
         "efficiency_percent": 100 * max(joint_speeds) / one_rank / collectives.size,

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdtrain.collectives import Collectives
 
-__all__ = ["Timing", "algorithm_bandwidth", "bus_bandwidth", "time_in_turn"]
+__all__ = ["Timing", "algorithm_bandwidth", "bus_bandwidth", "largest", "time_in_turn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,12 @@ def time_in_turn(
         )
         for row, name in enumerate(operations)
     }
+
+
+def largest(collectives: Collectives, *values: float) -> list[float]:
+    """The largest of all ranks' values, for each of several; collective."""
+    mine = np.array(values, np.float64)
+    return [float(most) for most in collectives.allreduce(mine, "max", name="hvdtrain bench")]
 
 
 def algorithm_bandwidth(nbytes: int, seconds: float) -> float:

@@ -15,17 +15,10 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import DataError, ModelError
+from hvdtrain.private_api import lacks, missing_hooks
 
 SEEN = ("3.14", "3.15")
 """The oldest and the newest Keras that all tests have passed with."""
-
-
-def _unsupported(what: str) -> ModelError:
-    return ModelError(
-        f"Keras {keras.version()} lacks {what}, which hvdtrain needs. It was tested with Keras "
-        f"{SEEN[0]} to {SEEN[1]}: pip install 'keras>={SEEN[0]},<={SEEN[1]}.99'."
-    )
-
 
 try:
     from keras.src.backend.common import global_state
@@ -42,7 +35,7 @@ try:
         can_convert_arrays,
     )
 except ImportError as error:
-    raise _unsupported(str(error)) from error
+    raise ModelError(lacks("Keras", keras.version(), SEEN, str(error))) from error
 
 __all__ = [
     "HOOKS",
@@ -66,7 +59,6 @@ __all__ = [
     "loss_tracker",
     "make_global_generator",
     "mask_of",
-    "moving_averages",
     "note_steps_seen",
     "output_spec",
     "own_losses",
@@ -122,27 +114,20 @@ FitIterator: type[Any] = TFEpochIterator
 
 
 def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
-    """See that this Keras has all that hvdtrain needs of it.
+    """See that this Keras has all that hvdtrain needs of it, given a compiled model.
 
-    Args:
-        model: A compiled model.
-        optimizers: The plain optimizers that it applies.
+    ``optimizers`` are the plain ones that it applies.
 
     Raises:
         ModelError: Something is missing; names it, and the versions of Keras that have it.
     """
-    missing = [
-        f"{kind.__name__}.{name}"
-        for kind, names in HOOKS.items()
-        for name in names
-        if not hasattr(kind, name)
-    ]
+    missing = missing_hooks(HOOKS)
     missing += [f"{type(model).__name__}.{n}" for n in _OF_A_MODEL if not hasattr(model, n)]
     for optimizer in optimizers:
-        lacks = [name for name in _OF_AN_OPTIMIZER if not hasattr(optimizer, name)]
-        missing += [f"{type(optimizer).__name__}.{name}" for name in lacks]
+        absent = [name for name in _OF_AN_OPTIMIZER if not hasattr(optimizer, name)]
+        missing += [f"{type(optimizer).__name__}.{name}" for name in absent]
     if missing:
-        raise _unsupported(", ".join(missing))
+        raise ModelError(lacks("Keras", keras.version(), SEEN, ", ".join(missing)))
 
 
 # Models and layers.
@@ -230,11 +215,6 @@ def reduction_axes(layer: Any) -> list[int]:
 def rate_of(optimizer: Any) -> Any:
     """What a plain optimizer holds as its learning rate: a variable, a schedule or a function."""
     return optimizer._learning_rate
-
-
-def moving_averages(optimizer: Any) -> list[Any]:
-    """The moving averages of the variables that an optimizer keeps; empty without them."""
-    return list(getattr(optimizer, "_model_variables_moving_average", []))
 
 
 def mask_of(output: Any) -> Any:
