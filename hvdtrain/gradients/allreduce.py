@@ -37,16 +37,9 @@ def allreduce(
 ) -> list[tf.Tensor]:
     """Combine tensors over all ranks; the one place that chooses between devices and host.
 
-    Args:
-        tensors: This rank's tensors, of the same shapes and types on every rank.
-        op: How they are combined.
-        on_devices: Combines them where they are, if it is there and takes them.
-        on_host: Combines their arrays otherwise, factors and checks included.
-        name: Stands in errors.
-        prescale: Multiplies what goes into devices.
-        postscale: Multiplies what comes out of devices.
-        before: As for ``DeviceCollectives.allreduce``.
-        after: As for ``DeviceCollectives.allreduce``.
+    ``on_devices`` does it where they are, if it is there and takes them: what goes in is multiplied
+    by ``prescale``, and what comes out by ``postscale``; for ``before`` and ``after`` see
+    ``DeviceCollectives.allreduce``. Otherwise ``on_host`` gets arrays, and does all of this itself.
     """
     if on_devices is None or op == "adasum" or not on_devices.takes(tensors):
         return run_on_host(on_host, tensors, [tensor.shape for tensor in tensors])

@@ -240,15 +240,18 @@ def set_global_generator(generator: Any) -> None:
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
 
 
-def make_global_generator() -> Any:
-    """The generator behind ``keras.random``, which Keras makes where there is none."""
-    return seed_generator.global_seed_generator()
+make_global_generator = seed_generator.global_seed_generator
+"""The generator behind ``keras.random``, which Keras makes where there is none."""
 
 
 # What is given to ``fit``.
 
 is_tf_dataset = data_adapters.is_tf_dataset
 sample_weights_of_classes = data_adapter_utils.class_weight_to_sample_weights
+class_weight_map = tf_dataset_adapter.make_class_weight_map_fn
+"""Makes a function from (x, y) to (x, y, sample_weight) for use inside ``Dataset.map``."""
+split_validation = array_slicing.train_validation_split
+"""Divides arrays into what ``fit`` trains on, and what it validates with."""
 
 
 def are_arrays(*structures: Any) -> bool:
@@ -307,11 +310,6 @@ def gather(column: Any, indices: Any) -> Any:
     return tf.gather(column, indices, axis=0)
 
 
-def class_weight_map(class_weight: Any) -> Any:
-    """A function from (x, y) to (x, y, sample_weight) for use inside ``Dataset.map``."""
-    return tf_dataset_adapter.make_class_weight_map_fn(class_weight)
-
-
 def specs_of_batches(batches: list[Any]) -> list[tf.TypeSpec]:
     """What several flat batches (lists of arrays) have in common, entry by entry."""
     merged = data_adapter_utils.get_tensor_spec([tuple(batch) for batch in batches])
@@ -323,8 +321,3 @@ def without_scipy(leaf: Any) -> Any:
     if data_adapter_utils.is_scipy_sparse(leaf):
         return tf.sparse.reorder(data_adapter_utils.scipy_sparse_to_tf_sparse(leaf))
     return leaf
-
-
-def split_validation(arrays: Any, validation_split: float) -> Any:
-    """What ``fit`` trains on, and what it validates with."""
-    return array_slicing.train_validation_split(arrays, validation_split=validation_split)

@@ -164,9 +164,8 @@ def abort_collectives(reason: str) -> None:
     context.context().abort_collective_ops(code, reason)
 
 
-def global_seed() -> Any:
-    """The global seed as it was set; reading it through tf.compat would draw from the generator."""
-    return context.global_seed()
+global_seed = context.global_seed
+"""The global seed as it was set; reading it through tf.compat would draw from the generator."""
 
 
 def operation_seeds() -> random.Random:

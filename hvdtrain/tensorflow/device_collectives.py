@@ -72,12 +72,9 @@ def connect(collectives: Collectives, *, on_gpus: bool, hosts: Sequence[int]) ->
 
 
 class DeviceCollectives:
-    """Reductions between the devices of all ranks.
+    """Reductions between the devices of all ranks; the engine sees that they agree on each.
 
-    Args:
-        collectives: The engine, for what ranks have to agree on.
-        device: Where this rank's tensors are reduced.
-        hint: How TensorFlow is to do it, ``"nccl"`` or ``"ring"``.
+    ``hint`` tells TensorFlow how to do it, by ``"nccl"`` or a ``"ring"``.
     """
 
     def __init__(self, collectives: Collectives, device: str, hint: str) -> None:
