@@ -10,21 +10,10 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.options import (
-    AllreduceOptions,
-    CheckpointOptions,
-    Options,
-    RecoveryOptions,
-    ServersOptions,
-    StartupOptions,
-    TrainingOptions,
-    add_options,
-    whole_number,
-)
+from hvdtrain.bench.options import BENCHMARKS, add_options, whole_number
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.errors import ConfigurationError
 
@@ -43,62 +32,14 @@ it held. docs/performance.md says how to read the figures.
 """
 
 
-@dataclass(frozen=True)
-class _Benchmark:
-    """One of the subcommands; ``ranks`` are started where none are there."""
-
-    module: str
-    options: type[Options]
-    summary: str
-    ranks: int = 2
-
-
-_BENCHMARKS = {
-    "allreduce": _Benchmark(
-        "hvdtrain.bench.measure_allreduce",
-        AllreduceOptions,
-        "time and bandwidth of allreduce, by size",
-    ),
-    "training": _Benchmark(
-        "hvdtrain.bench.measure_training",
-        TrainingOptions,
-        "samples a second of one rank and of all",
-    ),
-    "checkpoint": _Benchmark(
-        "hvdtrain.bench.measure_checkpoint",
-        CheckpointOptions,
-        "how long a checkpoint keeps training waiting",
-    ),
-    # Two losses: the chief's, and that of another rank.
-    "recovery": _Benchmark(
-        "hvdtrain.bench.measure_recovery",
-        RecoveryOptions,
-        "how long ranks that die keep the others",
-        ranks=3,
-    ),
-    # Two workers and a parameter server.
-    "servers": _Benchmark(
-        "hvdtrain.bench.measure_servers",
-        ServersOptions,
-        "updates a second of a parameter server, and its memory",
-        ranks=3,
-    ),
-    "startup": _Benchmark(
-        "hvdtrain.bench.measure_startup",
-        StartupOptions,
-        "what hvdtrain run costs over a bare mpirun",
-    ),
-}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``hvdtrain bench``."""
     parser.epilog = _EPILOG
     benchmarks = parser.add_subparsers(
         dest="benchmark", metavar="BENCHMARK", title="benchmarks", required=True
     )
-    for name, benchmark in _BENCHMARKS.items():
-        summary = benchmark.summary
+    for name, kind in BENCHMARKS.items():
+        summary = kind.summary
         description = summary[0].upper() + summary[1:] + "."
         own = benchmarks.add_parser(name, help=summary, description=description, allow_abbrev=False)
         own.add_argument(
@@ -106,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--num-proc",
             type=whole_number,
             metavar="N",
-            help=f"ranks to start on this host; default {benchmark.ranks}, inside a job its own",
+            help=f"ranks to start on this host; default {kind.usual_ranks}, inside a job its own",
         )
-        add_options(own, benchmark.options)
+        add_options(own, kind)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -120,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     name: str = arguments.benchmark
     options = _options(arguments)
+    ranks: int = arguments.num_proc or BENCHMARKS[name].usual_ranks
     topology = read_topology(os.environ)
     inside = topology.launcher != "none"
     if inside and arguments.num_proc not in (None, topology.size):
@@ -133,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "startup measures how jobs are started and can't run inside one; start it "
                 "outside mpirun and srun."
             )
-        options["ranks"] = arguments.num_proc or _BENCHMARKS[name].ranks
+        options["ranks"] = ranks
     if inside or name == "startup":
         measure_here(name, options)
         return 0
@@ -142,7 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdtrain.launch.job import Job
 
     elastic = name == "recovery"
-    ranks = arguments.num_proc or _BENCHMARKS[name].ranks
     if elastic:
         _check_recovery(ranks)
     job = Job(
@@ -158,8 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure_here(name: str, options: Mapping[str, Any]) -> None:
     """Run a benchmark in this process, with the ranks of the job that it belongs to."""
-    benchmark = _BENCHMARKS[name]
-    importlib.import_module(benchmark.module).measure(benchmark.options(**options))
+    module = importlib.import_module(f"hvdtrain.bench.measure_{name}")
+    module.measure(BENCHMARKS[name](**options))
 
 
 def _check_recovery(ranks: int) -> None:
@@ -186,7 +127,7 @@ def _check_recovery(ranks: int) -> None:
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The benchmark's own options, with paths that mean the same wherever a rank runs."""
-    kind = _BENCHMARKS[arguments.benchmark].options
+    kind = BENCHMARKS[arguments.benchmark]
     given = vars(arguments)
     options = {
         field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -19,7 +20,9 @@ def describe_machine() -> dict[str, object]:
     """This host now; the load says whether others were using it."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "processor": _processor(),
+        "processor": _value_in("/proc/cpuinfo", "model name")
+        or platform.processor()
+        or platform.machine(),
         "cores": available_cores(),
         "memory_bytes": pages,
         "load": round(os.getloadavg()[0], 2),
@@ -45,37 +48,32 @@ def machine_line(machine: dict[str, object]) -> str:
 
 def resident_bytes() -> int:
     """Memory that this process occupies now (Linux; elsewhere 0)."""
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
-        return 0
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return _memory_of_this_process("VmRSS")
 
 
 def resident_shared_bytes() -> int:
     """How much of ``resident_bytes`` is memory that processes share (Linux; elsewhere 0)."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("RssShmem:"):
-                return int(line.split()[1]) * 1024
-    return 0
+    return _memory_of_this_process("RssShmem")
 
 
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
+def _memory_of_this_process(key: str) -> int:
+    kibibytes, _, _ = _value_in("/proc/self/status", key).partition(" ")
+    return int(kibibytes or 0) * 1024
+
+
+def _value_in(path: str, key: str) -> str:
+    """The value on the first line "key: value" of a file; empty without one."""
+    if Path(path).exists():
+        for line in Path(path).read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == key:
                 return value.strip()
-    return platform.processor() or platform.machine()
+    return ""
 
 
 def _installed() -> dict[str, str]:
     found = {}
     for name in _LIBRARIES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found

@@ -5,7 +5,6 @@ Where the devices reduce (``--backend nccl``), tensors of the same sizes there, 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,13 +13,10 @@ import numpy as np
 
 import hvdtrain
 from hvdtrain import world
-from hvdtrain.bench.bandwidth import algorithm_bandwidth, bus_bandwidth
-from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.bench.measure_gradients import measure_gradients
 from hvdtrain.bench.options import AllreduceOptions
 from hvdtrain.bench.results import BenchReport, format_seconds
-from hvdtrain.bench.timing import time_in_turn
-from hvdtrain.cluster.ranges import format_table
+from hvdtrain.bench.timing import algorithm_bandwidth, bus_bandwidth, time_in_turn
 from hvdtrain.collectives import Collectives
 from hvdtrain.config import variable_name
 
@@ -42,42 +38,28 @@ def measure(options: AllreduceOptions) -> None:
         os.environ[variable_name("collectives")] = options.engine
     hvdtrain.init()
     collectives = world.collectives()
-    machine = describe_machine()
-    report = BenchReport(
-        "allreduce",
-        {"machine": machine, "ranks": collectives.size, "options": dataclasses.asdict(options)},
-    )
-    chief = collectives.rank == 0
-    if chief:
-        report.print(f"hvdtrain bench allreduce: {collectives.size} ranks\n{machine_line(machine)}")
-    rows = [
-        _measure_size(collectives, nbytes, options.repetitions)
-        for nbytes in array_sizes(options.max_bytes)
-    ]
-    if chief:
-        report.print(f"\nallreduce of one float32 array, sum\n{_sizes_table(rows)}")
-        report.add("sizes", rows)
+    report = BenchReport("allreduce", options, collectives.size, world.is_chief)
+    sizes = array_sizes(options.max_bytes)
+    rows = [_measure_array(collectives, nbytes, options.repetitions) for nbytes in sizes]
+    report.print("\nallreduce of one float32 array, sum")
+    _show_sizes(report, rows)
+    report.add(sizes=rows)
     on_devices = world.device_collectives()
     if on_devices is not None:
         there = [
             _measure_tensor(collectives, on_devices, nbytes, options.repetitions)
-            for nbytes in array_sizes(options.max_bytes)
+            for nbytes in sizes
         ]
-        if chief:
-            report.print(
-                f"\nallreduce of one float32 tensor on {on_devices.device}, in a tf.function, sum\n"
-                f"{_sizes_table(there)}"
-            )
-            report.add("tensors", there)
-    graph = measure_gradients(collectives, options.repetitions, options.max_bytes)
-    if chief:
-        graph.show(report)
-        report.finish(options.json)
-        if options.plot:
-            from hvdtrain.bench.plot import plot_sizes
-
-            plot_sizes(rows, collectives.size, options.plot)
-            report.print(f"drawn in {options.plot}")
+        report.print(
+            f"\nallreduce of one float32 tensor on {on_devices.device}, in a tf.function, sum"
+        )
+        _show_sizes(report, there)
+        report.add(tensors=there)
+    measure_gradients(report, collectives, options.repetitions, options.max_bytes)
+    report.finish(options.json)
+    if options.plot and world.is_chief():
+        _plot_sizes(rows, collectives.size, options.plot)
+        report.print(f"drawn in {options.plot}")
 
 
 def array_sizes(max_bytes: int) -> list[int]:
@@ -88,7 +70,7 @@ def array_sizes(max_bytes: int) -> list[int]:
     return sizes
 
 
-def _measure_size(collectives: Collectives, nbytes: int, repetitions: int) -> dict[str, Any]:
+def _measure_array(collectives: Collectives, nbytes: int, repetitions: int) -> dict[str, Any]:
     array = np.ones(nbytes // 4, np.float32)
     copy = np.empty_like(array)
     return _compare(
@@ -158,7 +140,7 @@ def _compare(
     }
 
 
-def _sizes_table(rows: list[dict[str, Any]]) -> str:
+def _show_sizes(report: BenchReport, rows: list[dict[str, Any]]) -> None:
     head = ["engine", "bytes", "best", "median", "algbw", "busbw", "copy best", "copy bw", "ratio"]
     cells = [
         [
@@ -166,21 +148,42 @@ def _sizes_table(rows: list[dict[str, Any]]) -> str:
             str(row["bytes"]),
             format_seconds(row["best_s"]),
             format_seconds(row["median_s"]),
-            _gigabytes(row["algorithm_bandwidth"]),
-            _gigabytes(row["bus_bandwidth"]),
+            f"{row['algorithm_bandwidth'] / 1e9:.2f}",
+            f"{row['bus_bandwidth'] / 1e9:.2f}",
             format_seconds(row["copy_best_s"]),
-            _gigabytes(row["copy_bandwidth"]),
+            f"{row['copy_bandwidth'] / 1e9:.2f}",
             f"{row['best_s'] / row['copy_best_s']:.2f}",
         ]
         for row in rows
     ]
-    return (
-        format_table(head, cells, left=(0,))
-        + "\nalgbw: bytes / time; busbw: algbw * 2 (n - 1) / n, both in GB/s from the best time."
+    report.print_table(head, cells)
+    report.print(
+        "algbw: bytes / time; busbw: algbw * 2 (n - 1) / n, both in GB/s from the best time."
         "\ncopy: every rank copies as many bytes once in its memory at the same time; ratio: best"
         "\ntime over best copy."
     )
 
 
-def _gigabytes(bytes_a_second: float) -> str:
-    return f"{bytes_a_second / 1e9:.2f}"
+def _plot_sizes(rows: list[dict[str, Any]], ranks: int, path: str) -> None:
+    """Draw time and bandwidth over size into ``path``; its ending says in which format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sizes = [row["bytes"] for row in rows]
+    figure, (times, bandwidths) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    figure.suptitle(f"allreduce, {ranks} ranks, {rows[0]['engine']}")
+    times.plot(sizes, [row["best_s"] * 1e6 for row in rows], "o-", label="allreduce, best")
+    times.plot(sizes, [row["median_s"] * 1e6 for row in rows], "o:", label="allreduce, median")
+    times.plot(sizes, [row["copy_best_s"] * 1e6 for row in rows], "s--", label="copy, best")
+    times.set(xlabel="bytes a rank", ylabel="microseconds", yscale="log")
+    bandwidths.plot(sizes, [row["bus_bandwidth"] / 1e9 for row in rows], "o-", label="busbw")
+    bandwidths.plot(sizes, [row["copy_bandwidth"] / 1e9 for row in rows], "s--", label="copy")
+    bandwidths.set(xlabel="bytes a rank", ylabel="GB/s", ylim=(0, None))
+    for axes in (times, bandwidths):
+        axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -11,11 +11,11 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.bench.models import build_model, synthetic_data
-from hvdtrain.bench.results import BenchReport, Limit
-from hvdtrain.cluster.ranges import format_table
+from hvdtrain.bench.results import BenchReport
+from hvdtrain.bench.timing import largest
 from hvdtrain.collectives import Collectives
 
-__all__ = ["measure_calls", "show_calls"]
+__all__ = ["measure_calls"]
 
 STEPS = 5
 BATCH_SIZE = 64
@@ -49,26 +49,35 @@ _INPUTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
 }
 
 
-def measure_calls(collectives: Collectives) -> list[dict[str, Any]]:
-    """For each kind of input the best of some calls, in seconds: plain Keras, and all ranks."""
-    return [_measure(name, collectives) for name in _INPUTS]
+def measure_calls(report: BenchReport, collectives: Collectives) -> None:
+    """Report, for each kind of input, the best of some calls: plain Keras, and all ranks."""
+    rows, cells = [], []
+    for name in _INPUTS:
+        alone_s, together_s = _measure(name, collectives)
+        overhead_s = together_s - alone_s
+        rows.append({"input": name, "alone_s": alone_s, "together_s": together_s})
+        times_s = (alone_s, together_s, overhead_s)
+        cells.append([name, *(f"{1000 * each:.0f} ms" for each in times_s)])
+        what = f"one more call of fit, {name}: beyond plain Keras"
+        report.hold_against(what, overhead_s, "at most", MOST_OVERHEAD_S, "s")
+    report.print()
+    report.print_table(["one more fit", "plain Keras", "all ranks", "more"], cells)
+    report.print(
+        f"the best of {CALLS} calls of {STEPS} steps of a small model that has been traced, with\n"
+        "as many samples a rank in both."
+    )
+    report.add(calls=rows)
 
 
-def _measure(name: str, collectives: Collectives) -> dict[str, Any]:
-    """Ranks call plain Keras one after the other, then all together."""
-    alone = float("inf")
+def _measure(name: str, collectives: Collectives) -> list[float]:
+    """Seconds on the slowest rank: of plain Keras, one rank after the other, then of all."""
+    alone_s = float("inf")
     for rank in range(collectives.size):
         if rank == collectives.rank:
-            alone = _best_call_s(build_model("small"), name, 1)
+            alone_s = _best_call_s(build_model("small"), name, 1)
         collectives.barrier(name=f"hvdtrain bench: rank {rank} calls fit alone")
     model = hvdtrain.distribute(build_model("small"))
-    together = _best_call_s(model, name, collectives.size)
-    times = collectives.allgather_object([alone, together], name="hvdtrain bench: calls")
-    return {
-        "input": name,
-        "alone_s": max(entry[0] for entry in times),
-        "together_s": max(entry[1] for entry in times),
-    }
+    return largest(collectives, alone_s, _best_call_s(model, name, collectives.size))
 
 
 def _best_call_s(model: keras.Model, name: str, ranks: int) -> float:
@@ -80,30 +89,3 @@ def _best_call_s(model: keras.Model, name: str, ranks: int) -> float:
         model.fit(**given, shuffle=False, verbose=0)
         times.append(time.perf_counter() - begin_s)
     return min(times[2:])
-
-
-def show_calls(report: BenchReport, rows: list[dict[str, Any]]) -> None:
-    """Print the table, and hold what hvdtrain adds to a call against the limit."""
-    cells = []
-    for row in rows:
-        overhead_s = row["together_s"] - row["alone_s"]
-        times_s = (row["alone_s"], row["together_s"], overhead_s)
-        cells.append([row["input"], *(f"{1000 * each:.0f} ms" for each in times_s)])
-        report.hold_against(
-            Limit(
-                what=f"one more call of fit, {row['input']}: beyond plain Keras",
-                measured=overhead_s,
-                limit=MOST_OVERHEAD_S,
-                unit="s",
-                bound="at most",
-            )
-        )
-    report.print()
-    report.print(
-        format_table(["one more fit", "plain Keras", "all ranks", "more"], cells, left=(0,))
-    )
-    report.print(
-        f"the best of {CALLS} calls of {STEPS} steps of a small model that has been traced, with\n"
-        "as many samples a rank in both."
-    )
-    report.add("calls", rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import statistics
 import tempfile
@@ -14,16 +13,14 @@ import keras
 
 import hvdtrain
 from hvdtrain import world
-from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import CheckpointOptions
-from hvdtrain.bench.results import BenchReport, Limit, format_seconds
-from hvdtrain.cluster.ranges import format_table
+from hvdtrain.bench.results import BenchReport, format_seconds
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 
 __all__ = ["measure"]
 
-MOST_PAUSE_OVER_WRITE = 25.0  # percent
+MOST_PAUSE_OVER_WRITE_PERCENT = 25.0
 
 
 class _Watch(keras.callbacks.Callback):
@@ -43,17 +40,14 @@ class _Watch(keras.callbacks.Callback):
 def measure(options: CheckpointOptions) -> None:
     """Measure on the ranks that are there; the chief prints and writes."""
     hvdtrain.init()
-    chief = world.is_chief()
-    machine = describe_machine()
-    header = {"machine": machine, "ranks": world.size(), "options": dataclasses.asdict(options)}
-    report = BenchReport("checkpoint", header)
-    if chief:
-        report.print(f"hvdtrain bench checkpoint: {world.size()} ranks\n{machine_line(machine)}")
+    report = BenchReport("checkpoint", options, world.size(), world.is_chief)
     place = options.directory or None
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-", dir=place) as folder:
         watch = _train(options, Path(folder))
-        size_bytes = _size_of_newest(Path(folder))
-    if chief:
+        # 0 bytes on the ranks that don't see the checkpoints.
+        newest = sorted(Path(folder).glob("step-*"))[-1:]
+        size_bytes = sum(file.stat().st_size for path in newest for file in path.iterdir())
+    if world.is_chief():
         _show(report, watch, size_bytes)
         report.finish(options.json)
 
@@ -74,12 +68,6 @@ def _train(options: CheckpointOptions, folder: Path) -> _Watch:
     return watch
 
 
-def _size_of_newest(folder: Path) -> int:
-    """Bytes of the last checkpoint; 0 on the ranks that don't see it."""
-    newest = sorted(folder.glob("step-*"))[-1:]
-    return sum(file.stat().st_size for path in newest for file in path.iterdir())
-
-
 def _show(report: BenchReport, watch: _Watch, size_bytes: int) -> None:
     assert watch.session is not None
     paused_s = watch.session.paused_s[:-1]
@@ -90,16 +78,8 @@ def _show(report: BenchReport, watch: _Watch, size_bytes: int) -> None:
         for number, (paused, written) in enumerate(zip(paused_s, written_s), start=1)
     ]
     report.print(f"{size_bytes / 1e6:.0f} MB each; a step takes {format_seconds(step_s)}\n")
-    report.print(format_table(["checkpoint", "training waited", "written in", "share"], rows))
-    for name, value in (("paused_s", paused_s), ("written_s", written_s), ("step_s", step_s)):
-        report.add(name, value)
-    report.add("bytes", size_bytes)
-    report.hold_against(
-        Limit(
-            what="waiting over writing, median",
-            measured=100 * statistics.median(p / w for p, w in zip(paused_s, written_s)),
-            limit=MOST_PAUSE_OVER_WRITE,
-            unit="%",
-            bound="at most",
-        )
-    )
+    report.print_table(["checkpoint", "training waited", "written in", "share"], rows, left=())
+    report.add(paused_s=paused_s, written_s=written_s, step_s=step_s, bytes=size_bytes)
+    percent = 100 * statistics.median(p / w for p, w in zip(paused_s, written_s))
+    what = "waiting over writing, median"
+    report.hold_against(what, percent, "at most", MOST_PAUSE_OVER_WRITE_PERCENT, "%")

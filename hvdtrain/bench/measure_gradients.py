@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.bench.results import BenchReport, Limit, format_seconds
+from hvdtrain.bench.results import BenchReport, format_seconds
 from hvdtrain.bench.timing import Timing, time_in_turn
-from hvdtrain.cluster.ranges import format_table
 from hvdtrain.collectives import Collectives
 from hvdtrain.gradients.reducer import GradientReducer
 
-__all__ = ["GradientFigures", "measure_gradients", "resnet50_shapes"]
+__all__ = ["measure_gradients", "resnet50_shapes"]
 
 MOST_TIMES_COPY = 3.0
 MOST_SMALL_S = 200e-6
@@ -27,51 +25,6 @@ SMALL_CHAIN = 25
 # Blocks of each stage of ResNet-50 and the channels inside them.
 STAGES = ((3, 64), (4, 128), (6, 256), (3, 512))
 EXPANSION = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientFigures:
-    """Times of the large reduction, of the copy beside it, and of small reductions."""
-
-    count: int
-    nbytes: int
-    gradients: Timing
-    copy: Timing
-    small: Timing
-    small_call: Timing
-
-    def show(self, report: BenchReport) -> None:
-        """Print, keep and compare with the limits."""
-        size = f"{self.count} gradients of {self.nbytes / 1e6:.3g} MB"
-        ratio = self.gradients.best_s / self.copy.best_s
-        rows = [
-            [f"{size}, average", *_times(self.gradients)],
-            ["copy of the same bytes", *_times(self.copy)],
-            ["ratio", *_ratios(self.gradients, self.copy)],
-            [f"4 bytes, one of {SMALL_CHAIN} in a row", *_times(self.small)],
-            ["4 bytes, with the call of the function", *_times(self.small_call)],
-        ]
-        report.print("\ninside a tf.function, packing and unpacking included")
-        report.print(format_table(["", "best", "median", "processor"], rows, left=(0,)))
-        report.add("gradients", dataclasses.asdict(self))
-        report.hold_against(
-            Limit(
-                what=f"{size} / copy, best",
-                measured=ratio,
-                limit=MOST_TIMES_COPY,
-                unit="times",
-                bound="at most",
-            )
-        )
-        report.hold_against(
-            Limit(
-                what="allreduce of 4 bytes in a tf.function, best",
-                measured=self.small.best_s * 1e6,
-                limit=MOST_SMALL_S * 1e6,
-                unit="us",
-                bound="at most",
-            )
-        )
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
@@ -94,33 +47,41 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 
 def measure_gradients(
-    collectives: Collectives, repetitions: int, max_bytes: int
-) -> GradientFigures:
-    """Time both on all ranks; ``max_bytes`` leaves out the shapes that would exceed it."""
+    report: BenchReport, collectives: Collectives, repetitions: int, max_bytes: int
+) -> None:
+    """Time large and small reductions on all ranks; ``max_bytes`` leaves out shapes beyond it."""
     reducer = GradientReducer.of_job()
     arrays = [np.ones(shape, np.float32) for shape in _shapes_within(max_bytes)]
     flat = np.ones(sum(array.size for array in arrays), np.float32)
     target = np.empty_like(flat)
-    found = time_in_turn(
-        collectives,
-        {
-            "copy": lambda: np.copyto(target, flat),
-            "gradients": _averaging(reducer, arrays),
-        },
-        repetitions=repetitions,
-    )
-    chain, call = _small(reducer, SMALL_CHAIN), _small(reducer, 1)
-    small = time_in_turn(
-        collectives, {"chain": chain, "call": call}, repetitions=repetitions, calls=SMALL_CALLS
-    )
-    return GradientFigures(
-        count=len(arrays),
-        nbytes=flat.nbytes,
-        gradients=found["gradients"],
-        copy=found["copy"],
-        small=small["chain"].divided(SMALL_CHAIN),
-        small_call=small["call"],
-    )
+    operations = {
+        "copy": lambda: np.copyto(target, flat),
+        "gradients": _averaging(reducer, arrays),
+    }
+    found = time_in_turn(collectives, operations, repetitions=repetitions)
+    gradients, copy = found["gradients"], found["copy"]
+    operations = {"chain": _small(reducer, SMALL_CHAIN), "call": _small(reducer, 1)}
+    found = time_in_turn(collectives, operations, repetitions=repetitions, calls=SMALL_CALLS)
+    small, small_call = found["chain"].divided(SMALL_CHAIN), found["call"]
+
+    size = f"{len(arrays)} gradients of {flat.nbytes / 1e6:.3g} MB"
+    pairs = zip(dataclasses.astuple(gradients), dataclasses.astuple(copy))
+    rows = [
+        [f"{size}, average", *_times(gradients)],
+        ["copy of the same bytes", *_times(copy)],
+        ["ratio", *(f"{value / unit:.2f}" for value, unit in pairs)],
+        [f"4 bytes, one of {SMALL_CHAIN} in a row", *_times(small)],
+        ["4 bytes, with the call of the function", *_times(small_call)],
+    ]
+    report.print("\ninside a tf.function, packing and unpacking included")
+    report.print_table(["", "best", "median", "processor"], rows)
+    timings = {"gradients": gradients, "copy": copy, "small": small, "small_call": small_call}
+    each = {name: dataclasses.asdict(timing) for name, timing in timings.items()}
+    report.add(gradients={"count": len(arrays), "nbytes": flat.nbytes, **each})
+    ratio = gradients.best_s / copy.best_s
+    report.hold_against(f"{size} / copy, best", ratio, "at most", MOST_TIMES_COPY, "times")
+    what = "allreduce of 4 bytes in a tf.function, best"
+    report.hold_against(what, small.best_s * 1e6, "at most", MOST_SMALL_S * 1e6, "us")
 
 
 def _averaging(reducer: GradientReducer, arrays: list[np.ndarray]) -> Callable[[], Any]:
@@ -170,8 +131,3 @@ def _convolution(size: int, inputs: int, outputs: int) -> list[tuple[int, ...]]:
 
 def _times(timing: Timing) -> list[str]:
     return [format_seconds(value) for value in dataclasses.astuple(timing)]
-
-
-def _ratios(timing: Timing, unit: Timing) -> list[str]:
-    pairs = zip(dataclasses.astuple(timing), dataclasses.astuple(unit))
-    return [f"{value / one:.2f}" for value, one in pairs]

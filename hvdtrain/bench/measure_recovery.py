@@ -24,11 +24,9 @@ import numpy as np
 
 import hvdtrain
 from hvdtrain import world
-from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import RecoveryOptions
-from hvdtrain.bench.results import BenchReport, Limit, format_seconds
-from hvdtrain.cluster.ranges import format_table
+from hvdtrain.bench.results import BenchReport, format_seconds
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import Collectives
 from hvdtrain.collectives.mpi_start import start_mpi, why_not_elastic
@@ -84,13 +82,7 @@ class Loss:
 
 
 class _Watch(keras.callbacks.Callback):
-    """Notes the steps, and kills this rank when it is its turn.
-
-    Args:
-        collectives: The engine.
-        killed_s: For each rank when it was killed; all ranks see it.
-        between_steps: Steps from one loss to the next.
-    """
+    """Notes the steps, and kills this rank when it is its turn; ``killed_s`` tells the others."""
 
     def __init__(self, collectives: Collectives, killed_s: np.ndarray, between_steps: int) -> None:
         super().__init__()
@@ -133,16 +125,12 @@ def measure(options: RecoveryOptions) -> None:
     os.environ[variable_name("elastic")] = "1"
     hvdtrain.init()
     collectives = world.collectives()
-    ranks = collectives.size
-    machine = describe_machine()
-    header = {"machine": machine, "ranks": ranks, "options": dataclasses.asdict(options)}
-    report = BenchReport("recovery", header)
-    if world.is_chief():
-        report.print(f"hvdtrain bench recovery: {ranks} ranks\n{machine_line(machine)}")
-        report.print(
-            f"{options.model}, batch {options.batch_size} a rank; a rank is killed every "
-            f"{options.between_steps} steps, at a random moment of a step\n"
-        )
+    # Who is the chief changes as ranks are killed.
+    report = BenchReport("recovery", options, collectives.size, world.is_chief)
+    report.print(
+        f"{options.model}, batch {options.batch_size} a rank; a rank is killed every "
+        f"{options.between_steps} steps, at a random moment of a step\n"
+    )
     killed_s = _shared_times(collectives)
     steps = _train(options, collectives, killed_s)
     if world.is_chief():
@@ -260,35 +248,22 @@ def _show(report: BenchReport, losses: Sequence[Loss]) -> None:
             f"{loss.ranks} to {loss.ranks - 1}",
             format_seconds(loss.normal_step_s),
             format_seconds(loss.next_step_s),
-            _milliseconds(loss.beyond_s),
+            f"{1e3 * loss.beyond_s:+.0f} ms",
             format_seconds(loss.step_after_s),
-            _milliseconds(loss.after_beyond_s),
+            f"{1e3 * loss.after_beyond_s:+.0f} ms",
         ]
         for number, loss in enumerate(losses, start=1)
     ]
     head = ["loss", "who died", "ranks", "normal step", "kill to next step", "beyond normal"]
-    report.print(format_table([*head, "step after", "beyond normal"], cells, left=(0, 1)))
+    report.print_table([*head, "step after", "beyond normal"], cells, left=(0, 1))
     report.print(
         "normal step: median before the loss; kill to next step: to the end of the first step that"
         "\nthe others completed without the rank; step after: the whole of the one that followed."
     )
-    report.add("losses", [dataclasses.asdict(loss) for loss in losses])
-    beyond_s = {
-        "from the kill to the next step": [loss.beyond_s for loss in losses],
-        "the step after": [loss.after_beyond_s for loss in losses],
-    }
-    for what, seconds in beyond_s.items():
-        report.hold_against(
-            Limit(
-                what=f"{what}, beyond a normal step, worst",
-                measured=max(seconds),
-                limit=MOST_BEYOND_S,
-                unit="s",
-                bound="at most",
-            )
-        )
-
-
-def _milliseconds(seconds: float) -> str:
-    """With its sign: a step without one rank may be quicker."""
-    return f"{1e3 * seconds:+.0f} ms"
+    report.add(losses=[dataclasses.asdict(loss) for loss in losses])
+    for what, worst_s in (
+        ("from the kill to the next step", max(loss.beyond_s for loss in losses)),
+        ("the step after", max(loss.after_beyond_s for loss in losses)),
+    ):
+        what += ", beyond a normal step, worst"
+        report.hold_against(what, worst_s, "at most", MOST_BEYOND_S, "s")

@@ -13,30 +13,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-import keras
 import numpy as np
 
 import hvdtrain
 from hvdtrain import world
-from hvdtrain.bench.machine import (
-    describe_machine,
-    machine_line,
-    resident_bytes,
-    resident_shared_bytes,
-)
+from hvdtrain.bench.machine import resident_bytes, resident_shared_bytes
 from hvdtrain.bench.models import build_model
 from hvdtrain.bench.options import ServersOptions
-from hvdtrain.bench.results import BenchReport, Limit, format_seconds
-from hvdtrain.cluster.ranges import format_table
+from hvdtrain.bench.results import BenchReport, format_seconds
+from hvdtrain.bench.timing import largest
 from hvdtrain.collectives import Collectives
-from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.consistency import Asynchronous
 from hvdtrain.parameter_server.optimizer_state import take_states
 from hvdtrain.parameter_server.server import Server
-from hvdtrain.parameter_server.sharding import Shard, Spec, shard_variables, specs_of
-from hvdtrain.parameter_server.shared_memory import SharedMemory, published_bytes, share_memory
+from hvdtrain.parameter_server.sharding import shard_variables, specs_of
+from hvdtrain.parameter_server.shared_memory import published_bytes, share_memory
 from hvdtrain.parameter_server.updates import ShardUpdates
 from hvdtrain.parameter_server.variable_table import VariableTable
 
@@ -72,36 +65,11 @@ class _Row:
     server_bytes: int
     server_resident_bytes: int
 
-    def updates_per_s(self, statistic: Callable[[Sequence[float]], float]) -> float:
-        """How many updates the server made."""
-        return 1 / statistic(self.update_s)
-
-    def copies_allow(self, statistic: Callable[[Sequence[float]], float]) -> float:
-        """Updates a second, if they were nothing but their copies."""
-        return 1 / (sum(COPIES.values()) * statistic(self.copy_s))
-
-    def percent(self, statistic: Callable[[Sequence[float]], float]) -> float:
-        """The one over the other."""
-        return 100 * self.updates_per_s(statistic) / self.copies_allow(statistic)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What all runs have in common; ``table`` is the server's alone."""
-
-    model: keras.Model
-    specs: Sequence[Spec]
-    shard: Shard
-    table: VariableTable | None
-    memory: SharedMemory
-    collectives: Collectives
-    messages: PointToPoint
-    updates: int
-
-    @property
-    def server(self) -> int:
-        """The rank that serves."""
-        return self.collectives.size - 1
+    def speeds(self, statistic: Callable[[Sequence[float]], float]) -> tuple[float, float, float]:
+        """Updates a second, those that the copies allow, and the one over the other in percent."""
+        made = 1 / statistic(self.update_s)
+        allowed = 1 / (sum(COPIES.values()) * statistic(self.copy_s))
+        return made, allowed, 100 * made / allowed
 
 
 def measure(options: ServersOptions) -> None:
@@ -114,133 +82,117 @@ def measure(options: ServersOptions) -> None:
             f"servers needs two workers and a parameter server; received a job of {ranks} ranks, "
             f"expected {FEWEST_RANKS} or more."
         )
-    machine = describe_machine()
-    report = BenchReport(
-        "servers", {"machine": machine, "ranks": ranks, "options": dataclasses.asdict(options)}
+    report = BenchReport("servers", options, ranks, world.is_chief)
+    runs = _Runs(collectives, options.updates)
+    report.print(
+        f"one server with {runs.shard.nbytes / 1e6:.3g} MB of variables; {options.runs} runs "
+        f"of {options.updates} updates from each worker\n"
     )
-    job = _prepare(collectives, options.updates)
-    if world.is_chief():
-        report.print(f"hvdtrain bench servers: {ranks} ranks\n{machine_line(machine)}")
-        report.print(
-            f"one server with {job.shard.nbytes / 1e6:.3g} MB of variables; {options.runs} runs "
-            f"of {options.updates} updates from each worker\n"
+    rows = [runs.measure(workers, options.runs) for workers in sorted({2, ranks - 1})]
+    _show(report, rows, runs.shard.nbytes)
+    report.finish(options.json)
+
+
+class _Runs:
+    """Runs of some workers and one server, with the same model; every method is collective.
+
+    Args:
+        collectives: The engine.
+        updates: How many each worker makes in a run.
+    """
+
+    def __init__(self, collectives: Collectives, updates: int) -> None:
+        self._collectives = collectives
+        self._updates = updates
+        self._model = build_model("lenet")
+        variables = self._model.trainable_variables
+        self._model.optimizer.build(variables)
+        self._specs = specs_of(variables)
+        (self.shard,) = shard_variables(self._specs, 1)
+        self._server = collectives.size - 1
+        self._table: VariableTable | None = None
+        if collectives.rank == self._server:
+            self._table = VariableTable(self._model.optimizer, self.shard, variables)
+        self._memory = share_memory(collectives, [self._server], [self.shard])
+        self._messages = collectives.messages()
+
+    def measure(self, workers: int, runs: int) -> _Row:
+        """Runs with the first ranks as workers; the first run does not count."""
+        copy_s, update_s = [], []
+        for _ in range(runs + 1):
+            copy_s.append(self._copy())
+            update_s.append(self._run(range(workers)))
+        resident = own = 0.0
+        if self._table is not None:
+            resident = resident_bytes()
+            own = resident - resident_shared_bytes() + published_bytes(self.shard.nbytes)
+        own, resident = largest(self._collectives, own, resident)
+        return _Row(
+            workers=workers,
+            update_s=update_s[1:],
+            copy_s=copy_s[1:],
+            server_bytes=int(own),
+            server_resident_bytes=int(resident),
         )
-    rows = [_measure(job, workers, options.runs) for workers in sorted({2, ranks - 1})]
-    if world.is_chief():
-        _show(report, rows, job.shard.nbytes)
-        report.finish(options.json)
 
+    def _copy(self) -> float:
+        """Seconds for copying the variables' bytes, by the server while all others wait."""
+        self._collectives.barrier(name="hvdtrain bench")
+        seconds = 0.0
+        if self._table is not None:
+            source = np.ones(self.shard.nbytes, np.uint8)
+            target = np.ones_like(source)
+            start = time.perf_counter()
+            for _ in range(self._updates):
+                np.copyto(target, source)
+            seconds = time.perf_counter() - start
+        (seconds,) = largest(self._collectives, seconds)
+        return seconds / self._updates
 
-def _prepare(collectives: Collectives, updates: int) -> _Job:
-    model = build_model("lenet")
-    model.optimizer.build(model.trainable_variables)
-    specs = specs_of(model.trainable_variables)
-    (shard,) = shard_variables(specs, 1)
-    server = collectives.size - 1
-    serves = collectives.rank == server
-    return _Job(
-        model=model,
-        specs=specs,
-        shard=shard,
-        table=VariableTable(model.optimizer, shard, model.trainable_variables) if serves else None,
-        memory=share_memory(collectives, [server], [shard]),
-        collectives=collectives,
-        messages=collectives.messages(),
-        updates=updates,
-    )
+    def _run(self, workers: range) -> float:
+        """Seconds for an update, over all workers."""
+        seconds = 0.0
+        self._collectives.barrier(name="hvdtrain bench")
+        if self._table is not None:
+            Server(
+                self._messages,
+                ShardUpdates(self._table, self._memory.published[self._server]),
+                self._memory,
+                workers=workers,
+                consistency=Asynchronous(workers, bound=None),
+            ).serve()
+        elif self._collectives.rank in workers:
+            seconds = self._work()
+        (seconds,) = largest(self._collectives, seconds)
+        return seconds / (self._updates * len(workers))
 
-
-def _measure(job: _Job, workers: int, runs: int) -> _Row:
-    """Runs with the first ranks as workers; the first run does not count."""
-    copy_s, update_s = [], []
-    for _ in range(runs + 1):
-        copy_s.append(_copy(job))
-        update_s.append(_run(job, range(workers)))
-    resident = own = 0
-    if job.collectives.rank == job.server:
-        resident = resident_bytes()
-        own = resident - resident_shared_bytes() + published_bytes(job.shard.nbytes)
-    occupied = job.collectives.allreduce(np.array([own, resident]), "max", name="hvdtrain bench")
-    return _Row(
-        workers=workers,
-        update_s=update_s[1:],
-        copy_s=copy_s[1:],
-        server_bytes=int(occupied[0]),
-        server_resident_bytes=int(occupied[1]),
-    )
-
-
-def _copy(job: _Job) -> float:
-    """Seconds for copying the variables' bytes, by the server while all others wait."""
-    job.collectives.barrier(name="hvdtrain bench")
-    seconds = 0.0
-    if job.collectives.rank == job.server:
-        source = np.ones(job.shard.nbytes, np.uint8)
-        target = np.ones_like(source)
+    def _work(self) -> float:
+        """Push as often as asked for; returns how long that took."""
+        client = Client(self._messages, self._specs, [self._server], [self.shard], self._memory)
+        weights = [np.asarray(variable.numpy()) for variable in self._model.trainable_variables]
+        states = take_states(self._model.optimizer, [self.shard])
+        chief = self._collectives.rank == 0
+        if chief:
+            client.load(weights, states)
+        client.pull()
+        gradients = [np.full_like(weight, 1e-3) for weight in weights]
         start = time.perf_counter()
-        for _ in range(job.updates):
-            np.copyto(target, source)
+        for _ in range(self._updates):
+            client.push(gradients, weight=1.0, learning_rate=float("nan"))
         seconds = time.perf_counter() - start
-    slowest = job.collectives.allreduce(np.array([seconds]), "max", name="hvdtrain bench")
-    return float(slowest[0]) / job.updates
-
-
-def _run(job: _Job, workers: range) -> float:
-    """Seconds for an update, over all workers; collective."""
-    rank, seconds = job.collectives.rank, 0.0
-    job.collectives.barrier(name="hvdtrain bench")
-    if rank == job.server:
-        _serve(job, workers)
-    elif rank in workers:
-        seconds = _work(job)
-    slowest = job.collectives.allreduce(np.array([seconds]), "max", name="hvdtrain bench")
-    return float(slowest[0]) / (job.updates * len(workers))
-
-
-def _serve(job: _Job, workers: range) -> None:
-    assert job.table is not None
-    Server(
-        job.messages,
-        ShardUpdates(job.table, job.memory.published[job.server]),
-        job.memory,
-        workers=workers,
-        consistency=Asynchronous(workers, bound=None),
-    ).serve()
-
-
-def _work(job: _Job) -> float:
-    """Push as often as asked for; returns how long that took."""
-    client = Client(job.messages, job.specs, [job.server], [job.shard], job.memory)
-    weights = [np.asarray(variable.numpy()) for variable in job.model.trainable_variables]
-    states = take_states(job.model.optimizer, [job.shard])
-    chief = job.collectives.rank == 0
-    if chief:
-        client.load(weights, states)
-    client.pull()
-    gradients = [np.full_like(weight, 1e-3) for weight in weights]
-    start = time.perf_counter()
-    for _ in range(job.updates):
-        client.push(gradients, weight=1.0, learning_rate=float("nan"))
-    seconds = time.perf_counter() - start
-    client.end(states=states if chief else None)
-    return seconds
+        client.end(states=states if chief else None)
+        return seconds
 
 
 def _show(report: BenchReport, rows: Sequence[_Row], nbytes: int) -> None:
-    cells = [
-        [
-            str(row.workers),
-            name,
-            f"{row.updates_per_s(statistic):.0f}",
-            f"{row.copies_allow(statistic):.0f}",
-            f"{row.percent(statistic):.0f} %",
-            f"{row.server_bytes / 2**20:.0f} MiB",
-        ]
-        for row in rows
-        for name, statistic in (("best", min), ("median", median))
-    ]
+    cells = []
+    for row in rows:
+        for name, statistic in (("best", min), ("median", median)):
+            made, allowed, percent = row.speeds(statistic)
+            speeds = f"{made:.0f}", f"{allowed:.0f}", f"{percent:.0f} %"
+            cells.append([str(row.workers), name, *speeds, f"{row.server_bytes / 2**20:.0f} MiB"])
     head = ["workers", "runs", "updates/s", "copies allow", "share", "server's memory"]
-    report.print(format_table(head, cells))
+    report.print_table(head, cells, left=())
     parts = "; ".join(f"{what} ({count:g})" for what, count in COPIES.items())
     report.print(
         f"copies allow: an update needs {sum(COPIES.values()):g} copies of {nbytes / 1e6:.3g} MB, "
@@ -248,23 +200,11 @@ def _show(report: BenchReport, rows: Sequence[_Row], nbytes: int) -> None:
         "server's memory: its own after the runs, Python and TensorFlow included, and not what\n"
         "workers share with it: each the buffer of its own gradient."
     )
-    report.add("rows", [dataclasses.asdict(row) for row in rows])
-    report.hold_against(
-        Limit(
-            what="2 workers: updates a second over what copies allow, best",
-            measured=rows[0].percent(min),
-            limit=LEAST_SHARE_PERCENT,
-            unit="%",
-            bound="at least",
-        )
-    )
+    report.add(rows=[dataclasses.asdict(row) for row in rows])
+    *_, percent = rows[0].speeds(min)
+    what = "2 workers: updates a second over what copies allow, best"
+    report.hold_against(what, percent, "at least", LEAST_SHARE_PERCENT, "%")
     if len(rows) > 1:
-        report.hold_against(
-            Limit(
-                what=f"server's memory with {rows[-1].workers} workers over that with 2",
-                measured=(rows[-1].server_bytes - rows[0].server_bytes) / 2**20,
-                limit=2 * nbytes / 2**20,
-                unit="MiB",
-                bound="at most",
-            )
-        )
+        what = f"server's memory with {rows[-1].workers} workers over that with 2"
+        growth = rows[-1].server_bytes - rows[0].server_bytes
+        report.hold_against(what, growth / 2**20, "at most", 2 * nbytes / 2**20, "MiB")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import statistics
@@ -13,11 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.bench.options import StartupOptions
-from hvdtrain.bench.results import BenchReport, Limit, format_seconds
+from hvdtrain.bench.results import BenchReport, format_seconds
 from hvdtrain.bench.start_program import MARK
-from hvdtrain.cluster.ranges import format_table
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.mpirun import Mpirun, find_mpirun
 
@@ -55,9 +52,7 @@ class _Starts:
 
 def measure(options: StartupOptions) -> None:
     """Start both programs both ways in turn; print and write."""
-    machine = describe_machine()
-    report = BenchReport("startup", {"machine": machine, "options": dataclasses.asdict(options)})
-    report.print(f"hvdtrain bench startup: {options.ranks} ranks\n{machine_line(machine)}")
+    report = BenchReport("startup", options, options.ranks, lambda: True)
     mpirun = find_mpirun(Path(sys.executable).parent, os.environ)
     ours = (sys.executable, "-m", "hvdtrain", "run", "-np", str(options.ranks), "--")
     bare, extra = bare_command(mpirun, options.ranks)
@@ -115,23 +110,15 @@ def _show_starts(report: BenchReport, run: _Starts, plain: _Starts) -> None:
         best_s = min(ours_s) - min(bare_s)
         cells.append([name, "difference", *(f"{value:+.3f} s" for value in (extra_s, best_s))])
         if name != PROBE:
-            report.hold_against(
-                Limit(
-                    what=f"{name}: hvdtrain run over mpirun, medians",
-                    measured=extra_s,
-                    limit=MOST_EXTRA_S,
-                    unit="s",
-                    bound="at most",
-                )
-            )
+            what = f"{name}: hvdtrain run over mpirun, medians"
+            report.hold_against(what, extra_s, "at most", MOST_EXTRA_S, "s")
     report.print(f"\nseconds of the whole command, {len(run.whole_s[EMPTY])} starts each, in turn")
-    report.print(format_table(["program", "started by", "median", "best"], cells, left=(0, 1)))
+    report.print_table(["program", "started by", "median", "best"], cells, left=(0, 1))
     report.print(
         "less import: without the seconds that the slowest rank imported TensorFlow, which are\n"
         "the same either way and vary more than the rest."
     )
-    report.add("hvdtrain_run_s", run.whole_s)
-    report.add("mpirun_s", plain.whole_s)
+    report.add(hvdtrain_run_s=run.whole_s, mpirun_s=plain.whole_s)
 
 
 def _show_parts(report: BenchReport, probes: list[dict[str, float]]) -> None:
@@ -140,8 +127,8 @@ def _show_parts(report: BenchReport, probes: list[dict[str, float]]) -> None:
         [name, *_median_and_best([probe[part] for probe in probes])] for part, name in names.items()
     ]
     report.print("\ninside the ranks, the slowest of each start")
-    report.print(format_table(["", "median", "best"], rows, left=(0,)))
-    report.add("probes", probes)
+    report.print_table(["", "median", "best"], rows)
+    report.add(probes=probes)
 
 
 def _median_and_best(seconds: list[float]) -> list[str]:

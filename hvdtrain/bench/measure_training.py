@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 import hvdtrain
 from hvdtrain import world
-from hvdtrain.bench.machine import describe_machine, machine_line, resident_bytes
-from hvdtrain.bench.measure_calls import measure_calls, show_calls
+from hvdtrain.bench.machine import resident_bytes
+from hvdtrain.bench.measure_calls import measure_calls
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import TrainingOptions
-from hvdtrain.bench.results import BenchReport, Limit
-from hvdtrain.cluster.ranges import format_table
+from hvdtrain.bench.results import BenchReport
+from hvdtrain.bench.timing import largest
 from hvdtrain.collectives import Collectives
 
 __all__ = ["measure"]
@@ -50,14 +48,6 @@ class _Run:
     cpu_step_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Runs:
-    """Runs of this rank alone and of all ranks."""
-
-    alone: list[_Run]
-    joint: list[_Run]
-
-
 class _StepClock(keras.callbacks.Callback):
     """Notes when each step and the training ended, and this process's memory at some steps."""
 
@@ -85,45 +75,37 @@ def measure(options: TrainingOptions) -> None:
     tf.config.threading.set_inter_op_parallelism_threads(options.inter_op_threads)
     hvdtrain.init()
     collectives = world.collectives()
-    size, chief = collectives.size, collectives.rank == 0
-    machine = describe_machine()
-    report = BenchReport(
-        "training", {"machine": machine, "ranks": size, "options": dataclasses.asdict(options)}
+    report = BenchReport("training", options, collectives.size, world.is_chief)
+    report.print(
+        f"batch {options.batch_size} a rank, {options.intra_op_threads} intra-op and "
+        f"{options.inter_op_threads} inter-op threads a rank; {options.runs} runs of "
+        f"{options.steps} steps each, in turn\n"
     )
-    if chief:
-        report.print(f"hvdtrain bench training: {size} ranks\n{machine_line(machine)}")
-        report.print(
-            f"batch {options.batch_size} a rank, {options.intra_op_threads} intra-op and "
-            f"{options.inter_op_threads} inter-op threads a rank; {options.runs} runs of "
-            f"{options.steps} steps each, in turn\n"
-        )
     rows = []
     for name in options.models.split(","):
         model = hvdtrain.distribute(build_model(name))
-        runs = _measure_runs(model, name, options, collectives)
+        alone, joint = _measure_runs(model, name, options, collectives)
         growth = _measure_growth(model, options, collectives)
-        rows.append(_row(name, runs, growth, collectives))
-    overheads = measure_calls(collectives)
-    if chief:
-        _show(report, rows, options.memory_steps)
-        show_calls(report, overheads)
-        report.finish(options.json)
+        rows.append(_row(name, alone, joint, growth, collectives))
+    _show(report, rows, options.memory_steps)
+    measure_calls(report, collectives)
+    report.finish(options.json)
 
 
 def _measure_runs(
     model: keras.Model, name: str, options: TrainingOptions, collectives: Collectives
-) -> _Runs:
+) -> tuple[list[_Run], list[_Run]]:
     """Runs of each rank alone, with plain Keras, and of all ranks, in turn."""
     plain = build_model(name)
-    runs = _Runs(alone=[], joint=[])
+    alone, joint = [], []
     for _ in range(options.runs):
         for rank in range(collectives.size):
             if rank == collectives.rank:
-                runs.alone.append(_run(plain, options, 1))
+                alone.append(_run(plain, options, 1))
             collectives.barrier(name=f"hvdtrain bench: rank {rank} trains alone")
-        runs.joint.append(_run(model, options, collectives.size))
+        joint.append(_run(model, options, collectives.size))
         collectives.barrier(name="hvdtrain bench")
-    return runs
+    return alone, joint
 
 
 def _run(model: keras.Model, options: TrainingOptions, ranks: int) -> _Run:
@@ -146,8 +128,8 @@ def _measure_growth(model: keras.Model, options: TrainingOptions, collectives: C
     steps = options.memory_steps
     clock = _StepClock(memory_after=(steps, 2 * steps))
     _fit(model, options.batch_size, 2 * steps, collectives.size, clock)
-    growth = np.array([clock.resident_bytes[1] - clock.resident_bytes[0]], np.int64)
-    return int(collectives.allreduce(growth, "max", name="hvdtrain bench: memory")[0])
+    (growth_bytes,) = largest(collectives, clock.resident_bytes[1] - clock.resident_bytes[0])
+    return int(growth_bytes)
 
 
 def _fit(model: keras.Model, batch_size: int, steps: int, ranks: int, clock: _StepClock) -> float:
@@ -158,29 +140,31 @@ def _fit(model: keras.Model, batch_size: int, steps: int, ranks: int, clock: _St
     return time.perf_counter() - begin_s
 
 
-def _row(name: str, runs: _Runs, growth_bytes: int, collectives: Collectives) -> dict[str, Any]:
+def _row(
+    name: str,
+    alone: list[_Run],
+    joint: list[_Run],
+    growth_bytes: int,
+    collectives: Collectives,
+) -> dict[str, Any]:
     """The figures of a model; cores differ, so ranks together are held against each of them."""
-    mine = [run.samples_per_s for run in runs.alone]
-    alone = collectives.allgather_object(mine, name="hvdtrain bench: each rank alone")
-    joint = [run.samples_per_s for run in runs.joint]
-    calls = [run.call_samples_per_s for run in runs.joint]
-    end_s = max(run.end_s for run in runs.joint)
-    ends_s = collectives.allgather_object(end_s, name="hvdtrain bench: ends of fit")
-    cpu_alone_s, cpu_joint_s = (
-        min(run.cpu_step_s for run in kind) for kind in (runs.alone, runs.joint)
-    )
-    one_rank = statistics.mean(max(speeds) for speeds in alone)
-    median_one_rank = statistics.mean(statistics.median(speeds) for speeds in alone)
+    mine = [run.samples_per_s for run in alone]
+    speeds = collectives.allgather_object(mine, name="hvdtrain bench: each rank alone")
+    joint_speeds = [run.samples_per_s for run in joint]
+    (end_s,) = largest(collectives, max(run.end_s for run in joint))
+    cpu_alone_s, cpu_joint_s = (min(run.cpu_step_s for run in runs) for runs in (alone, joint))
+    one_rank = statistics.mean(map(max, speeds))
+    median_one_rank = statistics.mean(map(statistics.median, speeds))
     return {
         "model": name,
-        "alone_samples_per_s": alone,
-        "joint_samples_per_s": joint,
-        "joint_call_samples_per_s": calls,
-        "end_s": max(ends_s),
+        "alone_samples_per_s": speeds,
+        "joint_samples_per_s": joint_speeds,
+        "joint_call_samples_per_s": [run.call_samples_per_s for run in joint],
+        "end_s": end_s,
         "one_rank_samples_per_s": one_rank,
-        "speedup": max(joint) / one_rank,
-        "efficiency_percent": 100 * max(joint) / one_rank / collectives.size,
-        "median_speedup": statistics.median(joint) / median_one_rank,
+        "speedup": max(joint_speeds) / one_rank,
+        "efficiency_percent": 100 * max(joint_speeds) / one_rank / collectives.size,
+        "median_speedup": statistics.median(joint_speeds) / median_one_rank,
         "processor_efficiency_percent": 100 * cpu_alone_s / cpu_joint_s,
         "memory_growth_bytes": growth_bytes,
     }
@@ -202,7 +186,7 @@ def _show(report: BenchReport, rows: list[dict[str, Any]], memory_steps: int) ->
         for row in rows
     ]
     head = ["model", "one rank", "all ranks", "by calls", "speedup", "efficiency", "of medians"]
-    report.print(format_table([*head, "processor", "memory"], cells, left=(0,)))
+    report.print_table([*head, "processor", "memory"], cells)
     report.print(
         "samples/s of the best run; one rank is plain Keras with the same threads while the\n"
         "others wait, the mean over the ranks, each in turn. by calls: all ranks by the clock\n"
@@ -211,34 +195,14 @@ def _show(report: BenchReport, rows: list[dict[str, Any]], memory_steps: int) ->
         "memory: growth of the resident set of the worst rank from step "
         f"{memory_steps} to {2 * memory_steps}."
     )
-    report.add("models", rows)
+    report.add(models=rows)
     least = {"lenet": LEAST_LENET_EFFICIENCY, "mlp": LEAST_MLP_EFFICIENCY}
+    growth_limit = MOST_GROWTH_BYTES / 1024
     for row in rows:
-        name = row["model"]
-        report.hold_against(
-            Limit(
-                what=f"{name}: efficiency, best runs",
-                measured=row["efficiency_percent"],
-                limit=least[name],
-                unit="%",
-                bound="at least",
-            )
-        )
-        report.hold_against(
-            Limit(
-                what=f"{name}: fit returns after its last callback, the worst",
-                measured=1000 * row["end_s"],
-                limit=MOST_END_MS,
-                unit="ms",
-                bound="at most",
-            )
-        )
-        report.hold_against(
-            Limit(
-                what=f"{name}: growth of memory over {memory_steps} steps",
-                measured=row["memory_growth_bytes"] / 1024,
-                limit=MOST_GROWTH_BYTES / 1024,
-                unit="KiB",
-                bound="at most",
-            )
-        )
+        name, percent, end_ms = row["model"], row["efficiency_percent"], 1000 * row["end_s"]
+        growth = row["memory_growth_bytes"] / 1024
+        report.hold_against(f"{name}: efficiency, best runs", percent, "at least", least[name], "%")
+        what = f"{name}: fit returns after its last callback, the worst"
+        report.hold_against(what, end_ms, "at most", MOST_END_MS, "ms")
+        what = f"{name}: growth of memory over {memory_steps} steps"
+        report.hold_against(what, growth, "at most", growth_limit, "KiB")

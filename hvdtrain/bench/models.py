@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import layers
 
 __all__ = ["build_model", "synthetic_data"]
 
@@ -17,7 +18,7 @@ CLASSES = 10
 def build_model(name: str) -> keras.Model:
     """A compiled model with the same weights each time: ``small``, ``lenet`` or ``mlp``."""
     keras.utils.set_random_seed(SEED)
-    model: keras.Model = _BUILDERS[name]()
+    model = keras.Sequential([*_BODIES[name](), layers.Dense(CLASSES)])
     model.compile(
         optimizer=keras.optimizers.SGD(0.001),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -33,42 +34,28 @@ def synthetic_data(model: keras.Model, rows: int) -> tuple[np.ndarray, np.ndarra
     return inputs, random.integers(0, CLASSES, rows).astype(np.int32)
 
 
-def _lenet() -> Any:
+def _lenet() -> list[Any]:
     """LeNet-5 as TensorFlow's MNIST tutorials have it: 1.7 million parameters."""
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((28, 28, 1)),
-            layers.Conv2D(32, 5, padding="same", activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Conv2D(64, 5, padding="same", activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Flatten(),
-            layers.Dense(512, activation="relu"),
-            layers.Dense(CLASSES),
-        ]
-    )
+    return [
+        keras.Input((28, 28, 1)),
+        layers.Conv2D(32, 5, padding="same", activation="relu"),
+        layers.MaxPooling2D(),
+        layers.Conv2D(64, 5, padding="same", activation="relu"),
+        layers.MaxPooling2D(),
+        layers.Flatten(),
+        layers.Dense(512, activation="relu"),
+    ]
 
 
-def _mlp() -> Any:
+def _mlp() -> list[Any]:
     """Two wide layers: 20 million parameters, much to send for little to compute."""
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((784,)),
-            layers.Dense(4096, activation="relu"),
-            layers.Dense(4096, activation="relu"),
-            layers.Dense(CLASSES),
-        ]
-    )
+    wide = [layers.Dense(4096, activation="relu") for _ in range(2)]
+    return [keras.Input((784,)), *wide]
 
 
-def _small() -> Any:
+def _small() -> list[Any]:
     """Next to nothing to compute."""
-    layers = keras.layers
-    return keras.Sequential(
-        [keras.Input((32,)), layers.Dense(64, activation="relu"), layers.Dense(CLASSES)]
-    )
+    return [keras.Input((32,)), layers.Dense(64, activation="relu")]
 
 
-_BUILDERS: dict[str, Callable[[], Any]] = {"lenet": _lenet, "mlp": _mlp, "small": _small}
+_BODIES: dict[str, Callable[[], list[Any]]] = {"lenet": _lenet, "mlp": _mlp, "small": _small}

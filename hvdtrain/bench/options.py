@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 __all__ = [
+    "BENCHMARKS",
     "AllreduceOptions",
     "CheckpointOptions",
     "Options",
@@ -54,8 +55,15 @@ def _option(default: str, **how: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every benchmark can be told."""
+    """What every benchmark can be told.
 
+    Attributes:
+        summary: What it measures.
+        usual_ranks: How many ranks are started where none are there.
+    """
+
+    summary: ClassVar[str]
+    usual_ranks: ClassVar[int] = 2
     json: str = _option("", metavar="FILE", help="write the results there, too")
 
 
@@ -63,6 +71,7 @@ class Options:
 class AllreduceOptions(Options):
     """``hvdtrain bench allreduce``."""
 
+    summary = "time and bandwidth of allreduce, by size"
     engine: str = _option(
         "auto",
         choices=("auto", "mpi", "shared_memory"),
@@ -77,6 +86,7 @@ class AllreduceOptions(Options):
 class TrainingOptions(Options):
     """``hvdtrain bench training``."""
 
+    summary = "samples a second of one rank and of all"
     models: str = _option(
         ",".join(_MODELS),
         type=_model_names,
@@ -98,6 +108,7 @@ class TrainingOptions(Options):
 class CheckpointOptions(Options):
     """``hvdtrain bench checkpoint``."""
 
+    summary = "how long a checkpoint keeps training waiting"
     directory: str = _option(
         "",
         metavar="DIR",
@@ -112,6 +123,8 @@ class CheckpointOptions(Options):
 class RecoveryOptions(Options):
     """``hvdtrain bench recovery``."""
 
+    summary = "how long ranks that die keep the others"
+    usual_ranks = 3  # two losses: the chief's, and that of another rank
     model: str = _option("lenet", choices=_MODELS, help="default %(default)s")
     between_steps: int = _count(20, "from loss to loss")
     batch_size: int = _count(64, "samples a rank and step")
@@ -121,6 +134,8 @@ class RecoveryOptions(Options):
 class ServersOptions(Options):
     """``hvdtrain bench servers``."""
 
+    summary = "updates a second of a parameter server, and its memory"
+    usual_ranks = 3  # two workers and a server
     updates: int = _count(50, "updates of each worker in a run")
     runs: int = _count(20, "runs with the same workers")
 
@@ -133,8 +148,20 @@ class StartupOptions(Options):
         ranks: How many to start each time; ``-np`` says it.
     """
 
+    summary = "what hvdtrain run costs over a bare mpirun"
     ranks: int = 2
     runs: int = _count(7, "starts of each kind")
+
+
+# ``measure`` of the module measure_NAME runs each.
+BENCHMARKS: dict[str, type[Options]] = {
+    "allreduce": AllreduceOptions,
+    "training": TrainingOptions,
+    "checkpoint": CheckpointOptions,
+    "recovery": RecoveryOptions,
+    "servers": ServersOptions,
+    "startup": StartupOptions,
+}
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type[Options]) -> None:

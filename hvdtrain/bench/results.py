@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from hvdtrain.bench.machine import describe_machine, machine_line
+from hvdtrain.bench.options import Options
 from hvdtrain.cluster.ranges import format_table
 
-__all__ = ["BenchReport", "Limit", "format_seconds"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limit:
-    """A figure beside what hvdtrain asks of itself on a quiet machine."""
-
-    what: str
-    measured: float
-    limit: float
-    unit: str
-    bound: Literal["at most", "at least"]
-
-    @property
-    def held(self) -> bool:
-        """Whether the figure is on the right side."""
-        if self.bound == "at most":
-            return self.measured <= self.limit
-        return self.measured >= self.limit
+__all__ = ["BenchReport", "format_seconds"]
 
 
 class BenchReport:
@@ -36,42 +20,68 @@ class BenchReport:
 
     Args:
         benchmark: Name of the subcommand.
-        header: Values for the JSON object: the machine, the ranks, the options.
+        options: What it was told.
+        ranks: How many it measures on.
+        shown: Whether this process prints and writes, asked each time.
     """
 
-    def __init__(self, benchmark: str, header: dict[str, Any]) -> None:
-        self._content: dict[str, Any] = {"benchmark": benchmark, **header}
-        self._limits: list[Limit] = []
+    def __init__(
+        self, benchmark: str, options: Options, ranks: int, shown: Callable[[], bool]
+    ) -> None:
+        machine = describe_machine()
+        self._content: dict[str, Any] = {
+            "benchmark": benchmark,
+            "machine": machine,
+            "ranks": ranks,
+            "options": dataclasses.asdict(options),
+        }
+        self._limits: list[dict[str, Any]] = []
+        self._shown = shown
+        self.print(f"hvdtrain bench {benchmark}: {ranks} ranks\n{machine_line(machine)}")
 
     def print(self, text: str = "") -> None:
-        """Show a line or a table now."""
-        print(text, flush=True)
+        """Show some lines now."""
+        if self._shown():
+            print(text, flush=True)
 
-    def add(self, key: str, value: Any) -> None:
-        """Keep ``value`` for the JSON object."""
-        self._content[key] = value
+    def print_table(
+        self, head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
+    ) -> None:
+        """Show a table now, with the columns ``left`` aligned to the left."""
+        self.print(format_table(head, rows, left=left))
 
-    def hold_against(self, limit: Limit) -> None:
-        """Remember a figure for the table of limits."""
-        self._limits.append(limit)
+    def add(self, **values: Any) -> None:
+        """Keep values for the JSON object."""
+        self._content |= values
+
+    def hold_against(
+        self,
+        what: str,
+        measured: float,
+        bound: Literal["at most", "at least"],
+        limit: float,
+        unit: str,
+    ) -> None:
+        """Set a figure beside what hvdtrain asks of itself on a quiet machine."""
+        held = measured <= limit if bound == "at most" else measured >= limit
+        entry = {"what": what, "measured": measured, "limit": limit, "unit": unit, "bound": bound}
+        self._limits.append({**entry, "held": held})
 
     def finish(self, json_path: str) -> None:
         """Print the table of limits, and write everything to ``json_path`` if there is one."""
         rows = [
             [
-                limit.what,
-                f"{limit.measured:.3g} {limit.unit}",
-                f"{limit.bound} {limit.limit:g} {limit.unit}",
-                "yes" if limit.held else "no",
+                entry["what"],
+                f"{entry['measured']:.3g} {entry['unit']}",
+                f"{entry['bound']} {entry['limit']:g} {entry['unit']}",
+                "yes" if entry["held"] else "no",
             ]
-            for limit in self._limits
+            for entry in self._limits
         ]
-        if rows:
-            self.print()
-            self.print(format_table(["figure", "measured", "asked", "held"], rows, left=(0,)))
-        if json_path:
-            limits = [{**dataclasses.asdict(one), "held": one.held} for one in self._limits]
-            text = json.dumps({**self._content, "limits": limits}, indent=2)
+        self.print()
+        self.print_table(["figure", "measured", "asked", "held"], rows)
+        if json_path and self._shown():
+            text = json.dumps({**self._content, "limits": self._limits}, indent=2)
             Path(json_path).write_text(text + "\n")
             self.print(f"\nwritten to {json_path}")
 

@@ -1,7 +1,11 @@
-"""Timing the same work on all ranks."""
+"""Timing the same work on all ranks; bandwidths as nccl-tests defines them.
+
+Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +14,7 @@ import numpy as np
 
 from hvdtrain.collectives import Collectives
 
-__all__ = ["Timing", "time_in_turn"]
+__all__ = ["Timing", "algorithm_bandwidth", "bus_bandwidth", "largest", "time_in_turn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +34,8 @@ class Timing:
 
     def divided(self, parts: int) -> Timing:
         """The time of one of ``parts`` equal pieces of work."""
-        return Timing(
-            best_s=self.best_s / parts,
-            median_s=self.median_s / parts,
-            cpu_best_s=self.cpu_best_s / parts,
-        )
+        shares = {name: seconds / parts for name, seconds in dataclasses.asdict(self).items()}
+        return Timing(**shares)
 
 
 def time_in_turn(
@@ -76,3 +77,24 @@ def time_in_turn(
         )
         for row, name in enumerate(operations)
     }
+
+
+def largest(collectives: Collectives, *values: float) -> list[float]:
+    """The largest of all ranks' values, for each of several; collective."""
+    mine = np.array(values, np.float64)
+    return [float(most) for most in collectives.allreduce(mine, "max", name="hvdtrain bench")]
+
+
+def algorithm_bandwidth(nbytes: int, seconds: float) -> float:
+    """Bytes of one rank's array over the time of the operation, in bytes a second."""
+    return nbytes / seconds
+
+
+def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
+    """What the hardware had to carry for an allreduce, in bytes a second.
+
+    Each of the n ranks must send and receive at least 2 (n - 1) / n times its array, whatever the
+    algorithm; so this can be held against the speed of the memory or of the network, and
+    compared between different numbers of ranks.
+    """
+    return algorithm_bandwidth(nbytes, seconds) * 2 * (ranks - 1) / ranks

@@ -12,8 +12,7 @@ import sys
 
 import numpy as np
 
-from hvdtrain.bench.bandwidth import bus_bandwidth
-from hvdtrain.bench.timing import time_in_turn
+from hvdtrain.bench.timing import bus_bandwidth, time_in_turn
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import create, exit_hooks
 from hvdtrain.config import read_settings

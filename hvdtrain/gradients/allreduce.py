@@ -1,4 +1,7 @@
-"""Tensors of all ranks combined: on devices that are connected, otherwise by the engine."""
+"""Tensors of all ranks combined: on devices that are connected, otherwise by the engine.
+
+``exchange`` does it as Horovod: differentiably, and without a look at names and values.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,14 @@ import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.gradients.array_reduction import TensorOp, by_type, reduce_arrays, scale
+from hvdtrain.gradients.options import Exchange
 from hvdtrain.gradients.ranks import Ranks
 from hvdtrain.tensorflow.device_collectives import DeviceCollectives
+from hvdtrain.tensorflow.differentiable_ops import allgather
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
+from hvdtrain.tensorflow.variable_names import member_name, operation_label
 
-__all__ = ["allreduce", "differentiable_allreduce"]
+__all__ = ["allreduce", "exchange"]
 
 
 def allreduce(
@@ -26,21 +32,14 @@ def allreduce(
     name: str,
     prescale: float = 1.0,
     postscale: float = 1.0,
-    before: Callable[[], None] | None = None,
+    before: Callable[[], object] | None = None,
     after: Callable[[bool, np.ndarray], None] | None = None,
 ) -> list[tf.Tensor]:
     """Combine tensors over all ranks; the one place that chooses between devices and host.
 
-    Args:
-        tensors: This rank's tensors, of the same shapes and types on every rank.
-        op: How they are combined.
-        on_devices: Combines them where they are, if it is there and takes them.
-        on_host: Combines their arrays otherwise, factors and checks included.
-        name: Stands in errors.
-        prescale: Multiplies what goes into devices.
-        postscale: Multiplies what comes out of devices.
-        before: As for ``DeviceCollectives.allreduce``.
-        after: As for ``DeviceCollectives.allreduce``.
+    ``on_devices`` does it where they are, if it is there and takes them: what goes in is multiplied
+    by ``prescale``, and what comes out by ``postscale``; for ``before`` and ``after`` see
+    ``DeviceCollectives.allreduce``. Otherwise ``on_host`` gets arrays, and does all of this itself.
     """
     if on_devices is None or op == "adasum" or not on_devices.takes(tensors):
         return run_on_host(on_host, tensors, [tensor.shape for tensor in tensors])
@@ -53,69 +52,82 @@ def allreduce(
     return results
 
 
-def differentiable_allreduce(
-    tensors: Sequence[tf.Tensor],
-    op: TensorOp,
-    ranks: Ranks,
-    *,
-    name: str,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-) -> list[tf.Tensor]:
-    """``allreduce`` with the gradient of the sum of all ranks' losses, as Horovod gives it.
-
-    Args:
-        tensors: This rank's tensors, of the same shapes and types on every rank.
-        op: How they are combined.
-        ranks: Which ranks take part.
-        name: Stands in errors.
-        prescale: Multiplies what goes in.
-        postscale: Multiplies what comes out.
-    """
-    of = f"gradient of {name}"
-
-    def on_host(*arrays: np.ndarray) -> Arrays:
-        collectives = ranks.collectives()
-        return reduce_arrays(
-            collectives, arrays, op, prescale=prescale, postscale=postscale, name=name
-        )
-
-    @tf.custom_gradient
-    def reduced(*values: tf.Tensor) -> Any:
-        def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            if op in ("sum", "average", "adasum"):
-                return differentiable_allreduce(
-                    upstream, op, ranks, name=of, prescale=prescale, postscale=postscale
-                )
-            factor = prescale * postscale
-            return [
-                run_on_host(share, [up, value], [value.shape])[0] * tf.cast(factor, value.dtype)
-                for up, value in zip(upstream, values)
-            ]
-
-        def share(upstream: np.ndarray, value: np.ndarray) -> Arrays:
-            return [_share_of(op, upstream, scale(value, prescale), of, ranks.collectives())]
-
-        results = allreduce(
-            values,
-            op,
-            on_devices=ranks.device_collectives(),
-            on_host=on_host,
-            name=name,
-            prescale=prescale,
-            postscale=postscale,
-        )
-        return results, backward
-
-    return list(cast("Any", reduced(*tensors)))
-
-
 def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
     """``scale`` of a tensor where it is."""
     if factor == 1.0:
         return tensor
     wide = tensor.dtype if tensor.dtype.size > 2 else tf.float32
     return tf.cast(tf.cast(tensor, wide) * tf.cast(factor, wide), tensor.dtype)
+
+
+def exchange(
+    tensors: Sequence[Any], how: Exchange, ranks: Ranks, name: str | None = None
+) -> list[Any]:
+    """Combine the tensors of all ranks as they are, differentiably.
+
+    Args:
+        tensors: Tensors, variables or ``tf.IndexedSlices``, whose rows are put one after the other:
+            rows that come several times add up.
+        how: The way to combine them.
+        ranks: Which ranks take part.
+        name: Stands in errors; the same on all ranks.
+
+    Raises:
+        NotImplementedError: For ``tf.IndexedSlices`` an op other than sum and average, or factors.
+    """
+    results: list[Any] = list(tensors)
+    dense = [n for n, entry in enumerate(tensors) if not isinstance(entry, tf.IndexedSlices)]
+    if dense:
+        with tf.device(how.device_dense or None):
+            values = [tf.convert_to_tensor(tensors[n]) for n in dense]
+            packed, contexts = zip(*(how.compression.compress(value) for value in values))
+            label = operation_label("allreduce", name, values)
+            reduced = _differentiable_allreduce(packed, how, ranks, label)
+            for n, value, context in zip(dense, reduced, contexts):
+                results[n] = how.compression.decompress(value, context)
+    for n in set(range(len(tensors))) - set(dense):
+        with tf.device(how.device_sparse or None):
+            results[n] = _exchange_rows(tensors[n], how, ranks, name)
+    return results
+
+
+def _differentiable_allreduce(
+    tensors: Sequence[tf.Tensor], how: Exchange, ranks: Ranks, name: str
+) -> list[tf.Tensor]:
+    """``allreduce`` with the gradient of the sum of all ranks' losses, as Horovod gives it."""
+    of = f"gradient of {name}"
+
+    def on_host(*arrays: np.ndarray) -> Arrays:
+        factors = {"prescale": how.prescale, "postscale": how.postscale}
+        return reduce_arrays(ranks.collectives(), arrays, how.op, **factors, name=name)
+
+    @tf.custom_gradient
+    def reduced(*values: tf.Tensor) -> Any:
+        def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            if how.op in ("sum", "average", "adasum"):
+                return _differentiable_allreduce(upstream, how, ranks, of)
+            factor = how.prescale * how.postscale
+            return [
+                run_on_host(share, [up, value], [value.shape])[0] * tf.cast(factor, value.dtype)
+                for up, value in zip(upstream, values)
+            ]
+
+        def share(upstream: np.ndarray, value: np.ndarray) -> Arrays:
+            scaled = scale(value, how.prescale)
+            return [_share_of(how.op, upstream, scaled, of, ranks.collectives())]
+
+        results = allreduce(
+            values,
+            how.op,
+            on_devices=ranks.device_collectives(),
+            on_host=on_host,
+            name=name,
+            prescale=how.prescale,
+            postscale=how.postscale,
+        )
+        return results, backward
+
+    return list(cast("Any", reduced(*tensors)))
 
 
 def _share_of(
@@ -140,3 +152,28 @@ def _share_of(
     best = every.min(axis=0) if op == "min" else every.max(axis=0)
     chosen = (every == best).astype(value.dtype)
     return np.asarray(total * chosen[collectives.rank] / chosen.sum(axis=0), value.dtype)
+
+
+def _exchange_rows(
+    slices: tf.IndexedSlices, how: Exchange, ranks: Ranks, name: str | None
+) -> tf.IndexedSlices:
+    if how.op not in ("sum", "average"):
+        raise NotImplementedError(
+            "tf.IndexedSlices can be combined by Sum and Average; received "
+            f"op={how.op.capitalize()}. tf.convert_to_tensor makes a tensor of them."
+        )
+    factors = how.prescale, how.postscale
+    if factors != (1.0, 1.0):
+        raise NotImplementedError(
+            "tf.IndexedSlices can't be scaled; received prescale_factor and postscale_factor "
+            f"{factors}. Multiply their values yourself."
+        )
+
+    def gathered(tensor: tf.Tensor, part: str) -> tf.Tensor:
+        label = operation_label("allgather", member_name(name, part), [tensor])
+        return allgather(ranks.collectives, tensor, label)
+
+    values, indices = gathered(slices.values, "values"), gathered(slices.indices, "indices")
+    if how.op == "average":
+        values /= tf.cast(ranks.collectives().size, values.dtype)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)

@@ -12,9 +12,8 @@ import numpy as np
 
 from hvdtrain.collectives.interface import Collectives, ReduceOp
 from hvdtrain.collectives.kernels import is_floating, widen
-from hvdtrain.gradients.adasum import adasum_all
 
-__all__ = ["TensorOp", "by_type", "reduce_arrays", "scale"]
+__all__ = ["TensorOp", "adasum", "by_type", "reduce_arrays", "scale"]
 
 TensorOp = ReduceOp | Literal["adasum"]
 """How tensors can be combined: as the engines do, or by Adasum."""
@@ -47,19 +46,13 @@ def reduce_arrays(
     postscale: float,
     name: str,
 ) -> list[np.ndarray]:
-    """A grouped allreduce of arrays whose types may differ.
+    """A grouped allreduce of arrays whose types may differ, the same on every rank.
 
-    Args:
-        collectives: The engine that does it.
-        arrays: This rank's arrays, of the same shapes and types on every rank.
-        op: How they are combined.
-        prescale: Multiplies what goes in.
-        postscale: Multiplies what comes out.
-        name: Stands in errors.
+    ``prescale`` multiplies what goes in, ``postscale`` what comes out; ``name`` stands in errors.
     """
     if op == "adasum":
         scaled = [scale(array, prescale) for array in arrays]
-        return [scale(array, postscale) for array in adasum_all(collectives, scaled, name=name)]
+        return [scale(array, postscale) for array in _adasum_all(collectives, scaled, name=name)]
     results: list[np.ndarray] = list(arrays)
     for places in by_type(arrays):
         how: ReduceOp = op
@@ -72,3 +65,51 @@ def reduce_arrays(
         for place, array in zip(places, reduced):
             results[place] = scale(array, factor)
     return results
+
+
+def adasum(contributions: Sequence[np.ndarray]) -> np.ndarray:
+    """Add arrays where they differ in direction, and average them where they agree.
+
+    Maleki et al. (2020), "Scaling distributed training with adaptive summation", arXiv 2006.02924:
+    a and b become (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, pairwise in a tree over the ranks.
+
+    Args:
+        contributions: Of all ranks, as many as a power of two, in rank order.
+
+    Returns:
+        float64, of their shape.
+    """
+    level = [np.asarray(array, np.float64) for array in contributions]
+    while len(level) > 1:
+        level = [_pair(a, b) for a, b in zip(level[::2], level[1::2])]
+    return level[0]
+
+
+def _adasum_all(
+    collectives: Collectives, arrays: Sequence[np.ndarray], *, name: str
+) -> list[np.ndarray]:
+    """``adasum`` of each of some arrays over all ranks.
+
+    Every rank gets the arrays of all others, so this takes as much memory.
+
+    Raises:
+        NotImplementedError: The number of ranks is no power of two, or an array is not floating.
+    """
+    ranks = collectives.size
+    if ranks & (ranks - 1):
+        raise NotImplementedError(
+            f"Adasum combines ranks in pairs; received {ranks} ranks, expected a power of two."
+        )
+    for array in arrays:
+        if not is_floating(array.dtype):
+            raise NotImplementedError(f"Adasum is for floating types; received {array.dtype}.")
+    return [
+        adasum(list(collectives.allgather(array[np.newaxis], name=name))).astype(array.dtype)
+        for array in arrays
+    ]
+
+
+def _pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    both, of_a, of_b = (float(np.vdot(x, y)) for x, y in ((a, b), (a, a), (b, b)))
+    # Of a vector that is zero nothing is added, whatever its factor.
+    return (1 - both / (2 * of_a or 1)) * a + (1 - both / (2 * of_b or 1)) * b

@@ -31,11 +31,7 @@ def describe_non_finite(
 
 
 def raise_non_finite(collectives: Collectives, bad: Sequence[str]) -> NoReturn:
-    """Tell all ranks what this one found; collective.
-
-    Args:
-        collectives: The engine of the ranks.
-        bad: Which of this rank's gradients are not finite.
+    """Tell all ranks which of this one's gradients are not finite; collective.
 
     Raises:
         NonFiniteError: Always; it says what is wrong on which rank.

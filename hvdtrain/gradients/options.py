@@ -17,7 +17,7 @@ Groups = int | Sequence[Sequence[Any]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """How ``gradients.exchange.exchange`` combines tensors.
+    """How ``gradients.allreduce.exchange`` combines tensors.
 
     Attributes:
         op: How they are combined.
@@ -68,12 +68,7 @@ class ReduceOptions:
             )
 
     def divide(self, places: Sequence[int], variables: Sequence[Any]) -> list[list[int]]:
-        """Put the places of some variables into the groups that were asked for, none of it empty.
-
-        Args:
-            places: Where the variables stand that have gradients to combine.
-            variables: All variables.
-        """
+        """Put the places of those variables that have gradients into groups, none of it empty."""
         if self.groups is None:
             return [list(places)] if places else []
         if isinstance(self.groups, int):

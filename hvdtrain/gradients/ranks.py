@@ -18,24 +18,19 @@ class Ranks(Protocol):
     @property
     def ranks(self) -> Sequence[int]:
         """Their numbers in the job."""
-        ...
 
     @property
     def alone(self) -> bool:
         """Whether there is nobody to combine anything with, and never was."""
-        ...
 
     def included(self) -> bool:
         """Whether this rank is one of them."""
-        ...
 
     def collectives(self) -> Collectives:
         """Their engine of now."""
-        ...
 
     def device_collectives(self) -> DeviceCollectives | None:
         """What combines their tensors where those are, if anything does."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

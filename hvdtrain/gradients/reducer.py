@@ -17,10 +17,9 @@ import tensorflow as tf
 from hvdtrain import world
 from hvdtrain.collectives.interface import Collectives, ReduceOp
 from hvdtrain.errors import HvdtrainError, NonFiniteError
-from hvdtrain.gradients.allreduce import allreduce
+from hvdtrain.gradients.allreduce import allreduce, exchange
 from hvdtrain.gradients.array_reduction import by_type
 from hvdtrain.gradients.contributions import Contributions
-from hvdtrain.gradients.exchange import exchange
 from hvdtrain.gradients.indexed_slices import pack_rows, unpack_rows
 from hvdtrain.gradients.non_finite import describe_non_finite, name_non_finite, raise_non_finite
 from hvdtrain.gradients.options import ReduceOptions
@@ -110,11 +109,12 @@ class GradientReducer:
         names = [variable_name(variable) for variable in variables]
         signature = Signature.of(names, results)
         if results and not shared:
-            self._agree_on_nothing(signature)
+            # See that the other ranks have no gradients either.
+            run_on_host(lambda: self._agree(signature), [], [])
         for group in groups:
             dense = [n for n in group if not isinstance(results[n], tf.IndexedSlices)]
             for n in sorted(set(group).difference(dense)):
-                name = signature[n].name
+                name = signature.names[n]
                 results[n] = self._average_rows(results[n], name, signature, weight, op)
             for places in by_type([results[n] for n in dense]):
                 same = [dense[place] for place in places]
@@ -150,9 +150,14 @@ class GradientReducer:
             return on_devices.error_behind(error)
         return found
 
-    def remember_error(self) -> _Remember:
+    @contextmanager
+    def remember_error(self) -> Iterator[None]:
         """Keeps an error of the block for whoever catches TensorFlow's version of it."""
-        return _Remember(self)
+        try:
+            yield
+        except HvdtrainError as error:
+            self.error = error
+            raise
 
     def _set_local_apart(self, results: list[Gradient], variables: Sequence[Any]) -> list[int]:
         """Scale what is left to each rank; returns the places of what is to be combined."""
@@ -168,15 +173,11 @@ class GradientReducer:
                 results[n] = tf.math.scalar_mul(1.0 / len(self._ranks.ranks), gradient)
         return shared
 
-    def _agree_on_nothing(self, signature: Signature) -> None:
-        """Without any gradient, see that the other ranks have none either."""
-
-        def run() -> Arrays:
-            with self.remember_error():
-                self._signatures.agree(self.collectives, signature)
-                return []
-
-        run_on_host(run, [], [])
+    def _agree(self, signature: Signature) -> Arrays:
+        """See that all ranks come with the same gradients; an operation without results."""
+        with self.remember_error():
+            self._signatures.agree(self.collectives, signature)
+        return []
 
     def _average_dense(
         self,
@@ -193,9 +194,7 @@ class GradientReducer:
 
         def on_host(*arrays: np.ndarray) -> Arrays:
             with self.remember_error():
-                collectives = self.collectives
-                self._signatures.agree(collectives, signature)
-                self._check_enough()
+                collectives = self._begin(signature)
                 try:
                     averages = collectives.grouped_allreduce(
                         arrays, op, name=name, require_finite=require_finite
@@ -209,10 +208,6 @@ class GradientReducer:
                         averages = [average * average.dtype.type(scale) for average in averages]
                 return averages
 
-        def before() -> None:
-            with self.remember_error():
-                self._signatures.agree(self.collectives, signature)
-
         def after(finite: bool, which: np.ndarray) -> None:
             with self.remember_error():
                 if not finite:
@@ -225,7 +220,7 @@ class GradientReducer:
             on_devices=self._ranks.device_collectives(),
             on_host=on_host,
             name=name,
-            before=before,
+            before=lambda: self._agree(signature),
             after=after if require_finite else None,
         )
         return averages[: len(tensors)]
@@ -243,9 +238,7 @@ class GradientReducer:
 
         def run(values: np.ndarray, indices: np.ndarray, weight: np.ndarray) -> Arrays:
             with self.remember_error():
-                collectives = self.collectives
-                self._signatures.agree(collectives, signature)
-                self._check_enough()
+                collectives = self._begin(signature)
                 packed = pack_rows(values, indices, weight)
                 joined = collectives.allgather(packed, name=f"rows of {name}")
                 self.contributions.add(collectives.contributed)
@@ -264,22 +257,13 @@ class GradientReducer:
         )
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
-    def _check_enough(self) -> None:
-        too_few = self.collectives.too_few
-        if not self._goes_on and too_few is not None:
-            raise too_few
-
-
-class _Remember:
-    def __init__(self, reducer: GradientReducer) -> None:
-        self._reducer = reducer
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, HvdtrainError):
-            self._reducer.error = error
+    def _begin(self, signature: Signature) -> Collectives:
+        """The engine, when all ranks come with the same gradients and enough of them are left."""
+        collectives = self.collectives
+        self._signatures.agree(collectives, signature)
+        if not self._goes_on and collectives.too_few is not None:
+            raise collectives.too_few
+        return collectives
 
 
 def _put(results: list[Gradient], places: Sequence[int], gradients: Sequence[Gradient]) -> None:
@@ -292,10 +276,7 @@ def _scale_without_lost(mean_weight: float, dtype: tf.DType) -> float:
 
     Rounding alone is not made up for: it would change what no rank was missing from.
     """
-    if mean_weight <= 0 or abs(mean_weight - 1.0) <= 8 * float(_epsilon(dtype)):
+    epsilon = 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(dtype.as_numpy_dtype).eps)
+    if mean_weight <= 0 or abs(mean_weight - 1.0) <= 8 * epsilon:
         return 1.0
     return 1.0 / mean_weight
-
-
-def _epsilon(dtype: tf.DType) -> float:
-    return 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(dtype.as_numpy_dtype).eps)

@@ -13,51 +13,33 @@ from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import MismatchError
 from hvdtrain.tensorflow.variable_names import counted_anew
 
-__all__ = ["GradientSignature", "Signature", "Signatures"]
+__all__ = ["Signature", "Signatures"]
+
+_NONE = "None"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GradientSignature:
-    """What the ranks must agree on for one gradient.
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What the ranks must agree on for all gradients of a step.
 
     Attributes:
-        name: What errors call it: the variable's name, counted anew.
-        kind: One of dense, rows (of ``tf.IndexedSlices``) and None.
-        dtype: The name of its type.
-        shape: Its shape as a text; that of one row where there are rows.
+        names: What errors call their variables, counted anew: names that don't differ by rank.
+        kinds: What each gradient is, with type and shape: dense, rows of ``tf.IndexedSlices`` (of
+            which the shape of one counts), or None.
     """
 
-    name: str
-    kind: str
-    dtype: str
-    shape: str
-
-    @classmethod
-    def of(cls, name: str, gradient: Any) -> GradientSignature:
-        """Describe a gradient: a tensor, ``tf.IndexedSlices`` or None."""
-        if gradient is None:
-            return cls(name=name, kind="None", dtype="", shape="")
-        if isinstance(gradient, tf.IndexedSlices):
-            shape = str(gradient.values.shape[1:])
-            return cls(name=name, kind="rows", dtype=gradient.dtype.name, shape=shape)
-        return cls(name=name, kind="dense", dtype=gradient.dtype.name, shape=str(gradient.shape))
-
-    def __str__(self) -> str:
-        return self.kind if self.kind == "None" else f"{self.kind} {self.dtype} {self.shape}"
-
-
-class Signature(tuple[GradientSignature, ...]):
-    """What the ranks must agree on for all gradients of a step."""
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
 
     @classmethod
     def of(cls, names: Sequence[str], gradients: Sequence[Any]) -> Signature:
-        """Describe gradients, and give their variables names that don't differ by rank."""
-        return cls(map(GradientSignature.of, counted_anew(names), gradients))
+        """Describe gradients: tensors, ``tf.IndexedSlices`` or None."""
+        return cls(tuple(counted_anew(names)), tuple(map(_kind_of, gradients)))
 
     @property
     def lacking(self) -> str:
         """Names the variables without a gradient, for the error of ranks that don't lack them."""
-        names = [entry.name for entry in self if entry.kind == "None"]
+        names = [name for name, kind in zip(self.names, self.kinds) if kind == _NONE]
         return f"None for {', '.join(names[:5])}" if names else ""
 
     @property
@@ -69,10 +51,9 @@ class Signature(tuple[GradientSignature, ...]):
         """What the gradients are, by names that are told apart."""
         found: dict[str, str] = {}
         met: Counter[str] = Counter()
-        for entry in self:
-            met[entry.name] += 1
-            number = met[entry.name]
-            found[entry.name if number == 1 else f"{entry.name}#{number}"] = str(entry)
+        for name, kind in zip(self.names, self.kinds):
+            met[name] += 1
+            found[name if met[name] == 1 else f"{name}#{met[name]}"] = kind
         return found
 
 
@@ -83,11 +64,7 @@ class Signatures:
         self._agreed: set[Signature] = set()
 
     def agree(self, collectives: Collectives, signature: Signature) -> None:
-        """See that all ranks come with the same gradients.
-
-        Args:
-            collectives: The engine of the ranks.
-            signature: What this rank comes with.
+        """See that all ranks come with the same gradients as this one.
 
         Raises:
             MismatchError: Another rank comes with something else.
@@ -102,6 +79,14 @@ class Signatures:
             if list(theirs.items()) != list(everyone[0].items()):
                 raise MismatchError(_explain(everyone[0], rank, theirs))
         self._agreed.add(signature)
+
+
+def _kind_of(gradient: Any) -> str:
+    if gradient is None:
+        return _NONE
+    if isinstance(gradient, tf.IndexedSlices):
+        return f"rows {gradient.dtype.name} {gradient.values.shape[1:]}"
+    return f"dense {gradient.dtype.name} {gradient.shape}"
 
 
 def _explain(first: dict[str, str], rank: int, theirs: dict[str, str]) -> str:

@@ -14,6 +14,8 @@ from hvdtrain.tensorflow.variable_names import variable_label
 
 __all__ = ["DistributedGradientTape", "broadcast_variables", "check_averages"]
 
+_reducers: dict[int, GradientReducer] = {}
+
 
 class DistributedGradientTape:
     """Wraps a ``tf.GradientTape`` so that ``gradient`` returns averages over all ranks.
@@ -45,7 +47,12 @@ class DistributedGradientTape:
         return distributed
 
     def __init__(self, tape: tf.GradientTape) -> None:
-        self._hvdtrain_reducer = _shared_reducer()
+        check_averages("DistributedGradientTape")
+        # One for all tapes of an engine, so that signatures are compared once.
+        engine = id(world.collectives())
+        if engine not in _reducers:
+            _reducers[engine] = GradientReducer.of_job()
+        self._hvdtrain_reducer = _reducers[engine]
 
     def gradient(self, target: Any, sources: Any, **options: Any) -> Any:
         """As ``tf.GradientTape.gradient``, averaged over the ranks.
@@ -78,10 +85,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
 
 
 def check_averages(what: str) -> None:
-    """See that all ranks train, so that they can average among themselves.
-
-    Args:
-        what: Of hvdtrain's names, the one that was called.
+    """See that all ranks train and can average among themselves; ``what`` is the name called.
 
     Raises:
         ModelError: Some are parameter servers.
@@ -93,17 +97,3 @@ def check_averages(what: str) -> None:
             "parameter servers, which take gradients in model.fit alone. Train with "
             "hvdtrain.distribute(model) and model.fit, or leave --mode out."
         )
-
-
-_reducers: dict[int, GradientReducer] = {}
-
-
-def _shared_reducer() -> GradientReducer:
-    """One reducer for all tapes of an engine, so that signatures are compared once."""
-    check_averages("DistributedGradientTape")
-    collectives = world.collectives()
-    reducer = _reducers.get(id(collectives))
-    if reducer is None:
-        reducer = GradientReducer.of_job()
-        _reducers[id(collectives)] = reducer
-    return reducer

@@ -130,12 +130,7 @@ def ccl_built() -> bool:
 
 
 def ranks_across(hosts: Sequence[int], rank: int) -> list[int]:
-    """The ranks of all hosts with the same local rank as ``rank``.
-
-    Args:
-        hosts: The host of each rank.
-        rank: One of them.
-    """
+    """The ranks of all hosts with the same local rank as ``rank``, given the host of each rank."""
     seen: Counter[int] = Counter()
     places = []
     for host in hosts:

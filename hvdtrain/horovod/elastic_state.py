@@ -237,15 +237,12 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
             except (RanksLostError, tf.errors.UnknownError) as error:
-                if not is_loss(error):
+                # In a graph TensorFlow turns the loss of ranks into an error of its own.
+                lost = isinstance(error, RanksLostError) or RanksLostError.__name__ in str(error)
+                if not lost:
                     raise
                 state.restore()
                 skip_sync = False
             state.on_reset()
 
     return train
-
-
-def is_loss(error: Exception) -> bool:
-    """Whether ranks were lost; in a graph TensorFlow turns that into an error of its own."""
-    return isinstance(error, RanksLostError) or RanksLostError.__name__ in str(error)

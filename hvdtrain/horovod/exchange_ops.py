@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow import differentiable_ops
-from hvdtrain.tensorflow.differentiable_ops import Differentiable, any_rows
+from hvdtrain.tensorflow.differentiable_ops import any_rows
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 from hvdtrain.tensorflow.variable_names import member_name, operation_label
 
@@ -70,9 +70,7 @@ def broadcast(
     Args:
         tensor: One shape and type on all ranks.
         root_rank: Whose it is.
-        name: For errors; the same on all ranks.
-        ignore_name_scope: Has no effect: names here have no scopes.
-        process_set: The ranks that take part; all of them if not given.
+        name, ignore_name_scope, process_set: As for ``allgather``.
 
     Raises:
         MismatchError: Shapes, types or roots differ between ranks.
@@ -81,23 +79,15 @@ def broadcast(
     label = operation_label("broadcast", name, [tensor])
     root = process_set.place_of(int(root_rank))
 
-    @tf.custom_gradient
-    def given(value: tf.Tensor) -> Differentiable:
-        def give(array: np.ndarray) -> Arrays:
-            return [process_set.collectives().broadcast(array, root, name=label)]
+    def give(array: np.ndarray) -> np.ndarray:
+        return process_set.collectives().broadcast(array, root, name=label)
 
-        def backward(upstream: tf.Tensor) -> tf.Tensor:
-            return run_on_host(collect, [upstream], [value.shape])[0]
+    def collect(array: np.ndarray) -> np.ndarray:
+        collectives = process_set.collectives()
+        mean = collectives.allreduce(array, "average", name=f"gradient of {label}")
+        return mean if collectives.rank == root else np.zeros_like(mean)
 
-        def collect(array: np.ndarray) -> Arrays:
-            collectives = process_set.collectives()
-            mean = collectives.allreduce(array, "average", name=f"gradient of {label}")
-            return [mean if collectives.rank == root else np.zeros_like(mean)]
-
-        (result,) = run_on_host(give, [value], [value.shape])
-        return result, backward
-
-    return given(tensor)
+    return differentiable_ops.differentiable(give, collect, tensor, tensor.shape)
 
 
 def broadcast_(
@@ -126,9 +116,7 @@ def alltoall(
     Args:
         tensor: Its first axis is cut; the others have one size on all ranks.
         splits: How many rows go to each rank, in rank order; None for as many to each.
-        name: For errors; the same on all ranks.
-        ignore_name_scope: Has no effect: names here have no scopes.
-        process_set: The ranks that take part; all of them if not given.
+        name, ignore_name_scope, process_set: As for ``allgather``.
 
     Returns:
         What came, in rank order; with ``splits`` also how many rows came from each rank, int32.

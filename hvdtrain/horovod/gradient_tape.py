@@ -43,12 +43,8 @@ class _HorovodTape(tape.DistributedGradientTape):
     ) -> Any:
         """As ``tf.GradientTape.gradient``, combined over all ranks.
 
-        Args:
-            target: What is differentiated.
-            sources: With respect to what; the same on all ranks.
-            output_gradients: The gradients of ``target``.
-            use_generic_names: Has no effect: what is combined goes by its order.
-            unconnected_gradients: What there is for sources that ``target`` doesn't depend on.
+        ``sources`` are the same on all ranks. ``use_generic_names`` has no effect: what is
+        combined goes by its order.
         """
         return super().gradient(
             target,
@@ -89,18 +85,9 @@ def DistributedGradientTape(
 
     Args:
         gradtape: The tape that recorded the loss; it stays as it is.
-        device_dense: Where combined gradients are to be.
-        device_sparse: Where combined gradients are to be that are ``tf.IndexedSlices``.
-        compression: The type in which gradients travel; one of ``Compression``.
-        sparse_as_dense: Make tensors of ``tf.IndexedSlices`` first.
-        op: How gradients are combined.
-        gradient_predivide_factor: With Average, divide by so much before summing, and by the rest
-            of the number of ranks afterwards.
-        num_groups: The older name of ``groups``.
-        groups: Combine gradients in so many groups, or those of each list of variables together;
-            None for all at once.
-        process_set: The ranks that take part; all of them if not given.
-        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
+        op: How gradients are combined; any ``ReduceOp``.
+
+    All other arguments are those of ``hvdtrain.keras.DistributedOptimizer``.
 
     Raises:
         ValueError: What was asked for does not fit together.
@@ -128,28 +115,17 @@ def PartialDistributedGradientTape(
     """``DistributedGradientTape``, but for layers that each rank has for itself.
 
     Args:
-        gradtape: The tape that recorded the loss; it stays as it is.
-        device_dense: Where combined gradients are to be.
-        device_sparse: Where combined gradients are to be that are ``tf.IndexedSlices``.
-        compression: The type in which gradients travel; one of ``Compression``.
-        sparse_as_dense: Make tensors of ``tf.IndexedSlices`` first.
-        op: How gradients are combined.
-        gradient_predivide_factor: With Average, divide by so much before summing, and by the rest
-            of the number of ranks afterwards.
-        num_groups: The older name of ``groups``.
-        groups: Combine gradients in so many groups, or those of each list of variables together;
-            None for all at once.
-        process_set: The ranks that take part; all of them if not given.
         local_layers: One or more layers whose gradients are not combined.
-        scale_local_gradients: Divide the gradients of local layers by the number of ranks.
+
+    All other arguments are those of ``DistributedGradientTape``.
 
     Raises:
         ValueError: ``local_layers`` are no layers, or what was asked for does not fit together.
         ModelError: Some ranks are parameter servers.
     """
     arguments = locals()
-    local = trainable_weights_of(arguments.pop("local_layers"))
-    distributed = DistributedGradientTape(**arguments)
-    for variable in local:
-        distributed.register_local_source(variable)
-    return distributed
+    check_averages("tensorflow.PartialDistributedGradientTape")
+    reducer = reducer_for(arguments)
+    for variable in trainable_weights_of(local_layers):
+        reducer.keep_local(variable)
+    return _HorovodTape(gradtape, reducer)

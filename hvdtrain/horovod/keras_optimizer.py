@@ -15,8 +15,8 @@ from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.options import Groups
 from hvdtrain.gradients.tape import check_averages
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduce_ops import Average, ReduceOp, Sum, choose_op
-from hvdtrain.horovod.reducer import reducer_for, trainable_weights_of
+from hvdtrain.horovod.reduce_ops import Average, ReduceOp
+from hvdtrain.horovod.reducer import optimizer_reducer, trainable_weights_of
 from hvdtrain.keras.optimizer_patch import (
     AgreesOnFinite,
     AveragesGradients,
@@ -96,17 +96,23 @@ def DistributedOptimizer(
             "tf_keras, tf.compat.v1.train or keras.optimizers.legacy must be replaced by those of "
             "keras.optimizers."
         )
-    if choose_op(op) not in (Average, Sum):
-        raise ValueError(f"Received op={choose_op(op).name}; expected Average or Sum.")
-    reducer = reducer_for(arguments)
+    reducer = optimizer_reducer(arguments)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         mix_in(optimizer, AgreesOnFinite, reducer)
     check_parts_known(optimizer)
+    accumulates = backward_passes_per_step > 1
+    sums = accumulates and not average_aggregated_gradients
     for plain in plain_optimizers(optimizer):
-        if backward_passes_per_step > 1:
-            _accumulate(plain, backward_passes_per_step)
+        if accumulates:
+            steps = plain.gradient_accumulation_steps
+            if plain.built or steps:
+                raise ModelError(
+                    f"Received backward_passes_per_step={backward_passes_per_step} for an "
+                    f"optimizer that has been used, or has gradient_accumulation_steps={steps}; "
+                    "expected a new one without."
+                )
+            plain.gradient_accumulation_steps = backward_passes_per_step
         mix_in(plain, _HorovodOptimizer, reducer)
-        sums = backward_passes_per_step > 1 and not average_aggregated_gradients
         object.__setattr__(plain, "_hvdtrain_sums", sums)
     return optimizer
 
@@ -128,20 +134,9 @@ def PartialDistributedOptimizer(
     """``DistributedOptimizer``, but for layers that each rank has for itself.
 
     Args:
-        optimizer: One of Keras 3.
-        name: Has no effect.
-        device_dense: Where combined gradients are to be.
-        device_sparse: Where combined gradients are to be that are ``tf.IndexedSlices``.
-        compression: The type in which gradients travel; one of ``Compression``.
-        sparse_as_dense: Make tensors of ``tf.IndexedSlices`` first.
-        gradient_predivide_factor: With Average, divide by so much before summing, and by the rest
-            of the number of ranks afterwards.
-        op: Average or Sum.
-        groups: Combine gradients in so many groups, or those of each list of variables together;
-            None for all at once.
-        process_set: The ranks that take part; all of them if not given.
         local_layers: One or more layers, built, whose gradients are not combined.
-        scale_local_gradients: Divide the gradients of local layers by the number of ranks.
+
+    All other arguments are those of ``DistributedOptimizer``.
 
     Raises:
         ModelError: As for ``DistributedOptimizer``.
@@ -184,14 +179,3 @@ def load_model(
     if model.compiled:
         DistributedOptimizer(model.optimizer, compression=compression)
     return model
-
-
-def _accumulate(optimizer: Any, steps: int) -> None:
-    """Let a plain optimizer apply the gradients of several steps together."""
-    if optimizer.built or optimizer.gradient_accumulation_steps:
-        raise ModelError(
-            f"Received backward_passes_per_step={steps} for an optimizer that has been used, or "
-            f"has gradient_accumulation_steps={optimizer.gradient_accumulation_steps}; expected a "
-            "new one without."
-        )
-    optimizer.gradient_accumulation_steps = steps

@@ -33,15 +33,10 @@ class Accumulation:
     def add(
         self, gradients: Sequence[Any], combine: Callable[[Sequence[Any]], list[Any]]
     ) -> list[Any]:
-        """Add those of one step.
+        """Add those of one step; the same ones are None in all steps.
 
-        Args:
-            gradients: Tensors, or None; the same ones are None in all steps.
-            combine: Called with the sums when they are complete, and with None where a variable has
-                no gradient.
-
-        Returns:
-            What ``combine`` does; before, the sums so far.
+        Returns what ``combine`` does, given complete sums (None stays None); before, the sums so
+        far.
 
         Raises:
             ValueError: There are ``tf.IndexedSlices`` among them, and no tensors are made of them.
@@ -71,15 +66,9 @@ class Accumulation:
     def when_complete(
         self, gradients: Sequence[Any], apply: Callable[[], Any], global_step: Any
     ) -> Any:
-        """Apply the gradients if they are those that ``combine`` returned.
+        """Call ``apply`` if the gradients are those that ``combine`` returned.
 
-        Args:
-            gradients: As they are to be applied.
-            apply: Applies them.
-            global_step: Counted in each step, if given.
-
-        Returns:
-            What does it, in a graph.
+        ``global_step`` is counted in each step, if given. In a graph, returns what does it.
         """
 
         def applied() -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Process sets: collectives among some of the ranks, under Horovod's names."""
+"""Process sets: collectives among some of the ranks, under Horovod's names; and ``init``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from hvdtrain import world
 from hvdtrain.collectives.interface import Collectives
+from hvdtrain.errors import ConfigurationError
 from hvdtrain.tensorflow.device_collectives import DeviceCollectives
 from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow, refusal
 
@@ -16,6 +17,7 @@ __all__ = [
     "add_process_set",
     "find_process_set",
     "global_process_set",
+    "init",
     "remove_process_set",
 ]
 
@@ -37,14 +39,13 @@ class ProcessSet:
     """
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
-        given = ranks_or_comm
-        chosen = given if isinstance(given, Iterable) else _ranks_of(given)
-        self._ranks = sorted(chosen)
-        if any(type(rank) is not int for rank in self._ranks):
+        chosen = _ranks_of(ranks_or_comm)
+        if chosen is None or any(type(rank) is not int for rank in chosen):
             raise ValueError(
                 f"A ProcessSet takes numbers of ranks, or a communicator of mpi4py; received "
-                f"{given!r}."
+                f"{ranks_or_comm!r}."
             )
+        self._ranks = sorted(chosen)
         self.process_set_id: int | None = None
         self._whole: Collectives | None = None
         self._part: Collectives | None = None
@@ -154,6 +155,37 @@ global_process_set: ProcessSet = _Everyone()
 _added: list[ProcessSet] = []
 
 
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """As ``hvdtrain.init()``, and make process sets usable. Further calls do nothing.
+
+    Args:
+        comm: None: a job has all ranks that its launcher started. A process set holds some.
+        process_sets: Of the job; the same on every rank. "dynamic" asks for what is always so:
+            more can be added later.
+
+    Raises:
+        ConfigurationError: Some of the ranks were asked for, or what is no process set.
+    """
+    if comm is not None:
+        raise ConfigurationError(
+            f"Received comm={comm!r}; expected None: the job has all ranks that were started. Make "
+            "a ProcessSet of those that are to work together, and pass it to init or "
+            "add_process_set."
+        )
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ConfigurationError(
+                f"Received process_sets={process_sets!r}; expected a list of ProcessSet, or "
+                '"dynamic".'
+            )
+        process_sets = None
+    if world.is_initialized():
+        return
+    world.init()
+    for process_set in process_sets or ():
+        add_process_set(process_set)
+
+
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Let ranks use a process set; collective over all ranks.
 
@@ -201,11 +233,11 @@ def find_process_set(process_set_id: int) -> ProcessSet:
     )
 
 
-def _ranks_of(comm: Any) -> list[int]:
-    """The numbers in the job of the ranks of a communicator."""
+def _ranks_of(given: Any) -> list[Any] | None:
+    """The numbers in the job that are given, or of the ranks of a communicator; None if neither."""
+    if isinstance(given, Iterable):
+        return list(given)
     mpi: Any = sys.modules.get("mpi4py.MPI")  # who has a communicator has imported it
-    if mpi is None or not isinstance(comm, mpi.Comm):
-        raise ValueError(
-            f"A ProcessSet takes numbers of ranks, or a communicator of mpi4py; received {comm!r}."
-        )
-    return list(comm.Get_group().Translate_ranks(None, mpi.COMM_WORLD.Get_group()))
+    if mpi is None or not isinstance(given, mpi.Comm):
+        return None
+    return list(given.Get_group().Translate_ranks(None, mpi.COMM_WORLD.Get_group()))

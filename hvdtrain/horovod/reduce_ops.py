@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import cast
 
 from hvdtrain.gradients.array_reduction import TensorOp
 
@@ -31,23 +32,15 @@ class ReduceOp(enum.IntEnum):
     @property
     def of_tensors(self) -> TensorOp:
         """What everything below Horovod's names calls it."""
-        return _OF_TENSORS[self]
+        return cast("TensorOp", self.name.lower())
 
 
-Adasum = ReduceOp.Adasum
 Average = ReduceOp.Average
 Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
 Min = ReduceOp.Min
 Max = ReduceOp.Max
 Product = ReduceOp.Product
-_OF_TENSORS: dict[ReduceOp, TensorOp] = {
-    Average: "average",
-    Sum: "sum",
-    Adasum: "adasum",
-    Min: "min",
-    Max: "max",
-    Product: "product",
-}
 
 
 def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceOp:

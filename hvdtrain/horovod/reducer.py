@@ -9,17 +9,17 @@ import keras
 
 from hvdtrain.gradients.options import Exchange, ReduceOptions
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.horovod.reduce_ops import Average, choose_op
+from hvdtrain.horovod.reduce_ops import Average, Sum, choose_op
 
-__all__ = ["reducer_for", "trainable_weights_of"]
+__all__ = ["optimizer_reducer", "reducer_for", "trainable_weights_of"]
 
 
 def reducer_for(arguments: Mapping[str, Any]) -> GradientReducer:
-    """Make the reducer that an optimizer or a tape is asked for.
+    """Make the reducer that a tape or an optimizer is asked for.
 
     Args:
         arguments: Those of Horovod's ``DistributedOptimizer`` or ``DistributedGradientTape``, by
-            their names; others may be among them.
+            their names; others may be among them, as AutoGraph adds to ``locals()``.
 
     Raises:
         ValueError: What was asked for does not fit together.
@@ -45,6 +45,14 @@ def reducer_for(arguments: Mapping[str, Any]) -> GradientReducer:
         scale_local=arguments["scale_local_gradients"],
     )
     return GradientReducer(arguments["process_set"], options)
+
+
+def optimizer_reducer(arguments: Mapping[str, Any]) -> GradientReducer:
+    """Make the reducer that an optimizer is asked for; see ``reducer_for``."""
+    op = choose_op(arguments["op"])
+    if op not in (Average, Sum):
+        raise ValueError(f"Received op={op.name}; expected Average or Sum.")
+    return reducer_for(arguments)
 
 
 def trainable_weights_of(layers: Any) -> list[Any]:

@@ -16,14 +16,14 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.collectives.interface import ReduceOp as EngineOp
+from hvdtrain.gradients.allreduce import exchange
 from hvdtrain.gradients.array_reduction import scale
 from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.exchange import exchange
 from hvdtrain.gradients.options import Exchange
 from hvdtrain.gradients.tape import check_averages
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.reduce_ops import Average, ReduceOp, Sum, choose_op
-from hvdtrain.tensorflow.differentiable_ops import Differentiable, any_rows
+from hvdtrain.tensorflow.differentiable_ops import any_rows, differentiable
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 from hvdtrain.tensorflow.variable_names import operation_label
 
@@ -127,14 +127,9 @@ def reducescatter(
 
     Args:
         tensor: One shape and type on all ranks.
-        device_dense: Where the result is to be.
-        compression: The type in which it travels; one of ``Compression``.
         op: Average or Sum.
-        name: For errors; the same on all ranks.
-        process_set: The ranks that take part; all of them if not given.
-        ignore_name_scope: Has no effect: names here have no scopes.
-        prescale_factor: Multiplies what goes in.
-        postscale_factor: Multiplies what comes out.
+
+    All other arguments are those of ``allreduce``.
 
     Raises:
         MismatchError: Shapes or types differ between ranks.
@@ -148,31 +143,24 @@ def reducescatter(
     tensor = tf.convert_to_tensor(tensor)
     label = operation_label("reducescatter", name, [tensor])
 
-    @tf.custom_gradient
-    def scattered(value: tf.Tensor) -> Differentiable:
-        def scatter(array: np.ndarray) -> Arrays:
-            collectives = process_set.collectives()
-            # Whole numbers have no mean of their own type: the fraction of it goes.
-            whole_average = chosen is Average and array.dtype.kind in "iu"
-            how: EngineOp = "sum" if whole_average or chosen is Sum else "average"
-            factor = postscale_factor / collectives.size if whole_average else postscale_factor
-            scaled = scale(array, float(prescale_factor))
-            return [scale(collectives.reduce_scatter(scaled, how, name=label), float(factor))]
+    def scatter(array: np.ndarray) -> np.ndarray:
+        collectives = process_set.collectives()
+        # Whole numbers have no mean of their own type: the fraction of it goes.
+        whole_average = chosen is Average and array.dtype.kind in "iu"
+        how: EngineOp = "sum" if whole_average or chosen is Sum else "average"
+        factor = postscale_factor / collectives.size if whole_average else postscale_factor
+        scaled = scale(array, float(prescale_factor))
+        return scale(collectives.reduce_scatter(scaled, how, name=label), float(factor))
 
-        def backward(upstream: tf.Tensor) -> tf.Tensor:
-            return run_on_host(gather, [upstream], [value.shape])[0]
-
-        def gather(array: np.ndarray) -> Arrays:
-            collectives = process_set.collectives()
-            factor = prescale_factor * postscale_factor * (collectives.size if chosen is Sum else 1)
-            return [collectives.allgather(scale(array, float(factor)), name=f"gradient of {label}")]
-
-        (result,) = run_on_host(scatter, [value], [any_rows(value)])
-        return result, backward
+    def gather(array: np.ndarray) -> np.ndarray:
+        collectives = process_set.collectives()
+        factor = prescale_factor * postscale_factor * (collectives.size if chosen is Sum else 1)
+        return collectives.allgather(scale(array, float(factor)), name=f"gradient of {label}")
 
     with tf.device(device_dense or None):
         packed, context = compression.compress(tensor)
-        return compression.decompress(scattered(packed), context)
+        scattered = differentiable(scatter, gather, packed, any_rows(packed))
+        return compression.decompress(scattered, context)
 
 
 def grouped_reducescatter(

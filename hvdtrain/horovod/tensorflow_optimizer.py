@@ -1,17 +1,27 @@
-"""``DistributedOptimizer`` with the arguments that ``horovod.tensorflow`` gives it."""
+"""``DistributedOptimizer`` with the arguments that ``horovod.tensorflow`` gives it.
+
+Optimizers of ``tf.compat.v1.train`` combine gradients in a session, eagerly, and in a tf.function,
+as far as they work there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import tensorflow as tf
+
+from hvdtrain.errors import ModelError
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.options import Groups
+from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.tape import check_averages
 from hvdtrain.horovod import keras_optimizer
-from hvdtrain.horovod.classic_optimizer import distribute_classic_optimizer, is_classic
+from hvdtrain.horovod.local_aggregation import Accumulation
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.reduce_ops import Average, ReduceOp
-from hvdtrain.horovod.reducer import reducer_for
+from hvdtrain.horovod.reducer import optimizer_reducer
+from hvdtrain.keras.optimizer_patch import mix_in
 
 __all__ = ["DistributedOptimizer"]
 
@@ -33,27 +43,14 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """``hvdtrain.keras.DistributedOptimizer``, whose arguments have another order.
+    """Let an optimizer combine the gradients of all ranks before it clips and applies them.
 
     Args:
         optimizer: One of Keras 3, or of ``tf.compat.v1.train``: that one combines gradients in
-            ``compute_gradients`` and ``minimize``.
-        name: Has no effect.
+            ``compute_gradients``, and with it in ``minimize``.
         use_locking: Has no effect.
-        device_dense: Where combined gradients are to be.
-        device_sparse: Where combined gradients are to be that are ``tf.IndexedSlices``.
-        compression: The type in which gradients travel; one of ``Compression``.
-        sparse_as_dense: Make tensors of ``tf.IndexedSlices`` first.
-        backward_passes_per_step: Add up the gradients of so many steps first.
-        op: Average or Sum.
-        gradient_predivide_factor: With Average, divide by so much before summing, and by the rest
-            of the number of ranks afterwards.
-        average_aggregated_gradients: Take the mean of the gradients of several steps instead.
-        num_groups: The older name of ``groups``.
-        groups: Combine gradients in so many groups, or those of each list of variables together;
-            None for all at once.
-        process_set: The ranks that take part; all of them if not given.
-        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
+
+    All other arguments are those of ``hvdtrain.keras.DistributedOptimizer``.
 
     Returns:
         The same optimizer.
@@ -63,15 +60,78 @@ def DistributedOptimizer(
         ValueError: What was asked for does not fit together.
     """
     arguments = locals()
-    if not is_classic(optimizer):
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         del arguments["use_locking"]
         return keras_optimizer.DistributedOptimizer(**arguments)
     check_averages("tensorflow.DistributedOptimizer")
-    return distribute_classic_optimizer(
-        optimizer,
-        reducer_for(arguments),
-        op=op,
-        passes=backward_passes_per_step,
-        averages=average_aggregated_gradients,
-        as_dense=sparse_as_dense,
-    )
+    reducer = optimizer_reducer(arguments)
+    passes = backward_passes_per_step
+    if passes < 1:
+        raise ValueError(f"Received backward_passes_per_step={passes}; expected 1 or more.")
+    mix_in(optimizer, _CombinesGradients, reducer)
+    optimizer._hvdtrain_accumulation = None
+    if passes > 1:
+        optimizer._hvdtrain_accumulation = Accumulation(
+            passes, averages=average_aggregated_gradients, as_dense=sparse_as_dense
+        )
+    optimizer._hvdtrain_has_combined = False
+    return optimizer
+
+
+class _CombinesGradients:
+    """Mixed into the class of a plain optimizer."""
+
+    _hvdtrain_reducer: GradientReducer
+    _hvdtrain_accumulation: Accumulation | None
+    _hvdtrain_has_combined: bool
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave the gradient of a variable to each rank."""
+        self._hvdtrain_reducer.keep_local(var)
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """As the plain optimizer's, combined over all ranks.
+
+        Before the last of several steps that are accumulated, it is the sums so far of this rank
+        alone, which ``apply_gradients`` leaves aside.
+        """
+        pairs = super().compute_gradients(*args, **kwargs)  # type: ignore[misc]
+        gradients, variables = map(list, zip(*pairs))
+
+        def combine(summed: Sequence[Any]) -> list[Any]:
+            return self._hvdtrain_reducer.average(summed, variables)
+
+        if self._hvdtrain_accumulation is None:
+            combined = combine(gradients)
+        else:
+            combined = self._hvdtrain_accumulation.add(gradients, combine)
+        self._hvdtrain_has_combined = True
+        return list(zip(combined, variables))
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Sequence[tuple[Any, Any]],
+        global_step: Any = None,
+        name: str | None = None,
+    ) -> Any:
+        """As the plain optimizer's; ``global_step`` counts steps that are accumulated, too.
+
+        Raises:
+            ModelError: The gradients come from elsewhere than ``compute_gradients``.
+        """
+        if not self._hvdtrain_has_combined:
+            raise ModelError(
+                "apply_gradients received gradients that compute_gradients of this optimizer has "
+                "not computed, so they may be those of one rank. Call compute_gradients instead of "
+                "tf.gradients; or combine them with a DistributedGradientTape or allreduce, and "
+                "leave DistributedOptimizer out."
+            )
+        pairs = list(grads_and_vars)
+        apply: Callable[..., Any] = super().apply_gradients  # type: ignore[misc]
+        if self._hvdtrain_accumulation is None:
+            return apply(pairs, global_step, name)
+        return self._hvdtrain_accumulation.when_complete(
+            [gradient for gradient, _ in pairs if gradient is not None],
+            lambda: apply(pairs, None, name),
+            global_step,
+        )

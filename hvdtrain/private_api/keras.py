@@ -15,17 +15,10 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import DataError, ModelError
+from hvdtrain.private_api import lacks, missing_hooks
 
 SEEN = ("3.14", "3.15")
 """The oldest and the newest Keras that all tests have passed with."""
-
-
-def _unsupported(what: str) -> ModelError:
-    return ModelError(
-        f"Keras {keras.version()} lacks {what}, which hvdtrain needs. It was tested with Keras "
-        f"{SEEN[0]} to {SEEN[1]}: pip install 'keras>={SEEN[0]},<={SEEN[1]}.99'."
-    )
-
 
 try:
     from keras.src.backend.common import global_state
@@ -42,7 +35,7 @@ try:
         can_convert_arrays,
     )
 except ImportError as error:
-    raise _unsupported(str(error)) from error
+    raise ModelError(lacks("Keras", keras.version(), SEEN, str(error))) from error
 
 __all__ = [
     "HOOKS",
@@ -66,7 +59,6 @@ __all__ = [
     "loss_tracker",
     "make_global_generator",
     "mask_of",
-    "moving_averages",
     "note_steps_seen",
     "output_spec",
     "own_losses",
@@ -122,27 +114,20 @@ FitIterator: type[Any] = TFEpochIterator
 
 
 def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
-    """See that this Keras has all that hvdtrain needs of it.
+    """See that this Keras has all that hvdtrain needs of it, given a compiled model.
 
-    Args:
-        model: A compiled model.
-        optimizers: The plain optimizers that it applies.
+    ``optimizers`` are the plain ones that it applies.
 
     Raises:
         ModelError: Something is missing; names it, and the versions of Keras that have it.
     """
-    missing = [
-        f"{kind.__name__}.{name}"
-        for kind, names in HOOKS.items()
-        for name in names
-        if not hasattr(kind, name)
-    ]
+    missing = missing_hooks(HOOKS)
     missing += [f"{type(model).__name__}.{n}" for n in _OF_A_MODEL if not hasattr(model, n)]
     for optimizer in optimizers:
-        lacks = [name for name in _OF_AN_OPTIMIZER if not hasattr(optimizer, name)]
-        missing += [f"{type(optimizer).__name__}.{name}" for name in lacks]
+        absent = [name for name in _OF_AN_OPTIMIZER if not hasattr(optimizer, name)]
+        missing += [f"{type(optimizer).__name__}.{name}" for name in absent]
     if missing:
-        raise _unsupported(", ".join(missing))
+        raise ModelError(lacks("Keras", keras.version(), SEEN, ", ".join(missing)))
 
 
 # Models and layers.
@@ -232,11 +217,6 @@ def rate_of(optimizer: Any) -> Any:
     return optimizer._learning_rate
 
 
-def moving_averages(optimizer: Any) -> list[Any]:
-    """The moving averages of the variables that an optimizer keeps; empty without them."""
-    return list(getattr(optimizer, "_model_variables_moving_average", []))
-
-
 def mask_of(output: Any) -> Any:
     """The mask that a layer left with its output; None for none."""
     return getattr(output, "_keras_mask", None)
@@ -260,15 +240,18 @@ def set_global_generator(generator: Any) -> None:
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
 
 
-def make_global_generator() -> Any:
-    """The generator behind ``keras.random``, which Keras makes where there is none."""
-    return seed_generator.global_seed_generator()
+make_global_generator = seed_generator.global_seed_generator
+"""The generator behind ``keras.random``, which Keras makes where there is none."""
 
 
 # What is given to ``fit``.
 
 is_tf_dataset = data_adapters.is_tf_dataset
 sample_weights_of_classes = data_adapter_utils.class_weight_to_sample_weights
+class_weight_map = tf_dataset_adapter.make_class_weight_map_fn
+"""Makes a function from (x, y) to (x, y, sample_weight) for use inside ``Dataset.map``."""
+split_validation = array_slicing.train_validation_split
+"""Divides arrays into what ``fit`` trains on, and what it validates with."""
 
 
 def are_arrays(*structures: Any) -> bool:
@@ -327,11 +310,6 @@ def gather(column: Any, indices: Any) -> Any:
     return tf.gather(column, indices, axis=0)
 
 
-def class_weight_map(class_weight: Any) -> Any:
-    """A function from (x, y) to (x, y, sample_weight) for use inside ``Dataset.map``."""
-    return tf_dataset_adapter.make_class_weight_map_fn(class_weight)
-
-
 def specs_of_batches(batches: list[Any]) -> list[tf.TypeSpec]:
     """What several flat batches (lists of arrays) have in common, entry by entry."""
     merged = data_adapter_utils.get_tensor_spec([tuple(batch) for batch in batches])
@@ -343,8 +321,3 @@ def without_scipy(leaf: Any) -> Any:
     if data_adapter_utils.is_scipy_sparse(leaf):
         return tf.sparse.reorder(data_adapter_utils.scipy_sparse_to_tf_sparse(leaf))
     return leaf
-
-
-def split_validation(arrays: Any, validation_split: float) -> Any:
-    """What ``fit`` trains on, and what it validates with."""
-    return array_slicing.train_validation_split(arrays, validation_split=validation_split)

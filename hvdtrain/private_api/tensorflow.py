@@ -18,17 +18,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.private_api import lacks, missing_hooks
 
 SEEN = ("2.21", "2.21")
 """The oldest and the newest TensorFlow that all tests have passed with."""
-
-
-def _unsupported(what: str) -> LaunchError:
-    return LaunchError(
-        f"TensorFlow {tf.__version__} lacks {what}, which hvdtrain needs. It was tested with "
-        f"TensorFlow {SEEN[0]} to {SEEN[1]}: pip install 'tensorflow>={SEEN[0]},<={SEEN[1]}.99'."
-    )
-
 
 try:
     from tensorflow.core.framework import attr_value_pb2
@@ -37,7 +30,7 @@ try:
     from tensorflow.python.eager import context
     from tensorflow.python.eager.polymorphic_function import atomic_function
 except ImportError as error:
-    raise _unsupported(str(error)) from error
+    raise LaunchError(lacks("TensorFlow", tf.__version__, SEEN, str(error))) from error
 
 __all__ = [
     "HOOKS",
@@ -100,16 +93,11 @@ def check() -> None:
     Raises:
         LaunchError: Something is missing; names it, and the versions of TensorFlow that have it.
     """
-    missing = [
-        f"{kind.__name__}.{name}"
-        for kind, names in HOOKS.items()
-        for name in names
-        if not hasattr(kind, name)
-    ]
+    missing = missing_hooks(HOOKS)
     if not hasattr(context.context(), "_context_handle"):
         missing.append("Context._context_handle")
     if missing:
-        raise _unsupported(", ".join(missing))
+        raise LaunchError(lacks("TensorFlow", tf.__version__, SEEN, ", ".join(missing)))
 
 
 # The runtime.
@@ -144,10 +132,7 @@ def reserve_port() -> Iterator[int]:
 def connect(addresses: Sequence[str], rank: int, port: int) -> None:
     """Start this process's server, and tell it where the others are.
 
-    Args:
-        addresses: The address, as "host:port", of each rank's server.
-        rank: The rank of this process.
-        port: The port of this rank's server.
+    ``addresses`` holds that of each rank's server as "host:port"; ``port`` is that of this one.
 
     Raises:
         tf.errors.OpError: The server does not start.
@@ -179,9 +164,8 @@ def abort_collectives(reason: str) -> None:
     context.context().abort_collective_ops(code, reason)
 
 
-def global_seed() -> Any:
-    """The global seed as it was set; reading it through tf.compat would draw from the generator."""
-    return context.global_seed()
+global_seed = context.global_seed
+"""The global seed as it was set; reading it through tf.compat would draw from the generator."""
 
 
 def operation_seeds() -> random.Random:
@@ -240,8 +224,7 @@ def replace_session_methods(
 ) -> None:
     """Replace what sessions do before they take note of a graph, and how they run it; once.
 
-    Args:
-        replace: Given both methods as they are, returns what takes their places.
+    ``replace`` gets both methods as they are, and returns what takes their places.
     """
     if not hasattr(BaseSession, _REPLACED):
         methods = replace(BaseSession._extend_graph, BaseSession._do_run)
@@ -250,13 +233,11 @@ def replace_session_methods(
 
 
 def complete_control_outputs(must_run: Callable[[Any], list[tf.Operation]]) -> None:
-    """Let the functions that are made from now on run these operations of their graphs; once.
+    """Let the functions that are made from now on run some operations of their graphs; once.
 
-    A function is made of a graph when that is complete, by code of TensorFlow that has no other
+    ``must_run`` gets the graph of a function, and returns what runs whether it is used or not. A
+    function is made of a graph when that is complete, by code of TensorFlow that has no other
     place for it: the call of an inner function is added after all that its body is made of.
-
-    Args:
-        must_run: Given a graph of a function, returns what runs whether it is used or not.
     """
     make = atomic_function.from_func_graph
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from hvdtrain.lazy import lazy_names
 
 OF_JOB = {
-    "hvdtrain.horovod.initialization": ("init",),
     "hvdtrain.world": (
         "is_initialized",
         "local_rank",
@@ -41,6 +40,7 @@ OF_JOB = {
         "ProcessSet",
         "add_process_set",
         "global_process_set",
+        "init",
         "remove_process_set",
     ),
     "hvdtrain.horovod.reduce_ops": ("Average", "Sum"),
@@ -61,14 +61,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "rank_op",
             "size_op",
         ),
-        "hvdtrain.horovod.reduce_ops": (
-            "Adasum",
-            "Average",
-            "Max",
-            "Min",
-            "Product",
-            "Sum",
-        ),
+        "hvdtrain.horovod.reduce_ops": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
         "hvdtrain.horovod.exchange_ops": (
             "allgather",
             "alltoall",
@@ -94,10 +87,8 @@ __getattr__, __dir__, __all__ = lazy_names(
             "broadcast_object",
             "broadcast_object_fn",
             "broadcast_variables",
-        ),
-        "hvdtrain.horovod.global_variables": (
-            "BroadcastGlobalVariablesHook",
             "broadcast_global_variables",
+            "BroadcastGlobalVariablesHook",
         ),
     },
     submodules=("elastic", "keras"),

@@ -47,12 +47,7 @@ _REDUCED_AS = {
 
 
 def connect(collectives: Collectives, *, on_gpus: bool, hosts: Sequence[int]) -> DeviceCollectives:
-    """Connect the devices of all ranks; collective.
-
-    Args:
-        collectives: The engine.
-        on_gpus: Whether each rank reduces on a GPU; otherwise on the CPU.
-        hosts: The number of each rank's host.
+    """Connect the GPUs or the CPUs of all ranks, given the number of each rank's host; collective.
 
     Raises:
         LaunchError: On all ranks: one can't be reached by the others, or can't start.
@@ -77,12 +72,9 @@ def connect(collectives: Collectives, *, on_gpus: bool, hosts: Sequence[int]) ->
 
 
 class DeviceCollectives:
-    """Reductions between the devices of all ranks.
+    """Reductions between the devices of all ranks; the engine sees that they agree on each.
 
-    Args:
-        collectives: The engine, for what ranks have to agree on.
-        device: Where this rank's tensors are reduced.
-        hint: How TensorFlow is to do it, ``"nccl"`` or ``"ring"``.
+    ``hint`` tells TensorFlow how to do it, by ``"nccl"`` or a ``"ring"``.
     """
 
     def __init__(self, collectives: Collectives, device: str, hint: str) -> None:
@@ -110,7 +102,7 @@ class DeviceCollectives:
         op: ReduceOp,
         *,
         name: str,
-        before: Callable[[], None] | None = None,
+        before: Callable[[], object] | None = None,
         after: Callable[[bool, np.ndarray], None] | None = None,
     ) -> list[tf.Tensor]:
         """Combine tensors of one type over all ranks, at once or in the graph that is being made.

@@ -210,17 +210,14 @@ def _no_gpu_left(
     taken = "; ".join(
         f"{gpu}: rank {', '.join(map(str, owners[gpu]))}" for gpu in gpus if owners.get(gpu)
     )
+    few, owned, remedy = "more ranks than GPUs", "all", "one rank a GPU"
     if each > 1:
-        return (
-            f"There are too few GPUs for {each} a rank (--devices-per-rank): rank {rank} sees "
-            f"{len(gpus)}, and some of them have owners ({taken}). Start fewer ranks, or ask for "
-            "fewer devices; or let ranks share, with HVDTRAIN_SHARE_GPUS=1 (hvdtrain run "
-            "--share-gpus); or compute on the CPU, with CUDA_VISIBLE_DEVICES=-1."
-        )
+        few, owned = f"too few GPUs for {each} a rank (--devices-per-rank)", "some"
+        remedy = "fewer ranks, or ask for fewer devices"
     return (
-        f"There are more ranks than GPUs: rank {rank} sees {len(gpus)}, and all of them have "
-        f"owners ({taken}). Start one rank a GPU; or let ranks share, with HVDTRAIN_SHARE_GPUS=1 "
-        "(hvdtrain run --share-gpus); or compute on the CPU, with CUDA_VISIBLE_DEVICES=-1."
+        f"There are {few}: rank {rank} sees {len(gpus)}, and {owned} of them have owners "
+        f"({taken}). Start {remedy}; or let ranks share, with HVDTRAIN_SHARE_GPUS=1 (hvdtrain run "
+        "--share-gpus); or compute on the CPU, with CUDA_VISIBLE_DEVICES=-1."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -10,10 +11,35 @@ import tensorflow as tf
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 
-__all__ = ["Differentiable", "allgather", "any_rows", "stack_ranks"]
+__all__ = ["allgather", "any_rows", "differentiable", "stack_ranks"]
 
-Differentiable = tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]
+_Differentiable = tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]
 """A result and its gradient, as ``tf.custom_gradient`` takes them."""
+
+
+def differentiable(
+    forward: Callable[[np.ndarray], np.ndarray],
+    backward: Callable[[np.ndarray], np.ndarray],
+    tensor: tf.Tensor,
+    shape: Any,
+) -> tf.Tensor:
+    """Run NumPy code on a tensor, and on the gradient of the result for that of the tensor.
+
+    Args:
+        forward: Takes the tensor's array to the result, of the same type.
+        backward: Takes the gradient of the result to that of the tensor.
+        tensor: What goes in.
+        shape: What is known of the shape of the result.
+    """
+
+    @tf.custom_gradient
+    def run(value: tf.Tensor) -> _Differentiable:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            return run_on_host(lambda array: [backward(array)], [upstream], [value.shape])[0]
+
+        return run_on_host(lambda array: [forward(array)], [value], [shape])[0], gradient
+
+    return run(tensor)
 
 
 def allgather(engine: Callable[[], Collectives], tensor: tf.Tensor, name: str) -> tf.Tensor:
@@ -29,7 +55,7 @@ def allgather(engine: Callable[[], Collectives], tensor: tf.Tensor, name: str) -
     """
 
     @tf.custom_gradient
-    def gathered(value: tf.Tensor) -> Differentiable:
+    def gathered(value: tf.Tensor) -> _Differentiable:
         def gather(array: np.ndarray) -> Arrays:
             return [engine().allgather(array, name=name)]
 
@@ -67,21 +93,13 @@ def stack_ranks(collectives: Collectives, tensor: tf.Tensor, name: str) -> tf.Te
     if collectives.survives_losses:
         return _stack_survivors(collectives, tensor, name)
 
-    @tf.custom_gradient
-    def stacked(value: tf.Tensor) -> Differentiable:
-        def gather(array: np.ndarray) -> Arrays:
-            return [collectives.allgather(array[np.newaxis], name=name)]
+    def gather(array: np.ndarray) -> np.ndarray:
+        return collectives.allgather(array[np.newaxis], name=name)
 
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            return run_on_host(scatter, [upstream], [value.shape])[0]
+    def scatter(array: np.ndarray) -> np.ndarray:
+        return collectives.reduce_scatter(array, "sum", name=f"gradient of {name}")[0]
 
-        def scatter(array: np.ndarray) -> Arrays:
-            return [collectives.reduce_scatter(array, "sum", name=f"gradient of {name}")[0]]
-
-        (result,) = run_on_host(gather, [value], [[collectives.size, *value.shape]])
-        return result, gradient
-
-    return stacked(tensor)
+    return differentiable(gather, scatter, tensor, [collectives.size, *tensor.shape])
 
 
 def _stack_survivors(collectives: Collectives, tensor: tf.Tensor, name: str) -> tf.Tensor:
@@ -92,7 +110,7 @@ def _stack_survivors(collectives: Collectives, tensor: tf.Tensor, name: str) -> 
     """
 
     @tf.custom_gradient
-    def stacked(value: tf.Tensor) -> Differentiable:
+    def stacked(value: tf.Tensor) -> _Differentiable:
         shape = [None, *value.shape]
 
         def gather(array: np.ndarray) -> Arrays:

@@ -25,8 +25,9 @@ MARK = "hvdtrain"
 def calls_between_ranks(op: tf.Operation) -> bool:
     """Whether it is an operation between ranks, or calls a function that holds one."""
     if op.type == "PyFunc":
-        return _is_marked(op.name)
-    return any(_holds_marked(op.graph, name) for name in _functions_of(op))
+        return op.name.rpartition("/")[2].startswith(MARK)
+    graphs = [function_graph(op.graph, name) for name in _functions_of(op)]
+    return any(any(map(calls_between_ranks, g.get_operations())) for g in graphs if g is not None)
 
 
 @contextmanager
@@ -62,18 +63,9 @@ def _last_ones(graph: Any) -> Iterator[tf.Operation]:
         graph = graph.outer_graph
 
 
-def _is_marked(name: str) -> bool:
-    return name.rpartition("/")[2].startswith(MARK)
-
-
 def _functions_of(op: tf.Operation) -> Iterator[str]:
     for attribute in op.op_def.attr:
         if attribute.type == "func":
             yield op.get_attr(attribute.name).name
         elif attribute.type == "list(func)":
             yield from (function.name for function in op.get_attr(attribute.name))
-
-
-def _holds_marked(graph: Any, name: str) -> bool:
-    function = function_graph(graph, name)
-    return function is not None and any(map(calls_between_ranks, function.get_operations()))

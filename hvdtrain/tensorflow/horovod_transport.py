@@ -77,16 +77,10 @@ class HorovodTransport(Transport):
         self._watchdog.close()
 
     def messages(self) -> PointToPoint:
-        raise ConfigurationError(
-            "Parameter servers need MPI, and here a real Horovod is the engine. Start with "
-            "horovodrun --mpi, mpirun, srun or hvdtrain run, without --backend horovod."
-        )
+        raise _needs_mpi("Parameter servers")
 
     def subset(self, ranks: Sequence[int]) -> Transport | None:
-        raise ConfigurationError(
-            "Process sets need MPI, and here a real Horovod is the engine. Start with "
-            "horovodrun --mpi, mpirun, srun or hvdtrain run, without --backend horovod."
-        )
+        raise _needs_mpi("Process sets")
 
     def agree(self, call: Call) -> bool:
         mine = tf.convert_to_tensor(np.array([call.digest]))
@@ -142,6 +136,13 @@ class HorovodTransport(Transport):
                 f"Horovod could not finish {what}: {error.message}. "
                 "Another rank failed or did not come; its own message tells why."
             ) from error
+
+
+def _needs_mpi(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} need MPI, and here a real Horovod is the engine. Start with horovodrun --mpi, "
+        "mpirun, srun or hvdtrain run, without --backend horovod."
+    )
 
 
 def _packed(array: np.ndarray, op: ReduceOp) -> tf.Tensor:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.tensorflow import session_patch
-from hvdtrain.tensorflow.graph_order import MARK, in_order
+from hvdtrain.private_api.tensorflow import complete_control_outputs, replace_session_methods
+from hvdtrain.tensorflow.graph_order import MARK, in_order, must_run
+from hvdtrain.tensorflow.session_order import SessionOrder
 from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow
 
 __all__ = ["Arrays", "run_on_host"]
@@ -39,7 +40,9 @@ def run_on_host(
         with raise_as_in_tensorflow():
             results = function(*map(_array, tensors))
         return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, types)]
-    session_patch.keep_order()
+    # A session has no public way to do something before each run.
+    replace_session_methods(_keeping_order)
+    complete_control_outputs(must_run)
     with in_order(tf.compat.v1.get_default_graph()):
         several = tf.numpy_function(function, tensors, types, name=MARK)
     # Of no results TensorFlow returns the operation.
@@ -54,3 +57,26 @@ def _array(tensor: tf.Tensor) -> np.ndarray:
         # TensorFlow 2.21 makes no NumPy array of such a tensor.
         return np.asarray(tf.reshape(tensor, [1])).reshape(())
     return np.asarray(tensor)
+
+
+def _keeping_order(extend: Callable[..., Any], run: Callable[..., Any]) -> tuple[Any, Any]:
+    """Methods of a session that keep the order of operations between ranks, as they were made.
+
+    Their errors are raised as eagerly.
+    """
+
+    def extend_graph(self: Any) -> None:
+        SessionOrder.of(self.graph).extend()
+        extend(self)
+
+    def do_run(
+        self: Any, handle: Any, targets: Any, fetches: Any, feeds: Any, options: Any, metadata: Any
+    ) -> Any:
+        order = SessionOrder.of(self.graph)
+        order.extend()
+        # What partial_run is to run later is not known yet.
+        left_out = order.left_out(targets, fetches, feeds) if handle is None else {}
+        with raise_as_in_tensorflow():
+            return run(self, handle, targets, fetches, feeds | left_out, options, metadata)
+
+    return extend_graph, do_run

@@ -105,10 +105,9 @@ class SessionOrder:
         wanted = [op.name for op in targets], [tensor.name for tensor in fetches]
         fed = {reference.deref().name for reference in feeds}
         key = (*map(tuple, wanted), frozenset(fed))
-        cut = self._left_out.get(key)
-        if cut is None:
-            cut = self._left_out[key] = self._cut(targets, fetches, fed)
-        return {tensor.ref(): np.array(True) for tensor in cut}
+        if key not in self._left_out:
+            self._left_out[key] = self._cut(targets, fetches, fed)
+        return {tensor.ref(): np.array(True) for tensor in self._left_out[key]}
 
     def _cut(
         self, targets: Iterable[Any], fetches: Iterable[Any], fed: set[str]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -43,12 +43,9 @@ def member_name(name: str | None, which: int | str) -> str | None:
 
 
 def operation_label(what: str, name: str | None, tensors: Sequence[tf.Tensor]) -> str:
-    """What an error calls an operation between ranks.
+    """What an error calls an operation of the kind ``what``: the name that it was given.
 
-    Args:
-        what: The kind of operation.
-        name: The name that it was given; without one, in a graph, its tensors' names stand for it.
-        tensors: What the operation takes.
+    Without one, in a graph, the names of what it takes stand for it.
     """
     if name is not None:
         return name
@@ -73,8 +70,8 @@ def counted_anew(names: Sequence[str]) -> list[str]:
     dense_7, dense_9 is dense, dense_1; and dense_9, dense_7 is dense_1, dense.
     """
     numbers: dict[str, set[int]] = defaultdict(set)
-    for base, number in _parts(names):
-        numbers[base].add(number)
+    for part in _PART.finditer("/".join(names)):
+        numbers[part[1]].add(_number(part))
     places = {base: {n: i for i, n in enumerate(sorted(found))} for base, found in numbers.items()}
 
     def anew(part: re.Match[str]) -> str:
@@ -82,12 +79,6 @@ def counted_anew(names: Sequence[str]) -> list[str]:
         return f"{part[1]}_{place}" if place else part[1]
 
     return [_PART.sub(anew, name) for name in names]
-
-
-def _parts(names: Iterable[str]) -> Iterable[tuple[str, int]]:
-    for name in names:
-        for part in _PART.finditer(name):
-            yield part[1], _number(part)
 
 
 def _number(part: re.Match[str]) -> int:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench.results import BenchReport, Limit, format_seconds
+from hvdtrain.bench.options import Options
+from hvdtrain.bench.results import BenchReport, format_seconds
 from hvdtrain.cluster.ranges import format_table
 
 
@@ -32,23 +33,35 @@ def test_seconds_read_well(seconds: float, shown: str) -> None:
         ("at least", 2, False),
     ],
 )
-def test_limits_hold_on_one_side(bound, measured: float, held: bool) -> None:
-    assert Limit(what="x", measured=measured, limit=3.0, unit="times", bound=bound).held is held
+def test_limits_hold_on_one_side(bound, measured: float, held: bool, tmp_path: Path) -> None:
+    report = BenchReport("allreduce", Options(), 2, lambda: True)
+    report.hold_against("x", measured, bound, 3.0, "times")
+    report.finish(str(tmp_path / "out.json"))
+    (limit,) = json.loads((tmp_path / "out.json").read_text())["limits"]
+    assert limit["held"] is held
 
 
+@pytest.mark.parametrize("shown", [True, False])
 def test_finish_prints_limits_and_writes_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shown: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = BenchReport("allreduce", {"ranks": 2})
-    report.add("sizes", [1, 2])
-    report.hold_against(Limit(what="ratio", measured=2.5, limit=3.0, unit="times", bound="at most"))
+    report = BenchReport("allreduce", Options(), 2, lambda: shown)
+    report.add(sizes=[1, 2])
+    report.hold_against("ratio", 2.5, "at most", 3.0, "times")
     path = tmp_path / "out.json"
     report.finish(str(path))
-    assert "ratio   2.5 times  at most 3 times   yes" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    if not shown:
+        assert (printed, path.exists()) == ("", False)
+        return
+    assert "ratio   2.5 times  at most 3 times   yes" in printed
     limit = {"what": "ratio", "measured": 2.5, "limit": 3.0, "unit": "times", "bound": "at most"}
-    assert json.loads(path.read_text()) == {
+    written = json.loads(path.read_text())
+    assert written.pop("machine")["cores"] > 0
+    assert written == {
         "benchmark": "allreduce",
         "ranks": 2,
+        "options": {"json": ""},
         "sizes": [1, 2],
         "limits": [{**limit, "held": True}],
     }

@@ -1,10 +1,10 @@
-"""Operations timed in turn."""
+"""Operations timed in turn, and bandwidths as nccl-tests defines them."""
 
 from __future__ import annotations
 
 import pytest
 
-from hvdtrain.bench.timing import time_in_turn
+from hvdtrain.bench.timing import algorithm_bandwidth, bus_bandwidth, time_in_turn
 from hvdtrain.collectives.single import single_collectives
 
 
@@ -36,3 +36,13 @@ def test_all_ranks_hold_the_same_times(world, rank_count: int) -> None:
     everyone = collectives().allgather_object([found["nothing"].best_s, found["nothing"].median_s])
     assert len(everyone) == rank_count
     assert everyone[0] == everyone[1]
+
+
+def test_algorithm_bandwidth_is_bytes_over_time() -> None:
+    assert algorithm_bandwidth(10_000_000, 0.5) == 20_000_000
+
+
+# Factors of the document that the module names: 2 (n - 1) / n.
+@pytest.mark.parametrize(("ranks", "factor"), [(1, 0), (2, 1), (4, 1.5), (8, 1.75)])
+def test_bus_bandwidth_has_the_factor_of_allreduce(ranks: int, factor: float) -> None:
+    assert bus_bandwidth(1000, 0.5, ranks) == factor * 2000

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.tensorflow as hvd
-from hvdtrain.gradients.adasum import adasum
+from hvdtrain.gradients.array_reduction import adasum
 
 WAYS = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
 
