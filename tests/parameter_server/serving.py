@@ -43,8 +43,7 @@ class Worker:
         gradients = None
         if gradient is not None:
             gradients = [np.full(shape, gradient, "float32") for shape in SHAPES]
-        push = self.client.push_ahead if ahead else self.client.push
-        return push(gradients, weight=weight, learning_rate=rate)
+        return self.client.push(gradients, weight=weight, learning_rate=rate, ahead=ahead)
 
     def done(self, **options):
         """Where all weights are in the end, from where they began."""

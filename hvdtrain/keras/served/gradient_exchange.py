@@ -204,8 +204,13 @@ class GradientExchange(WorkerExchange):
                 client = self.reach()
                 gradients, weight = take(*arrays)
                 position = self._position(ran, samples) if ends else NO_POSITION
-                push = client.push_ahead if self._overlaps else client.push
-                return push(gradients, weight=weight, learning_rate=float(rate), position=position)
+                return client.push(
+                    gradients,
+                    weight=weight,
+                    learning_rate=float(rate),
+                    position=position,
+                    ahead=self._overlaps,
+                )
 
         exchange = self._run_if_any if self._overlaps else self._run
         exchange(run, [*self._counted(), rate, *inputs])
