@@ -26,19 +26,14 @@ from hvdtrain.parameter_server.shared_memory import GRADIENT_SLOTS, SharedMemory
 
 __all__ = ["Client"]
 
+_Blocks = Sequence[Sequence[np.ndarray]]
+
 
 class Client:
     """One worker's way to the servers of one ``fit``.
 
     Weights come as arrays of all trainable variables. They stay as they are as long as somebody
     holds one of them.
-
-    Args:
-        messages: The way to the servers.
-        specs: What all trainable variables are like.
-        servers: The ranks that serve.
-        shards: What each of them holds.
-        memory: What this worker shares with servers of its host.
     """
 
     def __init__(
@@ -139,7 +134,7 @@ class Client:
             )
             for server in self._servers
         ]
-        data: Sequence[Sequence[np.ndarray]] = ()
+        data = None
         if gradients is not None:
             # The first slot unless a server may still read it: what caches hold of it is of use.
             self._slot = 0 if self._under_way is None else (self._slot + 1) % GRADIENT_SLOTS
@@ -168,12 +163,8 @@ class Client:
     ) -> list[np.ndarray]:
         """Say that no gradient will come any more, and wait for all other workers to say so.
 
-        Args:
-            stop: Whether the others are to end as well.
-            states: For the chief, filled with the optimizer's state on each server.
-
-        Returns:
-            The last weights.
+        ``stop`` ends the others as well; for the chief ``states`` is filled with each server's
+        optimizer's. Returns the last weights.
         """
         return self._ask(Kind.END, more=[[state] for state in states or ()], stop=stop)
 
@@ -182,11 +173,7 @@ class Client:
         self._ask(Kind.LOOK)
 
     def leave(self, *, stop: bool = False) -> None:
-        """Say that no gradient will come any more, and go on; ``end`` must come later.
-
-        Args:
-            stop: Whether the others are to end as well.
-        """
+        """Say that no gradient will come any more, as ``end`` does, which must come later."""
         self._ask(Kind.LEAVE, stop=stop)
 
     def state(self, states: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -201,12 +188,9 @@ class Client:
     ) -> tuple[list[np.ndarray], list[tuple[int, ...]]]:
         """Take what all servers hold at one moment, with the same gradients in it; the chief does.
 
-        Args:
-            workers: How many there are.
-            states: Filled with the optimizer's state on each server.
-
         Returns:
-            The weights, and the position that came with the last gradient of each worker in them.
+            The weights, and the position that came with the last gradient of each worker in them;
+            ``states`` is filled with the optimizer's state on each server.
         """
         progress = [np.empty(workers, np.int64) for _ in self._servers]
         self._ask(Kind.FREEZE, more=[[entry] for entry in progress])
@@ -228,9 +212,9 @@ class Client:
     def _ask(
         self,
         kind: Kind,
-        data: Sequence[Sequence[np.ndarray]] = (),
+        data: _Blocks | None = None,
         *,
-        more: Sequence[Sequence[np.ndarray]] = (),
+        more: _Blocks | None = None,
         stop: bool = False,
     ) -> list[np.ndarray]:
         """Ask the same of all servers, as ``_start`` does; returns weights where some come."""
@@ -238,10 +222,7 @@ class Client:
         return self._take(self._start(requests, data, more))
 
     def _start(
-        self,
-        requests: Sequence[Request],
-        data: Sequence[Sequence[np.ndarray]],
-        more: Sequence[Sequence[np.ndarray]] = (),
+        self, requests: Sequence[Request], data: _Blocks | None, more: _Blocks | None = None
     ) -> PendingRequest:
         """Send requests, each with its data, once nothing else is under way.
 
@@ -250,7 +231,10 @@ class Client:
         self._settle()
         self.pushed += requests[0].has_gradient
         buffers = [self._pool.take(shard.nbytes) for shard in self._shards]
-        return PendingRequest(self._messages, self._servers, requests, buffers, data, more)
+        none = [()] * len(buffers)
+        return PendingRequest(
+            self._messages, self._servers, requests, buffers, data or none, more or none
+        )
 
     def _take(self, pending: PendingRequest) -> list[np.ndarray]:
         """Wait for the answers; returns the weights that came with them, if any were to come."""

@@ -12,7 +12,7 @@ import enum
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -183,59 +183,54 @@ class ServerHandle:
     """How many updates went into the weights that this worker has."""
 
 
+@dataclass(eq=False)
 class PendingRequest:
     """Requests of one kind to all servers, which begin to travel at once, and their answers.
 
     All is received at once: a server does nothing else until its answer has been taken, so that
     whoever took one after another could wait for a server that waits for it.
 
-    Args:
+    Attributes:
         messages: The way to the servers.
-        servers: All of them.
-        requests: One for each server.
-        buffers: For each server, where weights go.
-        data: For each server, what follows the request, or nothing for all; must stay as it is
-            until ``wait`` returns.
-        more: For each server, where to put what follows the weights, or nothing for all.
+        servers: All of them; what follows has an entry for each.
+        requests: What they are asked.
+        buffers: Where their weights go.
+        data: What follows the request; must stay as it is until ``wait`` returns.
+        more: Where to put what follows the weights.
+        replies: The answers, once they have come.
+        versions: How many updates went into the weights in ``buffers``.
+        heard_s: When the answers came, on the monotonic clock.
     """
 
-    def __init__(
-        self,
-        messages: PointToPoint,
-        servers: Sequence[ServerHandle],
-        requests: Sequence[Request],
-        buffers: Sequence[np.ndarray],
-        data: Sequence[Sequence[np.ndarray]],
-        more: Sequence[Sequence[np.ndarray]],
-    ) -> None:
-        self._messages = messages
-        self._kind = requests[0].kind
+    messages: PointToPoint
+    servers: Sequence[ServerHandle]
+    requests: Sequence[Request]
+    buffers: Sequence[np.ndarray]
+    data: Sequence[Sequence[np.ndarray]]
+    more: Sequence[Sequence[np.ndarray]]
+    replies: Sequence[Reply] = field(default=(), init=False)
+    versions: Sequence[int] = field(default=(), init=False)
+    heard_s: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._kind = self.requests[0].kind
         self.weights = _WEIGHTS.get(self._kind, "newest")
-        """Which weights come."""
         newest = self.weights == "newest"
-        self._published = [server.published if newest else None for server in servers]
-        self._answers = [Reply.buffer() for _ in servers]
+        self._published = [server.published if newest else None for server in self.servers]
+        self._answers = [Reply.buffer() for _ in self.servers]
         # What is sent must live until it has been.
-        self._sent: list[np.ndarray] = []
+        self._packed = [request.pack() for request in self.requests]
         self._pending: list[PendingMessage] = []
-        self.buffers = buffers
-        self.replies: list[Reply] = []
-        """The answers, once they have come."""
-        self.versions: list[int] = []
-        """How many updates went into the weights in ``buffers``."""
-        self.heard_s = 0.0
-        """When the answers came, on the monotonic clock."""
-        for number, server in enumerate(servers):
-            self._pending += messages.start_receive(self._answers[number], server.rank, REPLY)
+        receive, send = self.messages.start_receive, self.messages.start_send
+        for number, server in enumerate(self.servers):
+            self._pending += receive(self._answers[number], server.rank, REPLY)
             sends_weights = self.weights != "none" and self._published[number] is None
-            parts = [buffers[number]] if sends_weights else []
-            for buffer in (*parts, *(more[number] if more else ())):
-                self._pending += messages.start_receive(buffer, server.rank, REPLY_DATA)
-            request, blocks = requests[number].pack(), data[number] if data else ()
-            self._pending += messages.start_send(request, server.rank, REQUEST)
-            for block in blocks:
-                self._pending += messages.start_send(block, server.rank, DATA)
-            self._sent += [request, *blocks]
+            weights = [self.buffers[number]] if sends_weights else []
+            for buffer in (*weights, *self.more[number]):
+                self._pending += receive(buffer, server.rank, REPLY_DATA)
+            self._pending += send(self._packed[number], server.rank, REQUEST)
+            for block in self.data[number]:
+                self._pending += send(block, server.rank, DATA)
 
     def wait(self, unless: Callable[[], bool] = lambda: False) -> None:
         """Return when all answers have come, and weights that are read have been.
@@ -245,19 +240,20 @@ class PendingRequest:
         what = f"{self._kind.name.lower()}, for the parameter servers"
         # Who has ended waits as long as others train.
         endless = self._kind is Kind.END
-        self._messages.wait(self._pending, what, endless=endless, unless=unless)
+        self.messages.wait(self._pending, what, endless=endless, unless=unless)
         if unless():
             return
-        self._pending, self._sent = [], []
+        # What was sent may be used again.
+        self._pending, self.data = [], ()
         self.heard_s = time.monotonic()
         self.replies = [Reply.unpack(answer) for answer in self._answers]
-        self.versions = [reply.version for reply in self.replies]
+        self.versions = versions = [reply.version for reply in self.replies]
         if any(reply.refusal for reply in self.replies):
             return
         for number, published in enumerate(self._published):
             if published is not None:
                 # They are of the reply's version, or newer.
-                self.versions[number] = published.read(self.buffers[number])
+                versions[number] = published.read(self.buffers[number])
 
 
 class ReplySender:
