@@ -25,8 +25,7 @@ from hvdtrain.parameter_server.protocol import (
     Request,
 )
 from hvdtrain.parameter_server.shared_memory import SharedMemory
-from hvdtrain.parameter_server.update_log import Origin
-from hvdtrain.parameter_server.updates import ShardUpdates
+from hvdtrain.parameter_server.updates import Origin, ShardUpdates
 
 __all__ = ["Server"]
 
@@ -44,15 +43,12 @@ class Server:
     that says nothing until it speaks again. Without the chief, or another server, nothing goes on.
 
     Attributes:
-        messages: The way to the workers.
-        updates: Applies gradients to the shard.
         memory: What this rank shares with workers of its host. Those that don't read its weights
             there get them in messages, and send gradients.
         workers: The ranks that train; the first is the chief.
-        consistency: Decides who may go on when.
         tells_learning_rate: Whether workers are told the learning rate of the next update.
         require_finite: Refuse gradients with NaN or infinity.
-        received: A signal that has come to this rank, or 0; the chief is told.
+        received: Returns a signal that has come to this rank, or 0; the chief is told.
         silence_s: How long a worker may take for a step before it counts as silent.
         least_workers: How many workers must be left; with fewer, training ends.
         tell: Called with a line on a worker that falls silent, or comes back.
@@ -271,7 +267,7 @@ class Server:
     def _refuse(self, worker: int, error: CollectiveError) -> None:
         self._waiting.pop(worker, None)
         # As many messages as it waits for; it doesn't look at what they hold.
-        weights = [] if worker in self.memory.readers else [self.updates.newest]
+        weights = [] if worker in self.memory.readers else [self.updates.published.newest]
         self._reply(worker, weights, str(error), REFUSALS.index(type(error)))
 
     def _reply(
@@ -292,7 +288,7 @@ class Server:
         self._liveness.answer(worker, time.monotonic())
 
     def _receive_gradients(self, worker: int) -> ShardGradients:
-        """A worker's gradients, as they may be applied.
+        """Returns a worker's gradients, as they may be applied.
 
         Raises:
             MismatchError: They are of another model.

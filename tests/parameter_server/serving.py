@@ -12,8 +12,7 @@ from hvdtrain.parameter_server.optimizer_state import put_states, take_states
 from hvdtrain.parameter_server.server import Server
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.parameter_server.shared_memory import share_memory
-from hvdtrain.parameter_server.update_log import StalenessStats
-from hvdtrain.parameter_server.updates import ShardUpdates
+from hvdtrain.parameter_server.updates import ShardUpdates, StalenessStats
 from hvdtrain.parameter_server.variable_table import VariableTable
 
 WORKERS = (0, 1)
