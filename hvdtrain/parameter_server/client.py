@@ -20,12 +20,13 @@ from hvdtrain.parameter_server.protocol import (
     PendingRequest,
     Request,
     ServerHandle,
-    Wanted,
 )
 from hvdtrain.parameter_server.sharding import Shard, Spec, assemble
 from hvdtrain.parameter_server.shared_memory import GRADIENT_SLOTS, SharedMemory
 
 __all__ = ["Client"]
+
+_Blocks = Sequence[Sequence[np.ndarray]]
 
 
 class Client:
@@ -33,13 +34,6 @@ class Client:
 
     Weights come as arrays of all trainable variables. They stay as they are as long as somebody
     holds one of them.
-
-    Args:
-        messages: The way to the servers.
-        specs: What all trainable variables are like.
-        servers: The ranks that serve.
-        shards: What each of them holds.
-        memory: What this worker shares with servers of its host.
     """
 
     def __init__(
@@ -83,22 +77,17 @@ class Client:
         """When the last answer came, on the monotonic clock."""
 
     def load(self, weights: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> None:
-        """Give the servers what training begins with; the chief does.
-
-        Args:
-            weights: The values of all variables.
-            states: The optimizer's state, a flat buffer for each server.
-        """
+        """Give the servers all weights, and each its optimizer's flat state; the chief does."""
         data = []
         for shard, state in zip(self._shards, states):
             buffer = self._pool.take(shard.nbytes)
             shard.pack(weights, buffer)
             data.append([buffer, state])
-        self._take(self._start(self._to_all(Kind.LOAD), data))
+        self._ask(Kind.LOAD, data)
 
     def pull(self) -> list[np.ndarray]:
-        """The newest weights; the first time when the chief has loaded some."""
-        return self._take(self._start(self._to_all(Kind.PULL)))
+        """Returns the newest weights; the first time when the chief has loaded some."""
+        return self._ask(Kind.PULL)
 
     def push(
         self,
@@ -107,51 +96,52 @@ class Client:
         weight: float,
         learning_rate: float,
         position: tuple[int, ...] = NO_POSITION,
-    ) -> list[np.ndarray]:
+        ahead: bool = False,
+    ) -> list[np.ndarray] | None:
         """Give a gradient to the servers, and take the weights for the next step.
 
+        A worker that pushes ahead computes its next gradient while this one is under way, with the
+        weights that came for the one before. Whatever else is asked of the servers waits for the
+        answer, and brings newer weights.
+
         Args:
-            gradients: One for each variable; None where this step has none that counts.
+            gradients: One for each variable; None where this step has none that counts. They are
+                free for other use afterwards.
             weight: How much the gradient counts where it is averaged with those of others.
             learning_rate: The optimizer's, as the chief has it; NaN elsewhere.
             position: Where this worker is in its data, once the gradient is applied.
-
-        Raises:
-            MismatchError: A server can't use it.
-            NonFiniteError: It holds NaN or infinity, which a server doesn't take.
-        """
-        return self._take(
-            self._start(*self._push_requests(gradients, weight, learning_rate, position))
-        )
-
-    def push_ahead(
-        self,
-        gradients: Sequence[Gradient] | None,
-        *,
-        weight: float,
-        learning_rate: float,
-        position: tuple[int, ...] = NO_POSITION,
-    ) -> list[np.ndarray] | None:
-        """Give a gradient to the servers, and take the weights that came for the one before.
-
-        The worker computes its next gradient while this one is under way. Whatever else is asked
-        of the servers waits for the answer, and brings newer weights.
-
-        Args:
-            gradients: One for each variable, or None as in ``push``; free for other use afterwards.
-            weight: How much the gradient counts.
-            learning_rate: The optimizer's.
-            position: Where this worker is in its data.
+            ahead: Leave this gradient under way.
 
         Returns:
-            Weights; None if no gradient was under way: those that the worker has are the newest.
+            Weights; None if ``ahead`` and no gradient was under way: those that the worker has are
+            the newest.
 
         Raises:
-            MismatchError: A server couldn't use the gradient before.
-            NonFiniteError: The gradient before held NaN or infinity.
+            MismatchError: A server can't use it or, if ``ahead``, the one before.
+            NonFiniteError: It, or the one before, holds NaN or infinity.
         """
         # With the version of the weights that it was computed with, older than those that come now.
-        pending = self._start(*self._push_requests(gradients, weight, learning_rate, position))
+        requests = [
+            Request(
+                Kind.PUSH,
+                step=server.step,
+                version=server.version,
+                has_gradient=gradients is not None,
+                weight=weight,
+                learning_rate=learning_rate,
+                signal=self.own_signal,
+                position=position,
+            )
+            for server in self._servers
+        ]
+        data = None
+        if gradients is not None:
+            # The first slot unless a server may still read it: what caches hold of it is of use.
+            self._slot = 0 if self._under_way is None else (self._slot + 1) % GRADIENT_SLOTS
+            data = [self._pack(server, gradients) for server in self._servers]
+        pending = self._start(requests, data)
+        if not ahead:
+            return self._take(pending)
         came, self._came = self._came, None
         self._under_way = pending, self._thread.submit(pending.wait, self._closed.is_set)
         return None if came is None else self._use(came)
@@ -173,91 +163,43 @@ class Client:
     ) -> list[np.ndarray]:
         """Say that no gradient will come any more, and wait for all other workers to say so.
 
-        Args:
-            stop: Whether the others are to end as well.
-            states: For the chief, filled with the optimizer's state on each server.
-
-        Returns:
-            The last weights.
+        ``stop`` ends the others as well; for the chief ``states`` is filled with each server's
+        optimizer's. Returns the last weights.
         """
-        more = None if states is None else [[state] for state in states]
-        return self._take(self._start(self._to_all(Kind.END, stop=stop), more=more, endless=True))
+        return self._ask(Kind.END, more=[[state] for state in states or ()], stop=stop)
 
     def look(self) -> None:
         """See how things are: ``signal``, ``training``, ``stopped``."""
-        self._acknowledge(self._start(self._to_all(Kind.LOOK), wanted="none"))
+        self._ask(Kind.LOOK)
 
     def leave(self, *, stop: bool = False) -> None:
-        """Say that no gradient will come any more, and go on; ``end`` must come later.
-
-        Args:
-            stop: Whether the others are to end as well.
-        """
-        self._acknowledge(self._start(self._to_all(Kind.LEAVE, stop=stop), wanted="none"))
+        """Say that no gradient will come any more, as ``end`` does, which must come later."""
+        self._ask(Kind.LEAVE, stop=stop)
 
     def state(self, states: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The newest weights, and what each server's optimizer knows with them; for the chief.
+        """Returns the newest weights, for the chief, and fills ``states`` with each optimizer's.
 
         Servers may be at different moments, as they may with ``pull``.
-
-        Args:
-            states: Filled with the optimizer's state on each server.
         """
-        more = [[state] for state in states]
-        return self._take(self._start(self._to_all(Kind.STATE), more=more, wanted="these"))
+        return self._ask(Kind.STATE, more=[[state] for state in states])
 
     def snapshot(
         self, workers: int, states: Sequence[np.ndarray]
     ) -> tuple[list[np.ndarray], list[tuple[int, ...]]]:
-        """What all servers hold at one moment, with the same gradients in it; for the chief.
-
-        Args:
-            workers: How many there are.
-            states: Filled with the optimizer's state on each server.
+        """Take what all servers hold at one moment, with the same gradients in it; the chief does.
 
         Returns:
-            The weights, and the position that came with the last gradient of each worker in them.
+            The weights, and the position that came with the last gradient of each worker in them;
+            ``states`` is filled with the optimizer's state on each server.
         """
         progress = [np.empty(workers, np.int64) for _ in self._servers]
-        more = [[entry] for entry in progress]
-        self._acknowledge(self._start(self._to_all(Kind.FREEZE), more=more, wanted="none"))
+        self._ask(Kind.FREEZE, more=[[entry] for entry in progress])
         furthest = np.max(progress, axis=0)
         positions = [np.empty((workers, POSITION_NUMBERS), np.int64) for _ in self._servers]
-        snapshot = self._start(
-            self._to_all(Kind.SNAPSHOT),
-            [[furthest]] * len(self._servers),
-            more=list(zip(states, positions)),
-            wanted="these",
+        weights = self._ask(
+            Kind.SNAPSHOT, [[furthest]] * len(self._servers), more=list(zip(states, positions))
         )
-        weights = self._take(snapshot)
         return weights, [tuple(row) for row in positions[0].tolist()]
-
-    def _push_requests(
-        self,
-        gradients: Sequence[Gradient] | None,
-        weight: float,
-        learning_rate: float,
-        position: tuple[int, ...],
-    ) -> tuple[list[Request], list[list[np.ndarray]] | None]:
-        """The requests of a push, and what follows them."""
-        requests = [
-            Request(
-                Kind.PUSH,
-                step=server.step,
-                version=server.version,
-                has_gradient=gradients is not None,
-                weight=weight,
-                learning_rate=learning_rate,
-                signal=self.own_signal,
-                position=position,
-            )
-            for server in self._servers
-        ]
-        if gradients is None:
-            return requests, None
-        # The first slot unless a server may still read it: what caches hold of it is of use.
-        self._slot = 0 if self._under_way is None else (self._slot + 1) % GRADIENT_SLOTS
-        return requests, [self._pack(server, gradients) for server in self._servers]
 
     def _pack(self, server: ServerHandle, gradients: Sequence[Gradient]) -> list[np.ndarray]:
         if server.rank in self._slots:
@@ -267,50 +209,47 @@ class Client:
         packed = pack_gradients(server.shard, self._specs, gradients, flat, slot)
         return [packed.header, *packed.blocks()]
 
-    def _to_all(self, kind: Kind, *, stop: bool = False) -> list[Request]:
-        return [Request(kind, stop=stop, signal=self.own_signal)] * len(self._servers)
+    def _ask(
+        self,
+        kind: Kind,
+        data: _Blocks | None = None,
+        *,
+        more: _Blocks | None = None,
+        stop: bool = False,
+    ) -> list[np.ndarray]:
+        """Ask the same of all servers, as ``_start`` does; returns weights where some come."""
+        requests = [Request(kind, stop=stop, signal=self.own_signal)] * len(self._servers)
+        return self._take(self._start(requests, data, more))
 
     def _start(
-        self,
-        requests: Sequence[Request],
-        data: Sequence[Sequence[np.ndarray]] | None = None,
-        *,
-        more: Sequence[Sequence[np.ndarray]] | None = None,
-        wanted: Wanted = "newest",
-        endless: bool = False,
+        self, requests: Sequence[Request], data: _Blocks | None, more: _Blocks | None = None
     ) -> PendingRequest:
-        """Send requests, each with its data, once nothing else is under way."""
+        """Send requests, each with its data, once nothing else is under way.
+
+        ``more`` is filled with what follows the answers.
+        """
         self._settle()
         self.pushed += requests[0].has_gradient
+        buffers = [self._pool.take(shard.nbytes) for shard in self._shards]
+        none = [()] * len(buffers)
         return PendingRequest(
-            self._messages,
-            self._servers,
-            requests,
-            data=data,
-            buffers=[self._pool.take(shard.nbytes) for shard in self._shards],
-            wanted=wanted,
-            more=more,
-            endless=endless,
+            self._messages, self._servers, requests, buffers, data or none, more or none
         )
 
     def _take(self, pending: PendingRequest) -> list[np.ndarray]:
-        """Wait for the answers; returns the weights that came with them."""
+        """Wait for the answers; returns the weights that came with them, if any were to come."""
         pending.wait()
         self._note(pending)
+        if pending.weights == "none":
+            return []
         self._came = None
         return self._use(pending)
-
-    def _acknowledge(self, pending: PendingRequest) -> None:
-        """Wait for answers without weights."""
-        pending.wait()
-        self._note(pending)
 
     def _settle(self) -> None:
         """Wait until nothing is under way.
 
         Raises:
-            MismatchError: A server couldn't use what was.
-            NonFiniteError: What was under way held NaN or infinity.
+            CollectiveError: The servers refused what was; one of ``REFUSALS``.
         """
         if self._under_way is None:
             return
@@ -339,7 +278,7 @@ class Client:
                 raise error(f"The parameter server, rank {server.rank}: {reply.refusal}")
 
     def _use(self, answered: PendingRequest) -> list[np.ndarray]:
-        """The weights that came, for the next gradient."""
+        """Returns the weights that came, for the next gradient."""
         self._follow(answered)
         return assemble(self._specs, self._shards, answered.buffers)
 

@@ -22,11 +22,7 @@ _ADVANCING = (Kind.PUSH, Kind.LEAVE, Kind.END)
 
 
 class Consistency(ABC):
-    """A consistency model: what a server asks of workers before they go on.
-
-    Args:
-        workers: The ranks that train.
-    """
+    """A consistency model: what a server asks of the ranks that train before they go on."""
 
     gathers: bool
     """Whether gradients wait for those of other workers, and are applied together."""
@@ -41,26 +37,26 @@ class Consistency(ABC):
 
     @abstractmethod
     def complete(self) -> bool:
-        """Whether what was gathered is to be applied now; if so, a new step begins."""
+        """Returns whether what was gathered is to be applied now; if so, a new step begins."""
 
     @abstractmethod
     def may_go_on(self, worker: int) -> bool:
-        """Whether a worker may have weights for its next step."""
+        """Returns whether a worker may have weights for its next step."""
 
     @abstractmethod
     def next_step(self, worker: int) -> int:
-        """The number of a worker's next step."""
+        """Returns the number of a worker's next step."""
 
     @abstractmethod
     def progress(self) -> list[int]:
-        """How far this server is, in numbers that never fall; as many as there are workers.
+        """Returns how far this server is, in numbers that never fall; one for each worker.
 
         Servers on which they are equal have applied the same gradients.
         """
 
     @abstractmethod
     def is_beyond(self, worker: int, limit: Sequence[int]) -> bool:
-        """Whether one more of a worker's requests might bring ``progress`` beyond ``limit``."""
+        """Returns whether one more request may bring a worker's ``progress`` beyond ``limit``."""
 
     def leave(self, worker: int) -> None:
         """Wait for a worker's gradients no more: it has ended, died, or says nothing."""
@@ -72,12 +68,7 @@ class Consistency(ABC):
 
 
 class Asynchronous(Consistency):
-    """Workers go on without each other.
-
-    Args:
-        workers: The ranks that train.
-        bound: How many steps a worker may be ahead of the slowest; None for any number.
-    """
+    """Workers go on without each other, at most ``bound`` steps (None: any) before the slowest."""
 
     gathers = False
 
@@ -96,9 +87,7 @@ class Asynchronous(Consistency):
         return False
 
     def may_go_on(self, worker: int) -> bool:
-        if self._bound is None:
-            return True
-        return self._clocks[worker] - self._slowest <= self._bound
+        return self._bound is None or self._clocks[worker] - self._slowest <= self._bound
 
     def next_step(self, worker: int) -> int:
         return self._pushed[worker]
@@ -119,12 +108,7 @@ class Asynchronous(Consistency):
 
 
 class Synchronous(Consistency):
-    """Workers make each step together.
-
-    Args:
-        workers: The ranks that train.
-        wanted: How many of them make a step: the first ones. All if not given.
-    """
+    """Workers make each step together: the first ``wanted`` ones, or all if not given."""
 
     gathers = True
 
@@ -172,10 +156,6 @@ class WorkerLiveness:
     A worker that has an answer is expected to speak again. One that takes longer than ``silence_s``
     is silent until it does, but for the chief: it validates and saves in between, and without it
     nothing goes on anyway. So does the first step, which comes with the compilation of the model.
-
-    Args:
-        workers: The ranks that train; the first is the chief.
-        silence_s: How long a worker may take for a step.
     """
 
     def __init__(self, workers: Sequence[int], silence_s: float = math.inf) -> None:
@@ -186,18 +166,13 @@ class WorkerLiveness:
         self.training = set(workers)
         """Who may still send gradients."""
         self._stepped: set[int] = set()
-        self._expected: dict[int, float] = {}  # since when
-        self._silent: set[int] = set()
+        self._expected: dict[int, float] = {}  # since when; infinity for those that are silent
 
     def hear(self, worker: int) -> bool:
-        """Note that a worker speaks; whether it had been silent."""
-        self._expected.pop(worker, None)
-        was_silent = worker in self._silent
-        self._silent.discard(worker)
-        return was_silent
+        """Note that a worker speaks; returns whether it had been silent."""
+        return self._expected.pop(worker, 0.0) == math.inf
 
     def note_step(self, worker: int) -> None:
-        """Note that a worker has made a step."""
         self._stepped.add(worker)
 
     def answer(self, worker: int, now: float) -> None:
@@ -209,7 +184,6 @@ class WorkerLiveness:
         """Note that a worker sends no gradients any more."""
         self.training.discard(worker)
         self._expected.pop(worker, None)
-        self._silent.discard(worker)
 
     def end(self, worker: int) -> None:
         """Note that nothing more comes from a worker: it is done, or died."""
@@ -222,11 +196,9 @@ class WorkerLiveness:
         return min(self._expected.values(), default=math.inf) + self._silence_s
 
     def fall_silent(self, now: float) -> list[int]:
-        """The workers that are silent from now on."""
+        """Returns the workers that are silent from now on."""
         silent = [w for w, since in self._expected.items() if now >= since + self._silence_s]
-        for worker in silent:
-            del self._expected[worker]
-        self._silent.update(silent)
+        self._expected.update(dict.fromkeys(silent, math.inf))
         return silent
 
 
@@ -237,26 +209,18 @@ class ConsistentSnapshot:
     another. So the chief first asks all of them how far they are; meanwhile they take nothing more.
     The furthest is what all can reach, as the gradients that are in it are on their way to each of
     them. Requests that belong to what comes after the moment are held back until it has been.
-
-    Args:
-        consistency: Knows how far this server is.
-        workers: The ranks that train, in the same order as there.
     """
 
     def __init__(self, consistency: Consistency, workers: Sequence[int]) -> None:
         self._consistency = consistency
         self._workers = tuple(workers)
         self._frozen = False
-        self._limit: Sequence[int] | None = None
+        self._limit: Sequence[int] | None = None  # of each worker's progress
         self._held: list[tuple[int, Request]] = []
         self._lost: set[int] = set()
 
     def lose(self, worker: int) -> None:
-        """Wait for nothing from a worker that died.
-
-        Args:
-            worker: The rank that died. One server may have its last gradient, another not.
-        """
+        """Wait for nothing from a worker that died, whose last gradient only some servers have."""
         self._lost.add(worker)
         self._held = [entry for entry in self._held if entry[0] != worker]
 
@@ -293,14 +257,14 @@ class ConsistentSnapshot:
         self._limit = None
 
     def holds(self, worker: int, request: Request) -> bool:
-        """Whether a request has to wait; it comes back from ``next_held``."""
+        """Returns whether a request has to wait; it comes back from ``next_held``."""
         waits = self._must_wait(worker, request)
         if waits:
             self._held.append((worker, request))
         return waits
 
     def next_held(self) -> tuple[int, Request] | None:
-        """What has waited longest and need not wait any more; None where there is nothing."""
+        """Returns what has waited longest and need not wait any more, or None."""
         for number, (worker, request) in enumerate(self._held):
             if not self._must_wait(worker, request):
                 return self._held.pop(number)

@@ -8,7 +8,7 @@ another, or stay in one that both sides see.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,7 +24,6 @@ __all__ = [
     "GradientSum",
     "Rows",
     "ShardGradients",
-    "map_values",
     "merge_rows",
     "pack_gradients",
     "take_rows",
@@ -57,44 +56,40 @@ class ShardGradients:
 
     Attributes:
         shard: Where the pieces lie.
-        kinds: Which gradient each piece has, int64: the header's numbers.
         flat: The gradients of dense pieces, in a buffer of the shard.
         rows: The gradients of sparse pieces, by the piece's number.
+        missing: Numbers of the pieces without a gradient.
         slot: Which slot the other side finds ``flat`` in; SENT where it must be sent.
     """
 
     shard: Shard
-    kinds: np.ndarray
     flat: np.ndarray
     rows: Mapping[int, Rows] = field(default_factory=dict)
+    missing: Set[int] = frozenset()
     slot: int = SENT
 
     @staticmethod
     def header_buffer(shard: Shard) -> np.ndarray:
-        """Room for a ``header``."""
+        """Returns room for a ``header``."""
         return np.empty(1 + len(shard.pieces), np.int64)
 
     @classmethod
     def expect(
         cls, shard: Shard, header: np.ndarray, flat: np.ndarray, slots: Sequence[np.ndarray] = ()
     ) -> ShardGradients:
-        """Room for the gradients that a header announces.
+        """Returns room for the gradients that a header announces.
 
-        Args:
-            shard: Where the pieces lie.
-            header: What the worker sent first.
-            flat: Where dense gradients go that are sent.
-            slots: Where they lie if they aren't.
+        Those of dense pieces come to ``flat``, or lie in one of the ``slots``.
 
         Raises:
             MismatchError: No worker with this model can have sent this header.
         """
-        slot, kinds = int(header[0]), header[1:]
-        sparse = {n: int(kind) for n, kind in enumerate(kinds) if kind >= 0}
-        if (kinds < _DENSE).any() or any(len(shard.pieces[n].shape) < 1 for n in sparse):
+        slot, *kinds = header.tolist()
+        sparse = {n: kind for n, kind in enumerate(kinds) if kind >= 0}
+        if min(kinds) < _DENSE or any(len(shard.pieces[n].shape) < 1 for n in sparse):
             raise MismatchError(
-                f"Gradients of kinds {kinds.tolist()} came for {len(shard.pieces)} pieces of "
-                "variables. All ranks must train the same model."
+                f"Gradients of kinds {kinds} came for {len(shard.pieces)} pieces of variables. All "
+                "ranks must train the same model."
             )
         if not SENT <= slot < len(slots):
             raise MismatchError(
@@ -106,23 +101,24 @@ class ShardGradients:
             piece = shard.pieces[number]
             values = np.empty((count, *piece.shape[1:]), numpy_dtype(piece.dtype))
             rows[number] = Rows(np.empty(count, np.int64), values)
+        missing = {n for n, kind in enumerate(kinds) if kind == _NONE}
         flat = flat if slot == SENT else slots[slot]
-        return cls(shard=shard, kinds=kinds, flat=flat, rows=rows, slot=slot)
+        return cls(shard=shard, flat=flat, rows=rows, missing=missing, slot=slot)
 
     @property
     def header(self) -> np.ndarray:
-        """What is sent first: the slot, and ``kinds``."""
-        return np.array([self.slot, *self.kinds], np.int64)
-
-    @property
-    def missing(self) -> list[int]:
-        """Numbers of the pieces without a gradient."""
-        return np.flatnonzero(self.kinds == _NONE).tolist()
+        """What is sent first: the slot, and which gradient each piece has."""
+        sparse = {number: len(rows.indices) for number, rows in self.rows.items()}
+        kinds = {**sparse, **dict.fromkeys(self.missing, _NONE)}
+        return np.array(
+            [self.slot, *(kinds.get(n, _DENSE) for n in range(len(self.shard.pieces)))], np.int64
+        )
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """All memory that travels after the header, in its order."""
+        """Yields all memory that travels after the header, in its order."""
         pieces = self.shard.pieces
-        for dense, run in itertools.groupby(range(len(pieces)), lambda n: self.kinds[n] == _DENSE):
+        is_dense = self.header[1:] == _DENSE
+        for dense, run in itertools.groupby(range(len(pieces)), is_dense.__getitem__):
             numbers = list(run)
             if dense and self.slot == SENT:
                 first, last = pieces[numbers[0]], pieces[numbers[-1]]
@@ -132,10 +128,10 @@ class ShardGradients:
                 yield from rows
 
     def by_piece(self) -> list[Gradient]:
-        """The gradient of each piece; dense ones are views of ``flat``."""
+        """Returns the gradient of each piece; dense ones are views of ``flat``."""
         return [
-            view if kind == _DENSE else self.rows.get(number)
-            for number, (kind, view) in enumerate(zip(self.kinds, self.shard.views(self.flat)))
+            None if number in self.missing else self.rows.get(number, view)
+            for number, view in enumerate(self.shard.views(self.flat))
         ]
 
     def check(self) -> None:
@@ -149,7 +145,7 @@ class ShardGradients:
                 )
 
     def non_finite(self) -> list[int]:
-        """Numbers of the pieces whose gradient has NaN or infinity."""
+        """Returns the numbers of the pieces whose gradient has NaN or infinity."""
         return [n for n, gradient in enumerate(self.by_piece()) if not _all_finite(gradient)]
 
 
@@ -160,28 +156,22 @@ def pack_gradients(
     flat: np.ndarray,
     slot: int = SENT,
 ) -> ShardGradients:
-    """Cut gradients for one shard.
+    """Returns the gradients of a shard's pieces, cut from those of whole variables.
 
-    Args:
-        shard: Which parts of the variables are wanted.
-        specs: What all variables are like.
-        gradients: One for each whole variable.
-        flat: Where dense ones go, a buffer of the shard.
-        slot: Which slot that is, if the server sees it.
+    Dense ones go to ``flat``, a buffer of the shard, which is that slot if the server sees it.
     """
-    kinds = np.full(len(shard.pieces), _DENSE, np.int64)
-    rows = {}
+    rows, missing = {}, set()
     for number, (piece, view) in enumerate(zip(shard.pieces, shard.views(flat))):
         gradient, spec = gradients[piece.variable], specs[piece.variable]
         if gradient is None:
-            kinds[number] = _NONE
+            missing.add(number)
         elif isinstance(gradient, Rows) and _has_whole_rows(piece, spec):
-            rows[number] = Rows(*take_rows(piece, spec, *gradient))
-            kinds[number] = len(rows[number].indices)
+            indices, values = take_rows(piece, spec, *gradient)
+            rows[number] = Rows(indices, values.astype(numpy_dtype(piece.dtype), copy=False))
         else:
             whole = _whole(gradient, spec) if isinstance(gradient, Rows) else gradient
             view.reshape(-1)[...] = whole.reshape(-1)[piece.start : piece.stop]
-    return ShardGradients(shard=shard, kinds=kinds, flat=flat, rows=rows, slot=slot)
+    return ShardGradients(shard=shard, flat=flat, rows=rows, missing=missing, slot=slot)
 
 
 class GradientSum:
@@ -192,89 +182,66 @@ class GradientSum:
 
     def __init__(self) -> None:
         self._totals: list[Gradient] = []
-        self._dtypes: list[np.dtype | None] = []
         self.steps = 0
         """How often ``add`` was called since the sums were taken."""
 
-    def add(self, gradients: Sequence[Gradient] | None) -> None:
-        """Add a step's gradients of all variables; they are copied. None where it has none."""
+    def add(self, gradients: Sequence[Gradient] | None, weight: float | None = None) -> None:
+        """Add a step's gradients of all variables, or None where it has none.
+
+        They are copied; with a weight they are multiplied with it, in place where they can be.
+        """
         self.steps += 1
         if gradients is None:
             return
         self._totals = self._totals or [None] * len(gradients)
-        self._dtypes = self._dtypes or [None] * len(gradients)
         for number, gradient in enumerate(gradients):
             total = self._totals[number]
             if isinstance(gradient, Rows):
-                self._dtypes[number] = gradient.values.dtype
                 several = [total] if isinstance(total, Rows) else []
-                several.append(Rows(gradient.indices, widen(gradient.values)))
+                several.append(Rows(gradient.indices, _weighted(gradient.values, weight)))
                 self._totals[number] = merge_rows(several)
             elif gradient is not None:
-                self._dtypes[number] = gradient.dtype
+                values = _weighted(gradient, weight)
                 if total is None or isinstance(total, Rows):
-                    total = gradient.astype(accumulator_dtype(gradient.dtype))
+                    self._totals[number] = values.astype(accumulator_dtype(gradient.dtype))
                 else:
-                    total += gradient
-                self._totals[number] = total
+                    total += values
 
-    def take_wide(self) -> list[Gradient]:
-        """The sums in the type that they were made in, and begin anew.
+    def take(self) -> list[Gradient]:
+        """Returns the sums, in the type that they were made in, and begins anew.
 
-        None for variables without a gradient in any step; empty where no step had gradients.
+        They are None for variables without a gradient in any step; empty where no step had any.
         """
-        totals, self._totals, self._dtypes, self.steps = self._totals, [], [], 0
+        totals, self._totals, self.steps = self._totals, [], 0
         return totals
-
-    def take(self) -> list[Gradient] | None:
-        """The sums in the gradients' own type, and begin anew; None where there are none."""
-        dtypes = self._dtypes
-        sums = [
-            map_values(lambda values, to=dtype: values.astype(to, copy=False), total)
-            for total, dtype in zip(self.take_wide(), dtypes)
-        ]
-        return sums or None
-
-
-def map_values(function: Callable[..., np.ndarray], gradient: Gradient) -> Gradient:
-    """A gradient whose values are those of another after ``function``; None stays None."""
-    if isinstance(gradient, Rows):
-        return Rows(gradient.indices, function(gradient.values))
-    return None if gradient is None else function(gradient)
 
 
 def take_rows(
     piece: VariableSlice, spec: Spec, indices: np.ndarray, values: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of a sparse gradient that belong to ``piece``, counted from its first row.
+    """Returns the rows of a sparse gradient within ``piece``, counted from its first row.
 
-    Args:
-        piece: Consists of whole rows.
-        spec: What the whole variable is like.
-        indices: Rows of the variable, shape ``(n,)``.
-        values: The gradients of these rows, shape ``(n, *spec.shape[1:])``.
-
-    Raises:
-        ValueError: ``piece`` has parts of rows.
+    ``piece`` consists of whole rows; ``indices`` are rows of the variable, of shape ``(n,)``, and
+    ``values`` their gradients, of shape ``(n, *spec.shape[1:])``.
     """
-    if not _has_whole_rows(piece, spec):
-        raise ValueError(
-            f"Elements {piece.start} to {piece.stop} of {spec.path}, of shape {spec.shape}, are "
-            "not whole rows. Send the gradient of this variable as a whole."
-        )
     first, last = piece.start // spec.row, piece.stop // spec.row
     mine = (indices >= first) & (indices < last)
     return indices[mine] - first, values[mine]
 
 
 def merge_rows(several: Sequence[Rows]) -> Rows:
-    """The sum of sparse gradients; each row once, in order."""
+    """Returns the sum of sparse gradients, with each row once, in order."""
     indices = np.concatenate([rows.indices for rows in several])
     unique, places = np.unique(indices, return_inverse=True)
     values = np.concatenate([rows.values for rows in several])
     merged = np.zeros((len(unique), *values.shape[1:]), values.dtype)
     np.add.at(merged, places, values)
     return Rows(unique, merged)
+
+
+def _weighted(values: np.ndarray, weight: float | None) -> np.ndarray:
+    wide = widen(values)
+    return wide if weight is None else np.multiply(wide, weight, out=wide)
 
 
 def _all_finite(gradient: Gradient) -> bool:
@@ -293,7 +260,7 @@ def _has_whole_rows(piece: VariableSlice, spec: Spec) -> bool:
 
 
 def _whole(rows: Rows, spec: Spec) -> np.ndarray:
-    """A sparse gradient with all its zeros."""
+    """Returns a sparse gradient with all its zeros."""
     whole = np.zeros(spec.shape, rows.values.dtype)
     np.add.at(whole, rows.indices, rows.values)
     return whole

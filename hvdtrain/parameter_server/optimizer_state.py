@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -13,12 +13,13 @@ from hvdtrain.collectives.fusion import join_bytes, split_bytes
 from hvdtrain.errors import CheckpointError, ModelError
 from hvdtrain.parameter_server.shard_optimizer import accumulated_steps, plain_optimizer
 from hvdtrain.parameter_server.sharding import Shard, VariableSlice
+from hvdtrain.private_api.keras import own_trainable_variables, rate_of
 
 __all__ = [
+    "AVERAGES",
     "assign_state",
     "cut_state",
     "gather_state",
-    "put_averages",
     "put_states",
     "read_state",
     "take_states",
@@ -28,62 +29,49 @@ __all__ = [
 _NOT_STATE = {"_trainable_variables", "_variables", "_accumulated_gradients"}
 _ITERATIONS = "iterations"
 # The moving averages of the weights, where the optimizer has use_ema.
-_AVERAGES = "model_variables_moving_average"
+AVERAGES = "model_variables_moving_average"
 
-
-class _State(NamedTuple):
-    """An optimizer's variables by the attribute that holds them, without leading underscores.
-
-    Attributes:
-        scalars: Those that concern all variables, such as ``iterations``.
-        slots: Those of each variable, such as ``momentums``; None for variables that have none.
-    """
-
-    scalars: dict[str, keras.Variable]
-    slots: dict[str, Sequence[keras.Variable | None]]
+# Variables of an optimizer by key; with the piece of a shard that they belong to, or None.
+_Entries = dict[str, tuple[keras.Variable, VariableSlice | None]]
 
 
 def read_state(optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
-    """The state of an optimizer that is built on the pieces of ``shard``, as copies.
+    """Returns copies of the state of an optimizer that is built on the pieces of ``shard``.
 
     Keys, their order, shapes and types are those of ``cut_state``.
     """
-    state = _state_of(optimizer, len(shard.pieces))
     return {
-        key: _scalar(variable) if key in state.scalars else _value(variable)
-        for key, variable in sorted(_by_key(state, shard).items())
+        key: _scalar(variable) if piece is None else _value(variable)
+        for key, (variable, piece) in _entries(optimizer, shard, range(len(shard.pieces))).items()
     }
 
 
 def assign_state(optimizer: Any, shard: Shard, values: Mapping[str, np.ndarray]) -> None:
-    """The way back from ``read_state``.
+    """Give an optimizer the state that ``read_state`` returned.
 
     Raises:
         CheckpointError: ``values`` are of another optimizer or shard.
     """
-    expected = _by_key(_state_of(optimizer, len(shard.pieces)), shard)
-    for key, variable in expected.items():
+    entries = _entries(optimizer, shard, range(len(shard.pieces)))
+    for key, (variable, _) in entries.items():
         _check(key, values, tuple(variable.shape))
-    for key, variable in expected.items():
+    for key, (variable, _) in entries.items():
         variable.assign(values[key])
 
 
 def cut_state(model_optimizer: Any, shard: Shard) -> dict[str, np.ndarray]:
-    """A shard's part of the state of a whole model's optimizer.
+    """Returns a shard's part of the state of a whole model's optimizer.
 
     Raises:
         ModelError: The optimizer is not built, or its state can't be taken apart.
     """
     plain, variables = _built(model_optimizer)
-    state = _state_of(plain, len(variables))
-    found = {key: _scalar(variable) for key, variable in state.scalars.items()}
-    found[_ITERATIONS] //= accumulated_steps(plain)
-    for name, slots in state.slots.items():
-        for piece in shard.pieces:
-            slot = slots[piece.variable]
-            if slot is not None:
-                found[_key(name, piece)] = _part(_value(slot), piece, variables)
-    return dict(sorted(found.items()))
+    state = {
+        key: _scalar(variable) if piece is None else _part(_value(variable), piece, variables)
+        for key, (variable, piece) in _entries_of_model(plain, shard).items()
+    }
+    state[_ITERATIONS] //= accumulated_steps(plain)
+    return state
 
 
 def gather_state(
@@ -95,84 +83,91 @@ def gather_state(
 ) -> None:
     """Assign what all shards have to the optimizer of the whole model.
 
-    Args:
-        model_optimizer: Built on the model's variables.
-        shards: Those of all servers.
-        states: The state of each shard; what concerns all variables is taken from the first.
-        only: Assign nothing but these slots, such as ``momentums``; None for everything.
+    What concerns all variables is taken from the first. ``only`` assigns nothing but these slots,
+    such as ``momentums``.
 
     Raises:
         CheckpointError: The states are of another optimizer or of other shards.
         ModelError: The optimizer is not built, or its state can't be put together.
     """
     plain, variables = _built(model_optimizer)
-    state = _state_of(plain, len(variables))
-    if only is not None:
-        state = _State({}, {only: state.slots[only]})
-    for key, variable in state.scalars.items():
-        value = np.asarray(_check(key, states[0], ()))
-        if key == _ITERATIONS:
-            # Beside what the servers count there are gradients that wait for those of more steps.
-            steps = accumulated_steps(plain)
-            value = value * steps + int(_value(variable)) % steps
-        variable.assign(value)
-    for name, slots in state.slots.items():
-        wholes = {i: _value(slot) for i, slot in enumerate(slots) if slot is not None}
-        for shard, values in zip(shards, states):
-            for piece in shard.pieces:
-                if piece.variable in wholes:
-                    place = _part(wholes[piece.variable], piece, variables)
-                    place[...] = _check(_key(name, piece), values, place.shape)
-        for i, whole in wholes.items():
-            slots[i].assign(whole)  # type: ignore[union-attr]
+    steps = accumulated_steps(plain)
+    gathered: dict[int, tuple[keras.Variable, np.ndarray]] = {}
+    for shard, values in zip(shards, states):
+        for key, (variable, piece) in _entries_of_model(plain, shard).items():
+            if only is not None and not key.startswith(f"{only}/"):
+                continue
+            if piece is None and shard is not shards[0]:
+                continue
+            _, whole = gathered.setdefault(id(variable), (variable, _value(variable)))
+            place = whole if piece is None else _part(whole, piece, variables)
+            value = _check(key, values, place.shape)
+            if key == _ITERATIONS:
+                # Beside what the servers count there are gradients that wait for those of more
+                # steps.
+                value = value * steps + int(place) % steps
+            place[...] = value
+    for variable, whole in gathered.values():
+        variable.assign(whole)
 
 
 def take_states(optimizer: Any, shards: Sequence[Shard]) -> list[np.ndarray]:
-    """The state of a whole model's optimizer as the flat buffers of all shards."""
+    """Returns the state of a whole model's optimizer as the flat buffers of all shards."""
     return [join_bytes(cut_state(optimizer, shard)) for shard in shards]
 
 
-def put_states(optimizer: Any, shards: Sequence[Shard], states: Sequence[np.ndarray]) -> None:
+def put_states(
+    optimizer: Any,
+    shards: Sequence[Shard],
+    states: Sequence[np.ndarray],
+    *,
+    only: str | None = None,
+) -> None:
     """Give a whole model's optimizer the state that all shards have, from flat buffers.
 
-    A learning rate that can be set stays: servers have what this rank told them last.
+    A learning rate that can be set stays: servers have what this rank told them last. ``only`` is
+    that of ``gather_state``.
     """
-    rate = plain_optimizer(optimizer)._learning_rate
+    rate = rate_of(plain_optimizer(optimizer))
     before = rate.numpy() if isinstance(rate, keras.Variable) else None
-    gather_state(optimizer, shards, _split(optimizer, shards, states))
+    cut = [split_bytes(state, cut_state(optimizer, shard)) for shard, state in zip(shards, states)]
+    gather_state(optimizer, shards, cut, only=only)
     if before is not None:
         rate.assign(before)
 
 
-def put_averages(optimizer: Any, shards: Sequence[Shard], states: Sequence[np.ndarray]) -> None:
-    """Give a whole model's optimizer no more of that than the moving averages of the weights."""
-    gather_state(optimizer, shards, _split(optimizer, shards, states), only=_AVERAGES)
+def _entries_of_model(plain: Any, shard: Shard) -> _Entries:
+    return _entries(plain, shard, [piece.variable for piece in shard.pieces])
 
 
-def _split(
-    optimizer: Any, shards: Sequence[Shard], states: Sequence[np.ndarray]
-) -> list[dict[str, np.ndarray]]:
-    return [split_bytes(state, cut_state(optimizer, shard)) for shard, state in zip(shards, states)]
+def _entries(optimizer: Any, shard: Shard, numbers: Sequence[int]) -> _Entries:
+    """Returns the variables of a plain optimizer that concern a shard, in one order everywhere.
 
+    Those that concern all variables, such as ``iterations``, come by their attribute without
+    leading underscores, with None. Those of each piece, such as its momentum, come with the piece;
+    ``numbers`` says which of the optimizer's variables a piece is, or is of.
 
-def _state_of(optimizer: Any, count: int) -> _State:
-    """Tell the variables of an optimizer that is built on ``count`` others apart."""
+    Raises:
+        ModelError: The optimizer has variables of which neither can be told.
+    """
+    count = len(own_trainable_variables(optimizer))
     mine = {id(variable) for variable in optimizer.variables}
-    accumulated = {id(v) for v in getattr(optimizer, "_accumulated_gradients", ())}
-    state = _State({}, {})
-    known = set(accumulated)
+    known = {id(v) for v in getattr(optimizer, "_accumulated_gradients", ())}
+    found: _Entries = {}
     for attribute, value in vars(optimizer).items():
         name = attribute.lstrip("_")
         if attribute in _NOT_STATE:
             continue
         if isinstance(value, keras.Variable) and id(value) in mine and not tuple(value.shape):
-            state.scalars[name] = value
+            found[name] = value, None
             known.add(id(value))
         elif isinstance(value, (list, tuple)) and len(value) == count:
             ids = {id(entry) for entry in value if entry is not None}
             if ids and ids <= mine:
-                state.slots[name] = value
                 known |= ids
+                for number, piece in zip(numbers, shard.pieces):
+                    if value[number] is not None:
+                        found[f"{name}/{piece.variable:04d}/{piece.start}"] = value[number], piece
     unknown = [v.path for v in optimizer.variables if id(v) not in known]
     if unknown:
         raise ModelError(
@@ -181,48 +176,34 @@ def _state_of(optimizer: Any, count: int) -> _State:
             "to keep its state in attributes that are scalars, or lists with an entry for each "
             "variable. Use one of Keras' own, or train without parameter servers."
         )
-    return state
-
-
-def _by_key(state: _State, shard: Shard) -> dict[str, keras.Variable]:
-    """The variables of an optimizer that is built on the pieces of ``shard``."""
-    found = dict(state.scalars)
-    for name, slots in state.slots.items():
-        for piece, slot in zip(shard.pieces, slots):
-            if slot is not None:
-                found[_key(name, piece)] = slot
-    return found
+    return dict(sorted(found.items()))
 
 
 def _built(optimizer: Any) -> tuple[Any, Sequence[Any]]:
-    """The optimizer that updates variables, and these."""
+    """Returns the optimizer that updates variables, and these."""
     plain = plain_optimizer(optimizer)
     if not plain.built:
         raise ModelError(
             f"The model's {type(plain).__name__} has no state yet. Call "
             "optimizer.build(model.trainable_variables) before."
         )
-    return plain, plain._trainable_variables
+    return plain, own_trainable_variables(plain)
 
 
 def _part(whole: np.ndarray, piece: VariableSlice, variables: Sequence[Any]) -> np.ndarray:
-    """What belongs to ``piece`` of a variable's state, as a view."""
+    """Returns what belongs to ``piece`` of a variable's state, as a view."""
     if piece.stop - piece.start == math.prod(variables[piece.variable].shape):
         return whole  # which needn't have the variable's shape
     return whole.reshape(-1)[piece.start : piece.stop].reshape(piece.shape)
 
 
-def _key(name: str, piece: VariableSlice) -> str:
-    return f"{name}/{piece.variable:04d}/{piece.start}"
-
-
 def _value(variable: Any) -> np.ndarray:
-    """A copy that may be written to."""
+    """Returns a copy that may be written to."""
     return np.array(variable.value.numpy())
 
 
 def _scalar(variable: Any) -> np.ndarray:
-    """In a type that doesn't depend on which variables a shard has, as that of some does."""
+    """Returns a copy in a type that doesn't depend on which variables a shard has."""
     value = _value(variable)
     return value.astype(np.int64 if value.dtype.kind in "iu" else np.float64)
 

@@ -12,7 +12,7 @@ import enum
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -34,7 +34,6 @@ __all__ = [
     "ReplySender",
     "Request",
     "ServerHandle",
-    "Wanted",
 ]
 
 # The tags of messages.
@@ -53,7 +52,7 @@ POSITION_NUMBERS = 9
 NO_POSITION = (-1,) * POSITION_NUMBERS
 
 REQUEST_FORMAT = f"<qqq?dd?q{POSITION_NUMBERS}q"
-REPLY_FORMAT = f"<qq?qqdbh{REFUSAL_BYTES}s"
+REPLY_FORMAT = f"<qq?qqdb{REFUSAL_BYTES}s"
 
 
 class Kind(enum.IntEnum):
@@ -101,19 +100,19 @@ class Request(NamedTuple):
     position: tuple[int, ...] = NO_POSITION
 
     def pack(self) -> np.ndarray:
-        """The request as bytes."""
-        return _pack(REQUEST_FORMAT, (*self[:-1], *self.position))
+        """Returns the request as bytes, as many as ``buffer`` has."""
+        return _pack(REQUEST_FORMAT, *self[:-1], *self.position)
 
     @classmethod
     def unpack(cls, data: np.ndarray) -> Request:
-        """The request that ``pack`` made these bytes of."""
-        kind, *others = struct.unpack(REQUEST_FORMAT, data.tobytes())
-        single, position = others[:-POSITION_NUMBERS], others[-POSITION_NUMBERS:]
-        return cls(*(Kind(kind), *single, tuple(position)))
+        """Returns the request that ``pack`` made these bytes of."""
+        kind, *values = struct.unpack(REQUEST_FORMAT, data.tobytes())
+        single, position = values[:-POSITION_NUMBERS], tuple(values[-POSITION_NUMBERS:])
+        return cls._make((Kind(kind), *single, position))
 
-    @classmethod
-    def buffer(cls) -> np.ndarray:
-        """Room for the bytes of one."""
+    @staticmethod
+    def buffer() -> np.ndarray:
+        """Returns room for the bytes of one."""
         return np.empty(struct.calcsize(REQUEST_FORMAT), np.uint8)
 
 
@@ -124,150 +123,137 @@ class Reply(NamedTuple):
         step: The number of this worker's next step.
         version: How many updates went into the weights.
         stop: Whether training is to end.
-        refusal: What was wrong with the request; empty where nothing was. Otherwise the weights
-            are not to be used.
         signal: To the chief, one that came to some rank; to the others, the one by which the chief
             has ended the training. 0 for none.
         training: How many workers may still send gradients.
         learning_rate: What the next update uses; NaN where workers don't need it.
         error: Which of ``REFUSALS`` a refusal is.
+        refusal: What was wrong with the request; empty where nothing was. Otherwise the weights
+            are not to be used.
     """
 
     step: int
     version: int
     stop: bool = False
-    refusal: str = ""
     signal: int = 0
     training: int = 0
     learning_rate: float = float("nan")
     error: int = 0
+    refusal: str = ""
 
     def pack(self) -> np.ndarray:
-        """The reply as bytes."""
-        text = self.refusal.encode()[:REFUSAL_BYTES]
-        numbers = (self.step, self.version, self.stop, self.signal, self.training)
-        more = (self.learning_rate, self.error)
-        return _pack(REPLY_FORMAT, (*numbers, *more, len(text), text))
+        """Returns the reply as bytes, as many as ``buffer`` has."""
+        return _pack(REPLY_FORMAT, *self[:-1], self.refusal.encode())
 
     @classmethod
     def unpack(cls, data: np.ndarray) -> Reply:
-        """The reply that ``pack`` made these bytes of."""
-        *numbers, signal, training, rate, error, length, text = struct.unpack(
-            REPLY_FORMAT, data.tobytes()
-        )
+        """Returns the reply that ``pack`` made these bytes of."""
+        *values, text = struct.unpack(REPLY_FORMAT, data.tobytes())
         # A text that was too long may end within a character.
-        refusal = text[:length].decode(errors="replace")
-        return cls(*(*numbers, refusal, signal, training, rate, error))
+        return cls._make((*values, text.rstrip(b"\0").decode(errors="replace")))
 
-    @classmethod
-    def buffer(cls) -> np.ndarray:
-        """Room for the bytes of one."""
+    @staticmethod
+    def buffer() -> np.ndarray:
+        """Returns room for the bytes of one."""
         return np.empty(struct.calcsize(REPLY_FORMAT), np.uint8)
 
 
-# Which weights are to come: newest ones may be newer than the answer, these are not.
-Wanted = Literal["newest", "these", "none"]
+# Which weights follow an answer: newest ones may be newer than it, these are not.
+Weights = Literal["newest", "these", "none"]
+_WEIGHTS: dict[Kind, Weights] = {
+    Kind.LOOK: "none",
+    Kind.LEAVE: "none",
+    Kind.FREEZE: "none",
+    Kind.SNAPSHOT: "these",
+    Kind.STATE: "these",
+}
 
 
 @dataclass
 class ServerHandle:
-    """What a worker knows of a server.
-
-    Attributes:
-        rank: Where it is.
-        shard: Which variables it holds.
-        published: Where its weights are read; None where it sends them.
-        step: The number of this worker's next step there.
-        version: How many updates went into the weights that this worker has.
-    """
+    """What a worker knows of a server."""
 
     rank: int
     shard: Shard
     published: PublishedWeights | None
+    """Where its weights are read; None where it sends them."""
     step: int = 0
+    """The number of this worker's next step there."""
     version: int = 0
+    """How many updates went into the weights that this worker has."""
 
 
+@dataclass(eq=False)
 class PendingRequest:
     """Requests of one kind to all servers, which begin to travel at once, and their answers.
 
     All is received at once: a server does nothing else until its answer has been taken, so that
     whoever took one after another could wait for a server that waits for it.
 
-    Args:
+    Attributes:
         messages: The way to the servers.
-        servers: All of them.
-        requests: One for each server.
-        data: For each server, what follows the request; must stay as it is until ``wait`` returns.
-        buffers: For each server, where weights go.
-        wanted: Which weights are to come.
-        more: For each server, where to put what follows the weights.
-        endless: Whether to wait without a limit, as in ``PointToPoint.wait``.
+        servers: All of them; what follows has an entry for each.
+        requests: What they are asked.
+        buffers: Where their weights go.
+        data: What follows the request; must stay as it is until ``wait`` returns.
+        more: Where to put what follows the weights.
+        replies: The answers, once they have come.
+        versions: How many updates went into the weights in ``buffers``.
+        heard_s: When the answers came, on the monotonic clock.
     """
 
-    def __init__(
-        self,
-        messages: PointToPoint,
-        servers: Sequence[ServerHandle],
-        requests: Sequence[Request],
-        *,
-        data: Sequence[Sequence[np.ndarray]] | None,
-        buffers: Sequence[np.ndarray],
-        wanted: Wanted,
-        more: Sequence[Sequence[np.ndarray]] | None = None,
-        endless: bool = False,
-    ) -> None:
-        self._messages = messages
-        self._what = f"{requests[0].kind.name.lower()}, for the parameter servers"
-        self._endless = endless
-        self._published = [peer.published if wanted == "newest" else None for peer in servers]
-        self._answers = [Reply.buffer() for _ in servers]
+    messages: PointToPoint
+    servers: Sequence[ServerHandle]
+    requests: Sequence[Request]
+    buffers: Sequence[np.ndarray]
+    data: Sequence[Sequence[np.ndarray]]
+    more: Sequence[Sequence[np.ndarray]]
+    replies: Sequence[Reply] = field(default=(), init=False)
+    versions: Sequence[int] = field(default=(), init=False)
+    heard_s: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._kind = self.requests[0].kind
+        self.weights = _WEIGHTS.get(self._kind, "newest")
+        newest = self.weights == "newest"
+        self._published = [server.published if newest else None for server in self.servers]
+        self._answers = [Reply.buffer() for _ in self.servers]
         # What is sent must live until it has been.
-        self._sent: list[np.ndarray] = []
+        self._packed = [request.pack() for request in self.requests]
         self._pending: list[PendingMessage] = []
-        self.buffers = buffers
-        self.replies: list[Reply] = []
-        """The answers, once they have come."""
-        self.versions: list[int] = []
-        """How many updates went into the weights in ``buffers``."""
-        self.heard_s = 0.0
-        """When the answers came, on the monotonic clock."""
-        for number, peer in enumerate(servers):
-            start_receive, start_send = messages.start_receive, messages.start_send
-            self._pending += start_receive(self._answers[number], peer.rank, REPLY)
-            sends_weights = wanted != "none" and self._published[number] is None
-            parts = [buffers[number]] if sends_weights else []
-            for buffer in (*parts, *(more[number] if more is not None else ())):
-                self._pending += start_receive(buffer, peer.rank, REPLY_DATA)
-            request, blocks = requests[number].pack(), data[number] if data is not None else ()
-            self._pending += start_send(request, peer.rank, REQUEST)
-            for block in blocks:
-                self._pending += start_send(block, peer.rank, DATA)
-            self._sent += [request, *blocks]
+        receive, send = self.messages.start_receive, self.messages.start_send
+        for number, server in enumerate(self.servers):
+            self._pending += receive(self._answers[number], server.rank, REPLY)
+            sends_weights = self.weights != "none" and self._published[number] is None
+            weights = [self.buffers[number]] if sends_weights else []
+            for buffer in (*weights, *self.more[number]):
+                self._pending += receive(buffer, server.rank, REPLY_DATA)
+            self._pending += send(self._packed[number], server.rank, REQUEST)
+            for block in self.data[number]:
+                self._pending += send(block, server.rank, DATA)
 
     def wait(self, unless: Callable[[], bool] = lambda: False) -> None:
         """Return when all answers have come, and weights that are read have been.
 
-        Args:
-            unless: Gives up when it returns True, as in ``PointToPoint.wait``.
-
-        Raises:
-            PeerFailedError: Another rank failed or left meanwhile.
-            CollectiveTimeoutError: The time is over.
+        ``unless``, and what is raised, are those of ``PointToPoint.wait``.
         """
-        self._messages.wait(self._pending, self._what, endless=self._endless, unless=unless)
+        what = f"{self._kind.name.lower()}, for the parameter servers"
+        # Who has ended waits as long as others train.
+        endless = self._kind is Kind.END
+        self.messages.wait(self._pending, what, endless=endless, unless=unless)
         if unless():
             return
-        self._pending, self._sent = [], []
+        # What was sent may be used again.
+        self._pending, self.data = [], ()
         self.heard_s = time.monotonic()
         self.replies = [Reply.unpack(answer) for answer in self._answers]
-        self.versions = [reply.version for reply in self.replies]
+        self.versions = versions = [reply.version for reply in self.replies]
         if any(reply.refusal for reply in self.replies):
             return
         for number, published in enumerate(self._published):
             if published is not None:
                 # They are of the reply's version, or newer.
-                self.versions[number] = published.read(self.buffers[number])
+                versions[number] = published.read(self.buffers[number])
 
 
 class ReplySender:
@@ -275,9 +261,6 @@ class ReplySender:
 
     A worker that has died gets none, which is no error: who is lost is seen elsewhere, for all of
     them together.
-
-    Args:
-        messages: The way to the workers.
     """
 
     def __init__(self, messages: PointToPoint) -> None:
@@ -289,11 +272,6 @@ class ReplySender:
         """Send an answer; return when data that come with it are taken, and at once without any.
 
         A worker that says nothing any more would keep the others waiting otherwise.
-
-        Args:
-            worker: The rank that asked; it has taken the answer before this one.
-            reply: What is answered.
-            data: What follows it.
         """
         packed = reply.pack()
         with contextlib.suppress(PeerLostError):
@@ -317,5 +295,5 @@ class ReplySender:
         self._messages.wait(pending, f"parameter server, for rank {worker} to take its answer")
 
 
-def _pack(form: str, values: tuple[object, ...]) -> np.ndarray:
+def _pack(form: str, *values: object) -> np.ndarray:
     return np.frombuffer(struct.pack(form, *values), np.uint8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
@@ -24,14 +25,14 @@ from hvdtrain.parameter_server.protocol import (
     Request,
 )
 from hvdtrain.parameter_server.shared_memory import SharedMemory
-from hvdtrain.parameter_server.update_log import Origin
-from hvdtrain.parameter_server.updates import ShardUpdates
+from hvdtrain.parameter_server.updates import Origin, ShardUpdates
 
 __all__ = ["Server"]
 
 WAITING = "parameter server, for workers"
 
 
+@dataclass(eq=False)
 class Server:
     """Serves one ``fit``.
 
@@ -41,62 +42,48 @@ class Server:
     Where ranks may be lost, the others go on without a worker that dies, and nobody waits for one
     that says nothing until it speaks again. Without the chief, or another server, nothing goes on.
 
-    Args:
-        messages: The way to the workers.
-        updates: Applies gradients to the shard.
+    Attributes:
         memory: What this rank shares with workers of its host. Those that don't read its weights
             there get them in messages, and send gradients.
         workers: The ranks that train; the first is the chief.
-        consistency: Decides who may go on when.
         tells_learning_rate: Whether workers are told the learning rate of the next update.
         require_finite: Refuse gradients with NaN or infinity.
-        received: A signal that has come to this rank, or 0; the chief is told.
+        received: Returns a signal that has come to this rank, or 0; the chief is told.
         silence_s: How long a worker may take for a step before it counts as silent.
         least_workers: How many workers must be left; with fewer, training ends.
         tell: Called with a line on a worker that falls silent, or comes back.
+        ended_by: The signal by which the chief ended the training; 0 for none.
     """
 
-    def __init__(
-        self,
-        messages: PointToPoint,
-        updates: ShardUpdates,
-        memory: SharedMemory,
-        *,
-        workers: Sequence[int],
-        consistency: Consistency,
-        tells_learning_rate: bool = False,
-        require_finite: bool = True,
-        received: Callable[[], int] = lambda: 0,
-        silence_s: float = math.inf,
-        least_workers: int = 1,
-        tell: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._messages = messages
-        self._updates = updates
-        self._shard = updates.table.shard
-        self._memory = memory
-        self._workers = tuple(workers)
-        self._consistency = consistency
-        self._tells_learning_rate = tells_learning_rate
-        self._require_finite = require_finite
-        self._received = received
-        self._silence_s = silence_s
-        self._least_workers = least_workers
-        self._tell = tell
-        self._liveness = WorkerLiveness(workers, silence_s)
-        self._lost = messages.lost.difference(workers)
+    messages: PointToPoint
+    updates: ShardUpdates
+    memory: SharedMemory
+    _: KW_ONLY
+    workers: Sequence[int]
+    consistency: Consistency
+    tells_learning_rate: bool = False
+    require_finite: bool = True
+    received: Callable[[], int] = lambda: 0
+    silence_s: float = math.inf
+    least_workers: int = 1
+    tell: Callable[[str], None] = lambda line: None
+    ended_by: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._chief = self.workers[0]
+        self._shard = self.updates.table.shard
+        self._liveness = WorkerLiveness(self.workers, self.silence_s)
+        self._lost = self.messages.lost.difference(self.workers)
         self._signal = 0  # that came to a worker
-        self._snapshot = ConsistentSnapshot(consistency, workers)
-        self._positions = dict.fromkeys(workers, NO_POSITION)
+        self._snapshot = ConsistentSnapshot(self.consistency, self.workers)
+        self._positions = dict.fromkeys(self.workers, NO_POSITION)
         self._gathered_positions: dict[int, tuple[int, ...]] = {}
         self._loaded = False
         self._stop = False
         self._waiting: dict[int, bool] = {}  # for weights; whether that is the end
-        self._replies = ReplySender(messages)
+        self._replies = ReplySender(self.messages)
         self._flat = BufferPool().take(self._shard.nbytes)  # aligned
-        self._pushes = dict.fromkeys(workers, 0)
-        self.ended_by = 0
-        """The signal by which the chief ended the training; 0 for none."""
+        self._pushes = dict.fromkeys(self.workers, 0)
 
     def serve(self) -> None:
         """Return when every worker is done.
@@ -105,23 +92,12 @@ class Server:
             PeerFailedError: A rank failed, or one died that is no mere worker.
             CollectiveTimeoutError: No worker said anything for too long.
         """
-        handlers: dict[Kind, Callable[[int, Request], None]] = {
-            Kind.LOAD: self._load,
-            Kind.PULL: self._pull,
-            Kind.PUSH: self._push,
-            Kind.END: self._end,
-            Kind.LOOK: self._look,
-            Kind.LEAVE: self._leave,
-            Kind.FREEZE: self._freeze,
-            Kind.SNAPSHOT: self._take_snapshot,
-            Kind.STATE: self._give_state,
-        }
         while self._liveness.there or self._waiting:
             heard = self._snapshot.next_held() or self._hear()
             if heard is not None and not self._snapshot.holds(*heard):
                 worker, request = heard
                 try:
-                    handlers[request.kind](worker, request)
+                    self._carry_out(worker, request)
                 except REFUSALS as error:
                     self._refuse(worker, error)
                 except PeerLostError:
@@ -130,21 +106,49 @@ class Server:
             self._answer()
         self._replies.finish()
 
+    def _carry_out(self, worker: int, request: Request) -> None:
+        match request.kind:
+            case Kind.LOAD:
+                state = np.empty_like(self.updates.state_buffer())
+                self._receive(worker, [self._flat, state])
+                self.updates.load(self._flat, state)
+                self._loaded = True
+                self._waiting[worker] = False
+            case Kind.PULL:
+                self._waiting[worker] = False
+            case Kind.PUSH:
+                self._push(worker, request)
+            case Kind.END:
+                self._end(worker, request)
+            case Kind.LOOK:
+                self._reply(worker, [])
+            case Kind.LEAVE:
+                self._stop_training(worker, request)
+                self._reply(worker, [])
+            case Kind.FREEZE:
+                self._reply(worker, [np.array(self._snapshot.begin(), np.int64)])
+            case Kind.SNAPSHOT:
+                limit = np.empty(len(self.workers), np.int64)
+                self._receive(worker, [limit])
+                self._snapshot.aim(limit.tolist())
+                self._complete()
+            case Kind.STATE:
+                self._give_weights(worker, [self.updates.state_buffer()], these=True)
+
     def _hear(self) -> tuple[int, Request] | None:
-        """The next request; None where something else is to be seen to."""
-        buffer = Request.buffer()
+        """Returns the next request, or None where something else is to be seen to."""
+        buffer, messages = Request.buffer(), self.messages
         silence_at = self._liveness.next_silence
-        worker = self._messages.receive_any(
-            buffer,
-            REQUEST,
-            WAITING,
-            unless=lambda: self._has_news or time.monotonic() >= silence_at,
-        )
+
+        def has_news() -> bool:
+            return len(messages.lost) > len(self._lost) or time.monotonic() >= silence_at
+
+        worker = messages.receive_any(buffer, REQUEST, WAITING, unless=has_news)
         if worker is None or worker in self._lost:
             return None
         if self._liveness.hear(worker):
-            self._consistency.come_back(worker)
-            self._tell(f"rank {worker} is back, and is waited for again")
+            self.consistency.come_back(worker)
+            self.tell(f"rank {worker} is back, and is waited for again")
         request = Request.unpack(buffer)
         if worker == self._chief:
             self.ended_by = request.signal
@@ -152,53 +156,38 @@ class Server:
             self._signal = self._signal or request.signal
         return worker, request
 
-    @property
-    def _has_news(self) -> bool:
-        return len(self._messages.lost) > len(self._lost)
-
     def _see_who_is_there(self) -> None:
         """Go on without workers that died, and wait for none that says nothing."""
-        if self._has_news:
-            for rank in sorted(self._messages.lost - self._lost):
-                self._go_on_without(rank)
+        for rank in sorted(self.messages.lost - self._lost):
+            self._go_on_without(rank)
         for worker in self._liveness.fall_silent(time.monotonic()):
-            self._tell(
-                f"rank {worker} has said nothing for {self._silence_s:g} s; the others wait for "
+            self.tell(
+                f"rank {worker} has said nothing for {self.silence_s:g} s; the others wait for "
                 "it no longer"
             )
-            self._consistency.leave(worker)
+            self.consistency.leave(worker)
             self._complete()
 
     def _go_on_without(self, rank: int) -> None:
         self._lost.add(rank)
-        if rank == self._chief or rank not in self._workers:
-            raise self._messages.loss_of(rank, "served the workers")
+        if rank == self._chief or rank not in self.workers:
+            raise self.messages.loss_of(rank, "served the workers")
         self._liveness.end(rank)
         self._waiting.pop(rank, None)
         self._snapshot.lose(rank)
-        self._consistency.leave(rank)
-        self._stop = self._stop or len(set(self._workers) - self._lost) < self._least_workers
+        self.consistency.leave(rank)
+        self._stop = self._stop or len(set(self.workers) - self._lost) < self.least_workers
         self._complete()
-
-    def _load(self, worker: int, request: Request) -> None:
-        state = np.empty_like(self._updates.state_buffer())
-        self._receive(worker, [self._flat, state])
-        self._updates.load(self._flat, state)
-        self._loaded = True
-        self._waiting[worker] = False
-
-    def _pull(self, worker: int, request: Request) -> None:
-        self._waiting[worker] = False
 
     def _push(self, worker: int, request: Request) -> None:
         gradients = self._receive_gradients(worker) if request.has_gradient else None
         self._check(worker, request)
         self._liveness.note_step(worker)
-        rate, table = request.learning_rate, self._updates.table
+        rate, table = request.learning_rate, self.updates.table
         if not math.isnan(rate) and table.learning_rate != np.float32(rate):
             table.learning_rate = rate
-        in_time = self._consistency.push(worker, request.step)
-        gathers = self._consistency.gathers
+        in_time = self.consistency.push(worker, request.step)
+        gathers = self.consistency.gathers
         self._waiting[worker] = False
         if request.position != NO_POSITION:
             positions = self._gathered_positions if in_time and gathers else self._positions
@@ -208,12 +197,12 @@ class Server:
         if gradients is None:
             self._complete()
         elif not in_time:
-            self._updates.drop(origin)
+            self.updates.drop(origin)
         elif gathers:
-            self._updates.gather(gradients, origin)
+            self.updates.gather(gradients, origin)
             self._complete()
         else:
-            self._updates.apply(gradients, origin)
+            self.updates.apply(gradients, origin)
 
     def _end(self, worker: int, request: Request) -> None:
         self._liveness.end(worker)
@@ -223,37 +212,18 @@ class Server:
         self._waiting[worker] = True
         self._stop_training(worker, request)
 
-    def _leave(self, worker: int, request: Request) -> None:
-        self._stop_training(worker, request)
-        self._reply(worker, [])
-
     def _stop_training(self, worker: int, request: Request) -> None:
         self._liveness.stop_training(worker)
-        self._consistency.leave(worker)
+        self.consistency.leave(worker)
         self._stop = self._stop or request.stop
         self._complete()
 
-    def _look(self, worker: int, request: Request) -> None:
-        self._reply(worker, [])
-
-    def _freeze(self, worker: int, request: Request) -> None:
-        self._reply(worker, [np.array(self._snapshot.begin(), np.int64)])
-
-    def _take_snapshot(self, worker: int, request: Request) -> None:
-        limit = np.empty(len(self._workers), np.int64)
-        self._receive(worker, [limit])
-        self._snapshot.aim(limit.tolist())
-        self._complete()
-
-    def _give_state(self, worker: int, request: Request) -> None:
-        self._give_weights(worker, [self._updates.state_buffer()], these=True)
-
     def _complete(self) -> None:
         """Apply what was gathered, if it is all that there will be."""
-        if self._snapshot.may_advance and self._consistency.complete():
+        if self._snapshot.may_advance and self.consistency.complete():
             self._positions.update(self._gathered_positions)
             self._gathered_positions = {}
-            self._updates.apply_mean()
+            self.updates.apply_mean()
 
     def _check(self, worker: int, request: Request) -> None:
         """Raise MismatchError for a gradient of other weights than there were."""
@@ -261,10 +231,10 @@ class Server:
             raise MismatchError(
                 f"Rank {worker} sent a gradient after it had said that it was done."
             )
-        if not 0 <= request.version <= self._updates.version:
+        if not 0 <= request.version <= self.updates.version:
             raise MismatchError(
                 f"Rank {worker} sent a gradient for version {request.version} of the weights; "
-                f"expected one of 0 to {self._updates.version}."
+                f"expected one of 0 to {self.updates.version}."
             )
 
     def _answer(self) -> None:
@@ -272,62 +242,53 @@ class Server:
         if not self._loaded:
             return
         if self._snapshot.reached:
-            positions = np.array([self._positions[worker] for worker in self._workers], np.int64)
-            more = [self._updates.state_buffer(), positions]
+            positions = np.array([self._positions[worker] for worker in self.workers], np.int64)
+            more = [self.updates.state_buffer(), positions]
             self._give_weights(self._chief, more, these=True)
             self._snapshot.end()
             self._complete()
         for worker, ends in list(self._waiting.items()):
-            if not self._liveness.there if ends else self._consistency.may_go_on(worker):
+            if not self._liveness.there if ends else self.consistency.may_go_on(worker):
                 del self._waiting[worker]
                 gives_state = ends and worker == self._chief
-                self._give_weights(worker, [self._updates.state_buffer()] if gives_state else [])
-
-    @property
-    def _chief(self) -> int:
-        return self._workers[0]
+                self._give_weights(worker, [self.updates.state_buffer()] if gives_state else [])
 
     def _give_weights(
         self, worker: int, more: Sequence[np.ndarray], *, these: bool = False
     ) -> None:
-        """Answer with the weights; send them to who doesn't read them.
+        """Answer with the weights and more; send weights to who doesn't read them.
 
-        Args:
-            worker: The rank that gets them.
-            more: What is sent with them.
-            these: Send them in any case: what is read may be newer.
+        ``these`` sends them in any case: what is read may be newer.
         """
-        weights = self._updates.publish(worker)
-        reads = worker in self._memory.readers and not these
+        weights = self.updates.publish(worker)
+        reads = worker in self.memory.readers and not these
         self._reply(worker, more if reads else [weights, *more])
 
     def _refuse(self, worker: int, error: CollectiveError) -> None:
         self._waiting.pop(worker, None)
         # As many messages as it waits for; it doesn't look at what they hold.
-        weights = [] if worker in self._memory.readers else [self._updates.newest]
+        weights = [] if worker in self.memory.readers else [self.updates.published.newest]
         self._reply(worker, weights, str(error), REFUSALS.index(type(error)))
 
     def _reply(
         self, worker: int, data: Sequence[np.ndarray], refusal: str = "", error: int = 0
     ) -> None:
-        chief = worker == self._chief
+        rate = self.updates.table.learning_rate if self.tells_learning_rate else math.nan
         reply = Reply(
-            self._consistency.next_step(worker),
-            self._updates.version,
+            self.consistency.next_step(worker),
+            self.updates.version,
             self._stop,
-            refusal,
-            signal=(self._signal or self._received()) if chief else self.ended_by,
+            signal=(self._signal or self.received()) if worker == self._chief else self.ended_by,
             training=len(self._liveness.training),
-            learning_rate=(
-                self._updates.table.learning_rate if self._tells_learning_rate else math.nan
-            ),
+            learning_rate=rate,
             error=error,
+            refusal=refusal,
         )
         self._replies.send(worker, reply, data)
         self._liveness.answer(worker, time.monotonic())
 
     def _receive_gradients(self, worker: int) -> ShardGradients:
-        """A worker's gradients, as they may be applied.
+        """Returns a worker's gradients, as they may be applied.
 
         Raises:
             MismatchError: They are of another model.
@@ -335,12 +296,12 @@ class Server:
         """
         header = ShardGradients.header_buffer(self._shard)
         self._receive(worker, [header])
-        slots = self._memory.slots.get(worker, ())
+        slots = self.memory.slots.get(worker, ())
         gradients = ShardGradients.expect(self._shard, header, self._flat, slots)
         self._receive(worker, list(gradients.blocks()))
         gradients.check()
-        if self._require_finite and (bad := gradients.non_finite()):
-            paths = self._updates.table.paths
+        if self.require_finite and (bad := gradients.non_finite()):
+            paths = self.updates.table.paths
             names = dict.fromkeys(paths[number] for number in bad)
             raise NonFiniteError(
                 f"Rank {worker} sent a gradient with NaN or infinity: {', '.join([*names][:5])}. "
@@ -350,7 +311,7 @@ class Server:
         return gradients
 
     def _receive(self, worker: int, buffers: Sequence[np.ndarray]) -> None:
-        messages = self._messages
+        messages = self.messages
         pending = [
             request
             for buffer in buffers

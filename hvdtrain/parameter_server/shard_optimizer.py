@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError
+from hvdtrain.private_api.keras import rate_of
 
 __all__ = [
     "accumulated_steps",
@@ -57,11 +58,7 @@ class _AppliesAlone:
 
 
 def check_optimizer(optimizer: Any, servers: int) -> None:
-    """See that parameter servers can apply gradients as ``optimizer`` would.
-
-    Raises:
-        ModelError: They can't.
-    """
+    """Raise ModelError unless parameter servers can apply gradients as ``optimizer`` would."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ModelError(
             f"Expected a Keras 3 optimizer, received {type(optimizer).__name__}. Optimizers of "
@@ -83,23 +80,23 @@ def check_optimizer(optimizer: Any, servers: int) -> None:
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """The optimizer that updates variables; within a ``LossScaleOptimizer`` the inner one."""
+    """Returns the optimizer that updates variables; in a ``LossScaleOptimizer`` the inner one."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def accumulated_steps(optimizer: Any) -> int:
-    """How many steps of a worker make one update."""
+    """Returns how many steps of a worker make one update."""
     return int(plain_optimizer(optimizer).gradient_accumulation_steps or 1)
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Whether elements are known to be updated without a look at others, or at older gradients."""
+    """Returns whether elements are known to be updated without others, or older gradients."""
     kind = type(plain_optimizer(optimizer))
     return kind in {getattr(keras.optimizers, name) for name in _ELEMENTWISE}
 
 
 def stays_whole(optimizer: Any, variables: Sequence[Any]) -> set[int]:
-    """Numbers of the variables of which one server must hold all.
+    """Returns the numbers of the variables of which one server must hold all.
 
     That is so where an update looks at more than one element: in optimizers that are not known to
     do otherwise, where each gradient is clipped by its norm, and under a constraint.
@@ -110,14 +107,10 @@ def stays_whole(optimizer: Any, variables: Sequence[Any]) -> set[int]:
 
 
 def optimizer_for_pieces(optimizer: Any, pieces: Sequence[Any], wholes: Sequence[Any]) -> Any:
-    """Another optimizer like ``optimizer``, built on pieces of variables, with a state of its own.
+    """Returns another optimizer like ``optimizer``, built on pieces of the variables ``wholes``.
 
-    It takes gradients as they are: accumulating and unscaling is done before.
-
-    Args:
-        optimizer: The one that the model was compiled with.
-        pieces: The Keras variables to build on.
-        wholes: For each the model's variable that it is a piece of.
+    It has a state of its own, and takes gradients as they are: accumulating and unscaling is done
+    before.
 
     Raises:
         ModelError: Its configuration doesn't tell how to make another.
@@ -134,9 +127,9 @@ def optimizer_for_pieces(optimizer: Any, pieces: Sequence[Any], wholes: Sequence
         for done_before in ("gradient_accumulation_steps", "loss_scale_factor"):
             if done_before in config:
                 config[done_before] = None
-        if not isinstance(plain._learning_rate, keras.Variable):
+        if not isinstance(rate_of(plain), keras.Variable):
             # A schedule or a function keeps no state, and might not survive being serialized.
-            config["learning_rate"] = plain._learning_rate
+            config["learning_rate"] = rate_of(plain)
         own = own_kind.from_config(config)
     except Exception as error:
         raise ModelError(
@@ -157,7 +150,7 @@ def optimizer_for_pieces(optimizer: Any, pieces: Sequence[Any], wholes: Sequence
 
 @contextmanager
 def scaled_learning_rate(optimizer: Any, factor: tf.Tensor) -> Iterator[None]:
-    """Within the block multiply the learning rate of an ``optimizer_for_pieces`` by ``factor``."""
+    """Multiply the learning rate of an ``optimizer_for_pieces`` by ``factor`` within the block."""
     # Not through Keras' own __setattr__, which would track it as part of what is saved.
     object.__setattr__(optimizer, "_hvdtrain_factor", factor)
     try:

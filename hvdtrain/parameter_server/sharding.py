@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,7 +44,6 @@ class Spec(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
         return math.prod(self.shape)
 
     @property
@@ -54,12 +53,10 @@ class Spec(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """How many bytes an element has."""
         return numpy_dtype(self.dtype).itemsize
 
     @property
     def nbytes(self) -> int:
-        """How many bytes all elements have."""
         return self.size * self.itemsize
 
 
@@ -69,11 +66,8 @@ class VariableSlice:
 
     Attributes:
         variable: The variable's number.
-        start: The first element.
-        stop: The one after the last.
         shape: ``(rows, ...)`` where these are whole rows, that of the variable where it is whole,
             else ``(stop - start,)``.
-        dtype: Name of the type.
         offset: Where it begins in the buffer, in bytes; a multiple of ``ALIGNMENT_BYTES``.
     """
 
@@ -86,7 +80,6 @@ class VariableSlice:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes in the buffer."""
         return (self.stop - self.start) * numpy_dtype(self.dtype).itemsize
 
 
@@ -101,7 +94,7 @@ class Shard:
     nbytes: int
 
     def views(self, buffer: np.ndarray) -> list[np.ndarray]:
-        """The pieces within ``buffer``, which is uint8 of shape ``(nbytes,)``; no copies."""
+        """Returns the pieces within ``buffer``, uint8 of shape ``(nbytes,)``, without copies."""
         self.check(buffer)
         return [
             buffer[piece.offset : piece.offset + piece.nbytes]
@@ -110,21 +103,10 @@ class Shard:
             for piece in self.pieces
         ]
 
-    def pack(
-        self, arrays: Sequence[np.ndarray | None] | Mapping[int, np.ndarray], buffer: np.ndarray
-    ) -> None:
-        """Copy this shard's part of whole variables to ``buffer``.
-
-        Args:
-            arrays: The variables, by number; None stands for zeros.
-            buffer: uint8 of shape ``(nbytes,)``.
-        """
+    def pack(self, arrays: Sequence[np.ndarray], buffer: np.ndarray) -> None:
+        """Copy this shard's part of whole variables, by number, to ``buffer``."""
         for piece, view in zip(self.pieces, self.views(buffer)):
-            array = arrays[piece.variable]
-            if array is None:
-                view.fill(0)
-            else:
-                view.reshape(-1)[...] = array.reshape(-1)[piece.start : piece.stop]
+            view.reshape(-1)[...] = arrays[piece.variable].reshape(-1)[piece.start : piece.stop]
 
     def check(self, buffer: np.ndarray) -> None:
         """Raise ValueError unless ``buffer`` can hold this shard."""
@@ -136,7 +118,7 @@ class Shard:
 
 
 def specs_of(variables: Iterable[Any]) -> tuple[Spec, ...]:
-    """The specs of Keras variables."""
+    """Returns the specs of Keras variables."""
     return tuple(Spec(v.path, tuple(int(n) for n in v.shape), str(v.dtype)) for v in variables)
 
 
@@ -146,13 +128,8 @@ def shard_variables(
     """Share out variables among servers, each as many bytes as the others.
 
     Cuts lie between rows, so that a row has one owner, unless a row is so large that shards would
-    differ by it.
-
-    Args:
-        specs: The variables in their order.
-        servers: How many shards to make.
-        whole: Numbers of the variables that must not be cut. They are dealt out first, the
-            largest to the server that has least; the others level the shards.
+    differ by it. Variables whose number is in ``whole`` must not be cut. They are dealt out first,
+    the largest to the server that has least; the others level the shards.
 
     Raises:
         ConfigurationError: There are more servers than can be given something.
@@ -178,7 +155,7 @@ def shard_variables(
 def assemble(
     specs: Sequence[Spec], shards: Sequence[Shard], buffers: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """All variables from the buffers of all shards; without a copy where one has the whole."""
+    """Returns all variables from the buffers of all shards; no copy where one has the whole."""
     found: dict[int, np.ndarray] = {}
     for shard, buffer in zip(shards, buffers):
         for piece, view in zip(shard.pieces, shard.views(buffer)):
@@ -198,33 +175,18 @@ def assemble(
 
 
 class _Sequence:
-    """Variables one after another; positions are elements counted from the first one's first.
-
-    Args:
-        specs: What all variables are like.
-        members: The numbers of those in the sequence.
-        shard_bytes: How many bytes a shard has on average.
-    """
+    """Variables one after another; positions are elements counted from the first one's first."""
 
     def __init__(self, specs: Sequence[Spec], members: Sequence[int], shard_bytes: float) -> None:
         self._specs = specs
         self._members = members
-        self._shard_bytes = shard_bytes
+        self._shard_bytes = shard_bytes  # of a shard on average
         self._items = [0, *itertools.accumulate(specs[i].size for i in members)]
         self._bytes = [0, *itertools.accumulate(specs[i].nbytes for i in members)]
-
-    @property
-    def items(self) -> int:
-        """How many elements there are in all."""
-        return self._items[-1]
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes there are in all."""
-        return self._bytes[-1]
+        self.items, self.nbytes = self._items[-1], self._bytes[-1]
 
     def nearest(self, byte: float) -> int:
-        """The position next to ``byte`` where it is good to cut."""
+        """Returns the position next to ``byte`` where it is good to cut."""
         at = bisect.bisect_right(self._bytes, byte) - 1
         if at >= len(self._members):
             return self.items
@@ -235,7 +197,7 @@ class _Sequence:
         return self._items[at] + min(units * unit, spec.size)
 
     def between(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Variable, start and stop for each part of ``[first, last)``."""
+        """Yields variable, start and stop for each part of ``[first, last)``."""
         at = bisect.bisect_right(self._items, first) - 1
         while first < last:
             stop = min(last, self._items[at + 1])
@@ -245,7 +207,7 @@ class _Sequence:
 
 
 def _ranges(sequence: _Sequence, loads: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """A range of positions for each server, which has ``loads`` bytes already."""
+    """Yields a range of positions for each server, which has ``loads`` bytes already."""
     # Who has nothing else gets one element at least.
     needs = [0 if load else 1 for load in loads]
     start, byte = 0, 0.0
@@ -260,15 +222,10 @@ def _ranges(sequence: _Sequence, loads: Sequence[int]) -> Iterator[tuple[int, in
 
 
 def _shares(rest: int, loads: Sequence[int]) -> list[float]:
-    """How ``rest`` bytes are poured over servers so that the fullest is as low as can be."""
-    levels = sorted(loads)
-    level = float(levels[-1])
-    below = 0
-    for count, load in enumerate(levels, 1):
-        below += load
-        level = (rest + below) / count
-        if count < len(levels) and level <= levels[count]:
-            break
+    """Returns how to pour ``rest`` bytes over servers so that the fullest is as low as can be."""
+    # With too few of the least loaded ones the level is too high; with too many as well.
+    below = enumerate(itertools.accumulate(sorted(loads)), 1)
+    level = min((rest + nbytes) / count for count, nbytes in below)
     return [max(0.0, level - load) for load in loads]
 
 
@@ -304,10 +261,10 @@ def _check_servers(servers: int, elements: int, kept: int) -> None:
 
 
 def aligned(nbytes: int) -> int:
-    """The least multiple of ``ALIGNMENT_BYTES`` that ``nbytes`` fit into."""
+    """Returns the least multiple of ``ALIGNMENT_BYTES`` that ``nbytes`` fit into."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The type of a name, such as ``bfloat16``, which NumPy itself needn't know."""
+    """Returns the type of a name, such as ``bfloat16``, which NumPy itself needn't know."""
     return np.dtype(getattr(ml_dtypes, name, name))

@@ -46,18 +46,15 @@ Slots = Sequence[np.ndarray]
 
 
 def published_bytes(nbytes: int, slots: int = WEIGHT_SLOTS) -> int:
-    """How much memory ``PublishedWeights`` takes for weights of ``nbytes``."""
+    """Returns how much memory ``PublishedWeights`` takes for weights of ``nbytes``."""
     return (1 + slots) * ALIGNMENT_BYTES + slots * aligned(nbytes)
 
 
 class PublishedWeights:
-    """One server's weights, for whoever sees the memory.
+    """One server's weights of ``nbytes``, for whoever sees the memory.
 
-    Args:
-        memory: uint8, aligned, of ``published_bytes``, zero at first; a server's own, or one that
-            others see.
-        nbytes: How large the weights are.
-        slots: How many publications the memory has room for.
+    ``memory`` is uint8, aligned, of ``published_bytes``, and zero at first; a server's own, or one
+    that others see.
     """
 
     def __init__(self, memory: np.ndarray, nbytes: int, slots: int = WEIGHT_SLOTS) -> None:
@@ -70,12 +67,7 @@ class PublishedWeights:
         ]
 
     def write(self, fill: Callable[[np.ndarray], None], version: int) -> None:
-        """Publish weights; one rank alone may do so.
-
-        Args:
-            fill: Writes them to a buffer.
-            version: How many updates went into them.
-        """
+        """Publish weights, which ``fill`` writes to a buffer; one rank alone may do so."""
         number = self._words[COUNT] + 1
         slot = number % len(self._slots)
         # Each line is written after the one before it, and seen so.
@@ -136,26 +128,18 @@ def share_memory(
 ) -> SharedMemory:
     """Set up memory for the weights of all servers and the gradients of all workers; collective.
 
-    Args:
-        collectives: The engine.
-        servers: The ranks that serve.
-        shards: What each of them holds.
-        readable: Whether ranks read each other's memory; if not, everything travels in messages.
+    Unless it is ``readable``, ranks read nothing of each other's: everything travels in messages.
     """
     sizes = {server: shard.nbytes for server, shard in zip(servers, shards)}
     me = collectives.member
     mine = published_bytes(sizes[me]) if me in sizes else 0
     memory = collectives.share(mine) if readable else {}
-    published = {
-        server: PublishedWeights(memory[server], nbytes)
-        for server, nbytes in sizes.items()
-        if server in memory
-    }
+    near = {server: nbytes for server, nbytes in sizes.items() if server in memory}
+    published = {server: PublishedWeights(memory[server], near[server]) for server in near}
     if me in sizes and me not in published:
         own = BufferPool().take(published_bytes(sizes[me], slots=1))
         own.fill(0)
         published[me] = PublishedWeights(own, sizes[me], slots=1)
-    near = {server: nbytes for server, nbytes in sizes.items() if server in memory}
     slots = _share_slots(collectives, sizes, near) if readable else {}
     return SharedMemory(published, frozenset(memory), slots)
 
@@ -165,10 +149,8 @@ def _share_slots(
 ) -> Mapping[int, Slots]:
     """Set up slots for gradients; collective.
 
-    Args:
-        collectives: The engine.
-        sizes: By server the bytes of its shard.
-        near: The same, of the servers whose memory this rank sees.
+    ``sizes`` are the bytes of each server's shard, ``near`` those of the servers whose memory this
+    rank sees.
     """
     strides = [GRADIENT_SLOTS * aligned(nbytes) for nbytes in near.values()]
     starts = dict(zip(near, itertools.accumulate(strides, initial=0)))

@@ -2,32 +2,103 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections import Counter
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdtrain.collectives.fusion import join_bytes, split_bytes
 from hvdtrain.collectives.kernels import widen
 from hvdtrain.errors import MismatchError
+from hvdtrain.monitor.journal import Journal
 from hvdtrain.parameter_server.gradients import (
     GradientSum,
     Rows,
     ShardGradients,
-    map_values,
     merge_rows,
 )
 from hvdtrain.parameter_server.sharding import Shard
 from hvdtrain.parameter_server.shared_memory import PublishedWeights
-from hvdtrain.parameter_server.update_log import Origin, StalenessStats, UpdateLog
 from hvdtrain.parameter_server.variable_table import VariableTable
 
-__all__ = ["DelayCompensation", "GradientMean", "ShardUpdates"]
+__all__ = ["DelayCompensation", "GradientMean", "Origin", "ShardUpdates", "StalenessStats"]
 
 
+class Origin(NamedTuple):
+    """Where a gradient comes from.
+
+    Attributes:
+        worker: The rank that sent it.
+        step: Which of that worker's pushes it is, from 0; the same on all servers.
+        version: How many updates went into the weights that it was computed with.
+        weight: How much it counts beside others of the same update.
+    """
+
+    worker: int
+    step: int
+    version: int
+    weight: float
+
+
+@dataclass(kw_only=True)
+class StalenessStats:
+    """What became of the gradients that workers sent to one server, and how stale they were.
+
+    Attributes:
+        pushed: Gradients that came, by the worker's rank.
+        taken: Gradients that went into an update.
+        late: Gradients that came after their step.
+        staleness: How many updates had how much of it: the updates between the weights that a
+            gradient was computed with and those that it was applied to.
+    """
+
+    pushed: Counter[int] = field(default_factory=Counter)
+    taken: int = 0
+    late: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def updates(self) -> int:
+        """How often the variables changed."""
+        return self.staleness.total()
+
+    @property
+    def mean_staleness(self) -> float:
+        """The mean over all updates; 0 without any."""
+        total = sum(stale * count for stale, count in self.staleness.items())
+        return total / max(1, self.updates)
+
+    def percentile_of_staleness(self, percent: float) -> int:
+        """Returns the least staleness that so many percent of all updates don't exceed."""
+        left = percent / 100 * self.updates
+        for stale in sorted(self.staleness):
+            left -= self.staleness[stale]
+            if left <= 0:
+                return stale
+        return 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values, which can be sent to other ranks."""
+        return vars(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> StalenessStats:
+        """Returns the statistics that ``to_json`` was called for."""
+        # JSON makes keys strings.
+        counters = {
+            name: Counter({int(key): count for key, count in value[name].items()})
+            for name in ("pushed", "staleness")
+        }
+        return cls(**value | counters)
+
+
+@dataclass(eq=False)
 class ShardUpdates:
     """Applies gradients to a shard, one by one or the mean of several, and publishes the weights.
 
-    Args:
+    Attributes:
         table: The variables, with their optimizer.
         published: Where their weights are put.
         scale_by_staleness: Divide the learning rate of each update by the gradient's staleness
@@ -35,41 +106,32 @@ class ShardUpdates:
         delay_compensation: Strength of ``DelayCompensation`` for gradients that are applied one by
             one; 0 for none. It takes that nobody reads weights here, which may be newer than those
             of the answer.
-        log: Is told of each update.
+        log: Gets a line of JSON for each update. It has what is needed to make the same updates
+            again in one process: whose gradients went into each, and with which weights they were
+            computed.
+        version: How many times the weights have changed.
+        counts: What became of the gradients.
     """
 
-    def __init__(
-        self,
-        table: VariableTable,
-        published: PublishedWeights,
-        *,
-        scale_by_staleness: bool = False,
-        delay_compensation: float = 0.0,
-        log: UpdateLog | None = None,
-    ) -> None:
-        self.table = table
-        self.version = 0
-        """How many times the weights have changed."""
-        self.counts = StalenessStats()
-        """What became of the gradients."""
-        self._published = published
+    table: VariableTable
+    published: PublishedWeights
+    _: KW_ONLY
+    scale_by_staleness: bool = False
+    delay_compensation: float = 0.0
+    log: Journal | None = None
+    version: int = field(default=0, init=False)
+    counts: StalenessStats = field(default_factory=StalenessStats, init=False)
+
+    def __post_init__(self) -> None:
         self._published_version = -1
-        self._scale_by_staleness = scale_by_staleness
-        compensates = delay_compensation > 0
-        self._compensation = (
-            DelayCompensation(delay_compensation, table.shard) if compensates else None
-        )
-        self._log = log
+        self._compensation: DelayCompensation | None = None
+        if self.delay_compensation > 0:
+            self._compensation = DelayCompensation(self.delay_compensation, self.table.shard)
         self._mean = GradientMean()
         self._origins: list[Origin] = []  # of the gradients in the mean
 
-    @property
-    def newest(self) -> np.ndarray:
-        """The weights that were published last, a flat buffer."""
-        return self._published.newest
-
     def state_buffer(self) -> np.ndarray:
-        """The optimizer's state as a flat buffer."""
+        """Returns the optimizer's state as a flat buffer."""
         return join_bytes(self.table.state())
 
     def load(self, weights: np.ndarray, state: np.ndarray) -> None:
@@ -79,11 +141,11 @@ class ShardUpdates:
         self.version += 1
 
     def publish(self, worker: int) -> np.ndarray:
-        """The weights of now, a flat buffer, with which ``worker`` goes on."""
+        """Returns the weights of now, a flat buffer, with which ``worker`` goes on."""
         self._publish()
         if self._compensation is not None:
-            self._compensation.sent(worker, self.newest)
-        return self.newest
+            self._compensation.sent(worker, self.published.newest)
+        return self.published.newest
 
     def apply(self, gradients: ShardGradients, origin: Origin) -> None:
         """Update the weights by one worker's gradients."""
@@ -91,7 +153,7 @@ class ShardUpdates:
         staleness = self.version - origin.version
         if self._compensation is not None and staleness:
             self._publish()
-            gradients = self._compensation.correct(origin.worker, gradients, self.newest)
+            gradients = self._compensation.correct(origin.worker, gradients, self.published.newest)
         self._update(gradients, staleness, [origin])
         self.counts.taken += 1
 
@@ -117,27 +179,28 @@ class ShardUpdates:
         """Note a gradient that came after its step, and goes into no update."""
         self.counts.pushed[origin.worker] += 1
         self.counts.late += 1
-        if self._log is not None:
-            self._log.late(origin)
+        if self.log is not None:
+            self.log.write(json.dumps({"late": origin._asdict()}) + "\n")
 
     def _publish(self) -> None:
         if self._published_version != self.version:
-            self._published.write(self.table.weights, self.version)
+            self.published.write(self.table.weights, self.version)
             self._published_version = self.version
 
     def _update(self, gradients: ShardGradients, staleness: int, origins: list[Origin]) -> None:
-        factor = 1.0 / max(1, staleness) if self._scale_by_staleness else 1.0
-        if self._log is not None:
-            self._log.update(
-                self.version + 1,
-                origins,
-                staleness=staleness,
-                learning_rate=self.table.learning_rate,
-                factor=factor,
-            )
+        factor = 1.0 / max(1, staleness) if self.scale_by_staleness else 1.0
+        if self.log is not None:
+            entry = {
+                "version": self.version + 1,
+                "staleness": staleness,
+                "learning_rate": self.table.learning_rate,
+                "factor": factor,
+                "gradients": [origin._asdict() for origin in origins],
+            }
+            self.log.write(json.dumps(entry) + "\n")
         self.table.apply(gradients.flat, factor, rows=gradients.rows, missing=gradients.missing)
         self.version += 1
-        self.counts.update(staleness)
+        self.counts.staleness[staleness] += 1
 
 
 class GradientMean:
@@ -149,11 +212,7 @@ class GradientMean:
         self._weight = 0.0
 
     def add(self, gradients: ShardGradients, weight: float) -> None:
-        """Add one worker's gradients.
-
-        Args:
-            gradients: Overwritten.
-            weight: How much they count.
+        """Add one worker's gradients, which are overwritten.
 
         Raises:
             MismatchError: They are of other variables than those before.
@@ -165,15 +224,11 @@ class GradientMean:
                 "dense ones. All ranks must train the same variables with the same loss."
             )
 
-        def weighted(values: np.ndarray) -> np.ndarray:
-            wide = widen(values)
-            return np.multiply(wide, weight, out=wide)
-
-        self._sum.add([map_values(weighted, gradient) for gradient in gradients.by_piece()])
+        self._sum.add(gradients.by_piece(), weight)
         self._weight += weight
 
     def take(self) -> ShardGradients | None:
-        """The weighted mean, and begin anew; None where nothing was added.
+        """Returns the weighted mean, or None where nothing was added, and begins anew.
 
         It lies in the buffer of the gradients that were added first.
         """
@@ -181,15 +236,14 @@ class GradientMean:
         weight, self._weight = self._weight, 0.0
         if first is None:
             return None
-        kinds, rows = first.kinds.copy(), {}
-        for number, (total, room) in enumerate(zip(self._sum.take_wide(), first.by_piece())):
+        rows = {}
+        for number, (total, room) in enumerate(zip(self._sum.take(), first.by_piece())):
             if isinstance(total, Rows) and isinstance(room, Rows):
                 values = np.divide(total.values, weight)
                 rows[number] = Rows(total.indices, values.astype(room.values.dtype, copy=False))
-                kinds[number] = len(total.indices)
             elif isinstance(total, np.ndarray) and isinstance(room, np.ndarray):
                 np.divide(total, weight, out=room, casting="unsafe")
-        return replace(first, kinds=kinds, rows=rows)
+        return replace(first, rows=rows)
 
 
 class DelayCompensation:
@@ -199,14 +253,10 @@ class DelayCompensation:
     g + strength * g * g * (now - then); g * g stands for the loss's second derivatives. What each
     worker was sent last is kept: one copy of the shard for each. float16 and bfloat16 are corrected
     in float32.
-
-    Args:
-        strength: The paper's lambda.
-        shard: Which parts of the variables the gradients are of.
     """
 
     def __init__(self, strength: float, shard: Shard) -> None:
-        self._strength = strength
+        self._strength = strength  # the paper's lambda
         self._shard = shard
         self._sent: dict[int, np.ndarray] = {}
 
@@ -219,15 +269,9 @@ class DelayCompensation:
     def correct(
         self, worker: int, gradients: ShardGradients, weights: np.ndarray
     ) -> ShardGradients:
-        """A worker's gradients for the weights of now.
-
-        Args:
-            worker: The rank that sent them; ``sent`` was called for it.
-            gradients: Dense ones are changed in place.
-            weights: The weights of now, a flat buffer.
-        """
+        """Returns a worker's gradients for the weights of now; changes dense ones in place."""
         before = self._sent[worker]
-        kinds, rows = gradients.kinds.copy(), {}
+        rows = {}
         pieces = zip(gradients.by_piece(), self._shard.views(weights), self._shard.views(before))
         for number, (gradient, now, then) in enumerate(pieces):
             if isinstance(gradient, Rows):
@@ -236,10 +280,9 @@ class DelayCompensation:
                 corrected = self._corrected(values, now[indices], then[indices])
                 dtype = gradient.values.dtype
                 rows[number] = Rows(indices, corrected.astype(dtype, copy=False))
-                kinds[number] = len(indices)
             elif gradient is not None:
                 gradient[...] = self._corrected(gradient, now, then)
-        return replace(gradients, kinds=kinds, rows=rows)
+        return replace(gradients, rows=rows)
 
     def _corrected(self, gradient: np.ndarray, now: np.ndarray, then: np.ndarray) -> np.ndarray:
         gradient = widen(gradient)

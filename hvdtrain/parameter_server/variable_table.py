@@ -55,17 +55,12 @@ class VariableTable:
         keeps = not is_elementwise(optimizer)
         self._copied = [keeps or variable.overwrite_with_gradient for variable in self._variables]
         read_state(self._optimizer, shard)  # fails now rather than at the first checkpoint
-        flat = tf.TensorSpec([shard.nbytes], tf.uint8)
-        self._assign = _trace(self._assign_all, [flat])
+        self._flat = tf.TensorSpec([shard.nbytes], tf.uint8)
+        self._assign = _trace(self._assign_all, [self._flat])
         self._read = _trace(self._read_all, [])
         self._steps: dict[tuple[frozenset[int], frozenset[int]], Callable[..., Any]] = {}
         self._bytes: Sequence[tf.Tensor] = ()  # of the newest weights; in the variables' memory
         self._aligned: np.ndarray | None = None
-
-    @property
-    def iterations(self) -> int:
-        """How many updates there were, counted on through ``load_state``."""
-        return int(self._optimizer.iterations.numpy())
 
     @property
     def learning_rate(self) -> float:
@@ -121,26 +116,19 @@ class VariableTable:
             self._bytes = self._steps[key](self._tensor(buffer), factor, *sparse)
 
     def state(self) -> dict[str, np.ndarray]:
-        """All that the optimizer remembers, as copies; for ``load_state`` and ``gather_state``."""
+        """Returns copies of all that the optimizer remembers, as ``read_state`` does."""
         return read_state(self._optimizer, self.shard)
 
     def load_state(self, values: Mapping[str, np.ndarray]) -> None:
-        """Go on from a state, which ``state`` or ``cut_state`` returned.
-
-        Raises:
-            CheckpointError: It is of another optimizer or another shard.
-        """
+        """Go on from a state, which ``state`` or ``cut_state`` returned; as ``assign_state``."""
         assign_state(self._optimizer, self.shard, values)
 
     def _make_step(self, sparse: frozenset[int], missing: frozenset[int]) -> Callable[..., Any]:
-        """One update, for gradients of which these are rows and these are missing.
+        """Returns one update, for gradients of which these are rows and these are missing.
 
         It returns the weights: one call more would cost as much as copying a megabyte.
         """
-        signature = [
-            tf.TensorSpec([self.shard.nbytes], tf.uint8),
-            tf.TensorSpec([], tf.float32),
-        ]
+        signature = [self._flat, tf.TensorSpec([], tf.float32)]
         for number in sorted(sparse):
             piece = self.shard.pieces[number]
             signature.append(tf.TensorSpec([None], tf.int64))
@@ -165,7 +153,7 @@ class VariableTable:
         return _trace(step, signature)
 
     def _count_update(self) -> None:
-        """What an update is where no variable held here has a gradient."""
+        """Do what an update does where no variable held here has a gradient."""
         optimizer = self._optimizer
         optimizer._update_model_variables_moving_average(self._variables)
         optimizer._iterations.assign_add(1)
@@ -182,13 +170,13 @@ class VariableTable:
                 variable.assign(_value_in(flat, piece))
 
     def _read_all(self) -> list[tf.Tensor]:
-        """The weights' bytes: not every type has a name in Python's buffer protocol."""
+        """Returns the weights' bytes: not every type has a name in Python's buffer protocol."""
         with tf.device(_DEVICE):
             values = [tf.convert_to_tensor(variable.value) for variable in self._variables]
             return [tf.reshape(tf.bitcast(value, tf.uint8), [-1]) for value in values]
 
     def _tensor(self, buffer: np.ndarray) -> tf.Tensor:
-        """A tensor that lives in ``buffer``."""
+        """Returns a tensor that lives in ``buffer``."""
         self.shard.check(buffer)
         # TensorFlow ends the process where memory isn't aligned.
         if buffer.ctypes.data % ALIGNMENT_BYTES or not buffer.flags.writeable:
@@ -200,12 +188,12 @@ class VariableTable:
 
 
 def _trace(function: Callable[..., Any], signature: Sequence[tf.TensorSpec]) -> Any:
-    """The graph itself: ``tf.function`` would look at the arguments again each time."""
+    """Returns the graph itself: ``tf.function`` would look at the arguments again each time."""
     return tf.function(function, signature, autograph=False).get_concrete_function()
 
 
 def _piece_of(whole: Any, piece: VariableSlice) -> keras.Variable:
-    """A variable for a part of the model's variable ``whole``, with the same path."""
+    """Returns a variable for a part of the model's variable ``whole``, with the same path."""
     if whole.constraint is not None and tuple(whole.shape) != piece.shape:
         raise ModelError(
             f"{whole.path} has the constraint {type(whole.constraint).__name__}, which must see "
@@ -223,7 +211,7 @@ def _piece_of(whole: Any, piece: VariableSlice) -> keras.Variable:
 
 
 def _value_in(flat: tf.Tensor, piece: VariableSlice, copied: bool = True) -> tf.Tensor:
-    """What a flat buffer holds for ``piece``; unless ``copied``, in the buffer's own memory.
+    """Returns what a flat buffer holds for ``piece``; in the buffer's own memory unless ``copied``.
 
     A variable may keep the memory of what it is assigned, while the buffer goes to other uses.
     """
@@ -237,7 +225,7 @@ def _value_in(flat: tf.Tensor, piece: VariableSlice, copied: bool = True) -> tf.
 
 
 def _slices(indices: tf.Tensor, values: tf.Tensor, shape: Sequence[int]) -> tf.IndexedSlices:
-    """Rows as a sparse gradient in which none comes twice: Keras squares each by itself."""
+    """Returns rows as a sparse gradient in which none comes twice: Keras squares each by itself."""
     unique, places = tf.unique(indices)
     sums = tf.math.unsorted_segment_sum(values, places, tf.size(unique))
     return tf.IndexedSlices(sums, unique, tf.constant(shape, tf.int64))

@@ -12,8 +12,7 @@ from hvdtrain.parameter_server.optimizer_state import put_states, take_states
 from hvdtrain.parameter_server.server import Server
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.parameter_server.shared_memory import share_memory
-from hvdtrain.parameter_server.update_log import StalenessStats
-from hvdtrain.parameter_server.updates import ShardUpdates
+from hvdtrain.parameter_server.updates import ShardUpdates, StalenessStats
 from hvdtrain.parameter_server.variable_table import VariableTable
 
 WORKERS = (0, 1)
@@ -43,8 +42,7 @@ class Worker:
         gradients = None
         if gradient is not None:
             gradients = [np.full(shape, gradient, "float32") for shape in SHAPES]
-        push = self.client.push_ahead if ahead else self.client.push
-        return push(gradients, weight=weight, learning_rate=rate)
+        return self.client.push(gradients, weight=weight, learning_rate=rate, ahead=ahead)
 
     def done(self, **options):
         """Where all weights are in the end, from where they began."""

@@ -53,7 +53,7 @@ def test_accumulated_gradients_come_as_their_average():
     assert int(compiled._iterations.numpy()) == 12
     again = Servers(compiled, others, 3)
     again.cut(compiled)
-    assert [table.iterations for table in again.tables] == [4, 4, 4]
+    assert [int(table.state()["iterations"]) for table in again.tables] == [4, 4, 4]
 
 
 def test_the_state_keeps_no_memory_of_a_buffer_either():

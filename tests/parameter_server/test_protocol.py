@@ -37,14 +37,14 @@ def test_request_without_a_learning_rate():
 @pytest.mark.parametrize("stop", [False, True])
 @pytest.mark.parametrize("refusal", ["", "no", "nö, 不行, нет", "x" * 800])
 def test_reply(stop, refusal):
-    reply = Reply(7, 1 << 50, stop, refusal, signal=15, training=3, learning_rate=0.125, error=1)
+    reply = Reply(7, 1 << 50, stop, 15, 3, learning_rate=0.125, error=1, refusal=refusal)
     assert arrived(reply) == reply
 
 
 def test_refusal_that_is_too_long():
-    assert arrived(Reply(0, 0, False, "x" * 50_000)).refusal == "x" * 800
+    assert arrived(Reply(0, 0, refusal="x" * 50_000)).refusal == "x" * 800
 
 
 def test_refusal_that_is_cut_within_a_character():
     """266 characters of three bytes, and the first two of the next one."""
-    assert arrived(Reply(0, 0, False, "不" * 500)).refusal == "不" * 266 + "\ufffd"
+    assert arrived(Reply(0, 0, refusal="不" * 500)).refusal == "不" * 266 + "\ufffd"

@@ -49,7 +49,7 @@ def test_gradients_are_free_for_other_use(world):
         if worker.rank == 0:
             for _ in range(20):
                 dense = [np.full(shape, -1.0, "float32") for shape in SHAPES]
-                worker.client.push_ahead(dense, weight=1.0, learning_rate=math.nan)
+                worker.client.push(dense, weight=1.0, learning_rate=math.nan, ahead=True)
                 for array in dense:
                     array.fill(100.0)
         return worker.done()

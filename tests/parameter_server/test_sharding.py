@@ -142,13 +142,6 @@ def test_views_are_the_buffer():
     assert buffer[64:68].view(np.float32) == 7
 
 
-def test_a_missing_array_counts_as_zeros():
-    (shard,) = shard_variables(specs((2,), (2,)), 1)
-    buffer = np.full(shard.nbytes, 255, np.uint8)
-    shard.pack([None, np.ones(2, np.float32)], buffer)
-    assert [view.tolist() for view in shard.views(buffer)] == [[0, 0], [1, 1]]
-
-
 def test_buffers_that_do_not_fit():
     (shard,) = shard_variables(specs((2, 2)), 1)
     with pytest.raises(ValueError, match=r"uint8 and shape \(64,\), received float32 \(64,\)"):
@@ -208,6 +201,3 @@ def test_rows_of_a_sparse_gradient_find_their_owner():
         np.testing.assert_array_equal(
             found.reshape(-1), dense.reshape(-1)[piece.start : piece.stop]
         )
-    (part, _) = shard_variables(specs((3, 4000)), 2)
-    with pytest.raises(ValueError, match="not whole rows"):
-        take_rows(part.pieces[0], specs((3, 4000))[0], np.array([0]), np.zeros((1, 4000)))

@@ -2,7 +2,9 @@
 tests of servers have its arithmetic on whole trainings.
 """
 
+import json
 import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from hvdtrain.errors import MismatchError
 from hvdtrain.parameter_server.gradients import Rows, pack_gradients
 from hvdtrain.parameter_server.sharding import Spec, numpy_dtype, shard_variables
-from hvdtrain.parameter_server.updates import DelayCompensation, GradientMean
+from hvdtrain.parameter_server.updates import DelayCompensation, GradientMean, StalenessStats
 
 
 def specs(*shapes, dtype="float32"):
@@ -70,8 +72,8 @@ def test_weighted_mean(dtype, tolerance):
         (rows,) = mean.rows.values()
         assert rows.values.dtype == numpy_dtype(dtype)
         check(whole(variables[2], rows), [whole(variables[2], g[2]) for g in every])
-        assert mean.kinds[2] == len(rows.indices)
-        assert mean.missing == [3]
+        assert mean.header[1 + 2] == len(rows.indices)
+        assert mean.missing == {3}
         mean.check()
 
 
@@ -161,10 +163,44 @@ def test_squares_of_half_types_do_not_overflow(dtype):
     rows = Rows(np.array([2, 0, 2]), np.full((3, 2), 256.0, numpy_dtype(dtype)))
     parts = pack_gradients(shard, specs, [dense, None, rows], flat)
     corrected = compensation.correct(3, parts, weights)
-    assert corrected.missing == [1]
+    assert corrected.missing == {1}
     assert corrected.by_piece()[0].tolist() == [[1536.0, 1536.0]] * 4
     found = corrected.rows[2]
     assert found.values.dtype == numpy_dtype(dtype)
     assert found.indices.tolist() == [0, 2]
     assert found.values.tolist() == [[512.0, 512.0], [1536.0, 1536.0]]
-    assert corrected.kinds.tolist() == [-2, -1, 2]
+    assert corrected.header.tolist() == [-1, -2, -1, 2]
+
+
+def counted(staleness):
+    return StalenessStats(staleness=Counter(int(value) for value in staleness))
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 20, 100, 999])
+def test_mean_and_percentiles(size):
+    staleness = np.random.default_rng(size).poisson(3, size)
+    counts = counted(staleness)
+    assert counts.updates == size
+    assert counts.mean_staleness == pytest.approx(staleness.mean())
+    for percent in (0, 1, 5, 25, 50, 75, 90, 95, 99, 99.9, 100):
+        expected = np.percentile(staleness, percent, method="inverted_cdf")
+        assert counts.percentile_of_staleness(percent) == expected, percent
+
+
+def test_no_updates():
+    assert StalenessStats().mean_staleness == 0
+    assert StalenessStats().percentile_of_staleness(95) == 0
+
+
+def test_json():
+    counts = counted([0, 4, 4, 1])
+    counts.taken, counts.late = 4, 2
+    counts.pushed.update({0: 4, 3: 2})
+    back = StalenessStats.from_json(json.loads(json.dumps(counts.to_json())))
+    assert back == counts
+    assert back.staleness == {0: 1, 1: 1, 4: 2}
+    assert back.pushed == {0: 4, 3: 2}
+    assert (
+        StalenessStats.from_json(json.loads(json.dumps(StalenessStats().to_json())))
+        == StalenessStats()
+    )

@@ -11,16 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.kernels import widen
-from hvdtrain.config import Settings
-from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.keras.model_steps import ModelSteps
-from hvdtrain.keras.served.server_shards import ServerShards
+from hvdtrain.keras.served.served_fit import ServedJob
 from hvdtrain.keras.served.worker_exchange import WeighsSteps, WorkerExchange
+from hvdtrain.parameter_server.client import Client
 
 __all__ = ["ElasticExchange"]
 
@@ -69,25 +66,16 @@ class ElasticExchange(WorkerExchange):
     Outside of its steps the model has the center's weights: for validation, callbacks at the end
     of an epoch, and checkpoints.
 
-    It takes the same arguments as ``WorkerExchange``. The settings' ``push_every`` is tau in the
-    paper, their moving rate alpha.
+    The settings' ``push_every`` is tau in the paper, their moving rate alpha.
     """
 
     mixin = _AveragesElastically
 
-    def __init__(
-        self,
-        model: keras.Model,
-        reducer: GradientReducer,
-        steps: ModelSteps,
-        settings: Settings,
-        shards: ServerShards,
-        *,
-        is_chief: bool,
-    ) -> None:
-        super().__init__(model, reducer, steps, settings, shards, is_chief=is_chief)
-        self._every = settings.push_every
-        self._rate = settings.moving_rate or DEFAULT_FORCE / len(shards.roles.workers)
+    def __init__(self, job: ServedJob) -> None:
+        super().__init__(job)
+        self._every = job.settings.push_every
+        force = DEFAULT_FORCE / len(job.shards.roles.workers)
+        self._rate = job.settings.moving_rate or force
         self._updates = 0  # since the last exchange
         # This worker's weights while others are shown.
         self._own: list[np.ndarray] | None = None
@@ -109,10 +97,8 @@ class ElasticExchange(WorkerExchange):
         self.assign(weights)
 
     def show_newest(self) -> None:
-        averages = self._averages
-        self.show(
-            averages.newest_weights(self.reach()) if averages is not None else self.reach().pull()
-        )
+        averages, client = self._averages, self.reach()
+        self.show(client.pull() if averages is None else averages.newest_weights(client))
 
     def _forget(self) -> None:
         self._updates = 0
@@ -123,23 +109,18 @@ class ElasticExchange(WorkerExchange):
         return np.array(self._updates >= self._every)
 
     def _exchange(self) -> None:
-        def run(ran: np.ndarray, samples: np.ndarray, *own: np.ndarray) -> list[np.ndarray]:
-            with self._reducer.remember_error():
-                self._updates = 0
-                self._check_finite(own, "A weight of this worker")
-                client = self.reach()
-                moves = [self._move(x, c) for x, c in zip(own, client.pull())]
-                # Gradient descent with a rate of 1 adds them to the center.
-                client.push(
-                    [-move for move in moves],
-                    weight=1.0,
-                    learning_rate=math.nan,
-                    position=self._position(ran, samples),
-                )
-                return [np.asarray(x - move, x.dtype) for x, move in zip(own, moves)]
+        def exchange(
+            client: Client, position: tuple[int, ...], *own: np.ndarray
+        ) -> list[np.ndarray]:
+            self._updates = 0
+            self._check_finite(own, "A weight of this worker")
+            moves = [self._move(x, c) for x, c in zip(own, client.pull())]
+            # Gradient descent with a rate of 1 adds them to the center.
+            back = [-move for move in moves]
+            client.push(back, weight=1.0, learning_rate=math.nan, position=position)
+            return [np.asarray(x - move, x.dtype) for x, move in zip(own, moves)]
 
-        now = [tf.convert_to_tensor(variable.value) for variable in self._variables]
-        self._run(run, [*self._counted(), *now])
+        self._run(exchange, [tf.convert_to_tensor(variable.value) for variable in self._variables])
 
     def _move(self, own: np.ndarray, center: np.ndarray) -> np.ndarray:
         difference = widen(own) - widen(center)

@@ -13,12 +13,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.config import Settings
-from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.optimizer_patch import accumulates, mix_in
-from hvdtrain.keras.served.server_shards import ServerShards
+from hvdtrain.keras.served.served_fit import ServedJob
 from hvdtrain.keras.served.worker_exchange import WeighsSteps, WorkerExchange
+from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, GradientSum, Rows
 from hvdtrain.parameter_server.protocol import NO_POSITION
 
@@ -70,26 +68,17 @@ class GradientExchange(WorkerExchange):
     model takes a step of plain gradient descent by itself, as in Downpour (Dean et al. 2012, "Large
     Scale Distributed Deep Networks"). With ``overlap`` it goes on while gradients are under way,
     with the weights that came for those before; between epochs, and before validations and
-    checkpoints, nothing is under way. It takes the same arguments as ``WorkerExchange``.
+    checkpoints, nothing is under way.
     """
 
     mixin = _LeavesUpdates
 
-    def __init__(
-        self,
-        model: keras.Model,
-        reducer: GradientReducer,
-        steps: ModelSteps,
-        settings: Settings,
-        shards: ServerShards,
-        *,
-        is_chief: bool,
-    ) -> None:
-        super().__init__(model, reducer, steps, settings, shards, is_chief=is_chief)
+    def __init__(self, job: ServedJob) -> None:
+        super().__init__(job)
         self._places = {id(variable): n for n, variable in enumerate(self._variables)}
-        self._accumulates = accumulates(model.optimizer)
-        self._push_every = settings.push_every
-        self._overlaps = settings.overlap
+        self._accumulates = accumulates(job.model.optimizer)
+        self._push_every = job.settings.push_every
+        self._overlaps = job.settings.overlap
         self._accrued = GradientSum()
         self._epoch_begins = False
 
@@ -124,9 +113,10 @@ class GradientExchange(WorkerExchange):
         """Send what waits for gradients of more steps; returns weights if there was any."""
         if not self._accrued.steps:
             return None
-        ran, samples = (counted.numpy() for counted in self._counted())
-        gradients, position = self._accrued.take(), self._position(ran, samples)
-        return self.reach().push(gradients, weight=1.0, learning_rate=math.nan, position=position)
+        position = self._position_after(self._steps.ran.numpy(), self._steps.samples.numpy())
+        return self.reach().push(
+            self._accrued.take() or None, weight=1.0, learning_rate=math.nan, position=position
+        )
 
     def _forget(self) -> None:
         self._accrued = GradientSum()
@@ -143,8 +133,8 @@ class GradientExchange(WorkerExchange):
         """Send gradients of some variables, and take the weights of all.
 
         Args:
-            gradients: Tensors or ``IndexedSlices``.
-            variables: The variable of each.
+            gradients: Tensors or ``IndexedSlices``, of ``variables`` each.
+            variables: Keras variables.
             weight: How much they count beside those of other workers; 0 for nothing.
             learning_rate: The optimizer's; None where it follows a schedule.
             ends: Whether with them all steps until now are done.
@@ -152,11 +142,8 @@ class GradientExchange(WorkerExchange):
         places = [self._places[id(variable)] for variable in variables]
         sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
         flat: list[Any] = []
-        for gradient in gradients:
-            if isinstance(gradient, tf.IndexedSlices):
-                flat += [gradient.indices, gradient.values]
-            else:
-                flat.append(gradient)
+        for gradient, rows in zip(gradients, sparse):
+            flat += [gradient.indices, gradient.values] if rows else [gradient]
         tells = self._is_chief and learning_rate is not None
         rate = tf.cast(learning_rate, tf.float64) if tells else tf.constant(math.nan, tf.float64)
         counts = tf.constant(1.0, tf.float64) if weight is None else weight
@@ -175,7 +162,7 @@ class GradientExchange(WorkerExchange):
             rate_now = rate if tells else servers_rate
             tf.cond(
                 complete,
-                lambda: self._push(lambda: (self._accrued.take(), 1.0), ends, rate, []),
+                lambda: self._push(lambda: (self._accrued.take() or None, 1.0), ends, rate, []),
                 lambda: tf.cond(
                     counts > 0, lambda: _descend(gradients, variables, rate_now), lambda: None
                 ),
@@ -188,30 +175,24 @@ class GradientExchange(WorkerExchange):
         self.step([], [], weight=nothing, learning_rate=None, ends=not self._accumulates)
 
     def _push(self, take: Take, ends: bool, rate: Any, inputs: Sequence[Any]) -> None:
-        """Exchange with the servers.
+        """Send what ``take`` makes of the inputs, as ``step`` says."""
 
-        Args:
-            take: From ``inputs`` to gradients and what they count for.
-            ends: Whether with them all steps until now are done.
-            rate: The learning rate.
-            inputs: Tensors, which ``take`` gets as arrays.
-        """
-
-        def run(
-            ran: np.ndarray, samples: np.ndarray, rate: np.ndarray, *arrays: np.ndarray
+        def exchange(
+            client: Client, position: tuple[int, ...], rate: np.ndarray, *arrays: np.ndarray
         ) -> list[np.ndarray] | None:
-            with self._reducer.remember_error():
-                client = self.reach()
-                gradients, weight = take(*arrays)
-                position = self._position(ran, samples) if ends else NO_POSITION
-                push = client.push_ahead if self._overlaps else client.push
-                return push(gradients, weight=weight, learning_rate=float(rate), position=position)
+            gradients, weight = take(*arrays)
+            return client.push(
+                gradients,
+                weight=weight,
+                learning_rate=float(rate),
+                position=position if ends else NO_POSITION,
+                ahead=self._overlaps,
+            )
 
-        exchange = self._run_if_any if self._overlaps else self._run
-        exchange(run, [*self._counted(), rate, *inputs])
+        self._run(exchange, [rate, *inputs])
 
     def _accrue(self, take: Take, inputs: Sequence[Any]) -> tuple[Any, Any]:
-        """Keep gradients for later; whether it is time to send, and the servers' learning rate."""
+        """Keep gradients; returns whether it is time to send, and the servers' learning rate."""
 
         def run(*arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             with self._reducer.remember_error():
@@ -226,7 +207,7 @@ class GradientExchange(WorkerExchange):
 
 
 def _descend(gradients: Sequence[Any], variables: Sequence[Any], rate: tf.Tensor) -> None:
-    """A step of plain gradient descent."""
+    """Take a step of plain gradient descent."""
     for gradient, variable in zip(gradients, variables):
         change = tf.math.scalar_mul(tf.cast(rate, gradient.dtype), gradient)
         if isinstance(change, tf.IndexedSlices):
@@ -238,7 +219,7 @@ def _descend(gradients: Sequence[Any], variables: Sequence[Any], rate: tf.Tensor
 def _gradients(
     count: int, places: Sequence[int], sparse: Sequence[bool], arrays: Sequence[np.ndarray]
 ) -> list[Gradient]:
-    """The gradients of all variables, None for those that have none."""
+    """Returns the gradients of all variables, None for those that have none."""
     found: list[Gradient] = [None] * count
     left = iter(arrays)
     for place, is_sparse in zip(places, sparse):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,29 +14,32 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.single import single_collectives
 from hvdtrain.config import Settings
 from hvdtrain.errors import CollectiveError, Preempted
+from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.callback_list import list_callbacks
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_weights
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
 from hvdtrain.keras.saving.preemption_signals import PreemptionSignals
+from hvdtrain.keras.saving.resume import broadcast_arrays, find
+from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.keras.served.server_shards import ServerShards
-from hvdtrain.keras.served.worker_resume import find_for_all
 from hvdtrain.monitor import report
+from hvdtrain.monitor.journal import Journal
 from hvdtrain.parameter_server.consistency import Asynchronous, Consistency, Synchronous
 from hvdtrain.parameter_server.server import Server
 from hvdtrain.parameter_server.sharding import Shard
-from hvdtrain.parameter_server.update_log import StalenessStats, UpdateLog
-from hvdtrain.parameter_server.updates import ShardUpdates
+from hvdtrain.parameter_server.updates import ShardUpdates, StalenessStats
 from hvdtrain.parameter_server.variable_table import VariableTable
 
-__all__ = ["ServedJob", "serve"]
+__all__ = ["ServedJob", "find_for_all", "serve"]
 
 logger = logging.getLogger(__package__)
 
@@ -45,25 +49,30 @@ class ServedJob:
     """What a rank has for a ``fit`` of workers and servers, and what all of them do alike.
 
     Attributes:
-        model: Compiled and built.
-        collectives: Between all ranks.
+        collectives: Those between all ranks.
         membership: The ranks that are there, of all.
         messages: The way between workers and servers.
-        steps: What the model runs on each batch.
-        settings: The job's.
-        shards: Which server holds what.
+        reducer: Reduces within this rank alone, and keeps the errors that TensorFlow hides.
+        presharded: Whether each worker passes data of its own.
     """
 
     model: keras.Model
     collectives: Collectives
     membership: Membership
     messages: PointToPoint
+    reducer: GradientReducer
     steps: ModelSteps
     settings: Settings
     shards: ServerShards
+    presharded: bool
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this rank is the chief; it always is a worker."""
+        return self.collectives.rank == 0
 
     def meet(self) -> tuple[int, ...]:
-        """The workers that are there; collective.
+        """Returns the workers that are there; collective.
 
         Raises:
             PeerFailedError: Another rank is lost that can't be done without, or too many are.
@@ -106,7 +115,7 @@ class ServedJob:
                     f"{has.late}; this is an error of hvdtrain."
                 )
         broadcast_weights(self.model, self.collectives)
-        if self.collectives.rank == 0:
+        if self.is_chief:
             logger.info(self._account(next(iter(served.values()))))
         entries = history.history.items()
         logs = {name: [np.asarray(value).tolist() for value in values] for name, values in entries}
@@ -130,12 +139,25 @@ class ServedJob:
         )
 
 
-def serve(job: ServedJob, arguments: inspect.BoundArguments) -> Any:
-    """What ``fit`` is on a server: serve until all workers have ended.
+def find_for_all(
+    store: Store | None, state: TrainingState, collectives: Collectives
+) -> tuple[TrainingProgress, Snapshot] | None:
+    """Look for a checkpoint in the chief's ``store``, and give all of it to all ranks; collective.
 
-    Args:
-        job: What this rank has.
-        arguments: Those that ``fit`` was called with.
+    Raises:
+        CheckpointError: None can be used; on all ranks.
+    """
+    found = find(store, state, collectives)
+    if found is None:
+        return None
+    progress, snapshot = found
+    model = broadcast_arrays(None if snapshot is None else snapshot.model, collectives)
+    ranks = broadcast_arrays(None if snapshot is None else snapshot.ranks, collectives)
+    return progress, Snapshot(step=progress.step, state={}, model=model, ranks=ranks)
+
+
+def serve(job: ServedJob, arguments: inspect.BoundArguments) -> Any:
+    """Take the place of ``fit`` on a server: serve until all workers have ended.
 
     Raises:
         Preempted: A signal came to some rank, and a checkpoint was saved.
@@ -187,13 +209,16 @@ def serve(job: ServedJob, arguments: inspect.BoundArguments) -> Any:
     return history
 
 
-def _update_log(job: ServedJob, shard: Shard) -> AbstractContextManager[UpdateLog | None]:
+def _update_log(job: ServedJob, shard: Shard) -> AbstractContextManager[Journal | None]:
     folder, rank = job.settings.update_log, job.collectives.member
     if folder is None:
         return nullcontext()
+    log = Journal(Path(folder) / f"server-{rank}.jsonl", "updates", "--update-log", mode="a")
     pieces = [[job.shards.specs[p.variable].path, p.start, p.stop] for p in shard.pieces]
+    # This line tells one fit from the one before.
     header = {"server": rank, "workers": job.shards.roles.workers, "pieces": pieces}
-    return UpdateLog(Path(folder) / f"server-{rank}.jsonl", header)
+    log.write(json.dumps(header) + "\n")
+    return closing(log)
 
 
 def _consistency(job: ServedJob, workers: Sequence[int]) -> Consistency:

@@ -29,24 +29,17 @@ from hvdtrain.keras.served.gradient_exchange import GradientExchange
 from hvdtrain.keras.served.served_fit import ServedJob, serve
 from hvdtrain.keras.served.server_shards import shard_model
 from hvdtrain.keras.served.worker_exchange import WorkerLossWeights, refuse_training
-from hvdtrain.keras.served.worker_fit import IndependentWorker, WorkerFit
+from hvdtrain.keras.served.worker_fit import WorkerFit
 from hvdtrain.monitor import report
 
 __all__ = ["ServedModelPatch"]
 
 
 class ServedModelPatch(ModelPatch):
-    """As ``ModelPatch``, for jobs in which some ranks are parameter servers.
+    """Replaces the methods of a model in a job in which some ranks are parameter servers.
 
     Within ``fit`` a worker is by itself but for the servers; outside of it all ranks, servers
     too, evaluate and predict together.
-
-    Args:
-        model: Compiled and built.
-        collectives: Between all ranks.
-        presharded: Whether each worker passes data of its own.
-        settings: The job's.
-        roles: Which ranks train, and which serve.
     """
 
     def __init__(
@@ -85,9 +78,11 @@ class ServedModelPatch(ModelPatch):
             collectives=collectives,
             membership=self._membership,
             messages=messages,
+            reducer=self._reducer,
             steps=steps,
             settings=self._settings,
             shards=shards,
+            presharded=self._presharded,
         )
         joint = FitLoop(
             model,
@@ -102,12 +97,10 @@ class ServedModelPatch(ModelPatch):
             self._replace_methods(steps, joint, fit=partial(serve, job), now=lambda: joint)
         else:
             kind = ElasticExchange if self._settings.mode == "easgd" else GradientExchange
-            is_chief = collectives.rank == 0
-            exchange = kind(model, self._reducer, steps, self._settings, shards, is_chief=is_chief)
+            exchange = kind(job)
             exchange.attach(model.optimizer)
-            worker = IndependentWorker(collectives.member, self._roles.workers)
-            fit = WorkerFit(job, exchange, worker, presharded=self._presharded)
-            own = self._worker_loop(fit, worker, steps, seed)
+            fit = WorkerFit(job, exchange)
+            own = self._worker_loop(fit, seed)
             self._replace_methods(
                 steps,
                 joint,
@@ -118,17 +111,15 @@ class ServedModelPatch(ModelPatch):
         broadcast_weights(model, collectives)
         reseed_by_rank(model, collectives)
 
-    def _worker_loop(
-        self, fit: WorkerFit, worker: IndependentWorker, steps: ModelSteps, seed: int
-    ) -> FitLoop:
-        """What a worker runs by itself within ``fit``."""
+    def _worker_loop(self, fit: WorkerFit, seed: int) -> FitLoop:
+        """Returns what a worker runs by itself within ``fit``."""
         return FitLoop(
             self._model,
             self._alone,
-            membership=worker,
-            inputs=self._inputs(self._alone, worker, seed),
+            membership=fit.worker,
+            inputs=self._inputs(self._alone, fit.worker, seed),
             reducer=self._reducer,
-            steps=steps,
+            steps=fit.job.steps,
             whole=self._inputs(self._alone, Membership(self._alone, min_np=1), seed),
             begin=fit.begin,
             begin_session=fit.session,
@@ -142,13 +133,13 @@ class ServedModelPatch(ModelPatch):
         fit: Callable[[inspect.BoundArguments], Any],
         now: Callable[[], FitLoop],
     ) -> None:
-        """Put hvdtrain's methods into the model.
+        """Put hvdtrain's methods into the model, for Keras' loops and outside of them.
 
         Args:
             steps: What Keras' loops run on each batch.
             joint: What all ranks run outside of ``fit``.
             fit: Takes the place of ``fit``, with its arguments.
-            now: The loop that this rank is in.
+            now: Returns the loop that this rank is in.
         """
         signature = inspect.signature(joint.fit)
 

@@ -19,25 +19,18 @@ from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.optimizer_patch import plain_optimizers, unmix
 from hvdtrain.parameter_server.client import Client
-from hvdtrain.parameter_server.optimizer_state import put_averages, put_states, take_states
+from hvdtrain.parameter_server.optimizer_state import AVERAGES, put_states, take_states
 from hvdtrain.parameter_server.shard_optimizer import check_optimizer, plain_optimizer, stays_whole
 from hvdtrain.parameter_server.sharding import Shard, Spec, shard_variables, specs_of
 from hvdtrain.parameter_server.shared_memory import SharedMemory, share_memory
+from hvdtrain.private_api.keras import moving_averages, own_trainable_variables
 
 __all__ = ["ServerOptimizerState", "ServerShards", "center_optimizer", "shard_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerShards:
-    """Which server holds what.
-
-    Attributes:
-        roles: Which ranks train, and which serve.
-        specs: What the trainable variables are like.
-        shards: What each server holds.
-        memory: What ranks of one host share.
-        state: What the servers' optimizers know.
-    """
+    """Which server holds what."""
 
     roles: Roles
     specs: Sequence[Spec]
@@ -49,13 +42,7 @@ class ServerShards:
 def shard_model(
     model: keras.Model, collectives: Collectives, roles: Roles, settings: Settings
 ) -> ServerShards:
-    """Cut a model's variables for the servers; collective.
-
-    Args:
-        model: Compiled and built.
-        collectives: Between all ranks.
-        roles: Which ranks train, and which serve.
-        settings: The job's.
+    """Cut the variables of a compiled and built model for the servers; collective.
 
     Raises:
         ModelError: Servers can't hold this model, or not with its optimizer.
@@ -86,84 +73,59 @@ def shard_model(
 class ServerOptimizerState:
     """The state of all servers, in the model's optimizer and in buffers that travel.
 
-    Args:
-        model_optimizer: Built.
-        optimizer: The one whose state servers have: the same or, with elastic averaging, another
-            on the same variables.
-        shards: What each server holds.
+    ``optimizer`` is the one whose state servers have: the model's or, with elastic averaging,
+    another on the same variables. Both are built.
     """
 
     def __init__(self, model_optimizer: Any, optimizer: Any, shards: Sequence[Shard]) -> None:
-        self._model_optimizer = model_optimizer
         self.optimizer = optimizer
-        self.shards = shards
-
-    @property
-    def has_averages(self) -> bool:
+        self._shards = shards
+        self._own, self._servers = plain_optimizer(model_optimizer), plain_optimizer(optimizer)
+        self.has_averages = any(leaf.use_ema for leaf in plain_optimizers(model_optimizer))
         """Whether there are moving averages of the weights."""
-        return any(leaf.use_ema for leaf in plain_optimizers(self._model_optimizer))
 
     def take(self) -> list[np.ndarray]:
-        """The state that servers begin with: a flat buffer for each."""
-        if self.has_averages and self.optimizer is not self._model_optimizer:
-            own = plain_optimizer(self._model_optimizer)
-            _copy(own._model_variables_moving_average, self._averages)
+        """Returns the state that servers begin with, a flat buffer for each."""
+        if self.has_averages and self._servers is not self._own:
+            _copy(moving_averages(self._own), moving_averages(self._servers))
             # The first average of all is the weights themselves.
-            self.optimizer.iterations.assign(own.iterations)
-        return take_states(self.optimizer, self.shards)
+            self.optimizer.iterations.assign(self._own.iterations)
+        return take_states(self.optimizer, self._shards)
 
     def buffers(self) -> list[np.ndarray]:
-        """Room for the state of all servers."""
-        return [np.empty_like(state) for state in take_states(self.optimizer, self.shards)]
+        """Returns room for the state of all servers."""
+        return [np.empty_like(state) for state in take_states(self.optimizer, self._shards)]
 
-    def put(self, states: Sequence[np.ndarray]) -> None:
-        """Take over what the servers sent."""
-        put_states(self.optimizer, self.shards, states)
-        self._show_averages()
+    def put(self, states: Sequence[np.ndarray], *, only: str | None = None) -> None:
+        """Take over what the servers sent; ``only`` as in ``put_states``."""
+        put_states(self.optimizer, self._shards, states, only=only)
+        if self._servers is not self._own:
+            _copy(moving_averages(self._servers), moving_averages(self._own))
 
     def newest_weights(self, client: Client) -> list[np.ndarray]:
-        """The servers' weights, after their averages have been taken over."""
+        """Returns the servers' weights, after their averages have been taken over."""
         states = self.buffers()
         weights = client.state(states)
-        put_averages(self.optimizer, self.shards, states)
-        self._show_averages()
+        self.put(states, only=AVERAGES)
         return weights
 
     def finalize(self) -> None:
         """Give the model the averages where it has any, as Keras does at the end of ``fit``."""
         if self.has_averages:
-            own = plain_optimizer(self._model_optimizer)
-            _copy(own._model_variables_moving_average, own._trainable_variables)
-
-    @property
-    def _averages(self) -> Sequence[Any]:
-        return plain_optimizer(self.optimizer)._model_variables_moving_average
-
-    def _show_averages(self) -> None:
-        if self.has_averages and self.optimizer is not self._model_optimizer:
-            own = plain_optimizer(self._model_optimizer)
-            _copy(self._averages, own._model_variables_moving_average)
+            _copy(moving_averages(self._own), own_trainable_variables(self._own))
 
 
 def center_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
-    """What servers move the center with; it averages it as the model's would its weights."""
+    """Returns what moves the servers' center, and averages it as the model's would its weights."""
     own = plain_optimizer(model.optimizer)
-    optimizer = keras.optimizers.SGD(
-        1.0,
-        use_ema=own.use_ema,
-        ema_momentum=own.ema_momentum,
-        ema_overwrite_frequency=own.ema_overwrite_frequency,
-    )
+    averaging = ("use_ema", "ema_momentum", "ema_overwrite_frequency")
+    optimizer = keras.optimizers.SGD(1.0, **{name: getattr(own, name) for name in averaging})
     optimizer.build(model.trainable_variables)
     return optimizer
 
 
 def _check_elastic(model: keras.Model) -> None:
-    """See that the weights can be averaged.
-
-    Raises:
-        ModelError: They can't.
-    """
+    """Raise ModelError unless the weights can be averaged."""
     for variable in model.trainable_variables:
         if getattr(variable, "overwrite_with_gradient", False):
             raise ModelError(
@@ -173,14 +135,9 @@ def _check_elastic(model: keras.Model) -> None:
 
 
 def _check_averages(optimizer: Any, *, elastic: bool) -> None:
-    """See that servers can keep the averages that ``optimizer`` asks for.
+    """Raise ModelError unless servers can keep the averages that the model's optimizer asks for.
 
-    Args:
-        optimizer: The model's.
-        elastic: Whether servers update their weights in another way than it would.
-
-    Raises:
-        ModelError: They can't.
+    With ``elastic`` servers update their weights in another way than it would.
     """
     leaves = plain_optimizers(optimizer)
     averaging = [leaf for leaf in leaves if leaf.use_ema]

@@ -10,16 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError, NonFiniteError
 from hvdtrain.gradients.non_finite import name_non_finite
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.loss_weights import LossWeights, contribution
-from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.optimizer_patch import (
     KeepsWeights,
     Weighting,
@@ -27,12 +24,14 @@ from hvdtrain.keras.optimizer_patch import (
     mix_in,
     plain_optimizers,
 )
-from hvdtrain.keras.served.server_shards import ServerShards
+from hvdtrain.keras.served.served_fit import ServedJob
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, Rows
 from hvdtrain.parameter_server.protocol import NO_POSITION
 
 __all__ = ["WeighsSteps", "WorkerExchange", "WorkerLossWeights", "refuse_training"]
+
+Exchange = Callable[..., Sequence[np.ndarray] | None]
 
 
 class WeighsSteps(KeepsWeights):
@@ -54,7 +53,7 @@ class WeighsSteps(KeepsWeights):
         pass
 
     def _hvdtrain_take_mean(self, grads: Any) -> tuple[tf.Tensor | None, Any]:
-        """How much the gradients that are applied now count, and their mean."""
+        """Returns how much the gradients that are applied now count, and their mean."""
         weight = self._hvdtrain_take_weight()
         if self._hvdtrain_waiting is not None and weight is not None:
             grads = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in grads]
@@ -64,9 +63,7 @@ class WeighsSteps(KeepsWeights):
 class WorkerLossWeights(LossWeights):
     """Leaves a worker's gradients as they are, and says beside them what they count for.
 
-    Args:
-        reducer: Reduces within this worker alone.
-        gathers: Whether servers put gradients of several workers together.
+    ``gathers`` says whether servers put gradients of several workers together.
     """
 
     def __init__(self, reducer: GradientReducer, *, gathers: bool) -> None:
@@ -99,36 +96,20 @@ class WorkerLossWeights(LossWeights):
 
 
 class WorkerExchange:
-    """Stands between a worker's optimizer and the servers.
-
-    Args:
-        model: Compiled and built.
-        reducer: Keeps the errors that TensorFlow hides.
-        steps: What the model runs on each batch.
-        settings: The job's.
-        shards: Which server holds what.
-        is_chief: Whether this worker's learning rate counts, and it shows averages of the weights.
-    """
+    """Stands between a worker's optimizer and the servers of a job."""
 
     mixin: type[WeighsSteps]
     """Mixed into the classes of plain optimizers; finds this object as ``_hvdtrain_reducer``."""
 
-    def __init__(
-        self,
-        model: keras.Model,
-        reducer: GradientReducer,
-        steps: ModelSteps,
-        settings: Settings,
-        shards: ServerShards,
-        *,
-        is_chief: bool,
-    ) -> None:
-        self._variables = list(model.trainable_variables)
-        self._reducer = reducer
-        self._steps = steps
-        self._require_finite = settings.non_finite == "error"
-        self._is_chief = is_chief
-        self._averages = shards.state if is_chief and shards.state.has_averages else None
+    def __init__(self, job: ServedJob) -> None:
+        self._variables = list(job.model.trainable_variables)
+        self._reducer = job.reducer
+        self._steps = job.steps
+        self._require_finite = job.settings.non_finite == "error"
+        self._is_chief = job.is_chief
+        state = job.shards.state
+        # It is the chief that shows averages of the weights.
+        self._averages = state if job.is_chief and state.has_averages else None
         self.client: Client | None = None
         """The way to the servers, within ``fit``."""
         self.position: Callable[[int, int], tuple[int, ...]] | None = None
@@ -160,11 +141,7 @@ class WorkerExchange:
             variable.assign(value)
 
     def reach(self) -> Client:
-        """The way to the servers.
-
-        Raises:
-            ModelError: There is none now.
-        """
+        """Returns the way to the servers, or raises ModelError where there is none now."""
         if self.client is None:
             refuse_training()
         return self.client
@@ -191,47 +168,39 @@ class WorkerExchange:
     def _forget(self) -> None:
         """Begin anew."""
 
-    def _counted(self) -> list[tf.Tensor]:
-        return [tf.identity(v.value) for v in (self._steps.ran, self._steps.samples)]
-
-    def _position(self, ran: np.ndarray, samples: np.ndarray) -> tuple[int, ...]:
+    def _position_after(self, ran: Any, samples: Any) -> tuple[int, ...]:
         return NO_POSITION if self.position is None else self.position(int(ran), int(samples))
 
-    def _run(self, function: Any, inputs: Sequence[Any]) -> None:
-        """Run Python that returns weights, as part of the step."""
-        types = [tf.as_dtype(variable.dtype) for variable in self._variables]
-        weights = tf.numpy_function(function, inputs, types)
-        if len(types) == 1 and not isinstance(weights, (list, tuple)):
-            weights = [weights]
-        self._assign_all(weights)
+    def _run(self, exchange: Exchange, inputs: Sequence[tf.Tensor]) -> None:
+        """Exchange with the servers as part of a step.
 
-    def _run_if_any(self, function: Any, inputs: Sequence[Any]) -> None:
-        """Run Python as ``_run`` does; where it returns None, the model keeps its weights."""
+        ``exchange`` is Python that returns the model's next weights, or None where it keeps its
+        own. It is called with the way to the servers, this worker's position after the step, and
+        ``inputs`` as arrays.
+        """
         types = [tf.as_dtype(variable.dtype) for variable in self._variables]
         nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in types]
 
-        def run(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-            weights = function(*arrays)
-            return (np.array(weights is not None), *(weights or nothing))
+        def run(ran: np.ndarray, samples: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+            with self._reducer.remember_error():
+                position = self._position_after(ran, samples)
+                weights = exchange(self.reach(), position, *arrays)
+                return [np.array(weights is not None), *(weights or nothing)]
 
-        came, *weights = tf.numpy_function(run, inputs, [tf.bool, *types])
+        def assign() -> None:
+            for variable, value in zip(self._variables, weights):
+                value.set_shape(variable.shape)
+                variable.assign(value)
+
+        counted = [tf.identity(v.value) for v in (self._steps.ran, self._steps.samples)]
+        came, *weights = tf.numpy_function(run, [*counted, *inputs], [tf.bool, *types])
         came.set_shape([])
-        tf.cond(came, lambda: self._assign_all(weights), lambda: None)
-
-    def _assign_all(self, weights: Sequence[tf.Tensor]) -> None:
-        for variable, value in zip(self._variables, weights):
-            value.set_shape(variable.shape)
-            variable.assign(value)
+        tf.cond(came, assign, lambda: None)
 
     def _check_finite(self, sent: Sequence[Gradient], what: str) -> None:
-        """See that what is to be sent can be used.
+        """Raise NonFiniteError if what is to be sent of some variables holds NaN or infinity.
 
-        Args:
-            sent: What is sent of each variable.
-            what: The name of one of them, for the error.
-
-        Raises:
-            NonFiniteError: It holds NaN or infinity.
+        ``what`` is the name of one of them, for the error.
         """
         if not self._require_finite:
             return
