@@ -59,6 +59,7 @@ __all__ = [
     "loss_tracker",
     "make_global_generator",
     "mask_of",
+    "moving_averages",
     "note_steps_seen",
     "output_spec",
     "own_losses",
@@ -215,6 +216,11 @@ def reduction_axes(layer: Any) -> list[int]:
 def rate_of(optimizer: Any) -> Any:
     """What a plain optimizer holds as its learning rate: a variable, a schedule or a function."""
     return optimizer._learning_rate
+
+
+def moving_averages(optimizer: Any) -> list[Any]:
+    """The moving averages of the variables that an optimizer keeps; empty without them."""
+    return list(getattr(optimizer, "_model_variables_moving_average", []))
 
 
 def mask_of(output: Any) -> Any:
