@@ -128,8 +128,8 @@ class FitLoop:
             x,
             y,
             sample_weight,
-            batch_size,
-            steps_per_epoch,
+            batch_size=batch_size,
+            steps=steps_per_epoch,
             shuffle=shuffle,
             class_weight=class_weight,
             trains=True,
@@ -137,9 +137,11 @@ class FitLoop:
         self._inputs.check_repeatable(sharded)
         validation = None
         if validation_data is not None:
-            val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-            size = validation_batch_size or batch_size
-            validation = self._whole.share(val_x, val_y, val_weight, size, validation_steps)
+            validation = self._whole.share(
+                *keras.utils.unpack_x_y_sample_weight(validation_data),
+                batch_size=validation_batch_size or batch_size,
+                steps=validation_steps,
+            )
         self._prepare(sharded)
         epochs_ = self._epochs = EpochIterator(
             sharded.reshard(rank=self._membership.rank, size=self._membership.size),
@@ -204,7 +206,7 @@ class FitLoop:
                 options["_use_cached_eval_dataset"] = False  # it would hold the share of before
         else:
             self.check_still_ours()
-            sharded = self._whole.share(x, y, sample_weight, batch_size, steps)
+            sharded = self._whole.share(x, y, sample_weight, batch_size=batch_size, steps=steps)
             self._prepare(sharded)
 
         def run(dataset: tf.data.Dataset) -> Any:
@@ -229,7 +231,7 @@ class FitLoop:
         callbacks: Any = None,
     ) -> Any:
         """``keras.Model.predict``: every rank gets the whole result, in the order of the input."""
-        sharded = self._whole.share(x, None, None, batch_size, steps)
+        sharded = self._whole.share(x, batch_size=batch_size, steps=steps)
 
         def run(dataset: tf.data.Dataset) -> Any:
             self._steps.predicted_rows.clear()

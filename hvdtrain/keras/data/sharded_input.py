@@ -52,16 +52,9 @@ class Pass:
         """
         return self.make()
 
-    def units_in(self, first_step: int, steps: int) -> int:
-        """Units that ``steps`` joint steps from ``first_step`` of this pass on take together.
-
-        Fewer in the last one; where the length is unknown, as if every step were whole.
-        """
-        return self.joint.units_in(first_step, steps)
-
     def after(self, steps: int) -> Position:
         """The position after the first ``steps`` joint steps, for any number of ranks."""
-        return self.position.after(self.units_in(0, steps))
+        return self.position.after(self.joint.units_in(0, steps))
 
     def share(self, step: int, rank: int) -> range:
         """Which units ``rank`` takes in joint ``step``, counted in what was left at the start.
