@@ -15,6 +15,7 @@ from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.horovod.broadcast import broadcast_variables
 from hvdtrain.keras.optimizer_patch import plain_optimizers
+from hvdtrain.private_api.keras import rate_of
 
 __all__ = [
     "BestModelCheckpoint",
@@ -136,7 +137,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         for plain in plain_optimizers(self.model.optimizer):
-            if not isinstance(plain._learning_rate, keras.Variable):
+            if not isinstance(rate_of(plain), keras.Variable):
                 raise ModelError(
                     f"{type(self).__name__} sets the learning rate, and the optimizer computes its "
                     "own. Pass the optimizer a plain number, or leave the callback out."

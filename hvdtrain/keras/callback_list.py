@@ -15,8 +15,8 @@ from hvdtrain.keras.chief_failover import ChiefFailover
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_sync import average_statistics
-from hvdtrain.keras.progress_callback import ProgressCallback
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
+from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import initial_epoch, set_initial_epoch
 
 __all__ = ["list_callbacks", "wrap_callbacks"]
@@ -56,7 +56,7 @@ def wrap_callbacks(
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     before = _Before(collectives, membership, epochs, contributions)
     after = _After(collectives, membership, succession, broadcast)
-    return [before, ProgressCallback(epochs), *others, after, *checkpoints, _Enough(membership)]
+    return [before, _Progress(epochs), *others, after, *checkpoints, _Enough(membership)]
 
 
 class _Before(keras.callbacks.Callback):
@@ -101,6 +101,38 @@ class _Before(keras.callbacks.Callback):
         average_statistics(self.model, self._collectives)
         # Whoever is the chief by now is to run its callbacks for this epoch.
         self._membership.renew()
+
+
+class _Progress(keras.callbacks.Callback):
+    """Tells the launcher how far ``fit`` is, which notices with that when a rank hangs."""
+
+    def __init__(self, epochs: EpochIterator) -> None:
+        super().__init__()
+        self._epochs = epochs
+        self._epoch = 0
+        self._compiled = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        report.phase("compiling")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        if self._compiled:
+            report.phase("training")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._compiled = True
+        report.step(self._epochs.step, self._epoch)
+        report.phase("training")
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        report.phase("validation")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        report.phase("end of an epoch")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        report.phase("after fit")
 
 
 class _After(keras.callbacks.Callback):

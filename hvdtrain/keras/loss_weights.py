@@ -24,7 +24,7 @@ import tensorflow as tf
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.optimizer_patch import Weighting
-from hvdtrain.private_api.keras import compiled_loss, mask_of
+from hvdtrain.private_api.keras import flat_losses, mask_of
 
 __all__ = ["LossWeights", "contribution", "reduction_of", "valid_values"]
 
@@ -37,7 +37,7 @@ def reduction_of(model: keras.Model) -> str:
     Raises:
         ModelError: Some losses are means and others sums: no one weight fits both.
     """
-    flat = getattr(compiled_loss(model), "_flat_losses", None) or []
+    flat = flat_losses(model)
     kinds = {_kind(entry.loss) for entry in flat if entry.loss is not None}
     if len(kinds) > 1:
         found = ", ".join(sorted(str(entry.loss.reduction) for entry in flat if entry.loss))

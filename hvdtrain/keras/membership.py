@@ -65,6 +65,11 @@ class Membership:
         return self.members.index(self._me)
 
     @property
+    def is_chief(self) -> bool:
+        """Whether this rank is the first of them."""
+        return self.rank == 0
+
+    @property
     def size(self) -> int:
         """How many are there."""
         return len(self.members)

@@ -17,9 +17,8 @@ from hvdtrain.keras.batch_normalization import RowFlag
 from hvdtrain.keras.compute import Compute
 from hvdtrain.keras.compute.interface import rows_of
 from hvdtrain.keras.loss_weights import LossWeights, reduction_of
-from hvdtrain.keras.model_optimizers import optimizers_of
+from hvdtrain.keras.model_parts import has_own, optimizers_of
 from hvdtrain.keras.optimizer_patch import weighting
-from hvdtrain.keras.own_steps import has_own
 from hvdtrain.keras.per_rank_random import drawn_by
 from hvdtrain.keras.predictions import Predicted
 from hvdtrain.private_api.keras import compiled_loss

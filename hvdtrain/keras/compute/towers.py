@@ -19,8 +19,8 @@ import tensorflow as tf
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.compute.interface import call, rows_of, scaled_loss
 from hvdtrain.keras.loss_weights import valid_values
+from hvdtrain.keras.model_parts import has_own
 from hvdtrain.keras.model_sync import layer_statistics
-from hvdtrain.keras.own_steps import has_own
 from hvdtrain.private_api.keras import (
     clear_losses,
     compute_loss,

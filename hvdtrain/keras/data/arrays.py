@@ -50,11 +50,13 @@ class ArraySource:
         self.each = plan.batch_size or private_keras.default_batch_size(
             self.units, plan.steps, plan.size
         )
-        if isinstance(plan.shuffle, str) and plan.shuffle != "batch":
+        self._shuffle: Shuffle = plan.shuffle
+        if not isinstance(plan.shuffle, str):
+            self._shuffle = bool(plan.shuffle)
+        elif plan.shuffle != "batch":
             raise DataError(
                 f"shuffle={plan.shuffle!r} is unknown; expected True, False or 'batch'."
             )
-        self._shuffle: Shuffle = "batch" if plan.shuffle == "batch" else bool(plan.shuffle)
         with tf.device("CPU:0"):
             self._columns = [
                 None if leaf is None else private_keras.column(leaf)
@@ -69,7 +71,7 @@ class ArraySource:
         sampled = np.unique(np.linspace(0, max(rows - 1, 0), min(rows, _SAMPLED_ROWS), dtype=int))
         names = batch_structure.leaf_names(self._batch)
         structure = {"kind of input": "arrays", "steps": plan.steps}
-        content = {
+        content: dict[str, Any] = {
             "number of samples": rows,
             "batch_size": self.each,
             "shuffle": self._shuffle,

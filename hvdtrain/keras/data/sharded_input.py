@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 import tensorflow as tf
@@ -194,7 +194,7 @@ class ShardedInput:
         if plan.presharded and position.missed:
             raise DataError(
                 "With presharded=True what a lost rank had taken is in its own data; no other "
-                f"rank can do it. Received a position that lists it: {position.to_json()}."
+                f"rank can do it. Received a position that lists it: {asdict(position)}."
             )
         if units is not None and position.start > units:
             raise DataError(

@@ -13,11 +13,12 @@ from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, RanksLostError
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.learning_rate import follow_saved
-from hvdtrain.keras.model_optimizers import build_as, optimizers_of
+from hvdtrain.keras.model_parts import build_as, optimizers_of
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks, restore_callbacks
 from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.monitor import report
+from hvdtrain.private_api.keras import set_initial_epoch
 from hvdtrain.tensorflow import random_seed
 
 __all__ = ["Resume", "broadcast_arrays", "find"]
@@ -112,7 +113,7 @@ class Resume:
 
     def on_train_begin(self) -> None:
         """Set the first epoch; between two epochs, restore everything."""
-        self._state.model._initial_epoch = self.progress.epoch
+        set_initial_epoch(self._state.model, self.progress.epoch)
         if not self.progress.within_epoch:
             self.restore()
 

@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.errors import CheckpointError, DataError
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.epoch_iterator import EpochPlace
-from hvdtrain.keras.saving.worker_position import WorkerPosition, place_from_json, place_to_json
+from hvdtrain.keras.saving.worker_position import WorkerPosition, place_from_json
 
 __all__ = ["TrainingProgress", "history_so_far"]
 
@@ -57,12 +57,11 @@ class TrainingProgress:
 
     def to_json(self) -> dict[str, Any]:
         """This progress as a dictionary of plain values."""
-        values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         return {
-            **values,
-            "place": place_to_json(self.place),
-            "others": [worker.to_json() for worker in self.others],
-            "begins": [position.to_json() for position in self.begins],
+            **vars(self),
+            "place": dataclasses.asdict(self.place),
+            "others": [dataclasses.asdict(worker) for worker in self.others],
+            "begins": [dataclasses.asdict(position) for position in self.begins],
         }
 
     @classmethod

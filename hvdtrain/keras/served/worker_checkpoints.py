@@ -11,8 +11,9 @@ from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
+from hvdtrain.keras.saving.checkpoint_saver import CheckpointSaver, open_store
 from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S
-from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, open_store
+from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 from hvdtrain.keras.saving.peers import Peers
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.keras.saving.worker_position import WorkerPosition
@@ -75,16 +76,8 @@ def begin_worker_session(
         size=worker.size,
         resume=resume,
     )
-    session = CheckpointSession(
-        checkpoint.options,
-        state,
-        worker,
-        store=store,
-        resume=resume,
-        peers=peers,
-        presharded=presharded,
-    )
-    return session, resume
+    saver = CheckpointSaver(checkpoint.options, state, worker, peers, store, presharded=presharded)
+    return CheckpointSession(saver, resume), resume
 
 
 class WorkerPeers(Peers):

@@ -139,7 +139,8 @@ def _begin_at(
     most = epochs.steps_per_epoch or max(worker.place.epoch_step for worker in before)
     done = sum(s.place.epoch_step if s.epoch == slowest.epoch else most for s in before)
     begun = first.start > 0 and done > 0
-    joint = slowest.place._replace(
+    joint = dataclasses.replace(
+        slowest.place,
         position=first if first.start else None,
         epoch_step=max(1, done // len(before)) if begun else 0,
     )
