@@ -87,14 +87,7 @@ def synchronize_batch_normalization(layer: Any, collectives: Collectives, counts
 def _joint_moments(
     layer: Any, own: tuple[tf.Tensor, tf.Tensor], count: tf.Tensor, collectives: Collectives
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean and variance over all ranks.
-
-    Args:
-        layer: Whose.
-        own: This rank's.
-        count: How many values they are made of.
-        collectives: The engine between the ranks that normalize together.
-    """
+    """Mean and variance over all ranks, from this rank's ``own``, which are of ``count`` values."""
     mean, variance = own
     elastic = collectives.survives_losses
     divide = tf.math.divide_no_nan if elastic else tf.math.divide

@@ -30,7 +30,7 @@ def list_callbacks(callbacks: Any) -> list[Any]:
 
 
 def wrap_callbacks(
-    succession: ChiefFailover,
+    failover: ChiefFailover,
     collectives: Collectives,
     membership: Membership,
     epochs: EpochIterator,
@@ -42,21 +42,15 @@ def wrap_callbacks(
     A ``Checkpoint`` comes last: it saves what the others have decided, and resuming undoes what
     they do when training begins.
 
-    Args:
-        succession: Knows the user's callbacks.
-        collectives: The engine.
-        membership: Renewed after each block of steps, and at the end of an epoch.
-        epochs: Told which epoch begins and who contributed; tells the launcher's reports the step.
-        contributions: Whose gradients went into the steps since the last look.
-        broadcast: Gives all ranks the chief's state; called after the user's ``on_train_begin``,
-            where a callback may have restored some on the chief.
+    ``broadcast`` gives all ranks the chief's state; it is called after the user's
+    ``on_train_begin``, where a callback may have restored some on the chief.
     """
-    callbacks = succession.callbacks()
+    callbacks = failover.callbacks()
     others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     before = _Before(collectives, membership, epochs, contributions)
-    after = _After(collectives, membership, succession, broadcast)
-    return [before, _Progress(epochs), *others, after, *checkpoints, _Enough(membership)]
+    after = _After(collectives, membership, failover, broadcast)
+    return [before, _Progress(epochs), *others, after, *checkpoints, _EndIfTooFew(membership)]
 
 
 class _Before(keras.callbacks.Callback):
@@ -142,13 +136,13 @@ class _After(keras.callbacks.Callback):
         self,
         collectives: Collectives,
         membership: Membership,
-        succession: ChiefFailover,
+        failover: ChiefFailover,
         broadcast: Callable[[], None],
     ) -> None:
         super().__init__()
         self._collectives = collectives
         self._membership = membership
-        self._succession = succession
+        self._failover = failover
         self._broadcast = broadcast
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -166,10 +160,10 @@ class _After(keras.callbacks.Callback):
         self.model.stop_training = bool(
             self._collectives.allreduce(mine, "max", name="stop training")
         )
-        self._succession.share_states()
+        self._failover.share_states()
 
 
-class _Enough(keras.callbacks.Callback):
+class _EndIfTooFew(keras.callbacks.Callback):
     """After the checkpoints: ends the training when fewer ranks are left than there have to be."""
 
     def __init__(self, membership: Membership) -> None:

@@ -31,14 +31,7 @@ _HOOKS = (
 
 
 class ChiefFailover:
-    """Who runs the callbacks of the chief.
-
-    Args:
-        callbacks: All of the user's.
-        collectives: The engine.
-        membership: Who takes part.
-        verbose: How much Keras prints; the argument of ``fit``.
-    """
+    """Who runs the callbacks of the chief."""
 
     def __init__(
         self,
@@ -92,7 +85,6 @@ class _Deputy(keras.callbacks.Callback):
     """A callback of the chief on another rank; does nothing until it is to act.
 
     Args:
-        callback: The callback.
         verbose: How much Keras is to print on it, where that differs from the others.
     """
 

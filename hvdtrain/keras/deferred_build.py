@@ -48,11 +48,11 @@ def check_built(model: keras.Model) -> None:
 
 def _lacking(model: keras.Model) -> list[str]:
     """Names of the layers that still have variables to make."""
-    return [] if model.built else [layer.name for layer in flatten_layers(model) if _lacks(layer)]
-
-
-def _lacks(layer: Any) -> bool:
-    return not layer.built and type(layer).build is not keras.layers.Layer.build
+    return [
+        layer.name
+        for layer in ([] if model.built else flatten_layers(model))
+        if not layer.built and type(layer).build is not keras.layers.Layer.build
+    ]
 
 
 def postpone(model: keras.Model, distribute: Callable[[], Any]) -> None:

@@ -66,8 +66,6 @@ class EpochIterator:
     """Where ``fit`` stands in its data.
 
     Args:
-        sharded: This rank's share.
-        membership: Who takes part.
         steps_per_epoch: Steps after which an epoch ends; None for as many as a pass has.
         steps_per_execution: How many steps Keras runs in one go.
         accumulates: Whether the gradients of several steps are applied together.
@@ -191,13 +189,7 @@ class EpochIterator:
         return self._pass is None or self._pass.steps == self._done or self._ran_out
 
     def resume(self, place: EpochPlace, *, epoch: int, step: int) -> None:
-        """Begin with ``epoch`` where another run had come to.
-
-        Args:
-            place: Where training stood when the checkpoint was taken.
-            epoch: The first to run.
-            step: Steps that are done since the training began.
-        """
+        """Begin with ``epoch``, after ``step`` steps, at the place that another run had come to."""
         self.step = step
         begin = self.begins.get(epoch, Position(epoch=epoch))
         self._resumed = replace(place, position=place.position or begin)

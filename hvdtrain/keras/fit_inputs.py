@@ -21,11 +21,7 @@ class FitInputs:
     """Shares out what a model is given.
 
     Args:
-        collectives: The engine.
-        membership: Who takes part.
         seed: The source of the data's orders, the same on all ranks.
-        presharded: Whether each rank passes data of its own.
-        notice: Tells the user something, once.
         watches: Whether this rank's own data count for nothing: what it evaluates and predicts is
             that of the others, at whose side it does every step.
     """
@@ -48,13 +44,7 @@ class FitInputs:
         self._watches = watches
 
     def share(self, x: Any, y: Any = None, sample_weight: Any = None, **given: Any) -> ShardedInput:
-        """This rank's share of an input; collective.
-
-        Args:
-            x: As ``shard_input`` takes it, and so the next two.
-            y: Targets.
-            sample_weight: Weights.
-            given: What the caller of Keras' method has said; fields of ``ShardPlan``.
+        """This rank's share of an input; ``given`` are fields of ``ShardPlan``. Collective.
 
         Raises:
             DataError: The input can't be shared out.

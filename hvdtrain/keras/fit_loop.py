@@ -49,12 +49,7 @@ class FitLoop:
     """What takes the place of a model's own methods; those stay underneath.
 
     Args:
-        model: Compiled, built, its optimizer distributed.
-        collectives: The engine.
-        membership: Who takes part.
-        inputs: Shares out the data.
         reducer: Averages the gradients; keeps the errors that TensorFlow hides.
-        steps: The steps that Keras' loops run on each batch.
         whole: Shares out what is evaluated or predicted; as ``inputs`` if not given.
         begin: Gives all ranks the chief's state as training begins.
         begin_session: Takes the place of the function of this name.
@@ -160,8 +155,8 @@ class FitLoop:
             accumulates=any(map(accumulates, self._optimizers)),
         )
         self._validation = validation
-        succession = ChiefFailover(listed, self._collectives, self._membership, verbose)
-        followers: list[Follower] = [epochs_.share_out_anew, succession.take_over]
+        failover = ChiefFailover(listed, self._collectives, self._membership, verbose)
+        followers: list[Follower] = [epochs_.share_out_anew, failover.take_over]
         followers += [entry.follow for entry in listed if isinstance(entry, WarmUp)]
         saving = session.running(epochs_, self._inputs.seed) if session else nullcontext()
         try:
@@ -175,7 +170,7 @@ class FitLoop:
                     shuffle=False,  # the dataset is in this epoch's order already
                     verbose=verbose if self._membership.is_chief else 0,
                     callbacks=wrap_callbacks(
-                        succession,
+                        failover,
                         self._collectives,
                         self._membership,
                         epochs_,

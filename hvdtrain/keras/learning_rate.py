@@ -56,13 +56,7 @@ def prepare_to_follow(optimizer: Any) -> None:
 
 
 def follow_size(optimizer: Any, before: int, now: int) -> None:
-    """Change the learning rate after the number of ranks, where the program has scaled it.
-
-    Args:
-        optimizer: One that ``prepare_to_follow`` has seen.
-        before: How many ranks there were.
-        now: How many are left.
-    """
+    """Change the learning rate after the number of ranks, where the program has scaled it."""
     follow_saved(optimizer, before, now)
     if not _program_scales:
         return
@@ -158,7 +152,7 @@ class WarmUp(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         steps = (self.params or {}).get("steps") or 1
         done = (self._epoch + batch / steps) / self._epochs
-        if done < 1 or (done < 1 + 1 / steps):
+        if done < 1 + 1 / steps:
             share = min(done, 1.0)
             rate = self._initial + share * (self._target - self._initial)
             optimizers_of(self.model)[0].learning_rate = rate

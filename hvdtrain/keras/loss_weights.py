@@ -58,10 +58,7 @@ def _kind(loss: Any) -> str:
 def contribution(kind: str, rows: tf.Tensor, sample_weight: Any = None) -> tf.Tensor:
     """What a batch counts for beside others of the joint batch; a float32 scalar.
 
-    Args:
-        kind: From ``reduction_of``.
-        rows: Rows, or unmasked values.
-        sample_weight: A weight for each sample, which Keras' loss gets; None for none.
+    ``rows`` are those of the batch, or its unmasked values.
     """
     mine = tf.cast(rows, tf.float32)
     if kind != "weights" or sample_weight is None:
@@ -76,11 +73,7 @@ def contribution(kind: str, rows: tf.Tensor, sample_weight: Any = None) -> tf.Te
 
 
 class LossWeights:
-    """w_r of this rank, step by step.
-
-    Args:
-        reducer: Adds up what the other ranks can't know.
-    """
+    """w_r of this rank, step by step."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
@@ -117,10 +110,7 @@ class LossWeights:
     def weighting(self, kind: str, weight: tf.Tensor, factor: tf.Tensor | None) -> Weighting:
         """How an optimizer turns gradients of a weighted loss into those of the joint batch.
 
-        Args:
-            kind: From ``reduction_of``.
-            weight: From ``weight``.
-            factor: The number that the optimizer still multiplies gradients with; None for none.
+        ``factor`` is the number that the optimizer still multiplies gradients with; None for none.
         """
         if not self._elastic:
             return Weighting(factor=factor)

@@ -43,7 +43,6 @@ class Membership:
     """The ranks that take part.
 
     Args:
-        collectives: The engine.
         min_np: How many ranks have to be left.
         followers: Called when ranks are lost, on all ranks.
     """

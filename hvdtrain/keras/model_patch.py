@@ -41,14 +41,7 @@ _MARK = "_hvdtrain_distribution"
 
 
 class ModelPatch:
-    """Replaces the methods of one model's instance; its class stays as it is.
-
-    Args:
-        model: Compiled and built.
-        collectives: The engine.
-        presharded: Whether each rank passes data of its own.
-        settings: The settings of this job.
-    """
+    """Replaces the methods of one model's instance; its class stays as it is."""
 
     def __init__(
         self, model: keras.Model, collectives: Collectives, presharded: bool, settings: Settings

@@ -79,12 +79,7 @@ class KeepsWeights:
 
 
 def keep_weights(optimizer: Any, dtype: str) -> None:
-    """Let an optimizer that accumulates gradients know what they count for.
-
-    Args:
-        optimizer: A plain one with ``KeepsWeights`` mixed in.
-        dtype: The dtype of the weights.
-    """
+    """Let a plain optimizer that accumulates gradients know what they count for, in this dtype."""
     accumulates = optimizer.gradient_accumulation_steps
     waiting = keras.Variable(0.0, dtype=dtype, trainable=False) if accumulates else None
     set_untracked(optimizer, "_hvdtrain_waiting", waiting)
@@ -206,10 +201,7 @@ def plain_optimizers(optimizer: Any) -> list[Any]:
 def mix_in(optimizer: Any, mixin: type, way: Any) -> None:
     """Make the optimizer's class a subclass of ``mixin``, under the same name.
 
-    Args:
-        optimizer: Changed in place.
-        mixin: Finds ``way`` as ``_hvdtrain_reducer``.
-        way: To the other ranks.
+    There ``way``, to the other ranks, is found as ``_hvdtrain_reducer``.
     """
     plain = type(optimizer)
     if not issubclass(plain, mixin):

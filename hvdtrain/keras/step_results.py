@@ -80,7 +80,6 @@ def join_logs(
         rows: Samples of this rank in that step.
         own: ``results_of_metrics`` on this rank.
         joint: The same over all ranks.
-        collectives: The engine.
     """
     paths, leaves = zip(*keras.tree.flatten_with_path(logs)) if logs else ((), ())
     values = [_numbers(leaf) for leaf in leaves]

@@ -71,7 +71,6 @@ class Towers:
     """Computes a batch on several devices.
 
     Args:
-        model: Compiled and built.
         devices: Their names; loss, metrics and sums of gradients are computed on the first.
 
     Raises:
@@ -243,9 +242,7 @@ def _backward(
     """For each tower the gradients of all weights.
 
     Args:
-        passes: The forward passes, one a tower.
         inward: The loss's gradients, one for each of ``_float_leaves``; None where it has none.
-        weights: The trainable weights of the model.
     """
     found = []
     rest = list(inward)

@@ -31,14 +31,7 @@ _SAMPLED_ROWS = 64
 
 
 class ArraySource:
-    """NumPy arrays, tensors, pandas and SciPy data and the like, nested, all of equal length.
-
-    Args:
-        x: Inputs as Keras takes them.
-        y: Targets, or None.
-        sample_weight: Weights, or None.
-        plan: How to share out.
-    """
+    """NumPy arrays, tensors, pandas and SciPy data and the like, nested, all of equal length."""
 
     unit = "samples"
 

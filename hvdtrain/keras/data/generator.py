@@ -34,12 +34,7 @@ Batch = tuple[Any, ...]
 
 
 class GeneratorSource:
-    """Batches that come one after another.
-
-    Args:
-        generator: The user's.
-        plan: How it is shared out: not at all.
-    """
+    """Batches that come one after another."""
 
     unit = "batches"
     units: int | None = None

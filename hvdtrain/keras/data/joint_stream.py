@@ -33,8 +33,6 @@ def join_steps(
 
     Args:
         dataset: One element for each batch; the True tells it from an end.
-        rank: This rank.
-        size: Number of ranks.
         blanks: Tensors to compute with where this rank has no batch.
         ends: Marks to put at the end; each gives out a joint step, from the second on with
             rows = 0. Where there is no batch, they do so only if ``padded``.

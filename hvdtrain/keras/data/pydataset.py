@@ -31,12 +31,7 @@ __all__ = ["PyDatasetSource", "ShardedPyDataset"]
 
 
 class PyDatasetSource:
-    """An object that makes batch number ``i`` when asked.
-
-    Args:
-        dataset: The user's object.
-        plan: How to share out.
-    """
+    """An object that makes batch number ``i`` when asked."""
 
     unit = "batches"
     each = 1

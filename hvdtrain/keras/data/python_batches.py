@@ -23,10 +23,7 @@ EXAMINED_BATCHES = 2
 def standardize(batch: Any, class_weight: Any, maker: str) -> tuple[Any, ...]:
     """A user's batch as (x,), (x, y) or (x, y, sample_weight).
 
-    Args:
-        batch: A batch that the user's code made, of any structure that Keras takes.
-        class_weight: The weight of each class; the argument of ``fit``.
-        maker: The name of the code that made it, for the error.
+    ``maker`` is the name of the code that made it, for the error.
 
     Raises:
         ValueError: It is none of what Keras takes.

@@ -220,13 +220,9 @@ class ShardedInput:
         raise NotImplementedError
 
     def reshard(self, *, rank: int, size: int) -> ShardedInput:
-        """This input, shared out among as many ranks as there are now.
+        """This input, shared out among ``size`` ranks, of which this one is now number ``rank``.
 
         Communicates with nobody. Where they are as many as before it is this object.
-
-        Args:
-            rank: This rank among them.
-            size: How many they are.
 
         Raises:
             DataError: Every rank has its own data, and there are not as many as before.

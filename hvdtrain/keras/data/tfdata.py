@@ -40,7 +40,6 @@ class TfDataSource:
 
     Args:
         dataset: Elements x, (x,), (x, y) or (x, y, sample_weight), nested, batched.
-        plan: How to share out.
     """
 
     unit = "batches"

@@ -40,12 +40,8 @@ class CheckpointSaver:
     """Writes the checkpoints of a ``CheckpointSession``.
 
     Args:
-        options: The user's arguments.
         state: The state of what is trained; its collectives are between those who decide together.
-        membership: Who takes part.
-        peers: The ranks beside this one.
         store: Where checkpoints go; used on the chief alone.
-        presharded: Whether each rank has data of its own.
     """
 
     epochs: EpochIterator

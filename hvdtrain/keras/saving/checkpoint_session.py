@@ -45,15 +45,6 @@ def begin_session(
 ) -> CheckpointSession:
     """The checkpoints of a ``fit`` in which all ranks make each step together; collective.
 
-    Args:
-        options: The user's arguments.
-        model: Compiled, built and distributed.
-        collectives: The operations between all ranks.
-        membership: Who takes part.
-        callbacks: All callbacks of the user's, in their order.
-        samples: Counts what this rank has trained on.
-        presharded: Whether each rank has data of its own.
-
     Raises:
         CheckpointError: All checkpoints are damaged, or the newest is of another model.
     """
@@ -67,12 +58,7 @@ def begin_session(
 
 
 class CheckpointSession:
-    """Owns all that the checkpoints of one ``fit`` need; every rank has one.
-
-    Args:
-        saver: Takes the checkpoints.
-        resume: The checkpoint that training goes on from, or None.
-    """
+    """Owns all that the checkpoints of one ``fit`` need; every rank has one."""
 
     _epochs: EpochIterator
     """Where ``fit`` stands in its data; given as ``running`` begins."""
@@ -267,10 +253,7 @@ class CheckpointSession:
             self._end(number)
 
     def _meet(self, *, due: bool = False) -> tuple[int, bool]:
-        """Exchange a word with the other ranks; collective.
-
-        Args:
-            due: Whether a checkpoint is due by steps.
+        """Exchange a word with the other ranks; ``due`` is whether a checkpoint is, by steps.
 
         Returns:
             A signal that came to some rank, or 0; and whether to take a checkpoint now.

@@ -31,12 +31,7 @@ _CHIEF_LOST = "The rank that reads the checkpoint was lost meanwhile. Start the 
 def find(
     store: Store | None, state: TrainingState, collectives: Collectives
 ) -> tuple[TrainingProgress, Snapshot | None] | None:
-    """Look for a checkpoint; collective.
-
-    Args:
-        store: On the chief; the other ranks need not see the files.
-        state: The state of the model that is to be trained.
-        collectives: The operations between all ranks.
+    """Look for a checkpoint in the ``store``, which the chief alone has; collective.
 
     Returns:
         How far the training had come, and on the chief all that was saved; None where training
@@ -73,9 +68,7 @@ class Resume:
     """One checkpoint on its way into a model.
 
     Args:
-        progress: How far the training had come.
         snapshot: All that was saved, on the chief; elsewhere None.
-        state: The state of what is trained.
     """
 
     def __init__(
@@ -87,9 +80,6 @@ class Resume:
 
     def move(self, epochs: EpochIterator) -> None:
         """Move on to where the checkpoint was taken.
-
-        Args:
-            epochs: Where the ``fit`` that begins stands in its data.
 
         Raises:
             CheckpointError: The checkpoint was taken within an epoch over another kind of data.

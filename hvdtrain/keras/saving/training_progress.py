@@ -97,10 +97,7 @@ class TrainingProgress:
 def history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:
     """The logs that ``fit`` will return for the epochs so far, in plain values.
 
-    Args:
-        history: Keras' callback, which notes an epoch's logs after this only.
-        epoch: The epoch that has just ended.
-        logs: The logs of that epoch, if one has just ended.
+    ``history`` is Keras' callback, which notes the logs of the epoch that has just ended later.
     """
     epochs, values = list(history.epoch), {k: list(v) for k, v in history.history.items()}
     if logs is not None:

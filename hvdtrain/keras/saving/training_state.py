@@ -55,10 +55,7 @@ class TrainingState:
     """All that ``fit`` changes in a model on its way, as arrays.
 
     Args:
-        model: Compiled and built.
-        collectives: The operations between all ranks.
         samples: Counts the samples that this rank has computed with.
-        callbacks: All callbacks of the user's, in their order.
     """
 
     def __init__(
@@ -176,14 +173,7 @@ class TrainingState:
     def restore_part(
         self, saved: Mapping[str, np.ndarray], ranks: int, *, rank: int, size: int
     ) -> None:
-        """Give this rank its part, as ``restore_own``; it has all that was saved and asks nobody.
-
-        Args:
-            saved: The arrays that ``gather_own`` returned.
-            ranks: How many ranks there were.
-            rank: The number of this rank.
-            size: How many ranks there are now.
-        """
+        """Give this rank its part of ``saved``, as ``restore_own`` does, but ask nobody."""
         template = self._own_values(accumulated=True)
         self._take_own(self._part(saved, template, ranks, rank, size))
 
