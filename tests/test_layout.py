@@ -263,3 +263,78 @@ def test_the_architecture_lists_module_level_state() -> None:
     rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     assert listed == {name for module in NAMES for name in _state(module)}
+
+
+# Private names of Python's own that code may use.
+_OF_PYTHON = {"_asdict", "_exit", "_replace"}
+
+# Servers apply gradients piece by piece, for which they take Keras' optimizers apart themselves.
+_TAKE_OPTIMIZERS_APART = ("hvdtrain.keras.served.", "hvdtrain.parameter_server.")
+
+
+def _is_private(name: object) -> bool:
+    return isinstance(name, str) and bool(re.fullmatch(r"_(?!_|hvdtrain)[a-z]\w*", name))
+
+
+def _defined(module: str) -> Iterator[str]:
+    """The functions, classes, variables, and attributes of ``self`` that a module defines."""
+    for node in ast.walk(ast.parse(NAMES[module].read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] if ast.unparse(node.value) == "self" else []
+
+
+def _private_uses(tree: ast.AST, within: str = "") -> Iterator[tuple[int, str, str]]:
+    """Line, private name, and where it stands: of ``self``, of another object, or in a text.
+
+    Args:
+        tree: What to look through.
+        within: The name of the innermost function that ``tree`` is in.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            owner = ast.unparse(node.value)
+            # An override may go on with what it overrides.
+            if owner != "super()" or node.attr != within:
+                yield node.lineno, node.attr, "own" if owner in ("self", "cls") else "other"
+        elif isinstance(node, ast.Constant) and _is_private(node.value):
+            yield node.lineno, str(node.value), "text"
+        inner = node.name if isinstance(node, ast.FunctionDef) else within
+        yield from _private_uses(node, inner)
+
+
+def _uses_in(modules: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Module and line, private name, and where it stands, as ``_private_uses`` tells it."""
+    for module in modules:
+        for line, name, where in _private_uses(ast.parse(NAMES[module].read_text())):
+            yield f"{module}:{line}", name, where
+
+
+def test_private_names_of_keras_and_tensorflow_stand_in_private_api() -> None:
+    """Only by their names: what an object is, the text of a program doesn't tell.
+
+    A private name counts as one of Keras or TensorFlow if ``private_api`` uses it and doesn't
+    define it, or if nothing in hvdtrain defines it. Elsewhere it may be a method that a class
+    overrides, also where that goes on with ``super()``, and an attribute of ``self`` in a class
+    that is mixed into one of theirs; but of no other object, and in no text.
+    """
+    api = [module for module in NAMES if module.startswith("hvdtrain.private_api.")]
+    theirs = {name for _, name, _ in _uses_in(api)} - {n for m in api for n in _defined(m)}
+    ours = {n for m in NAMES for n in _defined(m)} - theirs | _OF_PYTHON
+    users = [
+        module
+        for module in NAMES
+        if module not in FACES
+        and _part(module) in _OF_TENSORFLOW - {"private_api"}
+        and not module.startswith(_TAKE_OPTIMIZERS_APART)
+    ]
+    found = [
+        f"{place} {name}"
+        for place, name, where in _uses_in(users)
+        if (name in theirs if where == "text" else name not in ours)
+        and not (where == "own" and name in theirs)
+    ]
+    assert not found, "what is private to Keras and TensorFlow goes through hvdtrain.private_api"

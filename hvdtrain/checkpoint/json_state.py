@@ -82,12 +82,9 @@ def _key(key: Any, place: str) -> str:
 
 
 def _object(content: dict[str, Any]) -> Any:
-    if set(content) == {_FLOAT}:
-        return _number(content[_FLOAT])
-    return content
-
-
-def _number(text: Any) -> float:
+    if set(content) != {_FLOAT}:
+        return content
+    text = content[_FLOAT]
     if not isinstance(text, str) or text not in _NOT_FINITE:
         raise ValueError(f"{_FLOAT} is {text!r}, not one of {', '.join(_NOT_FINITE)}")
     return _NOT_FINITE[text]

@@ -5,6 +5,7 @@ Keras asks tf.distribute for the other replicas, which knows of none here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.collectives.interface import Collectives
-from hvdtrain.private_api.keras import flatten_layers, reduction_axes
+from hvdtrain.private_api.keras import flatten_layers, reduction_axes, replace_moments
 from hvdtrain.tensorflow.differentiable_ops import stack_ranks
 from hvdtrain.tensorflow.variable_names import without_counts
 
@@ -66,32 +67,27 @@ def synchronize_batch_normalization(layer: Any, collectives: Collectives, counts
     Ranks exchange count, mean and variance, and combine them as Chan, Golub and LeVeque (1979)
     do: with n_r, m_r, v_r of rank r, m = sum(n_r m_r) / n and v = sum(n_r (v_r + (m_r - m)^2)) / n.
     """
-    local_moments = type(layer)._moments
 
-    def moments(inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        synchronized, layer.synchronized = layer.synchronized, False
-        try:
-            own = local_moments(layer, inputs, mask)
-        finally:
-            layer.synchronized = synchronized
-        dtype = own[0].dtype
-        count = _count(layer, inputs, mask, dtype) * counts.current(dtype)
-        return _joint_moments(layer, own, count, collectives)
+    def synchronize(local_moments: Callable[..., Any]) -> Callable[..., Any]:
+        def moments(inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
+            synchronized, layer.synchronized = layer.synchronized, False
+            try:
+                own = local_moments(inputs, mask)
+            finally:
+                layer.synchronized = synchronized
+            dtype = own[0].dtype
+            count = _count(layer, inputs, mask, dtype) * counts.current(dtype)
+            return _joint_moments(layer, own, count, collectives)
 
-    object.__setattr__(layer, "_moments", moments)
+        return moments
+
+    replace_moments(layer, synchronize)
 
 
 def _joint_moments(
     layer: Any, own: tuple[tf.Tensor, tf.Tensor], count: tf.Tensor, collectives: Collectives
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean and variance over all ranks.
-
-    Args:
-        layer: Whose.
-        own: This rank's.
-        count: How many values they are made of.
-        collectives: The engine between the ranks that normalize together.
-    """
+    """Mean and variance over all ranks, from this rank's ``own``, which are of ``count`` values."""
     mean, variance = own
     elastic = collectives.survives_losses
     divide = tf.math.divide_no_nan if elastic else tf.math.divide

@@ -15,8 +15,8 @@ from hvdtrain.keras.chief_failover import ChiefFailover
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_sync import average_statistics
-from hvdtrain.keras.progress_callback import ProgressCallback
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
+from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import initial_epoch, set_initial_epoch
 
 __all__ = ["list_callbacks", "wrap_callbacks"]
@@ -30,7 +30,7 @@ def list_callbacks(callbacks: Any) -> list[Any]:
 
 
 def wrap_callbacks(
-    succession: ChiefFailover,
+    failover: ChiefFailover,
     collectives: Collectives,
     membership: Membership,
     epochs: EpochIterator,
@@ -42,21 +42,15 @@ def wrap_callbacks(
     A ``Checkpoint`` comes last: it saves what the others have decided, and resuming undoes what
     they do when training begins.
 
-    Args:
-        succession: Knows the user's callbacks.
-        collectives: The engine.
-        membership: Renewed after each block of steps, and at the end of an epoch.
-        epochs: Told which epoch begins and who contributed; tells the launcher's reports the step.
-        contributions: Whose gradients went into the steps since the last look.
-        broadcast: Gives all ranks the chief's state; called after the user's ``on_train_begin``,
-            where a callback may have restored some on the chief.
+    ``broadcast`` gives all ranks the chief's state; it is called after the user's
+    ``on_train_begin``, where a callback may have restored some on the chief.
     """
-    callbacks = succession.callbacks()
+    callbacks = failover.callbacks()
     others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     before = _Before(collectives, membership, epochs, contributions)
-    after = _After(collectives, membership, succession, broadcast)
-    return [before, ProgressCallback(epochs), *others, after, *checkpoints, _Enough(membership)]
+    after = _After(collectives, membership, failover, broadcast)
+    return [before, _Progress(epochs), *others, after, *checkpoints, _EndIfTooFew(membership)]
 
 
 class _Before(keras.callbacks.Callback):
@@ -103,6 +97,38 @@ class _Before(keras.callbacks.Callback):
         self._membership.renew()
 
 
+class _Progress(keras.callbacks.Callback):
+    """Tells the launcher how far ``fit`` is, which notices with that when a rank hangs."""
+
+    def __init__(self, epochs: EpochIterator) -> None:
+        super().__init__()
+        self._epochs = epochs
+        self._epoch = 0
+        self._compiled = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        report.phase("compiling")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        if self._compiled:
+            report.phase("training")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._compiled = True
+        report.step(self._epochs.step, self._epoch)
+        report.phase("training")
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        report.phase("validation")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        report.phase("end of an epoch")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        report.phase("after fit")
+
+
 class _After(keras.callbacks.Callback):
     """Last in the list: makes alike what the user's callbacks may have decided on one rank."""
 
@@ -110,13 +136,13 @@ class _After(keras.callbacks.Callback):
         self,
         collectives: Collectives,
         membership: Membership,
-        succession: ChiefFailover,
+        failover: ChiefFailover,
         broadcast: Callable[[], None],
     ) -> None:
         super().__init__()
         self._collectives = collectives
         self._membership = membership
-        self._succession = succession
+        self._failover = failover
         self._broadcast = broadcast
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -134,10 +160,10 @@ class _After(keras.callbacks.Callback):
         self.model.stop_training = bool(
             self._collectives.allreduce(mine, "max", name="stop training")
         )
-        self._succession.share_states()
+        self._failover.share_states()
 
 
-class _Enough(keras.callbacks.Callback):
+class _EndIfTooFew(keras.callbacks.Callback):
     """After the checkpoints: ends the training when fewer ranks are left than there have to be."""
 
     def __init__(self, membership: Membership) -> None:

@@ -31,14 +31,7 @@ _HOOKS = (
 
 
 class ChiefFailover:
-    """Who runs the callbacks of the chief.
-
-    Args:
-        callbacks: All of the user's.
-        collectives: The engine.
-        membership: Who takes part.
-        verbose: How much Keras prints; the argument of ``fit``.
-    """
+    """Who runs the callbacks of the chief."""
 
     def __init__(
         self,
@@ -57,7 +50,7 @@ class ChiefFailover:
 
     def callbacks(self) -> list[Any]:
         """The user's callbacks as this rank runs them."""
-        if self._membership.rank == 0:
+        if self._membership.is_chief:
             return list(self._callbacks)
         if not self._membership.elastic:
             return [entry for entry in self._callbacks if not isinstance(entry, CHIEF_ONLY)]
@@ -73,7 +66,7 @@ class ChiefFailover:
         """Let all ranks know what the chief's callbacks remember; collective."""
         if not self._membership.elastic or not self._of_chief:
             return
-        if self._membership.rank == 0:
+        if self._membership.is_chief:
             self._states, _ = callback_states(self._of_chief)
         self._states = self._collectives.broadcast_object(
             self._states, name="states of the chief's callbacks", replicated=True
@@ -81,7 +74,7 @@ class ChiefFailover:
 
     def take_over(self, change: Change) -> None:
         """Begin to run the chief's callbacks, if this rank is the chief now."""
-        if self._membership.rank == 0 and self._deputies:
+        if self._membership.is_chief and self._deputies:
             restore_callbacks(self._of_chief, self._states, {})
             for deputy in self._deputies:
                 deputy.act()
@@ -92,7 +85,6 @@ class _Deputy(keras.callbacks.Callback):
     """A callback of the chief on another rank; does nothing until it is to act.
 
     Args:
-        callback: The callback.
         verbose: How much Keras is to print on it, where that differs from the others.
     """
 

@@ -12,9 +12,8 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.data.batch_structure import is_absent
-from hvdtrain.keras.fit_loop import put
-from hvdtrain.keras.model_optimizers import optimizers_of
-from hvdtrain.private_api.keras import flatten_layers, output_spec
+from hvdtrain.keras.model_parts import optimizers_of
+from hvdtrain.private_api.keras import flatten_layers, output_spec, set_untracked
 
 __all__ = ["check_built", "forget", "is_built", "postpone"]
 
@@ -49,11 +48,11 @@ def check_built(model: keras.Model) -> None:
 
 def _lacking(model: keras.Model) -> list[str]:
     """Names of the layers that still have variables to make."""
-    return [] if model.built else [layer.name for layer in flatten_layers(model) if _lacks(layer)]
-
-
-def _lacks(layer: Any) -> bool:
-    return not layer.built and type(layer).build is not keras.layers.Layer.build
+    return [
+        layer.name
+        for layer in ([] if model.built else flatten_layers(model))
+        if not layer.built and type(layer).build is not keras.layers.Layer.build
+    ]
 
 
 def postpone(model: keras.Model, distribute: Callable[[], Any]) -> None:
@@ -81,11 +80,11 @@ def postpone(model: keras.Model, distribute: Callable[[], Any]) -> None:
         )
 
     for name in _WAITING:
-        put(model, name, waiting(name))
+        set_untracked(model, name, waiting(name))
     optimizers = optimizers_of(model)
     for optimizer in optimizers:
-        object.__setattr__(optimizer, "apply", apply)
-    put(model, _MARK, optimizers)
+        set_untracked(optimizer, "apply", apply)
+    set_untracked(model, _MARK, optimizers)
 
 
 def forget(model: keras.Model) -> None:

@@ -11,11 +11,10 @@ from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.tape import check_averages
 from hvdtrain.keras.deferred_build import check_built, forget, is_built, postpone
-from hvdtrain.keras.model_optimizers import optimizers_of, plain_optimizers_of
+from hvdtrain.keras.model_parts import has_own_call, optimizers_of, plain_optimizers_of
 from hvdtrain.keras.model_patch import ModelPatch
 from hvdtrain.keras.model_sync import check_same_model
 from hvdtrain.keras.optimizer_patch import distribute_optimizer
-from hvdtrain.keras.own_steps import has_own_call
 from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["DistributedOptimizer", "distribute"]

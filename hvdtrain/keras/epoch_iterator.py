@@ -11,18 +11,20 @@ gradients went into it. Then the rest of the pass is shared out among those that
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.sharded_input import Pass
 from hvdtrain.keras.membership import Change, Membership
-from hvdtrain.private_api.keras import FitIterator, note_steps_seen
+from hvdtrain.private_api.keras import FitIterator, note_steps_seen, warn_of_interruption
 
 __all__ = ["EpochIterator", "EpochPlace"]
 
 
-class EpochPlace(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class EpochPlace:
     """Where in its data a training stands after a step.
 
     Attributes:
@@ -64,8 +66,6 @@ class EpochIterator:
     """Where ``fit`` stands in its data.
 
     Args:
-        sharded: This rank's share.
-        membership: Who takes part.
         steps_per_epoch: Steps after which an epoch ends; None for as many as a pass has.
         steps_per_execution: How many steps Keras runs in one go.
         accumulates: Whether the gradients of several steps are applied together.
@@ -109,15 +109,7 @@ class EpochIterator:
         Args:
             epoch_step: Steps of this epoch that are done; 0 where the block was its last.
         """
-        within = epoch_step > 0
-        goes_on = within or (self._steps_per_epoch is not None and not self.ended)
-        return EpochPlace(
-            position=self._pass.after(self._done) if self._pass and goes_on else None,
-            epoch_step=epoch_step,
-            epochs=self._epochs - within,
-            passes=self._passes - goes_on,
-            ranks=self._membership.size,
-        )
+        return self._place(self._done, epoch_step, epoch_ends=not epoch_step, pass_ends=self.ended)
 
     def place_within(self, left: int) -> tuple[int, EpochPlace]:
         """The epoch, and as ``place``, while a block of steps is in work.
@@ -130,15 +122,20 @@ class EpochIterator:
         limit = self._steps_per_epoch
         pass_ends = done == self._pass.steps
         ends = pass_ends if limit is None else epoch_step == limit
-        goes_on = not ends or (limit is not None and not pass_ends)
-        place = EpochPlace(
-            position=self._pass.after(done) if goes_on else None,
-            epoch_step=0 if ends else epoch_step,
-            epochs=self._epochs - (not ends),
+        step = 0 if ends else epoch_step
+        return self._epoch + ends, self._place(done, step, epoch_ends=ends, pass_ends=pass_ends)
+
+    def _place(
+        self, done: int, epoch_step: int, *, epoch_ends: bool, pass_ends: bool
+    ) -> EpochPlace:
+        goes_on = not epoch_ends or (self._steps_per_epoch is not None and not pass_ends)
+        return EpochPlace(
+            position=self._pass.after(done) if self._pass and goes_on else None,
+            epoch_step=epoch_step,
+            epochs=self._epochs - (not epoch_ends),
             passes=self._passes - goes_on,
             ranks=self._membership.size,
         )
-        return self._epoch + ends, place
 
     def note_contributions(self, contributed: Sequence[Collection[int] | None]) -> None:
         """Call after each block of steps where ranks may be lost.
@@ -192,16 +189,10 @@ class EpochIterator:
         return self._pass is None or self._pass.steps == self._done or self._ran_out
 
     def resume(self, place: EpochPlace, *, epoch: int, step: int) -> None:
-        """Begin with ``epoch`` where another run had come to.
-
-        Args:
-            place: Where training stood when the checkpoint was taken.
-            epoch: The first to run.
-            step: Steps that are done since the training began.
-        """
+        """Begin with ``epoch``, after ``step`` steps, at the place that another run had come to."""
         self.step = step
         begin = self.begins.get(epoch, Position(epoch=epoch))
-        self._resumed = place._replace(position=place.position or begin)
+        self._resumed = replace(place, position=place.position or begin)
         self._epochs, self._passes = place.epochs, place.passes
         self.sharded.catch_up(epochs=place.epochs, passes=place.passes)
 
@@ -231,7 +222,7 @@ class EpochIterator:
         while limit is None or step < limit:
             if self.ended:
                 if limit is not None:
-                    keras_iterator._interrupted_warning()
+                    warn_of_interruption(keras_iterator)
                 break
             taken = self._block
             if self._pass.steps is not None:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import ShardedInput, shard_input
+from hvdtrain.keras.data import ShardedInput, ShardPlan, shard_input
 from hvdtrain.keras.membership import Membership
 
 __all__ = ["FitInputs"]
@@ -21,11 +21,7 @@ class FitInputs:
     """Shares out what a model is given.
 
     Args:
-        collectives: The engine.
-        membership: Who takes part.
         seed: The source of the data's orders, the same on all ranks.
-        presharded: Whether each rank passes data of its own.
-        notice: Tells the user something, once.
         watches: Whether this rank's own data count for nothing: what it evaluates and predicts is
             that of the others, at whose side it does every step.
     """
@@ -47,39 +43,22 @@ class FitInputs:
         self._notice = notice
         self._watches = watches
 
-    def share(
-        self,
-        x: Any,
-        y: Any,
-        sample_weight: Any,
-        batch_size: int | None,
-        steps: int | None,
-        *,
-        shuffle: Any = False,
-        class_weight: Any = None,
-        trains: bool = False,
-    ) -> ShardedInput:
-        """This rank's share, arguments as Keras has them, or ``shard_input``; collective.
+    def share(self, x: Any, y: Any = None, sample_weight: Any = None, **given: Any) -> ShardedInput:
+        """This rank's share of an input; ``given`` are fields of ``ShardPlan``. Collective.
 
         Raises:
             DataError: The input can't be shared out.
         """
         self._membership.renew()
-        sharded = shard_input(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            steps=steps,
+        plan = ShardPlan(
             rank=self._membership.rank,
             size=self._membership.size,
             seed=self.seed,
             collectives=self._collectives,
             presharded=self.presharded,
-            trains=trains,
+            **given,
         )
+        sharded = shard_input(x, y, sample_weight, plan=plan)
         self._notice(sharded.notice)
         return sharded
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,27 +18,24 @@ from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.batch_structure import is_absent
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.fit_inputs import FitInputs
-from hvdtrain.keras.joint_metrics import joint_metrics
 from hvdtrain.keras.learning_rate import WarmUp
 from hvdtrain.keras.membership import Follower, Membership
-from hvdtrain.keras.model_optimizers import optimizers_of
+from hvdtrain.keras.model_parts import has_own, has_own_call, optimizers_of
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import average_statistics, broadcast_model
 from hvdtrain.keras.optimizer_patch import accumulates, is_distributed
-from hvdtrain.keras.own_steps import has_own, has_own_call
 from hvdtrain.keras.predictions import join_predictions, noting_rows
-from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback, forward_hooks
-from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
+from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, begin_session
-from hvdtrain.keras.step_results import join_logs, results_of_metrics
-from hvdtrain.private_api.keras import build_symbolically, split_validation
+from hvdtrain.keras.step_results import join_logs, joint_metrics, results_of_metrics
+from hvdtrain.private_api.keras import (
+    RESULTS,
+    SYMBOLIC_BUILD,
+    build_symbolically,
+    split_validation,
+)
 
-__all__ = ["FitLoop", "forget_functions", "put"]
-
-
-def put(model: keras.Model, name: str, value: Any) -> None:
-    """Set an attribute past Keras' ``__setattr__``, which would track it as part of the model."""
-    object.__setattr__(model, name, value)
+__all__ = ["FitLoop", "forget_functions"]
 
 
 def forget_functions(model: keras.Model) -> None:
@@ -52,12 +49,7 @@ class FitLoop:
     """What takes the place of a model's own methods; those stay underneath.
 
     Args:
-        model: Compiled, built, its optimizer distributed.
-        collectives: The engine.
-        membership: Who takes part.
-        inputs: Shares out the data.
         reducer: Averages the gradients; keeps the errors that TensorFlow hides.
-        steps: The steps that Keras' loops run on each batch.
         whole: Shares out what is evaluated or predicted; as ``inputs`` if not given.
         begin: Gives all ranks the chief's state as training begins.
         begin_session: Takes the place of the function of this name.
@@ -88,8 +80,8 @@ class FitLoop:
         self._optimizers = optimizers_of(model)
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
         self._make_predict_function = model.make_predict_function
-        self._results = model._get_metrics_result_or_logs
-        self._symbolic_build = model._maybe_symbolic_build
+        self._results = getattr(model, RESULTS)
+        self._symbolic_build = getattr(model, SYMBOLIC_BUILD)
         self._validation: ShardedInput | None = None
         self._epochs: EpochIterator | None = None
 
@@ -118,7 +110,19 @@ class FitLoop:
         checkpoint = find_checkpoint_callback(listed)
         session = None
         if checkpoint is not None:
-            session = self._begin_session(checkpoint.options, listed)
+            session = (
+                self._own_session()
+                if self._own_session is not None
+                else begin_session(
+                    checkpoint.options,
+                    self._model,
+                    self._collectives,
+                    self._membership,
+                    listed,
+                    self._steps.samples,
+                    presharded=self._inputs.presharded,
+                )
+            )
             self._inputs.seed = session.seed(self._inputs.seed)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_validation(
@@ -128,8 +132,8 @@ class FitLoop:
             x,
             y,
             sample_weight,
-            batch_size,
-            steps_per_epoch,
+            batch_size=batch_size,
+            steps=steps_per_epoch,
             shuffle=shuffle,
             class_weight=class_weight,
             trains=True,
@@ -137,9 +141,11 @@ class FitLoop:
         self._inputs.check_repeatable(sharded)
         validation = None
         if validation_data is not None:
-            val_x, val_y, val_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-            size = validation_batch_size or batch_size
-            validation = self._whole.share(val_x, val_y, val_weight, size, validation_steps)
+            validation = self._whole.share(
+                *keras.utils.unpack_x_y_sample_weight(validation_data),
+                batch_size=validation_batch_size or batch_size,
+                steps=validation_steps,
+            )
         self._prepare(sharded)
         epochs_ = self._epochs = EpochIterator(
             sharded.reshard(rank=self._membership.rank, size=self._membership.size),
@@ -149,24 +155,22 @@ class FitLoop:
             accumulates=any(map(accumulates, self._optimizers)),
         )
         self._validation = validation
-        succession = ChiefFailover(listed, self._collectives, self._membership, verbose)
-        followers: list[Follower] = [epochs_.share_out_anew, succession.take_over]
+        failover = ChiefFailover(listed, self._collectives, self._membership, verbose)
+        followers: list[Follower] = [epochs_.share_out_anew, failover.take_over]
         followers += [entry.follow for entry in listed if isinstance(entry, WarmUp)]
-        saving = (
-            forward_hooks(checkpoint, session, epochs_, self._inputs.seed)
-            if checkpoint and session
-            else nullcontext()
-        )
+        saving = session.running(epochs_, self._inputs.seed) if session else nullcontext()
         try:
+            if checkpoint is not None:
+                checkpoint.session = session
             with saving, self._membership.followed_by(followers), self._reducer.going_on():
                 return self._guard(
                     self._fit,
                     sharded.dataset,
                     epochs=epochs,
                     shuffle=False,  # the dataset is in this epoch's order already
-                    verbose=verbose if self._is_chief else 0,
+                    verbose=verbose if self._membership.is_chief else 0,
                     callbacks=wrap_callbacks(
-                        succession,
+                        failover,
                         self._collectives,
                         self._membership,
                         epochs_,
@@ -182,6 +186,8 @@ class FitLoop:
         finally:
             self._validation = None
             self._epochs = None
+            if checkpoint is not None:
+                checkpoint.session = None
 
     def evaluate(
         self,
@@ -204,14 +210,14 @@ class FitLoop:
                 options["_use_cached_eval_dataset"] = False  # it would hold the share of before
         else:
             self.check_still_ours()
-            sharded = self._whole.share(x, y, sample_weight, batch_size, steps)
+            sharded = self._whole.share(x, y, sample_weight, batch_size=batch_size, steps=steps)
             self._prepare(sharded)
 
         def run(dataset: tf.data.Dataset) -> Any:
             return self._guard(
                 self._evaluate,
                 dataset,
-                verbose=verbose if self._is_chief else 0,
+                verbose=verbose if self._membership.is_chief else 0,
                 steps=steps,
                 callbacks=callbacks,
                 return_dict=return_dict,
@@ -229,14 +235,14 @@ class FitLoop:
         callbacks: Any = None,
     ) -> Any:
         """``keras.Model.predict``: every rank gets the whole result, in the order of the input."""
-        sharded = self._whole.share(x, None, None, batch_size, steps)
+        sharded = self._whole.share(x, batch_size=batch_size, steps=steps)
 
         def run(dataset: tf.data.Dataset) -> Any:
             self._steps.predicted_rows.clear()
             mine = self._guard(
                 self._predict,
                 dataset,
-                verbose=verbose if self._is_chief else 0,
+                verbose=verbose if self._membership.is_chief else 0,
                 steps=steps,
                 callbacks=callbacks,
             )
@@ -281,21 +287,6 @@ class FitLoop:
 
     # What they share.
 
-    def _begin_session(
-        self, options: CheckpointOptions, callbacks: Sequence[Any]
-    ) -> CheckpointSession:
-        if self._own_session is not None:
-            return self._own_session()
-        return begin_session(
-            options,
-            self._model,
-            self._collectives,
-            self._membership,
-            callbacks,
-            self._steps.samples,
-            presharded=self._inputs.presharded,
-        )
-
     def _prepare(self, sharded: ShardedInput) -> None:
         """Build metrics and losses before the first step: every rank must have all of them."""
         if sharded.joint_rows_known != self._steps.joint_rows_known:
@@ -311,10 +302,6 @@ class FitLoop:
             # A step of the user's own need not call the model, nor compute metrics, as Keras would.
             if not has_own(self._model, "train_step"):
                 raise
-
-    @property
-    def _is_chief(self) -> bool:
-        return self._membership.rank == 0
 
     def check_still_ours(self) -> None:
         """See that the model was not compiled since.

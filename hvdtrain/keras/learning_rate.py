@@ -15,9 +15,9 @@ import keras
 from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.membership import Change
-from hvdtrain.keras.model_optimizers import optimizers_of
+from hvdtrain.keras.model_parts import optimizers_of
 from hvdtrain.keras.optimizer_patch import plain_optimizers
-from hvdtrain.private_api.keras import rate_of
+from hvdtrain.private_api.keras import RATE, rate_of, set_untracked
 
 __all__ = ["WarmUp", "follow_saved", "follow_size", "prepare_to_follow", "scale_learning_rate"]
 
@@ -56,13 +56,7 @@ def prepare_to_follow(optimizer: Any) -> None:
 
 
 def follow_size(optimizer: Any, before: int, now: int) -> None:
-    """Change the learning rate after the number of ranks, where the program has scaled it.
-
-    Args:
-        optimizer: One that ``prepare_to_follow`` has seen.
-        before: How many ranks there were.
-        now: How many are left.
-    """
+    """Change the learning rate after the number of ranks, where the program has scaled it."""
     follow_saved(optimizer, before, now)
     if not _program_scales:
         return
@@ -89,14 +83,13 @@ def follow_saved(optimizer: Any, before: int, now: int) -> None:
 def _multiply_rate(optimizer: Any) -> None:
     """Put a variable factor before the rate that a plain optimizer computes in each step."""
     factor = keras.Variable(1.0, dtype="float32", trainable=False, name="rate_factor")
-    computed = optimizer._get_current_learning_rate
+    computed = getattr(optimizer, RATE)
 
     def multiplied() -> Any:
         return keras.ops.multiply(computed(), factor)
 
-    # Not through Keras' own __setattr__, which would track the factor as part of what is saved.
-    object.__setattr__(optimizer, _FACTOR, factor)
-    object.__setattr__(optimizer, "_get_current_learning_rate", multiplied)
+    set_untracked(optimizer, _FACTOR, factor)
+    set_untracked(optimizer, RATE, multiplied)
 
 
 class WarmUp(keras.callbacks.Callback):
@@ -159,7 +152,7 @@ class WarmUp(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         steps = (self.params or {}).get("steps") or 1
         done = (self._epoch + batch / steps) / self._epochs
-        if done < 1 or (done < 1 + 1 / steps):
+        if done < 1 + 1 / steps:
             share = min(done, 1.0)
             rate = self._initial + share * (self._target - self._initial)
             optimizers_of(self.model)[0].learning_rate = rate

@@ -24,7 +24,7 @@ import tensorflow as tf
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.optimizer_patch import Weighting
-from hvdtrain.private_api.keras import compiled_loss, mask_of
+from hvdtrain.private_api.keras import flat_losses, mask_of
 
 __all__ = ["LossWeights", "contribution", "reduction_of", "valid_values"]
 
@@ -37,7 +37,7 @@ def reduction_of(model: keras.Model) -> str:
     Raises:
         ModelError: Some losses are means and others sums: no one weight fits both.
     """
-    flat = getattr(compiled_loss(model), "_flat_losses", None) or []
+    flat = flat_losses(model)
     kinds = {_kind(entry.loss) for entry in flat if entry.loss is not None}
     if len(kinds) > 1:
         found = ", ".join(sorted(str(entry.loss.reduction) for entry in flat if entry.loss))
@@ -58,10 +58,7 @@ def _kind(loss: Any) -> str:
 def contribution(kind: str, rows: tf.Tensor, sample_weight: Any = None) -> tf.Tensor:
     """What a batch counts for beside others of the joint batch; a float32 scalar.
 
-    Args:
-        kind: From ``reduction_of``.
-        rows: Rows, or unmasked values.
-        sample_weight: A weight for each sample, which Keras' loss gets; None for none.
+    ``rows`` are those of the batch, or its unmasked values.
     """
     mine = tf.cast(rows, tf.float32)
     if kind != "weights" or sample_weight is None:
@@ -76,11 +73,7 @@ def contribution(kind: str, rows: tf.Tensor, sample_weight: Any = None) -> tf.Te
 
 
 class LossWeights:
-    """w_r of this rank, step by step.
-
-    Args:
-        reducer: Adds up what the other ranks can't know.
-    """
+    """w_r of this rank, step by step."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
@@ -117,10 +110,7 @@ class LossWeights:
     def weighting(self, kind: str, weight: tf.Tensor, factor: tf.Tensor | None) -> Weighting:
         """How an optimizer turns gradients of a weighted loss into those of the joint batch.
 
-        Args:
-            kind: From ``reduction_of``.
-            weight: From ``weight``.
-            factor: The number that the optimizer still multiplies gradients with; None for none.
+        ``factor`` is the number that the optimizer still multiplies gradients with; None for none.
         """
         if not self._elastic:
             return Weighting(factor=factor)

@@ -43,7 +43,6 @@ class Membership:
     """The ranks that take part.
 
     Args:
-        collectives: The engine.
         min_np: How many ranks have to be left.
         followers: Called when ranks are lost, on all ranks.
     """
@@ -63,6 +62,11 @@ class Membership:
     def rank(self) -> int:
         """This rank's number among those that are there."""
         return self.members.index(self._me)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this rank is the first of them."""
+        return self.rank == 0
 
     @property
     def size(self) -> int:

@@ -21,16 +21,16 @@ from hvdtrain.keras.batch_normalization import (
 from hvdtrain.keras.callback_list import list_callbacks
 from hvdtrain.keras.compute import Compute, OneDevice, Towers
 from hvdtrain.keras.fit_inputs import FitInputs
-from hvdtrain.keras.fit_loop import FitLoop, forget_functions, put
+from hvdtrain.keras.fit_loop import FitLoop, forget_functions
 from hvdtrain.keras.learning_rate import follow_size, prepare_to_follow
 from hvdtrain.keras.membership import Change, Membership
-from hvdtrain.keras.model_optimizers import optimizers_of
+from hvdtrain.keras.model_parts import has_own, optimizers_of
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_model, reseed_by_rank
 from hvdtrain.keras.optimizer_patch import distribute_optimizer
-from hvdtrain.keras.own_steps import has_own
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
 from hvdtrain.monitor import report
+from hvdtrain.private_api.keras import RESULTS, SYMBOLIC_BUILD, set_untracked
 from hvdtrain.tensorflow.devices import tower_devices
 
 __all__ = ["ModelPatch"]
@@ -40,29 +40,8 @@ logger = logging.getLogger(__package__)
 _MARK = "_hvdtrain_distribution"
 
 
-_REPLACED = (
-    "train_step",
-    "test_step",
-    "predict_step",
-    "train_on_batch",
-    "fit",
-    "evaluate",
-    "predict",
-    "make_predict_function",
-    "_get_metrics_result_or_logs",
-    "_maybe_symbolic_build",
-)
-
-
 class ModelPatch:
-    """Replaces the methods of one model's instance; its class stays as it is.
-
-    Args:
-        model: Compiled and built.
-        collectives: The engine.
-        presharded: Whether each rank passes data of its own.
-        settings: The settings of this job.
-    """
+    """Replaces the methods of one model's instance; its class stays as it is."""
 
     def __init__(
         self, model: keras.Model, collectives: Collectives, presharded: bool, settings: Settings
@@ -104,6 +83,10 @@ class ModelPatch:
             reducer=self._reducer,
             steps=steps,
         )
+        hooks: dict[str, Callable[..., Any]] = {
+            RESULTS: loops.joint_results,
+            SYMBOLIC_BUILD: loops.adopt,
+        }
         self._replace(
             train_step=steps.train,
             test_step=steps.test,
@@ -112,8 +95,7 @@ class ModelPatch:
             evaluate=loops.evaluate,
             predict=loops.predict,
             make_predict_function=loops.make_predict_function,
-            _get_metrics_result_or_logs=loops.joint_results,
-            _maybe_symbolic_build=loops.adopt,
+            **hooks,
         )
         report.watch(lambda: collectives.waiting_in)
         forget_functions(model)
@@ -132,24 +114,21 @@ class ModelPatch:
             self.install()
             return self._model.fit(*args, **options)
 
-        put(self._model, "fit", fit)
-        put(self._model, _MARK, self)
+        self._replace(fit=fit)
 
     def _replace(self, **methods: Callable[..., Any]) -> None:
-        """Put methods in the place of the model's own."""
-        assert methods.keys() <= set(_REPLACED)
+        """Put methods in the place of the model's own, until ``_remove_earlier``."""
         for name, method in methods.items():
-            put(self._model, name, method)
-        put(self._model, _MARK, self)
+            set_untracked(self._model, name, method)
+        set_untracked(self._model, _MARK, [*methods])
 
     def _follow(self, change: Change) -> None:
         for optimizer in optimizers_of(self._model):
             follow_size(optimizer, len(change.before), len(change.now))
 
     def _remove_earlier(self) -> None:
-        if _MARK in vars(self._model):
-            for name in (*_REPLACED, _MARK):
-                vars(self._model).pop(name, None)
+        for name in vars(self._model).pop(_MARK, []):
+            vars(self._model).pop(name, None)
 
     def _choose_synchronized(self) -> list[Any]:
         """The layers that are to normalize with the samples of all ranks."""
@@ -173,24 +152,28 @@ class ModelPatch:
         model = self._model
         jit = bool(model.jit_compile)
         model.jit_compile = False
-        if jit and len(self._devices) > 1:
-            self._notice("XLA compiles for one device; with towers this runs without jit_compile.")
-            return False
-        if jit and synchronized_layers(model):
-            self._notice(
+        obstacles = (
+            (
+                len(self._devices) > 1,
+                "XLA compiles for one device; with towers this runs without jit_compile.",
+            ),
+            (
+                bool(synchronized_layers(model)),
                 "BatchNormalization(synchronized=True) talks to other ranks within the forward "
-                "pass, which XLA can't; this model runs without jit_compile."
-            )
-            return False
-        if jit and has_own(model, "train_step"):
-            self._notice(
+                "pass, which XLA can't; this model runs without jit_compile.",
+            ),
+            (
+                has_own(model, "train_step"),
                 "This model has a train_step of its own, which can't be split around the "
-                "communication; it runs without jit_compile."
-            )
-            return False
-        return jit
+                "communication; it runs without jit_compile.",
+            ),
+        )
+        found = [text for applies, text in obstacles if applies]
+        if jit and found:
+            self._notice(found[0])
+        return jit and not found
 
     def _notice(self, text: str | None) -> None:
-        if text and self._membership.rank == 0 and text not in self._noticed:
+        if text and self._membership.is_chief and text not in self._noticed:
             self._noticed.add(text)
             logger.warning(text)

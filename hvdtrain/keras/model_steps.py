@@ -5,6 +5,8 @@ What devices compute of a batch stands apart, and may be compiled by XLA; here i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import keras
@@ -17,9 +19,8 @@ from hvdtrain.keras.batch_normalization import RowFlag
 from hvdtrain.keras.compute import Compute
 from hvdtrain.keras.compute.interface import rows_of
 from hvdtrain.keras.loss_weights import LossWeights, reduction_of
-from hvdtrain.keras.model_optimizers import optimizers_of
+from hvdtrain.keras.model_parts import has_own, optimizers_of
 from hvdtrain.keras.optimizer_patch import weighting
-from hvdtrain.keras.own_steps import has_own
 from hvdtrain.keras.per_rank_random import drawn_by
 from hvdtrain.keras.predictions import Predicted
 from hvdtrain.private_api.keras import compiled_loss
@@ -39,10 +40,6 @@ class ModelSteps:
     """train_step, test_step and predict_step for one model.
 
     Args:
-        model: Compiled and built.
-        reducer: Averages gradients.
-        compute: With the batches of this rank.
-        flag: Told whether the batch in work counts.
         weights: The factors of this rank's loss; those of one of ``reducer``'s ranks if not given.
     """
 
@@ -84,7 +81,7 @@ class ModelSteps:
         self.samples.assign_add(self.rows.value)
         self.ran.assign_add(1)
         try:
-            with _CountRows(self._model, share.rows), drawn_by(self._member):
+            with _counting_rows(self._model, share.rows), drawn_by(self._member):
                 if has_own(self._model, "train_step"):
                     return self._train_own(share)
                 return self._train_plain(share)
@@ -95,7 +92,7 @@ class ModelSteps:
         """``test_step``; a batch that doesn't count leaves the metrics alone."""
         share = self._open(data)
         self.rows.assign(tf.cast(share.rows, tf.int64))
-        with _CountRows(self._model, share.rows):
+        with _counting_rows(self._model, share.rows):
             return self._compute.test(share.batch)
 
     def predict(self, data: Any) -> Any:
@@ -164,39 +161,30 @@ class ModelSteps:
             )
 
 
-class _CountRows:
-    """Sees to it that the metrics count each row that counts, and no other.
+@contextmanager
+def _counting_rows(model: keras.Model, rows: tf.Tensor) -> Iterator[None]:
+    """Within the block the metrics count each row that counts, and no other.
 
     A batch without rows that count leaves them as they were. The losses of single outputs, which
     Keras tracks with a weight of one for each batch whose size it doesn't know, are weighted by
     rows.
     """
+    variables = list(model.metrics_variables)
+    before = {id(variable): tf.identity(variable.value) for variable in variables}
+    yield
+    for mean in getattr(compiled_loss(model), "metrics", []):
+        if id(mean.total) in before and id(mean.count) in before:
+            _weight_by_rows(mean, rows, before[id(mean.total)], before[id(mean.count)])
+    for variable in variables:
+        variable.assign(tf.where(rows > 0, variable.value, before[id(variable)]))
 
-    def __init__(self, model: keras.Model, rows: tf.Tensor) -> None:
-        self._model = model
-        self._rows = rows
-        self._before: list[tuple[Any, tf.Tensor]] = []
 
-    def __enter__(self) -> None:
-        self._before = [(v, tf.identity(v.value)) for v in self._model.metrics_variables]
-
-    def __exit__(self, kind: Any, *exc: Any) -> None:
-        if kind is not None:
-            return
-        before = {id(variable): value for variable, value in self._before}
-        for mean in getattr(compiled_loss(self._model), "metrics", []):
-            if id(mean.total) in before and id(mean.count) in before:
-                self._weight_by_rows(mean, before[id(mean.total)], before[id(mean.count)])
-        counts = self._rows > 0
-        for variable, value in self._before:
-            variable.assign(tf.where(counts, variable.value, value))
-
-    def _weight_by_rows(self, mean: Any, total: tf.Tensor, count: tf.Tensor) -> None:
-        rows = tf.cast(self._rows, mean.total.dtype)
-        added = tf.cast(mean.count.value - count, mean.total.dtype)
-        scale = tf.math.divide_no_nan(rows, added)
-        mean.total.assign(total + (mean.total.value - total) * scale)
-        mean.count.assign(count + tf.cast(tf.where(added > 0, rows, 0.0), mean.count.dtype))
+def _weight_by_rows(mean: Any, rows: tf.Tensor, total: tf.Tensor, count: tf.Tensor) -> None:
+    weight = tf.cast(rows, mean.total.dtype)
+    added = tf.cast(mean.count.value - count, mean.total.dtype)
+    scale = tf.math.divide_no_nan(weight, added)
+    mean.total.assign(total + (mean.total.value - total) * scale)
+    mean.count.assign(count + tf.cast(tf.where(added > 0, weight, 0.0), mean.count.dtype))
 
 
 def _is_share(data: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -11,14 +11,18 @@ import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import MismatchError
-from hvdtrain.keras.layer_attributes import held_by
-from hvdtrain.keras.model_optimizers import (
+from hvdtrain.keras.model_parts import (
+    held_by,
     optimizers_of,
     plain_optimizers_of,
     state_of_optimizers,
 )
 from hvdtrain.keras.optimizer_patch import accumulators
-from hvdtrain.private_api.keras import flatten_layers, own_non_trainable_variables
+from hvdtrain.private_api.keras import (
+    flatten_layers,
+    own_non_trainable_variables,
+    seed_generators_of,
+)
 from hvdtrain.tensorflow.variable_names import counted_anew
 
 __all__ = [
@@ -136,12 +140,8 @@ def broadcast_weights(
 
 def seed_generators(model: keras.Model) -> list[Any]:
     """All random states of the model's layers."""
-    found = {id(g): g for layer in flatten_layers(model) for g in _own_generators(layer)}
+    found = {id(g): g for layer in flatten_layers(model) for g in seed_generators_of(layer)}
     return list(found.values())
-
-
-def _own_generators(layer: Any) -> Iterable[Any]:
-    return getattr(layer, "_seed_generators", [])
 
 
 def reseed_by_rank(model: keras.Model, collectives: Collectives) -> None:

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.private_api.keras import accumulated_gradients, set_untracked
 from hvdtrain.tensorflow.variable_names import variable_label
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "mix_in",
     "plain_optimizers",
     "unmix",
-    "waiting_weight",
     "weighting",
 ]
 
@@ -79,15 +79,10 @@ class KeepsWeights:
 
 
 def keep_weights(optimizer: Any, dtype: str) -> None:
-    """Let an optimizer that accumulates gradients know what they count for.
-
-    Args:
-        optimizer: A plain one with ``KeepsWeights`` mixed in.
-        dtype: The dtype of the weights.
-    """
+    """Let a plain optimizer that accumulates gradients know what they count for, in this dtype."""
     accumulates = optimizer.gradient_accumulation_steps
     waiting = keras.Variable(0.0, dtype=dtype, trainable=False) if accumulates else None
-    _set_untracked(optimizer, "_hvdtrain_waiting", waiting)
+    set_untracked(optimizer, "_hvdtrain_waiting", waiting)
 
 
 class AveragesGradients(KeepsWeights):
@@ -103,7 +98,7 @@ class AveragesGradients(KeepsWeights):
             grads = [g if g is None else g * tf.cast(factor, g.dtype) for g in grads]
         # Which gradients are None is part of what the ranks must agree on.
         missing = [variable for gradient, variable in zip(grads, vars) if gradient is None]
-        _set_untracked(self, "_hvdtrain_missing", missing)
+        set_untracked(self, "_hvdtrain_missing", missing)
         return super()._filter_empty_gradients(grads, vars)  # type: ignore[misc]
 
     def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
@@ -115,7 +110,7 @@ class AveragesGradients(KeepsWeights):
             for g, v in zip(grads, vars)
         ]
         left = super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
-        _set_untracked(self, "_hvdtrain_applied", left[1])
+        set_untracked(self, "_hvdtrain_applied", left[1])
         return left
 
     def _clip_gradients(self, grads: Any) -> Any:
@@ -178,12 +173,12 @@ def weighting(optimizers: Sequence[Any], how: Weighting) -> Iterator[None]:
     """Within the block gradients that are applied are treated so."""
     inner = [leaf for optimizer in optimizers for leaf in plain_optimizers(optimizer)]
     for leaf in inner:
-        _set_untracked(leaf, "_hvdtrain_weighting", how)
+        set_untracked(leaf, "_hvdtrain_weighting", how)
     try:
         yield
     finally:
         for leaf in inner:
-            _set_untracked(leaf, "_hvdtrain_weighting", Weighting())
+            set_untracked(leaf, "_hvdtrain_weighting", Weighting())
 
 
 def accumulates(optimizer: Any) -> bool:
@@ -191,15 +186,10 @@ def accumulates(optimizer: Any) -> bool:
     return any(leaf.gradient_accumulation_steps for leaf in plain_optimizers(optimizer))
 
 
-def waiting_weight(optimizer: Any) -> list[keras.Variable]:
-    """What a plain optimizer keeps beside its accumulated gradients; one variable or none."""
-    waiting = getattr(optimizer, "_hvdtrain_waiting", None)
-    return [] if waiting is None else [waiting]
-
-
 def accumulators(optimizer: Any) -> list[Any]:
     """What a plain optimizer keeps of gradients that wait for those of later steps."""
-    return [*getattr(optimizer, "_accumulated_gradients", ()), *waiting_weight(optimizer)]
+    waiting = getattr(optimizer, "_hvdtrain_waiting", None)
+    return [*accumulated_gradients(optimizer), *([] if waiting is None else [waiting])]
 
 
 def plain_optimizers(optimizer: Any) -> list[Any]:
@@ -211,10 +201,7 @@ def plain_optimizers(optimizer: Any) -> list[Any]:
 def mix_in(optimizer: Any, mixin: type, way: Any) -> None:
     """Make the optimizer's class a subclass of ``mixin``, under the same name.
 
-    Args:
-        optimizer: Changed in place.
-        mixin: Finds ``way`` as ``_hvdtrain_reducer``.
-        way: To the other ranks.
+    There ``way``, to the other ranks, is found as ``_hvdtrain_reducer``.
     """
     plain = type(optimizer)
     if not issubclass(plain, mixin):
@@ -235,7 +222,7 @@ def unmix(optimizer: Any) -> None:
 
 def mark(optimizer: Any, way: Any) -> None:
     """Note that an optimizer is distributed, and by what way."""
-    _set_untracked(optimizer, _MARK, way)
+    set_untracked(optimizer, _MARK, way)
 
 
 def check_parts_known(optimizer: Any) -> None:
@@ -256,8 +243,3 @@ def _inner_optimizers(optimizer: Any) -> list[Any]:
     """Those of a ``MultiOptimizer``."""
     inner = getattr(optimizer, "optimizers", None)
     return list(inner) if isinstance(inner, (list, tuple)) else []
-
-
-def _set_untracked(optimizer: Any, name: str, value: Any) -> None:
-    """Set an attribute past Keras' own __setattr__, which would make it part of what is saved."""
-    object.__setattr__(optimizer, name, value)

@@ -50,7 +50,6 @@ def join_predictions(
     Args:
         mine: Structure of arrays.
         rows: The rows that ``Predicted`` notes, of one step or several, in their order.
-        collectives: The engine.
         interleaved: Whether step k of all ranks together is step k of the input; otherwise the
             parts simply follow each other in rank order.
 

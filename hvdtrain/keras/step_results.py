@@ -1,4 +1,4 @@
-"""What steps of the user's own return, as one process on the joint batches has it.
+"""Metrics, and what steps of the user's own return, as one process on the joint batches has them.
 
 Keras shows what the last step of an epoch returned where that is not just the model's metrics. In
 it each entry is the result of a metric as a rule, which is known exactly, or belongs to the batch.
@@ -6,14 +6,50 @@ it each entry is the result of a metric as a rule, which is known exactly, or be
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import keras
 import numpy as np
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.interface import Collectives, ReduceOp
 
-__all__ = ["join_logs", "results_of_metrics"]
+__all__ = ["join_logs", "joint_metrics", "reduction_of_metric", "results_of_metrics"]
+
+
+@contextmanager
+def joint_metrics(model: keras.Model, collectives: Collectives) -> Iterator[None]:
+    """Within the block the metrics hold what all ranks have seen; afterwards their own part again.
+
+    Metrics keep sums and counts, and those add up exactly; averaging the ranks' results would be
+    wrong as soon as one has fewer samples.
+    """
+    variables = list(model.metrics_variables)
+    own = [np.asarray(variable.numpy()) for variable in variables]
+    groups: dict[tuple[ReduceOp, np.dtype], list[int]] = {}
+    for index, variable in enumerate(variables):
+        reduction = reduction_of_metric(variable)
+        if reduction is not None:
+            groups.setdefault((reduction, own[index].dtype), []).append(index)
+    for (op, _), indices in groups.items():
+        values = [own[index] for index in indices]
+        totals = collectives.grouped_allreduce(values, op, name="metrics")
+        for index, total in zip(indices, totals):
+            variables[index].assign(total)
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, own):
+            variable.assign(value)
+
+
+def reduction_of_metric(variable: Any) -> Literal["sum", "average"] | None:
+    """How a metric's variable adds up, by what Keras notes for its own distribution."""
+    aggregation = getattr(variable, "aggregation", "sum")
+    if aggregation == "sum":
+        return "sum"
+    return "average" if aggregation == "mean" else None
 
 
 def results_of_metrics(model: keras.Model) -> dict[str, np.ndarray]:
@@ -44,7 +80,6 @@ def join_logs(
         rows: Samples of this rank in that step.
         own: ``results_of_metrics`` on this rank.
         joint: The same over all ranks.
-        collectives: The engine.
     """
     paths, leaves = zip(*keras.tree.flatten_with_path(logs)) if logs else ((), ())
     values = [_numbers(leaf) for leaf in leaves]

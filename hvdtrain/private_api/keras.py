@@ -7,8 +7,9 @@ that override private methods of Keras name them where they do it; ``HOOKS`` lis
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -39,8 +40,12 @@ except ImportError as error:
 
 __all__ = [
     "HOOKS",
+    "RATE",
+    "RESULTS",
     "SEEN",
+    "SYMBOLIC_BUILD",
     "FitIterator",
+    "accumulated_gradients",
     "are_arrays",
     "build_symbolically",
     "check",
@@ -50,12 +55,14 @@ __all__ = [
     "compiled_loss",
     "compute_loss",
     "default_batch_size",
+    "flat_losses",
     "flatten_layers",
     "gather",
     "give_mask",
     "global_generator",
     "initial_epoch",
     "is_tf_dataset",
+    "iterations_of",
     "loss_tracker",
     "make_global_generator",
     "mask_of",
@@ -69,12 +76,16 @@ __all__ = [
     "rate_of",
     "reduction_axes",
     "refuse_extra",
+    "replace_moments",
     "sample_weights_of_classes",
+    "seed_generators_of",
     "set_global_generator",
     "set_initial_epoch",
+    "set_untracked",
     "specs_of_batches",
     "split_validation",
     "takes_training",
+    "warn_of_interruption",
     "without_scipy",
 ]
 
@@ -110,6 +121,13 @@ HOOKS: dict[type, tuple[str, ...]] = {
 _OF_A_MODEL = ("_call_has_training_arg", "_compile_loss", "_initial_epoch", "_loss_tracker")
 _OF_AN_OPTIMIZER = ("_iterations", "_learning_rate", "_trainable_variables")
 
+RESULTS = "_get_metrics_result_or_logs"
+"""The method of a model that says what its loops report; takes what the last step returned."""
+SYMBOLIC_BUILD = "_maybe_symbolic_build"
+"""The method of a model to which ``fit`` shows its iterator, as ``iterator``."""
+RATE = "_get_current_learning_rate"
+"""The method of an optimizer that computes the learning rate of a step."""
+
 FitIterator: type[Any] = TFEpochIterator
 """What ``fit`` iterates over the steps of its epochs with."""
 
@@ -129,6 +147,11 @@ def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
         missing += [f"{type(optimizer).__name__}.{name}" for name in absent]
     if missing:
         raise ModelError(lacks("Keras", keras.version(), SEEN, ", ".join(missing)))
+
+
+def set_untracked(holder: Any, name: str, value: Any) -> None:
+    """Set an attribute past Keras' ``__setattr__``, which would make it part of what is saved."""
+    object.__setattr__(holder, name, value)
 
 
 # Models and layers.
@@ -174,6 +197,11 @@ def compiled_loss(model: keras.Model) -> Any:
     return model._compile_loss
 
 
+def flat_losses(model: keras.Model) -> list[Any]:
+    """What ``compile`` made of each single loss, once it is built."""
+    return list(getattr(compiled_loss(model), "_flat_losses", None) or [])
+
+
 def loss_tracker(model: keras.Model) -> Any:
     """The metric ``loss``, or None."""
     return getattr(model, "_loss_tracker", None)
@@ -205,6 +233,22 @@ def note_steps_seen(iterator: Any, steps: int) -> None:
     iterator._steps_seen = steps
 
 
+def warn_of_interruption(iterator: Any) -> None:
+    """Let ``fit``'s iterator warn that the data ended before the epoch."""
+    iterator._interrupted_warning()
+
+
+def seed_generators_of(layer: Any) -> list[Any]:
+    """The random states of a layer itself."""
+    return list(getattr(layer, "_seed_generators", []))
+
+
+def replace_moments(layer: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let a BatchNormalization take other moments: what ``make`` makes of its class's method."""
+    plain = functools.partial(type(layer)._moments, layer)
+    set_untracked(layer, "_moments", make(plain))
+
+
 def reduction_axes(layer: Any) -> list[int]:
     """The axes over which a BatchNormalization takes its moments."""
     return list(layer._reduction_axes)
@@ -216,6 +260,16 @@ def reduction_axes(layer: Any) -> list[int]:
 def rate_of(optimizer: Any) -> Any:
     """What a plain optimizer holds as its learning rate: a variable, a schedule or a function."""
     return optimizer._learning_rate
+
+
+def iterations_of(optimizer: Any) -> Any:
+    """The variable in which a plain optimizer counts steps; unlike ``iterations`` not updates."""
+    return optimizer._iterations
+
+
+def accumulated_gradients(optimizer: Any) -> list[Any]:
+    """The sums of gradients that wait for those of later steps; empty without them."""
+    return list(getattr(optimizer, "_accumulated_gradients", ()))
 
 
 def moving_averages(optimizer: Any) -> list[Any]:

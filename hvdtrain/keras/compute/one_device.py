@@ -15,12 +15,7 @@ __all__ = ["OneDevice"]
 
 
 class OneDevice:
-    """Computes whole batches where TensorFlow likes to.
-
-    Args:
-        model: Compiled and built.
-        jit: Compile forward and backward pass with XLA.
-    """
+    """Computes whole batches where TensorFlow likes to, compiled with XLA if ``jit``."""
 
     def __init__(self, model: keras.Model, jit: bool) -> None:
         self._model = model

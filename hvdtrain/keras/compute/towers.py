@@ -19,8 +19,8 @@ import tensorflow as tf
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.compute.interface import call, rows_of, scaled_loss
 from hvdtrain.keras.loss_weights import valid_values
+from hvdtrain.keras.model_parts import has_own
 from hvdtrain.keras.model_sync import layer_statistics
-from hvdtrain.keras.own_steps import has_own
 from hvdtrain.private_api.keras import (
     clear_losses,
     compute_loss,
@@ -71,7 +71,6 @@ class Towers:
     """Computes a batch on several devices.
 
     Args:
-        model: Compiled and built.
         devices: Their names; loss, metrics and sums of gradients are computed on the first.
 
     Raises:
@@ -243,9 +242,7 @@ def _backward(
     """For each tower the gradients of all weights.
 
     Args:
-        passes: The forward passes, one a tower.
         inward: The loss's gradients, one for each of ``_float_leaves``; None where it has none.
-        weights: The trainable weights of the model.
     """
     found = []
     rest = list(inward)

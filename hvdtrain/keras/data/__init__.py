@@ -7,6 +7,7 @@ batch would see at step ``k``.
 """
 
 from hvdtrain.keras.data.shard_input import shard_input
+from hvdtrain.keras.data.shard_plan import ShardPlan
 from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput
 
-__all__ = ["JOINT_ROWS_UNKNOWN", "ShardedInput", "shard_input"]
+__all__ = ["JOINT_ROWS_UNKNOWN", "ShardPlan", "ShardedInput", "shard_input"]

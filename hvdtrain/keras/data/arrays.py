@@ -31,39 +31,25 @@ _SAMPLED_ROWS = 64
 
 
 class ArraySource:
-    """NumPy arrays, tensors, pandas and SciPy data and the like, nested, all of equal length.
-
-    Args:
-        x: Inputs as Keras takes them.
-        y: Targets, or None.
-        sample_weight: Weights, or None.
-        batch_size: Rows per rank and step; None for Keras' choice.
-        shuffle: Whether each epoch has an order of its own, or "batch"; the argument of ``fit``.
-        class_weight: The weight of each class; the argument of ``fit``.
-        plan: How to share out.
-    """
+    """NumPy arrays, tensors, pandas and SciPy data and the like, nested, all of equal length."""
 
     unit = "samples"
 
-    def __init__(
-        self,
-        x: Any,
-        y: Any,
-        sample_weight: Any,
-        *,
-        batch_size: int | None,
-        shuffle: Shuffle,
-        class_weight: Any,
-        plan: ShardPlan,
-    ) -> None:
-        self._batch, self.units = private_keras.pack_arrays(x, y, sample_weight, class_weight)
-        # With rows of its own and a given number of steps, each rank chooses another batch size.
-        self.sizes_differ = batch_size is None and plan.presharded and plan.steps is not None
-        if batch_size is None:
-            batch_size = private_keras.default_batch_size(self.units, plan.steps, plan.size)
-        self.each = batch_size
-        self._shuffle = _checked_shuffle(shuffle)
+    def __init__(self, x: Any, y: Any, sample_weight: Any, plan: ShardPlan) -> None:
         self.plan = plan
+        self._batch, self.units = private_keras.pack_arrays(x, y, sample_weight, plan.class_weight)
+        # With rows of its own and a given number of steps, each rank chooses another batch size.
+        self.sizes_differ = plan.batch_size is None and plan.presharded and plan.steps is not None
+        self.each = plan.batch_size or private_keras.default_batch_size(
+            self.units, plan.steps, plan.size
+        )
+        self._shuffle: Shuffle = plan.shuffle
+        if not isinstance(plan.shuffle, str):
+            self._shuffle = bool(plan.shuffle)
+        elif plan.shuffle != "batch":
+            raise DataError(
+                f"shuffle={plan.shuffle!r} is unknown; expected True, False or 'batch'."
+            )
         with tf.device("CPU:0"):
             self._columns = [
                 None if leaf is None else private_keras.column(leaf)
@@ -78,7 +64,7 @@ class ArraySource:
         sampled = np.unique(np.linspace(0, max(rows - 1, 0), min(rows, _SAMPLED_ROWS), dtype=int))
         names = batch_structure.leaf_names(self._batch)
         structure = {"kind of input": "arrays", "steps": plan.steps}
-        content = {
+        content: dict[str, Any] = {
             "number of samples": rows,
             "batch_size": self.each,
             "shuffle": self._shuffle,
@@ -90,9 +76,7 @@ class ArraySource:
                     structure[name] = "None"
                     continue
                 structure[name] = batch_structure.row_text(tf.type_spec_from_value(leaf))
-                content[f"content of {name}"] = (
-                    batch_structure.digest([leaf]).numpy().tobytes().hex()
-                )
+                content[f"content of {name}"] = batch_structure.fingerprint([leaf])
         return InputReport(
             structure=structure,
             content=content,
@@ -105,10 +89,6 @@ class ArraySource:
 
     def _gather(self, indices: Any) -> list[Any]:
         return [None if c is None else private_keras.gather(c, indices) for c in self._columns]
-
-    def gather_batch(self, indices: Any) -> Any:
-        """The rows at ``indices`` in the structure of a batch."""
-        return keras.tree.pack_sequence_as(self._batch, self._gather(indices))
 
     def share_of_pass(self, position: Position) -> tuple[np.ndarray, np.ndarray]:
         """Indices of the whole steps and of the last one, as ``partition.RankShare``."""
@@ -181,7 +161,8 @@ class ArraySource:
             if self.plan.collectives.survives_losses:
                 # Another number of ranks may leave another last batch: the same graph takes both.
                 indices = tf.raw_ops.PlaceholderWithDefault(input=indices, shape=[None])
-            return self.gather_batch(indices), rows, joint_rows
+            batch = keras.tree.pack_sequence_as(self._batch, self._gather(indices))
+            return batch, rows, joint_rows
 
         with tf.device("CPU:0"):
             if rows:
@@ -197,12 +178,9 @@ class ArraySource:
 
     def _nothing(self, steps: int) -> tf.data.Dataset:
         """A rank without a row among others that have some; or the end of a pass."""
-        leaves = self._gather(tf.zeros([0], tf.int64))
-        blanks = [
-            None if leaf is None else batch_structure.blank(tf.type_spec_from_value(leaf))
-            for leaf in leaves
-        ]
-        batch = keras.tree.pack_sequence_as(self._batch, blanks)
+        leaves = batch_structure.present(self._gather(tf.zeros([0], tf.int64)))
+        blanks = [batch_structure.blank(tf.type_spec_from_value(leaf)) for leaf in leaves]
+        batch = batch_structure.refill(self._batch, blanks)
         element = (batch, tf.constant(0, tf.int32), tf.constant(JOINT_ROWS_UNKNOWN, tf.int32))
         return tf.data.Dataset.from_tensors(element).repeat(steps)
 
@@ -235,11 +213,3 @@ class ShardedArrays(ShardedInput):
     def on_epoch_begin(self, epoch: int) -> None:
         """Set the epoch whose order the next pass has."""
         self._epoch = epoch
-
-
-def _checked_shuffle(shuffle: Any) -> Shuffle:
-    if isinstance(shuffle, str):
-        if shuffle != "batch":
-            raise DataError(f"shuffle={shuffle!r} is unknown; expected True, False or 'batch'.")
-        return "batch"
-    return bool(shuffle)

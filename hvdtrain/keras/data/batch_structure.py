@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -16,8 +16,11 @@ __all__ = [
     "chain",
     "count_rows",
     "digest",
+    "fingerprint",
     "is_absent",
     "leaf_names",
+    "present",
+    "refill",
     "row_text",
     "signature",
     "targets_first",
@@ -42,6 +45,17 @@ def is_absent(leaf: Any) -> bool:
         or isinstance(leaf, (tf.OptionalSpec, tf.experimental.Optional))
         or type(leaf).__name__ == "NoneTensorSpec"
     )
+
+
+def present(batch: Any) -> list[Any]:
+    """The leaves that are there."""
+    return [leaf for leaf in keras.tree.flatten(batch) if not is_absent(leaf)]
+
+
+def refill(batch: Any, leaves: Iterable[Any]) -> Any:
+    """The structure of a batch with other leaves in place of those that are there."""
+    rest = iter(leaves)
+    return keras.tree.map_structure(lambda leaf: None if is_absent(leaf) else next(rest), batch)
 
 
 def leaf_names(batch: tuple[Any, ...]) -> list[str]:
@@ -83,30 +97,27 @@ def targets_first(batch: tuple[Any, ...]) -> list[Any]:
 
     Inputs may be augmented at random on each rank, which is no mistake; different targets are.
     """
-    parts = batch[1:] if any(map(_present, batch[1:])) else batch[:1]
-    return [leaf for leaf in keras.tree.flatten(parts) if not is_absent(leaf)]
+    return present(batch[1:]) or present(batch[:1])
 
 
-def _present(part: Any) -> bool:
-    return any(not is_absent(leaf) for leaf in keras.tree.flatten(part))
+def fingerprint(leaves: Sequence[Any]) -> str:
+    """The digest of tensors that have values, in hexadecimal digits."""
+    with tf.device("CPU:0"):
+        return str(digest(leaves).numpy().tobytes().hex())
 
 
 def digest(leaves: Sequence[Any]) -> tf.Tensor:
     """A fingerprint of tensors, uint8 of shape (8,); eager or inside a graph."""
     parts = tf.nest.flatten(list(leaves), expand_composites=True)
-    return _combine([_fingerprint(part) for part in parts])
+    return _hash(tf.concat([_hash(part) for part in parts], axis=0))
 
 
 def chain(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
     """The digest of a stream, from the digest of its start and that of what comes next."""
-    return _combine([before, after])
+    return _hash(tf.concat([before, after], axis=0))
 
 
-def _combine(prints: Sequence[tf.Tensor]) -> tf.Tensor:
-    return _fingerprint(tf.concat(list(prints), axis=0))
-
-
-def _fingerprint(tensor: tf.Tensor) -> tf.Tensor:
+def _hash(tensor: tf.Tensor) -> tf.Tensor:
     flat = tf.reshape(tensor, [1, -1])
     return tf.reshape(tf.raw_ops.Fingerprint(data=flat, method="farmhash64"), [8])
 

@@ -85,13 +85,9 @@ class Position:
         before = bisect.bisect_left(self.missed, units)
         return before + max(0, units - self.start)
 
-    def to_json(self) -> dict[str, Any]:
-        """The position as JSON has it."""
-        return {**dataclasses.asdict(self), "missed": list(self.missed)}
-
     @classmethod
     def from_json(cls, value: Any) -> Position:
-        """The position that ``to_json`` gave.
+        """The position of which ``dataclasses.asdict`` made this.
 
         Raises:
             DataError: It is none.
@@ -102,7 +98,7 @@ class Position:
                 f"object with the entries {', '.join(_NAMES)}, as a checkpoint holds it."
             )
         missed = value["missed"]
-        if not isinstance(missed, list):
+        if not isinstance(missed, (list, tuple)):
             raise DataError(
                 f"A position in the data has missed={str(missed)[:200]}; expected a list."
             )

@@ -16,45 +16,34 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
+from hvdtrain.keras.data.batch_structure import present
 from hvdtrain.keras.data.data_position import Position
-from hvdtrain.keras.data.python_batches import present, signature_of, standardize, to_dataset
+from hvdtrain.keras.data.python_batches import (
+    EXAMINED_BATCHES,
+    signature_of,
+    standardize,
+    to_dataset,
+)
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
 from hvdtrain.keras.data.sharded_input import ShardedInput
 from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["GeneratorSource", "ShardedGenerator"]
 
-_EXAMINED_BATCHES = 2  # as many as Keras looks at to learn types and shapes
-
 Batch = tuple[Any, ...]
 
 
 class GeneratorSource:
-    """Batches that come one after another.
-
-    Args:
-        generator: The user's.
-        class_weight: The weight of each class; the argument of ``fit``.
-        trains: Whether it is for ``fit``, where ranks agree on when it ends.
-        plan: How it is shared out: not at all.
-    """
+    """Batches that come one after another."""
 
     unit = "batches"
     units: int | None = None
     each = 1
 
-    def __init__(
-        self,
-        generator: Generator[Any, Any, Any],
-        *,
-        class_weight: Any,
-        trains: bool,
-        plan: ShardPlan,
-    ) -> None:
+    def __init__(self, generator: Generator[Any, Any, Any], plan: ShardPlan) -> None:
         self.plan = plan
-        self._trains = trains
-        batches = (standardize(batch, class_weight, "A generator") for batch in generator)
-        examined = list(itertools.islice(batches, _EXAMINED_BATCHES))
+        batches = (standardize(batch, plan.class_weight, "A generator") for batch in generator)
+        examined = list(itertools.islice(batches, EXAMINED_BATCHES))
         if not examined:
             raise DataError(
                 "The generator has no batch (left); expected at least one on every rank. A "
@@ -67,7 +56,7 @@ class GeneratorSource:
     def report(self) -> InputReport:
         """Types and shapes of the batches; how many there are shows at their end."""
         plan = self.plan
-        if plan.steps is None and not self._trains:
+        if plan.steps is None and not plan.trains:
             raise DataError(
                 "How many batches a generator has is not known beforehand. Pass validation_steps "
                 "to fit, or steps to evaluate and predict."

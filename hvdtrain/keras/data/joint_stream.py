@@ -10,45 +10,43 @@ import tensorflow as tf
 
 from hvdtrain.keras.data import batch_structure
 
-__all__ = ["JointStream"]
+__all__ = ["join_steps"]
 
 _undecorated = tf.autograph.experimental.do_not_convert
 
 
-class JointStream:
-    """Turns a stream of batches into joint steps, of which this rank keeps its batch.
+def join_steps(
+    dataset: tf.data.Dataset,
+    *,
+    rank: int,
+    size: int,
+    blanks: tuple[tf.Tensor, ...],
+    ends: int,
+    padded: bool,
+) -> tf.data.Dataset:
+    """Turn a stream of batches into joint steps, of which this rank keeps its batch.
 
-    A joint step is given out when the batch after it has come, or the end: so the last one knows
-    that it is the last. Only one batch is held, whatever the number of ranks.
+    One element for each batch becomes one for each joint step: (tensors, rows, digest, True)
+    becomes (True, tensors, rows, joint_rows, step, last, digest). A joint step is given out when
+    the batch after it has come, or the end: so the last one knows that it is the last. Only one
+    batch is held, whatever the number of ranks.
+
+    Args:
+        dataset: One element for each batch; the True tells it from an end.
+        blanks: Tensors to compute with where this rank has no batch.
+        ends: Marks to put at the end; each gives out a joint step, from the second on with
+            rows = 0. Where there is no batch, they do so only if ``padded``.
+        padded: Whether steps are given out where there is no batch at all.
     """
-
-    def __init__(
-        self, *, rank: int, size: int, blanks: tuple[tf.Tensor, ...], padded: bool
-    ) -> None:
-        self._rank = rank
-        self._size = size
-        self._blanks = blanks
-        self._padded = padded
-
-    def apply(self, dataset: tf.data.Dataset, *, ends: int) -> tf.data.Dataset:
-        """One element for each batch to one for each joint step.
-
-        From (tensors, rows, digest, True) to (True, tensors, rows, joint_rows, step, last, digest).
-
-        Args:
-            dataset: One element for each batch; the True tells it from an end.
-            ends: Marks to put at the end; each gives out a joint step, from the second on with
-                rows = 0. Where there is no batch, they do so only if ``padded``.
-        """
-        no_print = tf.zeros([8], tf.uint8)
-        zero = tf.constant(0, tf.int32)
-        end = tf.data.Dataset.from_tensors((self._blanks, zero, no_print, False))
-        dataset = dataset.concatenate(end.repeat(ends))
-        # batches in the joint step, this rank's batch, its rows, joint rows, steps given, digest
-        state = (zero, self._blanks, zero, zero, tf.constant(0, tf.int64), no_print)
-        follow = _follow(self._rank, self._size, self._padded, dataset.element_spec)
-        dataset = dataset.scan(state, _undecorated(lambda *both: follow(*both)))
-        return dataset.filter(_undecorated(lambda ready, *_: ready))
+    no_print = tf.zeros([8], tf.uint8)
+    zero = tf.constant(0, tf.int32)
+    end = tf.data.Dataset.from_tensors((blanks, zero, no_print, False))
+    dataset = dataset.concatenate(end.repeat(ends))
+    # batches in the joint step, this rank's batch, its rows, joint rows, steps given, digest
+    state = (zero, blanks, zero, zero, tf.constant(0, tf.int64), no_print)
+    follow = _follow(rank, size, padded, dataset.element_spec)
+    dataset = dataset.scan(state, _undecorated(lambda *both: follow(*both)))
+    return dataset.filter(_undecorated(lambda ready, *_: ready))
 
 
 @functools.lru_cache(maxsize=32)

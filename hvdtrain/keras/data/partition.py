@@ -92,7 +92,10 @@ class JointSteps:
         return None if self.units is None else joint_steps(self.units, self.each, self.size)
 
     def units_in(self, first_step: int, steps: int) -> int:
-        """Units that ``steps`` joint steps from ``first_step`` on take together."""
+        """Units that ``steps`` joint steps from ``first_step`` on take together.
+
+        Fewer in the last one; where the length is unknown, as if every step were whole.
+        """
         return self._before(first_step + steps) - self._before(first_step)
 
     def share(self, step: int, rank: int) -> range:

@@ -11,6 +11,7 @@ dataset restores the seeds that it drew, and the generator, so that the next pas
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -31,35 +32,14 @@ _IGNORE_EXTERNAL_STATE = 1  # ExternalStatePolicy of tf.data: what is kept never
 _COUNT = "_hvdtrain_passes_begun"
 
 # Datasets whose iterator makes those of its inputs once, when it is made itself.
-_DRAW_AT_ONCE = frozenset(
-    {
-        "_AssertCardinalityDataset",
-        "_BatchDataset",
-        "_DenseToRaggedDataset",
-        "_FilterDataset",
-        "_FlatMapDataset",
-        "_IgnoreErrorsDataset",
-        "_InterleaveDataset",
-        "_MapDataset",
-        "_OptionsDataset",
-        "_PaddedBatchDataset",
-        "_ParallelBatchDataset",
-        "_ParallelInterleaveDataset",
-        "_ParallelMapDataset",
-        "_PrefetchDataset",
-        "_RebatchDataset",
-        "_RestructuredDataset",
-        "_ScanDataset",
-        "_ShardDataset",
-        "_SkipDataset",
-        "_TakeDataset",
-        "_TakeWhileDataset",
-        "_UnbatchDataset",
-        "_UniqueDataset",
-        "_WindowDataset",
-        "_ZipDataset",
-    }
+_KINDS_AT_ONCE = (
+    "_AssertCardinalityDataset _BatchDataset _DenseToRaggedDataset _FilterDataset _FlatMapDataset "
+    "_IgnoreErrorsDataset _InterleaveDataset _MapDataset _OptionsDataset _PaddedBatchDataset "
+    "_ParallelBatchDataset _ParallelInterleaveDataset _ParallelMapDataset _PrefetchDataset "
+    "_RebatchDataset _RestructuredDataset _ScanDataset _ShardDataset _SkipDataset _TakeDataset "
+    "_TakeWhileDataset _UnbatchDataset _UniqueDataset _WindowDataset _ZipDataset"
 )
+_DRAW_AT_ONCE = frozenset(_KINDS_AT_ONCE.split())
 # These make them when their first element is asked for.
 _DRAW_AT_FIRST = frozenset({"_ShuffleDataset"})
 # These make them later, or not in every pass; their own state tells which.
@@ -68,6 +48,7 @@ _DRAW_LATER = frozenset({"CacheDataset", "_CacheDataset", "_RepeatDataset"})
 _undecorated = tf.autograph.experimental.do_not_convert
 
 
+@dataclass(frozen=True, kw_only=True)
 class Reshuffling:
     """How the order of a pipeline changes from pass to pass.
 
@@ -78,11 +59,10 @@ class Reshuffling:
         repeatable: A saved iterator holds all that the order of its pass depends on.
     """
 
-    def __init__(self, *, changes: bool, at_once: bool, at_first: bool, repeatable: bool) -> None:
-        self.changes = changes
-        self.at_once = at_once
-        self.at_first = at_first
-        self.repeatable = repeatable
+    changes: bool
+    at_once: bool
+    at_first: bool
+    repeatable: bool
 
 
 def reshuffling(dataset: Any) -> Reshuffling:
@@ -144,14 +124,11 @@ class PipelinePasses:
     def __init__(self, dataset: tf.data.Dataset) -> None:
         self._dataset = dataset
         self._order = reshuffling(dataset)
+        self.repeatable = self._order.repeatable
+        """Whether passes can be begun again."""
         self._epoch: int | None = None  # of the pass begun last
         self._next: int | None = None  # its number and 1
         self._saved: Any = None
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether passes can be begun again."""
-        return self._order.repeatable
 
     @property
     def _begun(self) -> int:

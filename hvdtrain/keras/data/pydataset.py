@@ -13,41 +13,34 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import batch_structure
+from hvdtrain.keras.data.batch_structure import fingerprint, present, targets_first
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.input_agreement import REMEDIES, raise_if_different
 from hvdtrain.keras.data.partition import epoch_order, joint_steps, units_left
-from hvdtrain.keras.data.python_batches import present, signature_of, standardize, to_dataset
+from hvdtrain.keras.data.python_batches import (
+    EXAMINED_BATCHES,
+    signature_of,
+    standardize,
+    to_dataset,
+)
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
 from hvdtrain.keras.data.sharded_input import ShardedInput
 from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["PyDatasetSource", "ShardedPyDataset"]
 
-_EXAMINED_BATCHES = 2  # as many as Keras looks at to learn types and shapes
-
 
 class PyDatasetSource:
-    """An object that makes batch number ``i`` when asked.
-
-    Args:
-        dataset: The user's object.
-        shuffle: True to visit the batches in another order each epoch, the same on all ranks.
-        class_weight: The weight of each class; the argument of ``fit``.
-        plan: How to share out.
-    """
+    """An object that makes batch number ``i`` when asked."""
 
     unit = "batches"
     each = 1
 
-    def __init__(
-        self, dataset: keras.utils.PyDataset, *, shuffle: bool, class_weight: Any, plan: ShardPlan
-    ) -> None:
+    def __init__(self, dataset: keras.utils.PyDataset, plan: ShardPlan) -> None:
         self.dataset = dataset
         self.plan = plan
         self.units: int | None = dataset.num_batches
-        self._shuffle = shuffle
-        self._class_weight = class_weight
+        self._shuffle = bool(plan.shuffle)
         self._examined: list[tuple[Any, ...]] = []
         self._specs: list[tf.TypeSpec] = []
 
@@ -61,7 +54,7 @@ class PyDatasetSource:
             )
         if self.units == 0:
             raise DataError("The PyDataset has length 0; expected at least one batch.")
-        count = min(_EXAMINED_BATCHES, self.units or _EXAMINED_BATCHES)
+        count = min(EXAMINED_BATCHES, self.units or EXAMINED_BATCHES)
         self._examined = [self.standardize(self.dataset[index]) for index in range(count)]
         self._specs = private_keras.specs_of_batches([present(b) for b in self._examined])
         return InputReport(
@@ -74,7 +67,7 @@ class PyDatasetSource:
                 "number of batches": "endless" if self.units is None else self.units,
                 "shuffle": self._shuffle,
                 "seed": plan.seed,
-                "content of the first batch": self.fingerprint(self._examined[0]),
+                "content of the first batch": fingerprint(targets_first(self._examined[0])),
             },
             steps=None if self.units is None else joint_steps(self.units, 1, plan.shards),
             endless=self.units is None,
@@ -90,14 +83,7 @@ class PyDatasetSource:
         Raises:
             ValueError: It is none of what Keras takes.
         """
-        return standardize(batch, self._class_weight, "PyDataset.__getitem__()")
-
-    def fingerprint(self, batch: tuple[Any, ...]) -> str:
-        """A digest of what a batch is recognised by."""
-        with tf.device("CPU:0"):
-            return (
-                batch_structure.digest(batch_structure.targets_first(batch)).numpy().tobytes().hex()
-            )
+        return standardize(batch, self.plan.class_weight, "PyDataset.__getitem__()")
 
     def indices(self, position: Position, steps: int | None) -> Iterator[tuple[int, bool]]:
         """For each step of a pass the index of this rank's batch, and whether it counts."""
@@ -177,8 +163,8 @@ class ShardedPyDataset(ShardedInput):
         batches = source.dataset.num_batches
         facts = {
             "number of batches": batches,
-            f"content of the first batch in epoch {epoch}": source.fingerprint(
-                source.standardize(source.dataset[0])
+            f"content of the first batch in epoch {epoch}": fingerprint(
+                targets_first(source.standardize(source.dataset[0]))
             ),
         }
         seen = plan.collectives.allgather_object(facts, name="content of the PyDataset")

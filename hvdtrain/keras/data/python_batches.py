@@ -14,16 +14,16 @@ from hvdtrain.keras.data.dataset_options import untuned
 from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN
 from hvdtrain.private_api import keras as private_keras
 
-__all__ = ["present", "signature_of", "standardize", "to_dataset"]
+__all__ = ["EXAMINED_BATCHES", "signature_of", "standardize", "to_dataset"]
+
+EXAMINED_BATCHES = 2
+"""How many batches Keras looks at to learn types and shapes."""
 
 
 def standardize(batch: Any, class_weight: Any, maker: str) -> tuple[Any, ...]:
     """A user's batch as (x,), (x, y) or (x, y, sample_weight).
 
-    Args:
-        batch: A batch that the user's code made, of any structure that Keras takes.
-        class_weight: The weight of each class; the argument of ``fit``.
-        maker: The name of the code that made it, for the error.
+    ``maker`` is the name of the code that made it, for the error.
 
     Raises:
         ValueError: It is none of what Keras takes.
@@ -45,17 +45,9 @@ def standardize(batch: Any, class_weight: Any, maker: str) -> tuple[Any, ...]:
     return keras.tree.lists_to_tuples(packed)
 
 
-def present(batch: tuple[Any, ...]) -> list[Any]:
-    """The leaves that are there."""
-    return [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-
-
 def signature_of(example: tuple[Any, ...], specs: Sequence[tf.TypeSpec]) -> dict[str, Any]:
     """What ranks compare of the structure of their batches; ``specs`` are those of all leaves."""
-    leaves = iter(specs)
-    return batch_structure.signature(
-        keras.tree.map_structure(lambda leaf: None if leaf is None else next(leaves), example)
-    )
+    return batch_structure.signature(batch_structure.refill(example, specs))
 
 
 def to_dataset(
@@ -75,11 +67,9 @@ def to_dataset(
 
     @tf.autograph.experimental.do_not_convert
     def pack(*element: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
-        leaves = iter(element[:-1])
-        batch = keras.tree.map_structure(
-            lambda leaf: None if leaf is None else next(leaves), example
-        )
-        return batch, element[-1], tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
+        *leaves, rows = element
+        unknown = tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
+        return batch_structure.refill(example, leaves), rows, unknown
 
     with tf.device("CPU:0"):
         signature = (*specs, tf.TensorSpec([], tf.int32))

@@ -7,12 +7,10 @@ from typing import Any
 
 import keras
 
-from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import input_agreement
 from hvdtrain.keras.data.arrays import ArraySource
 from hvdtrain.keras.data.generator import GeneratorSource
-from hvdtrain.keras.data.partition import Shuffle
 from hvdtrain.keras.data.pydataset import PyDatasetSource
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
 from hvdtrain.keras.data.sharded_input import ShardedInput, Source
@@ -23,20 +21,7 @@ __all__ = ["shard_input"]
 
 
 def shard_input(
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    *,
-    batch_size: int | None = None,
-    shuffle: Shuffle = False,
-    class_weight: Any = None,
-    steps: int | None = None,
-    rank: int,
-    size: int,
-    seed: int,
-    collectives: Collectives,
-    presharded: bool = False,
-    trains: bool = False,
+    x: Any, y: Any = None, sample_weight: Any = None, *, plan: ShardPlan
 ) -> ShardedInput:
     """Make this rank's share of an input. Collective: every rank calls it.
 
@@ -45,18 +30,7 @@ def shard_input(
             ``presharded`` also a generator.
         y: Targets beside arrays.
         sample_weight: Weights beside arrays.
-        batch_size: Rows per rank and step, for arrays; None for Keras' choice.
-        shuffle: Whether each epoch has an order of its own; for arrays and PyDatasets.
-            A ``tf.data.Dataset`` shuffles itself.
-        class_weight: The weight of each class; the argument of ``fit``.
-        steps: ``steps_per_epoch`` in ``fit``, ``steps`` in ``evaluate`` and ``predict``.
-        rank: This rank.
-        size: Number of ranks.
-        seed: At least 0, the same on all ranks; with the epoch it determines every order.
-        collectives: The ranks' connection.
-        presharded: Every rank passes its own data, which is used whole. A rank that has fewer
-            batches than others takes part in the rest of an epoch with rows = 0.
-        trains: Whether ``Epochs`` reads it, which asks before each block of steps.
+        plan: How to share it out.
 
     Raises:
         DataError: The input can't be shared out, or ranks passed different input. On every rank;
@@ -66,21 +40,13 @@ def shard_input(
     source: Source | None = None
     failure: Exception | None = None
     try:
-        plan = ShardPlan(
-            rank=rank,
-            size=size,
-            seed=seed,
-            steps=steps,
-            presharded=presharded,
-            collectives=collectives,
-        )
-        source = _source(x, y, sample_weight, batch_size, shuffle, class_weight, trains, plan)
+        source = _source(x, y, sample_weight, plan)
         report = source.report()
     except Exception as error:
         # The others are about to wait for this rank's report: they get the reason instead.
         failure, report = error, InputReport(error=f"{type(error).__name__}: {error}")
     try:
-        joint_steps = input_agreement.agree(collectives, report, presharded=presharded)
+        joint_steps = input_agreement.agree(plan.collectives, report, presharded=plan.presharded)
     except DataError:
         if failure is not None:
             raise failure from None
@@ -89,47 +55,23 @@ def shard_input(
     return source.shard(joint_steps)
 
 
-def _source(
-    x: Any,
-    y: Any,
-    sample_weight: Any,
-    batch_size: Any,
-    shuffle: Any,
-    class_weight: Any,
-    trains: bool,
-    plan: ShardPlan,
-) -> Source:
-    _check_numbers(batch_size, plan)
-    if private_keras.are_arrays(x, y, sample_weight):
-        return ArraySource(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size or None,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            plan=plan,
-        )
-    if private_keras.is_tf_dataset(x):
-        private_keras.refuse_extra("tf.data.Dataset", y, sample_weight)
-        return TfDataSource(x, class_weight=class_weight, plan=plan)
-    if isinstance(x, keras.utils.PyDataset):
-        private_keras.refuse_extra("PyDataset", y, sample_weight)
-        return PyDatasetSource(x, shuffle=bool(shuffle), class_weight=class_weight, plan=plan)
-    if isinstance(x, types.GeneratorType) and plan.presharded:
-        private_keras.refuse_extra("generator", y, sample_weight)
-        return GeneratorSource(x, class_weight=class_weight, trains=trains, plan=plan)
-    raise DataError(_refusal(x))
-
-
-def _check_numbers(batch_size: Any, plan: ShardPlan) -> None:
-    for name, value, least in (
-        ("batch_size", batch_size, 1),
-        ("steps", plan.steps, 1),
-        ("seed", plan.seed, 0),
-    ):
+def _source(x: Any, y: Any, sample_weight: Any, plan: ShardPlan) -> Source:
+    for name, least in (("batch_size", 1), ("steps", 1), ("seed", 0)):
+        value = getattr(plan, name)
         if value is not None and (not hasattr(value, "__index__") or value < least):
             raise DataError(f"{name}={value!r} can't be used; expected an int of at least {least}.")
+    if private_keras.are_arrays(x, y, sample_weight):
+        return ArraySource(x, y, sample_weight, plan)
+    if private_keras.is_tf_dataset(x):
+        private_keras.refuse_extra("tf.data.Dataset", y, sample_weight)
+        return TfDataSource(x, plan)
+    if isinstance(x, keras.utils.PyDataset):
+        private_keras.refuse_extra("PyDataset", y, sample_weight)
+        return PyDatasetSource(x, plan)
+    if isinstance(x, types.GeneratorType) and plan.presharded:
+        private_keras.refuse_extra("generator", y, sample_weight)
+        return GeneratorSource(x, plan)
+    raise DataError(_refusal(x))
 
 
 def _refusal(x: Any) -> str:

@@ -6,29 +6,41 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.collectives.interface import Collectives
+from hvdtrain.keras.data.partition import Shuffle
 
 __all__ = ["InputReport", "ShardPlan"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """How an input is to be shared out; ``seed``, ``steps`` and ``presharded`` are alike on all.
+    """How an input is to be shared out; all but ``rank`` and ``collectives`` is alike on all.
 
     Attributes:
         rank: This rank.
         size: Number of ranks.
-        seed: Source of every order that hvdtrain chooses.
-        steps: Keras' ``steps_per_epoch`` (or ``steps``), None for a whole pass.
-        presharded: Each rank passed its own data; nothing is to be shared out.
-        collectives: For what the ranks still have to tell each other later.
+        seed: At least 0; with the epoch it determines every order that hvdtrain chooses.
+        collectives: The ranks' connection.
+        steps: ``steps_per_epoch`` in ``fit``, ``steps`` in ``evaluate`` and ``predict``; None for
+            a whole pass.
+        batch_size: Rows per rank and step, for arrays; None for Keras' choice.
+        shuffle: Whether each epoch has an order of its own; for arrays and PyDatasets.
+            A ``tf.data.Dataset`` shuffles itself.
+        class_weight: The weight of each class; the argument of ``fit``.
+        presharded: Every rank passes its own data, which is used whole. A rank that has fewer
+            batches than others takes part in the rest of an epoch with rows = 0.
+        trains: Whether ``EpochIterator`` reads it, which asks before each block of steps.
     """
 
     rank: int
     size: int
     seed: int
-    steps: int | None
-    presharded: bool
     collectives: Collectives
+    steps: int | None = None
+    batch_size: int | None = None
+    shuffle: Shuffle = False
+    class_weight: Any = None
+    presharded: bool = False
+    trains: bool = False
 
     @property
     def shards(self) -> int:

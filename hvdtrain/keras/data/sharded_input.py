@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 import tensorflow as tf
@@ -52,16 +52,9 @@ class Pass:
         """
         return self.make()
 
-    def units_in(self, first_step: int, steps: int) -> int:
-        """Units that ``steps`` joint steps from ``first_step`` of this pass on take together.
-
-        Fewer in the last one; where the length is unknown, as if every step were whole.
-        """
-        return self.joint.units_in(first_step, steps)
-
     def after(self, steps: int) -> Position:
         """The position after the first ``steps`` joint steps, for any number of ranks."""
-        return self.position.after(self.units_in(0, steps))
+        return self.position.after(self.joint.units_in(0, steps))
 
     def share(self, step: int, rank: int) -> range:
         """Which units ``rank`` takes in joint ``step``, counted in what was left at the start.
@@ -201,7 +194,7 @@ class ShardedInput:
         if plan.presharded and position.missed:
             raise DataError(
                 "With presharded=True what a lost rank had taken is in its own data; no other "
-                f"rank can do it. Received a position that lists it: {position.to_json()}."
+                f"rank can do it. Received a position that lists it: {asdict(position)}."
             )
         if units is not None and position.start > units:
             raise DataError(
@@ -227,13 +220,9 @@ class ShardedInput:
         raise NotImplementedError
 
     def reshard(self, *, rank: int, size: int) -> ShardedInput:
-        """This input, shared out among as many ranks as there are now.
+        """This input, shared out among ``size`` ranks, of which this one is now number ``rank``.
 
         Communicates with nobody. Where they are as many as before it is this object.
-
-        Args:
-            rank: This rank among them.
-            size: How many they are.
 
         Raises:
             DataError: Every rank has its own data, and there are not as many as before.

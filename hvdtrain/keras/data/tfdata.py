@@ -17,7 +17,7 @@ from hvdtrain.keras.data import batch_structure
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.dataset_options import untuned
 from hvdtrain.keras.data.input_agreement import REMEDIES, raise_if_different
-from hvdtrain.keras.data.joint_stream import JointStream
+from hvdtrain.keras.data.joint_stream import join_steps
 from hvdtrain.keras.data.partition import joint_steps
 from hvdtrain.keras.data.pipeline_passes import PipelinePasses, shuffles
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
@@ -40,18 +40,15 @@ class TfDataSource:
 
     Args:
         dataset: Elements x, (x,), (x, y) or (x, y, sample_weight), nested, batched.
-        class_weight: The weight of each class; the argument of ``fit``.
-        plan: How to share out.
     """
 
     unit = "batches"
     each = 1
 
-    def __init__(self, dataset: tf.data.Dataset, *, class_weight: Any, plan: ShardPlan) -> None:
+    def __init__(self, dataset: tf.data.Dataset, plan: ShardPlan) -> None:
         self.plan = plan
-        self._passes = PipelinePasses(dataset)
+        self.passes = PipelinePasses(dataset)
         self.shuffles = shuffles(dataset)
-        self._class_weight = class_weight
         self._given = dataset
         self._dataset = dataset = self._weighted(dataset)
         self._spec = batch_structure.as_tuple(dataset.element_spec)
@@ -98,7 +95,7 @@ class TfDataSource:
         """
         with tf.device("CPU:0"):
             within = position.start > 0
-            dataset = self._passes.begin(position.epoch, within=within, repeatable=repeatable)
+            dataset = self.passes.begin(position.epoch, within=within, repeatable=repeatable)
             if dataset is self._given and not within and not position.missed:
                 return None
             dataset = self._weighted(dataset)
@@ -109,24 +106,15 @@ class TfDataSource:
         left = None if self.units is None else position.left_of(self.units)
         return self._elements(dataset, left, steps, record)
 
-    @property
-    def repeatable(self) -> bool:
-        """Whether a pass can be begun again."""
-        return self._passes.repeatable
-
-    def catch_up(self, passes: int) -> None:
-        """Go on to pass number ``passes`` of the pipeline."""
-        self._passes.catch_up(passes)
-
     def _weighted(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        if self._class_weight is None:
+        if self.plan.class_weight is None:
             return dataset
         spec = batch_structure.as_tuple(dataset.element_spec)
         if len(spec) < 2 or spec[1] is None:
             raise DataError(
                 "class_weight was given with a dataset without targets. Expected elements (x, y)."
             )
-        return dataset.map(private_keras.class_weight_map(self._class_weight))
+        return dataset.map(private_keras.class_weight_map(self.plan.class_weight))
 
     def _elements(
         self, dataset: tf.data.Dataset, batches: int | None, steps: int | None, record: Any
@@ -162,36 +150,31 @@ class TfDataSource:
     def _joint_steps(
         self, dataset: tf.data.Dataset, batches: int | None, padding: int, record: Any
     ) -> tf.data.Dataset:
-        plan = self.plan
-        joint = JointStream(
-            rank=plan.shard,
-            size=plan.shards,
-            blanks=_components([batch_structure.blank(spec) for spec in self._present(self._spec)]),
-            padded=batches == 0,
-        )
+        specs = batch_structure.present(self._spec)
         dataset = dataset.map(
             _undecorated(lambda *element: self._prepare(record is not None, *element))
         )
-        # The first end gives out the last step that holds a batch, if there is any.
-        dataset = joint.apply(dataset, ends=padding + (batches != 0))
+        dataset = join_steps(
+            dataset,
+            rank=self.plan.shard,
+            size=self.plan.shards,
+            blanks=_components([batch_structure.blank(spec) for spec in specs]),
+            # The first end gives out the last step that holds a batch, if there is any.
+            ends=padding + (batches != 0),
+            padded=batches == 0,
+        )
         return dataset.map(_undecorated(lambda *step: self._element(record, *step)))
 
     def _pack(self, components: tuple[tf.Tensor, ...]) -> Any:
-        specs = self._present(self._spec)
-        leaves = iter(tf.nest.pack_sequence_as(specs, components, expand_composites=True))
-        return keras.tree.map_structure(
-            lambda spec: None if batch_structure.is_absent(spec) else next(leaves), self._spec
-        )
-
-    @staticmethod
-    def _present(batch: tuple[Any, ...]) -> list[Any]:
-        return [leaf for leaf in keras.tree.flatten(batch) if not batch_structure.is_absent(leaf)]
+        specs = batch_structure.present(self._spec)
+        leaves = tf.nest.pack_sequence_as(specs, components, expand_composites=True)
+        return batch_structure.refill(self._spec, leaves)
 
     def _prepare(self, digests: bool, *element: Any) -> tuple[Any, ...]:
         # tf.data spreads a tuple over the arguments, even one of a single entry.
         spread = type(self._dataset.element_spec) is tuple
         batch = batch_structure.as_tuple(element if spread else element[0])
-        leaves = self._present(batch)
+        leaves = batch_structure.present(batch)
         recognised = batch_structure.targets_first(batch)
         print_ = batch_structure.digest(recognised) if digests else tf.zeros([8], tf.uint8)
         return _components(leaves), batch_structure.count_rows(leaves[0]), print_, True
@@ -248,7 +231,7 @@ class ShardedPipeline(ShardedInput):
     @property
     def repeatable(self) -> bool:
         """Whether the order of a pass can be restored."""
-        return self._pipeline.repeatable
+        return self._pipeline.passes.repeatable
 
     @property
     def follows_global_seed(self) -> bool:
@@ -257,7 +240,7 @@ class ShardedPipeline(ShardedInput):
 
     def catch_up(self, *, epochs: int, passes: int) -> None:
         """Draw the orders of the passes before."""
-        self._pipeline.catch_up(passes)
+        self._pipeline.passes.catch_up(passes)
 
     def _record(self, stream: Any, step: Any, last: Any) -> None:
         text = stream.tobytes().hex()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
 
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 
-__all__ = ["Checkpoint", "find_checkpoint_callback", "forward_hooks"]
+__all__ = ["Checkpoint", "find_checkpoint_callback"]
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -71,26 +69,27 @@ class Checkpoint(keras.callbacks.Callback):
         # Does the work, within a ``fit`` of a distributed model.
         self.session: CheckpointSession | None = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    @property
+    def _running(self) -> CheckpointSession:
         if self.session is None:
             raise ModelError(
                 "hvdtrain.Checkpoint needs a model that was given to hvdtrain.distribute(model), "
                 "after hvdtrain.init(); also where there is one process only."
             )
-        self.session.on_train_begin()
+        return self.session
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._running.on_train_begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        assert self.session is not None
-        self.session.on_batch_end(batch)
+        self._running.on_batch_end(batch)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        assert self.session is not None
-        self.session.on_epoch_begin(epoch)
+        self._running.on_epoch_begin(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        assert self.session is not None
         last = epoch + 1 >= int((self.params or {}).get("epochs", 1))
-        self.session.on_epoch_end(epoch, logs or {}, last=last)
+        self._running.on_epoch_end(epoch, logs or {}, last=last)
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self.session is not None:
@@ -101,8 +100,7 @@ class Checkpoint(keras.callbacks.Callback):
             self.session.on_test_batch_end()
 
     def on_train_end(self, logs: Any = None) -> None:
-        assert self.session is not None
-        self.session.on_train_end()
+        self._running.on_train_end()
 
 
 def find_checkpoint_callback(callbacks: Sequence[Any]) -> Checkpoint | None:
@@ -119,26 +117,3 @@ def find_checkpoint_callback(callbacks: Sequence[Any]) -> Checkpoint | None:
             "Give one of them every_steps, every_s and keep as you need them."
         )
     return found[0] if found else None
-
-
-@contextmanager
-def forward_hooks(
-    checkpoint: Checkpoint, session: CheckpointSession, epochs: EpochIterator, seed: int
-) -> Iterator[None]:
-    """Within the block the callback's hooks reach the session, which takes checkpoints.
-
-    Args:
-        checkpoint: The user's callback.
-        session: The session that takes them.
-        epochs: Where ``fit`` stands in its data; set to where the checkpoint was taken.
-        seed: The seed of the data's orders.
-
-    Raises:
-        CheckpointError: The checkpoint belongs to another kind of data.
-    """
-    checkpoint.session = session
-    try:
-        with session.running(epochs, seed):
-            yield
-    finally:
-        checkpoint.session = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
 
 from hvdtrain.errors import ConfigurationError
 
@@ -26,20 +25,23 @@ class CheckpointOptions:
     on_error: str
 
     def __post_init__(self) -> None:
-        every_steps, every_s = self.every_steps, self.every_s
         whole = "a whole number above 0"
-        if every_steps is not None and (not isinstance(every_steps, int) or every_steps < 1):
-            self._refuse("every_steps", whole)
-        if every_s is not None and not every_s > 0:
-            self._refuse("every_s", "seconds, more than 0")
-        if not isinstance(self.keep, int) or self.keep < 1:
-            self._refuse("keep", whole)
-        if self.export is not None and not self.export.endswith(".keras"):
-            self._refuse("export", "a path that ends in .keras")
-        if self.on_error not in ("warn", "raise"):
-            self._refuse("on_error", '"warn" or "raise"')
+        for name, usable, expected in (
+            ("every_steps", self.every_steps is None or _is_count(self.every_steps), whole),
+            ("every_s", self.every_s is None or self.every_s > 0, "seconds, more than 0"),
+            ("keep", _is_count(self.keep), whole),
+            (
+                "export",
+                self.export is None or self.export.endswith(".keras"),
+                "a path that ends in .keras",
+            ),
+            ("on_error", self.on_error in ("warn", "raise"), '"warn" or "raise"'),
+        ):
+            if not usable:
+                raise ConfigurationError(
+                    f"Checkpoint({name}={getattr(self, name)!r}): expected {expected}."
+                )
 
-    def _refuse(self, name: str, expected: str) -> NoReturn:
-        raise ConfigurationError(
-            f"Checkpoint({name}={getattr(self, name)!r}): expected {expected}."
-        )
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value > 0

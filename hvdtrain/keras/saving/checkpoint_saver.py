@@ -16,7 +16,7 @@ from hvdtrain.checkpoint.background_writer import BackgroundWriter
 from hvdtrain.errors import CheckpointError
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.membership import Membership
-from hvdtrain.keras.model_optimizers import built_for
+from hvdtrain.keras.model_parts import built_for
 from hvdtrain.keras.saving.callback_states import callback_states
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
@@ -26,22 +26,22 @@ from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.monitor import report
 from hvdtrain.tensorflow import random_seed
 
-__all__ = ["CheckpointSaver"]
+__all__ = ["CheckpointSaver", "open_store"]
 
 logger = logging.getLogger(__package__)
+
+
+def open_store(options: CheckpointOptions) -> Store:
+    """The directory that a user wants checkpoints in."""
+    return Store(options.directory, keep=options.keep, notice=logger.warning)
 
 
 class CheckpointSaver:
     """Writes the checkpoints of a ``CheckpointSession``.
 
     Args:
-        options: The user's arguments.
-        state: The state of what is trained.
-        membership: Who takes part.
-        peers: The ranks beside this one.
-        schedule: Told when a checkpoint was taken.
+        state: The state of what is trained; its collectives are between those who decide together.
         store: Where checkpoints go; used on the chief alone.
-        presharded: Whether each rank has data of its own.
     """
 
     epochs: EpochIterator
@@ -55,25 +55,20 @@ class CheckpointSaver:
         state: TrainingState,
         membership: Membership,
         peers: Peers,
-        schedule: CheckpointSchedule,
         store: Store,
         *,
         presharded: bool,
     ) -> None:
-        self._options = options
-        self._state = state
-        self._membership = membership
-        self._peers = peers
-        self._schedule = schedule
-        self._presharded = presharded
+        self.options = options
+        self.state = state
+        self.membership = membership
+        self.peers = peers
+        self.schedule = CheckpointSchedule(options.every_steps, options.every_s)
         self.writer = BackgroundWriter(store, report.saved)
+        self._presharded = presharded
         self.paused_s: list[float] = []
         """For how long each checkpoint kept training from going on; on the chief."""
         self._complained_after: int | None = None  # so many checkpoints that were written
-
-    @property
-    def _chief(self) -> bool:
-        return self._membership.rank == 0
 
     def take(
         self,
@@ -93,17 +88,17 @@ class CheckpointSaver:
         """
         start_s = time.monotonic()
         with report.during("checkpoint"):
-            ranks = self._state.gather_own(earlier)
-            while self._membership.renew():
-                ranks = self._state.gather_own(earlier)
-            if self._chief:
+            ranks = self.state.gather_own(earlier)
+            while self.membership.renew():
+                ranks = self.state.gather_own(earlier)
+            if self.membership.is_chief:
                 # What it writes is copied over by what comes now.
                 self.writer.wait()
                 self.writer.start(self._snapshot(ranks, epoch, epoch_step, logs))
-        if self._chief:
+        if self.membership.is_chief:
             now_s = time.monotonic()
             self.paused_s.append(now_s - start_s)
-            self._schedule.note_taken(now_s)
+            self.schedule.note_taken(now_s)
 
     def _snapshot(
         self,
@@ -113,12 +108,12 @@ class CheckpointSaver:
         logs: Mapping[str, Any] | None,
     ) -> Snapshot:
         """All of the training, on the chief; ``ranks`` is what each rank has of its own."""
-        others = self._peers.collect()
+        others = self.peers.collect()
         counted = {
             f"rank/{rank}/samples": np.array(other.samples) for rank, other in enumerate(others, 1)
         }
         ranks = {**ranks, **counted}
-        kept, arrays = callback_states(self._state.callbacks)
+        kept, arrays = callback_states(self.state.callbacks)
         step, data = self.epochs.step, self.epochs.sharded
         progress = TrainingProgress(
             step=step,
@@ -128,15 +123,15 @@ class CheckpointSaver:
             seed=self.seed,
             tensorflow_seed=random_seed.current_seed(),
             presharded=self._presharded,
-            samples=sum(int(ranks[f"rank/{r}/samples"]) for r in range(self._membership.size)),
+            samples=sum(int(ranks[f"rank/{r}/samples"]) for r in range(self.membership.size)),
             callbacks=kept,
-            history=history_so_far(self._state.model.history, epoch - 1, logs),
+            history=history_so_far(self.state.model.history, epoch - 1, logs),
             others=others,
             begins=list(self.epochs.begins.values()),
             each=data.each,
-            built=built_for(self._state.model),
+            built=built_for(self.state.model),
         )
-        model = {**self._state.shared(), **arrays}
+        model = {**self.state.shared(), **arrays}
         return Snapshot(step=step, state=progress.to_json(), model=model, ranks=ranks)
 
     def save_for_good(
@@ -146,8 +141,8 @@ class CheckpointSaver:
         while True:
             self.take(epoch=epoch, epoch_step=epoch_step, logs=logs)
             self.writer.wait()
-            self._state.collectives.barrier(name="checkpoint is saved")
-            if not self._membership.lose_chief():
+            self.state.collectives.barrier(name="checkpoint is saved")
+            if not self.membership.lose_chief():
                 return
 
     def export(self) -> None:
@@ -155,14 +150,14 @@ class CheckpointSaver:
 
         The file at the path is always a whole one: the former or this.
         """
-        path = self._options.export
-        if not self._chief or path is None:
+        path = self.options.export
+        if not self.membership.is_chief or path is None:
             return
         target = Path(path)
         temporary = target.with_name(f".{target.stem}-{os.getpid()}.keras")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            self._state.model.save(temporary)
+            self.state.model.save(temporary)
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
             temporary.replace(target)

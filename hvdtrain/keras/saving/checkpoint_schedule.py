@@ -15,12 +15,7 @@ MOST_STEPS = 10_000
 
 
 class CheckpointSchedule:
-    """Decides from steps and seconds.
-
-    Args:
-        every_steps: A checkpoint after so many steps; None for none.
-        every_s: A checkpoint after so many seconds; None for none.
-    """
+    """Decides from steps and seconds; None where they are not to matter."""
 
     def __init__(self, every_steps: int | None, every_s: float | None) -> None:
         self.every_steps = every_steps
@@ -61,9 +56,7 @@ class CheckpointSchedule:
     def is_overdue(self, now_s: float, *, due: bool) -> bool:
         """Whether a checkpoint has been due since the last one was taken; for the chief.
 
-        Args:
-            now_s: The time.
-            due: Whether the step just done makes it due.
+        ``due`` is whether the step just done makes it due.
         """
         late = self.every_s is not None and now_s - self._taken_s >= self.every_s
         self._overdue = self._overdue or due or late
@@ -73,10 +66,6 @@ class CheckpointSchedule:
         """After how many steps to meet again, as fast as those since the last time were.
 
         For the chief, each time that the ranks meet.
-
-        Args:
-            step: The step just done.
-            now_s: The time.
         """
         step_s = (now_s - self._met_s) / max(1, step - self._met_step)
         self._met_step, self._met_s = step, now_s

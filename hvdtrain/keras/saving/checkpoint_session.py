@@ -12,30 +12,25 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.checkpoint import Store
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, Preempted
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
-from hvdtrain.keras.saving.checkpoint_saver import CheckpointSaver
+from hvdtrain.keras.saving.checkpoint_saver import CheckpointSaver, open_store
 from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
 from hvdtrain.keras.saving.peers import Peers
 from hvdtrain.keras.saving.preemption_signals import PreemptionSignals
 from hvdtrain.keras.saving.resume import Resume, find
 from hvdtrain.keras.saving.training_state import TrainingState
+from hvdtrain.private_api.keras import set_initial_epoch
 
-__all__ = ["CheckpointSession", "begin_session", "open_store"]
+__all__ = ["CheckpointSession", "begin_session"]
 
 logger = logging.getLogger(__package__)
 
 # Where fit ended by an error: the job is about to be ended, too.
 CLOSE_TIMEOUT_S = 4.0
-
-
-def open_store(options: CheckpointOptions) -> Store:
-    """The directory that a user wants checkpoints in."""
-    return Store(options.directory, keep=options.keep, notice=logger.warning)
 
 
 def begin_session(
@@ -50,15 +45,6 @@ def begin_session(
 ) -> CheckpointSession:
     """The checkpoints of a ``fit`` in which all ranks make each step together; collective.
 
-    Args:
-        options: The user's arguments.
-        model: Compiled, built and distributed.
-        collectives: The operations between all ranks.
-        membership: Who takes part.
-        callbacks: All callbacks of the user's, in their order.
-        samples: Counts what this rank has trained on.
-        presharded: Whether each rank has data of its own.
-
     Raises:
         CheckpointError: All checkpoints are damaged, or the newest is of another model.
     """
@@ -67,54 +53,25 @@ def begin_session(
     # Another rank than the chief uses its own only if it becomes the chief.
     store = open_store(options)
     found = find(store if membership.rank == 0 else None, state, collectives)
-    return CheckpointSession(
-        options,
-        state,
-        membership,
-        store=store,
-        resume=None if found is None else Resume(*found, state),
-        peers=Peers(),
-        presharded=presharded,
-    )
+    saver = CheckpointSaver(options, state, membership, Peers(), store, presharded=presharded)
+    return CheckpointSession(saver, None if found is None else Resume(*found, state))
 
 
 class CheckpointSession:
-    """Owns all that the checkpoints of one ``fit`` need; every rank has one.
-
-    Args:
-        options: The user's arguments.
-        state: The state of what is trained; its collectives are between those who decide together.
-        membership: Who takes part; followed, as another rank may become the chief.
-        store: Where checkpoints go; used on the chief alone.
-        resume: The checkpoint that training goes on from, or None.
-        peers: The ranks beside this one.
-        presharded: Whether each rank has data of its own.
-    """
+    """Owns all that the checkpoints of one ``fit`` need; every rank has one."""
 
     _epochs: EpochIterator
     """Where ``fit`` stands in its data; given as ``running`` begins."""
 
-    def __init__(
-        self,
-        options: CheckpointOptions,
-        state: TrainingState,
-        membership: Membership,
-        *,
-        store: Store,
-        resume: Resume | None,
-        peers: Peers,
-        presharded: bool,
-    ) -> None:
-        self._options = options
-        self._state = state
-        self._membership = membership
+    def __init__(self, saver: CheckpointSaver, resume: Resume | None) -> None:
+        self.saver = saver
+        self._options = saver.options
+        self._state = saver.state
+        self._membership = saver.membership
+        self._peers = saver.peers
+        self._schedule = saver.schedule
+        self._writer = saver.writer
         self._resume = resume
-        self._peers = peers
-        self._schedule = CheckpointSchedule(options.every_steps, options.every_s)
-        self._saver = CheckpointSaver(
-            options, state, membership, peers, self._schedule, store, presharded=presharded
-        )
-        self._writer = self._saver.writer
         self._signals = PreemptionSignals()
         self._preempted = False
         self._epoch = 0
@@ -142,8 +99,8 @@ class CheckpointSession:
         """
         if self._resume is not None:
             self._resume.move(epochs)
-        self._epochs = self._saver.epochs = epochs
-        self._saver.seed = seed
+        self._epochs = self.saver.epochs = epochs
+        self.saver.seed = seed
         self._step_before = epochs.step
         self._schedule.begin(epochs.step, time.monotonic())
         self._peers.open(epochs)
@@ -152,13 +109,13 @@ class CheckpointSession:
             with self._membership.followed_by([self._take_over]):
                 yield
         finally:
-            self._state.model._initial_epoch = None
+            set_initial_epoch(self._state.model, None)
             self._writer.wait(CLOSE_TIMEOUT_S)
             self._signals.release(handled=self._preempted)
 
     def _take_over(self, change: Change) -> None:
         """Write from now on, if the chief is lost and this rank comes after it."""
-        if self._chief and change.of_chief:
+        if self._membership.is_chief and change.of_chief:
             # Whether the newest one has come to the disk is not known here.
             self._schedule.begin(self._epochs.step, time.monotonic(), overdue=True)
             self._say(f"checkpoints are written to {self._options.directory} by another rank now")
@@ -195,7 +152,7 @@ class CheckpointSession:
         step, before = self._epochs.step, self._step_before
         self._step_before = step
         if self._membership.too_few is not None:
-            self._saver.save_for_good(epoch=self._epoch, epoch_step=batch + 1)
+            self.saver.save_for_good(epoch=self._epoch, epoch_step=batch + 1)
         elif self._schedule.meets(step, before):
             due = self._schedule.is_due(step, before)
             self._take_if_asked(epoch=self._epoch, epoch_step=batch + 1, due=due)
@@ -212,14 +169,12 @@ class CheckpointSession:
         if not last and not self._schedule.every_epoch:
             return
         if last and self._membership.elastic:
-            self._saver.save_for_good(epoch=epoch + 1, epoch_step=0, logs=logs)
+            self.saver.save_for_good(epoch=epoch + 1, epoch_step=0, logs=logs)
         else:
-            self._saver.take(epoch=epoch + 1, epoch_step=0, logs=logs)
-        self._saver.export()
-        if last:
-            number, _ = self._meet()
-            if number:
-                self._end(number)
+            self.saver.take(epoch=epoch + 1, epoch_step=0, logs=logs)
+        self.saver.export()
+        if last and (number := self._meet()[0]):
+            self._end(number)
 
     def on_test_begin(self) -> None:
         """Keep what this rank has of its own, of which a validation overwrites the metrics."""
@@ -250,7 +205,7 @@ class CheckpointSession:
         number, ahead = self._state.collectives.allreduce(word, "max", name="whether to end")
         schedule.look_again(step + int(ahead))
         if number:
-            self._saver.take(epoch=self._epoch, epoch_step=self._epoch_step, earlier=before)
+            self.saver.take(epoch=self._epoch, epoch_step=self._epoch_step, earlier=before)
             self._end(int(number))
 
     def finish(self) -> None:
@@ -260,10 +215,10 @@ class CheckpointSession:
         epoch = self._resume.progress.epoch
         self._resume.finish()
         self._resume = None
-        if self._chief and self._peers.were_behind(epoch):
+        if self._membership.is_chief and self._peers.were_behind(epoch):
             self._wait_for_peers(epoch=epoch)
-            self._saver.take(epoch=epoch, epoch_step=0)
-            self._saver.export()
+            self.saver.take(epoch=epoch, epoch_step=0)
+            self.saver.export()
 
     def on_train_end(self) -> None:
         """Return when the last checkpoint is on disk, or can't be."""
@@ -271,20 +226,6 @@ class CheckpointSession:
             self._resume.finish()
         self._writer.wait()
         self._meet()
-
-    @property
-    def paused_s(self) -> Sequence[float]:
-        """For how long each checkpoint kept training from going on; on the chief."""
-        return self._saver.paused_s
-
-    @property
-    def written_s(self) -> Sequence[float]:
-        """How long each write took; on the chief."""
-        return self._writer.written_s
-
-    @property
-    def _chief(self) -> bool:
-        return self._membership.rank == 0
 
     def _wait_for_peers(
         self, *, epoch: int, logs: Mapping[str, Any] | None = None, stop: bool = False
@@ -307,15 +248,12 @@ class CheckpointSession:
         """
         number, take = self._meet(due=due)
         if number or take:
-            self._saver.take(epoch=epoch, epoch_step=epoch_step, logs=logs)
+            self.saver.take(epoch=epoch, epoch_step=epoch_step, logs=logs)
         if number:
             self._end(number)
 
     def _meet(self, *, due: bool = False) -> tuple[int, bool]:
-        """Exchange a word with the other ranks; collective.
-
-        Args:
-            due: Whether a checkpoint is due by steps.
+        """Exchange a word with the other ranks; ``due`` is whether a checkpoint is, by steps.
 
         Returns:
             A signal that came to some rank, or 0; and whether to take a checkpoint now.
@@ -327,7 +265,7 @@ class CheckpointSession:
         word = np.zeros(4, np.int64)
         word[0] = self._peers.received(self._signals.received)
         error = None
-        if self._chief:
+        if self._membership.is_chief:
             error = self._writer.take_error()
             now_s = time.monotonic()
             word[1] = self._schedule.is_overdue(now_s, due=due) and not self._writer.busy
@@ -344,13 +282,13 @@ class CheckpointSession:
             )
             raise CheckpointError(reason)
         if error is not None:
-            self._saver.complain(error)
+            self.saver.complain(error)
         return int(number), bool(take)
 
     def _end(self, number: int) -> None:
         """Leave the program after a signal, once the checkpoint is on disk; collective."""
         name = signal.Signals(number).name
-        if self._chief:
+        if self._membership.is_chief:
             self._writer.wait()
             error = self._writer.take_error()
             if error is None:
@@ -367,5 +305,5 @@ class CheckpointSession:
         raise Preempted(number)
 
     def _say(self, text: str, level: int = logging.INFO) -> None:
-        if self._chief:
+        if self._membership.is_chief:
             logger.log(level, text)

@@ -13,11 +13,12 @@ from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, RanksLostError
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.learning_rate import follow_saved
-from hvdtrain.keras.model_optimizers import build_as, optimizers_of
+from hvdtrain.keras.model_parts import build_as, optimizers_of
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks, restore_callbacks
 from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.monitor import report
+from hvdtrain.private_api.keras import set_initial_epoch
 from hvdtrain.tensorflow import random_seed
 
 __all__ = ["Resume", "broadcast_arrays", "find"]
@@ -30,12 +31,7 @@ _CHIEF_LOST = "The rank that reads the checkpoint was lost meanwhile. Start the 
 def find(
     store: Store | None, state: TrainingState, collectives: Collectives
 ) -> tuple[TrainingProgress, Snapshot | None] | None:
-    """Look for a checkpoint; collective.
-
-    Args:
-        store: On the chief; the other ranks need not see the files.
-        state: The state of the model that is to be trained.
-        collectives: The operations between all ranks.
+    """Look for a checkpoint in the ``store``, which the chief alone has; collective.
 
     Returns:
         How far the training had come, and on the chief all that was saved; None where training
@@ -72,9 +68,7 @@ class Resume:
     """One checkpoint on its way into a model.
 
     Args:
-        progress: How far the training had come.
         snapshot: All that was saved, on the chief; elsewhere None.
-        state: The state of what is trained.
     """
 
     def __init__(
@@ -86,9 +80,6 @@ class Resume:
 
     def move(self, epochs: EpochIterator) -> None:
         """Move on to where the checkpoint was taken.
-
-        Args:
-            epochs: Where the ``fit`` that begins stands in its data.
 
         Raises:
             CheckpointError: The checkpoint was taken within an epoch over another kind of data.
@@ -112,7 +103,7 @@ class Resume:
 
     def on_train_begin(self) -> None:
         """Set the first epoch; between two epochs, restore everything."""
-        self._state.model._initial_epoch = self.progress.epoch
+        set_initial_epoch(self._state.model, self.progress.epoch)
         if not self.progress.within_epoch:
             self.restore()
 

@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.errors import CheckpointError, DataError
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.epoch_iterator import EpochPlace
-from hvdtrain.keras.saving.worker_position import WorkerPosition, place_from_json, place_to_json
+from hvdtrain.keras.saving.worker_position import WorkerPosition, place_from_json
 
 __all__ = ["TrainingProgress", "history_so_far"]
 
@@ -57,12 +57,11 @@ class TrainingProgress:
 
     def to_json(self) -> dict[str, Any]:
         """This progress as a dictionary of plain values."""
-        values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         return {
-            **values,
-            "place": place_to_json(self.place),
-            "others": [worker.to_json() for worker in self.others],
-            "begins": [position.to_json() for position in self.begins],
+            **vars(self),
+            "place": dataclasses.asdict(self.place),
+            "others": [dataclasses.asdict(worker) for worker in self.others],
+            "begins": [dataclasses.asdict(position) for position in self.begins],
         }
 
     @classmethod
@@ -98,10 +97,7 @@ class TrainingProgress:
 def history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:
     """The logs that ``fit`` will return for the epochs so far, in plain values.
 
-    Args:
-        history: Keras' callback, which notes an epoch's logs after this only.
-        epoch: The epoch that has just ended.
-        logs: The logs of that epoch, if one has just ended.
+    ``history`` is Keras' callback, which notes the logs of the epoch that has just ended later.
     """
     epochs, values = list(history.epoch), {k: list(v) for k, v in history.history.items()}
     if logs is not None:

@@ -22,8 +22,7 @@ import tensorflow as tf
 from hvdtrain.collectives.fusion import join_bytes, split_bytes
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, RanksLostError
-from hvdtrain.keras.joint_metrics import reduction_of_metric
-from hvdtrain.keras.model_optimizers import plain_optimizers_of, state_of_optimizers
+from hvdtrain.keras.model_parts import plain_optimizers_of, state_of_optimizers
 from hvdtrain.keras.model_sync import (
     broadcast_model,
     layer_statistics,
@@ -33,6 +32,8 @@ from hvdtrain.keras.model_sync import (
 )
 from hvdtrain.keras.optimizer_patch import accumulators
 from hvdtrain.keras.saving.random_state import random_state, restore_random_state
+from hvdtrain.keras.step_results import reduction_of_metric
+from hvdtrain.private_api.keras import iterations_of
 
 __all__ = ["TrainingState"]
 
@@ -54,10 +55,7 @@ class TrainingState:
     """All that ``fit`` changes in a model on its way, as arrays.
 
     Args:
-        model: Compiled and built.
-        collectives: The operations between all ranks.
         samples: Counts the samples that this rank has computed with.
-        callbacks: All callbacks of the user's, in their order.
     """
 
     def __init__(
@@ -175,14 +173,7 @@ class TrainingState:
     def restore_part(
         self, saved: Mapping[str, np.ndarray], ranks: int, *, rank: int, size: int
     ) -> None:
-        """Give this rank its part, as ``restore_own``; it has all that was saved and asks nobody.
-
-        Args:
-            saved: The arrays that ``gather_own`` returned.
-            ranks: How many ranks there were.
-            rank: The number of this rank.
-            size: How many ranks there are now.
-        """
+        """Give this rank its part of ``saved``, as ``restore_own`` does, but ask nobody."""
         template = self._own_values(accumulated=True)
         self._take_own(self._part(saved, template, ranks, rank, size))
 
@@ -217,8 +208,13 @@ class TrainingState:
         statistics = layer_statistics(model)
         kinds: list[tuple[str, Sequence[Any], Any]] = [
             ("seeds", [g.state for g in seed_generators(model)], lambda _: "seed"),
-            ("statistics", statistics, _rule_of_statistics),
-            ("metrics", model.metrics_variables, _rule_of_metric),
+            # Whole numbers have no average.
+            (
+                "statistics",
+                statistics,
+                lambda v: "chief" if _numpy_dtype(v).kind in "iub" else "average",
+            ),
+            ("metrics", model.metrics_variables, lambda v: reduction_of_metric(v) or "chief"),
             ("states", recurrent_states(model), lambda _: "anew"),
         ]
         if accumulated:
@@ -286,21 +282,9 @@ def _share(kept: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
     return kept[min(rank, len(kept) - 1)]
 
 
-def _rule_of_statistics(variable: Any) -> _Rule:
-    return "chief" if _numpy_dtype(variable).kind in "iub" else "average"
-
-
-def _rule_of_metric(variable: Any) -> _Rule:
-    reduction = reduction_of_metric(variable)
-    if reduction == "sum" or reduction == "average":
-        return reduction
-    return "chief"
-
-
 def _is_accumulating(optimizer: Any) -> bool:
     steps = optimizer.gradient_accumulation_steps
-    # Unlike ``iterations``, which counts updates.
-    return bool(steps) and int(optimizer._iterations.numpy()) % steps != 0
+    return bool(steps) and int(iterations_of(optimizer).numpy()) % steps != 0
 
 
 def _by_place(saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

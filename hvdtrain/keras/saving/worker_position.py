@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.epoch_iterator import EpochPlace
 
-__all__ = ["WorkerPosition", "place_from_json", "place_to_json"]
+__all__ = ["WorkerPosition", "place_from_json"]
 
 _COUNTS = ("epoch_step", "epochs", "passes", "ranks")
 _NONE = -1
 
 
-class WorkerPosition(NamedTuple):
+@dataclass(frozen=True)
+class WorkerPosition:
     """Where one rank stands.
 
     Attributes:
@@ -66,13 +68,9 @@ class WorkerPosition(NamedTuple):
         )
         return cls(epoch, place, samples)
 
-    def to_json(self) -> dict[str, Any]:
-        """This position as a dictionary of plain values."""
-        return {**self._asdict(), "place": place_to_json(self.place)}
-
     @classmethod
     def from_json(cls, value: Any) -> WorkerPosition:
-        """The position that ``to_json`` was called on.
+        """The position of which ``dataclasses.asdict`` made this.
 
         Raises:
             DataError: Its position in the data is not valid.
@@ -82,14 +80,8 @@ class WorkerPosition(NamedTuple):
         return cls(int(value["epoch"]), place, int(value["samples"]))
 
 
-def place_to_json(place: EpochPlace) -> dict[str, Any]:
-    """The place as a dictionary of plain values."""
-    position = place.position
-    return place._asdict() | {"position": position and position.to_json()}
-
-
 def place_from_json(value: Any) -> EpochPlace:
-    """The place that ``place_to_json`` was given.
+    """The place of which ``dataclasses.asdict`` made this.
 
     Raises:
         DataError: Its position in the data is not valid.

@@ -19,8 +19,9 @@ from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.optimizer_patch import accumulators, plain_optimizers
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
+from hvdtrain.keras.saving.checkpoint_saver import CheckpointSaver, open_store
 from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S
-from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, open_store
+from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 from hvdtrain.keras.saving.peers import Peers
 from hvdtrain.keras.saving.resume import Resume
 from hvdtrain.keras.saving.training_progress import TrainingProgress
@@ -55,16 +56,11 @@ def begin_worker_session(
     store = open_store(checkpoint.options)
     found = find_for_all(store if job.is_chief else None, state, job.collectives)
     resume = found and WorkerResume(*found, state, job, exchange, worker)
-    session = CheckpointSession(
-        checkpoint.options,
-        state,
-        worker,
-        store=store,
-        resume=resume,
-        peers=WorkerPeers(job, exchange, state, worker, resume),
-        presharded=job.presharded,
+    peers = WorkerPeers(job, exchange, state, worker, resume)
+    saver = CheckpointSaver(
+        checkpoint.options, state, worker, peers, store, presharded=job.presharded
     )
-    return session, resume
+    return CheckpointSession(saver, resume), resume
 
 
 @dataclasses.dataclass
@@ -234,7 +230,8 @@ def _begin_at(
     most = epochs.steps_per_epoch or max(worker.place.epoch_step for worker in before)
     done = sum(s.place.epoch_step if s.epoch == slowest.epoch else most for s in before)
     begun = first.start > 0 and done > 0
-    joint = slowest.place._replace(
+    joint = dataclasses.replace(
+        slowest.place,
         position=first if first.start else None,
         epoch_step=max(1, done // len(before)) if begun else 0,
     )

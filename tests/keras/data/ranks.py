@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.keras.data import ShardedInput, shard_input
+from hvdtrain.keras.data import ShardedInput, ShardPlan, shard_input
 from hvdtrain.keras.data.sharded_input import Pass
 
 __all__ = ["Step", "ThreadCollectives", "flat", "joint", "on_ranks", "read", "shard_on_ranks"]
@@ -67,9 +67,8 @@ def shard_on_ranks(size: int, make: Callable[[int], Any], **options: Any) -> lis
         made = make(collectives.rank)
         arguments = made if isinstance(made, tuple) else (made,)
         given = {"seed": SEED, **options}
-        return shard_input(
-            *arguments, rank=collectives.rank, size=size, collectives=collectives, **given
-        )
+        plan = ShardPlan(rank=collectives.rank, size=size, collectives=collectives, **given)
+        return shard_input(*arguments, plan=plan)
 
     results = on_ranks(size, shard)
     for result in results:

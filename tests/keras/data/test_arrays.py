@@ -191,16 +191,16 @@ def test_an_input_bad_on_one_rank_is_an_error_on_all() -> None:
 
 
 def _shard(collectives, arguments):
-    from hvdtrain.keras.data import shard_input
+    from hvdtrain.keras.data import ShardPlan, shard_input
 
-    return shard_input(
-        *arguments,
+    plan = ShardPlan(
         batch_size=2,
         rank=collectives.rank,
         size=collectives.size,
         seed=1,
         collectives=collectives,
     )
+    return shard_input(*arguments, plan=plan)
 
 
 @pytest.mark.parametrize(

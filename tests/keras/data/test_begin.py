@@ -144,7 +144,7 @@ def test_what_a_lost_rank_had_taken_comes_first(make, options) -> None:
     begun = shard_on_ranks(3, make, **options)[0].begin(Position(epoch=EPOCH))
     # Rank 1 died in the second step, which the others had not completed either.
     lost = [unit for rank in range(3) for unit in begun.share(1, rank)]
-    assert len(lost) == begun.units_in(1, 1)
+    assert len(lost) == begun.joint.units_in(1, 1)
     position = begun.after(2).missing(begun.position.places(begun.share(1, 1)))
     shares = shard_on_ranks(2, make, **options)
     found = flat(joint(shares, _begin(shares, position)))
@@ -188,18 +188,18 @@ def _second_pass(make, options) -> list[list[int]]:
 
 
 def _shard(collectives, make, options) -> ShardedInput:
-    from hvdtrain.keras.data import shard_input
+    from hvdtrain.keras.data import ShardPlan, shard_input
 
     x = make(0)
     arguments = x if isinstance(x, tuple) else (x,)
-    return shard_input(
-        *arguments,
+    plan = ShardPlan(
         rank=collectives.rank,
         size=collectives.size,
         seed=7,
         collectives=collectives,
         **options,
     )
+    return shard_input(*arguments, plan=plan)
 
 
 def test_units_are_samples_of_arrays_and_else_batches() -> None:

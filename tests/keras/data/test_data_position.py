@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 
@@ -56,7 +57,7 @@ def test_any_history_does_every_unit_once() -> None:
     ],
 )
 def test_positions_pass_through_json(position: Position) -> None:
-    assert Position.from_json(json.loads(json.dumps(position.to_json()))) == position
+    assert Position.from_json(json.loads(json.dumps(dataclasses.asdict(position)))) == position
 
 
 _GOOD = {"epoch": 1, "start": 5, "missed": [2], "joint_batch": 4}

@@ -9,7 +9,7 @@ import tensorflow as tf
 import hvdtrain
 from hvdtrain import world
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import ShardedInput, shard_input
+from hvdtrain.keras.data import ShardedInput, ShardPlan, shard_input
 from tests.keras.data.ranks import flat, read
 from tests.keras.data.test_pydataset import Batches
 
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.ranks(2, 3)
 
 def _shard(*arguments, **options) -> ShardedInput:
     hvdtrain.init()
-    return shard_input(
-        *arguments,
+    plan = ShardPlan(
         rank=hvdtrain.rank(),
         size=hvdtrain.size(),
         seed=3,
         collectives=world.collectives(),
         **options,
     )
+    return shard_input(*arguments, plan=plan)
 
 
 def _joint(share: ShardedInput) -> list[list[int]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import shard_input
+from hvdtrain.keras.data import ShardPlan, shard_input
 from tests.keras.data.ranks import flat, joint, on_ranks, read, shard_on_ranks
 
 
@@ -214,9 +214,8 @@ class Reshuffled(Batches):
 
 def _two_epochs(make):
     def run(collectives):
-        share = shard_input(
-            make(collectives.rank), rank=collectives.rank, size=2, seed=0, collectives=collectives
-        )
+        plan = ShardPlan(rank=collectives.rank, size=2, seed=0, collectives=collectives)
+        share = shard_input(make(collectives.rank), plan=plan)
         ids = []
         for epoch in range(2):
             share.on_epoch_begin(epoch)

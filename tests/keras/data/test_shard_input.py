@@ -8,7 +8,7 @@ from hvdtrain.cluster.topology import Topology
 from hvdtrain.collectives import create
 from hvdtrain.config import Settings
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import shard_input
+from hvdtrain.keras.data import ShardPlan, shard_input
 from tests.keras.data.ranks import read, shard_on_ranks
 
 
@@ -53,14 +53,14 @@ def test_other_arguments_on_a_rank() -> None:
 
     def shard(collectives):
         options = {"batch_size": 2 + collectives.rank, "steps": 3 + collectives.rank}
-        return shard_input(
-            np.zeros((40, 2)),
+        plan = ShardPlan(
             **options,
             rank=collectives.rank,
             size=2,
             seed=collectives.rank,
             collectives=collectives,
         )
+        return shard_input(np.zeros((40, 2)), plan=plan)
 
     for result in on_ranks(2, shard):
         assert isinstance(result, DataError)
@@ -71,15 +71,9 @@ def test_other_arguments_on_a_rank() -> None:
 def test_alone_with_the_real_engine() -> None:
     topology = Topology(rank=0, size=1, local_rank=0, local_size=1, node_rank=0, launcher="none")
     ids = np.arange(10)
-    share = shard_input(
-        ids.astype("float32"),
-        ids,
-        batch_size=4,
-        rank=0,
-        size=1,
-        seed=0,
-        collectives=create(topology, Settings()),
-    )
+    collectives = create(topology, Settings())
+    plan = ShardPlan(batch_size=4, rank=0, size=1, seed=0, collectives=collectives)
+    share = shard_input(ids.astype("float32"), ids, plan=plan)
     assert [step.ids for step in read(share)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     share.on_epoch_begin(0)
     share.verify()

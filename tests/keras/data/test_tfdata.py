@@ -190,12 +190,11 @@ def test_other_length_or_type_on_a_rank() -> None:
 
 def _read_and_verify(make, consume):
     """What ``verify`` raises on each of two ranks after ``consume(share)``."""
-    from hvdtrain.keras.data import shard_input
+    from hvdtrain.keras.data import ShardPlan, shard_input
 
     def run(collectives):
-        share = shard_input(
-            make(collectives.rank), rank=collectives.rank, size=2, seed=0, collectives=collectives
-        )
+        plan = ShardPlan(rank=collectives.rank, size=2, seed=0, collectives=collectives)
+        share = shard_input(make(collectives.rank), plan=plan)
         share.on_epoch_begin(0)
         consume(share)
         share.verify()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from hvdtrain.keras.model_optimizers import state_of_optimizers
+from hvdtrain.keras.model_parts import state_of_optimizers
 from tests.keras.features import ROWS, X, Y
 
 __all__ = [

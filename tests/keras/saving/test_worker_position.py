@@ -1,4 +1,4 @@
-"""Where workers stand, on the wire and in a checkpoint."""
+"""Where workers worker, on the wire and in a checkpoint."""
 
 import json
 
@@ -15,24 +15,24 @@ BEGIN = Position(epoch=4, start=30, missed=(2, 3, 7, 9), joint_batch=6)
 POSITIONS = [None, Position(epoch=4), BEGIN, BEGIN.after(2), BEGIN.after(4), BEGIN.after(11)]
 
 
-def stand_at(position):
+def worker_at(position):
     place = EpochPlace(position=position, epoch_step=3, epochs=4, passes=2, ranks=3)
     return WorkerPosition(epoch=4, place=place, samples=99)
 
 
 @pytest.mark.parametrize("position", POSITIONS)
 def test_numbers(position):
-    stand = stand_at(position)
-    numbers = stand.to_numbers()
+    worker = worker_at(position)
+    numbers = worker.to_numbers()
     assert len(numbers) == POSITION_NUMBERS
-    assert WorkerPosition.from_numbers(numbers, ranks=3, begins={4: BEGIN}) == stand
+    assert WorkerPosition.from_numbers(numbers, ranks=3, begins={4: BEGIN}) == worker
 
 
 def progress(**more):
     return TrainingProgress(
         step=7,
         epoch=4,
-        place=stand_at(BEGIN).place,
+        place=worker_at(BEGIN).place,
         unit="samples",
         seed=1,
         tensorflow_seed=None,
@@ -43,7 +43,7 @@ def progress(**more):
 
 
 def test_progress():
-    others = [stand_at(position) for position in POSITIONS]
+    others = [worker_at(position) for position in POSITIONS]
     before = progress(others=others, begins=[BEGIN], each=2, built=[[0, 2], []])
     assert TrainingProgress.from_json(json.loads(json.dumps(before.to_json()))) == before
 
@@ -57,8 +57,8 @@ def test_progress_of_an_earlier_version():
     assert (list(found.others), list(found.begins), found.each) == ([], [], 0)
 
 
-def test_stand_that_is_none():
-    values = progress(others=[stand_at(None)]).to_json()
+def test_a_worker_position_that_lacks_something():
+    values = progress(others=[worker_at(None)]).to_json()
     del values["others"][0]["place"]["passes"]
     with pytest.raises(CheckpointError, match="KeyError"):
         TrainingProgress.from_json(values)

@@ -1,22 +1,56 @@
-"""The optimizers of a model: one as a rule, several where a ``train_step`` of its own applies them.
+"""What a model is made of beside Keras' own: steps, optimizers, what its layers hold.
 
-Keras knows of ``model.optimizer`` alone. A GAN holds one for each of its networks as an attribute,
-builds them when they are first applied, and leaves ``model.optimizer`` unused.
+A model has one optimizer as a rule, several where a ``train_step`` of its own applies them. Keras
+knows of ``model.optimizer`` alone. A GAN holds one for each of its networks as an attribute, builds
+them when they are first applied, and leaves ``model.optimizer`` unused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import keras
 
-from hvdtrain.keras.layer_attributes import held_by
 from hvdtrain.keras.optimizer_patch import plain_optimizers
-from hvdtrain.keras.own_steps import has_own
 from hvdtrain.private_api.keras import flatten_layers, own_trainable_variables
 
-__all__ = ["build_as", "built_for", "optimizers_of", "plain_optimizers_of", "state_of_optimizers"]
+__all__ = [
+    "build_as",
+    "built_for",
+    "has_own",
+    "has_own_call",
+    "held_by",
+    "optimizers_of",
+    "plain_optimizers_of",
+    "state_of_optimizers",
+]
+
+Kind = TypeVar("Kind")
+
+
+def has_own(model: keras.Model, step: str) -> bool:
+    """Whether the model's class defines this step itself: ``train_step`` or another."""
+    return getattr(type(model), step) is not getattr(keras.Model, step)
+
+
+def has_own_call(model: keras.Model) -> bool:
+    """Whether the model computes something itself, rather than only holding others that do."""
+    return type(model).call is not keras.Model.call
+
+
+def held_by(layer: Any, kind: type[Kind]) -> Iterator[Kind]:
+    """The objects of a kind among a layer's attributes, those of its own layers aside."""
+    return _within(vars(layer), kind, set())
+
+
+def _within(value: Any, kind: type[Kind], seen: set[int]) -> Iterator[Kind]:
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+        seen.add(id(value))
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _within(entry, kind, seen)
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
