@@ -1,4 +1,4 @@
-"""Rank, size and place of this process, read from what its launcher left in the environment.
+"""Rank, size and place of this process, as its launcher left them in the environment; its host.
 
 A process can carry the variables of several launchers at once. They are asked in this order:
 

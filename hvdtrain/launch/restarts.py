@@ -38,7 +38,8 @@ def decide(
 ) -> Decision:
     """What follows the last attempt of ``history``.
 
-    A Slurm job around it is preempted as a whole. ``chance``, from 0 to 1, varies the delay.
+    With ``in_slurm`` a job that was preempted is not started again here: Slurm preempts the job
+    around it as a whole. ``chance``, from 0 to 1, varies the delay.
     """
     last = history[-1]
     if last.cause in ("done", "ordered") or max_restarts == 0:

@@ -13,6 +13,7 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import socket
 import struct
 import sys
@@ -63,7 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Each waits for something else: a network, a process, a file system.
     pool = ThreadPoolExecutor(len(_PARTS))
     parts = {name: pool.submit(find, question) for name, find in _PARTS.items()}
-    wait(parts.values(), timeout=MPI_TIMEOUT_S + 1.0)
+    try:
+        wait(parts.values(), timeout=MPI_TIMEOUT_S + 1.0)
+    except KeyboardInterrupt:
+        # Python would wait for the threads of the pool, which may hang, at its end.
+        os._exit(128 + signal.SIGINT)
     errors: dict[str, str] = {}
     for name, part in parts.items():
         if not part.done():
