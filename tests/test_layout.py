@@ -191,7 +191,8 @@ def _declared_all(tree: ast.Module) -> list[str] | None:
 
 def _assigned(tree: ast.Module) -> set[str]:
     names = set()
-    for node in tree.body:
+    tried = [inner for node in tree.body if isinstance(node, ast.Try) for inner in node.body]
+    for node in [*tree.body, *tried]:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         names |= {target.id for target in targets if isinstance(target, ast.Name)}
     return names

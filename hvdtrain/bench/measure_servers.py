@@ -94,7 +94,7 @@ def measure(options: ServersOptions) -> None:
 
 
 class _Runs:
-    """Runs of some workers and one server, with the same model; every method is collective.
+    """Runs of some workers and one server, with the same model; ``measure`` is collective.
 
     Args:
         collectives: The engine.

@@ -35,7 +35,16 @@ try:
         ArrayDataAdapter,
         can_convert_arrays,
     )
-except ImportError as error:
+
+    # The generator behind keras.random, which Keras makes where there is none.
+    make_global_generator = seed_generator.global_seed_generator
+    is_tf_dataset = data_adapters.is_tf_dataset
+    sample_weights_of_classes = data_adapter_utils.class_weight_to_sample_weights
+    # Makes a function from (x, y) to (x, y, sample_weight) for use inside Dataset.map.
+    class_weight_map = tf_dataset_adapter.make_class_weight_map_fn
+    # Divides arrays into what fit trains on, and what it validates with.
+    split_validation = array_slicing.train_validation_split
+except (ImportError, AttributeError) as error:
     raise ModelError(lacks("Keras", keras.version(), SEEN, str(error))) from error
 
 __all__ = [
@@ -300,18 +309,7 @@ def set_global_generator(generator: Any) -> None:
     global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
 
 
-make_global_generator = seed_generator.global_seed_generator
-"""The generator behind ``keras.random``, which Keras makes where there is none."""
-
-
 # What is given to ``fit``.
-
-is_tf_dataset = data_adapters.is_tf_dataset
-sample_weights_of_classes = data_adapter_utils.class_weight_to_sample_weights
-class_weight_map = tf_dataset_adapter.make_class_weight_map_fn
-"""Makes a function from (x, y) to (x, y, sample_weight) for use inside ``Dataset.map``."""
-split_validation = array_slicing.train_validation_split
-"""Divides arrays into what ``fit`` trains on, and what it validates with."""
 
 
 def are_arrays(*structures: Any) -> bool:

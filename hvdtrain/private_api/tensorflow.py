@@ -29,7 +29,10 @@ try:
     from tensorflow.python.client.session import BaseSession
     from tensorflow.python.eager import context
     from tensorflow.python.eager.polymorphic_function import atomic_function
-except ImportError as error:
+
+    # The global seed as it was set; reading it through tf.compat would draw from the generator.
+    global_seed = context.global_seed
+except (ImportError, AttributeError) as error:
     raise LaunchError(lacks("TensorFlow", tf.__version__, SEEN, str(error))) from error
 
 __all__ = [
@@ -162,10 +165,6 @@ def abort_collectives(reason: str) -> None:
     """End all collective operations, now and later, here and where others wait for this process."""
     code: Any = tf.errors.UNAVAILABLE
     context.context().abort_collective_ops(code, reason)
-
-
-global_seed = context.global_seed
-"""The global seed as it was set; reading it through tf.compat would draw from the generator."""
 
 
 def operation_seeds() -> random.Random:

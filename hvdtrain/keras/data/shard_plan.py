@@ -13,7 +13,9 @@ __all__ = ["InputReport", "ShardPlan"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """How an input is to be shared out; all but ``rank`` and ``collectives`` is alike on all.
+    """How an input is to be shared out.
+
+    ``size``, ``seed``, ``steps``, ``presharded`` and ``trains`` are alike on all ranks.
 
     Attributes:
         rank: This rank.

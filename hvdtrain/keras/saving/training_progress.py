@@ -97,7 +97,8 @@ class TrainingProgress:
 def history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:
     """The logs that ``fit`` will return for the epochs so far, in plain values.
 
-    ``history`` is Keras' callback, which notes the logs of the epoch that has just ended later.
+    ``logs`` are those of ``epoch``, which has just ended; None if none has. ``history`` is Keras'
+    callback, which notes them only after this.
     """
     epochs, values = list(history.epoch), {k: list(v) for k, v in history.history.items()}
     if logs is not None:

@@ -31,6 +31,7 @@ from hvdtrain.keras.served.server_shards import shard_model
 from hvdtrain.keras.served.worker_exchange import WorkerLossWeights, refuse_training
 from hvdtrain.keras.served.worker_fit import WorkerFit
 from hvdtrain.monitor import report
+from hvdtrain.private_api.keras import RESULTS, SYMBOLIC_BUILD
 
 __all__ = ["ServedModelPatch"]
 
@@ -147,6 +148,10 @@ class ServedModelPatch(ModelPatch):
             joint.check_still_ours()
             return fit(signature.bind(*args, **options))
 
+        hooks: dict[str, Callable[..., Any]] = {
+            RESULTS: lambda logs: now().joint_results(logs),
+            SYMBOLIC_BUILD: lambda *args, **options: now().adopt(*args, **options),
+        }
         self._replace(
             train_step=steps.train,
             train_on_batch=lambda *args, **options: refuse_training(),
@@ -156,8 +161,7 @@ class ServedModelPatch(ModelPatch):
             evaluate=lambda *args, **options: now().evaluate(*args, **options),
             predict=lambda *args, **options: now().predict(*args, **options),
             make_predict_function=joint.make_predict_function,
-            _get_metrics_result_or_logs=lambda logs: now().joint_results(logs),
-            _maybe_symbolic_build=lambda *args, **options: now().adopt(*args, **options),
+            **hooks,
         )
 
     def _inputs(self, between: Collectives, membership: Membership, seed: int) -> FitInputs:

@@ -1,4 +1,4 @@
-"""Where workers worker, on the wire and in a checkpoint."""
+"""Where workers stand, on the wire and in a checkpoint."""
 
 import json
 
