@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -72,6 +71,9 @@ def _value_in(path: str, key: str) -> str:
 
 
 def _installed() -> dict[str, str]:
+    # Too heavy for those who only write reports.
+    import importlib.metadata
+
     found = {}
     for name in _LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
