@@ -23,20 +23,19 @@ from hvdtrain.collectives.fusion import Scratch, split_evenly
 from hvdtrain.collectives.interface import ReduceOp
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
 
-__all__ = ["DirectAllreduce", "Transfer", "in_flight_bytes"]
+__all__ = ["DirectAllreduce", "Transfer", "chunks_ahead"]
 
 # Up to here sending everything to everyone costs less than a second round.
 SMALL_BYTES = 16384
-# Small messages of all ranks mix on a link; what waits in front of it overflows no queue.
-SEGMENT_BYTES = 32 << 10
 MOST_AHEAD = 8
 MESSAGES_AHEAD = 32
 SCATTER, GATHER = 1, 2
 
 
-def in_flight_bytes(ranks: int) -> int:
-    """How much of an array has to be on its way to keep the links between ``ranks`` busy."""
-    return 2 * _segments_ahead(ranks) * SEGMENT_BYTES * ranks
+def chunks_ahead(ranks: int, chunk_bytes: int, segment_bytes: int) -> int:
+    """How many chunks to start before the first of them is finished, to keep links busy."""
+    segments = max(1, chunk_bytes // ranks // segment_bytes)
+    return -(-2 * _segments_ahead(ranks) // segments)
 
 
 def _segments_ahead(ranks: int) -> int:
@@ -88,12 +87,14 @@ class DirectAllreduce:
 
     Args:
         mpi: The ``mpi4py.MPI`` module.
-        comm: Used by nothing else that sends single messages.
+        comm: Used by nothing else that sends messages with its tags.
+        segment_bytes: How much goes to one rank at a time; the same on all ranks.
     """
 
-    def __init__(self, mpi: ModuleType, comm: Any) -> None:
+    def __init__(self, mpi: ModuleType, comm: Any, segment_bytes: int) -> None:
         self._mpi = mpi
         self.comm = comm
+        self._segment_bytes = segment_bytes
         self._size: int = comm.Get_size()
         self._rank: int = comm.Get_rank()
         # Everyone begins with another, so that not all send to one.
@@ -115,7 +116,7 @@ class DirectAllreduce:
             segments = [_Segment(transfer, everything, small=True)]
         else:
             parts = split_evenly(data.size, self._size)
-            items = SEGMENT_BYTES // data.dtype.itemsize
+            items = self._segment_bytes // data.dtype.itemsize
             segments = [
                 _Segment(
                     transfer,

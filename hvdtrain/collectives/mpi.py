@@ -11,10 +11,15 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hvdtrain.collectives.calls import Call
-from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, in_flight_bytes
+from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, chunks_ahead
 from hvdtrain.collectives.direct_exchange import DirectExchange
 from hvdtrain.collectives.failure_detector import FailureDetector
 from hvdtrain.collectives.fusion import Chunk, Scratch, pack, unpack
+from hvdtrain.collectives.link_speed import (
+    MOST_SEGMENT_BYTES,
+    choose_segment_bytes,
+    measure_link,
+)
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.recovery import Recovery
@@ -23,7 +28,7 @@ from hvdtrain.collectives.transport import Reduction, Transport
 from hvdtrain.collectives.watchdog import Watchdog
 from hvdtrain.errors import Preempted
 
-__all__ = ["MpiTransport", "chunks_ahead"]
+__all__ = ["MpiTransport"]
 
 
 class MpiTransport(Transport):
@@ -83,10 +88,18 @@ class MpiTransport(Transport):
             self.recovery = Recovery(
                 self._mpi, self, self.detector, self._spin_wait, self._min_np, self.timeout_s
             )
+        self.segment_bytes = self._choose_segment_bytes(comm)
         self._share_memory(comm)
         self.connect(comm.Dup(), ranks.members)
         self._watchdog = Watchdog(self._inside_mpi, ranks.number, ranks.size, self.timeout_s)
         self._watchdog.start()
+
+    def _choose_segment_bytes(self, comm: Any) -> int:
+        if self._parent is not None:
+            return self._parent.segment_bytes
+        if comm.Get_size() == self._local_size:
+            return MOST_SEGMENT_BYTES
+        return choose_segment_bytes(measure_link(self._mpi, comm))
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
         """Set up all that depends on who the ranks are; collective over ``comm``.
@@ -98,7 +111,7 @@ class MpiTransport(Transport):
         self.comm = comm
         ranks = self.ranks
         ranks.rank, ranks.size, ranks.members = comm.Get_rank(), comm.Get_size(), tuple(members)
-        self._direct = DirectAllreduce(self._mpi, comm)
+        self._direct = DirectAllreduce(self._mpi, comm, self.segment_bytes)
         self._exchange = DirectExchange(self._mpi, comm, self._await_all)
         self._scratch = Scratch()
         self._word = np.zeros(2, np.int64)
@@ -205,7 +218,7 @@ class MpiTransport(Transport):
         if not self.agree(asked.call):
             return False
         dtype = asked.inputs[0].dtype
-        ahead = chunks_ahead(in_flight_bytes(self.ranks.size), self.chunk_bytes)
+        ahead = chunks_ahead(self.ranks.size, self.chunk_bytes, self.segment_bytes)
         under_way: deque[tuple[Chunk, Transfer]] = deque()
         for number, chunk in enumerate(asked.layout.chunks):
             packed = self._scratch.take(f"chunk {number % (ahead + 1)}", dtype, chunk.items)
@@ -253,8 +266,3 @@ class MpiTransport(Transport):
         inside = self.ranks.inside
         waiting_in = inside[1] if inside is not None else ""
         self._spin_wait.until(lambda: self._mpi.Request.Testall(requests), waiting_in)
-
-
-def chunks_ahead(in_flight_bytes: int, chunk_bytes: int) -> int:
-    """How many chunks are on their way while another begins."""
-    return max(1, -(-in_flight_bytes // chunk_bytes))

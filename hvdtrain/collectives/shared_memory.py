@@ -28,13 +28,13 @@ import numpy as np
 
 from hvdtrain.collectives.arena import open_arena
 from hvdtrain.collectives.calls import Call
-from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, in_flight_bytes
+from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, chunks_ahead
 from hvdtrain.collectives.fork_copies import ForkedCopies
 from hvdtrain.collectives.fusion import BufferPool, pack, split_evenly, unpack
 from hvdtrain.collectives.hierarchy import plan_hierarchy
 from hvdtrain.collectives.host_window import Window
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
-from hvdtrain.collectives.mpi import MpiTransport, chunks_ahead
+from hvdtrain.collectives.mpi import MpiTransport
 from hvdtrain.collectives.transport import Reduction
 
 __all__ = ["SharedMemoryTransport"]
@@ -127,11 +127,12 @@ class SharedMemoryTransport(MpiTransport):
         crosses = self._local_rank < self._cross_groups
         color = self._local_rank if crosses else self._mpi.UNDEFINED
         cross = self.comm.Split(color, self.ranks.rank)
-        return DirectAllreduce(self._mpi, cross) if crosses else None
+        return DirectAllreduce(self._mpi, cross, self.segment_bytes) if crosses else None
 
     def _chunks_ahead(self) -> int:
         """How many chunks are to be on their way between hosts, as far as there are slots."""
-        wanted = chunks_ahead(in_flight_bytes(self._hosts) * self._cross_groups, self.chunk_bytes)
+        share_bytes = self.chunk_bytes // self._cross_groups
+        wanted = chunks_ahead(self._hosts, share_bytes, self.segment_bytes)
         return min(wanted, self._window.slots - 4)
 
     def _slot_views(
