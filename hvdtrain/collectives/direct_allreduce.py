@@ -87,7 +87,7 @@ class DirectAllreduce:
 
     Args:
         mpi: The ``mpi4py.MPI`` module.
-        comm: Used by nothing else that sends messages with its tags.
+        comm: What else sends messages there has other tags than ``SCATTER`` and ``GATHER``.
         segment_bytes: How much goes to one rank at a time; the same on all ranks.
     """
 

@@ -133,7 +133,9 @@ class DirectExchange:
             requests += self._receive(block, source)
         for block in sends:
             requests += self._send(block, to)
-        self._wait(requests)
+        # One after the other: each has the time-out of a wait.
+        for request in requests:
+            self._wait([request])
 
     def _send(self, block: np.ndarray, to: int) -> list[Any]:
         byte = self._mpi.BYTE

@@ -428,3 +428,5 @@ class Engine(RankState):
                 f"({type(error).__name__}: {error}) and is no longer in step with the other ranks. "
                 "End the program."
             )
+            # Its frames hold buffers that MPI may still write to.
+            self.broken.__cause__ = error

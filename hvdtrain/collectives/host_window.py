@@ -37,8 +37,8 @@ def ring_slots(local_size: int, chunk_bytes: int, free: int | None) -> int:
 class Window:
     """Memory of a host: for each rank a header of words and its slots, and the result slots.
 
-    Seats are the ranks of ``host``. They stay what they are when ranks die: the memory of a dead
-    rank is still there, and lies fallow.
+    Window ranks are the ranks of ``host``. They stay what they are when ranks die: the memory of a
+    dead rank is still there, and lies fallow.
 
     Args:
         mpi: The ``mpi4py.MPI`` module.

@@ -84,6 +84,8 @@ class MpiTransport(Transport):
         self._host.Bcast(first)
         self.host = int(first[0])
         self._spin_wait = SpinWait(self.detector, self.timeout_s, self._local_size)
+        # Apart, as it is no wait for a rank that is late.
+        self._data_wait = SpinWait(self.detector, self.timeout_s, self._local_size)
         if self._min_np is not None:
             self.recovery = Recovery(
                 self._mpi, self, self.detector, self._spin_wait, self._min_np, self.timeout_s
@@ -190,9 +192,10 @@ class MpiTransport(Transport):
     def _inside_mpi(self) -> tuple[float, str] | None:
         """Since when this rank is in an operation without waiting for others to come."""
         inside = self.ranks.inside
-        if inside is None or self._spin_wait.waits:
+        waits = self._spin_wait, self._data_wait
+        if inside is None or any(wait.waits for wait in waits):
             return None
-        return max(inside[0], self._spin_wait.waited_until_s), inside[1]
+        return max(inside[0], *(wait.waited_until_s for wait in waits)), inside[1]
 
     @property
     def waited_s(self) -> float:
@@ -244,7 +247,7 @@ class MpiTransport(Transport):
             direct.progress()
             return transfer.done
 
-        self._spin_wait.until(done, call.short_text)
+        self._data_wait.until(done, call.short_text)
 
     def gather_bytes(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
         self._exchange.allgather(data, out, counts)
@@ -265,4 +268,4 @@ class MpiTransport(Transport):
         """Wait for messages of the operation that this rank is in."""
         inside = self.ranks.inside
         waiting_in = inside[1] if inside is not None else ""
-        self._spin_wait.until(lambda: self._mpi.Request.Testall(requests), waiting_in)
+        self._data_wait.until(lambda: self._mpi.Request.Testall(requests), waiting_in)

@@ -211,7 +211,8 @@ class SharedMemoryTransport(MpiTransport):
         chunk s - last - 1. It has unpacked that one in step s-1, for which all ranks had reduced
         it. It also reduces chunk s-1 into the result slot of chunk s - last - 2; every other rank
         has packed chunk s-1 by then, so has finished its step s-2 and with it unpacking that one.
-        Results in the arena are not unpacked, but ranks wait there as long.
+        Results in the arena are not unpacked, but ranks wait there as long. Hosts may differ in how
+        many chunks they have on the way: a transfer starts after waiting for earlier ones alone.
         """
         job = self._begin(asked)
         if job is None:

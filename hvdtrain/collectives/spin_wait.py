@@ -41,7 +41,7 @@ class SpinWait:
         self.waits = False
         """Whether this rank waits here, and will give up by itself."""
         self.waited_until_s = 0.0
-        """When it last did, by the monotonic clock."""
+        """When what it waited for last was there, by the monotonic clock."""
         self.waited_s = 0.0
         """How long in all."""
         self._spins = SPINS if local_size <= (os.cpu_count() or 1) else 1
@@ -58,6 +58,7 @@ class SpinWait:
         """
         for _ in range(self._spins):
             if ready():
+                self.waited_until_s = time.monotonic()
                 return
         self.waits = True
         start_s = time.monotonic()

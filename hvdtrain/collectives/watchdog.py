@@ -1,9 +1,9 @@
 """Ends a process that hangs inside MPI, or inside Horovod.
 
-Ranks meet before an operation moves data, and that wait has a time-out of its own. What then moves
-the data are calls of MPI, which end when it is moved and offer no way to give up: should a rank
-stop just then, or the network, the others would stay in them for ever. Horovod's calls are all of
-that kind.
+What hvdtrain waits for itself has a time-out of its own. Calls of MPI that all ranks make together,
+as those that set up a communicator, end when all have made them and offer no way to give up: should
+a rank stop just then, or the network, the others would stay in them for ever. Horovod's calls are
+all of that kind.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.cluster.topology import read_topology
-from hvdtrain.collectives import exit_hooks
+from hvdtrain.collectives import exit_hooks, host_window
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.kernels import accumulator_dtype
 from hvdtrain.collectives.mpi import MpiTransport
@@ -62,13 +62,16 @@ class EngineCase:
     """An engine to test.
 
     ``hosts`` holds the pretended host of each rank; with ``arena`` results lie in memory that all
-    ranks see, however small they are.
+    ranks see, however small they are. ``slots`` and ``segment_bytes`` make the memory of a host
+    and what goes to another at a time as small as they can be, rather than as they are on this one.
     """
 
     kind: str
     hosts: tuple[int, ...]
     chunk_bytes: int = MANY_CHUNKS
     arena: bool = False
+    slots: int | None = None
+    segment_bytes: int | None = None
 
     def __str__(self) -> str:
         size = "many-chunks" if self.chunk_bytes == MANY_CHUNKS else "large-chunks"
@@ -85,13 +88,19 @@ CASES = [
     EngineCase(kind="mpi", hosts=(0, 0)),
     EngineCase(kind="shared_memory", hosts=(0, 0), chunk_bytes=LARGE_CHUNKS),
     EngineCase(kind="shared_memory", hosts=(0, 0), arena=True),
-    EngineCase(kind="mpi", hosts=(0, 0, 0), chunk_bytes=LARGE_CHUNKS),
+    EngineCase(kind="mpi", hosts=(0, 0, 0), chunk_bytes=LARGE_CHUNKS, segment_bytes=4096),
     EngineCase(kind="shared_memory", hosts=(0, 0, 0)),
     EngineCase(kind="shared_memory", hosts=(0, 0, 0), chunk_bytes=LARGE_CHUNKS, arena=True),
-    EngineCase(kind="shared_memory", hosts=(0, 0, 1)),
+    EngineCase(kind="shared_memory", hosts=(0, 0, 1), slots=6),
     EngineCase(kind="shared_memory", hosts=(0, 0, 0, 0)),
     EngineCase(kind="shared_memory", hosts=(0, 0, 1, 1)),
-    EngineCase(kind="shared_memory", hosts=(0, 1, 0, 1), chunk_bytes=LARGE_CHUNKS),
+    EngineCase(
+        kind="shared_memory",
+        hosts=(0, 1, 0, 1),
+        chunk_bytes=LARGE_CHUNKS,
+        slots=5,
+        segment_bytes=4096,
+    ),
 ]
 
 
@@ -133,7 +142,12 @@ def new_engine(case: EngineCase, timeout_s: float = 30.0) -> Any:
     transport: Any = kind(mpi_of_job(), comm, host, case.chunk_bytes, timeout_s)
     if case.arena:
         transport.least_in_arena = 0
-    return Engine(transport)
+    with pytest.MonkeyPatch.context() as patch:
+        if case.segment_bytes is not None:
+            patch.setattr(transport, "_choose_segment_bytes", lambda comm: case.segment_bytes)
+        if case.slots is not None:
+            patch.setattr(host_window, "ring_slots", lambda *_: case.slots)
+        return Engine(transport)
 
 
 @functools.cache

@@ -64,7 +64,9 @@ def test_broadcast_from_each_root(subject: Subject) -> None:
     engine = subject.engine
     for root in range(engine.size):
         for dtype in DTYPES:
-            for shape in ((), (0, 2), (3, 5), (7000,)) if dtype == np.float32 else ((5,),):
+            for shape in (
+                ((), (0, 2), (3, 5), (7000,), (800_000,)) if dtype == np.float32 else ((5,),)
+            ):
                 mine = _noise(engine.rank, shape, dtype)
                 kept = mine.copy()
                 result = engine.broadcast(mine, root, name="weights")
