@@ -6,7 +6,7 @@
     mpirun -np 2 python examples/mnist.py
     hvdtrain run -np 2 -- python examples/mnist.py
 
-An ordinary Keras script, with two lines of hvdtrain: ``init()`` and ``distribute(model)``.
+An ordinary Keras script, which ``init()`` and ``distribute(model)`` make one for many ranks.
 """
 
 import argparse
