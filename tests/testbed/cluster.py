@@ -196,6 +196,11 @@ class Cluster:
         """Put the link of a host back; Slurm takes some seconds to believe in a host it gave up."""
         network.set_link(self._machines[_HEAD], host, "up")
 
+    def shape(self, rate: str, queue_ms: int) -> None:
+        """Slow all links down to ``rate``, as tc writes it, with so much of a queue before each."""
+        for host in self.hosts:
+            network.shape_link(self._machines[_HEAD], self._machines[host], rate, queue_ms)
+
     def stop_sshd(self, host: str) -> None:
         """Let a host refuse new connections; those it has go on."""
         daemon = self._daemons.pop(f"sshd.{host}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tests.testbed.hosts import Host
 
-__all__ = ["HOSTS", "addresses", "connect", "hosts_text", "set_link"]
+__all__ = ["HOSTS", "addresses", "connect", "hosts_text", "set_link", "shape_link"]
 
 HOSTS = ("node1", "node2", "node3", "node4")
 
@@ -52,6 +52,13 @@ def connect(head: Host, hosts: Sequence[Host]) -> None:
 def set_link(head: Host, name: str, state: str) -> None:
     """Put the link to the host ``name`` ``up`` or ``down``."""
     _ip(head, [f"link set {name} {state}"])
+
+
+def shape_link(head: Host, host: Host, rate: str, queue_ms: int) -> None:
+    """Let the link to a host carry no more than ``rate``, as tc writes it, in each direction."""
+    shaper = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", f"{queue_ms}ms")
+    host.do("tc", "qdisc", "replace", "dev", "eth0", *shaper)
+    head.do("tc", "qdisc", "replace", "dev", host.name, *shaper)
 
 
 def _ip(host: Host, steps: Sequence[str]) -> None:
