@@ -53,8 +53,8 @@ def main() -> None:
     found = run(asked)
     reference = median(found["TCP"])
     print(
-        f"{asked.mib:g} MiB of float32 in {ARRAYS} arrays, {asked.hosts} hosts with "
-        f"{asked.ranks_per_host} ranks each, links of {asked.rate} with {asked.queue_ms} ms of queue\n"
+        f"{asked.mib:g} MiB of float32 in {ARRAYS} arrays, {asked.hosts} hosts, "
+        f"{asked.ranks_per_host} ranks each, links of {asked.rate}, queues of {asked.queue_ms} ms\n"
     )
     print("| way | median of runs | shortest to longest | of TCP's speed |\n|---|---|---|---|")
     for way, times in found.items():
