@@ -223,7 +223,15 @@ def take_rows(
 
     ``piece`` consists of whole rows; ``indices`` are rows of the variable, of shape ``(n,)``, and
     ``values`` their gradients, of shape ``(n, *spec.shape[1:])``.
+
+    Raises:
+        ValueError: ``piece`` has parts of rows.
     """
+    if not _has_whole_rows(piece, spec):
+        raise ValueError(
+            f"Elements {piece.start} to {piece.stop} of {spec.path}, of shape {spec.shape}, are "
+            "not whole rows. Send the gradient of this variable as a whole."
+        )
     first, last = piece.start // spec.row, piece.stop // spec.row
     mine = (indices >= first) & (indices < last)
     return indices[mine] - first, values[mine]
