@@ -157,7 +157,8 @@ def _entries(optimizer: Any, shard: Shard, numbers: Sequence[int]) -> _Entries:
     ``numbers`` says which of the optimizer's variables a piece is, or is of.
 
     Raises:
-        ModelError: The optimizer has variables of which neither can be told.
+        ModelError: The optimizer has variables that belong neither to all nor to each of the
+            model's.
     """
     count = len(own_trainable_variables(optimizer))
     mine = {id(variable) for variable in optimizer.variables}
