@@ -68,7 +68,7 @@ class Consistency(ABC):
 
 
 class Asynchronous(Consistency):
-    """Workers go on without each other, at most ``bound`` steps (None: any) before the slowest."""
+    """Workers go on without each other, up to ``bound`` steps (None: any) ahead of the slowest."""
 
     gathers = False
 

@@ -117,10 +117,10 @@ class ShardGradients:
     def blocks(self) -> Iterator[np.ndarray]:
         """Yields all memory that travels after the header, in its order."""
         pieces = self.shard.pieces
-        is_dense = self.header[1:] == _DENSE
-        for dense, run in itertools.groupby(range(len(pieces)), is_dense.__getitem__):
+        not_dense = self.missing | self.rows.keys()
+        for skipped, run in itertools.groupby(range(len(pieces)), not_dense.__contains__):
             numbers = list(run)
-            if dense and self.slot == SENT:
+            if not skipped and self.slot == SENT:
                 first, last = pieces[numbers[0]], pieces[numbers[-1]]
                 yield self.flat[first.offset : last.offset + last.nbytes]
         for rows in self.rows.values():
@@ -223,7 +223,15 @@ def take_rows(
 
     ``piece`` consists of whole rows; ``indices`` are rows of the variable, of shape ``(n,)``, and
     ``values`` their gradients, of shape ``(n, *spec.shape[1:])``.
+
+    Raises:
+        ValueError: ``piece`` has parts of rows.
     """
+    if not _has_whole_rows(piece, spec):
+        raise ValueError(
+            f"Elements {piece.start} to {piece.stop} of {spec.path}, of shape {spec.shape}, are "
+            "not whole rows. Send the gradient of this variable as a whole."
+        )
     first, last = piece.start // spec.row, piece.stop // spec.row
     mine = (indices >= first) & (indices < last)
     return indices[mine] - first, values[mine]

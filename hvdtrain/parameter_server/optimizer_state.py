@@ -88,26 +88,35 @@ def gather_state(
 
     Raises:
         CheckpointError: The states are of another optimizer or of other shards.
-        ModelError: The optimizer is not built, or its state can't be put together.
+        ModelError: The optimizer is not built or has no slots ``only``, or its state can't be put
+            together.
     """
     plain, variables = _built(model_optimizer)
-    steps = accumulated_steps(plain)
-    gathered: dict[int, tuple[keras.Variable, np.ndarray]] = {}
+    parts: dict[int, tuple[keras.Variable, list[tuple[VariableSlice | None, np.ndarray]]]] = {}
     for shard, values in zip(shards, states):
         for key, (variable, piece) in _entries_of_model(plain, shard).items():
             if only is not None and not key.startswith(f"{only}/"):
                 continue
             if piece is None and shard is not shards[0]:
                 continue
-            _, whole = gathered.setdefault(id(variable), (variable, _value(variable)))
-            place = whole if piece is None else _part(whole, piece, variables)
-            value = _check(key, values, place.shape)
+            value = _check(key, values, _part_shape(variable, piece, variables))
             if key == _ITERATIONS:
                 # Beside what the servers count there are gradients that wait for those of more
                 # steps.
-                value = value * steps + int(place) % steps
-            place[...] = value
-    for variable, whole in gathered.values():
+                steps = accumulated_steps(plain)
+                value = value * steps + int(_value(variable)) % steps
+            parts.setdefault(id(variable), (variable, []))[1].append((piece, value))
+    if only is not None and not parts:
+        raise ModelError(
+            f"The servers' {only} can't be given to {type(plain).__name__}, which has no "
+            f"attribute _{only} with an entry for each variable. Use a version of Keras that "
+            "hvdtrain was tested with, or an optimizer that keeps them."
+        )
+    # One copy at a time: an optimizer may keep several times as much as the model has.
+    for variable, pieces in parts.values():
+        whole = _value(variable)
+        for piece, value in pieces:
+            _part(whole, piece, variables)[...] = value
         variable.assign(whole)
 
 
@@ -148,7 +157,8 @@ def _entries(optimizer: Any, shard: Shard, numbers: Sequence[int]) -> _Entries:
     ``numbers`` says which of the optimizer's variables a piece is, or is of.
 
     Raises:
-        ModelError: The optimizer has variables of which neither can be told.
+        ModelError: The optimizer has variables that belong neither to all nor to each of the
+            model's.
     """
     count = len(own_trainable_variables(optimizer))
     mine = {id(variable) for variable in optimizer.variables}
@@ -190,11 +200,24 @@ def _built(optimizer: Any) -> tuple[Any, Sequence[Any]]:
     return plain, own_trainable_variables(plain)
 
 
-def _part(whole: np.ndarray, piece: VariableSlice, variables: Sequence[Any]) -> np.ndarray:
-    """Returns what belongs to ``piece`` of a variable's state, as a view."""
-    if piece.stop - piece.start == math.prod(variables[piece.variable].shape):
+def _is_whole(piece: VariableSlice, variables: Sequence[Any]) -> bool:
+    return piece.stop - piece.start == math.prod(variables[piece.variable].shape)
+
+
+def _part(whole: np.ndarray, piece: VariableSlice | None, variables: Sequence[Any]) -> np.ndarray:
+    """Returns what belongs to ``piece`` of a variable's state, as a view; for None all of it."""
+    if piece is None or _is_whole(piece, variables):
         return whole  # which needn't have the variable's shape
     return whole.reshape(-1)[piece.start : piece.stop].reshape(piece.shape)
+
+
+def _part_shape(
+    slot: keras.Variable, piece: VariableSlice | None, variables: Sequence[Any]
+) -> tuple[int, ...]:
+    """Returns the shape of that ``_part`` of a slot, which is not copied for it."""
+    if piece is None or _is_whole(piece, variables):
+        return tuple(slot.shape)
+    return piece.shape
 
 
 def _value(variable: Any) -> np.ndarray:

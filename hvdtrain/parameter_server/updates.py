@@ -81,7 +81,7 @@ class StalenessStats:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values, which can be sent to other ranks."""
-        return vars(self)
+        return vars(self) | {"pushed": dict(self.pushed), "staleness": dict(self.staleness)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> StalenessStats:

@@ -120,7 +120,11 @@ class VariableTable:
         return read_state(self._optimizer, self.shard)
 
     def load_state(self, values: Mapping[str, np.ndarray]) -> None:
-        """Go on from a state, which ``state`` or ``cut_state`` returned; as ``assign_state``."""
+        """Go on from a state, which ``state`` or ``cut_state`` returned.
+
+        Raises:
+            CheckpointError: It is of another optimizer or another shard.
+        """
         assign_state(self._optimizer, self.shard, values)
 
     def _make_step(self, sparse: frozenset[int], missing: frozenset[int]) -> Callable[..., Any]:

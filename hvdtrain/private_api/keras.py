@@ -129,6 +129,7 @@ HOOKS: dict[type, tuple[str, ...]] = {
 # What a compiled model and a built optimizer hold.
 _OF_A_MODEL = ("_call_has_training_arg", "_compile_loss", "_initial_epoch", "_loss_tracker")
 _OF_AN_OPTIMIZER = ("_iterations", "_learning_rate", "_trainable_variables")
+_AVERAGES = "_model_variables_moving_average"  # of one that is built, with use_ema
 
 RESULTS = "_get_metrics_result_or_logs"
 """The method of a model that says what its loops report; takes what the last step returned."""
@@ -152,7 +153,9 @@ def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
     missing = missing_hooks(HOOKS)
     missing += [f"{type(model).__name__}.{n}" for n in _OF_A_MODEL if not hasattr(model, n)]
     for optimizer in optimizers:
-        absent = [name for name in _OF_AN_OPTIMIZER if not hasattr(optimizer, name)]
+        averages = getattr(optimizer, "built", False) and getattr(optimizer, "use_ema", False)
+        names = (*_OF_AN_OPTIMIZER, _AVERAGES) if averages else _OF_AN_OPTIMIZER
+        absent = [name for name in names if not hasattr(optimizer, name)]
         missing += [f"{type(optimizer).__name__}.{name}" for name in absent]
     if missing:
         raise ModelError(lacks("Keras", keras.version(), SEEN, ", ".join(missing)))
@@ -282,8 +285,16 @@ def accumulated_gradients(optimizer: Any) -> list[Any]:
 
 
 def moving_averages(optimizer: Any) -> list[Any]:
-    """The moving averages of the variables that an optimizer keeps; empty without them."""
-    return list(getattr(optimizer, "_model_variables_moving_average", []))
+    """The moving averages of its variables, of an optimizer that is built and has ``use_ema``.
+
+    Raises:
+        ModelError: There are none under the name that is known.
+    """
+    averages = getattr(optimizer, _AVERAGES, None)
+    if averages is None:
+        missing = f"{type(optimizer).__name__}.{_AVERAGES}"
+        raise ModelError(lacks("Keras", keras.version(), SEEN, missing))
+    return list(averages)
 
 
 def mask_of(output: Any) -> Any:

@@ -240,6 +240,7 @@ def test_steps_without_gradients():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_types_are_summed_exactly(dtype):
+    """In float32, and travel in the type of the shard."""
     accrued = GradientSum()
     kind = numpy_dtype(dtype)
     for value in (4096.0, 2.0, 2.0, -4096.0):
@@ -249,3 +250,12 @@ def test_half_types_are_summed_exactly(dtype):
     assert dense.dtype == sparse.values.dtype == np.float32
     assert dense.tolist() == [4.0, 4.0]
     assert sparse.values.tolist() == [[4.0, 4.0]]
+    variables = specs((2,), (3, 2), dtype=dtype)
+    (shard,) = shard_variables(variables, 1)
+    sent = packed(shard, variables, [dense, sparse])
+    for parts in (sent, received(sent)):
+        flat, rows = parts.by_piece()
+        assert flat.dtype == rows.values.dtype == kind
+        assert flat.tolist() == [4.0, 4.0]
+        assert rows.indices.tolist() == [1]
+        assert rows.values.tolist() == [[4.0, 4.0]]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import CheckpointError, ModelError
-from hvdtrain.parameter_server.optimizer_state import cut_state, gather_state
+from hvdtrain.parameter_server.optimizer_state import AVERAGES, cut_state, gather_state
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 from hvdtrain.parameter_server.variable_table import VariableTable
 from tests.parameter_server.tables import (
@@ -81,3 +81,20 @@ def test_a_state_of_something_else():
         two.tables[0].load_state({})
     with pytest.raises(CheckpointError, match="found shape"):
         gather_state(optimizer, three.shards, [table.state() for table in two.tables] * 2)
+    with pytest.raises(ModelError, match=f"{AVERAGES} can't be given to Adam, which has no"):
+        gather_state(optimizer, two.shards, [t.state() for t in two.tables], only=AVERAGES)
+
+
+def test_nothing_is_assigned_of_states_that_do_not_fit():
+    variables = make_variables()
+    optimizer = opt.Adam(0.1)
+    servers = Servers(optimizer, variables, 2)
+    optimizer.build(variables)
+    servers.apply(make_gradients(0, variables))
+    states = [table.state() for table in servers.tables]
+    states[-1].popitem()
+    before = [np.array(v) for v in optimizer.variables]
+    with pytest.raises(CheckpointError, match="found nothing"):
+        gather_state(optimizer, servers.shards, states)
+    for value, expected in zip(optimizer.variables, before):
+        np.testing.assert_array_equal(value, expected)

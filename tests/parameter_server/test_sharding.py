@@ -201,3 +201,6 @@ def test_rows_of_a_sparse_gradient_find_their_owner():
         np.testing.assert_array_equal(
             found.reshape(-1), dense.reshape(-1)[piece.start : piece.stop]
         )
+    (part, _) = shard_variables(specs((3, 4000)), 2)
+    with pytest.raises(ValueError, match="not whole rows"):
+        take_rows(part.pieces[0], specs((3, 4000))[0], np.array([0]), np.zeros((1, 4000)))

@@ -200,6 +200,10 @@ def test_json():
     assert back == counts
     assert back.staleness == {0: 1, 1: 1, 4: 2}
     assert back.pushed == {0: 4, 3: 2}
+    said = counts.to_json()
+    counts.pushed[0] += 1
+    counts.late += 1
+    assert StalenessStats.from_json(said) == back, "it stays as it was"
     assert (
         StalenessStats.from_json(json.loads(json.dumps(StalenessStats().to_json())))
         == StalenessStats()

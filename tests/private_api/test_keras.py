@@ -35,6 +35,16 @@ def test_what_an_optimizer_lacks_is_named(world) -> None:
         hvdtrain.distribute(model)
 
 
+@pytest.mark.ranks(1)
+def test_averages_that_an_optimizer_lacks_are_named(world) -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(use_ema=True), "mse")
+    model.optimizer.build(model.trainable_variables)
+    del model.optimizer._model_variables_moving_average
+    with pytest.raises(ModelError, match=r"lacks SGD\._model_variables_moving_average, which"):
+        hvdtrain.distribute(model)
+
+
 def test_the_keras_that_is_there_was_seen() -> None:
     major, minor = map(int, keras.version().split(".")[:2])
     oldest, newest = (tuple(map(int, version.split("."))) for version in SEEN)

@@ -99,7 +99,7 @@ class ServerOptimizerState:
     def put(self, states: Sequence[np.ndarray], *, only: str | None = None) -> None:
         """Take over what the servers sent; ``only`` as in ``put_states``."""
         put_states(self.optimizer, self._shards, states, only=only)
-        if self._servers is not self._own:
+        if self.has_averages and self._servers is not self._own:
             _copy(moving_averages(self._servers), moving_averages(self._own))
 
     def newest_weights(self, client: Client) -> list[np.ndarray]:

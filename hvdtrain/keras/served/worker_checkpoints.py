@@ -63,7 +63,7 @@ def begin_worker_session(
     return CheckpointSession(saver, resume), resume
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class WorkerPeers(Peers):
     """The servers and the other workers, as one worker's ``CheckpointSession`` deals with them."""
 

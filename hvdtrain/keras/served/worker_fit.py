@@ -23,7 +23,7 @@ from hvdtrain.keras.served.worker_exchange import WorkerExchange
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.private_api.keras import split_validation
 
-__all__ = ["IndependentWorker", "WorkerFit"]
+__all__ = ["WorkerFit"]
 
 # They decide by validation results, or for all: the chief's decide.
 _CHIEF_DECIDES = (
@@ -34,7 +34,7 @@ _CHIEF_DECIDES = (
 )
 
 
-class IndependentWorker(Membership):
+class _IndependentWorker(Membership):
     """A worker's place among workers that never meet; it stays within a ``fit``."""
 
     def __init__(self, worker: int, workers: Sequence[int]) -> None:
@@ -54,7 +54,7 @@ class WorkerFit(keras.callbacks.Callback):
     def __init__(self, job: ServedJob, exchange: WorkerExchange) -> None:
         super().__init__()
         self.job = job
-        self.worker = IndependentWorker(job.collectives.member, job.shards.roles.workers)
+        self.worker = _IndependentWorker(job.collectives.member, job.shards.roles.workers)
         """This worker among all."""
         self._exchange = exchange
         self._resume: WorkerResume | None = None

@@ -1,9 +1,13 @@
 """``fit`` through parameter servers that wait for nobody: data, validation, callbacks."""
 
+import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from hvdtrain.keras.served.served_fit import _update_log
+from hvdtrain.parameter_server.sharding import Spec, shard_variables
 from tests.keras.served.programs import facts, program, servers
 
 TRAINS = program("""
@@ -307,3 +311,19 @@ def test_nobody_waits_for_a_backup_worker(launch):
     assert done.returncode == 0
     assert [entry["alike"] for entry in facts(done, "done")] == [True] * 4
     assert "3 workers sent 60 gradients, 1 of them too late; staleness 0.0" in done.stderr
+
+
+def test_every_fit_goes_on_with_the_log_of_updates_and_says_who_is_who(tmp_path):
+    specs = [Spec("kernel", (4, 2), "float32"), Spec("bias", (2,), "float32")]
+    (shard,) = shard_variables(specs, 1)
+    job = SimpleNamespace(
+        settings=SimpleNamespace(update_log=str(tmp_path / "logs")),
+        collectives=SimpleNamespace(member=2),
+        shards=SimpleNamespace(specs=specs, roles=SimpleNamespace(workers=(0, 1))),
+    )
+    for version in (1, 2):
+        with _update_log(job, shard) as log:
+            log.write(json.dumps({"version": version}) + "\n")
+    header = {"server": 2, "workers": [0, 1], "pieces": [["kernel", 0, 8], ["bias", 0, 2]]}
+    lines = (tmp_path / "logs" / "server-2.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [header, {"version": 1}, header, {"version": 2}]

@@ -4,7 +4,9 @@ import keras
 import numpy as np
 import pytest
 
+from hvdtrain.errors import ModelError
 from hvdtrain.keras.served.server_shards import ServerOptimizerState, center_optimizer
+from hvdtrain.parameter_server.optimizer_state import AVERAGES
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 
 
@@ -44,3 +46,17 @@ def test_averages_go_to_the_servers_and_come_back(elastic):
             np.testing.assert_array_equal(value, expected)
     # Otherwise the next average would begin anew.
     assert int(there.optimizer.iterations.numpy()) == 3
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_averages_under_another_name_are_missed(elastic):
+    """Otherwise the weights themselves would be validated, and stay."""
+    model = trained(1)
+    state = state_of(model, elastic)
+    states = state.take()
+    held = vars(model.optimizer)
+    held["_renamed"] = held.pop("_model_variables_moving_average")
+    with pytest.raises(ModelError, match=r"_model_variables_moving_average|which has no attribute"):
+        state.put(states, only=AVERAGES)
+    with pytest.raises(ModelError, match=r"lacks Adam\._model_variables_moving_average, which"):
+        state.finalize()
