@@ -10,8 +10,8 @@ from hvdtrain.collectives.failure_detector import FailureDetector
 
 __all__ = ["SpinWait"]
 
-# About 100 microseconds: ranks in step meet within it.
-SPINS = 1000
+# Ranks in step meet within it.
+SPIN_S = 100e-6
 FIRST_PAUSE_S = 20e-6
 LONGEST_PAUSE_S = 100e-6
 # Who has waited for long sleeps for longer: it costs a hundredth of the wait at most, and leaves
@@ -44,7 +44,7 @@ class SpinWait:
         """When what it waited for last was there, by the monotonic clock."""
         self.waited_s = 0.0
         """How long in all."""
-        self._spins = SPINS if local_size <= (os.cpu_count() or 1) else 1
+        self._spin_s = SPIN_S if local_size <= (os.cpu_count() or 1) else 0.0
 
     def until(self, ready: Callable[[], bool], waiting_in: str) -> None:
         """Return once ``ready()`` is true.
@@ -56,12 +56,13 @@ class SpinWait:
             PeerFailedError: Another rank failed or left meanwhile.
             CollectiveTimeoutError: The time is over.
         """
-        for _ in range(self._spins):
+        start_s = now_s = time.monotonic()
+        while now_s - start_s <= self._spin_s:
             if ready():
-                self.waited_until_s = time.monotonic()
+                self.waited_until_s = now_s
                 return
+            now_s = time.monotonic()
         self.waits = True
-        start_s = time.monotonic()
         try:
             self._wait(ready, waiting_in)
         finally:
