@@ -29,6 +29,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 ARRAYS = 40
 TCP_PORT = 45454
 JOB_TIMEOUT_S = 900.0
+# For one read or write of a socket, and for the other host to connect.
+LINK_TIMEOUT_S = 60.0
 
 
 def main() -> None:
@@ -143,11 +145,13 @@ class Link:
         names = world.allgather(socket.gethostname())
         if not self._idle:
             listener = socket.create_server(("", TCP_PORT))
+            listener.settimeout(LINK_TIMEOUT_S)
         world.Barrier()
         if not self._idle:
             following = names[(world.Get_rank() + local_size) % (hosts * local_size)]
-            self._out = socket.create_connection((following, TCP_PORT))
+            self._out = socket.create_connection((following, TCP_PORT), LINK_TIMEOUT_S)
             self._in, _ = listener.accept()
+            self._in.settimeout(LINK_TIMEOUT_S)
             listener.close()
 
     def move(self, nbytes: int) -> None:
@@ -159,8 +163,11 @@ class Link:
         buffer = bytearray(1 << 20)
         left = nbytes
         while left:
-            left -= self._in.recv_into(buffer, min(left, len(buffer)))
-        sender.join()
+            received = self._in.recv_into(buffer, min(left, len(buffer)))
+            if not received:
+                raise ConnectionError(f"The host before closed its link, {left} bytes too early.")
+            left -= received
+        sender.join(LINK_TIMEOUT_S)
 
 
 if __name__ == "__main__":
