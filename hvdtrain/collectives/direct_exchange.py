@@ -44,7 +44,7 @@ class DirectExchange:
 
     def allgather(self, data: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
         """Put the bytes of all ranks, ``counts[r]`` of rank r, one after the other into ``out``."""
-        blocks = _cut(out, counts)
+        blocks = np.split(out, np.cumsum(counts)[:-1])
         np.copyto(blocks[self._rank], data)
         # From here on in the order in which this rank gets them.
         blocks = blocks[self._rank :] + blocks[: self._rank]
@@ -69,7 +69,8 @@ class DirectExchange:
         receive_counts: Sequence[int],
     ) -> None:
         """Send the next ``send_counts[r]`` bytes of ``data`` to each rank r; the same for out."""
-        sends, receives = _cut(data, send_counts), _cut(out, receive_counts)
+        sends = np.split(data, np.cumsum(send_counts)[:-1])
+        receives = np.split(out, np.cumsum(receive_counts)[:-1])
         np.copyto(receives[self._rank], sends[self._rank])
         for shift in range(1, self._size):
             to, source = (self._rank + shift) % self._size, (self._rank - shift) % self._size
@@ -144,8 +145,3 @@ class DirectExchange:
     def _receive(self, block: np.ndarray, source: int) -> list[Any]:
         byte = self._mpi.BYTE
         return [self._comm.Irecv([part, byte], source, TAG) for part in messages_of(block)]
-
-
-def _cut(buffer: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
-    starts = [0, *np.cumsum(counts)]
-    return [buffer[int(start) : int(start) + count] for start, count in zip(starts, counts)]
