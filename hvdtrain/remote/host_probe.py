@@ -58,17 +58,15 @@ print(MPI.Get_library_version())
 def main(argv: Sequence[str] | None = None) -> int:
     """Answer the question in ``argv``."""
     started_s = time.time()
+    # Ended at once by Ctrl-C: Python would wait for the threads of the pool, which may hang.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = sys.argv[1:] if argv is None else argv
     question = read_question(argv[0] if argv else "{}")
     facts: dict[str, Any] = {"started_s": started_s, "python": platform.python_version()}
     # Each waits for something else: a network, a process, a file system.
     pool = ThreadPoolExecutor(len(_PARTS))
     parts = {name: pool.submit(find, question) for name, find in _PARTS.items()}
-    try:
-        wait(parts.values(), timeout=MPI_TIMEOUT_S + 1.0)
-    except KeyboardInterrupt:
-        # Python would wait for the threads of the pool, which may hang, at its end.
-        os._exit(128 + signal.SIGINT)
+    wait(parts.values(), timeout=MPI_TIMEOUT_S + 1.0)
     errors: dict[str, str] = {}
     for name, part in parts.items():
         if not part.done():
