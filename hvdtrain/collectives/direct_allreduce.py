@@ -25,8 +25,6 @@ from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
 
 __all__ = ["DirectAllreduce", "Transfer", "chunks_ahead"]
 
-# Up to here sending everything to everyone costs less than a second round.
-SMALL_BYTES = 16384
 MOST_AHEAD = 8
 MESSAGES_AHEAD = 32
 SCATTER, GATHER = 1, 2
@@ -73,8 +71,6 @@ class _Segment:
 
     transfer: Transfer
     parts: tuple[tuple[int, int], ...]
-    # Whether every rank combines all of it, which takes one round.
-    small: bool
     received: list[np.ndarray] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
 
@@ -111,20 +107,12 @@ class DirectAllreduce:
         Both stay as they are until the transfer is done.
         """
         transfer = Transfer(data, out, op, ranks)
-        if data.nbytes * self._size <= SMALL_BYTES:
-            everything = ((0, data.size),) * self._size
-            segments = [_Segment(transfer, everything, small=True)]
-        else:
-            parts = split_evenly(data.size, self._size)
-            items = self._segment_bytes // data.dtype.itemsize
-            segments = [
-                _Segment(
-                    transfer,
-                    tuple((min(a + at, b), min(a + at + items, b)) for a, b in parts),
-                    small=False,
-                )
-                for at in range(0, parts[0][1], items)
-            ]
+        parts = split_evenly(data.size, self._size)
+        items = self._segment_bytes // data.dtype.itemsize
+        segments = [
+            _Segment(transfer, tuple((min(a + at, b), min(a + at + items, b)) for a, b in parts))
+            for at in range(0, parts[0][1], items)
+        ]
         transfer.left = len(segments)
         self._waiting += segments
         self.progress()
@@ -136,10 +124,7 @@ class DirectAllreduce:
             segment, slot = self._scattering.popleft()
             self._combine(segment)
             self._slots.append(slot)
-            if segment.small:
-                segment.transfer.left -= 1
-            else:
-                self._gather(segment)
+            self._gather(segment)
         while self._gathering and self._are_over(self._gathering[0].requests):
             self._gathering.popleft().transfer.left -= 1
         while self._waiting and self._slots:

@@ -11,7 +11,7 @@ from hvdtrain.collectives.calls import Call, Calls, as_bytes, row_bytes
 from hvdtrain.collectives.fusion import empty_outputs, plan_fusion, split_evenly
 from hvdtrain.collectives.interface import ReduceOp
 from hvdtrain.collectives.join import JOIN, SomeJoined, neutral, read_call, write_call
-from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, combine, finish
+from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, combined
 from hvdtrain.collectives.mismatch import explain
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.transport import Reduction, Transport
@@ -82,10 +82,7 @@ class Exchange:
                 as_bytes(received),
                 [mine.nbytes] * self._ranks.size,
             )
-        wide = accumulator_dtype(array.dtype)
-        total = np.empty(mine.size, wide)
-        combine(list(received), op, total, np.empty(mine.size, wide))
-        finish(total, op, self._ranks.size)
+        total = combined(list(received), op, self._ranks.size)
         return total.astype(array.dtype, copy=False).reshape(mine.shape)
 
     def call_of_others(self, call: Call, joined: bool, calls: Calls) -> Call:

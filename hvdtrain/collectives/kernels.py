@@ -19,6 +19,7 @@ __all__ = [
     "accumulator_dtype",
     "check_reducible",
     "combine",
+    "combined",
     "finish",
     "is_floating",
     "widen",
@@ -115,6 +116,15 @@ def finish(out: np.ndarray, op: ReduceOp, size: int) -> None:
     """Turn the sum over ``size`` ranks into the average, in place, where that was asked for."""
     if op == "average":
         np.multiply(out, out.dtype.type(1.0 / size), out=out)
+
+
+def combined(contributions: Sequence[np.ndarray], op: ReduceOp, size: int) -> np.ndarray:
+    """What ``combine`` and ``finish`` make of flat arrays; of the accumulator type."""
+    wide = accumulator_dtype(contributions[0].dtype)
+    total = np.empty(contributions[0].size, wide)
+    combine(contributions, op, total, np.empty_like(total))
+    finish(total, op, size)
+    return total
 
 
 class FiniteCheck:

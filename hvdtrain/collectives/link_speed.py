@@ -1,14 +1,14 @@
-"""How fast a rank exchanges bytes with its neighbours, for choosing how much is sent at a time."""
+"""How fast a rank exchanges bytes with its neighbours, for choosing how they are sent."""
 
 from __future__ import annotations
 
 import time
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["MOST_SEGMENT_BYTES", "choose_segment_bytes", "measure_link"]
+__all__ = ["Link", "choose_segment_bytes", "measure_link"]
 
 # Small messages of all ranks mix on a link, and what waits in front of it overflows no queue; but
 # each costs some microseconds of Python, during which the link should not run dry.
@@ -16,8 +16,21 @@ LEAST_SEGMENT_BYTES = 32 << 10
 MOST_SEGMENT_BYTES = 1 << 20
 SEGMENT_S = 250e-6
 
-TRIAL_BYTES = (64 << 10, 1 << 20)
+# The first opens the connections.
+TRIAL_BYTES = (8, 8, 8, 8, 8, 64 << 10, 1 << 20)
 TAG = 4
+
+
+class Link(NamedTuple):
+    """What a rank sends to another while it receives as much, where that takes longest.
+
+    Attributes:
+        latency_s: How long a message of some bytes takes.
+        bytes_per_s: Of long messages.
+    """
+
+    latency_s: float
+    bytes_per_s: float
 
 
 def choose_segment_bytes(bytes_per_s: float) -> int:
@@ -29,15 +42,12 @@ def choose_segment_bytes(bytes_per_s: float) -> int:
     return segment_bytes
 
 
-def measure_link(mpi: ModuleType, comm: Any) -> float:
-    """Bytes per second that the slowest rank sends to its neighbour while it receives as many.
-
-    The first trial opens the connections; collective, and the same on all ranks.
-    """
+def measure_link(mpi: ModuleType, comm: Any) -> Link:
+    """Exchange some messages with the neighbours; collective, and the same on all ranks."""
     rank, size = comm.Get_rank(), comm.Get_size()
     after, before = (rank + 1) % size, (rank - 1) % size
-    taken_s = 0.0
-    for nbytes in TRIAL_BYTES:
+    taken_s = np.empty(len(TRIAL_BYTES))
+    for trial, nbytes in enumerate(TRIAL_BYTES):
         data, received = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
         comm.Barrier()
         begun_s = time.perf_counter()
@@ -46,5 +56,7 @@ def measure_link(mpi: ModuleType, comm: Any) -> float:
             comm.Isend([data, mpi.BYTE], after, TAG),
         ]
         mpi.Request.Waitall(requests)
-        taken_s = comm.allreduce(time.perf_counter() - begun_s, mpi.MAX)
-    return TRIAL_BYTES[-1] / taken_s
+        taken_s[trial] = time.perf_counter() - begun_s
+    comm.Allreduce(mpi.IN_PLACE, taken_s, mpi.MAX)
+    short_s = [s for s, nbytes in zip(taken_s[1:], TRIAL_BYTES[1:]) if nbytes == TRIAL_BYTES[0]]
+    return Link(float(min(short_s)), float(TRIAL_BYTES[-1] / taken_s[-1]))

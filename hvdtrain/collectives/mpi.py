@@ -15,14 +15,12 @@ from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, chu
 from hvdtrain.collectives.direct_exchange import DirectExchange
 from hvdtrain.collectives.failure_detector import FailureDetector
 from hvdtrain.collectives.fusion import Chunk, Scratch, pack, unpack
-from hvdtrain.collectives.link_speed import (
-    MOST_SEGMENT_BYTES,
-    choose_segment_bytes,
-    measure_link,
-)
+from hvdtrain.collectives.kernels import accumulator_dtype
+from hvdtrain.collectives.link_speed import Link, choose_segment_bytes, measure_link
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.recovery import Recovery
+from hvdtrain.collectives.small_allreduce import SmallAllreduce, most_small_bytes
 from hvdtrain.collectives.spin_wait import SpinWait
 from hvdtrain.collectives.transport import Reduction, Transport
 from hvdtrain.collectives.watchdog import Watchdog
@@ -90,18 +88,15 @@ class MpiTransport(Transport):
             self.recovery = Recovery(
                 self._mpi, self, self.detector, self._spin_wait, self._min_np, self.timeout_s
             )
-        self.segment_bytes = self._choose_segment_bytes(comm)
+        self.link: Link = self._measure_link(comm) if self._parent is None else self._parent.link
+        self.segment_bytes = choose_segment_bytes(self.link.bytes_per_s)
         self._share_memory(comm)
         self.connect(comm.Dup(), ranks.members)
         self._watchdog = Watchdog(self._inside_mpi, ranks.number, ranks.size, self.timeout_s)
         self._watchdog.start()
 
-    def _choose_segment_bytes(self, comm: Any) -> int:
-        if self._parent is not None:
-            return self._parent.segment_bytes
-        if comm.Get_size() == self._local_size:
-            return MOST_SEGMENT_BYTES
-        return choose_segment_bytes(measure_link(self._mpi, comm))
+    def _measure_link(self, comm: Any) -> Link:
+        return measure_link(self._mpi, comm)
 
     def connect(self, comm: Any, members: Sequence[int]) -> None:
         """Set up all that depends on who the ranks are; collective over ``comm``.
@@ -115,9 +110,12 @@ class MpiTransport(Transport):
         ranks.rank, ranks.size, ranks.members = comm.Get_rank(), comm.Get_size(), tuple(members)
         self._direct = DirectAllreduce(self._mpi, comm, self.segment_bytes)
         self._exchange = DirectExchange(self._mpi, comm, self._await_all)
+        self._small = self._connect_small(comm)
+        self._small_bytes = most_small_bytes(ranks.size)
         self._scratch = Scratch()
-        self._word = np.zeros(2, np.int64)
-        self._agreed = np.zeros(2, np.int64)
+
+    def _connect_small(self, comm: Any) -> SmallAllreduce:
+        return SmallAllreduce(self._mpi, comm, self.link, self._spin_wait, self._data_wait)
 
     def messages(self) -> PointToPoint:
         # Not the communicator of the operations: their messages must not be taken for others.
@@ -128,7 +126,7 @@ class MpiTransport(Transport):
 
     def confirm(self, call: Call) -> None:
         """Return when every rank holds its result of the operation."""
-        self._await(self.comm.Ibarrier(), call)
+        self._spin_wait.until(self.comm.Ibarrier().Test, call.short_text)
 
     def revoke(self) -> None:
         """End whatever any rank waits for on this transport's communicators."""
@@ -205,12 +203,7 @@ class MpiTransport(Transport):
         """Set up what the ranks of a host share, and keep when some die; collective."""
 
     def agree(self, call: Call) -> bool:
-        self._word[0], self._word[1] = call.digest, -call.digest
-        self._await(self.comm.Iallreduce(self._word, self._agreed, self._mpi.MAX), call)
-        return bool(self._agreed[0] == -self._agreed[1])
-
-    def _await(self, request: Any, call: Call) -> None:
-        self._spin_wait.until(request.Test, call.short_text)
+        return self._small.agree(call)
 
     def look_for_others(self, waiting_in: str, waited_s: float) -> None:
         self.detector.check(waiting_in)
@@ -218,6 +211,8 @@ class MpiTransport(Transport):
             self.detector.time_out(waiting_in, self.timeout_s)
 
     def allreduce(self, asked: Reduction) -> bool:
+        if self._is_small(asked):
+            return self._allreduce_small(asked)
         if not self.agree(asked.call):
             return False
         dtype = asked.inputs[0].dtype
@@ -234,11 +229,28 @@ class MpiTransport(Transport):
             self._complete(*under_way.popleft(), asked)
         return True
 
+    def _is_small(self, asked: Reduction) -> bool:
+        chunks = asked.layout.chunks
+        wide = accumulator_dtype(asked.inputs[0].dtype)
+        return len(chunks) == 1 and 0 < chunks[0].items * wide.itemsize <= self._small_bytes
+
+    def _allreduce_small(self, asked: Reduction) -> bool:
+        [chunk] = asked.layout.chunks
+        packed = self._scratch.take("chunk 0", asked.inputs[0].dtype, chunk.items)
+        pack(chunk.pieces, asked.inputs, packed)
+        if not self._small.allreduce(asked.call, packed, asked.op, self.ranks.size):
+            return False
+        self._deliver(chunk, packed, asked)
+        return True
+
     def _complete(self, chunk: Chunk, transfer: Transfer, asked: Reduction) -> None:
         self.finish(self._direct, transfer, asked.call)
+        self._deliver(chunk, transfer.out, asked)
+
+    def _deliver(self, chunk: Chunk, total: np.ndarray, asked: Reduction) -> None:
         if asked.finite is not None:
-            asked.finite.look(transfer.out)
-        unpack(chunk.pieces, transfer.out, asked.outputs)
+            asked.finite.look(total)
+        unpack(chunk.pieces, total, asked.outputs)
 
     def finish(self, direct: DirectAllreduce, transfer: Transfer, call: Call) -> None:
         """Return when the transfer is done."""

@@ -5,7 +5,8 @@ through them chunk by chunk, so that what one rank writes the others find in the
 
     pack      copy what the other ranks of the host combine from my chunk into my slot
     reduce    combine my share of the chunk: my own array and the others' slots
-    network   (more than one host) combine that with other hosts; each cross group carries a share
+    network   (more than one host) combine that with other hosts; each cross group carries a share,
+              and the first alone what is small
     unpack    copy the result out
 
 Where one host has all ranks and their results lie in memory that all of them see (see ``Arena``),
@@ -34,16 +35,24 @@ from hvdtrain.collectives.fusion import BufferPool, pack, split_evenly, unpack
 from hvdtrain.collectives.hierarchy import plan_hierarchy
 from hvdtrain.collectives.host_window import Window
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
+from hvdtrain.collectives.link_speed import Link
 from hvdtrain.collectives.mpi import MpiTransport
+from hvdtrain.collectives.small_allreduce import SmallAllreduce, most_small_bytes
 from hvdtrain.collectives.transport import Reduction
 
 __all__ = ["SharedMemoryTransport"]
 
 # Counters, each on a cache line of its own: chunks packed, reduced, back from the network; and
 # operations whose result a rank holds. For the latest two calls, as a rank can be one ahead: their
-# digests, whether a result is not finite, and where in the arena it will lie.
+# digests, whether other hosts made the same, whether a result is not finite, and where in the arena
+# it will lie.
 LINE_WORDS = 8
-PACKED, REDUCED, RETURNED, HELD, DIGESTS, NON_FINITE, PLACES = range(0, 7 * LINE_WORDS, LINE_WORDS)
+PACKED, REDUCED, RETURNED, HELD, DIGESTS, AGREED, NON_FINITE, PLACES = range(
+    0, 8 * LINE_WORDS, LINE_WORDS
+)
+
+# What is taken for the speed where there is one host, and nothing crosses a link.
+NO_LINK = Link(latency_s=1e-6, bytes_per_s=1e10)
 
 # Smaller results are quicker in memory of a rank's own.
 LEAST_IN_ARENA = 256 << 10
@@ -77,6 +86,10 @@ class SharedMemoryTransport(MpiTransport):
     kind = "shared_memory"
     least_in_arena = LEAST_IN_ARENA
 
+    def _measure_link(self, comm: Any) -> Link:
+        one_host = comm.Get_size() == self._local_size
+        return NO_LINK if one_host else super()._measure_link(comm)
+
     def _share_memory(self, comm: Any) -> None:
         host = self._host
         host_of = np.zeros(self.ranks.size, np.int64)
@@ -104,6 +117,10 @@ class SharedMemoryTransport(MpiTransport):
         self._window.clear_words(self._window_ranks[self._local_rank])
         self._window.sync()
         self._cross = self._connect_cross()
+        self._speaker: SmallAllreduce | None = None
+        if self._cross is not None and self._local_rank == 0:
+            self._speaker = self._connect_small(self._cross.comm)
+        self._small_bytes = most_small_bytes(self._hosts)
         self._ahead = self._chunks_ahead() if self._hosts > 1 else 0
         # Nobody begins before all have cleared their words.
         comm.Barrier()
@@ -158,13 +175,26 @@ class SharedMemoryTransport(MpiTransport):
         return super().take_buffer(nbytes)
 
     def agree(self, call: Call) -> bool:
-        if self._hosts > 1:
-            return super().agree(call)
         self._announce(call)
         self._tickets += 1
-        self._mine[PACKED] = self._tickets
+        self._signal(PACKED, self._tickets)
         self._wait(PACKED, self._everyone, self._tickets, call)
-        return self._made_the_same(call)
+        alike = self._made_the_same(call)
+        if self._hosts == 1:
+            return alike
+        if self._speaker is not None:
+            self._tell_host(self._speaker.agree(call, alike))
+        return self._hear_hosts(call)
+
+    def _tell_host(self, agreed: bool) -> None:
+        """Say whether all hosts make the same call; the rank that speaks for this one knows."""
+        self._mine[AGREED + self.ranks.operation % 2] = agreed
+        self._signal(RETURNED, self._tickets)
+
+    def _hear_hosts(self, call: Call) -> bool:
+        """Wait until that has been said, and return it."""
+        self._wait(RETURNED, range(1), self._tickets, call)
+        return bool(self._words[0][AGREED + self.ranks.operation % 2])
 
     def confirm(self, call: Call) -> None:
         if self._hosts > 1:
@@ -214,6 +244,8 @@ class SharedMemoryTransport(MpiTransport):
         Results in the arena are not unpacked, but ranks wait there as long. Hosts may differ in how
         many chunks they have on the way: a transfer starts after waiting for earlier ones alone.
         """
+        if self._hosts > 1 and self._is_small(asked):
+            return self._allreduce_small(asked)
         job = self._begin(asked)
         if job is None:
             return False
@@ -234,14 +266,47 @@ class SharedMemoryTransport(MpiTransport):
             if 0 <= step - last < chunks:
                 self._unpack(job, step - last)
         self._tickets += chunks
+        self._see_non_finite(asked)
+        return True
+
+    def _allreduce_small(self, asked: Reduction) -> bool:
+        """Let the first rank of each host exchange what its ranks have added up."""
+        self._announce(asked.call)
+        job = _Job(asked, *self._slot_views(asked.inputs[0].dtype), self._tickets)
+        self._pack(job, 0)
+        self._wait(PACKED, self._everyone, job.base + 1, asked.call)
+        alike = self._made_the_same(asked.call)
+        if alike:
+            self._reduce(job, 0)
+        self._tickets += 1
+        if self._speaker is not None:
+            self._tell_host(self._cross_small(self._speaker, job, alike))
+        if not self._hear_hosts(asked.call):
+            return False
+        self._copy_out(job, 0)
+        self._see_non_finite(asked)
+        return True
+
+    def _cross_small(self, speaker: SmallAllreduce, job: _Job, alike: bool) -> bool:
+        """Combine the sums of this host with those of the others, where all make the same call."""
+        asked = job.asked
+        if not alike:
+            return speaker.agree(asked.call, alike)
+        self._wait(REDUCED, self._everyone, job.base + 1, asked.call)
+        total = job.results[0][: asked.layout.chunks[0].items]
+        agreed = speaker.allreduce(asked.call, total, asked.op, self.ranks.size)
+        if agreed:
+            self._look(job, total)
+        return agreed
+
+    def _see_non_finite(self, asked: Reduction) -> None:
         if asked.finite is not None:
             word = NON_FINITE + self.ranks.operation % 2
             asked.finite.passed = not any(words[word] for words in self._words)
-        return True
 
     def _begin(self, asked: Reduction) -> _Job | None:
         """Announce an allreduce; None where ranks are known to differ already."""
-        if self._hosts > 1 and not super().agree(asked.call):
+        if self._hosts > 1 and not self.agree(asked.call):
             return None
         self._announce(asked.call)
         place = self._arena.place(asked.outputs[0]) if self._arena is not None else -1
@@ -323,8 +388,10 @@ class SharedMemoryTransport(MpiTransport):
             self._wait(REDUCED, self._everyone, job.base + number + 1, job.asked.call)
         else:
             self._wait(RETURNED, range(self._cross_groups), job.base + number + 1, job.asked.call)
-        if job.in_arena:
-            return  # they have written it
+        if not job.in_arena:  # they would have written it
+            self._copy_out(job, number)
+
+    def _copy_out(self, job: _Job, number: int) -> None:
         unpack(
             job.asked.layout.chunks[number].pieces,
             job.results[number % self._window.slots],

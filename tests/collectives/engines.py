@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from hvdtrain.cluster.topology import read_topology
-from hvdtrain.collectives import exit_hooks, host_window
+from hvdtrain.collectives import exit_hooks, host_window, link_speed, small_allreduce
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.kernels import accumulator_dtype
+from hvdtrain.collectives.link_speed import Link
 from hvdtrain.collectives.mpi import MpiTransport
 from hvdtrain.collectives.mpi_start import start_mpi
 from hvdtrain.collectives.shared_memory import SharedMemoryTransport
@@ -31,6 +32,7 @@ __all__ = [
     "CASES",
     "DTYPES",
     "EVERY_ENGINE",
+    "FAR",
     "EngineCase",
     "Subject",
     "everyone",
@@ -57,13 +59,19 @@ MANY_CHUNKS = 4096
 LARGE_CHUNKS = 1 << 16
 
 
+# Over which everything takes three rounds in small segments, and one round as far as it can.
+SLOW = Link(latency_s=0.0, bytes_per_s=1e6)
+FAR = Link(latency_s=1.0, bytes_per_s=1e9)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineCase:
     """An engine to test.
 
     ``hosts`` holds the pretended host of each rank; with ``arena`` results lie in memory that all
-    ranks see, however small they are. ``slots`` and ``segment_bytes`` make the memory of a host
-    and what goes to another at a time as small as they can be, rather than as they are on this one.
+    ranks see, however small they are. ``slots`` makes the memory of a host as small as it can be,
+    and ``link`` is what a link between hosts is taken for, rather than what it is. With ``many``
+    ranks agree as if there were too many to tell each other.
     """
 
     kind: str
@@ -71,7 +79,8 @@ class EngineCase:
     chunk_bytes: int = MANY_CHUNKS
     arena: bool = False
     slots: int | None = None
-    segment_bytes: int | None = None
+    link: Link | None = None
+    many: bool = False
 
     def __str__(self) -> str:
         size = "many-chunks" if self.chunk_bytes == MANY_CHUNKS else "large-chunks"
@@ -88,18 +97,18 @@ CASES = [
     EngineCase(kind="mpi", hosts=(0, 0)),
     EngineCase(kind="shared_memory", hosts=(0, 0), chunk_bytes=LARGE_CHUNKS),
     EngineCase(kind="shared_memory", hosts=(0, 0), arena=True),
-    EngineCase(kind="mpi", hosts=(0, 0, 0), chunk_bytes=LARGE_CHUNKS, segment_bytes=4096),
+    EngineCase(kind="mpi", hosts=(0, 0, 0), chunk_bytes=LARGE_CHUNKS, link=SLOW, many=True),
     EngineCase(kind="shared_memory", hosts=(0, 0, 0)),
     EngineCase(kind="shared_memory", hosts=(0, 0, 0), chunk_bytes=LARGE_CHUNKS, arena=True),
-    EngineCase(kind="shared_memory", hosts=(0, 0, 1), slots=6),
+    EngineCase(kind="shared_memory", hosts=(0, 0, 1), slots=6, link=FAR),
     EngineCase(kind="shared_memory", hosts=(0, 0, 0, 0)),
-    EngineCase(kind="shared_memory", hosts=(0, 0, 1, 1)),
+    EngineCase(kind="shared_memory", hosts=(0, 0, 1, 1), many=True),
     EngineCase(
         kind="shared_memory",
         hosts=(0, 1, 0, 1),
         chunk_bytes=LARGE_CHUNKS,
         slots=5,
-        segment_bytes=4096,
+        link=SLOW,
     ),
 ]
 
@@ -143,8 +152,12 @@ def new_engine(case: EngineCase, timeout_s: float = 30.0) -> Any:
     if case.arena:
         transport.least_in_arena = 0
     with pytest.MonkeyPatch.context() as patch:
-        if case.segment_bytes is not None:
-            patch.setattr(transport, "_choose_segment_bytes", lambda comm: case.segment_bytes)
+        if case.link is not None:
+            patch.setattr(transport, "_measure_link", lambda comm: case.link)
+            # Arrays of tests are small.
+            patch.setattr(link_speed, "LEAST_SEGMENT_BYTES", 4096)
+        if case.many:
+            patch.setattr(small_allreduce, "MOST_RANKS", 1)
         if case.slots is not None:
             patch.setattr(host_window, "ring_slots", lambda *_: case.slots)
         return Engine(transport)

@@ -32,6 +32,7 @@ from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.mpi import MpiTransport
 from hvdtrain.collectives.mpi_start import start_mpi
 from hvdtrain.collectives.shared_memory import SharedMemoryTransport
+from tests.collectives.engines import FAR
 
 __all__ = ["Death", "Plan"]
 
@@ -94,6 +95,8 @@ def main(plan: Plan) -> None:
     transport: Any = kind(mpi, comm, host, plan.chunk_bytes, plan.timeout_s, plan.min_np)
     if plan.kind == "arena":
         transport.least_in_arena = 0
+    # What fits into a chunk takes one round.
+    transport._measure_link = lambda comm: FAR
     engine = Engine(transport)
     exit_hooks.install(engine)
     # Open MPI crashes where a rank dies while others still set up a communicator.
@@ -135,7 +138,8 @@ def _prepare(death: Death, engine: Any) -> None:
     transport = engine.transport
     owners = (
         *(transport, transport.recovery, transport.detector),
-        *(getattr(transport, "_cross", None), transport._direct, engine, engine._exchange),
+        *(getattr(transport, "_cross", None), transport._direct, transport._small),
+        *(engine, engine._exchange),
     )
     # Of the class, as recovery makes some of the objects anew.
     owner = next(type(part) for part in owners if hasattr(part, death.where))

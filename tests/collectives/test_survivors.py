@@ -99,23 +99,26 @@ STAGES = {
         *("agree", "_pack", "_reduce", "_send", "_receive", "_unpack", "_look", "confirm"),
         *("_scatter", "_combine", "_gather"),
     ),
+    "small": ("_all_made_it", "_cross_small", "_tell_host", "_hear_hosts", "_copy_out"),
 }
+HOSTS = {"two-hosts": TWO_HOSTS, "small": (0, 0, 1, 2)}
 
 
 # One operation passes these many times.
 OF_CHUNKS = {
     *("_pack", "_reduce", "_send", "_receive", "_unpack", "_look", "_signal"),
-    *("_scatter", "_combine", "finish"),
+    *("_scatter", "_combine", "_gather", "finish"),
 }
 
 
 def _stages() -> list[Any]:
-    kinds = {"one-host": "shared_memory", "two-hosts": "shared_memory"}
+    kinds = dict.fromkeys(("one-host", *HOSTS), "shared_memory")
     return [
         pytest.param(
             kinds.get(name, name),
-            TWO_HOSTS if name == "two-hosts" else (0, 0, 0),
+            HOSTS.get(name, (0, 0, 0)),
             stage,
+            1 << 16 if name == "small" else 4096,
             id=f"{name}-{stage}",
         )
         for name, stages in STAGES.items()
@@ -123,16 +126,16 @@ def _stages() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("kind", "hosts", "stage"), _stages())
-def test_each_stage(survive, kind: str, hosts: tuple[int, ...], stage: str) -> None:
+@pytest.mark.parametrize(("kind", "hosts", "stage", "chunk_bytes"), _stages())
+def test_each_stage(
+    survive, kind: str, hosts: tuple[int, ...], stage: str, chunk_bytes: int
+) -> None:
     """The last rank dies on the way in, the chief some operations later."""
     later = 20 if stage in OF_CHUNKS else 6
     deaths = (
         Death(rank=len(hosts) - 1, where=stage, call=2),
         Death(rank=0, where=stage, call=later),
     )
-    # Small chunks need no second round.
-    chunk_bytes = 1 << 16 if stage == "_gather" else 4096
     said = survive(kind=kind, hosts=hosts, deaths=deaths, operations=60, chunk_bytes=chunk_bytes)
     assert _dead(said, len(hosts)) == {0, len(hosts) - 1}
     assert said[0]["generation"] == 2

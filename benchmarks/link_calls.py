@@ -1,0 +1,156 @@
+"""One rank's part of between_hosts.py: the seconds of a call of each way, by the size of arrays.
+
+    mpirun ... python link_calls.py hvdtrain '{"bytes": [4, 67108864], "runs": 5, "hosts": 4}'
+
+Under ``hvdtrain`` it times plain TCP, MPI_Allreduce and hvdtrain in turn; under ``horovod``, in an
+environment that has that, Horovod. The chief prints what it found as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+TCP_PORT = 45454
+# For one read or write of a socket, and for the other host to connect.
+LINK_TIMEOUT_S = 60.0
+# Above, as gradients come: in several arrays.
+ONE_ARRAY_BYTES = 1 << 20
+ARRAYS = 40
+# So many calls make one measurement of something small.
+MOST_CALLS = 100
+BYTES_PER_RUN = 2 << 20
+
+Way = Callable[[], object]
+Found = dict[str, dict[int, list[float]]]
+
+
+def main() -> None:
+    """Measure, and print."""
+    library, job = sys.argv[1], json.loads(sys.argv[2])
+    measure = {"hvdtrain": measure_hvdtrain, "horovod": measure_horovod}[library]
+    found = measure(job["bytes"], job["runs"], job["hosts"])
+    if found:
+        print(json.dumps(found), flush=True)
+
+
+def measure_hvdtrain(sizes: list[int], runs: int, hosts: int) -> Found:
+    """Take part in what runs in hvdtrain's environment; empty but on the chief."""
+    from hvdtrain.cluster.topology import read_topology
+    from hvdtrain.collectives import create
+    from hvdtrain.collectives.mpi_start import start_mpi
+    from hvdtrain.config import read_settings
+
+    topology = read_topology(os.environ)
+    world = start_mpi(topology).COMM_WORLD
+    engine: Any = create(topology, read_settings(os.environ))
+    link = Link(world, topology.local_rank, topology.local_size, hosts)
+    found: Found = {}
+    for size in sizes:
+        arrays = arrays_of(size, engine.rank)
+        flat = np.concatenate(arrays)
+        total = np.empty_like(flat)
+        sums: list[np.ndarray] = []
+
+        def of_mpi(flat: np.ndarray = flat, total: np.ndarray = total) -> None:
+            world.Allreduce(flat, total)
+
+        def of_hvdtrain(arrays: list[np.ndarray] = arrays, sums: list[np.ndarray] = sums) -> None:
+            sums[:] = engine.grouped_allreduce(arrays, name="arrays")
+
+        ways: dict[str, Way] = {"MPI_Allreduce": of_mpi, "hvdtrain": of_hvdtrain}
+        if flat.nbytes > ONE_ARRAY_BYTES:
+            moved = 2 * (hosts - 1) * flat.nbytes // hosts
+            ways = {"TCP": lambda moved=moved: link.move(moved), **ways}
+        time_ways(ways, size, runs, world.Barrier, found)
+        if not np.allclose(np.concatenate(sums), total, rtol=1e-4):
+            raise SystemExit("hvdtrain's sums are not MPI's")
+    engine.transport.leave()
+    return found if engine.rank == 0 else {}
+
+
+def measure_horovod(sizes: list[int], runs: int, hosts: int) -> Found:
+    """Take part in Horovod's; empty but on its first rank."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    hvd.init()
+    found: Found = {}
+    for size in sizes:
+        tensors = [tf.constant(array) for array in arrays_of(size, hvd.rank())]
+
+        def of_horovod(tensors: list[Any] = tensors) -> None:
+            hvd.grouped_allreduce(tensors, op=hvd.Sum, name="arrays")
+
+        time_ways({"Horovod": of_horovod}, size, runs, hvd.barrier, found)
+    return found if hvd.rank() == 0 else {}
+
+
+def arrays_of(size: int, rank: int) -> list[np.ndarray]:
+    """float32 of so many bytes in all, in one array or in several."""
+    count = 1 if size <= ONE_ARRAY_BYTES else ARRAYS
+    chance = np.random.default_rng(rank)
+    return [chance.random(max(1, size // 4 // count), np.float32) for _ in range(count)]
+
+
+def time_ways(
+    ways: dict[str, Way], size: int, runs: int, barrier: Callable[[], object], found: Found
+) -> None:
+    """Add the seconds of a call of each way to what was found; the first run is thrown away."""
+    calls = max(1, min(MOST_CALLS, BYTES_PER_RUN // size))
+    for run in range(runs + 1):
+        for name, way in ways.items():
+            barrier()
+            begun_s = time.perf_counter()
+            for _ in range(calls):
+                way()
+            if calls == 1:
+                barrier()
+            taken_s = (time.perf_counter() - begun_s) / calls
+            if run:
+                found.setdefault(name, {}).setdefault(size, []).append(taken_s)
+
+
+class Link:
+    """A connection to the next host and one from the host before, for one rank of each host."""
+
+    def __init__(self, world: Any, local_rank: int, local_size: int, hosts: int) -> None:
+        self._idle = local_rank > 0
+        names = world.allgather(socket.gethostname())
+        if not self._idle:
+            listener = socket.create_server(("", TCP_PORT))
+            listener.settimeout(LINK_TIMEOUT_S)
+        world.Barrier()
+        if not self._idle:
+            following = names[(world.Get_rank() + local_size) % (hosts * local_size)]
+            self._out = socket.create_connection((following, TCP_PORT), LINK_TIMEOUT_S)
+            self._in, _ = listener.accept()
+            self._in.settimeout(LINK_TIMEOUT_S)
+            listener.close()
+
+    def move(self, nbytes: int) -> None:
+        """Send so many bytes, and receive as many."""
+        if self._idle:
+            return
+        sender = threading.Thread(target=self._out.sendall, args=[bytes(nbytes)])
+        sender.start()
+        buffer = bytearray(1 << 20)
+        left = nbytes
+        while left:
+            received = self._in.recv_into(buffer, min(left, len(buffer)))
+            if not received:
+                raise ConnectionError(f"The host before closed its link, {left} bytes too early.")
+            left -= received
+        sender.join(LINK_TIMEOUT_S)
+
+
+if __name__ == "__main__":
+    main()
