@@ -16,15 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from cluster_jobs import HOROVOD, HVDTRAIN, shaped_hosts
+
 WORKER = Path(__file__).with_name("link_calls.py")
-JOB_TIMEOUT_S = 900.0
 
 Found = dict[str, dict[int, list[float]]]
 
@@ -73,56 +70,12 @@ def print_table(size: int, found: dict[str, list[float]]) -> None:
 
 def run(asked: argparse.Namespace) -> Found:
     """Build the hosts, and run the jobs on them; seconds of each run by way and size."""
-    sys.path.insert(0, str(REPOSITORY))
-    from tests.launch.jobs import ON_CLUSTER
-    from tests.testbed.cluster import Cluster
-
-    hosts = Cluster.hosts[: asked.hosts]
-    slots = ",".join(f"{host}:{asked.ranks_per_host}" for host in hosts)
     job = json.dumps({"bytes": asked.bytes, "runs": asked.runs, "hosts": asked.hosts})
-    environ = {
-        **ON_CLUSTER,
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_osc": "^ucx",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-    }
-    mpirun = Path(sys.executable).with_name("mpirun")
-    jobs: list[tuple[Sequence[Any], str | None]] = [
-        (
-            [
-                *(mpirun, "--prefix", sys.prefix),
-                *("--map-by", f"ppr:{asked.ranks_per_host}:node:OVERSUBSCRIBE", "-H", slots),
-                *(sys.executable, WORKER, "hvdtrain", job),
-            ],
-            None,
-        )
-    ]
-    if asked.horovod:
-        from tests.environments import folder_of
-
-        python = folder_of("horovod") / "bin" / "python"
-        jobs.append(
-            (
-                [
-                    *("/usr/bin/mpirun", "--oversubscribe", "--bind-to", "none"),
-                    *("--map-by", f"ppr:{asked.ranks_per_host}:node", "-H", slots),
-                    *("-x", "TF_CPP_MIN_LOG_LEVEL", python, WORKER, "horovod", job),
-                ],
-                "/usr/bin:/bin",
-            )
-        )
+    libraries = [HVDTRAIN, HOROVOD] if asked.horovod else [HVDTRAIN]
     found: Found = {}
-    with Cluster(shared=[]) as cluster:
-        cluster.shape(asked.rate, asked.queue_ms)
-        for argv, path in jobs * asked.jobs:
-            own = environ if path is None else {**environ, "PATH": path, "PYTHONPATH": None}
-            done = cluster.run(argv, env=own, timeout_s=JOB_TIMEOUT_S)
-            if done.returncode:
-                raise SystemExit(
-                    f"{done.stdout}{done.stderr}\nthe ranks ended with {done.returncode}"
-                )
-            for way, by_size in json.loads(done.stdout.splitlines()[-1]).items():
+    with shaped_hosts(asked.hosts, asked.ranks_per_host, asked.rate, asked.queue_ms) as hosts:
+        for library in libraries * asked.jobs:
+            for way, by_size in hosts.run(library, [WORKER, library, job]).items():
                 for size, times in by_size.items():
                     found.setdefault(way, {}).setdefault(int(size), []).extend(times)
     return found

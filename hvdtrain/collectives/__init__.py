@@ -44,7 +44,17 @@ def create(topology: Topology, settings: Settings) -> Collectives:
     transport = SharedMemoryTransport if kind == "shared_memory" else MpiTransport
     survives = settings.goes_on_without and _survives(mpi, topology, settings)
     min_np = settings.min_np if survives else None
-    return Engine(transport(mpi, world, host, settings.chunk_bytes, settings.timeout_s, min_np))
+    return Engine(
+        transport(
+            mpi,
+            world,
+            host,
+            settings.chunk_bytes,
+            settings.timeout_s,
+            min_np,
+            bucket_bytes=settings.bucket_bytes,
+        )
+    )
 
 
 def _survives(mpi: ModuleType, topology: Topology, settings: Settings) -> bool:

@@ -82,6 +82,7 @@ class Engine(RankState):
         self.last_error: HvdtrainError | None = None
         self.closed = False
         transport.open(self)
+        self.bucket_bytes = transport.bucket_bytes
         self._exchange = Exchange(transport, self)
 
     # Public operations: contract in interface.Collectives. What depends on who the ranks are stands

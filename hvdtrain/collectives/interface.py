@@ -75,6 +75,8 @@ class Collectives(Protocol):
         members: The first numbers of the ranks that are left, in order, by which messages and the
             launcher call them.
         numbers: By first number, what errors call a rank: its number in the job.
+        bucket_bytes: Of gradients, so many are best combined at a time while others are still
+            computed; 0 where all together.
         too_few: Set when fewer ranks are left than ``min_np`` asks for. Operations go on; who
             trains looks at it after each step, saves what there is to save, and raises it.
         observers: Called after each operation, also of some of the ranks, in the thread that made
@@ -89,6 +91,7 @@ class Collectives(Protocol):
     members: tuple[int, ...]
     numbers: tuple[int, ...]
     contributed: tuple[int, ...]
+    bucket_bytes: int
     too_few: TooFewRanksError | None
     observers: list[Callable[[FinishedOperation], None]]
 

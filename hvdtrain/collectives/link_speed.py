@@ -8,13 +8,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Link", "choose_segment_bytes", "measure_link"]
+__all__ = ["Link", "choose_bucket_bytes", "choose_segment_bytes", "measure_link"]
 
 # Small messages of all ranks mix on a link, and what waits in front of it overflows no queue; but
 # each costs some microseconds of Python, during which the link should not run dry.
 LEAST_SEGMENT_BYTES = 32 << 10
 MOST_SEGMENT_BYTES = 1 << 20
 SEGMENT_S = 250e-6
+
+# What an allreduce takes of itself, beside three times a link's latency.
+CALL_S = 500e-6
+# So many times that should a bucket be on its way.
+TIMES_CALL = 8
+LEAST_BUCKET_BYTES = 256 << 10
+MOST_BUCKET_BYTES = 64 << 20
 
 # The first opens the connections.
 TRIAL_BYTES = (8, 8, 8, 8, 8, 64 << 10, 1 << 20)
@@ -40,6 +47,17 @@ def choose_segment_bytes(bytes_per_s: float) -> int:
     while segment_bytes * 2 <= min(wanted, MOST_SEGMENT_BYTES):
         segment_bytes *= 2
     return segment_bytes
+
+
+def choose_bucket_bytes(link: Link) -> int:
+    """How much to combine at a time of what comes bit by bit, as gradients do.
+
+    The less it is the sooner it begins, and the less is left when the last has come; but each
+    allreduce costs something of itself. It sends nearly everything twice.
+    """
+    wanted_s = TIMES_CALL * (CALL_S + 3 * link.latency_s)
+    wanted = wanted_s * link.bytes_per_s / 2
+    return int(min(max(wanted, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES))
 
 
 def measure_link(mpi: ModuleType, comm: Any) -> Link:

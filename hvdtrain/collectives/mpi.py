@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -16,17 +17,28 @@ from hvdtrain.collectives.direct_exchange import DirectExchange
 from hvdtrain.collectives.failure_detector import FailureDetector
 from hvdtrain.collectives.fusion import Chunk, Scratch, pack, unpack
 from hvdtrain.collectives.kernels import accumulator_dtype
-from hvdtrain.collectives.link_speed import Link, choose_segment_bytes, measure_link
+from hvdtrain.collectives.link_speed import (
+    Link,
+    choose_bucket_bytes,
+    choose_segment_bytes,
+    measure_link,
+)
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.recovery import Recovery
-from hvdtrain.collectives.small_allreduce import SmallAllreduce, most_small_bytes
+from hvdtrain.collectives.small_allreduce import (
+    SmallAllreduce,
+    choose_one_shot_bytes,
+    most_small_bytes,
+)
 from hvdtrain.collectives.spin_wait import SpinWait
 from hvdtrain.collectives.transport import Reduction, Transport
 from hvdtrain.collectives.watchdog import Watchdog
 from hvdtrain.errors import Preempted
 
 __all__ = ["MpiTransport"]
+
+logger = logging.getLogger(__name__)
 
 
 class MpiTransport(Transport):
@@ -42,6 +54,7 @@ class MpiTransport(Transport):
             so many are left, ``too_few`` is set. None: a rank that dies ends the job.
         parent: The transport of all ranks, where this is one of some of them.
         numbers: The numbers of these ranks in the job, where they are some of its ranks.
+        bucket_bytes: See ``Transport``; None to choose.
     """
 
     kind = "mpi"
@@ -56,8 +69,10 @@ class MpiTransport(Transport):
         min_np: int | None = None,
         parent: MpiTransport | None = None,
         numbers: Sequence[int] | None = None,
+        bucket_bytes: int | None = None,
     ) -> None:
         super().__init__(chunk_bytes, timeout_s)
+        self._asked_bucket_bytes = bucket_bytes
         self._mpi = mpi
         self._all, self._host = comm, host
         self._local_size = host.Get_size()
@@ -90,10 +105,37 @@ class MpiTransport(Transport):
             )
         self.link: Link = self._measure_link(comm) if self._parent is None else self._parent.link
         self.segment_bytes = choose_segment_bytes(self.link.bytes_per_s)
+        self.bucket_bytes = self._choose_bucket_bytes()
         self._share_memory(comm)
         self.connect(comm.Dup(), ranks.members)
+        if ranks.rank == 0 and self._parent is None and self._parties > 1:
+            self._say_how_arrays_cross()
         self._watchdog = Watchdog(self._inside_mpi, ranks.number, ranks.size, self.timeout_s)
         self._watchdog.start()
+
+    def _choose_bucket_bytes(self) -> int:
+        if self._asked_bucket_bytes is not None:
+            return self._asked_bucket_bytes
+        # On one host combining takes the cores from computing.
+        one_host = self._local_size == self.ranks.size
+        return 0 if one_host else choose_bucket_bytes(self.link)
+
+    @property
+    def _parties(self) -> int:
+        """Among how many arrays are exchanged over a link."""
+        return self.ranks.size
+
+    def _say_how_arrays_cross(self) -> None:
+        logger.debug(
+            "between %d a message takes %.3f ms, and long ones go at %.0f Mbit/s: arrays up to %d "
+            "bytes cross in one round, up to %d in two, larger ones in segments of %d",
+            self._parties,
+            self.link.latency_s * 1e3,
+            self.link.bytes_per_s * 8 / 1e6,
+            choose_one_shot_bytes(self._parties, self.link),
+            self._small_bytes,
+            self.segment_bytes,
+        )
 
     def _measure_link(self, comm: Any) -> Link:
         return measure_link(self._mpi, comm)
@@ -111,7 +153,7 @@ class MpiTransport(Transport):
         self._direct = DirectAllreduce(self._mpi, comm, self.segment_bytes)
         self._exchange = DirectExchange(self._mpi, comm, self._await_all)
         self._small = self._connect_small(comm)
-        self._small_bytes = most_small_bytes(ranks.size)
+        self._small_bytes = most_small_bytes(self._parties)
         self._scratch = Scratch()
 
     def _connect_small(self, comm: Any) -> SmallAllreduce:
@@ -148,6 +190,7 @@ class MpiTransport(Transport):
             self.timeout_s,
             parent=self,
             numbers=[self.ranks.numbers[rank] for rank in ranks],
+            bucket_bytes=self._asked_bucket_bytes,
         )
 
     def fail(self, reason: str) -> None:

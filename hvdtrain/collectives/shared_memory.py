@@ -37,7 +37,7 @@ from hvdtrain.collectives.host_window import Window
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
 from hvdtrain.collectives.link_speed import Link
 from hvdtrain.collectives.mpi import MpiTransport
-from hvdtrain.collectives.small_allreduce import SmallAllreduce, most_small_bytes
+from hvdtrain.collectives.small_allreduce import SmallAllreduce
 from hvdtrain.collectives.transport import Reduction
 
 __all__ = ["SharedMemoryTransport"]
@@ -101,10 +101,14 @@ class SharedMemoryTransport(MpiTransport):
             self._arena_pool = BufferPool(empty=self._arena.empty, drop=self._arena.drop)
             self._forked_copies = ForkedCopies(self._arena_pool.held, self._arena.own)
 
+    @property
+    def _parties(self) -> int:
+        return self._hosts
+
     def connect(self, comm: Any, members: Sequence[int]) -> None:
-        super().connect(comm, members)
-        where = plan_hierarchy(members, self._host_of, members[self.ranks.rank])
+        where = plan_hierarchy(members, self._host_of, members[comm.Get_rank()])
         self._local_rank, self._window_ranks, self._hosts, self._cross_groups = where
+        super().connect(comm, members)
         self.shares = len(self._window_ranks)
         self._everyone = range(len(self._window_ranks))
         self._views: dict[str, tuple[list[list[np.ndarray]], list[np.ndarray], np.ndarray]] = {}
@@ -120,7 +124,6 @@ class SharedMemoryTransport(MpiTransport):
         self._speaker: SmallAllreduce | None = None
         if self._cross is not None and self._local_rank == 0:
             self._speaker = self._connect_small(self._cross.comm)
-        self._small_bytes = most_small_bytes(self._hosts)
         self._ahead = self._chunks_ahead() if self._hosts > 1 else 0
         # Nobody begins before all have cleared their words.
         comm.Barrier()

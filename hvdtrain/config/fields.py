@@ -10,6 +10,7 @@ __all__ = [
     "PREFIX",
     "amount",
     "count",
+    "count_or_auto",
     "count_or_none",
     "flag",
     "flag_or_auto",
@@ -85,6 +86,12 @@ def count_or_none(text: str) -> int | None:
     """A whole number, 0 or more, or none."""
     _expect(text == "none" or text.isdecimal(), "a whole number, 0 or more, or none")
     return None if text == "none" else int(text)
+
+
+def count_or_auto(text: str) -> int | None:
+    """A whole number, 0 or more, or None for auto."""
+    _expect(text == "auto" or text.isdecimal(), "a whole number, 0 or more, or auto")
+    return None if text == "auto" else int(text)
 
 
 def path_or_none(what: str) -> Callable[[str], str | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hvdtrain.config.fields import (
     amount,
     count,
+    count_or_auto,
     count_or_none,
     flag,
     flag_or_auto,
@@ -196,6 +197,13 @@ class Settings(ModeSettings):
     )
     chunk_bytes: int = setting(
         2 << 20, positive_int, "bytes a rank passes through shared memory at a time"
+    )
+    bucket_bytes: int | None = setting(
+        None,
+        count_or_auto,
+        "bytes of gradients that are combined at a time while others are computed; 0: all "
+        "together; auto: by the speed of the link between hosts, and 0 on one host",
+        written="auto",
     )
     non_finite: str = setting(
         "error",

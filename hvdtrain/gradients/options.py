@@ -67,10 +67,26 @@ class ReduceOptions:
                 "of lists of variables."
             )
 
-    def divide(self, places: Sequence[int], variables: Sequence[Any]) -> list[list[int]]:
-        """Put the places of those variables that have gradients into groups, none of it empty."""
+    def divide(
+        self,
+        places: Sequence[int],
+        variables: Sequence[Any],
+        sizes: Sequence[int],
+        bucket_bytes: int = 0,
+    ) -> list[list[int]]:
+        """Put the places of those variables that have gradients into groups, none of it empty.
+
+        Where nothing is said of groups they are buckets, of which the last variables, whose
+        gradients come first, make the first.
+
+        Args:
+            places: Of those variables.
+            variables: All of them.
+            sizes: Bytes of the gradient at each place; 0 where that isn't known.
+            bucket_bytes: A bucket is complete when it holds so many; 0 for one of all.
+        """
         if self.groups is None:
-            return [list(places)] if places else []
+            return _buckets(places, sizes, bucket_bytes)
         if isinstance(self.groups, int):
             count = min(self.groups, len(places))
             ends = [len(places) * (n + 1) // count for n in range(count)]
@@ -78,3 +94,17 @@ class ReduceOptions:
         left = {id(variables[n]): n for n in places}
         groups = [[left.pop(id(v)) for v in group if id(v) in left] for group in self.groups]
         return [group for group in (*groups, *([n] for n in left.values())) if group]
+
+
+def _buckets(places: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    if not bucket_bytes or not places:
+        return [list(places)] if places else []
+    buckets: list[list[int]] = [[]]
+    held = 0
+    for place in reversed(places):
+        if held >= bucket_bytes:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(place)
+        held += sizes[place]
+    return buckets

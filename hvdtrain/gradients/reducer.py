@@ -99,7 +99,8 @@ class GradientReducer:
         shared = self._set_local_apart(results, variables)
         if self._ranks.alone:
             return results
-        groups = self._options.divide(shared, variables)
+        sizes = [_known_bytes(gradient) for gradient in results]
+        groups = self._options.divide(shared, variables, sizes, self._bucket_bytes())
         unchecked = self._options.unchecked
         if unchecked is not None:
             for group in groups:
@@ -172,6 +173,13 @@ class GradientReducer:
             elif self._options.scale_local:
                 results[n] = tf.math.scalar_mul(1.0 / len(self._ranks.ranks), gradient)
         return shared
+
+    def _bucket_bytes(self) -> int:
+        """How much to combine at a time; eagerly all gradients are there at once."""
+        on_devices = self._ranks.device_collectives() is not None
+        if on_devices or tf.executing_eagerly():
+            return 0
+        return self.collectives.bucket_bytes
 
     def _agree(self, signature: Signature) -> Arrays:
         """See that all ranks come with the same gradients; an operation without results."""
@@ -264,6 +272,13 @@ class GradientReducer:
         if not self._goes_on and collectives.too_few is not None:
             raise collectives.too_few
         return collectives
+
+
+def _known_bytes(gradient: Gradient) -> int:
+    """Bytes of a gradient, as far as its shape is known; 0 otherwise."""
+    if gradient is None or isinstance(gradient, tf.IndexedSlices):
+        return 0
+    return int(gradient.shape.num_elements() or 0) * int(gradient.dtype.size)
 
 
 def _put(results: list[Gradient], places: Sequence[int], gradients: Sequence[Gradient]) -> None:

@@ -149,7 +149,7 @@ def _refused(names: str, values: int, reason: str) -> HorovodFlag:
 
 
 _VERSION = f"hvdtrain {__version__}"
-_TUNED = "there is nothing to tune: gradients go together, in an order that the graph fixes"
+_TUNED = "there is nothing to tune: what goes together is found, in an order that the graph fixes"
 _TWO_LEVELS = "ranks of a host reduce through shared memory first wherever they can"
 _TIMELINE = "a timeline has no cycles to mark"
 _THREADS = "MPI is asked for as many threads as are needed"

@@ -333,6 +333,28 @@ def test_not_finite_can_be_let_through(average: Average, world) -> None:
 
 
 @two
+def test_buckets_go_as_gradients_come(reducer: GradientReducer, monkeypatch) -> None:
+    """The last first, in so many operations, with the sums of one operation."""
+    shapes = [(20,), (3, 5), (30,), (1,), (2,)]
+    gradients = [_gradient(job.rank(), shape) for shape in shapes]
+    names = [f"kernel {n}" for n in range(len(shapes))]
+    together = _in_graph(reducer, gradients, names)
+    monkeypatch.setattr(job.collectives(), "bucket_bytes", 100)
+    seen: list[str] = []
+    monkeypatch.setattr(job.collectives(), "observers", [lambda done: seen.append(done.call)])
+    _eagerly(reducer, gradients, names)
+    assert len(seen) == 1, "nothing is left to compute meanwhile"
+    seen.clear()
+    in_buckets = _in_graph(reducer, gradients, names)
+    assert [text.partition(" of ")[2] for text in seen] == [
+        "average, float32, ((2,), (1,), (30,))",
+        "average, float32, ((3, 5), (20,))",
+    ]
+    for one, other in zip(together, in_buckets):
+        np.testing.assert_array_equal(one, other)
+
+
+@two
 def test_small_values_can_be_reduced(reducer: GradientReducer) -> None:
     for run in (lambda f: f, tf.function):
         steps = run(lambda value: reducer.reduce(value, "max", "steps"))(tf.constant(job.rank()))

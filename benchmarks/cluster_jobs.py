@@ -1,0 +1,75 @@
+"""Running programs of benchmarks on the hosts of the tests, each beside others on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["HOROVOD", "HVDTRAIN", "Hosts", "shaped_hosts"]
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+JOB_TIMEOUT_S = 900.0
+HVDTRAIN = "hvdtrain"
+HOROVOD = "horovod"
+
+
+class Hosts:
+    """Some hosts with links of a known speed.
+
+    Args:
+        cluster: The test cluster.
+        count: So many of its hosts.
+        ranks_per_host: So many ranks on each.
+    """
+
+    def __init__(self, cluster: Any, count: int, ranks_per_host: int) -> None:
+        self._cluster = cluster
+        self._ranks_per_host = ranks_per_host
+        self._slots = ",".join(f"{host}:{ranks_per_host}" for host in cluster.hosts[:count])
+
+    def run(self, library: str, program: Sequence[Any]) -> Any:
+        """Run a program on all ranks; what the last line of its output says, which is JSON.
+
+        Args:
+            library: ``HVDTRAIN``, or ``HOROVOD`` for the environment that has that.
+            program: A script and its arguments.
+        """
+        from tests.environments import folder_of
+        from tests.launch.jobs import ON_CLUSTER
+
+        by_host = f"ppr:{self._ranks_per_host}:node"
+        environ = {
+            **ON_CLUSTER,
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_osc": "^ucx",
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        }
+        if library == HVDTRAIN:
+            mpirun = Path(sys.executable).with_name("mpirun")
+            argv = [mpirun, "--prefix", sys.prefix, "--map-by", f"{by_host}:OVERSUBSCRIBE"]
+            argv += ["-H", self._slots, sys.executable, *program]
+        else:
+            python = folder_of(HOROVOD) / "bin" / "python"
+            argv = ["/usr/bin/mpirun", "--oversubscribe", "--bind-to", "none", "--map-by", by_host]
+            argv += ["-H", self._slots, "-x", "TF_CPP_MIN_LOG_LEVEL", python, *program]
+            environ |= {"PATH": "/usr/bin:/bin", "PYTHONPATH": None}
+        done = self._cluster.run([*map(str, argv)], env=environ, timeout_s=JOB_TIMEOUT_S)
+        if done.returncode:
+            raise SystemExit(f"{done.stdout}{done.stderr}\nthe ranks ended with {done.returncode}")
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextmanager
+def shaped_hosts(count: int, ranks_per_host: int, rate: str, queue_ms: int) -> Iterator[Hosts]:
+    """Build the hosts with links of this rate, as tc writes it; they are gone after the block."""
+    sys.path.insert(0, str(REPOSITORY))
+    from tests.testbed.cluster import Cluster
+
+    with Cluster(shared=[]) as cluster:
+        cluster.shape(rate, queue_ms)
+        yield Hosts(cluster, count, ranks_per_host)
