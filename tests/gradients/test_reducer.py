@@ -352,6 +352,10 @@ def test_buckets_go_as_gradients_come(reducer: GradientReducer, monkeypatch) -> 
     ]
     for one, other in zip(together, in_buckets):
         np.testing.assert_array_equal(one, other)
+    if job.rank() == 0:
+        gradients[1] = tf.fill(shapes[1], np.nan)
+    with pytest.raises((NonFiniteError, tf.errors.OpError), match=r"kernel 1 \(NaN\) on rank 0\. "):
+        _in_graph(reducer, gradients, names)
 
 
 @two
