@@ -99,7 +99,7 @@ def test_allreduce_starts_its_ranks_writes_and_draws(run_command, tmp_path: Path
     argv = [*BENCH, *TINY_ALLREDUCE, "-np", "2", "--json", str(path)]
     if importlib.util.find_spec("matplotlib") is not None:
         argv += ["--plot", str(picture)]
-    done = run_command(argv)
+    done = run_command(argv, timeout_s=110)
     assert done.returncode == 0, done
     assert done.stdout.count("hvdtrain bench allreduce: 2 ranks") == 1, "the chief alone prints"
     found = json.loads(path.read_text())
@@ -146,7 +146,7 @@ def test_servers_measures_two_workers_and_all(launch, tmp_path: Path) -> None:
 @pytest.mark.mpi
 def test_training_measures_one_rank_and_two(launch, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    done = launch(2, IN_A_JOB, *TINY_TRAINING, "--json", str(path))
+    done = launch(2, IN_A_JOB, *TINY_TRAINING, "--json", str(path), timeout_s=110)
     assert done.returncode == 0, done
     found = json.loads(path.read_text())
     (row,) = found["models"]

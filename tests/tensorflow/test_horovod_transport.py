@@ -144,7 +144,8 @@ def test_nobody_waits_for_ever(horovodrun, controller, way):
     """For a rank that failed, or does not come."""
     done = horovodrun(controller, ALONE, way, env={"HVDTRAIN_TIMEOUT_S": "4"})
     assert done.returncode != 0
-    assert done.seconds < 50
+    # Mostly the start of TensorFlow, several times as long on a busy machine.
+    assert done.seconds < 150
     # Open MPI 4 puts its tag before each piece of a line that Python writes in pieces.
     said = re.sub(r"\[1,\d\]<std(out|err)>:", "", done.stderr + done.stdout)
     if way == "fails":
