@@ -10,8 +10,7 @@ __all__ = [
     "PREFIX",
     "amount",
     "count",
-    "count_or_auto",
-    "count_or_none",
+    "count_or",
     "flag",
     "flag_or_auto",
     "log_level",
@@ -82,16 +81,14 @@ def count(text: str) -> int:
     return int(text)
 
 
-def count_or_none(text: str) -> int | None:
-    """A whole number, 0 or more, or none."""
-    _expect(text == "none" or text.isdecimal(), "a whole number, 0 or more, or none")
-    return None if text == "none" else int(text)
+def count_or(word: str) -> Callable[[str], int | None]:
+    """What reads a whole number, 0 or more, or None for a word."""
 
+    def parse(text: str) -> int | None:
+        _expect(text == word or text.isdecimal(), f"a whole number, 0 or more, or {word}")
+        return None if text == word else int(text)
 
-def count_or_auto(text: str) -> int | None:
-    """A whole number, 0 or more, or None for auto."""
-    _expect(text == "auto" or text.isdecimal(), "a whole number, 0 or more, or auto")
-    return None if text == "auto" else int(text)
+    return parse
 
 
 def path_or_none(what: str) -> Callable[[str], str | None]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from hvdtrain.config.fields import (
     amount,
     count,
-    count_or_auto,
-    count_or_none,
+    count_or,
     flag,
     flag_or_auto,
     log_level,
@@ -53,7 +52,7 @@ class ModeSettings:
         (), ranks, "which ranks they are, like 2,3, or last: the last --num-ps", written="last"
     )
     staleness_bound: int | None = setting(
-        None, count_or_none, "async-ps: most steps ahead of the slowest worker; 0: in step"
+        None, count_or("none"), "async-ps: most steps ahead of the slowest worker; 0: in step"
     )
     staleness_scaling: bool = setting(
         False, flag, "1 divides the learning rate by the gradient's staleness, in async-ps"
@@ -200,7 +199,7 @@ class Settings(ModeSettings):
     )
     bucket_bytes: int | None = setting(
         None,
-        count_or_auto,
+        count_or("auto"),
         "bytes of gradients that are combined at a time while others are computed; 0: all "
         "together; auto: by the speed of the link between hosts, and 0 on one host",
         written="auto",
