@@ -181,8 +181,7 @@ class SharedMemoryTransport(MpiTransport):
         self._announce(call)
         self._tickets += 1
         self._signal(PACKED, self._tickets)
-        self._wait(PACKED, self._everyone, self._tickets, call)
-        alike = self._made_the_same(call)
+        alike = self._host_agrees(self._tickets, call)
         if self._hosts == 1:
             return alike
         if self._speaker is not None:
@@ -212,7 +211,9 @@ class SharedMemoryTransport(MpiTransport):
         self._mine[NON_FINITE + self.ranks.operation % 2] = False
         self._window.sync()
 
-    def _made_the_same(self, call: Call) -> bool:
+    def _host_agrees(self, ticket: int, call: Call) -> bool:
+        """Wait for all ranks of this host: whether they made the same call."""
+        self._wait(PACKED, self._everyone, ticket, call)
         # A rank can be one operation ahead, which then lies in the other word of the two.
         word = DIGESTS + self.ranks.operation % 2
         return all(words[word] == call.digest for words in self._words)
@@ -277,8 +278,7 @@ class SharedMemoryTransport(MpiTransport):
         self._announce(asked.call)
         job = _Job(asked, *self._slot_views(asked.inputs[0].dtype), self._tickets)
         self._pack(job, 0)
-        self._wait(PACKED, self._everyone, job.base + 1, asked.call)
-        alike = self._made_the_same(asked.call)
+        alike = self._host_agrees(job.base + 1, asked.call)
         if alike:
             self._reduce(job, 0)
         self._tickets += 1
@@ -318,8 +318,7 @@ class SharedMemoryTransport(MpiTransport):
 
     def _all_have_begun(self, job: _Job) -> bool:
         """Wait for the first chunk of all ranks: whether they made the same call."""
-        self._wait(PACKED, self._everyone, job.base + 1, job.asked.call)
-        if not self._made_the_same(job.asked.call):
+        if not self._host_agrees(job.base + 1, job.asked.call):
             return False
         self._find_buffers(job)
         return True

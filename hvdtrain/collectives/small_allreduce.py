@@ -111,7 +111,7 @@ class SmallAllreduce:
         self._second.start(call.digest, [mine])
         self._data_wait.until(self._second.is_done, call.short_text)
         for rank, part in enumerate(parts):
-            part[:] = self._second.arrays(part)[rank]
+            part[:] = self._second.array(rank, part)
         return True
 
     def _all_made_it(self, call: Call) -> bool:
@@ -172,7 +172,10 @@ class _Round:
         """What each rank has sent, this one too."""
         return list(self._words.tolist())
 
+    def array(self, rank: int, like: np.ndarray) -> np.ndarray:
+        """The part that a rank has sent, of the type and size of ``like``."""
+        return self._received[rank, HEADER_BYTES : HEADER_BYTES + like.nbytes].view(like.dtype)
+
     def arrays(self, like: np.ndarray) -> list[np.ndarray]:
-        """The part of each rank, of the type and size of this one."""
-        parts = self._received[:, HEADER_BYTES : HEADER_BYTES + like.nbytes]
-        return list(parts.view(like.dtype))
+        """The parts of all ranks, each of the type and size of ``like``."""
+        return [self.array(rank, like) for rank in range(len(self._received))]

@@ -72,7 +72,7 @@ class ReduceOptions:
         places: Sequence[int],
         variables: Sequence[Any],
         sizes: Sequence[int],
-        bucket_bytes: int = 0,
+        bucket_bytes: int,
     ) -> list[list[int]]:
         """Put the places of those variables that have gradients into groups, none of it empty.
 
