@@ -41,13 +41,13 @@ def main() -> None:
         hvdtrain.distribute(models[name])
     weights = [np.asarray(v) for v in models["computes"].trainable_variables]
     found: dict[str, list[float]] = {}
+    ways: dict[str, Callable[[], float]] = {
+        "computes": lambda: fit(models["computes"], job, 1),
+        "combines": lambda: combine(engine, weights, job["steps"]),
+        "together": lambda: fit(models["together"], job, engine.size),
+        "buckets": lambda: fit(models["buckets"], job, engine.size),
+    }
     for run in range(job["runs"] + 1):
-        ways: dict[str, Callable[[], float]] = {
-            "computes": lambda: fit(models["computes"], job, 1),
-            "combines": lambda: combine(engine, weights, job["steps"]),
-            "together": lambda: fit(models["together"], job, engine.size),
-            "buckets": lambda: fit(models["buckets"], job, engine.size),
-        }
         for name, way in ways.items():
             engine.bucket_bytes = 0 if name == "together" else bucket_bytes
             engine.barrier()

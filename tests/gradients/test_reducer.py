@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import world as job
+from hvdtrain.cluster.topology import read_topology
+from hvdtrain.collectives import create
+from hvdtrain.config import Settings
 from hvdtrain.errors import MismatchError, NonFiniteError
 from hvdtrain.gradients.options import ReduceOptions
 from hvdtrain.gradients.ranks import EngineRanks
@@ -333,15 +337,17 @@ def test_not_finite_can_be_let_through(average: Average, world) -> None:
 
 
 @two
-def test_buckets_go_as_gradients_come(reducer: GradientReducer, monkeypatch) -> None:
+def test_buckets_go_as_gradients_come(reducer: GradientReducer) -> None:
     """The last first, in so many operations, with the sums of one operation."""
     shapes = [(20,), (3, 5), (30,), (1,), (2,)]
     gradients = [_gradient(job.rank(), shape) for shape in shapes]
     names = [f"kernel {n}" for n in range(len(shapes))]
     together = _in_graph(reducer, gradients, names)
-    monkeypatch.setattr(job.collectives(), "bucket_bytes", 100)
+    engine = create(read_topology(os.environ), Settings(bucket_bytes=100))
+    reducer = GradientReducer(EngineRanks(engine))
+    _eagerly(reducer, gradients, names)  # compares the ranks' gradients
     seen: list[str] = []
-    monkeypatch.setattr(job.collectives(), "observers", [lambda done: seen.append(done.call)])
+    engine.observers.append(lambda done: seen.append(done.call))
     _eagerly(reducer, gradients, names)
     assert len(seen) == 1, "nothing is left to compute meanwhile"
     seen.clear()
@@ -356,6 +362,7 @@ def test_buckets_go_as_gradients_come(reducer: GradientReducer, monkeypatch) -> 
         gradients[1] = tf.fill(shapes[1], np.nan)
     with pytest.raises((NonFiniteError, tf.errors.OpError), match=r"kernel 1 \(NaN\) on rank 0\. "):
         _in_graph(reducer, gradients, names)
+    engine.close()
 
 
 @two
