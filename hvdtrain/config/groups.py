@@ -200,14 +200,13 @@ class Settings(ModeSettings):
     bucket_bytes: int | None = setting(
         None,
         count_or("auto"),
-        "bytes of gradients that are combined at a time while others are computed; 0: all "
-        "together; auto: by the speed of the link between hosts, and 0 on one host",
+        "bytes of gradients sent at a time; 0: all; auto: by the link",
         written="auto",
     )
     non_finite: str = setting(
         "error",
         one_of("error", "ignore"),
-        "what NaN or infinity in a gradient does: error (on every rank, naming it), ignore",
+        "what NaN or infinity in gradients does: error, ignore",
     )
     # On which devices TensorFlow computes.
     share_gpus: bool = setting(
