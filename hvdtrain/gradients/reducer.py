@@ -95,7 +95,7 @@ class GradientReducer:
         """
         if not self._ranks.included():
             return list(gradients)
-        results = list(gradients)
+        results = list(map(_tensor, gradients))
         shared = self._set_local_apart(results, variables)
         if self._ranks.alone:
             return results
@@ -272,6 +272,13 @@ class GradientReducer:
         if not self._goes_on and collectives.too_few is not None:
             raise collectives.too_few
         return collectives
+
+
+def _tensor(gradient: Any) -> Gradient:
+    """A gradient, of which a loop of one's own may have made an array."""
+    if gradient is None or isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.convert_to_tensor(gradient)
 
 
 def _known_bytes(gradient: Gradient) -> int:
