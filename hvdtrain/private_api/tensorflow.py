@@ -42,7 +42,7 @@ __all__ = [
     "add_control_input",
     "captured_by",
     "check",
-    "complete_control_outputs",
+    "complete_functions",
     "connect",
     "control_flow_context",
     "draws_anew",
@@ -53,7 +53,6 @@ __all__ = [
     "is_connected",
     "iterator_resource",
     "operation_seeds",
-    "orders_operations",
     "parts_of",
     "replace_session_methods",
     "reserve_port",
@@ -176,11 +175,6 @@ def operation_seeds() -> random.Random:
 # Graphs and sessions.
 
 
-def orders_operations(graph: Any) -> bool:
-    """Whether a function graph runs what has effects in the order in which it was made."""
-    return bool(graph._add_control_dependencies)
-
-
 def function_graph(graph: Any, name: str) -> Any:
     """The graph of a function that a graph knows; None if it knows none of this name."""
     function = graph._get_function(name)
@@ -231,19 +225,20 @@ def replace_session_methods(
         setattr(BaseSession, _REPLACED, True)
 
 
-def complete_control_outputs(must_run: Callable[[Any], list[tf.Operation]]) -> None:
-    """Let the functions that are made from now on run some operations of their graphs; once.
+def complete_functions(complete: Callable[[Any], list[tf.Operation]]) -> None:
+    """Let the functions that are made from now on be completed first; once.
 
-    ``must_run`` gets the graph of a function, and returns what runs whether it is used or not. A
-    function is made of a graph when that is complete, by code of TensorFlow that has no other
-    place for it: the call of an inner function is added after all that its body is made of.
+    ``complete`` gets the graph of a function, to which it may add, and returns what is to run
+    whether it is used or not. A function is made of a graph when that is complete, by code of
+    TensorFlow that has no other place for it: the call of an inner function is added after all that
+    its body is made of.
     """
     make = atomic_function.from_func_graph
 
     @functools.wraps(make)
     def make_complete(name: str, graph: Any, *args: Any, **kwargs: Any) -> Any:
         known = set(graph.control_outputs)
-        graph.control_outputs += [op for op in must_run(graph) if op not in known]
+        graph.control_outputs += [op for op in complete(graph) if op not in known]
         return make(name, graph, *args, **kwargs)
 
     if not hasattr(atomic_function, _REPLACED):

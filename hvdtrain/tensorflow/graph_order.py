@@ -1,25 +1,29 @@
-"""Which operations of a graph are between ranks; in function graphs, also their order.
+"""Which operations of a graph are between ranks; in functions, also their order.
 
-A tf.function runs what has effects in the order in which it was made ("automatic control
-dependencies"). The bodies of ``tf.cond`` and ``tf.while_loop`` in classic graphs, and what
-``tf.compat.v1.wrap_function`` makes, do not.
+All ranks must meet in the same operations in the same order. A tf.function runs what has effects
+in the order in which it was made ("automatic control dependencies"), but for branches, loops and
+calls of functions: where these use variables, they wait for others that use the same ones, and for
+nothing else. The bodies of ``tf.cond`` and ``tf.while_loop`` in classic graphs, and what
+``tf.compat.v1.wrap_function`` makes, have no order at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import islice
+from itertools import pairwise
 from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.private_api.tensorflow import function_graph, orders_operations
+from hvdtrain.private_api.tensorflow import add_control_input, function_graph
 
-__all__ = ["MARK", "calls_between_ranks", "in_order", "must_run"]
+__all__ = ["MARK", "calls_between_ranks", "put_in_order"]
 
 MARK = "hvdtrain"
 """What the names of operations between ranks begin with."""
+
+_FUNCTION_ATTRIBUTES: dict[str, list[tuple[str, bool]]] = {}
+"""By type of operation the attributes that name functions, and whether they name several."""
 
 
 def calls_between_ranks(op: tf.Operation) -> bool:
@@ -30,42 +34,26 @@ def calls_between_ranks(op: tf.Operation) -> bool:
     return any(any(map(calls_between_ranks, g.get_operations())) for g in graphs if g is not None)
 
 
-@contextmanager
-def in_order(graph: Any) -> Iterator[None]:
-    """What is added within runs after all operations between ranks that were added before.
+def put_in_order(graph: Any) -> list[tf.Operation]:
+    """Let the operations between ranks of a function run in the order in which they were made.
 
-    Of no effect where TensorFlow sees to it, and in a graph for sessions, for which
-    ``session_order`` does.
+    Returns them: they run whether their results are used or not, and a call of the function has
+    ended when they have, so that what comes after it can wait for them.
     """
-    with tf.control_dependencies(list(_last_ones(graph))):
-        yield
-
-
-def must_run(graph: Any) -> list[tf.Operation]:
-    """What a function runs, if its result is used or not: its operations between ranks.
-
-    A call of the function has ended when they have, too, so that what comes after it can wait for
-    them. Nothing, where TensorFlow sees to it.
-    """
-    if not _is_unordered_function(graph):
-        return []
-    return list(filter(calls_between_ranks, graph.get_operations()))
-
-
-def _is_unordered_function(graph: Any) -> bool:
-    return hasattr(graph, "outer_graph") and not orders_operations(graph)
-
-
-def _last_ones(graph: Any) -> Iterator[tf.Operation]:
-    """The last operation between ranks of a function graph and of those around it."""
-    while _is_unordered_function(graph):
-        yield from islice(filter(calls_between_ranks, reversed(graph.get_operations())), 1)
-        graph = graph.outer_graph
+    operations = list(filter(calls_between_ranks, graph.get_operations()))
+    for before, operation in pairwise(operations):
+        add_control_input(operation, before)
+    return operations
 
 
 def _functions_of(op: tf.Operation) -> Iterator[str]:
-    for attribute in op.op_def.attr:
-        if attribute.type == "func":
-            yield op.get_attr(attribute.name).name
-        elif attribute.type == "list(func)":
-            yield from (function.name for function in op.get_attr(attribute.name))
+    kind = op.type
+    if kind not in _FUNCTION_ATTRIBUTES:
+        _FUNCTION_ATTRIBUTES[kind] = [
+            (attribute.name, attribute.type == "list(func)")
+            for attribute in op.op_def.attr
+            if attribute.type in ("func", "list(func)")
+        ]
+    for name, several in _FUNCTION_ATTRIBUTES[kind]:
+        value = op.get_attr(name)
+        yield from (function.name for function in (value if several else [value]))

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.private_api.tensorflow import complete_control_outputs, replace_session_methods
-from hvdtrain.tensorflow.graph_order import MARK, in_order, must_run
+from hvdtrain.private_api.tensorflow import complete_functions, replace_session_methods
+from hvdtrain.tensorflow.graph_order import MARK, put_in_order
 from hvdtrain.tensorflow.session_order import SessionOrder
 from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow
 
@@ -26,8 +26,8 @@ def run_on_host(
 ) -> list[tf.Tensor]:
     """Run NumPy code on tensors: at once, or as an operation of the graph that is being made.
 
-    It may call the engine. Ranks must do so in the same order: a tf.function sees to that by
-    itself, and other graphs keep the order in which such functions were added to them.
+    It may call the engine. Ranks must do so in the same order, so graphs keep the order in which
+    such functions were added to them.
 
     Args:
         function: Takes an array for each tensor.
@@ -42,9 +42,8 @@ def run_on_host(
         return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, types)]
     # A session has no public way to do something before each run.
     replace_session_methods(_keeping_order)
-    complete_control_outputs(must_run)
-    with in_order(tf.compat.v1.get_default_graph()):
-        several = tf.numpy_function(function, tensors, types, name=MARK)
+    complete_functions(put_in_order)
+    several = tf.numpy_function(function, tensors, types, name=MARK)
     # Of no results TensorFlow returns the operation.
     results = several if shapes else []
     for tensor, shape in zip(results, shapes):
