@@ -19,7 +19,7 @@ from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import initial_epoch, set_initial_epoch
 
-__all__ = ["list_callbacks", "wrap_callbacks"]
+__all__ = ["MeetAtEnd", "list_callbacks", "wrap_callbacks"]
 
 
 def list_callbacks(callbacks: Any) -> list[Any]:
@@ -51,6 +51,20 @@ def wrap_callbacks(
     before = _Before(collectives, membership, epochs, contributions)
     after = _After(collectives, membership, failover, broadcast)
     return [before, _Progress(epochs), *others, after, *checkpoints, _EndIfTooFew(membership)]
+
+
+class MeetAtEnd(keras.callbacks.Callback):
+    """First in the list of ``predict``: the end of the last rank is that of all.
+
+    What each has predicted is put together after the callbacks; then nobody waits for that.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__()
+        self._collectives = collectives
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        self._collectives.barrier(name="end of predict")
 
 
 class _Before(keras.callbacks.Callback):

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.keras.callback_list import list_callbacks, wrap_callbacks
+from hvdtrain.keras.callback_list import MeetAtEnd, list_callbacks, wrap_callbacks
 from hvdtrain.keras.chief_failover import ChiefFailover
 from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.batch_structure import is_absent
@@ -244,7 +244,7 @@ class FitLoop:
                 dataset,
                 verbose=verbose if self._membership.is_chief else 0,
                 steps=steps,
-                callbacks=callbacks,
+                callbacks=[MeetAtEnd(self._collectives), *list_callbacks(callbacks)],
             )
             return join_predictions(
                 mine,

@@ -1,5 +1,6 @@
 """evaluate and predict over all ranks give what one process gives."""
 
+import time
 from typing import Any
 
 import keras
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.world import collectives
 from tests.keras.features import X, Y, classifier
 
 
@@ -89,6 +91,29 @@ def test_predict_returns_everything_in_order(world, rows, kind):
     else:
         joint = together.predict(tf.data.Dataset.from_tensor_slices(X[:rows]).batch(4), verbose=0)
     np.testing.assert_allclose(joint, expected, atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_no_rank_ends_predict_before_the_others(world):
+    """Callbacks see the end of all; putting the results together then takes no waiting."""
+
+    class Late(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.ends_s = []
+
+        def on_predict_batch_end(self, batch, logs=None):
+            time.sleep(0.3 * world.rank())
+            self.ends_s.append(time.time())
+
+        def on_predict_end(self, logs=None):
+            self.ends_s.append(time.time())
+
+    _, together = plain_and_distributed(world)
+    late = Late()
+    together.predict(X[:8], batch_size=4, verbose=0, callbacks=[late])
+    ranks = collectives().allgather_object(late.ends_s, name="ends")
+    assert min(ends[-1] for ends in ranks) >= max(ends[-2] for ends in ranks)
 
 
 @pytest.mark.ranks(2)

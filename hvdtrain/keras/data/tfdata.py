@@ -7,9 +7,11 @@ can count the rows of all of them, so nothing has to be communicated.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
@@ -33,6 +35,29 @@ NOTICE = (
 )
 
 _undecorated = tf.autograph.experimental.do_not_convert
+_PASSES = "_hvdtrain_whole_passes"
+
+
+class StreamRecord:
+    """Digests of what a pass has read of its stream: up to its first step, and all of it."""
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+        self.whole: str | None = None
+
+    def note(self, stream: np.ndarray, step: np.ndarray, last: np.ndarray) -> None:
+        """Called by the pipeline before the first and before the last step of a pass.
+
+        Args:
+            stream: A digest of the stream so far.
+            step: The number of the step.
+            last: Whether it is the last.
+        """
+        text = stream.tobytes().hex()
+        if step == 0:
+            self.first, self.whole = text, None
+        if last:
+            self.whole = text
 
 
 class TfDataSource:
@@ -56,6 +81,11 @@ class TfDataSource:
         cardinality = int(dataset.cardinality())
         self._endless = cardinality == tf.data.INFINITE_CARDINALITY
         self.units = cardinality if cardinality >= 0 else None
+
+    @property
+    def compares(self) -> bool:
+        """Whether all ranks are to read the same stream."""
+        return self.plan.size > 1 and not self.plan.presharded
 
     def report(self) -> InputReport:
         """Element types and the number of batches; what is in them shows when it runs."""
@@ -82,12 +112,23 @@ class TfDataSource:
         """This rank's batches."""
         return ShardedPipeline(self, steps)
 
-    def whole_pass(self, steps: int | None, record: Any) -> tf.data.Dataset:
-        """A pass from the start, in whatever order the pipeline has when it is iterated."""
-        return self._elements(self._dataset, self.units, steps, record)
+    def whole_pass(self, steps: int | None) -> tuple[tf.data.Dataset, StreamRecord]:
+        """A pass from the start, in whatever order the pipeline has when it is iterated.
+
+        It is kept with the user's dataset: to make it again takes most of what one more ``fit``
+        costs.
+        """
+        plan = self.plan
+        key = (plan.rank, plan.size, plan.presharded, plan.trains, steps)
+        kept = vars(self._given).setdefault(_PASSES, {}) if plan.class_weight is None else {}
+        if key not in kept:
+            record = StreamRecord()
+            kept[key] = self._elements(self._dataset, self.units, steps, record), record
+        dataset, record = kept[key]
+        return dataset, record
 
     def pass_from(
-        self, position: Position, steps: int | None, record: Any, *, repeatable: bool
+        self, position: Position, steps: int | None, record: StreamRecord, *, repeatable: bool
     ) -> tf.data.Dataset | None:
         """What is left of a pass at ``position``; the pipeline runs from its start.
 
@@ -117,7 +158,7 @@ class TfDataSource:
         return dataset.map(private_keras.class_weight_map(self.plan.class_weight))
 
     def _elements(
-        self, dataset: tf.data.Dataset, batches: int | None, steps: int | None, record: Any
+        self, dataset: tf.data.Dataset, batches: int | None, steps: int | None, record: StreamRecord
     ) -> tf.data.Dataset:
         """Elements (batch, rows, joint_rows) of one pass.
 
@@ -126,8 +167,7 @@ class TfDataSource:
             batches: How many they are; None where unknown or endless.
             steps: Joint steps to yield, or None where unknown or endless; those beyond this
                 rank's data have rows = 0.
-            record: Called before the first and before the last step of a pass with a digest of
-                the stream so far, the number of the step, and whether it is the last; or None.
+            record: Is told what is read, where ranks are to compare it.
         """
         padding = 0
         if self.plan.presharded and steps is not None and batches is not None:
@@ -148,12 +188,10 @@ class TfDataSource:
         return self._pack(tensors), rows, unknown if self.plan.presharded else rows
 
     def _joint_steps(
-        self, dataset: tf.data.Dataset, batches: int | None, padding: int, record: Any
+        self, dataset: tf.data.Dataset, batches: int | None, padding: int, record: StreamRecord
     ) -> tf.data.Dataset:
         specs = batch_structure.present(self._spec)
-        dataset = dataset.map(
-            _undecorated(lambda *element: self._prepare(record is not None, *element))
-        )
+        dataset = dataset.map(_undecorated(lambda *element: self._prepare(self.compares, *element)))
         dataset = join_steps(
             dataset,
             rank=self.plan.shard,
@@ -181,7 +219,7 @@ class TfDataSource:
 
     def _element(
         self,
-        record: Any,
+        record: StreamRecord,
         _: tf.Tensor,
         components: tuple[tf.Tensor, ...],
         rows: tf.Tensor,
@@ -193,10 +231,11 @@ class TfDataSource:
         batch = self._pack(components)
         if self.plan.presharded:
             return batch, rows, tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
-        if record is not None:
+        if self.compares:
 
             def tell() -> tf.Tensor:
-                with tf.control_dependencies([tf.numpy_function(record, [stream, step, last], [])]):
+                noted = tf.numpy_function(record.note, [stream, step, last], [])
+                with tf.control_dependencies([noted]):
                     return tf.identity(rows)
 
             rows = tf.cond(tf.equal(step, 0) | last, tell, lambda: rows)
@@ -210,22 +249,23 @@ class ShardedPipeline(ShardedInput):
         plan = source.plan
         self._pipeline = source
         self._collectives = plan.collectives
-        self._compares = plan.size > 1 and not plan.presharded
-        self._first: str | None = None
-        self._whole: str | None = None
-        self._recorder = self._record if self._compares else None
+        self._record = StreamRecord()
         super().__init__(
             source,
-            lambda: source.whole_pass(steps, self._recorder),
+            functools.partial(self._whole_pass, steps),
             steps=steps,
             joint_rows_known=not plan.presharded,
-            notice=NOTICE if self._compares else None,
+            notice=NOTICE if source.compares else None,
         )
+
+    def _whole_pass(self, steps: int | None) -> tf.data.Dataset:
+        dataset, self._record = self._pipeline.whole_pass(steps)
+        return dataset
 
     def _dataset_from(
         self, position: Position, steps: int | None, repeatable: bool
     ) -> tf.data.Dataset:
-        left = self._pipeline.pass_from(position, steps, self._recorder, repeatable=repeatable)
+        left = self._pipeline.pass_from(position, steps, self._record, repeatable=repeatable)
         return self.dataset if left is None else left
 
     @property
@@ -242,18 +282,11 @@ class ShardedPipeline(ShardedInput):
         """Draw the orders of the passes before."""
         self._pipeline.passes.catch_up(passes)
 
-    def _record(self, stream: Any, step: Any, last: Any) -> None:
-        text = stream.tobytes().hex()
-        if step == 0:
-            self._first, self._whole = text, None
-        if last:
-            self._whole = text
-
     def verify(self) -> None:
         """Compare the streams: their first joint step, and all of a pass that is complete."""
-        if not self._compares:
+        if not self._pipeline.compares:
             return
-        mine = {"first": self._first, "whole": self._whole}
+        mine = {"first": self._record.first, "whole": self._record.whole}
         seen = self._collectives.allgather_object(mine, name="content of the tf.data pipeline")
         facts = [{"the first joint step (fingerprint)": entry["first"]} for entry in seen]
         # A rank that has not fetched its last step yet has nothing to compare.

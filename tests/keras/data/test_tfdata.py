@@ -76,6 +76,25 @@ def test_seeded_shuffle_gives_every_sample_once() -> None:
     assert [int(i) for i in plain] == second
 
 
+def test_what_is_made_of_a_pipeline_is_made_once() -> None:
+    pipelines = [_ids(22, 4) for _ in range(2)]
+    first, again = (shard_on_ranks(2, lambda rank: pipelines[rank]) for _ in range(2))
+    assert [share.dataset for share in first] == [share.dataset for share in again]
+    others = (
+        shard_on_ranks(2, lambda rank: pipelines[rank], trains=True),
+        shard_on_ranks(2, lambda rank: pipelines[rank], presharded=True),
+        shard_on_ranks(2, lambda rank: (pipelines[rank], None, None), class_weight={0: 2.0}),
+        shard_on_ranks(2, lambda rank: pipelines[1 - rank]),
+    )
+    for shares in others:
+        assert {id(s.dataset) for s in shares}.isdisjoint(id(s.dataset) for s in first)
+    # Each still compares what it reads.
+    assert [flat(joint(shares)) for shares in (first, again)] == [list(range(22))] * 2
+    for shares in (first, again):
+        results = on_ranks(2, lambda ranks, shares=shares: shares[ranks.rank].verify())
+        assert results == [None, None]
+
+
 def test_static_batch_sizes_stay_static() -> None:
     share = shard_on_ranks(2, lambda _: _ids(16, 4, drop_remainder=True))[0]
     assert share.dataset.element_spec[0][0].shape == (4, 2)
