@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument(
         "--call", default="allreduce", choices=("allreduce", "broadcast", "allgather")
     )
-    parser.add_argument("--hosts", type=int, default=4, choices=(2, 3, 4), help="default 4")
+    parser.add_argument("--hosts", type=int, default=4, help="default %(default)s")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="default %(default)s")
     parser.add_argument("--rate", default="200mbit", help="of each link; default %(default)s")
     parser.add_argument("--queue-ms", type=int, default=20, help="before it; default %(default)s")

@@ -22,14 +22,13 @@ class Hosts:
 
     Args:
         cluster: The test cluster.
-        count: So many of its hosts.
         ranks_per_host: So many ranks on each.
     """
 
-    def __init__(self, cluster: Any, count: int, ranks_per_host: int) -> None:
+    def __init__(self, cluster: Any, ranks_per_host: int) -> None:
         self._cluster = cluster
         self._ranks_per_host = ranks_per_host
-        self._slots = ",".join(f"{host}:{ranks_per_host}" for host in cluster.hosts[:count])
+        self._slots = ",".join(f"{host}:{ranks_per_host}" for host in cluster.hosts)
 
     def run(self, library: str, program: Sequence[Any]) -> Any:
         """Run a program on all ranks; what the last line of its output says, which is JSON.
@@ -70,6 +69,6 @@ def shaped_hosts(count: int, ranks_per_host: int, rate: str, queue_ms: int) -> I
     sys.path.insert(0, str(REPOSITORY))
     from tests.testbed.cluster import Cluster
 
-    with Cluster(shared=[]) as cluster:
+    with Cluster(size=count) as cluster:
         cluster.shape(rate, queue_ms)
-        yield Hosts(cluster, count, ranks_per_host)
+        yield Hosts(cluster, ranks_per_host)
