@@ -43,11 +43,20 @@ def main() -> None:
     parser.add_argument(
         "--bytes", type=int, nargs="+", default=[64 << 20], help="of arrays; default %(default)s"
     )
+    parser.add_argument(
+        "--compression",
+        nargs="+",
+        default=[],
+        choices=("fp16", "bf16", "int8"),
+        help="try an allreduce in these forms, too",
+    )
     parser.add_argument("--runs", type=int, default=5, help="of a way in a job; default 5")
     parser.add_argument("--jobs", type=int, default=1, help="default %(default)s")
     parser.add_argument("--horovod", action="store_true", help="compare with Horovod, too")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     asked = parser.parse_args()
+    if asked.compression and asked.call != "allreduce":
+        parser.error("--compression is of an allreduce")
     found = run(asked)
     print(
         f"{asked.call}: {asked.hosts} hosts, {asked.ranks_per_host} ranks each, "
@@ -75,7 +84,7 @@ def print_table(size: int, found: dict[str, list[float]]) -> None:
 
 def run(asked: argparse.Namespace) -> Found:
     """Build the hosts, and run the jobs on them; seconds of each run by way and size."""
-    names = ("call", "bytes", "runs", "hosts")
+    names = ("call", "bytes", "runs", "hosts", "compression")
     job = json.dumps({name: getattr(asked, name) for name in names})
     libraries = [HVDTRAIN, HOROVOD] if asked.horovod else [HVDTRAIN]
     found: Found = {}

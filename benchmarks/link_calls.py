@@ -9,6 +9,7 @@ an environment that has that, Horovod. The chief prints what it found as one lin
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,33 +51,39 @@ def main() -> None:
     """Measure, and print."""
     library, job = sys.argv[1], json.loads(sys.argv[2])
     measure = {"hvdtrain": measure_hvdtrain, "horovod": measure_horovod}[library]
-    found = measure(job["call"], job["bytes"], job["runs"], job["hosts"])
+    found = measure(job)
     if found:
         print(json.dumps(found), flush=True)
 
 
-def measure_hvdtrain(call: str, sizes: list[int], runs: int, hosts: int) -> Found:
+def measure_hvdtrain(job: dict[str, Any]) -> Found:
     """Take part in what runs in hvdtrain's environment; empty but on the chief."""
     from hvdtrain.cluster.topology import read_topology
     from hvdtrain.collectives import create
     from hvdtrain.collectives.mpi_start import start_mpi
     from hvdtrain.config import read_settings
 
+    call, runs, hosts = job["call"], job["runs"], job["hosts"]
     topology = read_topology(os.environ)
     world = start_mpi(topology).COMM_WORLD
     engine: Any = create(topology, read_settings(os.environ))
     link = Link(world, topology.local_rank, topology.local_size, hosts)
     found: Found = {}
-    for size in sizes:
+    for size in job["bytes"]:
         pair = Pair(call, size, world, engine)
         ways: dict[str, Way] = {
             NAMES_OF_MPI[call]: pair.of_mpi,
             "hvdtrain": pair.of_hvdtrain,
         }
+        for form in job["compression"]:
+            ways[f"hvdtrain, {form}"] = functools.partial(pair.of_hvdtrain_in, form)
         if size > ONE_ARRAY_BYTES:
             moved = int(size * LEAST_LEAVES[call](hosts))
             ways = {"TCP": lambda moved=moved: link.move(moved), **ways}
+        if size > ONE_ARRAY_BYTES:
+            count_bytes(ways, size, world, topology.local_rank)
         time_ways(ways, size, runs, world.Barrier, found)
+        pair.of_hvdtrain()
         if not np.allclose(np.concatenate([*map(np.ravel, pair.results)]), pair.total, rtol=1e-4):
             raise SystemExit("hvdtrain's results are not MPI's")
     engine.transport.leave()
@@ -106,6 +114,10 @@ class Pair:
     def _allreduce(self) -> None:
         self.results[:] = self._engine.grouped_allreduce(self._arrays, name="arrays")
 
+    def of_hvdtrain_in(self, form: str) -> None:
+        """An allreduce in which arrays cross in a smaller form."""
+        self._engine.grouped_allreduce(self._arrays, name="arrays", wire=form)
+
     def _mpi_broadcast(self) -> None:
         if self._engine.rank == 0:
             self.total[:] = self._flat
@@ -121,14 +133,15 @@ class Pair:
         self.results[:] = [self._engine.allgather(self._flat, name="array")]
 
 
-def measure_horovod(call: str, sizes: list[int], runs: int, hosts: int) -> Found:
+def measure_horovod(job: dict[str, Any]) -> Found:
     """Take part in Horovod's; empty but on its first rank."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
     hvd.init()
+    call, runs = job["call"], job["runs"]
     found: Found = {}
-    for size in sizes:
+    for size in job["bytes"]:
         share = size // hvd.size() if call == "allgather" else size
         tensors = [tf.constant(array) for array in arrays_of(share, hvd.rank())]
         flat = tf.concat(tensors, 0)
@@ -147,6 +160,27 @@ def measure_horovod(call: str, sizes: list[int], runs: int, hosts: int) -> Found
 
         time_ways({"Horovod": ways[call]}, size, runs, barrier, found)
     return found if hvd.rank() == 0 else {}
+
+
+def count_bytes(ways: dict[str, Way], size: int, world: Any, local_rank: int) -> None:
+    """Print, on the chief, how many bytes left the host that sent most, in a call of each way."""
+    for name, way in ways.items():
+        world.Barrier()
+        before = bytes_sent()
+        way()
+        world.Barrier()
+        most = max(world.allgather(bytes_sent() - before if local_rank == 0 else 0))
+        if world.Get_rank() == 0:
+            print(f"{name}, {size} bytes: {most} bytes left a host", flush=True)
+
+
+def bytes_sent() -> int:
+    """What this host has sent over its link since it was built, with all headers."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "eth0":
+            return int(numbers.split()[8])
+    raise SystemExit("there is no eth0")
 
 
 def arrays_of(size: int, rank: int) -> list[np.ndarray]:

@@ -244,8 +244,11 @@ def _enter() -> _World:
     means = [DeviceCapabilities(gpu, *entry["means"]) for gpu, entry in zip(owned, everyone)]
     choice, on_devices = _on_devices(choice, settings, collectives, means, hosts)
     if topology.size > 1:
+        _check_compression(choice, settings)
         if topology.is_chief:
             _report(choice, collectives, settings)
+            if settings.compression != "none" and max(hosts) == 0:
+                LOGGER.info("--compression does nothing here: there is one host")
         random_seed.set_unless_set(
             collectives.broadcast_object(secrets.randbits(31), name="seed of hvdtrain.init()")
         )
@@ -297,6 +300,15 @@ def _on_devices(
         if settings.backend == "nccl":
             raise
         return Choice("mpi", str(error)), None
+
+
+def _check_compression(choice: Choice, settings: Settings) -> None:
+    if settings.compression != "none" and choice.backend != "mpi":
+        raise ConfigurationError(
+            f"--compression {settings.compression} is for gradients that cross between hosts over "
+            f"MPI, and here {choice.backend} combines them: {choice.reason}. Leave it out, or give "
+            "--backend mpi."
+        )
 
 
 def _report(choice: Choice, collectives: Collectives, settings: Settings) -> None:

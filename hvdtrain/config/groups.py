@@ -203,6 +203,11 @@ class Settings(ModeSettings):
         "bytes of gradients sent at a time; 0: all; auto: by the link",
         written="auto",
     )
+    compression: str = setting(
+        "none",
+        one_of("none", "fp16", "bf16", "int8"),
+        "form of gradients between hosts: none, fp16, bf16, int8",
+    )
     non_finite: str = setting(
         "error",
         one_of("error", "ignore"),
@@ -239,6 +244,15 @@ class Settings(ModeSettings):
     log_with_timestamp: bool = setting(
         False, flag, "1 puts time and rank before what hvdtrain itself prints"
     )
+
+    def check(self) -> None:
+        super().check()
+        if self.compression != "none" and self.has_servers:
+            raise ConfigurationError(
+                f"--compression {self.compression} ({variable_name('compression')}) is for "
+                f"gradients that ranks average among each other, and this is mode {self.mode}. "
+                "Leave it out, or leave --mode out."
+            )
 
     @property
     def goes_on_without(self) -> bool:

@@ -43,6 +43,7 @@ class ReduceOptions:
     Attributes:
         non_finite: ``"error"`` raises on every rank when a gradient holds NaN or infinity and
             names rank and variable; ``"ignore"`` lets it through.
+        wire: The form in which float32 crosses between hosts; see ``wire_format``.
         unchecked: Combine them in this way, as Horovod does: differentiable, and without a look at
             names and values. None to compare the ranks' variables, and see that values are finite.
         sparse_as_dense: Make tensors of ``tf.IndexedSlices`` first.
@@ -54,6 +55,7 @@ class ReduceOptions:
     """
 
     non_finite: str = "error"
+    wire: str = "none"
     unchecked: Exchange | None = None
     sparse_as_dense: bool = False
     groups: Groups = None

@@ -55,7 +55,9 @@ class GradientReducer:
     def of_job(cls) -> GradientReducer:
         """One over all ranks of the job, by its settings."""
         ranks = EngineRanks(world.collectives(), world.device_collectives())
-        return cls(ranks, ReduceOptions(non_finite=world.settings().non_finite))
+        settings = world.settings()
+        options = ReduceOptions(non_finite=settings.non_finite, wire=settings.compression)
+        return cls(ranks, options)
 
     @property
     def collectives(self) -> Collectives:
@@ -205,7 +207,11 @@ class GradientReducer:
                 collectives = self._begin(signature)
                 try:
                     averages = collectives.grouped_allreduce(
-                        arrays, op, name=name, require_finite=require_finite
+                        arrays,
+                        op,
+                        name=name,
+                        require_finite=require_finite,
+                        wire=self._options.wire,
                     )
                 except NonFiniteError:
                     raise_non_finite(collectives, name_non_finite(names, arrays))
