@@ -133,14 +133,8 @@ class _Progress(keras.callbacks.Callback):
         report.step(self._epochs.step, self._epoch)
         report.phase("training")
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        report.phase("validation")
-
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         report.phase("end of an epoch")
-
-    def on_train_end(self, logs: Any = None) -> None:
-        report.phase("after fit")
 
 
 class _After(keras.callbacks.Callback):

@@ -28,6 +28,7 @@ from hvdtrain.keras.predictions import join_predictions, noting_rows
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, begin_session
 from hvdtrain.keras.step_results import join_logs, joint_metrics, results_of_metrics
+from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import (
     RESULTS,
     SYMBOLIC_BUILD,
@@ -184,6 +185,7 @@ class FitLoop:
                     validation_freq=validation_freq,
                 )
         finally:
+            report.phase("after fit")
             self._validation = None
             self._epochs = None
             if checkpoint is not None:
@@ -224,7 +226,8 @@ class FitLoop:
                 **options,
             )
 
-        return self._whole.whole_pass(sharded, run)
+        with report.during("validation"):
+            return self._whole.whole_pass(sharded, run)
 
     def predict(
         self,
@@ -253,7 +256,8 @@ class FitLoop:
                 interleaved=not self._whole.presharded,
             )
 
-        return self._whole.whole_pass(sharded, run)
+        with report.during("prediction"):
+            return self._whole.whole_pass(sharded, run)
 
     def make_predict_function(self, force: bool = False) -> None:
         """Keras' own, but that callbacks see the model's outputs and no more."""
