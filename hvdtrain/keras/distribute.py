@@ -28,8 +28,8 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
     weights, optimizer state and metrics start as the chief's; the input is shared out; gradients
     are averaged, weighted by samples; metrics and losses of an epoch are those of all samples;
     every rank runs the same number of steps. Progress and files come from the chief alone, dropout
-    differs by rank, and the model is saved as if hvdtrain had never been there. Other modes of
-    ``hvdtrain run --mode`` train in other ways.
+    differs by rank, and the model is saved as if hvdtrain had never been there. That is
+    so with ``--mode allreduce``; in other modes ranks meet in other ways.
 
     A ``train_step`` of the model's own may apply several optimizers, as that of a GAN does: those
     that are attributes of the model, or of what is in it.

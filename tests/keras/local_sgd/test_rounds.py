@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import world as job
+from hvdtrain.collectives.interface import FinishedOperation
 from hvdtrain.errors import ModelError, NonFiniteError
 from tests.keras.equivalence import from_chief
 from tests.keras.features import JOINT_BATCH, OwnStep, X, Y, classifier
@@ -80,6 +81,30 @@ def test_several_steps_in_one_go(local_sgd):
     model.fit(X[:48], Y[:48], batch_size=2, verbose=0, callbacks=[looks])
     assert looks.steps == [False, True] * 3
     assert looks.others == [True]
+
+
+@pytest.mark.ranks(2)
+def test_within_a_round_ranks_exchange_nothing(local_sgd):
+    model = normalized()
+    local_sgd(3).distribute(model)
+    found: list[FinishedOperation] = []
+    seen: list[list[str]] = []
+
+    class Notes(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            found.clear()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append([operation.title for operation in found])
+
+    job.collectives().observers.append(found.append)
+    try:
+        model.fit(X[:48], Y[:48], batch_size=6, epochs=2, verbose=0, callbacks=[Notes()])
+    finally:
+        job.collectives().observers.remove(found.append)
+    # After the first step of an epoch all see that they have the same data, and with the first
+    # average of all that they have the same weights.
+    assert seen[-3:] == [[], ["allreduce(steps of all ranks)", "allreduce(weights)"], []]
 
 
 def pipeline() -> dict[str, Any]:
