@@ -55,6 +55,18 @@ def test_a_resumed_training_is_the_one_that_saved_nothing(local_sgd, tmp_path, o
 
 
 @pytest.mark.ranks(2)
+def test_where_rounds_are_longer_than_epochs_one_that_is_due_waits_for_an_epochs_end(
+    local_sgd, tmp_path
+):
+    world = local_sgd(100)
+    with pytest.raises(Stop):
+        run(world, make, fit(Checkpoint(tmp_path, every_steps=4), StopAfter(7)), seed=1)
+    if world.is_chief():
+        saved = Store(tmp_path).newest()
+        assert (saved.step, saved.state["epoch"], saved.state["place"]["epoch_step"]) == (6, 1, 0)
+
+
+@pytest.mark.ranks(2)
 def test_a_signal_ends_a_round(local_sgd, tmp_path):
     world = local_sgd(100)
     means: list[np.ndarray] = []
