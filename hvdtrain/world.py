@@ -19,6 +19,7 @@ from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, host_id, read_topology
 from hvdtrain.collectives import Collectives, create
 from hvdtrain.config import LAUNCHER, Settings, read_settings
+from hvdtrain.config.agreement import check_in_common
 from hvdtrain.errors import ConfigurationError, LaunchError, NotInitializedError
 from hvdtrain.log import LOGGER, show
 from hvdtrain.monitor import report
@@ -235,8 +236,10 @@ def _enter() -> _World:
     devices.set_placement(settings)
     serves = topology.rank in roles.servers
     gpus = None if serves else devices.visible_gpus(socket.gethostname(), os.environ)
-    mine = {"host": host_id(), "gpus": gpus, "means": devices.means()}
+    common = settings.in_common
+    mine = {"host": host_id(), "gpus": gpus, "means": devices.means(), "common": common}
     everyone: list[dict[str, Any]] = collectives.allgather_object(mine, name="hvdtrain.init()")
+    check_in_common([entry["common"] for entry in everyone])
     hosts = _host_indices([entry["host"] for entry in everyone])
     if topology.node_rank is None:
         topology = dataclasses.replace(topology, node_rank=hosts[topology.rank])

@@ -49,6 +49,7 @@ class ReduceOptions:
         sparse_as_dense: Make tensors of ``tf.IndexedSlices`` first.
         groups: Combine gradients in so many groups, or those of each list of variables together.
         scale_local: Divide the gradients of local variables by the number of ranks.
+        what: What errors call that which is combined: ``"gradient"``, or ``"weight"``.
 
     Raises:
         ValueError: ``groups`` is something else.
@@ -60,6 +61,7 @@ class ReduceOptions:
     sparse_as_dense: bool = False
     groups: Groups = None
     scale_local: bool = True
+    what: str = "gradient"
 
     def __post_init__(self) -> None:
         lists = isinstance(self.groups, Sequence) and not isinstance(self.groups, str)

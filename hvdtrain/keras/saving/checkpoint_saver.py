@@ -88,6 +88,7 @@ class CheckpointSaver:
         """
         start_s = time.monotonic()
         with report.during("checkpoint"):
+            self.peers.join()
             ranks = self.state.gather_own(earlier)
             while self.membership.renew():
                 ranks = self.state.gather_own(earlier)

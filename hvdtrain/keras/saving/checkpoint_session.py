@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ import numpy as np
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, Preempted
 from hvdtrain.keras.epoch_iterator import EpochIterator
+from hvdtrain.keras.local_sgd.local_peers import LocalPeers
+from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_saver import CheckpointSaver, open_store
@@ -42,18 +44,31 @@ def begin_session(
     samples: keras.Variable,
     *,
     presharded: bool,
+    averaging: WeightAveraging | None,
+    join: Callable[[], None],
 ) -> CheckpointSession:
     """The checkpoints of a ``fit`` in which all ranks make each step together; collective.
+
+    With ``averaging`` each rank has weights of its own in between, and its optimizer; ``join`` lets
+    all have the same weights.
 
     Raises:
         CheckpointError: All checkpoints are damaged, or the newest is of another model.
     """
-    state = TrainingState(model, collectives, samples, callbacks)
+    state = TrainingState(
+        model,
+        collectives,
+        samples,
+        callbacks,
+        own_optimizers=averaging is not None,
+        outer=() if averaging is None else averaging.velocities,
+    )
     membership.renew()
     # Another rank than the chief uses its own only if it becomes the chief.
     store = open_store(options)
     found = find(store if membership.rank == 0 else None, state, collectives)
-    saver = CheckpointSaver(options, state, membership, Peers(), store, presharded=presharded)
+    peers = Peers() if averaging is None else LocalPeers(averaging, join)
+    saver = CheckpointSaver(options, state, membership, peers, store, presharded=presharded)
     return CheckpointSession(saver, None if found is None else Resume(*found, state))
 
 
@@ -77,6 +92,7 @@ class CheckpointSession:
         self._epoch = 0
         self._epoch_step = 0  # steps of it that are done
         self._step_before = 0
+        self._waits = False  # one is due, and is taken when the model is the same on all ranks
         # What this rank had of its own before the validation in work, steps done, and when to meet.
         self._before_validation: Mapping[str, np.ndarray] | None = None
         self._validation_steps = 0
@@ -153,12 +169,12 @@ class CheckpointSession:
         self._step_before = step
         if self._membership.too_few is not None:
             self.saver.save_for_good(epoch=self._epoch, epoch_step=batch + 1)
-        elif self._schedule.meets(step, before):
+        elif self._schedule.meets(step, before) or (self._waits and self._peers.joined):
             due = self._schedule.is_due(step, before)
             self._take_if_asked(epoch=self._epoch, epoch_step=batch + 1, due=due)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any], *, last: bool) -> None:
-        """Take a checkpoint at the end of the training, and of other epochs if so asked.
+        """Take a checkpoint at the end of the training, and of other epochs if one is due or waits.
 
         At the very end Keras may overwrite weights by their averages: that comes after this.
         """
@@ -166,8 +182,9 @@ class CheckpointSession:
         last = last or stops or self._membership.too_few is not None
         if last:
             self._wait_for_peers(epoch=epoch + 1, logs=logs, stop=stops)
-        if not last and not self._schedule.every_epoch:
+        if not (last or self._schedule.every_epoch or self._waits):
             return
+        self._waits = False
         if last and self._membership.elastic:
             self.saver.save_for_good(epoch=epoch + 1, epoch_step=0, logs=logs)
         else:
@@ -271,7 +288,7 @@ class CheckpointSession:
             word[1] = self._schedule.is_overdue(now_s, due=due) and not self._writer.busy
             word[2] = self._schedule.steps_ahead(step, now_s)
             word[3] = error is not None and self._options.on_error == "raise"
-        number, take, ahead, failed = self._state.collectives.allreduce(
+        number, wanted, ahead, failed = self._state.collectives.allreduce(
             word, "max", name="whether to save"
         )
         self._schedule.look_again(step + int(ahead))
@@ -283,7 +300,9 @@ class CheckpointSession:
             raise CheckpointError(reason)
         if error is not None:
             self.saver.complain(error)
-        return int(number), bool(take)
+        take = bool(wanted) and self._peers.joined
+        self._waits = bool(wanted) and not take
+        return int(number), take
 
     def _end(self, number: int) -> None:
         """Leave the program after a signal, once the checkpoint is on disk; collective."""

@@ -32,6 +32,14 @@ class Peers:
         """Whether there is a checkpoint to be had after the step just done."""
         return True
 
+    @property
+    def joined(self) -> bool:
+        """Whether the model is the same on all ranks now, so that it can be saved as it is."""
+        return True
+
+    def join(self) -> None:
+        """Make it the same, as it must be saved now; collective."""
+
     def begin_epoch(self, epoch: int) -> None:
         """Call when an epoch begins, and a checkpoint has been restored if there was one."""
 

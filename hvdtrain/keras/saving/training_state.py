@@ -3,7 +3,9 @@
 Weights and the optimizer are alike on all ranks; the chief's are saved for all. What each rank has
 for itself is saved for every rank: random states, what layers track on their own batches (alike at
 the end of an epoch only), metrics and accumulated gradients between two updates, what recurrent
-layers carry over from its batches, samples seen.
+layers carry over from its batches, samples seen. Where each rank updates weights by itself
+(``--mode local-sgd``) that is also the state of its optimizer. The chief's is saved for all beside
+it, so that the other modes can go on from there, and this one from theirs.
 
 A run with the same number of ranks gives every rank its own back. With another number there is a
 rule for each: sums go to the chief, averages to all, random states to those who had one; recurrent
@@ -33,12 +35,14 @@ from hvdtrain.keras.model_sync import (
 from hvdtrain.keras.optimizer_patch import accumulators
 from hvdtrain.keras.saving.random_state import random_state, restore_random_state
 from hvdtrain.keras.step_results import reduction_of_metric
-from hvdtrain.private_api.keras import iterations_of
+from hvdtrain.private_api.keras import iterations_of, rate_of
 
 __all__ = ["TrainingState"]
 
 _Rule = Literal["sum", "average", "chief", "seed", "anew"]
 _RANDOM = "random/"
+_OPTIMIZER = "optimizer/"
+_OUTER = "outer/"
 _OTHER_MODEL = "The checkpoint is of another model or optimizer"
 _REMEDY = "Resume with the model that was saved, or begin anew in another directory."
 
@@ -56,6 +60,8 @@ class TrainingState:
 
     Args:
         samples: Counts the samples that this rank has computed with.
+        own_optimizers: Whether each rank updates weights by itself.
+        outer: Variables of the outer optimizer, alike on all ranks.
     """
 
     def __init__(
@@ -64,11 +70,16 @@ class TrainingState:
         collectives: Collectives,
         samples: keras.Variable,
         callbacks: Sequence[Any] = (),
+        *,
+        own_optimizers: bool = False,
+        outer: Sequence[Any] = (),
     ) -> None:
         self.model = model
         self.collectives = collectives
         self.callbacks = callbacks
         self._samples = samples
+        self._own_optimizers = own_optimizers
+        self._outer = list(outer)
         self._buffers: dict[str, np.ndarray] = {}
 
     def shared(self) -> dict[str, np.ndarray]:
@@ -85,8 +96,9 @@ class TrainingState:
         return copies
 
     def copy_own(self) -> dict[str, np.ndarray]:
-        """Copies of this rank's own values, but for accumulated gradients; for ``gather_own``."""
-        return {key: array.copy() for key, array in self._own_values(accumulated=False).items()}
+        """Copies of this rank's own values but for those of optimizers; for ``gather_own``."""
+        values = self._own_values(accumulated=False, optimizers=False)
+        return {key: array.copy() for key, array in values.items()}
 
     def gather_own(self, earlier: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
         """Gather each rank's own values on the chief, under ``rank/<r>/``; collective.
@@ -115,8 +127,10 @@ class TrainingState:
         Raises:
             CheckpointError: It doesn't; says which variable.
         """
-        found = _by_place(saved)
+        found = self._by_place(saved)
         for place, variable in self._shared_variables().items():
+            if place.startswith(_OUTER) and place not in found:
+                continue  # it was another mode's
             expected = f"{_numpy_dtype(variable).name} {tuple(variable.shape)}"
             array = found.pop(place, None)
             held = "nothing" if array is None else f"{array.dtype.name} {array.shape}"
@@ -138,10 +152,11 @@ class TrainingState:
             saved: On the chief the arrays that ``shared`` returned, elsewhere None.
         """
         if saved is not None:
-            found = _by_place(saved)
+            found = self._by_place(saved)
             for place, variable in self._shared_variables().items():
-                variable.assign(found[place])
-        broadcast_model(self.model, self.collectives)
+                begins = place.startswith(_OUTER) and place not in found
+                variable.assign(np.zeros_like(_view(variable)) if begins else found[place])
+        broadcast_model(self.model, self.collectives, self._outer)
 
     def restore_own(self, saved: Mapping[str, np.ndarray] | None, ranks: int) -> None:
         """Give each rank what was its own, or its part of it; collective.
@@ -183,7 +198,7 @@ class TrainingState:
         return any(map(_is_accumulating, plain_optimizers_of(self.model)))
 
     def _take_own(self, mine: Mapping[str, np.ndarray]) -> None:
-        for own in self._own_variables(accumulated=True):
+        for own in (*self._own_variables(accumulated=True), *self._variables_of_optimizers()):
             own.variable.assign(mine[own.key].astype(_numpy_dtype(own.variable)))
         prefix = len(_RANDOM)
         random = {key[prefix:]: a for key, a in mine.items() if key.startswith(_RANDOM)}
@@ -194,12 +209,21 @@ class TrainingState:
         """By kind and number: Keras counts names on in a process that makes several models."""
         own = {id(entry.variable) for entry in self._own_variables(accumulated=True)}
         optimizers = state_of_optimizers(self.model)
-        kinds = {"weights": self.model.variables, "optimizer": optimizers}
+        kinds = {"weights": self.model.variables, "optimizer": optimizers, "outer": self._outer}
         return {
             f"{kind}/{number:04d}": variable
             for kind, variables in kinds.items()
             for number, variable in enumerate(variables)
             if id(variable) not in own
+        }
+
+    def _by_place(self, saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What is for this training, without the names, which are there for people."""
+        kinds = ("weights", "optimizer", *(("outer",) if self._outer else ()))
+        return {
+            "/".join(key.split("/")[:2]): array
+            for key, array in saved.items()
+            if key.split("/")[0] in kinds
         }
 
     def _own_variables(self, *, accumulated: bool) -> list[_Own]:
@@ -208,12 +232,7 @@ class TrainingState:
         statistics = layer_statistics(model)
         kinds: list[tuple[str, Sequence[Any], Any]] = [
             ("seeds", [g.state for g in seed_generators(model)], lambda _: "seed"),
-            # Whole numbers have no average.
-            (
-                "statistics",
-                statistics,
-                lambda v: "chief" if _numpy_dtype(v).kind in "iub" else "average",
-            ),
+            ("statistics", statistics, _rule_of_mean),
             ("metrics", model.metrics_variables, lambda v: reduction_of_metric(v) or "chief"),
             ("states", recurrent_states(model), lambda _: "anew"),
         ]
@@ -227,14 +246,29 @@ class TrainingState:
         ]
         return [*found, _Own("samples", self._samples, "sum")]
 
-    def _own_values(self, *, accumulated: bool | None = None) -> dict[str, np.ndarray]:
+    def _variables_of_optimizers(self) -> list[_Own]:
+        """What this rank's optimizers keep, if each rank updates weights by itself."""
+        if not self._own_optimizers:
+            return []
+        leaves = plain_optimizers_of(self.model)
+        # Rates are alike, and may have to follow the number of ranks.
+        alike = [v for leaf in leaves for v in (*accumulators(leaf), rate_of(leaf))]
+        apart = set(map(id, alike))
+        return [
+            _Own(f"{_OPTIMIZER}{number:04d}", variable, _rule_of_mean(variable))
+            for number, variable in enumerate(state_of_optimizers(self.model))
+            if id(variable) not in apart
+        ]
+
+    def _own_values(
+        self, *, accumulated: bool | None = None, optimizers: bool = True
+    ) -> dict[str, np.ndarray]:
         """This rank's own; accumulated gradients where some wait, unless told."""
         if accumulated is None:
             accumulated = self.accumulates
-        values = {
-            entry.key: _view(entry.variable)
-            for entry in self._own_variables(accumulated=accumulated)
-        }
+        entries = self._own_variables(accumulated=accumulated)
+        entries += self._variables_of_optimizers() if optimizers else []
+        values = {entry.key: _view(entry.variable) for entry in entries}
         values.update({_RANDOM + key: array for key, array in random_state().items()})
         return values
 
@@ -247,11 +281,14 @@ class TrainingState:
         size: int,
     ) -> dict[str, np.ndarray]:
         """The part of ``rank`` among ``size`` in the values that ``ranks`` ranks had."""
-        rules = {entry.key: entry.rule for entry in self._own_variables(accumulated=True)}
+        entries = [*self._own_variables(accumulated=True), *self._variables_of_optimizers()]
+        rules = {entry.key: entry.rule for entry in entries}
         part = {}
         for key, like in template.items():
             kept = [saved[f"rank/{r}/{key}"] for r in range(ranks) if f"rank/{r}/{key}" in saved]
-            if not kept:
+            if not kept and key.startswith(_OPTIMIZER):
+                part[key] = like  # it was another mode's: that of all ranks, restored by now
+            elif not kept:
                 part[key] = np.zeros_like(like)  # nothing had been accumulated
             elif key.startswith(_RANDOM) and rank >= len(kept):
                 part[key] = np.zeros_like(like)  # it had none, and goes on with what it has
@@ -287,14 +324,9 @@ def _is_accumulating(optimizer: Any) -> bool:
     return bool(steps) and int(iterations_of(optimizer).numpy()) % steps != 0
 
 
-def _by_place(saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Without the names, which are there for people."""
-    kinds = ("weights", "optimizer")
-    return {
-        "/".join(key.split("/")[:2]): array
-        for key, array in saved.items()
-        if key.split("/")[0] in kinds
-    }
+def _rule_of_mean(variable: Any) -> _Rule:
+    """Of what has a mean; whole numbers have none."""
+    return "chief" if _numpy_dtype(variable).kind in "iub" else "average"
 
 
 def _numpy_dtype(variable: Any) -> np.dtype:
