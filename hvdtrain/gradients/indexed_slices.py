@@ -1,18 +1,29 @@
-"""The rows of a sparse gradient as bytes, so that one operation moves all that belongs together.
+"""Sparse gradients: scaled, and their rows as bytes.
 
-With two, a rank might be lost between them, and its indices be missing from its values.
+One operation moves all that belongs together: with two, a rank might be lost between them, and its
+indices be missing from its values.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
-__all__ = ["pack_rows", "unpack_rows"]
+__all__ = ["pack_rows", "scaled", "unpack_rows"]
 
 # The index of no row: it stands before the weight of the rank whose rows these are.
 _WEIGHT = -1
+
+
+def scaled(gradient: Any, factor: tf.Tensor) -> Any:
+    """A gradient times a scalar; a sparse one stays sparse, as optimizers treat it otherwise."""
+    factor = tf.cast(factor, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
 
 
 def pack_rows(values: np.ndarray, indices: np.ndarray, weight: np.ndarray) -> np.ndarray:

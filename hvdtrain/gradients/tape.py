@@ -73,9 +73,17 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
     """Give every rank the values that ``root`` has; call it before the first step.
 
     Raises:
-        ModelError: Some ranks are parameter servers.
+        ModelError: Some ranks are parameter servers; or there are no variables, as in a model that
+            is not built yet, so that ranks would begin apart.
     """
     check_averages("broadcast_variables", gradients=False)
+    variables = list(variables)
+    if not variables:
+        raise ModelError(
+            "hvdtrain.broadcast_variables received no variables, as a model has none before it is "
+            "built, and then ranks begin with weights of their own. Begin the model with "
+            "keras.Input(shape=…), or call model.build(input_shape) or model(x[:1]), first."
+        )
     collectives = world.collectives()
     if collectives.size == 1:
         return

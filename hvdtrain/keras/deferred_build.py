@@ -27,7 +27,7 @@ _ADVICE = (
 
 def is_built(model: keras.Model) -> bool:
     """Whether the model has all of its variables."""
-    return bool(model.variables) and not _lacking(model)
+    return (bool(model.variables) or model.built) and not _lacking(model)
 
 
 def check_built(model: keras.Model) -> None:

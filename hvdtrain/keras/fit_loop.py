@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Follower, Membership
 from hvdtrain.keras.model_parts import has_own, has_own_call, optimizers_of
 from hvdtrain.keras.model_steps import ModelSteps
-from hvdtrain.keras.model_sync import average_statistics, broadcast_model
+from hvdtrain.keras.model_sync import average_statistics, broadcast_model, check_alike
 from hvdtrain.keras.optimizer_patch import accumulates, is_distributed
 from hvdtrain.keras.predictions import join_predictions, noting_rows
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
@@ -45,6 +45,17 @@ def forget_functions(model: keras.Model) -> None:
     model.train_function = None
     model.test_function = None
     model.predict_function = None
+
+
+def _refuse_own(model: keras.Model, own: Mapping[str, Any]) -> None:
+    """Refuse arguments that a ``fit`` of the model's own has beyond Keras'."""
+    if own:
+        names = ", ".join(f"{name}=" for name in own)
+        raise ModelError(
+            f"Received {names} for fit() of the model {model.name!r}; expected Keras' arguments, "
+            "as hvdtrain.distribute(model) puts a fit of all ranks in the place of its own. Do "
+            "what that adds around model.fit(…), or in a callback."
+        )
 
 
 class FitLoop:
@@ -90,6 +101,7 @@ class FitLoop:
         self._validation: ShardedInput | None = None
         self._epochs: EpochIterator | None = None
         self._running: EpochIterator | None = None  # within fit
+        self._may_differ = False  # weights of ranks, as a step of the user's may have updated them
 
     def fit(
         self,
@@ -109,9 +121,12 @@ class FitLoop:
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: Any = 1,
+        **own: Any,
     ) -> Any:
         """``keras.Model.fit`` on all ranks; ``batch_size`` is per rank."""
+        _refuse_own(self._model, own)
         self.check_still_ours()
+        self._may_differ = self._averaging is None and has_own(self._model, "train_step")
         self.join_weights()
         listed = list_callbacks(callbacks)
         checkpoint = find_checkpoint_callback(listed)
@@ -312,6 +327,10 @@ class FitLoop:
         self.join_weights()
         more = [] if self._averaging is None else self._averaging.averages_of_weights()
         average_statistics(self._model, self._collectives, more)
+        if self._may_differ:
+            self._may_differ = False
+            shared = [v for v in self._model.trainable_variables if not self._reducer.is_local(v)]
+            check_alike(self._model, shared, self._collectives)
 
     def _prepare(self, sharded: ShardedInput) -> None:
         """Build metrics and losses before the first step: every rank must have all of them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,7 @@ from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.model_parts import has_own, optimizers_of
 from hvdtrain.keras.model_steps import ModelSteps
-from hvdtrain.keras.model_sync import broadcast_model, reseed_by_rank
+from hvdtrain.keras.model_sync import broadcast_model, draw_seed, reseed_by_rank
 from hvdtrain.keras.optimizer_patch import distribute_optimizer
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
 from hvdtrain.monitor import report
@@ -60,7 +59,7 @@ class ModelPatch:
         """Let the model train on all ranks together; collective."""
         model, collectives = self._model, self._collectives
         self._remove_earlier()
-        seed = collectives.broadcast_object(random.getrandbits(31), name="seed")
+        seed = draw_seed(collectives)
         flag = RowFlag()
         compute = self._choose_compute()
         for optimizer in optimizers_of(model):

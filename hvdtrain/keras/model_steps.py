@@ -5,6 +5,7 @@ What devices compute of a batch stands apart, and may be compiled by XLA; here i
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.errors import ModelError
+from hvdtrain.gradients.indexed_slices import scaled
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.batch_normalization import RowFlag
 from hvdtrain.keras.compute import Compute
@@ -111,21 +113,29 @@ class ModelSteps:
         kind = reduction_of(model)
         self._check_reduction(kind)
         weight = self._weights.weight(kind, share.rows, share.joint_rows, sample_weight)
-        gradients, valid = self._compute.differentiate(x, y, sample_weight, weight)
+        gradients, valid, told = self._compute.differentiate(x, y, sample_weight, weight)
         if valid is not None and kind == "mean":
             live = tf.where(share.rows > 0, valid, 0.0)
             exact = self._weights.weight(kind, live)
             factor = tf.where(weight > 0, exact / weight, 0.0)
-            gradients = [g if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
+            gradients = [g if g is None else scaled(g, factor) for g in gradients]
             weight = exact
-        with weighting([model.optimizer], self._weights.weighting(kind, weight, None)):
-            model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
-        return model.get_metrics_result()
+        if gradients:
+            with weighting([model.optimizer], self._weights.weighting(kind, weight, None)):
+                model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        else:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=1)
+        # A compute_metrics of the user's may know of more than the metrics.
+        results = model.get_metrics_result()
+        return {name: results.get(name, value) for name, value in told.items()}
 
     def _train_own(self, share: _Share) -> Any:
         """A ``train_step`` of the user's: its gradients are weighted when they are applied."""
-        weight = self._weights.weight("mean", share.rows, share.joint_rows)
-        how = self._weights.weighting("mean", weight, factor=weight)
+        kind = reduction_of(self._model)
+        self._check_reduction(kind)
+        _, _, given = keras.utils.unpack_x_y_sample_weight(share.batch)
+        weight = self._weights.weight(kind, share.rows, share.joint_rows, given)
+        how = self._weights.weighting(kind, weight, factor=weight)
         with weighting(optimizers_of(self._model), how):
             return self._plain_train_step(share.batch)
 

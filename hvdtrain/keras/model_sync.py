@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +31,10 @@ __all__ = [
     "average_statistics",
     "broadcast_model",
     "broadcast_weights",
+    "check_alike",
     "check_can_be_averaged",
     "check_same_model",
+    "draw_seed",
     "layer_statistics",
     "recurrent_states",
     "reseed_by_rank",
@@ -138,6 +142,35 @@ def broadcast_weights(
         value = np.asarray(variable.numpy())
         # By index: Keras numbers names by what the process has made before, on this rank alone.
         variable.assign(collectives.broadcast(value, name=f"variable {index}"))
+
+
+def draw_seed(collectives: Collectives) -> int:
+    """A seed for the orders of data, the chief's; takes no number from Python's generator.
+
+    A program that goes on to draw from it, as initializers do, gets what it gets on one process.
+    """
+    state = random.getstate()
+    seed = random.getrandbits(31)
+    random.setstate(state)
+    return int(collectives.broadcast_object(seed, name="seed"))
+
+
+def check_alike(model: keras.Model, variables: Sequence[Any], collectives: Collectives) -> None:
+    """See that variables are the same on all ranks, to the bit; collective.
+
+    Raises:
+        ModelError: On every rank, where they are not; names the first that differs.
+    """
+    digests = [hashlib.sha256(np.asarray(v.numpy()).tobytes()).hexdigest() for v in variables]
+    everyone = collectives.allgather_object(digests, name="weights after an epoch")
+    for variable, seen in zip(variables, zip(*everyone)):
+        if len(set(seen)) > 1:
+            raise ModelError(
+                f"{variable.path} of the model {model.name!r} differs between ranks after an "
+                "epoch: train_step has changed it by gradients that were not averaged. Let it "
+                "apply gradients with optimizers that are attributes of the model, or of models "
+                "and layers in it, or average them with hvdtrain.DistributedGradientTape."
+            )
 
 
 def seed_generators(model: keras.Model) -> list[Any]:

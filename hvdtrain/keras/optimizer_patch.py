@@ -15,8 +15,9 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError
+from hvdtrain.gradients.indexed_slices import scaled
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.private_api.keras import accumulated_gradients, set_untracked
+from hvdtrain.private_api.keras import accumulated_gradients, register_like, set_untracked
 from hvdtrain.tensorflow.variable_names import variable_label
 
 __all__ = [
@@ -95,7 +96,7 @@ class AveragesGradients(KeepsWeights):
     def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:
         factor = self._hvdtrain_weighting.factor
         if factor is not None:
-            grads = [g if g is None else g * tf.cast(factor, g.dtype) for g in grads]
+            grads = [g if g is None else scaled(g, factor) for g in grads]
         # Which gradients are None is part of what the ranks must agree on.
         missing = [variable for gradient, variable in zip(grads, vars) if gradient is None]
         set_untracked(self, "_hvdtrain_missing", missing)
@@ -210,7 +211,9 @@ def mix_in(optimizer: Any, mixin: type, way: Any) -> None:
             "__qualname__": plain.__qualname__,
             "_hvdtrain_plain_class": plain,
         }
-        optimizer.__class__ = type(plain.__name__, (mixin, plain), names)
+        mixed = type(plain.__name__, (mixin, plain), names)
+        register_like(mixed, plain)
+        optimizer.__class__ = mixed
     mark(optimizer, way)
 
 

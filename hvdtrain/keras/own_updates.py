@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.gradients.indexed_slices import scaled
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.loss_weights import LossWeights, contribution
 from hvdtrain.keras.optimizer_patch import KeepsWeights, Weighting, keep_weights, mix_in
@@ -48,7 +49,7 @@ class WeighsSteps(KeepsWeights):
         weight = self._hvdtrain_weighting.weight
         if self._hvdtrain_waiting is not None and weight is not None:
             # Batches of one step needn't be equal.
-            grads = [g if g is None else g * tf.cast(weight, g.dtype) for g in grads]
+            grads = [g if g is None else scaled(g, weight) for g in grads]
         super().apply(grads, trainable_variables)  # type: ignore[misc]
 
     def _hvdtrain_take_mean(self, grads: Any) -> tuple[tf.Tensor | None, Any]:

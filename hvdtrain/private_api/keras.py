@@ -25,6 +25,7 @@ try:
     from keras.src.backend.common import global_state
     from keras.src.backend.tensorflow.trainer import TFEpochIterator
     from keras.src.random import seed_generator
+    from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
     from keras.src.trainers import data_adapters
     from keras.src.trainers.data_adapters import (
         array_slicing,
@@ -85,6 +86,7 @@ __all__ = [
     "rate_of",
     "reduction_axes",
     "refuse_extra",
+    "register_like",
     "replace_moments",
     "sample_weights_of_classes",
     "seed_generators_of",
@@ -253,6 +255,12 @@ def warn_of_interruption(iterator: Any) -> None:
 def seed_generators_of(layer: Any) -> list[Any]:
     """The random states of a layer itself."""
     return list(getattr(layer, "_seed_generators", []))
+
+
+def register_like(made: type, plain: type) -> None:
+    """Let a class made of ``plain`` be saved under the name by which that one is registered."""
+    if plain in GLOBAL_CUSTOM_NAMES:
+        GLOBAL_CUSTOM_NAMES[made] = GLOBAL_CUSTOM_NAMES[plain]
 
 
 def replace_moments(layer: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

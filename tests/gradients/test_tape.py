@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain import DistributedGradientTape, broadcast_variables
 from hvdtrain import world as job
-from hvdtrain.errors import MismatchError, NonFiniteError
+from hvdtrain.errors import MismatchError, ModelError, NonFiniteError
 
 STEPS = 20
 ROWS = 12  # of all ranks; 1, 2, 3 and 4 divide it
@@ -180,6 +180,13 @@ def test_not_finite_names_the_variable() -> None:
         loss = tf.reduce_sum(kernel) * (np.nan if job.rank() == 1 else 1.0)
     with pytest.raises(NonFiniteError, match=r"conv:0 \(NaN\) on rank 1"):
         DistributedGradientTape(tape).gradient(loss, [kernel])
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_model_without_variables_yet_is_not_broadcast() -> None:
+    model = keras.Sequential([keras.layers.Dense(1)])
+    with pytest.raises(ModelError, match=r"received no variables.*model\.build"):
+        broadcast_variables(model.variables)
 
 
 @pytest.mark.ranks(1, 2)

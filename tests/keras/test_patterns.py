@@ -1,5 +1,7 @@
 """Programs as Keras' guides write them: on two ranks each gives what it gives in one process."""
 
+import random
+
 import keras
 import numpy as np
 import pytest
@@ -7,9 +9,18 @@ import tensorflow as tf
 
 from hvdtrain import world as job
 from hvdtrain.errors import ModelError
-from tests.keras.features import JOINT_BATCH, TOLERANCE, X, Y
+from tests.keras.features import JOINT_BATCH, TOLERANCE, OwnStep, X, Y
 from tests.keras.patterns import PATTERNS
-from tests.keras.patterns.pattern import NOISE, SEQUENCES, fit, outcome, stack, state
+from tests.keras.patterns.pattern import (
+    LOSS,
+    NOISE,
+    SEQUENCES,
+    built,
+    fit,
+    outcome,
+    stack,
+    state,
+)
 from tests.keras.patterns.steps import make_gan
 from tests.keras.saving.runs import Stop, StopAfter
 
@@ -119,6 +130,92 @@ def test_a_gan_that_is_resumed_ends_as_if_it_had_not_been_stopped(world, tmp_pat
     with pytest.raises(Stop):
         train(checkpoint, StopAfter(steps))
     assert train(checkpoint) == whole
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
+def test_models_with_nothing_to_train(world):
+    """Frozen weights stay as they are; a layer without any adds a loss."""
+    frozen = stack(keras.layers.Dense(3), metrics=["accuracy"])
+    frozen.trainable = False
+    frozen.compile("adam", "mse", metrics=["mae"])
+    before = [array.tobytes() for array in frozen.get_weights()]
+    world.distribute(frozen)
+    before = job.collectives().broadcast_object([b.hex() for b in before], name="test")
+    told = fit(X, X[:, :3])(frozen, JOINT_BATCH // 2)
+    assert [array.tobytes().hex() for array in frozen.get_weights()] == before
+    assert told["mae"][0] == pytest.approx(told["mae"][1])
+
+    start = keras.Input((6,))
+    weightless = keras.Model(start, keras.layers.ReLU()(start))
+    weightless.compile("adam", "mse")
+    world.distribute(weightless)
+    told = fit(X, X)(weightless, JOINT_BATCH // 2)
+    assert told["loss"][0] == pytest.approx(np.mean(np.minimum(X, 0) ** 2), rel=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_what_compute_metrics_adds_is_seen(world):
+    class Root(keras.Sequential):
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            results = super().compute_metrics(x, y, y_pred, sample_weight)
+            return {**results, "root": keras.ops.sqrt(results["mse"])}
+
+    model = Root([keras.Input((6,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse", metrics=["mse"])
+    world.distribute(model)
+    told = fit(X, X[:, :3], validation_data=(X, X[:, :3]))(model, JOINT_BATCH // 2)
+    assert told["root"] == pytest.approx(np.sqrt(told["mse"]), rel=0.05)
+    assert told["val_root"] == pytest.approx(np.sqrt(told["val_mse"]), rel=0.05)
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_lets_ranks_drift_apart_is_an_error(world):
+    optimizer = keras.optimizers.SGD(0.1)
+
+    class Apart(OwnStep):
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=data[1], y_pred=self(data[0]))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    model = built(Apart())
+    world.distribute(model)
+    with pytest.raises(ModelError, match=r"kernel of the model '\w+' differs between ranks"):
+        fit()(model, JOINT_BATCH // 2)
+
+
+@pytest.mark.ranks(2)
+def test_a_fit_of_the_models_own(world):
+    class Repeats(keras.Sequential):
+        def fit(self, *args, repeat=1, **options):
+            return [super(Repeats, self).fit(*args, **options) for _ in range(repeat)][-1]
+
+    model = Repeats([keras.Input((6,)), keras.layers.Dense(3)])
+    model.compile("sgd", LOSS)
+    world.distribute(model)
+    with pytest.raises(ModelError, match="Received repeat= for fit"):
+        model.fit(X, Y, repeat=2, verbose=0)
+    assert len(fit()(model, JOINT_BATCH // 2)["loss"]) == 2
+
+
+@keras.saving.register_keras_serializable("tests")
+class Renamed(keras.optimizers.SGD):
+    """An optimizer of the user's own."""
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_of_ones_own_is_saved_as_what_it_is(world, tmp_path):
+    model = stack(keras.layers.Dense(3), optimizer=Renamed(0.1))
+    state = random.getstate()
+    world.distribute(model)
+    assert random.getstate() == state, "what the program draws next is what it draws alone"
+    fit(epochs=1)(model, JOINT_BATCH // 2)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is Renamed
 
 
 @pytest.mark.ranks(2)

@@ -18,7 +18,7 @@ class Compute(Protocol):
 
     def differentiate(
         self, x: Any, y: Any, sample_weight: Any, weight: tf.Tensor
-    ) -> tuple[list[Any], tf.Tensor | None]:
+    ) -> tuple[list[Any], tf.Tensor | None, dict[str, Any]]:
         """Forward and backward pass, and metrics.
 
         Args:
@@ -29,7 +29,8 @@ class Compute(Protocol):
 
         Returns:
             For each trainable weight the gradient of the weighted loss, scaled as the optimizer
-            wants it; and how many values of the outputs are unmasked, None where nothing is.
+            wants it; how many values of the outputs are unmasked, None where nothing is; and what
+            the model's ``compute_metrics`` says.
         """
 
     def test(self, batch: Any) -> Any:

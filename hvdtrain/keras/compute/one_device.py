@@ -30,8 +30,8 @@ class OneDevice:
             y_pred = call(model, x, training=True)
             scaled = scaled_loss(model, x, y, y_pred, sample_weight, weight)
         gradients = tape.gradient(scaled, model.trainable_weights)
-        model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        return gradients, valid_values(y_pred)
+        metrics = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        return gradients, valid_values(y_pred), metrics
 
     def _maybe_jit(self, step: Callable[..., Any]) -> Callable[..., Any]:
         if not self._jit:

@@ -103,11 +103,11 @@ class Towers:
             weights = model.trainable_weights
             # Regularization, and whatever else a loss makes of weights themselves.
             direct, inward = tape.gradient(scaled, (weights, leaves))
-            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            metrics = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         found = [direct, *_backward(passes, inward, weights)]
         with tf.device(self._devices[0]):
             gradients = [_add_up(*entries) for entries in zip(weights, *found)]
-        return gradients, valid_values(y_pred)
+        return gradients, valid_values(y_pred), metrics
 
     def test(self, batch: Any) -> Any:
         """Keras' ``test_step`` on all devices; one of the user's on the first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from hvdtrain.keras.fit_loop import FitLoop, forget_functions
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_patch import ModelPatch
 from hvdtrain.keras.model_steps import ModelSteps
-from hvdtrain.keras.model_sync import broadcast_weights, reseed_by_rank
+from hvdtrain.keras.model_sync import broadcast_weights, draw_seed, reseed_by_rank
 from hvdtrain.keras.optimizer_patch import mark
 from hvdtrain.keras.served.elastic_averaging import ElasticExchange
 from hvdtrain.keras.served.gradient_exchange import GradientExchange
@@ -63,7 +62,7 @@ class ServedModelPatch(ModelPatch):
         """Let the model train; collective."""
         model, collectives = self._model, self._collectives
         self._remove_earlier()
-        seed = collectives.broadcast_object(random.getrandbits(31), name="seed")
+        seed = draw_seed(collectives)
         if synchronized_layers(model):
             self._notice(
                 "BatchNormalization(synchronized=True) normalizes each worker's batch by itself "

@@ -66,6 +66,16 @@ def _train_two(model: keras.Model, size: int) -> Any:
     return {name: told[name] for name in ("loss", "label_accuracy", "value_mae")}
 
 
+def _tagger() -> keras.Model:
+    parts = [layers.Embedding(7, 4, mask_zero=True), layers.Dense(3)]
+    return stack(*parts, start=keras.Input((5,), dtype="int32"), metrics=["accuracy"])
+
+
+def _tag(model: keras.Model, size: int) -> Any:
+    # What is masked counts for nothing in the loss, and its tracker counts rows.
+    return {"accuracy": fit(TOKENS, TOKENS % 3)(model, size)["accuracy"]}
+
+
 def _frozen() -> keras.Model:
     """A frozen base, whose BatchNormalization runs in inference mode, under a new head."""
     base = keras.Sequential([keras.Input((6,)), layers.Dense(4, use_bias=False)])
@@ -217,6 +227,7 @@ LAYERS: dict[str, Pattern] = {
     "targets as an input, an endpoint with the loss": Pattern(
         BUILT_IN, _endpoint, fit({"inputs": X, "targets": Y[:, np.newaxis]}, None)
     ),
+    "an output of each step, some of them masked": Pattern(BUILT_IN, _tagger, _tag, often=True),
     "a metric of one's own": Pattern(
         # With a validation Keras alone shows its value as that of the training, too.
         BUILT_IN,

@@ -13,6 +13,7 @@ from tests.keras.features import X, Y
 from tests.keras.patterns.pattern import (
     LOSS,
     NOISE,
+    TOKENS,
     WEIGHTS,
     Hits,
     Pattern,
@@ -56,6 +57,33 @@ class NestedLogs(keras.Model):
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         y_pred = self(x)
         return self._update(y, y_pred, self.compute_loss(y=y, y_pred=y_pred), weight)
+
+
+class EmbeddedOwnStep(NestedLogs):
+    """Adam treats the same row of a table several times in a batch otherwise than its sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = layers.Embedding(7, 4)
+        self.joined = layers.GlobalAveragePooling1D()
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.dense(self.joined(self.hidden(x)))
+
+
+def _reduced(reduction: str) -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+
+
+def _weights_alone(model: keras.Model, size: int) -> Any:
+    """The tracker of such a step counts what a rank's part of the batch adds up to."""
+    fit()(model, size)
+    return {}
+
+
+def _weighted(model: keras.Model, size: int) -> Any:
+    fit(X, Y, WEIGHTS)(model, size)
+    return {}
 
 
 class OwnTrackers(keras.Model):
@@ -336,6 +364,15 @@ STEPS: dict[str, Pattern] = {
         CUSTOM,
         lambda: built(NestedLogs(), weighted_metrics=["accuracy"]),
         fit(X, Y, WEIGHTS),
+    ),
+    "sums over samples in a step of one's own": Pattern(
+        CUSTOM, lambda: built(NestedLogs(), loss=_reduced("sum")), _weights_alone, often=True
+    ),
+    "means by sample weights in a step of one's own": Pattern(
+        CUSTOM, lambda: built(NestedLogs(), loss=_reduced("mean_with_sample_weight")), _weighted
+    ),
+    "an embedding in a step of one's own": Pattern(
+        CUSTOM, lambda: built(EmbeddedOwnStep(), TOKENS), fit(TOKENS, Y), often=True
     ),
     "trackers of one's own": Pattern(
         CUSTOM, lambda: built(OwnTrackers(), loss=None), fit(), often=True
