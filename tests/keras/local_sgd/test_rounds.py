@@ -137,6 +137,13 @@ SYNCHRONOUS: dict[str, tuple[Any, Any]] = {
     "arrays": (classifier, lambda: ARRAYS),
     "sample weights": (classifier, lambda: {**ARRAYS, "sample_weight": np.arange(ROWS) / ROWS}),
     "jit": (lambda: classifier(jit_compile=True), lambda: ARRAYS),
+    "learning rates": (
+        classifier,
+        lambda: {
+            **ARRAYS,
+            "callbacks": [keras.callbacks.LearningRateScheduler(lambda e: 0.2 - e / 9)],
+        },
+    ),
     "tf.data": (classifier, pipeline),
     "PyDataset": (classifier, lambda: {"x": Batches()}),
     "own train_step": (own_step, lambda: ARRAYS),
@@ -269,6 +276,15 @@ def test_gradients_of_a_loop_of_ones_own_are_refused(local_sgd):
         ):
             make()
     world.broadcast_variables([tf.Variable(1.0)])
+
+
+@pytest.mark.ranks(2)
+def test_scales_of_float8_are_no_weights(local_sgd):
+    layers = [keras.Input((16,)), keras.layers.Dense(16, dtype="float8_from_float32")]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    with pytest.raises(ModelError, match=r"no weight that .* another --mode than local-sgd"):
+        local_sgd(2).distribute(model)
 
 
 @pytest.mark.ranks(1, 2)
