@@ -120,7 +120,6 @@ class FitLoop:
                     self._membership,
                     listed,
                     self._steps.samples,
-                    presharded=self._inputs.presharded,
                 )
             )
             self._inputs.seed = session.seed(self._inputs.seed)

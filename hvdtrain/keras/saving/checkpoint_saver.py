@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from hvdtrain.keras.model_parts import built_for
 from hvdtrain.keras.saving.callback_states import callback_states
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
-from hvdtrain.keras.saving.peers import Peers
 from hvdtrain.keras.saving.training_progress import TrainingProgress, history_so_far
 from hvdtrain.keras.saving.training_state import TrainingState
+from hvdtrain.keras.saving.worker_position import WorkerPosition
 from hvdtrain.monitor import report
 from hvdtrain.tensorflow import random_seed
 
@@ -42,30 +42,33 @@ class CheckpointSaver:
     Args:
         state: The state of what is trained; its collectives are between those who decide together.
         store: Where checkpoints go; used on the chief alone.
+        schedule: Learns when a checkpoint has been taken.
+        epochs: Where ``fit`` stands in its data.
+        seed: The seed of the data's orders.
+        others: Returns, on the chief, where the other ranks stand if they aren't where it is; gives
+            the model what is to be saved, if it hasn't got that.
     """
-
-    epochs: EpochIterator
-    """Where ``fit`` stands in its data; to be set before the first step."""
-    seed: int
-    """The seed of the data's orders; to be set before the first step."""
 
     def __init__(
         self,
         options: CheckpointOptions,
         state: TrainingState,
         membership: Membership,
-        peers: Peers,
         store: Store,
+        schedule: CheckpointSchedule,
+        epochs: EpochIterator,
         *,
-        presharded: bool,
+        seed: int,
+        others: Callable[[], Sequence[WorkerPosition]],
     ) -> None:
-        self.options = options
-        self.state = state
-        self.membership = membership
-        self.peers = peers
-        self.schedule = CheckpointSchedule(options.every_steps, options.every_s)
+        self._export_path = options.export
+        self._state = state
+        self._membership = membership
+        self._schedule = schedule
+        self._epochs = epochs
+        self._seed = seed
+        self._others = others
         self.writer = BackgroundWriter(store, report.saved)
-        self._presharded = presharded
         self.paused_s: list[float] = []
         """For how long each checkpoint kept training from going on; on the chief."""
         self._complained_after: int | None = None  # so many checkpoints that were written
@@ -88,17 +91,17 @@ class CheckpointSaver:
         """
         start_s = time.monotonic()
         with report.during("checkpoint"):
-            ranks = self.state.gather_own(earlier)
-            while self.membership.renew():
-                ranks = self.state.gather_own(earlier)
-            if self.membership.is_chief:
+            ranks = self._state.gather_own(earlier)
+            while self._membership.renew():
+                ranks = self._state.gather_own(earlier)
+            if self._membership.is_chief:
                 # What it writes is copied over by what comes now.
                 self.writer.wait()
                 self.writer.start(self._snapshot(ranks, epoch, epoch_step, logs))
-        if self.membership.is_chief:
+        if self._membership.is_chief:
             now_s = time.monotonic()
             self.paused_s.append(now_s - start_s)
-            self.schedule.note_taken(now_s)
+            self._schedule.note_taken(now_s)
 
     def _snapshot(
         self,
@@ -108,30 +111,30 @@ class CheckpointSaver:
         logs: Mapping[str, Any] | None,
     ) -> Snapshot:
         """All of the training, on the chief; ``ranks`` is what each rank has of its own."""
-        others = self.peers.collect()
+        others = self._others()
         counted = {
             f"rank/{rank}/samples": np.array(other.samples) for rank, other in enumerate(others, 1)
         }
         ranks = {**ranks, **counted}
-        kept, arrays = callback_states(self.state.callbacks)
-        step, data = self.epochs.step, self.epochs.sharded
+        kept, arrays = callback_states(self._state.callbacks)
+        step, data = self._epochs.step, self._epochs.sharded
         progress = TrainingProgress(
             step=step,
             epoch=epoch,
-            place=self.epochs.place(epoch_step=epoch_step),
+            place=self._epochs.place(epoch_step=epoch_step),
             unit=data.unit,
-            seed=self.seed,
+            seed=self._seed,
             tensorflow_seed=random_seed.current_seed(),
-            presharded=self._presharded,
-            samples=sum(int(ranks[f"rank/{r}/samples"]) for r in range(self.membership.size)),
+            presharded=data.presharded,
+            samples=sum(int(ranks[f"rank/{r}/samples"]) for r in range(self._membership.size)),
             callbacks=kept,
-            history=history_so_far(self.state.model.history, epoch - 1, logs),
+            history=history_so_far(self._state.model.history, epoch - 1, logs),
             others=others,
-            begins=list(self.epochs.begins.values()),
+            begins=list(self._epochs.begins.values()),
             each=data.each,
-            built=built_for(self.state.model),
+            built=built_for(self._state.model),
         )
-        model = {**self.state.shared(), **arrays}
+        model = {**self._state.shared(), **arrays}
         return Snapshot(step=step, state=progress.to_json(), model=model, ranks=ranks)
 
     def save_for_good(
@@ -141,8 +144,8 @@ class CheckpointSaver:
         while True:
             self.take(epoch=epoch, epoch_step=epoch_step, logs=logs)
             self.writer.wait()
-            self.state.collectives.barrier(name="checkpoint is saved")
-            if not self.membership.lose_chief():
+            self._state.collectives.barrier(name="checkpoint is saved")
+            if not self._membership.lose_chief():
                 return
 
     def export(self) -> None:
@@ -150,14 +153,14 @@ class CheckpointSaver:
 
         The file at the path is always a whole one: the former or this.
         """
-        path = self.options.export
-        if not self.membership.is_chief or path is None:
+        path = self._export_path
+        if not self._membership.is_chief or path is None:
             return
         target = Path(path)
         temporary = target.with_name(f".{target.stem}-{os.getpid()}.keras")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            self.state.model.save(temporary)
+            self._state.model.save(temporary)
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
             temporary.replace(target)

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, Preempted
 from hvdtrain.keras.epoch_iterator import EpochIterator
@@ -19,10 +20,12 @@ from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_saver import CheckpointSaver, open_store
 from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
-from hvdtrain.keras.saving.peers import Peers
 from hvdtrain.keras.saving.preemption_signals import PreemptionSignals
-from hvdtrain.keras.saving.resume import Resume, find
+from hvdtrain.keras.saving.resume import find, move, restore
+from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
+from hvdtrain.keras.saving.worker_position import WorkerPosition
+from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import set_initial_epoch
 
 __all__ = ["CheckpointSession", "begin_session"]
@@ -40,8 +43,6 @@ def begin_session(
     membership: Membership,
     callbacks: Sequence[Any],
     samples: keras.Variable,
-    *,
-    presharded: bool,
 ) -> CheckpointSession:
     """The checkpoints of a ``fit`` in which all ranks make each step together; collective.
 
@@ -53,25 +54,40 @@ def begin_session(
     # Another rank than the chief uses its own only if it becomes the chief.
     store = open_store(options)
     found = find(store if membership.rank == 0 else None, state, collectives)
-    saver = CheckpointSaver(options, state, membership, Peers(), store, presharded=presharded)
-    return CheckpointSession(saver, None if found is None else Resume(*found, state))
+    return CheckpointSession(options, state, membership, store, found)
 
 
 class CheckpointSession:
-    """Owns all that the checkpoints of one ``fit`` need; every rank has one."""
+    """Owns all that the checkpoints of one ``fit`` need; every rank has one.
 
+    Args:
+        state: The state of what is trained; its collectives are between those who decide together.
+        store: Where checkpoints go; used on the chief alone.
+        found: What training goes on from: how far it had come and, on the chief, all that was
+            saved. None where it begins anew.
+    """
+
+    saver: CheckpointSaver
+    """Takes the checkpoints; made as ``running`` begins."""
     _epochs: EpochIterator
     """Where ``fit`` stands in its data; given as ``running`` begins."""
 
-    def __init__(self, saver: CheckpointSaver, resume: Resume | None) -> None:
-        self.saver = saver
-        self._options = saver.options
-        self._state = saver.state
-        self._membership = saver.membership
-        self._peers = saver.peers
-        self._schedule = saver.schedule
-        self._writer = saver.writer
-        self._resume = resume
+    def __init__(
+        self,
+        options: CheckpointOptions,
+        state: TrainingState,
+        membership: Membership,
+        store: Store,
+        found: tuple[TrainingProgress, Snapshot | None] | None,
+    ) -> None:
+        self._options = options
+        self._state = state
+        self._membership = membership
+        self._store = store
+        # Until the first epoch has begun, or the training is over.
+        self._saved = found[0] if found else None
+        self._snapshot = found[1] if found else None
+        self._schedule = CheckpointSchedule(options.every_steps, options.every_s)
         self._signals = PreemptionSignals()
         self._preempted = False
         self._epoch = 0
@@ -84,7 +100,7 @@ class CheckpointSession:
 
     def seed(self, fresh: int) -> int:
         """The seed of the data's orders: that of the checkpoint, else ``fresh``."""
-        return fresh if self._resume is None else self._resume.progress.seed
+        return fresh if self._saved is None else self._saved.seed
 
     @contextmanager
     def running(self, epochs: EpochIterator, seed: int) -> Iterator[None]:
@@ -97,20 +113,28 @@ class CheckpointSession:
         Raises:
             CheckpointError: The checkpoint belongs to another kind of data.
         """
-        if self._resume is not None:
-            self._resume.move(epochs)
-        self._epochs = self.saver.epochs = epochs
-        self.saver.seed = seed
+        if self._saved is not None:
+            self._move(epochs, self._saved)
+        self._epochs = epochs
+        self.saver = CheckpointSaver(
+            self._options,
+            self._state,
+            self._membership,
+            self._store,
+            self._schedule,
+            epochs,
+            seed=seed,
+            others=self._others,
+        )
         self._step_before = epochs.step
         self._schedule.begin(epochs.step, time.monotonic())
-        self._peers.open(epochs)
         self._signals.catch()
         try:
             with self._membership.followed_by([self._take_over]):
                 yield
         finally:
             set_initial_epoch(self._state.model, None)
-            self._writer.wait(CLOSE_TIMEOUT_S)
+            self.saver.writer.wait(CLOSE_TIMEOUT_S)
             self._signals.release(handled=self._preempted)
 
     def _take_over(self, change: Change) -> None:
@@ -121,11 +145,13 @@ class CheckpointSession:
             self._say(f"checkpoints are written to {self._options.directory} by another rank now")
 
     def on_train_begin(self) -> None:
-        """Resume if there is something to resume from."""
-        if self._resume is None:
+        """Set the first epoch, if there is something to resume; between two epochs resume it."""
+        saved = self._saved
+        if saved is None:
             return
-        self._resume.on_train_begin()
-        saved = self._resume.progress
+        set_initial_epoch(self._state.model, saved.epoch)
+        if not saved.within_epoch:
+            self._restore(saved)
         place = saved.place
         ranks = f"; {place.ranks} ranks saved it" if place.ranks != self._membership.size else ""
         self._say(
@@ -135,20 +161,21 @@ class CheckpointSession:
         )
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Note the epoch; the first time, finish resuming."""
+        """Note the epoch; the first time, finish resuming.
+
+        Within an epoch that is now, after all that Keras and callbacks begin with.
+        """
         self._epoch, self._epoch_step = epoch, 0
         self._before_validation = None
-        if self._resume is not None:
-            self._resume.on_epoch_begin()
-            self._epoch_step = self._resume.progress.place.epoch_step
-            self._resume = None
-        self._peers.begin_epoch(epoch)
+        if self._saved is not None:
+            if self._saved.within_epoch:
+                self._restore(self._saved)
+            self._epoch_step = self._saved.place.epoch_step
+            self._end_resuming(self._saved)
 
     def on_batch_end(self, batch: int) -> None:
         """Take a checkpoint if one is due, or if a signal has come to some rank."""
         self._epoch_step = batch + 1
-        if not self._peers.ready:
-            return
         step, before = self._epochs.step, self._step_before
         self._step_before = step
         if self._membership.too_few is not None:
@@ -165,7 +192,7 @@ class CheckpointSession:
         stops = bool(self._state.model.stop_training)
         last = last or stops or self._membership.too_few is not None
         if last:
-            self._wait_for_peers(epoch=epoch + 1, logs=logs, stop=stops)
+            self._wait_for_others(epoch=epoch + 1, logs=logs, stop=stops)
         if not last and not self._schedule.every_epoch:
             return
         if last and self._membership.elastic:
@@ -197,7 +224,7 @@ class CheckpointSession:
             return
         self._validation_steps += 1
         step = self._validation_steps
-        word = np.array([self._peers.received(self._signals.received), 0])
+        word = np.array([self._signal(), 0])
         if not schedule.meets(step, step):
             return
         if self._state.collectives.rank == 0:
@@ -208,31 +235,49 @@ class CheckpointSession:
             self.saver.take(epoch=self._epoch, epoch_step=self._epoch_step, earlier=before)
             self._end(int(number))
 
-    def finish(self) -> None:
-        """Call before the others end: where this rank had no epoch to run, some may have."""
-        if self._resume is None:
-            return
-        epoch = self._resume.progress.epoch
-        self._resume.finish()
-        self._resume = None
-        if self._membership.is_chief and self._peers.were_behind(epoch):
-            self._wait_for_peers(epoch=epoch)
-            self.saver.take(epoch=epoch, epoch_step=0)
-            self.saver.export()
-
     def on_train_end(self) -> None:
         """Return when the last checkpoint is on disk, or can't be."""
-        if self._resume is not None:
-            self._resume.finish()
-        self._writer.wait()
+        if self._saved is not None:
+            self._end_resuming(self._saved)
+        self.saver.writer.wait()
         self._meet()
 
-    def _wait_for_peers(
-        self, *, epoch: int, logs: Mapping[str, Any] | None = None, stop: bool = False
-    ) -> None:
-        """Go on taking checkpoints after this rank's last step, as long as others train."""
-        for _ in self._peers.until_all_have_ended(stop=stop):
-            self._take_if_asked(epoch=epoch, epoch_step=0, logs=logs)
+    # What is different where each rank goes its own way.
+
+    def _move(self, epochs: EpochIterator, saved: TrainingProgress) -> None:
+        """Let the data go on where the checkpoint was taken."""
+        move(epochs, saved, self._warn)
+
+    def _restore(self, saved: TrainingProgress) -> None:
+        """Give the model and the callbacks what they had; collective."""
+        restore(saved, self._snapshot, self._state, self._warn)
+
+    def _signal(self) -> int:
+        """The signal that this rank acts on, or 0."""
+        return self._signals.received
+
+    def _others(self) -> Sequence[WorkerPosition]:
+        """On the chief where the others stand; called before it copies the model."""
+        return ()
+
+    def _wait_for_others(self, *, epoch: int, logs: Mapping[str, Any] | None, stop: bool) -> None:
+        """Take checkpoints after this rank's last step, as long as others train.
+
+        Args:
+            epoch: The one after the last.
+            logs: The logs of the last epoch.
+            stop: Whether the others are to end as well.
+        """
+
+    # What they share.
+
+    def _end_resuming(self, saved: TrainingProgress) -> None:
+        """Give ``fit`` back what it has to return; Keras forgets that when training begins."""
+        report.resumed(saved.step)
+        history, logs = self._state.model.history, saved.history["logs"]
+        history.history = {name: list(values) for name, values in logs.items()}
+        history.epoch = list(saved.history["epoch"])
+        self._saved = self._snapshot = None
 
     def _take_if_asked(
         self,
@@ -261,14 +306,14 @@ class CheckpointSession:
         Raises:
             CheckpointError: The chief could not write, and was asked to raise then.
         """
-        step = self._epochs.step
+        step, writer = self._epochs.step, self.saver.writer
         word = np.zeros(4, np.int64)
-        word[0] = self._peers.received(self._signals.received)
+        word[0] = self._signal()
         error = None
         if self._membership.is_chief:
-            error = self._writer.take_error()
+            error = writer.take_error()
             now_s = time.monotonic()
-            word[1] = self._schedule.is_overdue(now_s, due=due) and not self._writer.busy
+            word[1] = self._schedule.is_overdue(now_s, due=due) and not writer.busy
             word[2] = self._schedule.steps_ahead(step, now_s)
             word[3] = error is not None and self._options.on_error == "raise"
         number, take, ahead, failed = self._state.collectives.allreduce(
@@ -289,20 +334,21 @@ class CheckpointSession:
         """Leave the program after a signal, once the checkpoint is on disk; collective."""
         name = signal.Signals(number).name
         if self._membership.is_chief:
-            self._writer.wait()
-            error = self._writer.take_error()
+            self.saver.writer.wait()
+            error = self.saver.writer.take_error()
             if error is None:
                 self._say(
                     f"{name} came; the checkpoint of step {self._epochs.step} is in "
                     f"{self._options.directory}. Start the program again to go on"
                 )
             else:
-                self._say(
-                    f"{name} came, and no checkpoint could be saved: {error}", logging.WARNING
-                )
+                self._warn(f"{name} came, and no checkpoint could be saved: {error}")
         self._state.collectives.barrier(name="checkpoint is saved")
         self._preempted = True
         raise Preempted(number)
+
+    def _warn(self, text: str) -> None:
+        self._say(text, logging.WARNING)
 
     def _say(self, text: str, level: int = logging.INFO) -> None:
         if self._membership.is_chief:
