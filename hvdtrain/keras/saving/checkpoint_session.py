@@ -13,22 +13,24 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint import Snapshot, Store
+from hvdtrain.checkpoint.background_writer import BackgroundWriter
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, Preempted
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
-from hvdtrain.keras.saving.checkpoint_saver import CheckpointSaver, open_store
 from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
+from hvdtrain.keras.saving.model_export import export_model
 from hvdtrain.keras.saving.preemption_signals import PreemptionSignals
 from hvdtrain.keras.saving.resume import find, move, restore
 from hvdtrain.keras.saving.training_progress import TrainingProgress
+from hvdtrain.keras.saving.training_snapshot import take_snapshot
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.keras.saving.worker_position import WorkerPosition
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import set_initial_epoch
 
-__all__ = ["CheckpointSession", "begin_session"]
+__all__ = ["CheckpointSession", "begin_session", "open_store"]
 
 logger = logging.getLogger(__package__)
 
@@ -57,6 +59,11 @@ def begin_session(
     return CheckpointSession(options, state, membership, store, found)
 
 
+def open_store(options: CheckpointOptions) -> Store:
+    """The directory that a user wants checkpoints in."""
+    return Store(options.directory, keep=options.keep, notice=logger.warning)
+
+
 class CheckpointSession:
     """Owns all that the checkpoints of one ``fit`` need; every rank has one.
 
@@ -67,10 +74,10 @@ class CheckpointSession:
             saved. None where it begins anew.
     """
 
-    saver: CheckpointSaver
-    """Takes the checkpoints; made as ``running`` begins."""
     _epochs: EpochIterator
     """Where ``fit`` stands in its data; given as ``running`` begins."""
+    _seed: int
+    """The seed of the data's orders; likewise."""
 
     def __init__(
         self,
@@ -83,15 +90,19 @@ class CheckpointSession:
         self._options = options
         self._state = state
         self._membership = membership
-        self._store = store
         # Until the first epoch has begun, or the training is over.
         self._saved = found[0] if found else None
         self._snapshot = found[1] if found else None
         self._schedule = CheckpointSchedule(options.every_steps, options.every_s)
+        self.writer = BackgroundWriter(store, report.saved)
+        self.paused_s: list[float] = []
+        """For how long each checkpoint kept training from going on; on the chief."""
+        self._complained_after: int | None = None  # so many checkpoints that were written
         self._signals = PreemptionSignals()
         self._preempted = False
-        self._epoch = 0
+        self._epoch = 0  # the one in work, or the next
         self._epoch_step = 0  # steps of it that are done
+        self._logs: Mapping[str, Any] | None = None  # of the epoch that has just ended, if one has
         self._step_before = 0
         # What this rank had of its own before the validation in work, steps done, and when to meet.
         self._before_validation: Mapping[str, np.ndarray] | None = None
@@ -115,17 +126,7 @@ class CheckpointSession:
         """
         if self._saved is not None:
             self._move(epochs, self._saved)
-        self._epochs = epochs
-        self.saver = CheckpointSaver(
-            self._options,
-            self._state,
-            self._membership,
-            self._store,
-            self._schedule,
-            epochs,
-            seed=seed,
-            others=self._others,
-        )
+        self._epochs, self._seed = epochs, seed
         self._step_before = epochs.step
         self._schedule.begin(epochs.step, time.monotonic())
         self._signals.catch()
@@ -134,7 +135,7 @@ class CheckpointSession:
                 yield
         finally:
             set_initial_epoch(self._state.model, None)
-            self.saver.writer.wait(CLOSE_TIMEOUT_S)
+            self.writer.wait(CLOSE_TIMEOUT_S)
             self._signals.release(handled=self._preempted)
 
     def _take_over(self, change: Change) -> None:
@@ -165,7 +166,7 @@ class CheckpointSession:
 
         Within an epoch that is now, after all that Keras and callbacks begin with.
         """
-        self._epoch, self._epoch_step = epoch, 0
+        self._epoch, self._epoch_step, self._logs = epoch, 0, None
         self._before_validation = None
         if self._saved is not None:
             if self._saved.within_epoch:
@@ -179,10 +180,9 @@ class CheckpointSession:
         step, before = self._epochs.step, self._step_before
         self._step_before = step
         if self._membership.too_few is not None:
-            self.saver.save_for_good(epoch=self._epoch, epoch_step=batch + 1)
+            self._save_for_good()
         elif self._schedule.meets(step, before):
-            due = self._schedule.is_due(step, before)
-            self._take_if_asked(epoch=self._epoch, epoch_step=batch + 1, due=due)
+            self._take_if_asked(due=self._schedule.is_due(step, before))
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any], *, last: bool) -> None:
         """Take a checkpoint at the end of the training, and of other epochs if so asked.
@@ -191,15 +191,16 @@ class CheckpointSession:
         """
         stops = bool(self._state.model.stop_training)
         last = last or stops or self._membership.too_few is not None
+        self._epoch, self._epoch_step, self._logs = epoch + 1, 0, logs
         if last:
-            self._wait_for_others(epoch=epoch + 1, logs=logs, stop=stops)
+            self._wait_for_others(stop=stops)
         if not last and not self._schedule.every_epoch:
             return
         if last and self._membership.elastic:
-            self.saver.save_for_good(epoch=epoch + 1, epoch_step=0, logs=logs)
+            self._save_for_good()
         else:
-            self.saver.take(epoch=epoch + 1, epoch_step=0, logs=logs)
-        self.saver.export()
+            self._take()
+        self._export()
         if last and (number := self._meet()[0]):
             self._end(number)
 
@@ -232,14 +233,14 @@ class CheckpointSession:
         number, ahead = self._state.collectives.allreduce(word, "max", name="whether to end")
         schedule.look_again(step + int(ahead))
         if number:
-            self.saver.take(epoch=self._epoch, epoch_step=self._epoch_step, earlier=before)
+            self._take(before)
             self._end(int(number))
 
     def on_train_end(self) -> None:
         """Return when the last checkpoint is on disk, or can't be."""
         if self._saved is not None:
             self._end_resuming(self._saved)
-        self.saver.writer.wait()
+        self.writer.wait()
         self._meet()
 
     # What is different where each rank goes its own way.
@@ -260,13 +261,11 @@ class CheckpointSession:
         """On the chief where the others stand; called before it copies the model."""
         return ()
 
-    def _wait_for_others(self, *, epoch: int, logs: Mapping[str, Any] | None, stop: bool) -> None:
+    def _wait_for_others(self, *, stop: bool) -> None:
         """Take checkpoints after this rank's last step, as long as others train.
 
         Args:
-            epoch: The one after the last.
-            logs: The logs of the last epoch.
-            stop: Whether the others are to end as well.
+            stop: Whether they are to end as well.
         """
 
     # What they share.
@@ -279,21 +278,14 @@ class CheckpointSession:
         history.epoch = list(saved.history["epoch"])
         self._saved = self._snapshot = None
 
-    def _take_if_asked(
-        self,
-        *,
-        epoch: int,
-        epoch_step: int,
-        logs: Mapping[str, Any] | None = None,
-        due: bool = False,
-    ) -> None:
+    def _take_if_asked(self, *, due: bool = False) -> None:
         """Meet the other ranks; take a checkpoint if one of them says so, and end after a signal.
 
-        The arguments are those of ``CheckpointSaver.take`` and ``_meet``.
+        ``due`` is as for ``_meet``.
         """
         number, take = self._meet(due=due)
         if number or take:
-            self.saver.take(epoch=epoch, epoch_step=epoch_step, logs=logs)
+            self._take()
         if number:
             self._end(number)
 
@@ -306,7 +298,7 @@ class CheckpointSession:
         Raises:
             CheckpointError: The chief could not write, and was asked to raise then.
         """
-        step, writer = self._epochs.step, self.saver.writer
+        step, writer = self._epochs.step, self.writer
         word = np.zeros(4, np.int64)
         word[0] = self._signal()
         error = None
@@ -327,15 +319,70 @@ class CheckpointSession:
             )
             raise CheckpointError(reason)
         if error is not None:
-            self.saver.complain(error)
+            self._complain(error)
         return int(number), bool(take)
+
+    def _take(self, earlier: Mapping[str, np.ndarray] | None = None) -> None:
+        """Copy everything and hand it to the writer; collective.
+
+        Args:
+            earlier: This rank's own values after the last step, if they have changed since.
+        """
+        start_s = time.monotonic()
+        with report.during("checkpoint"):
+            ranks = self._state.gather_own(earlier)
+            while self._membership.renew():
+                ranks = self._state.gather_own(earlier)
+            if self._membership.is_chief:
+                # What it writes is copied over by what comes now.
+                self.writer.wait()
+                snapshot = take_snapshot(
+                    self._state,
+                    self._epochs,
+                    ranks,
+                    self._others(),
+                    epoch=self._epoch,
+                    epoch_step=self._epoch_step,
+                    logs=self._logs,
+                    seed=self._seed,
+                )
+                self.writer.start(snapshot)
+        if self._membership.is_chief:
+            now_s = time.monotonic()
+            self.paused_s.append(now_s - start_s)
+            self._schedule.note_taken(now_s)
+
+    def _save_for_good(self) -> None:
+        """Take a checkpoint and return when it is on disk, whichever rank it is that writes."""
+        while True:
+            self._take()
+            self.writer.wait()
+            self._state.collectives.barrier(name="checkpoint is saved")
+            if not self._membership.lose_chief():
+                return
+
+    def _export(self) -> None:
+        """Save the model in Keras' own format, on the chief and if so asked."""
+        path = self._options.export
+        if self._membership.is_chief and path is not None:
+            try:
+                export_model(self._state.model, path)
+            except OSError as error:
+                self._complain(f"The model can't be saved as {path}: {error.strerror or error}.")
+
+    def _complain(self, error: CheckpointError | str) -> None:
+        """Warn once until a checkpoint could be saved again: a full disk stays full for long."""
+        written = len(self.writer.written_s)
+        if self._complained_after != written:
+            self._complained_after = written
+            logger.warning("no checkpoint could be saved, training goes on: %s", error)
 
     def _end(self, number: int) -> None:
         """Leave the program after a signal, once the checkpoint is on disk; collective."""
         name = signal.Signals(number).name
         if self._membership.is_chief:
-            self.saver.writer.wait()
-            error = self.saver.writer.take_error()
+            self.writer.wait()
+            error = self.writer.take_error()
             if error is None:
                 self._say(
                     f"{name} came; the checkpoint of step {self._epochs.step} is in "

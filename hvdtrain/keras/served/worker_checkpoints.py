@@ -21,9 +21,8 @@ from hvdtrain.keras.optimizer_patch import accumulators, plain_optimizers
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
-from hvdtrain.keras.saving.checkpoint_saver import open_store
 from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S
-from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
+from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, open_store
 from hvdtrain.keras.saving.resume import restore_kept
 from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
@@ -123,9 +122,10 @@ class WorkerSession(CheckpointSession):
             return
         self._end_resuming(saved)
         if self._job.is_chief and any(start.epoch < saved.epoch for start in self._starts):
-            self._wait_for_others(epoch=saved.epoch, logs=None, stop=False)
-            self.saver.take(epoch=saved.epoch, epoch_step=0)
-            self.saver.export()
+            self._epoch = saved.epoch
+            self._wait_for_others(stop=False)
+            self._take()
+            self._export()
 
     def _move(self, epochs: EpochIterator, saved: TrainingProgress) -> None:
         begins = {position.epoch: position for position in saved.begins}
@@ -184,13 +184,13 @@ class WorkerSession(CheckpointSession):
             begins[first.place.position.epoch] = first.place.position
         return WorkerPosition.from_numbers(numbers, ranks=self._membership.size, begins=begins)
 
-    def _wait_for_others(self, *, epoch: int, logs: Mapping[str, Any] | None, stop: bool) -> None:
+    def _wait_for_others(self, *, stop: bool) -> None:
         client = self._exchange.reach()
         client.leave(stop=stop and self._job.is_chief)
         pause_s = _SHORTEST_PAUSE_S
         with report.during("waiting for other workers"):
             while client.training:
-                self._take_if_asked(epoch=epoch, epoch_step=0, logs=logs)
+                self._take_if_asked()
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, LOOK_S)
                 client.look()
