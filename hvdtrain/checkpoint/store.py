@@ -197,16 +197,13 @@ class Store:
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             if publishing:
-                with contextlib.suppress(OSError):  # the next writer or reader copes
-                    self._withdraw(final, step)
+                # Undo what is published in part; if that fails, the next writer or reader copes.
+                with contextlib.suppress(OSError):
+                    if final.is_dir() and not os.path.lexists(final / MANIFEST):
+                        remove_folder(final, step)
+                    settle(self._directory, step)
             raise
         return final
-
-    def _withdraw(self, final: Path, step: int) -> None:
-        """Undo what has been published in part."""
-        if final.is_dir() and not os.path.lexists(final / MANIFEST):
-            remove_folder(final, step)
-        settle(self._directory, step)
 
     def _write_draft(self, draft: Path, snapshot: Snapshot, state: bytes) -> None:
         """Write all that needs space, so that publishing can't fail for want of it."""
