@@ -125,7 +125,7 @@ class CheckpointSession:
             CheckpointError: The checkpoint belongs to another kind of data.
         """
         if self._saved is not None:
-            self._move(epochs, self._saved)
+            move(epochs, self._saved, self._warn)
         self._epochs, self._seed = epochs, seed
         self._step_before = epochs.step
         self._schedule.begin(epochs.step, time.monotonic())
@@ -244,10 +244,6 @@ class CheckpointSession:
         self._meet()
 
     # What is different where each rank goes its own way.
-
-    def _move(self, epochs: EpochIterator, saved: TrainingProgress) -> None:
-        """Let the data go on where the checkpoint was taken."""
-        move(epochs, saved, self._warn)
 
     def _restore(self, saved: TrainingProgress) -> None:
         """Give the model and the callbacks what they had; collective."""

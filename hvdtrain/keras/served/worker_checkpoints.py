@@ -81,6 +81,8 @@ class WorkerSession(CheckpointSession):
 
     @contextmanager
     def running(self, epochs: EpochIterator, seed: int) -> Iterator[None]:
+        if self._saved is not None:
+            self._saved = self._own_part(self._saved, epochs)
         with super().running(epochs, seed):
             self._ran_before = int(self._job.steps.ran.numpy()) - epochs.step
             self._exchange.position = self._position
@@ -127,17 +129,15 @@ class WorkerSession(CheckpointSession):
             self._take()
             self._export()
 
-    def _move(self, epochs: EpochIterator, saved: TrainingProgress) -> None:
+    def _own_part(self, saved: TrainingProgress, epochs: EpochIterator) -> TrainingProgress:
+        """What this worker goes on from; ``epochs`` learns where later passes begin."""
         begins = {position.epoch: position for position in saved.begins}
         size, rank = self._membership.size, self._membership.rank
         self._starts, epochs.begins = _begin_at(saved, begins, epochs, size)
         mine = self._starts[rank]
         self._went_back = mine.epoch < saved.epoch and rank == 0
         history = _history_before(saved.history, mine.epoch)
-        self._saved = dataclasses.replace(
-            saved, epoch=mine.epoch, place=mine.place, history=history
-        )
-        super()._move(epochs, self._saved)
+        return dataclasses.replace(saved, epoch=mine.epoch, place=mine.place, history=history)
 
     def _restore(self, saved: TrainingProgress) -> None:
         model, snapshot = self._state.model, self._snapshot
