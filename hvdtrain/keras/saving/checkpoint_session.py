@@ -138,13 +138,6 @@ class CheckpointSession:
             self.writer.wait(CLOSE_TIMEOUT_S)
             self._signals.release(handled=self._preempted)
 
-    def _take_over(self, change: Change) -> None:
-        """Write from now on, if the chief is lost and this rank comes after it."""
-        if self._membership.is_chief and change.of_chief:
-            # Whether the newest one has come to the disk is not known here.
-            self._schedule.begin(self._epochs.step, time.monotonic(), overdue=True)
-            self._say(f"checkpoints are written to {self._options.directory} by another rank now")
-
     def on_train_begin(self) -> None:
         """Set the first epoch, if there is something to resume; between two epochs resume it."""
         saved = self._saved
@@ -243,29 +236,6 @@ class CheckpointSession:
         self.writer.wait()
         self._meet()
 
-    # What is different where each rank goes its own way.
-
-    def _restore(self, saved: TrainingProgress) -> None:
-        """Give the model and the callbacks what they had; collective."""
-        restore(saved, self._snapshot, self._state, self._warn)
-
-    def _signal(self) -> int:
-        """The signal that this rank acts on, or 0."""
-        return self._signals.received
-
-    def _others(self) -> Sequence[WorkerPosition]:
-        """On the chief where the others stand; called before it copies the model."""
-        return ()
-
-    def _wait_for_others(self, *, stop: bool) -> None:
-        """Take checkpoints after this rank's last step, as long as others train.
-
-        Args:
-            stop: Whether they are to end as well.
-        """
-
-    # What they share.
-
     def _end_resuming(self, saved: TrainingProgress) -> None:
         """Give ``fit`` back what it has to return; Keras forgets that when training begins."""
         report.resumed(saved.step)
@@ -273,6 +243,15 @@ class CheckpointSession:
         history.history = {name: list(values) for name, values in logs.items()}
         history.epoch = list(saved.history["epoch"])
         self._saved = self._snapshot = None
+
+    def _take_over(self, change: Change) -> None:
+        """Write from now on, if the chief is lost and this rank comes after it."""
+        if self._membership.is_chief and change.of_chief:
+            # Whether the newest one has come to the disk is not known here.
+            self._schedule.begin(self._epochs.step, time.monotonic(), overdue=True)
+            self._say(f"checkpoints are written to {self._options.directory} by another rank now")
+
+    # Meeting the other ranks.
 
     def _take_if_asked(self, *, due: bool = False) -> None:
         """Meet the other ranks; take a checkpoint if one of them says so, and end after a signal.
@@ -294,14 +273,14 @@ class CheckpointSession:
         Raises:
             CheckpointError: The chief could not write, and was asked to raise then.
         """
-        step, writer = self._epochs.step, self.writer
+        step = self._epochs.step
         word = np.zeros(4, np.int64)
         word[0] = self._signal()
         error = None
         if self._membership.is_chief:
-            error = writer.take_error()
+            error = self.writer.take_error()
             now_s = time.monotonic()
-            word[1] = self._schedule.is_overdue(now_s, due=due) and not writer.busy
+            word[1] = self._schedule.is_overdue(now_s, due=due) and not self.writer.busy
             word[2] = self._schedule.steps_ahead(step, now_s)
             word[3] = error is not None and self._options.on_error == "raise"
         number, take, ahead, failed = self._state.collectives.allreduce(
@@ -317,6 +296,25 @@ class CheckpointSession:
         if error is not None:
             self._complain(error)
         return int(number), bool(take)
+
+    def _end(self, number: int) -> None:
+        """Leave the program after a signal, once the checkpoint is on disk; collective."""
+        name = signal.Signals(number).name
+        if self._membership.is_chief:
+            self.writer.wait()
+            error = self.writer.take_error()
+            if error is None:
+                self._say(
+                    f"{name} came; the checkpoint of step {self._epochs.step} is in "
+                    f"{self._options.directory}. Start the program again to go on"
+                )
+            else:
+                self._warn(f"{name} came, and no checkpoint could be saved: {error}")
+        self._state.collectives.barrier(name="checkpoint is saved")
+        self._preempted = True
+        raise Preempted(number)
+
+    # Taking one.
 
     def _take(self, earlier: Mapping[str, np.ndarray] | None = None) -> None:
         """Copy everything and hand it to the writer; collective.
@@ -373,22 +371,26 @@ class CheckpointSession:
             self._complained_after = written
             logger.warning("no checkpoint could be saved, training goes on: %s", error)
 
-    def _end(self, number: int) -> None:
-        """Leave the program after a signal, once the checkpoint is on disk; collective."""
-        name = signal.Signals(number).name
-        if self._membership.is_chief:
-            self.writer.wait()
-            error = self.writer.take_error()
-            if error is None:
-                self._say(
-                    f"{name} came; the checkpoint of step {self._epochs.step} is in "
-                    f"{self._options.directory}. Start the program again to go on"
-                )
-            else:
-                self._warn(f"{name} came, and no checkpoint could be saved: {error}")
-        self._state.collectives.barrier(name="checkpoint is saved")
-        self._preempted = True
-        raise Preempted(number)
+    # What is different where each rank goes its own way.
+
+    def _restore(self, saved: TrainingProgress) -> None:
+        """Give the model and the callbacks what they had; collective."""
+        restore(saved, self._snapshot, self._state, self._warn)
+
+    def _signal(self) -> int:
+        """The signal that this rank acts on, or 0."""
+        return self._signals.received
+
+    def _others(self) -> Sequence[WorkerPosition]:
+        """On the chief where the others stand; called before it copies the model."""
+        return ()
+
+    def _wait_for_others(self, *, stop: bool) -> None:
+        """Take checkpoints after this rank's last step, as long as others train.
+
+        Args:
+            stop: Whether they are to end as well.
+        """
 
     def _warn(self, text: str) -> None:
         self._say(text, logging.WARNING)
