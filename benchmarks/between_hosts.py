@@ -1,13 +1,15 @@
-"""An allreduce between hosts beside MPI's own, Horovod's, and what plain TCP makes of the links.
+"""A call between hosts beside MPI's own, Horovod's, and what plain TCP makes of the links.
 
     python benchmarks/between_hosts.py
+    python benchmarks/between_hosts.py --call broadcast --bytes 104857600
     python benchmarks/between_hosts.py --hosts 2 --ranks-per-host 2 --rate 1gbit --queue-ms 5
     python benchmarks/between_hosts.py --bytes 4 1024 16384 65536 --horovod
 
 Hosts are those of the tests, on this machine: it needs root, and the packages of
-tests/testbed/packages.txt. Links are shaped by tbf in both directions. Each way combines arrays of
-float32 in turn, above 1 MiB in 40 arrays; TCP moves as many bytes as leave a host at least,
-2 (n - 1) / n of them with n hosts, to the next host and from the one before at the same time.
+tests/testbed/packages.txt. Links are shaped by tbf in both directions. Each way takes its turn,
+with float32 of so many bytes as a result, above 1 MiB in 40 arrays; TCP moves as many bytes as
+leave a host at least, 2 (n - 1) / n of them for an allreduce of n hosts, (n - 1) / n for an
+allgather and all for a broadcast, to the next host and from the one before at the same time.
 Horovod runs in jobs of its own between the others', in the environment that the tests use
 (make environments NAMES=horovod).
 """
@@ -31,22 +33,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, default=4, choices=(2, 3, 4), help="default 4")
+    parser.add_argument(
+        "--call", default="allreduce", choices=("allreduce", "broadcast", "allgather")
+    )
+    parser.add_argument("--hosts", type=int, default=4, help="default %(default)s")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="default %(default)s")
     parser.add_argument("--rate", default="200mbit", help="of each link; default %(default)s")
     parser.add_argument("--queue-ms", type=int, default=20, help="before it; default %(default)s")
     parser.add_argument(
         "--bytes", type=int, nargs="+", default=[64 << 20], help="of arrays; default %(default)s"
     )
+    parser.add_argument(
+        "--compression",
+        nargs="+",
+        default=[],
+        choices=("fp16", "bf16", "int8"),
+        help="try an allreduce in these forms, too",
+    )
     parser.add_argument("--runs", type=int, default=5, help="of a way in a job; default 5")
     parser.add_argument("--jobs", type=int, default=1, help="default %(default)s")
     parser.add_argument("--horovod", action="store_true", help="compare with Horovod, too")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     asked = parser.parse_args()
+    if asked.compression and asked.call != "allreduce":
+        parser.error("--compression is of an allreduce")
     found = run(asked)
     print(
-        f"{asked.hosts} hosts, {asked.ranks_per_host} ranks each, links of {asked.rate}, "
-        f"queues of {asked.queue_ms} ms"
+        f"{asked.call}: {asked.hosts} hosts, {asked.ranks_per_host} ranks each, "
+        f"links of {asked.rate}, queues of {asked.queue_ms} ms"
     )
     for size in asked.bytes:
         print_table(size, {way: times[size] for way, times in found.items() if size in times})
@@ -56,8 +70,8 @@ def main() -> None:
 
 
 def print_table(size: int, found: dict[str, list[float]]) -> None:
-    """The times of all ways, and how many times as fast as MPI_Allreduce and TCP they are."""
-    others = [way for way in ("TCP", "MPI_Allreduce") if way in found]
+    """The times of all ways, and how many times as fast as TCP and MPI they are."""
+    others = [way for way in found if way == "TCP" or way.startswith("MPI")]
     print(f"\n{size} bytes\n")
     print("| way | median of runs | shortest to longest |", *(f"speed of {o} |" for o in others))
     print("|---|---|---|" + "---|" * len(others))
@@ -70,7 +84,8 @@ def print_table(size: int, found: dict[str, list[float]]) -> None:
 
 def run(asked: argparse.Namespace) -> Found:
     """Build the hosts, and run the jobs on them; seconds of each run by way and size."""
-    job = json.dumps({"bytes": asked.bytes, "runs": asked.runs, "hosts": asked.hosts})
+    names = ("call", "bytes", "runs", "hosts", "compression")
+    job = json.dumps({name: getattr(asked, name) for name in names})
     libraries = [HVDTRAIN, HOROVOD] if asked.horovod else [HVDTRAIN]
     found: Found = {}
     with shaped_hosts(asked.hosts, asked.ranks_per_host, asked.rate, asked.queue_ms) as hosts:

@@ -1,4 +1,4 @@
-"""How soon fit, evaluate and predict return after their last callback; what one more fit costs.
+"""How soon fit, evaluate and predict return after their last callback.
 
     hvdtrain run -np 2 -- python benchmarks/call_ends.py
     hvdtrain run -np 2 -- python benchmarks/call_ends.py --seconds 120
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +24,6 @@ from hvdtrain import world
 BATCH_SIZE = 16
 FEATURES = 8
 STEPS = 5
-REPETITIONS = 15
 
 
 class Stopped(Exception):
@@ -91,7 +89,7 @@ def main() -> None:
     asked = parser.parse_args()
 
     hvdtrain.init()
-    plain, model = build(), build()
+    model = build()
     hvdtrain.distribute(model)
     inputs = make_inputs(STEPS * hvdtrain.size())
     say(f"{hvdtrain.size()} ranks; calls of {asked.seconds:g} s in {STEPS} steps")
@@ -102,13 +100,6 @@ def main() -> None:
             measure_end(call, given, name, step_s=0.0)  # traces
         ends = [measure_end(call, given, name, step_s) * 1e3 for given in inputs.values()]
         say(f"{name:28}" + "".join(f"{end:9.1f}" for end in ends))
-    say("one more fit of 5 steps, ms   arrays  tf.data  PyDataset")
-    own = make_inputs(STEPS)
-    alone = [measure_fit(plain, given) for given in own.values()]
-    ours = [measure_fit(model, given) for given in inputs.values()]
-    for name, figures in (("plain Keras", alone), ("distributed", ours)):
-        say(f"{name:28}" + "".join(f"{figure * 1e3:9.1f}" for figure in figures))
-    say(f"{'more':28}" + "".join(f"{(b - a) * 1e3:9.1f}" for a, b in zip(alone, ours)))
 
 
 def build() -> keras.Model:
@@ -171,17 +162,6 @@ def measure_end(call: Callable[[Any, Ends], Any], given: Any, name: str, step_s:
     with contextlib.suppress(Stopped):
         call(given, ends)
     return slowest(time.perf_counter() - ends.at_s)
-
-
-def measure_fit(model: keras.Model, given: Any) -> float:
-    """Seconds of one more ``fit``, of all ranks at the same time; the median of several."""
-    taken_s = []
-    for _ in range(REPETITIONS):
-        world.collectives().barrier()
-        begun_s = time.perf_counter()
-        model.fit(*arguments(given), verbose=0, **options(given))
-        taken_s.append(slowest(time.perf_counter() - begun_s))
-    return statistics.median(taken_s[1:])
 
 
 def slowest(seconds: float) -> float:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HOROVOD", "HVDTRAIN", "Hosts", "shaped_hosts"]
+__all__ = ["HOROVOD", "HVDTRAIN", "REPOSITORY", "Hosts", "shaped_cluster", "shaped_hosts"]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 JOB_TIMEOUT_S = 900.0
@@ -22,14 +22,14 @@ class Hosts:
 
     Args:
         cluster: The test cluster.
-        count: So many of its hosts.
+        environ: What programs are to have in their environment there.
         ranks_per_host: So many ranks on each.
     """
 
-    def __init__(self, cluster: Any, count: int, ranks_per_host: int) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Any, environ: dict[str, str | None], ranks_per_host: int) -> None:
+        self._cluster, self._environ = cluster, environ
         self._ranks_per_host = ranks_per_host
-        self._slots = ",".join(f"{host}:{ranks_per_host}" for host in cluster.hosts[:count])
+        self._slots = ",".join(f"{host}:{ranks_per_host}" for host in cluster.hosts)
 
     def run(self, library: str, program: Sequence[Any]) -> Any:
         """Run a program on all ranks; what the last line of its output says, which is JSON.
@@ -39,15 +39,12 @@ class Hosts:
             program: A script and its arguments.
         """
         from tests.environments import folder_of
-        from tests.launch.jobs import ON_CLUSTER
 
         by_host = f"ppr:{self._ranks_per_host}:node"
         environ = {
-            **ON_CLUSTER,
+            **self._environ,
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_osc": "^ucx",
-            "TF_CPP_MIN_LOG_LEVEL": "2",
         }
         if library == HVDTRAIN:
             mpirun = Path(sys.executable).with_name("mpirun")
@@ -61,15 +58,28 @@ class Hosts:
         done = self._cluster.run([*map(str, argv)], env=environ, timeout_s=JOB_TIMEOUT_S)
         if done.returncode:
             raise SystemExit(f"{done.stdout}{done.stderr}\nthe ranks ended with {done.returncode}")
-        return json.loads(done.stdout.splitlines()[-1])
+        *told, found = done.stdout.splitlines()
+        for line in told:
+            print(line, flush=True)
+        return json.loads(found)
 
 
 @contextmanager
 def shaped_hosts(count: int, ranks_per_host: int, rate: str, queue_ms: int) -> Iterator[Hosts]:
-    """Build the hosts with links of this rate, as tc writes it; they are gone after the block."""
+    """Hosts with links of this rate, as tc writes it; they are gone after the block."""
+    with shaped_cluster(count, rate, queue_ms) as (cluster, environ):
+        yield Hosts(cluster, environ, ranks_per_host)
+
+
+@contextmanager
+def shaped_cluster(
+    count: int, rate: str, queue_ms: int
+) -> Iterator[tuple[Any, dict[str, str | None]]]:
+    """The cluster of the tests, and what programs are to have in their environment there."""
     sys.path.insert(0, str(REPOSITORY))
+    from tests.launch.jobs import ON_CLUSTER
     from tests.testbed.cluster import Cluster
 
-    with Cluster(shared=[]) as cluster:
+    with Cluster(size=count) as cluster:
         cluster.shape(rate, queue_ms)
-        yield Hosts(cluster, count, ranks_per_host)
+        yield cluster, {**ON_CLUSTER, "OMPI_MCA_osc": "^ucx", "TF_CPP_MIN_LOG_LEVEL": "2"}

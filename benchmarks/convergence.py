@@ -1,6 +1,7 @@
 """How well and how fast each mode learns handwritten digits from the same number of samples.
 
 python benchmarks/convergence.py
+python benchmarks/convergence.py --modes allreduce local-sgd diloco
 python benchmarks/convergence.py --plot docs/images/convergence.svg --json convergence.json
 """
 
@@ -9,9 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
-from modes import MODES, WORKERS, save_figure, train
+from modes import LOCAL_MODES, MODES, WORKERS, save_figure, train
 
+ALL = {**MODES, **LOCAL_MODES}
 LEAST_ACCURACY = 97.0
 MOST_BEHIND_POINTS = 1.0
 
@@ -29,6 +32,7 @@ def main() -> None:
         default=0.005,
         help="for one gradient in an update; default %(default)s",
     )
+    parser.add_argument("--modes", nargs="+", choices=ALL, default=[*ALL], help="default: all")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--plot", type=Path, help="draw loss over time (SVG, PNG or PDF)")
     asked = parser.parse_args()
@@ -37,27 +41,40 @@ def main() -> None:
 
     print(
         f"{WORKERS} workers, {asked.epochs} epochs, batch {asked.batch_size}, SGD with momentum\n\n"
-        "mode                        test accuracy   last loss   seconds"
+        "mode                        test accuracy   last loss   seconds   reduced by a rank"
     )
     found = {}
-    for name, mode in MODES.items():
+    for name in asked.modes:
+        mode = ALL[name]
         (chief,) = train(mode, "digits.py", [str(word) for word in arguments])
         found[name] = chief
         seconds, loss = chief["points"][-1]
+        # What servers and workers send each other is no reduction.
+        reduced = "" if mode.ranks > WORKERS else f"{chief['bytes'] / 1e6:.1f} MB"
         print(
-            f"{mode.label:<26}  {100 * chief['accuracy']:12.2f} %  {loss:10.3f}  {seconds:8.1f}",
+            f"{mode.label:<26}  {100 * chief['accuracy']:12.2f} %  {loss:10.3f}  {seconds:8.1f}"
+            f"  {reduced:>17}",
             flush=True,
         )
-    behind = 100 * (found["allreduce"]["accuracy"] - found["async-ps"]["accuracy"])
-    accuracy = 100 * found["async-ps"]["accuracy"]
-    print(
-        f"\nasync-ps: {accuracy:.2f} % (at least {LEAST_ACCURACY:g} %), {behind:+.2f} points "
-        f"behind allreduce (at most {MOST_BEHIND_POINTS:g})"
-    )
+    for name in ("async-ps", *LOCAL_MODES):
+        if {"allreduce", name} <= found.keys():
+            print(f"\n{ALL[name].label}: {_compare(found[name], found['allreduce'])}", end="")
+            fewer = found["allreduce"]["bytes"] / found[name]["bytes"]
+            print(f", {fewer:.1f} times fewer bytes reduced" if name in LOCAL_MODES else "")
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=2) + "\n")
     if asked.plot:
-        _draw({MODES[name].label: chief["points"] for name, chief in found.items()}, asked.plot)
+        _draw({ALL[name].label: chief["points"] for name, chief in found.items()}, asked.plot)
+
+
+def _compare(chief: dict[str, Any], synchronous: dict[str, Any]) -> str:
+    """What a mode has come to beside allreduce, and what is asked of it."""
+    accuracy = 100 * chief["accuracy"]
+    behind = 100 * synchronous["accuracy"] - accuracy
+    return (
+        f"{accuracy:.2f} % (at least {LEAST_ACCURACY:g} %), {behind:+.2f} points behind allreduce "
+        f"(at most {MOST_BEHIND_POINTS:g})"
+    )
 
 
 def _draw(courses: dict[str, list[tuple[float, float]]], path: Path) -> None:

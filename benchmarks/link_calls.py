@@ -1,13 +1,15 @@
 """One rank's part of between_hosts.py: the seconds of a call of each way, by the size of arrays.
 
-    mpirun ... python link_calls.py hvdtrain '{"bytes": [4, 67108864], "runs": 5, "hosts": 4}'
+    mpirun ... python link_calls.py hvdtrain \
+        '{"call": "allreduce", "bytes": [4, 67108864], "runs": 5, "hosts": 4}'
 
-Under ``hvdtrain`` it times plain TCP, MPI_Allreduce and hvdtrain in turn; under ``horovod``, in an
-environment that has that, Horovod. The chief prints what it found as one line of JSON.
+Under ``hvdtrain`` it times plain TCP, MPI's own call and hvdtrain's in turn; under ``horovod``, in
+an environment that has that, Horovod. The chief prints what it found as one line of JSON.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -15,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +33,17 @@ MOST_CALLS = 100
 BYTES_PER_RUN = 2 << 20
 
 Way = Callable[[], object]
+NAMES_OF_MPI = {
+    "allreduce": "MPI_Allreduce",
+    "broadcast": "MPI_Bcast",
+    "allgather": "MPI_Allgather",
+}
+# How much of the bytes of a result leaves a host at least, of so many hosts.
+LEAST_LEAVES: dict[str, Callable[[int], float]] = {
+    "allreduce": lambda hosts: 2 * (hosts - 1) / hosts,
+    "broadcast": lambda hosts: 1.0,
+    "allgather": lambda hosts: (hosts - 1) / hosts,
+}
 Found = dict[str, dict[int, list[float]]]
 
 
@@ -37,64 +51,136 @@ def main() -> None:
     """Measure, and print."""
     library, job = sys.argv[1], json.loads(sys.argv[2])
     measure = {"hvdtrain": measure_hvdtrain, "horovod": measure_horovod}[library]
-    found = measure(job["bytes"], job["runs"], job["hosts"])
+    found = measure(job)
     if found:
         print(json.dumps(found), flush=True)
 
 
-def measure_hvdtrain(sizes: list[int], runs: int, hosts: int) -> Found:
+def measure_hvdtrain(job: dict[str, Any]) -> Found:
     """Take part in what runs in hvdtrain's environment; empty but on the chief."""
     from hvdtrain.cluster.topology import read_topology
     from hvdtrain.collectives import create
     from hvdtrain.collectives.mpi_start import start_mpi
     from hvdtrain.config import read_settings
 
+    call, runs, hosts = job["call"], job["runs"], job["hosts"]
     topology = read_topology(os.environ)
     world = start_mpi(topology).COMM_WORLD
     engine: Any = create(topology, read_settings(os.environ))
     link = Link(world, topology.local_rank, topology.local_size, hosts)
     found: Found = {}
-    for size in sizes:
-        arrays = arrays_of(size, engine.rank)
-        flat = np.concatenate(arrays)
-        total = np.empty_like(flat)
-        sums: list[np.ndarray] = []
-
-        def of_mpi(flat: np.ndarray = flat, total: np.ndarray = total) -> None:
-            world.Allreduce(flat, total)
-
-        def of_hvdtrain(arrays: list[np.ndarray] = arrays, sums: list[np.ndarray] = sums) -> None:
-            sums[:] = engine.grouped_allreduce(arrays, name="arrays")
-
-        ways: dict[str, Way] = {"MPI_Allreduce": of_mpi, "hvdtrain": of_hvdtrain}
-        if flat.nbytes > ONE_ARRAY_BYTES:
-            moved = 2 * (hosts - 1) * flat.nbytes // hosts
+    for size in job["bytes"]:
+        pair = Pair(call, size, world, engine)
+        ways: dict[str, Way] = {
+            NAMES_OF_MPI[call]: pair.of_mpi,
+            "hvdtrain": pair.of_hvdtrain,
+        }
+        for form in job["compression"]:
+            ways[f"hvdtrain, {form}"] = functools.partial(pair.of_hvdtrain_in, form)
+        if size > ONE_ARRAY_BYTES:
+            moved = int(size * LEAST_LEAVES[call](hosts))
             ways = {"TCP": lambda moved=moved: link.move(moved), **ways}
+        if size > ONE_ARRAY_BYTES:
+            count_bytes(ways, size, world, topology.local_rank)
         time_ways(ways, size, runs, world.Barrier, found)
-        if not np.allclose(np.concatenate(sums), total, rtol=1e-4):
-            raise SystemExit("hvdtrain's sums are not MPI's")
+        pair.of_hvdtrain()
+        if not np.allclose(np.concatenate([*map(np.ravel, pair.results)]), pair.total, rtol=1e-4):
+            raise SystemExit("hvdtrain's results are not MPI's")
     engine.transport.leave()
     return found if engine.rank == 0 else {}
 
 
-def measure_horovod(sizes: list[int], runs: int, hosts: int) -> Found:
+class Pair:
+    """The same call of MPI, on one array, and of hvdtrain, on the arrays that it is made of."""
+
+    def __init__(self, call: str, size: int, world: Any, engine: Any) -> None:
+        self._world, self._engine = world, engine
+        # Of an allgather each rank has its part.
+        self._arrays = arrays_of(size // engine.size if call == "allgather" else size, engine.rank)
+        self._flat = np.concatenate(self._arrays)
+        parts = engine.size if call == "allgather" else 1
+        self.total = np.empty(self._flat.size * parts, np.float32)
+        self.results: list[np.ndarray] = []
+        ways = {
+            "allreduce": (self._mpi_allreduce, self._allreduce),
+            "broadcast": (self._mpi_broadcast, self._broadcast),
+            "allgather": (self._mpi_allgather, self._allgather),
+        }
+        self.of_mpi, self.of_hvdtrain = ways[call]
+
+    def _mpi_allreduce(self) -> None:
+        self._world.Allreduce(self._flat, self.total)
+
+    def _allreduce(self) -> None:
+        self.results[:] = self._engine.grouped_allreduce(self._arrays, name="arrays")
+
+    def of_hvdtrain_in(self, form: str) -> None:
+        """An allreduce in which arrays cross in a smaller form."""
+        self._engine.grouped_allreduce(self._arrays, name="arrays", wire=form)
+
+    def _mpi_broadcast(self) -> None:
+        if self._engine.rank == 0:
+            self.total[:] = self._flat
+        self._world.Bcast(self.total)
+
+    def _broadcast(self) -> None:
+        self.results[:] = [self._engine.broadcast(array, name="array") for array in self._arrays]
+
+    def _mpi_allgather(self) -> None:
+        self._world.Allgather(self._flat, self.total)
+
+    def _allgather(self) -> None:
+        self.results[:] = [self._engine.allgather(self._flat, name="array")]
+
+
+def measure_horovod(job: dict[str, Any]) -> Found:
     """Take part in Horovod's; empty but on its first rank."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
     hvd.init()
+    call, runs = job["call"], job["runs"]
     found: Found = {}
-    for size in sizes:
-        tensors = [tf.constant(array) for array in arrays_of(size, hvd.rank())]
-
-        def of_horovod(tensors: list[Any] = tensors) -> None:
-            hvd.grouped_allreduce(tensors, op=hvd.Sum, name="arrays")
+    for size in job["bytes"]:
+        share = size // hvd.size() if call == "allgather" else size
+        tensors = [tf.constant(array) for array in arrays_of(share, hvd.rank())]
+        flat = tf.concat(tensors, 0)
+        ways: dict[str, Way] = {
+            "allreduce": lambda tensors=tensors: hvd.grouped_allreduce(
+                tensors, op=hvd.Sum, name="arrays"
+            ),
+            "broadcast": lambda tensors=tensors: [
+                hvd.broadcast(tensor, 0, name=f"array {n}") for n, tensor in enumerate(tensors)
+            ],
+            "allgather": lambda flat=flat: hvd.allgather(flat, name="array"),
+        }
 
         def barrier() -> None:
             hvd.allreduce(tf.zeros([1]), name="barrier")
 
-        time_ways({"Horovod": of_horovod}, size, runs, barrier, found)
+        time_ways({"Horovod": ways[call]}, size, runs, barrier, found)
     return found if hvd.rank() == 0 else {}
+
+
+def count_bytes(ways: dict[str, Way], size: int, world: Any, local_rank: int) -> None:
+    """Print, on the chief, how many bytes left the host that sent most, in a call of each way."""
+    for name, way in ways.items():
+        world.Barrier()
+        before = bytes_sent()
+        way()
+        world.Barrier()
+        most = max(world.allgather(bytes_sent() - before if local_rank == 0 else 0))
+        if world.Get_rank() == 0:
+            print(f"{name}, {size} bytes: {most} bytes left a host", flush=True)
+
+
+def bytes_sent() -> int:
+    """What this host has sent over its link since it was built, with all headers."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "eth0":
+            return int(numbers.split()[8])
+    raise SystemExit("there is no eth0")
 
 
 def arrays_of(size: int, rank: int) -> list[np.ndarray]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jobs import run_job
 
-__all__ = ["MODES", "WORKERS", "Mode", "save_figure", "train"]
+__all__ = ["LOCAL_MODES", "MODES", "WORKERS", "Mode", "save_figure", "train"]
 
 WORKERS = 3
 JOB_TIMEOUT_S = 1800.0
@@ -48,6 +48,18 @@ MODES: Mapping[str, Mode] = {
         ("--mode", "sync-ps", "--backup-workers", "1"),
     ),
     "easgd": Mode("easgd, every 4th step", WORKERS + 1, ("--mode", "easgd", "--push-every", "4")),
+}
+
+_LOCAL = ("--mode", "local-sgd", "--sync-every", "50")
+
+# Ranks that average weights, and are in step.
+LOCAL_MODES: Mapping[str, Mode] = {
+    "local-sgd": Mode("local-sgd, every 50th step", WORKERS, _LOCAL),
+    "diloco": Mode(
+        "local-sgd, DiLoCo",
+        WORKERS,
+        (*_LOCAL, "--outer-learning-rate", "0.7", "--outer-momentum", "0.9"),
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, host_id, read_topology
 from hvdtrain.collectives import Collectives, create
 from hvdtrain.config import LAUNCHER, Settings, read_settings
+from hvdtrain.config.agreement import check_in_common
 from hvdtrain.errors import ConfigurationError, LaunchError, NotInitializedError
 from hvdtrain.log import LOGGER, show
 from hvdtrain.monitor import report
@@ -235,8 +236,10 @@ def _enter() -> _World:
     devices.set_placement(settings)
     serves = topology.rank in roles.servers
     gpus = None if serves else devices.visible_gpus(socket.gethostname(), os.environ)
-    mine = {"host": host_id(), "gpus": gpus, "means": devices.means()}
+    common = settings.in_common
+    mine = {"host": host_id(), "gpus": gpus, "means": devices.means(), "common": common}
     everyone: list[dict[str, Any]] = collectives.allgather_object(mine, name="hvdtrain.init()")
+    check_in_common([entry["common"] for entry in everyone])
     hosts = _host_indices([entry["host"] for entry in everyone])
     if topology.node_rank is None:
         topology = dataclasses.replace(topology, node_rank=hosts[topology.rank])
@@ -244,8 +247,11 @@ def _enter() -> _World:
     means = [DeviceCapabilities(gpu, *entry["means"]) for gpu, entry in zip(owned, everyone)]
     choice, on_devices = _on_devices(choice, settings, collectives, means, hosts)
     if topology.size > 1:
+        _check_compression(choice, settings)
         if topology.is_chief:
             _report(choice, collectives, settings)
+            if settings.compression != "none" and max(hosts) == 0:
+                LOGGER.info("--compression does nothing here: there is one host")
         random_seed.set_unless_set(
             collectives.broadcast_object(secrets.randbits(31), name="seed of hvdtrain.init()")
         )
@@ -297,6 +303,15 @@ def _on_devices(
         if settings.backend == "nccl":
             raise
         return Choice("mpi", str(error)), None
+
+
+def _check_compression(choice: Choice, settings: Settings) -> None:
+    if settings.compression != "none" and choice.backend != "mpi":
+        raise ConfigurationError(
+            f"--compression {settings.compression} is for gradients that cross between hosts over "
+            f"MPI, and here {choice.backend} combines them: {choice.reason}. Leave it out, or give "
+            "--backend mpi."
+        )
 
 
 def _report(choice: Choice, collectives: Collectives, settings: Settings) -> None:

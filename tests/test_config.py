@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from hvdtrain.config import Settings, read_settings, variable_name, written_default
-from hvdtrain.errors import ConfigurationError
+from hvdtrain.config.agreement import check_in_common
+from hvdtrain.errors import ConfigurationError, MismatchError
 
 
 def test_an_empty_environment_gives_the_defaults():
@@ -31,6 +32,7 @@ def test_an_empty_environment_gives_the_defaults():
         ("log_device_placement", "1", True),
         ("mode", "sync-ps", "sync-ps"),
         ("mode", "towers", "towers"),
+        ("mode", "local-sgd", "local-sgd"),
         ("num_ps", "3", 3),
         ("ps_ranks", "3, 2", (2, 3)),
         ("ps_ranks", "last", ()),
@@ -64,6 +66,11 @@ def test_a_variable_sets_its_setting_and_no_other(name, text, value):
         ("mode", "async"),
         ("devices_per_rank", "0"),
         ("devices_per_rank", "all"),
+        ("sync_every", "0"),
+        ("outer_learning_rate", "0"),
+        ("outer_learning_rate", "inf"),
+        ("outer_momentum", "1"),
+        ("outer_momentum", "-0.1"),
         ("num_ps", "0"),
         ("ps_ranks", "2,"),
         ("ps_ranks", "-1"),
@@ -182,6 +189,43 @@ def test_several_devices_a_rank_are_for_towers():
     for mode in ("allreduce", "sync-ps"):
         with pytest.raises(ConfigurationError, match=f"4 devices a rank .* this is mode {mode}"):
             read_settings({**variables, "HVDTRAIN_MODE": mode})
+
+
+_OF_LOCAL_SGD = {"sync_every": "50", "outer_learning_rate": "0.7", "outer_momentum": "0.9"}
+
+
+def test_local_sgd():
+    given = {variable_name(name): text for name, text in _OF_LOCAL_SGD.items()}
+    settings = read_settings({"HVDTRAIN_MODE": "local-sgd", **given})
+    assert (settings.sync_every, settings.outer_learning_rate) == (50, 0.7)
+    assert (settings.is_local_sgd, settings.has_servers) == (True, False)
+    # At one step a round it is what averages of gradients are.
+    assert settings.gradients_in_update(3) == 3
+    assert not Settings().is_local_sgd
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "easgd"])
+@pytest.mark.parametrize("name", _OF_LOCAL_SGD)
+def test_local_sgd_has_settings_of_its_own(name, mode):
+    option = f"--{name.replace('_', '-')} {_OF_LOCAL_SGD[name]} .{variable_name(name)}."
+    match = f"{option} is for --mode local-sgd, and this is mode {mode}. Give --mode local-sgd"
+    with pytest.raises(ConfigurationError, match=match):
+        read_settings({"HVDTRAIN_MODE": mode, variable_name(name): _OF_LOCAL_SGD[name]})
+
+
+def test_weights_that_are_averaged_are_not_compressed():
+    with pytest.raises(ConfigurationError, match=r"--compression int8 .* is mode local-sgd"):
+        read_settings({"HVDTRAIN_MODE": "local-sgd", "HVDTRAIN_COMPRESSION": "int8"})
+
+
+def test_ranks_must_be_told_the_same():
+    one, other = Settings(mode="local-sgd", sync_every=50), Settings(mode="local-sgd")
+    check_in_common([one.in_common, one.in_common])
+    told = r"HVDTRAIN_SYNC_EVERY is 50 on rank 0 and 1 on rank 2.*mpirun -x HVDTRAIN_SYNC_EVERY"
+    with pytest.raises(MismatchError, match=told):
+        check_in_common([one.in_common, one.in_common, other.in_common])
+    with pytest.raises(MismatchError, match="HVDTRAIN_MODE is allreduce on rank 0 and local-sgd"):
+        check_in_common([Settings().in_common, one.in_common])
 
 
 def test_every_setting_says_what_it_means():

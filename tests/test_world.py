@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -121,6 +122,23 @@ def test_a_contradiction_between_launcher_and_mpi_ends_the_job(launch) -> None:
     assert "trained alone" not in done.stdout
     assert "rank 0 of 4" in done.stderr
     assert "srun --mpi=pmix" in done.stderr
+
+
+@pytest.mark.mpi
+def test_ranks_that_are_told_to_train_in_different_ways_end_with_an_error_each(launch) -> None:
+    script = """
+        import os
+        import hvdtrain
+
+        rank = next(filter(None, map(os.environ.get, ("OMPI_COMM_WORLD_RANK", "PMI_RANK"))))
+        os.environ["HVDTRAIN_SYNC_EVERY"] = "5" + rank
+        try:
+            hvdtrain.init()
+        except hvdtrain.MismatchError as error:
+            print(f"told {error}\\n", end="", flush=True)
+    """
+    done = launch(2, textwrap.dedent(script), env={"HVDTRAIN_MODE": "local-sgd"})
+    assert done.stdout.count("told HVDTRAIN_SYNC_EVERY is 50 on rank 0 and 51 on rank 1") == 2, done
 
 
 def test_hosts_are_counted_by_their_first_rank() -> None:

@@ -42,13 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         summary = kind.summary
         description = summary[0].upper() + summary[1:] + "."
         own = benchmarks.add_parser(name, help=summary, description=description, allow_abbrev=False)
-        own.add_argument(
-            "-np",
-            "--num-proc",
-            type=whole_number,
-            metavar="N",
-            help=f"ranks to start on this host; default {kind.usual_ranks}, inside a job its own",
-        )
+        if kind.usual_ranks:
+            own.add_argument(
+                "-np",
+                "--num-proc",
+                type=whole_number,
+                metavar="N",
+                help=f"ranks to start on this host; default {kind.usual_ranks}, inside a job its "
+                "own",
+            )
         add_options(own, kind)
 
 
@@ -61,6 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     name: str = arguments.benchmark
     options = _options(arguments)
+    if not BENCHMARKS[name].usual_ranks:
+        measure_here(name, options)
+        return 0
     ranks: int = arguments.num_proc or BENCHMARKS[name].usual_ranks
     topology = read_topology(os.environ)
     inside = topology.launcher != "none"

@@ -7,11 +7,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hvdtrain.config import Settings
+
 __all__ = [
     "BENCHMARKS",
     "AllreduceOptions",
     "CheckpointOptions",
     "Options",
+    "PredictOptions",
     "RecoveryOptions",
     "ServersOptions",
     "StartupOptions",
@@ -35,6 +38,29 @@ def whole_number(text: str) -> int:
     return count
 
 
+def _speed(text: str) -> float:
+    """A speed as tc writes it, in bytes a second: 25gbit, 200mbit."""
+    units = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
+    number, unit = text[:-4], text[-4:].lower()
+    try:
+        speed = float(number) * units[unit]
+    except (KeyError, ValueError):
+        speed = 0.0
+    if not 0 < speed < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a speed like 25gbit or 200mbit")
+    return speed
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+    return value
+
+
 def _model_names(text: str) -> str:
     unknown = [name for name in text.split(",") if name not in _MODELS]
     if unknown:
@@ -49,7 +75,12 @@ def _count(default: int, text: str) -> Any:
     return dataclasses.field(default=default, metadata=how)
 
 
-def _option(default: str, **how: Any) -> Any:
+def _number(default: float, text: str) -> Any:
+    how = {"type": _positive, "metavar": "X", "help": f"{text}; default %(default)g"}
+    return dataclasses.field(default=default, metadata=how)
+
+
+def _option(default: Any, **how: Any) -> Any:
     return dataclasses.field(default=default, metadata=how)
 
 
@@ -59,7 +90,7 @@ class Options:
 
     Attributes:
         summary: What it measures.
-        usual_ranks: How many ranks are started where none are there.
+        usual_ranks: How many ranks are started where none are there; 0 where none are needed.
     """
 
     summary: ClassVar[str]
@@ -153,6 +184,32 @@ class StartupOptions(Options):
     runs: int = _count(7, "starts of each kind")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(Options):
+    """``hvdtrain bench predict``; the defaults are ResNet-50 on a usual cluster."""
+
+    summary = "how a training would scale to more hosts than there are, by a model of its costs"
+    usual_ranks = 0
+    hosts: int = _count(64, "most hosts")
+    ranks_per_host: int = _count(8, "ranks on each")
+    link: float = _option(
+        25 * 125e6, type=_speed, metavar="SPEED", help="of each host's link; default 25gbit"
+    )
+    latency_us: float = _number(30.0, "from host to host, for a message of some bytes")
+    compute_ms: float = _number(300.0, "for which a rank computes in a step")
+    parameters: float = _number(25.6e6, "of the model; their gradients are float32")
+    spread: float = _number(0.01, "standard deviation of that time as a share of it")
+    call_us: float = _number(500.0, "an allreduce by itself")
+    message_us: float = _number(20.0, "a message between hosts, of a rank's core")
+    core: float = _number(5e8, "bytes a second that a core sends while it receives as much")
+    memory: float = _number(3.5e9, "bytes a second of gradients that ranks of a host add up")
+    ranks_per_core: float = _number(1.0, "ranks that share a core")
+    chunk_bytes: int = _count(Settings().chunk_bytes, "bytes through shared memory at a time")
+    host_days: float = _number(1000.0, "from one failure of a host to its next, in the mean")
+    checkpoint_s: float = _number(2.0, "for which a checkpoint keeps training waiting")
+    restart_s: float = _number(60.0, "from a failure to the next step")
+
+
 # ``measure`` of the module measure_NAME runs each.
 BENCHMARKS: dict[str, type[Options]] = {
     "allreduce": AllreduceOptions,
@@ -161,6 +218,7 @@ BENCHMARKS: dict[str, type[Options]] = {
     "recovery": RecoveryOptions,
     "servers": ServersOptions,
     "startup": StartupOptions,
+    "predict": PredictOptions,
 }
 
 

@@ -68,7 +68,7 @@ class BenchReport:
         self._limits.append({**entry, "held": held})
 
     def finish(self, json_path: str) -> None:
-        """Print the table of limits, and write everything to ``json_path`` if there is one."""
+        """Print the table of limits, if any, and write all to ``json_path``, if there is one."""
         rows = [
             [
                 entry["what"],
@@ -78,8 +78,9 @@ class BenchReport:
             ]
             for entry in self._limits
         ]
-        self.print()
-        self.print_table(["figure", "measured", "asked", "held"], rows)
+        if rows:
+            self.print()
+            self.print_table(["figure", "measured", "asked", "held"], rows)
         if json_path and self._shown():
             text = json.dumps({**self._content, "limits": self._limits}, indent=2)
             Path(json_path).write_text(text + "\n")

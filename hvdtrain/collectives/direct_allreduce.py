@@ -8,6 +8,9 @@ least there is (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithm
 
 ``MPI_Allreduce`` promises neither the same result on all ranks nor the same one each time, and
 knows no bfloat16; here contributions are combined in the order of the ranks.
+
+Where arrays cross in a smaller form, what a rank adds itself is not made smaller, as it doesn't
+cross; sums are, for the rank that added them up, too, so that all have the same.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import numpy as np
 from hvdtrain.collectives.fusion import Scratch, split_evenly
 from hvdtrain.collectives.interface import ReduceOp
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
+from hvdtrain.collectives.wire_format import WireFormat
 
 __all__ = ["DirectAllreduce", "Transfer", "chunks_ahead"]
 
@@ -50,6 +54,7 @@ class Transfer:
         out: Takes the result; may be ``data``.
         op: How the ranks' arrays are combined.
         ranks: What ``op="average"`` divides by.
+        wire: How it crosses, if not as it is.
         left: How many of its segments have not arrived.
     """
 
@@ -57,6 +62,7 @@ class Transfer:
     out: np.ndarray
     op: ReduceOp
     ranks: int
+    wire: WireFormat | None = None
     left: int = 0
 
     @property
@@ -64,15 +70,35 @@ class Transfer:
         """Whether ``out`` holds the result."""
         return self.left == 0
 
+    def encode(self, values: np.ndarray) -> np.ndarray:
+        """Values as they cross: the same memory, where they cross as they are."""
+        if self.wire is None:
+            return values.view(np.uint8)
+        data = np.empty(self.wire.nbytes(values.size), np.uint8)
+        self.wire.encode(values, data)
+        return data
+
+    def decode(self, data: np.ndarray, values: np.ndarray) -> None:
+        """Write what crossed to where it belongs, if it isn't there already."""
+        if self.wire is not None:
+            self.wire.decode(data, values)
+
 
 @dataclass(eq=False)
 class _Segment:
-    """A piece of each rank's part: ``parts[r]`` is where that of rank r lies in the array."""
+    """A piece of each rank's part: ``parts[r]`` is where that of rank r lies in the array.
+
+    Attributes:
+        requests: Of its messages that are under way; they hold the bytes that they send.
+        coming: Bytes in a smaller form that they bring, and where what those stand for belongs.
+        received: What each rank adds to this one's part.
+    """
 
     transfer: Transfer
     parts: tuple[tuple[int, int], ...]
-    received: list[np.ndarray] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
+    coming: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    received: list[np.ndarray] = field(default_factory=list)
 
 
 class DirectAllreduce:
@@ -101,12 +127,19 @@ class DirectAllreduce:
         self._scattering: deque[tuple[_Segment, int]] = deque()
         self._gathering: deque[_Segment] = deque()
 
-    def start(self, data: np.ndarray, out: np.ndarray, op: ReduceOp, ranks: int) -> Transfer:
+    def start(
+        self,
+        data: np.ndarray,
+        out: np.ndarray,
+        op: ReduceOp,
+        ranks: int,
+        wire: WireFormat | None = None,
+    ) -> Transfer:
         """Begin to combine ``data`` of all ranks into ``out``, both flat and of one type.
 
-        Both stay as they are until the transfer is done.
+        Both stay as they are until the transfer is done. With ``wire`` they are float32.
         """
-        transfer = Transfer(data, out, op, ranks)
+        transfer = Transfer(data, out, op, ranks, wire)
         parts = split_evenly(data.size, self._size)
         items = self._segment_bytes // data.dtype.itemsize
         segments = [
@@ -120,41 +153,43 @@ class DirectAllreduce:
 
     def progress(self) -> None:
         """Do what can be done of all transfers without waiting."""
-        while self._scattering and self._are_over(self._scattering[0][0].requests):
+        while self._scattering and self._has_come(self._scattering[0][0]):
             segment, slot = self._scattering.popleft()
-            self._combine(segment)
             self._slots.append(slot)
-            self._gather(segment)
-        while self._gathering and self._are_over(self._gathering[0].requests):
+            self._gather(segment, self._combine(segment))
+        while self._gathering and self._has_come(self._gathering[0]):
             self._gathering.popleft().transfer.left -= 1
         while self._waiting and self._slots:
             self._scatter(self._waiting.popleft(), self._slots.popleft())
 
-    def _are_over(self, requests: list[Any]) -> bool:
-        return bool(self._mpi.Request.Testall(requests))
+    def _has_come(self, segment: _Segment) -> bool:
+        """Whether its messages are over; then what they have brought is where it belongs."""
+        if not self._mpi.Request.Testall(segment.requests):
+            return False
+        for data, values in segment.coming:
+            segment.transfer.decode(data, values)
+        segment.requests, segment.coming = [], []
+        return True
 
     def _scatter(self, segment: _Segment, slot: int) -> None:
         """Send each rank this one's contribution to its part; receive those to this one's."""
-        data, byte = segment.transfer.data, self._mpi.BYTE
+        data = segment.transfer.data
         start, stop = segment.parts[self._rank]
         mine = stop - start
         rows = self._scratch.take(f"received {slot}", data.dtype, mine * self._size)
         segment.received = [rows[r * mine : (r + 1) * mine] for r in range(self._size)]
         segment.received[self._rank] = data[start:stop]
         if mine:
-            segment.requests += [
-                self.comm.Irecv([segment.received[peer].view(np.uint8), byte], peer, SCATTER)
-                for peer in self._peers
-            ]
+            for peer in self._peers:
+                self._receive(segment, segment.received[peer], peer, SCATTER)
         for peer in self._peers:
             start, stop = segment.parts[peer]
             if stop > start:
-                part = data[start:stop].view(np.uint8)
-                segment.requests.append(self.comm.Isend([part, byte], peer, SCATTER))
+                self._send(segment, segment.transfer.encode(data[start:stop]), peer, SCATTER)
         self._scattering.append((segment, slot))
 
-    def _combine(self, segment: _Segment) -> None:
-        """Write this rank's part of the result."""
+    def _combine(self, segment: _Segment) -> np.ndarray:
+        """Write this rank's part of the result; returns it as it is to be sent."""
         transfer = segment.transfer
         start, stop = segment.parts[self._rank]
         wide = accumulator_dtype(transfer.data.dtype)
@@ -163,21 +198,30 @@ class DirectAllreduce:
         widened = self._scratch.take("widened", wide, stop - start)
         combine(segment.received, transfer.op, total, widened)
         finish(total, transfer.op, transfer.ranks)
-        np.copyto(transfer.out[start:stop], total, casting="unsafe")
+        mine = transfer.out[start:stop]
+        np.copyto(mine, total, casting="unsafe")
+        data = transfer.encode(mine)
+        transfer.decode(data, mine)
+        return data
 
-    def _gather(self, segment: _Segment) -> None:
+    def _gather(self, segment: _Segment, mine: np.ndarray) -> None:
         """Send this rank's part of the result to all; receive theirs."""
-        out, byte = segment.transfer.out, self._mpi.BYTE
-        segment.requests = []
         for peer in self._peers:
             start, stop = segment.parts[peer]
             if stop > start:
-                part = out[start:stop].view(np.uint8)
-                segment.requests.append(self.comm.Irecv([part, byte], peer, GATHER))
-        start, stop = segment.parts[self._rank]
-        if stop > start:
-            mine = out[start:stop].view(np.uint8)
-            segment.requests += [
-                self.comm.Isend([mine, byte], peer, GATHER) for peer in self._peers
-            ]
+                self._receive(segment, segment.transfer.out[start:stop], peer, GATHER)
+        if mine.size:
+            for peer in self._peers:
+                self._send(segment, mine, peer, GATHER)
         self._gathering.append(segment)
+
+    def _send(self, segment: _Segment, data: np.ndarray, peer: int, tag: int) -> None:
+        segment.requests.append(self.comm.Isend([data, self._mpi.BYTE], peer, tag))
+
+    def _receive(self, segment: _Segment, values: np.ndarray, peer: int, tag: int) -> None:
+        wire = segment.transfer.wire
+        data = values.view(np.uint8)
+        if wire is not None:
+            data = np.empty(wire.nbytes(values.size), np.uint8)
+            segment.coming.append((data, values))
+        segment.requests.append(self.comm.Irecv([data, self._mpi.BYTE], peer, tag))

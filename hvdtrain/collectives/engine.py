@@ -98,6 +98,7 @@ class Engine(RankState):
         *,
         name: str = "",
         require_finite: bool = False,
+        wire: str = "none",
     ) -> list[np.ndarray]:
         arrays = [np.asarray(array, order="C") for array in arrays]
         if not arrays:
@@ -110,9 +111,10 @@ class Engine(RankState):
                 "call for each type."
             )
         shapes = tuple(array.shape for array in arrays)
-        call = self._calls.get("allreduce", name, (op, type_name(dtype), shapes))
+        form = () if wire == "none" or dtype != np.float32 else (wire,)
+        call = self._calls.get("allreduce", name, (op, type_name(dtype), shapes, *form))
         check_reducible(dtype, op)
-        attempt = functools.partial(self._exchange.reduce, call, arrays, op, require_finite)
+        attempt = functools.partial(self._exchange.reduce, call, arrays, op, require_finite, *form)
         outputs, finite = self._operate(call, attempt)
         if finite is not None and not finite.passed:
             raise NonFiniteError(f"The result of {call.text} holds NaN or infinity.")

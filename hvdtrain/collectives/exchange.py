@@ -15,6 +15,7 @@ from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, combine
 from hvdtrain.collectives.mismatch import explain
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.transport import Reduction, Transport
+from hvdtrain.collectives.wire_format import wire_format
 from hvdtrain.errors import MismatchError
 
 __all__ = ["Exchange"]
@@ -54,7 +55,12 @@ class Exchange:
         return self._gather_parts(data)
 
     def reduce(
-        self, call: Call, arrays: Sequence[np.ndarray], op: ReduceOp, require_finite: bool
+        self,
+        call: Call,
+        arrays: Sequence[np.ndarray],
+        op: ReduceOp,
+        require_finite: bool,
+        wire: str = "none",
     ) -> tuple[Sequence[np.ndarray], FiniteCheck | None]:
         """Agree, and combine arrays of one type; also what is known of whether all is finite."""
         dtype, shapes = arrays[0].dtype, tuple(array.shape for array in arrays)
@@ -64,7 +70,8 @@ class Exchange:
         outputs, flat = empty_outputs(transport.take_buffer(layout.output_bytes), layout, dtype)
         flat_inputs = [array.reshape(-1) for array in arrays]
         finite = FiniteCheck(dtype) if require_finite else None
-        if not transport.allreduce(Reduction(call, layout, flat_inputs, flat, op, finite)):
+        asked = Reduction(call, layout, flat_inputs, flat, op, finite, wire_format(wire))
+        if not transport.allreduce(asked):
             self._raise_mismatch(call)
         return outputs, finite
 
@@ -103,9 +110,9 @@ class Exchange:
         if call.kind != "allreduce":
             self.parts(call, np.empty(0, np.uint8))
             return
-        op, name, shapes = call.detail
+        op, name, shapes, *form = call.detail
         # This rank may have the share of the result that is not finite.
-        self.reduce(call, neutral(op, np.dtype(name), shapes), op, require_finite=True)
+        self.reduce(call, neutral(op, np.dtype(name), shapes), op, True, *form)
 
     def _gather_counts(self, counts: Sequence[int]) -> np.ndarray:
         mine = np.array(counts, np.int64)

@@ -119,11 +119,13 @@ class Collectives(Protocol):
         *,
         name: str = "",
         require_finite: bool = False,
+        wire: str = "none",
     ) -> list[np.ndarray]:
         """``allreduce`` of several arrays of one type in one go, without joining them first.
 
         With ``require_finite`` a NaN or infinity in a result raises ``NonFiniteError`` on every
-        rank after all have finished, so that they can go on together.
+        rank after all have finished, so that they can go on together. ``wire`` is the form in
+        which float32 crosses between hosts, of ``wire_format``; small arrays cross as they are.
         """
         ...
 

@@ -264,7 +264,7 @@ class MpiTransport(Transport):
         for number, chunk in enumerate(asked.layout.chunks):
             packed = self._scratch.take(f"chunk {number % (ahead + 1)}", dtype, chunk.items)
             pack(chunk.pieces, asked.inputs, packed)
-            transfer = self._direct.start(packed, packed, asked.op, self.ranks.size)
+            transfer = self._direct.start(packed, packed, asked.op, self.ranks.size, asked.wire)
             under_way.append((chunk, transfer))
             if len(under_way) > ahead:
                 self._complete(*under_way.popleft(), asked)

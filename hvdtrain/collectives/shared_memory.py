@@ -377,7 +377,8 @@ class SharedMemoryTransport(MpiTransport):
         shares = split_evenly(job.asked.layout.chunks[number].items, self._cross_groups)
         start, stop = shares[self._local_rank]
         share = job.results[number % self._window.slots][start:stop]
-        job.transfers[number] = cross.start(share, share, job.asked.op, self.ranks.size)
+        asked = job.asked
+        job.transfers[number] = cross.start(share, share, asked.op, self.ranks.size, asked.wire)
 
     def _receive(self, cross: DirectAllreduce, job: _Job, number: int) -> None:
         transfer = job.transfers.pop(number)

@@ -15,13 +15,17 @@ from hvdtrain.collectives.kernels import FiniteCheck
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.recovery import Recovery
+from hvdtrain.collectives.wire_format import WireFormat
 from hvdtrain.errors import CollectiveTimeoutError
 
 __all__ = ["Reduction", "Transport"]
 
 
 class Reduction(NamedTuple):
-    """One allreduce as it was asked for; inputs and outputs are flat arrays of one type."""
+    """One allreduce as it was asked for; inputs and outputs are flat arrays of one type.
+
+    ``wire`` is how they cross between hosts, if not as they are; then they are float32.
+    """
 
     call: Call
     layout: FusionLayout
@@ -29,6 +33,7 @@ class Reduction(NamedTuple):
     outputs: Sequence[np.ndarray]
     op: ReduceOp
     finite: FiniteCheck | None
+    wire: WireFormat | None = None
 
 
 class Transport(ABC):

@@ -16,10 +16,12 @@ __all__ = [
     "log_level",
     "one_of",
     "part",
+    "part_below_one",
     "path_or_none",
     "positive_float",
     "positive_int",
     "ranks",
+    "rate",
     "setting",
     "variable_name",
     "written_default",
@@ -65,6 +67,20 @@ def part(text: str) -> float:
     """A number from 0 to 1."""
     value = float(text)
     _expect(0 <= value <= 1, "a number from 0 to 1")
+    return value
+
+
+def part_below_one(text: str) -> float:
+    """A number from 0 on, below 1."""
+    value = float(text)
+    _expect(0 <= value < 1, "a number from 0 on, below 1")
+    return value
+
+
+def rate(text: str) -> float:
+    """A finite number above 0."""
+    value = float(text)
+    _expect(0 < value < float("inf"), "a number above 0")
     return value
 
 

@@ -14,10 +14,12 @@ from hvdtrain.config.fields import (
     log_level,
     one_of,
     part,
+    part_below_one,
     path_or_none,
     positive_float,
     positive_int,
     ranks,
+    rate,
     setting,
     variable_name,
 )
@@ -30,6 +32,7 @@ _WITH_SERVERS = ("async-ps", "sync-ps", "easgd")
 # one as it comes.
 _OF_GRADIENTS = ("dc_asgd", "staleness_scaling")
 _SINGLE_GRADIENTS = ("dc_asgd", "push_every")
+_OF_LOCAL_SGD = ("sync_every", "outer_learning_rate", "outer_momentum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +41,21 @@ class ModeSettings:
 
     mode: str = setting(
         "allreduce",
-        one_of("allreduce", "towers", *_WITH_SERVERS),
-        "allreduce: ranks average gradients; towers: so, on several devices each; async-ps, "
-        "sync-ps, easgd: through parameter servers",
+        one_of("allreduce", "towers", "local-sgd", *_WITH_SERVERS),
+        "allreduce: ranks average gradients; towers: on several devices; local-sgd: weights; "
+        "async-ps, sync-ps, easgd: through servers",
     )
     devices_per_rank: int = setting(
         1, positive_int, "towers: on how many devices a rank computes parts of its batch"
+    )
+    sync_every: int = setting(
+        1, positive_int, "local-sgd: steps from one average of weights to the next"
+    )
+    outer_learning_rate: float = setting(
+        1.0, rate, "local-sgd: how far weights go towards their average"
+    )
+    outer_momentum: float = setting(
+        0.0, part_below_one, "local-sgd: Nesterov momentum of these moves"
     )
     num_ps: int = setting(
         1, positive_int, "how many ranks are parameter servers, in modes that have them"
@@ -93,6 +105,17 @@ class ModeSettings:
         return self.devices_per_rank if self.mode == "towers" else 1
 
     @property
+    def is_local_sgd(self) -> bool:
+        """Whether each rank makes steps of its own, and weights are averaged."""
+        return self.mode == "local-sgd"
+
+    @property
+    def in_common(self) -> dict[str, str]:
+        """What ranks that train without servers can't have each in another way, as variables."""
+        names = ("mode", *_OF_LOCAL_SGD)
+        return {variable_name(name): f"{getattr(self, name)}" for name in names}
+
+    @property
     def gathers(self) -> bool:
         """Whether servers make an update of several workers' gradients."""
         return self.mode == "sync-ps" or (self.mode == "async-ps" and self.staleness_bound == 0)
@@ -113,6 +136,7 @@ class ModeSettings:
     def check(self) -> None:
         """Raise ``ConfigurationError`` where the settings contradict each other."""
         self._check_towers()
+        self._check_local_sgd()
         self._check_applies_singly()
         self._check_easgd()
         self._check_overlap()
@@ -124,6 +148,17 @@ class ModeSettings:
                 f"{variable_name('devices_per_rank')}) are for --mode towers, and this is mode "
                 f"{self.mode}. Give --mode towers ({variable_name('mode')}), or leave it out."
             )
+
+    def _check_local_sgd(self) -> None:
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if entry.name in _OF_LOCAL_SGD and value != entry.default and not self.is_local_sgd:
+                option = "--" + entry.name.replace("_", "-")
+                raise ConfigurationError(
+                    f"{option} {value:g} ({variable_name(entry.name)}) is for --mode local-sgd, "
+                    f"and this is mode {self.mode}. Give --mode local-sgd "
+                    f"({variable_name('mode')}), or leave {option} out."
+                )
 
     def _check_applies_singly(self) -> None:
         if self.applies_singly:
@@ -203,6 +238,11 @@ class Settings(ModeSettings):
         "bytes of gradients sent at a time; 0: all; auto: by the link",
         written="auto",
     )
+    compression: str = setting(
+        "none",
+        one_of("none", "fp16", "bf16", "int8"),
+        "form of gradients between hosts: none, fp16, bf16, int8",
+    )
     non_finite: str = setting(
         "error",
         one_of("error", "ignore"),
@@ -239,6 +279,15 @@ class Settings(ModeSettings):
     log_with_timestamp: bool = setting(
         False, flag, "1 puts time and rank before what hvdtrain itself prints"
     )
+
+    def check(self) -> None:
+        super().check()
+        if self.compression != "none" and (self.has_servers or self.is_local_sgd):
+            raise ConfigurationError(
+                f"--compression {self.compression} ({variable_name('compression')}) is for "
+                f"gradients that ranks average among each other, and this is mode {self.mode}. "
+                "Leave it out, or leave --mode out."
+            )
 
     @property
     def goes_on_without(self) -> bool:

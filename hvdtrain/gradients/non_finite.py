@@ -1,4 +1,4 @@
-"""The error of gradients that hold NaN or infinity, which names rank and variable."""
+"""The error of gradients or weights that hold NaN or infinity, which names rank and variable."""
 
 from __future__ import annotations
 
@@ -30,16 +30,20 @@ def describe_non_finite(
     ]
 
 
-def raise_non_finite(collectives: Collectives, bad: Sequence[str]) -> NoReturn:
+def raise_non_finite(
+    collectives: Collectives, bad: Sequence[str], what: str = "gradient"
+) -> NoReturn:
     """Tell all ranks which of this one's gradients are not finite; collective.
+
+    ``what`` is what they are, in errors.
 
     Raises:
         NonFiniteError: Always; it says what is wrong on which rank.
     """
-    everyone = collectives.allgather_object(list(bad[:5]), name="non-finite gradients")
+    everyone = collectives.allgather_object(list(bad[:5]), name=f"non-finite {what}s")
     found = [f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(everyone) if names]
     raise NonFiniteError(
-        "A gradient is not finite: "
+        f"A {what} is not finite: "
         + ("; ".join(found) or "the sum over all ranks overflowed")
         + ". Lower the learning rate, clip gradients or look at the data of that rank; "
         "HVDTRAIN_NON_FINITE=ignore lets such values through."

@@ -43,21 +43,25 @@ class ReduceOptions:
     Attributes:
         non_finite: ``"error"`` raises on every rank when a gradient holds NaN or infinity and
             names rank and variable; ``"ignore"`` lets it through.
+        wire: The form in which float32 crosses between hosts; see ``wire_format``.
         unchecked: Combine them in this way, as Horovod does: differentiable, and without a look at
             names and values. None to compare the ranks' variables, and see that values are finite.
         sparse_as_dense: Make tensors of ``tf.IndexedSlices`` first.
         groups: Combine gradients in so many groups, or those of each list of variables together.
         scale_local: Divide the gradients of local variables by the number of ranks.
+        what: What errors call that which is combined: ``"gradient"``, or ``"weight"``.
 
     Raises:
         ValueError: ``groups`` is something else.
     """
 
     non_finite: str = "error"
+    wire: str = "none"
     unchecked: Exchange | None = None
     sparse_as_dense: bool = False
     groups: Groups = None
     scale_local: bool = True
+    what: str = "gradient"
 
     def __post_init__(self) -> None:
         lists = isinstance(self.groups, Sequence) and not isinstance(self.groups, str)

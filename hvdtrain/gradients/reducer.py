@@ -52,10 +52,14 @@ class GradientReducer:
         self.error: HvdtrainError | None = None
 
     @classmethod
-    def of_job(cls) -> GradientReducer:
-        """One over all ranks of the job, by its settings."""
+    def of_job(cls, what: str = "gradient") -> GradientReducer:
+        """One over all ranks of the job, by its settings; ``what`` as in ``ReduceOptions``."""
         ranks = EngineRanks(world.collectives(), world.device_collectives())
-        return cls(ranks, ReduceOptions(non_finite=world.settings().non_finite))
+        settings = world.settings()
+        options = ReduceOptions(
+            non_finite=settings.non_finite, wire=settings.compression, what=what
+        )
+        return cls(ranks, options)
 
     @property
     def collectives(self) -> Collectives:
@@ -196,7 +200,8 @@ class GradientReducer:
         op: ReduceOp,
     ) -> list[tf.Tensor]:
         """Average tensors of one type."""
-        dtype, name = tensors[0].dtype, signature.call_name
+        what = self._options.what
+        dtype, name = tensors[0].dtype, signature.call_name(what)
         weights = [] if weight is None else [tf.cast(weight, dtype)]
         require_finite = self._options.non_finite == "error"
 
@@ -205,10 +210,14 @@ class GradientReducer:
                 collectives = self._begin(signature)
                 try:
                     averages = collectives.grouped_allreduce(
-                        arrays, op, name=name, require_finite=require_finite
+                        arrays,
+                        op,
+                        name=name,
+                        require_finite=require_finite,
+                        wire=self._options.wire,
                     )
                 except NonFiniteError:
-                    raise_non_finite(collectives, name_non_finite(names, arrays))
+                    raise_non_finite(collectives, name_non_finite(names, arrays), what)
                 self.contributions.add(collectives.contributed)
                 if weights:
                     scale = _scale_without_lost(float(averages[-1]), dtype)
@@ -219,7 +228,7 @@ class GradientReducer:
         def after(finite: bool, which: np.ndarray) -> None:
             with self.remember_error():
                 if not finite:
-                    raise_non_finite(self.collectives, describe_non_finite(names, *which))
+                    raise_non_finite(self.collectives, describe_non_finite(names, *which), what)
 
         # On devices no ranks are lost, so that weights add up by themselves.
         averages = allreduce(

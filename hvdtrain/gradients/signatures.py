@@ -42,10 +42,9 @@ class Signature:
         names = [name for name, kind in zip(self.names, self.kinds) if kind == _NONE]
         return f"None for {', '.join(names[:5])}" if names else ""
 
-    @property
-    def call_name(self) -> str:
-        """What errors call the reduction of these gradients."""
-        return f"gradients, {self.lacking}" if self.lacking else "gradients"
+    def call_name(self, what: str) -> str:
+        """What errors call the reduction of these gradients, or whatever ``what`` they are."""
+        return f"{what}s, {self.lacking}" if self.lacking else f"{what}s"
 
     def texts(self) -> dict[str, str]:
         """What the gradients are, by names that are told apart."""

@@ -75,7 +75,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
     Raises:
         ModelError: Some ranks are parameter servers.
     """
-    check_averages("broadcast_variables")
+    check_averages("broadcast_variables", gradients=False)
     collectives = world.collectives()
     if collectives.size == 1:
         return
@@ -84,11 +84,13 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
         variable.assign(collectives.broadcast(variable.numpy(), root, name=name))
 
 
-def check_averages(what: str) -> None:
+def check_averages(what: str, *, gradients: bool = True) -> None:
     """See that all ranks train and can average among themselves; ``what`` is the name called.
 
+    ``gradients`` is whether they are what is averaged.
+
     Raises:
-        ModelError: Some are parameter servers.
+        ModelError: Some are parameter servers, or ranks are to average weights in their place.
     """
     settings = world.settings()
     if settings.has_servers:
@@ -96,4 +98,10 @@ def check_averages(what: str) -> None:
             f"hvdtrain.{what} is for ranks that all train, and in mode {settings.mode} some are "
             "parameter servers, which take gradients in model.fit alone. Train with "
             "hvdtrain.distribute(model) and model.fit, or leave --mode out."
+        )
+    if settings.is_local_sgd and gradients:
+        raise ModelError(
+            f"hvdtrain.{what} averages gradients in each step, and in mode {settings.mode} ranks "
+            "average weights after many. Train with hvdtrain.distribute(model) and model.fit, or "
+            "leave --mode out."
         )

@@ -45,7 +45,7 @@ def broadcast_variables(
         MismatchError: Shapes or types differ between ranks.
         ModelError: Some ranks are parameter servers.
     """
-    check_averages("tensorflow.broadcast_variables")
+    check_averages("tensorflow.broadcast_variables", gradients=False)
     assigned = []
     for variable in variables:
         name = variable_label(variable)

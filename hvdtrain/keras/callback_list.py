@@ -14,7 +14,6 @@ from hvdtrain.gradients.contributions import Contributions
 from hvdtrain.keras.chief_failover import ChiefFailover
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.membership import Membership
-from hvdtrain.keras.model_sync import average_statistics
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import initial_epoch, set_initial_epoch
@@ -35,7 +34,9 @@ def wrap_callbacks(
     membership: Membership,
     epochs: EpochIterator,
     contributions: Contributions,
+    *,
     broadcast: Callable[[], None],
+    join: Callable[[], None],
 ) -> list[Any]:
     """The user's callbacks as this rank runs them, between hvdtrain's own.
 
@@ -43,12 +44,13 @@ def wrap_callbacks(
     they do when training begins.
 
     ``broadcast`` gives all ranks the chief's state; it is called after the user's
-    ``on_train_begin``, where a callback may have restored some on the chief.
+    ``on_train_begin``, where a callback may have restored some on the chief. ``join`` makes the
+    model the same on all ranks; it is called before the user's ``on_epoch_end``.
     """
     callbacks = failover.callbacks()
     others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
-    before = _Before(collectives, membership, epochs, contributions)
+    before = _Before(membership, epochs, contributions, join)
     after = _After(collectives, membership, failover, broadcast)
     return [before, _Progress(epochs), *others, after, *checkpoints, _EndIfTooFew(membership)]
 
@@ -72,16 +74,16 @@ class _Before(keras.callbacks.Callback):
 
     def __init__(
         self,
-        collectives: Collectives,
         membership: Membership,
         epochs: EpochIterator,
         contributions: Contributions,
+        join: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._collectives = collectives
         self._membership = membership
         self._epochs = epochs
         self._contributions = contributions
+        self._join = join
         self._verified = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -106,7 +108,7 @@ class _Before(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._epochs.sharded.on_epoch_end()
-        average_statistics(self.model, self._collectives)
+        self._join()
         # Whoever is the chief by now is to run its callbacks for this epoch.
         self._membership.renew()
 
@@ -133,14 +135,8 @@ class _Progress(keras.callbacks.Callback):
         report.step(self._epochs.step, self._epoch)
         report.phase("training")
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        report.phase("validation")
-
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         report.phase("end of an epoch")
-
-    def on_train_end(self, logs: Any = None) -> None:
-        report.phase("after fit")
 
 
 class _After(keras.callbacks.Callback):

@@ -11,6 +11,7 @@ from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.tape import check_averages
 from hvdtrain.keras.deferred_build import check_built, forget, is_built, postpone
+from hvdtrain.keras.local_sgd.local_patch import LocalModelPatch
 from hvdtrain.keras.model_parts import has_own_call, optimizers_of, plain_optimizers_of
 from hvdtrain.keras.model_patch import ModelPatch
 from hvdtrain.keras.model_sync import check_same_model
@@ -27,7 +28,8 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
     weights, optimizer state and metrics start as the chief's; the input is shared out; gradients
     are averaged, weighted by samples; metrics and losses of an epoch are those of all samples;
     every rank runs the same number of steps. Progress and files come from the chief alone, dropout
-    differs by rank, and the model is saved as if hvdtrain had never been there.
+    differs by rank, and the model is saved as if hvdtrain had never been there. That is
+    so with ``--mode allreduce``; in other modes ranks meet in other ways.
 
     A ``train_step`` of the model's own may apply several optimizers, as that of a GAN does: those
     that are attributes of the model, or of what is in it.
@@ -83,9 +85,12 @@ def _distribute(model: keras.Model, presharded: bool) -> None:
 
         roles = world.roles()
         distribution: ModelPatch = ServedModelPatch(model, collectives, presharded, settings, roles)
+    elif settings.is_local_sgd:
+        distribution = LocalModelPatch(model, collectives, presharded, settings)
     else:
         distribution = ModelPatch(model, collectives, presharded, settings)
-    if collectives.size > 1 or settings.towers > 1:
+    # An outer optimizer changes weights also where there is one rank.
+    if collectives.size > 1 or settings.towers > 1 or settings.is_local_sgd:
         check_same_model(model, collectives)
         distribution.install()
     else:

@@ -22,6 +22,8 @@ from hvdtrain.private_api.keras import FitIterator, note_steps_seen, warn_of_int
 
 __all__ = ["EpochIterator", "EpochPlace"]
 
+_GONE = -1  # stands for a member that was lost
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlace:
@@ -167,10 +169,18 @@ class EpochIterator:
             self._unapplied.append(_Taken(self._pass, step, members))
             if those is None and self._accumulates:
                 continue
-            for taken in self._unapplied:
-                lacking = [] if those is None else set(taken.members).difference(those)
-                self._missed.update(taken.places_of(lacking) if lacking else ())
-            self._unapplied = []
+            self.note_joined(those)
+
+    def note_joined(self, members: Collection[int] | None) -> None:
+        """Call when all that waits for others was applied, with what these members had; None: all.
+
+        After steps ``note_contributions`` does; this is for what happens between two steps.
+        """
+        for taken in self._unapplied:
+            # What is gone has been given to others when it was lost.
+            lacking = [] if members is None else set(taken.members).difference(members, (_GONE,))
+            self._missed.update(taken.places_of(lacking) if lacking else ())
+        self._unapplied = []
 
     def share_out_anew(self, change: Change) -> None:
         """Give what is left of the pass to the ranks that are left."""
@@ -178,7 +188,7 @@ class EpochIterator:
         for taken in self._unapplied:
             self._missed.update(taken.places_of(change.lost))
         self._unapplied = [
-            taken._replace(members=tuple(m if m in change.now else -1 for m in taken.members))
+            taken._replace(members=tuple(m if m in change.now else _GONE for m in taken.members))
             for taken in self._unapplied
         ]
         self.sharded = self.sharded.reshard(rank=membership.rank, size=membership.size)

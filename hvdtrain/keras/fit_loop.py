@@ -19,6 +19,7 @@ from hvdtrain.keras.data.batch_structure import is_absent
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.fit_inputs import FitInputs
 from hvdtrain.keras.learning_rate import WarmUp
+from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Follower, Membership
 from hvdtrain.keras.model_parts import has_own, has_own_call, optimizers_of
 from hvdtrain.keras.model_steps import ModelSteps
@@ -28,6 +29,7 @@ from hvdtrain.keras.predictions import join_predictions, noting_rows
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, begin_session
 from hvdtrain.keras.step_results import join_logs, joint_metrics, results_of_metrics
+from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import (
     RESULTS,
     SYMBOLIC_BUILD,
@@ -53,6 +55,7 @@ class FitLoop:
         whole: Shares out what is evaluated or predicted; as ``inputs`` if not given.
         begin: Gives all ranks the chief's state as training begins.
         begin_session: Takes the place of the function of this name.
+        averaging: Averages weights, where each rank trains by itself meanwhile.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class FitLoop:
         whole: FitInputs | None = None,
         begin: Callable[[], None] | None = None,
         begin_session: Callable[[], CheckpointSession] | None = None,
+        averaging: WeightAveraging | None = None,
     ) -> None:
         self._model = model
         self._collectives = collectives
@@ -76,6 +80,7 @@ class FitLoop:
         self._whole = whole or inputs
         self._begin = begin or (lambda: broadcast_model(model, collectives))
         self._own_session = begin_session
+        self._averaging = averaging
         self._steps = steps
         self._optimizers = optimizers_of(model)
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
@@ -84,6 +89,7 @@ class FitLoop:
         self._symbolic_build = getattr(model, SYMBOLIC_BUILD)
         self._validation: ShardedInput | None = None
         self._epochs: EpochIterator | None = None
+        self._running: EpochIterator | None = None  # within fit
 
     def fit(
         self,
@@ -106,6 +112,7 @@ class FitLoop:
     ) -> Any:
         """``keras.Model.fit`` on all ranks; ``batch_size`` is per rank."""
         self.check_still_ours()
+        self.join_weights()
         listed = list_callbacks(callbacks)
         checkpoint = find_checkpoint_callback(listed)
         session = None
@@ -120,6 +127,8 @@ class FitLoop:
                     self._membership,
                     listed,
                     self._steps.samples,
+                    averaging=self._averaging,
+                    join=self.join_weights,
                 )
             )
             self._inputs.seed = session.seed(self._inputs.seed)
@@ -146,12 +155,12 @@ class FitLoop:
                 steps=validation_steps,
             )
         self._prepare(sharded)
-        epochs_ = self._epochs = EpochIterator(
+        epochs_ = self._epochs = self._running = EpochIterator(
             sharded.reshard(rank=self._membership.rank, size=self._membership.size),
             self._membership,
             steps_per_epoch=steps_per_epoch,
             steps_per_execution=self._model.steps_per_execution,
-            accumulates=any(map(accumulates, self._optimizers)),
+            accumulates=self._averaging is not None or any(map(accumulates, self._optimizers)),
         )
         self._validation = validation
         failover = ChiefFailover(listed, self._collectives, self._membership, verbose)
@@ -174,7 +183,8 @@ class FitLoop:
                         self._membership,
                         epochs_,
                         self._reducer.contributions,
-                        self._begin,
+                        broadcast=self._begin,
+                        join=self.join,
                     ),
                     validation_data=validation.dataset if validation else None,
                     initial_epoch=initial_epoch,
@@ -183,8 +193,9 @@ class FitLoop:
                     validation_freq=validation_freq,
                 )
         finally:
+            report.phase("after fit")
             self._validation = None
-            self._epochs = None
+            self._epochs = self._running = None
             if checkpoint is not None:
                 checkpoint.session = None
 
@@ -201,7 +212,7 @@ class FitLoop:
         **options: Any,
     ) -> Any:
         """``keras.Model.evaluate`` over the samples of all ranks."""
-        average_statistics(self._model, self._collectives)
+        self.join()
         within_fit = options.get("_use_cached_eval_dataset", False)
         if within_fit and self._validation is not None:
             sharded = self._validation
@@ -223,7 +234,8 @@ class FitLoop:
                 **options,
             )
 
-        return self._whole.whole_pass(sharded, run)
+        with report.during("validation"):
+            return self._whole.whole_pass(sharded, run)
 
     def predict(
         self,
@@ -234,6 +246,7 @@ class FitLoop:
         callbacks: Any = None,
     ) -> Any:
         """``keras.Model.predict``: every rank gets the whole result, in the order of the input."""
+        self.join_weights()
         sharded = self._whole.share(x, batch_size=batch_size, steps=steps)
 
         def run(dataset: tf.data.Dataset) -> Any:
@@ -252,7 +265,8 @@ class FitLoop:
                 interleaved=not self._whole.presharded,
             )
 
-        return self._whole.whole_pass(sharded, run)
+        with report.during("prediction"):
+            return self._whole.whole_pass(sharded, run)
 
     def make_predict_function(self, force: bool = False) -> None:
         """Keras' own, but that callbacks see the model's outputs and no more."""
@@ -285,6 +299,18 @@ class FitLoop:
             epochs.take_over(iterator)
 
     # What they share.
+
+    def join_weights(self) -> None:
+        """Let all ranks have the same weights, where each trains by itself; collective."""
+        members = None if self._averaging is None else self._averaging.end_round()
+        if members is not None and self._running is not None:
+            self._running.note_joined(members)
+
+    def join(self) -> None:
+        """Let the model be the same on all ranks, for others to see; collective."""
+        self.join_weights()
+        more = [] if self._averaging is None else self._averaging.averages_of_weights()
+        average_statistics(self._model, self._collectives, more)
 
     def _prepare(self, sharded: ShardedInput) -> None:
         """Build metrics and losses before the first step: every rank must have all of them."""

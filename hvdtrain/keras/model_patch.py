@@ -23,6 +23,7 @@ from hvdtrain.keras.compute import Compute, OneDevice, Towers
 from hvdtrain.keras.fit_inputs import FitInputs
 from hvdtrain.keras.fit_loop import FitLoop, forget_functions
 from hvdtrain.keras.learning_rate import follow_size, prepare_to_follow
+from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.model_parts import has_own, optimizers_of
 from hvdtrain.keras.model_steps import ModelSteps
@@ -53,6 +54,7 @@ class ModelPatch:
         self._reducer = GradientReducer.of_job()
         self._devices = tower_devices(settings.towers)
         self._noticed: set[str] = set()
+        self._averaging: WeightAveraging | None = None
 
     def install(self) -> None:
         """Let the model train on all ranks together; collective."""
@@ -62,12 +64,12 @@ class ModelPatch:
         flag = RowFlag()
         compute = self._choose_compute()
         for optimizer in optimizers_of(model):
-            distribute_optimizer(optimizer, self._reducer)
+            self._distribute(optimizer)
             if self._membership.elastic:
                 prepare_to_follow(optimizer)
         for layer in self._choose_synchronized():
             synchronize_batch_normalization(layer, collectives, flag)
-        steps = ModelSteps(model, self._reducer, compute, flag)
+        steps = self._make_steps(compute, flag)
         inputs = FitInputs(
             collectives,
             self._membership,
@@ -82,6 +84,7 @@ class ModelPatch:
             inputs=inputs,
             reducer=self._reducer,
             steps=steps,
+            averaging=self._averaging,
         )
         hooks: dict[str, Callable[..., Any]] = {
             RESULTS: loops.joint_results,
@@ -115,6 +118,14 @@ class ModelPatch:
             return self._model.fit(*args, **options)
 
         self._replace(fit=fit)
+
+    def _distribute(self, optimizer: Any) -> None:
+        """Let an optimizer of the model update all ranks' weights alike."""
+        distribute_optimizer(optimizer, self._reducer)
+
+    def _make_steps(self, compute: Compute, flag: RowFlag) -> ModelSteps:
+        """Returns the steps that Keras' loops run on each batch."""
+        return ModelSteps(self._model, self._reducer, compute, flag)
 
     def _replace(self, **methods: Callable[..., Any]) -> None:
         """Put methods in the place of the model's own, until ``_remove_earlier``."""
@@ -158,7 +169,7 @@ class ModelPatch:
                 "XLA compiles for one device; with towers this runs without jit_compile.",
             ),
             (
-                bool(synchronized_layers(model)),
+                bool(self._choose_synchronized()),
                 "BatchNormalization(synchronized=True) talks to other ranks within the forward "
                 "pass, which XLA can't; this model runs without jit_compile.",
             ),

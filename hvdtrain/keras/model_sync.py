@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives
-from hvdtrain.errors import MismatchError
+from hvdtrain.errors import MismatchError, ModelError
 from hvdtrain.keras.model_parts import (
     held_by,
     optimizers_of,
@@ -29,6 +29,7 @@ __all__ = [
     "average_statistics",
     "broadcast_model",
     "broadcast_weights",
+    "check_can_be_averaged",
     "check_same_model",
     "layer_statistics",
     "recurrent_states",
@@ -114,15 +115,16 @@ def _plain(loss: Any) -> Any:
     return getattr(loss, "__name__", type(loss).__name__)
 
 
-def broadcast_model(model: keras.Model, collectives: Collectives) -> None:
-    """Give all ranks the chief's weights, optimizer state and metrics; not its random seeds.
+def broadcast_model(model: keras.Model, collectives: Collectives, more: Sequence[Any] = ()) -> None:
+    """Give all ranks the chief's weights, optimizer state and metrics, and ``more`` variables.
 
-    Nor its gradients that wait for an update: others have those of their own samples.
+    Not its random seeds, nor its gradients that wait for an update: others have those of their own
+    samples.
     """
     waiting = [v for leaf in plain_optimizers_of(model) for v in accumulators(leaf)]
     own = {id(variable) for variable in waiting if variable is not None}
     state = [variable for variable in state_of_optimizers(model) if id(variable) not in own]
-    broadcast_weights(model, collectives, [*state, *model.metrics_variables])
+    broadcast_weights(model, collectives, [*state, *model.metrics_variables, *more])
 
 
 def broadcast_weights(
@@ -190,15 +192,31 @@ def recurrent_states(model: keras.Model) -> list[Any]:
     return [state for entry in states for state in entry if isinstance(state, keras.Variable)]
 
 
-def average_statistics(model: keras.Model, collectives: Collectives) -> None:
+def check_can_be_averaged(model: keras.Model, mode: str) -> None:
+    """See that the weights are numbers of which there is a mean, as ``mode`` asks for.
+
+    Raises:
+        ModelError: Some are not.
+    """
+    for variable in model.trainable_variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise ModelError(
+                f"{variable.path} is no weight that could be averaged: float8 keeps scales among "
+                f"the variables. Use another dtype policy, or another --mode than {mode}."
+            )
+
+
+def average_statistics(
+    model: keras.Model, collectives: Collectives, more: Sequence[Any] = ()
+) -> None:
     """Average what layers track on their own batches, such as BatchNorm's moving moments.
 
-    Whole numbers, which can't be averaged, become the chief's.
+    And ``more`` variables. Whole numbers, which can't be averaged, become the chief's.
     """
     if collectives.size == 1:
         return
     averaged: list[tuple[Any, np.ndarray]] = []
-    for variable in layer_statistics(model):
+    for variable in (*layer_statistics(model), *more):
         value = np.asarray(variable.numpy())
         if value.dtype.kind in "iub":
             chiefs = collectives.broadcast(value, name="layer statistics", replicated=True)

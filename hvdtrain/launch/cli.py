@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", help="options from a TOML file; those given here win"
     )
     modes = parser.add_argument_group(
-        "how ranks train together (docs/parameter-servers.md, docs/towers.md)"
+        "how ranks train together (docs/parameter-servers.md, docs/towers.md, docs/local-sgd.md)"
     )
     settings = parser.add_argument_group("other settings of the ranks (docs/settings.md)")
     of_modes = {entry.name for entry in dataclasses.fields(ModeSettings)}
@@ -213,7 +213,9 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
         return text
 
     shown = f"{summary}; default {written_default(entry)}"
-    metavar = "N" if type(entry.default) is int else "VALUE"
+    # The annotation says it also where None is the default.
+    kind = str(entry.type).partition(" ")[0]
+    metavar = {"int": "N", "float": "X"}.get(kind, "VALUE")
     group.add_argument(flag, type=checked, metavar=metavar, help=shown)
 
 

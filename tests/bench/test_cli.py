@@ -32,6 +32,8 @@ USAGE_ERRORS = {
     "engine": (["allreduce", "--engine", "nccl"], "nccl"),
     "models": (["training", "--models", "lenet,vgg"], "got 'vgg', expected names out of"),
     "model": (["recovery", "--model", "vgg"], "vgg"),
+    "link": (["predict", "--link", "25"], "got '25', expected a speed like 25gbit"),
+    "compute": (["predict", "--compute-ms", "0"], "got '0', expected a number above 0"),
     "nobody left": (["recovery", "-np", "1"], "kills all ranks but one"),
     "directory": (["checkpoint", "--directory", "/nonexistent"], "there is no such folder"),
     "folder": (["allreduce", "--json", "/nonexistent/x.json"], "there is no folder /nonexistent"),
@@ -49,8 +51,20 @@ def test_usage_errors_exit_2(
 def test_help_names_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
     shown = capsys.readouterr().out
-    names = ("allreduce", "training", "checkpoint", "recovery", "startup")
+    names = ("allreduce", "training", "checkpoint", "recovery", "startup", "predict")
     assert all(name in shown for name in names)
+
+
+def test_predict_needs_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "predicted.json"
+    argv = ["predict", "--hosts", "6", "--ranks-per-host", "2", "--link", "1gbit"]
+    assert main(["bench", *argv, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["predicted"]
+    assert [row["ranks"] for row in rows] == [2, 4, 8, 12]
+    assert rows[-1]["limit"] == "the link"
+    shown = capsys.readouterr().out
+    assert f"{rows[-1]['efficiency']:.0%}" in shown
+    assert "between checkpoints" in shown
 
 
 def test_startup_refuses_to_run_inside_a_job(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.monitor import report
 from hvdtrain.world import collectives
 from tests.keras.features import X, Y, classifier
 
@@ -114,6 +115,32 @@ def test_no_rank_ends_predict_before_the_others(world):
     together.predict(X[:8], batch_size=4, verbose=0, callbacks=[late])
     ranks = collectives().allgather_object(late.ends_s, name="ends")
     assert min(ends[-1] for ends in ranks) >= max(ends[-2] for ends in ranks)
+
+
+@pytest.mark.ranks(2)
+def test_only_steps_of_fit_can_hang(world, monkeypatch):
+    """Who watches for hangs is told of what may take longer, also where a fit ended by an error."""
+    phases = []
+    plain = report.phase
+
+    def phase(name):
+        phases.append(name)
+        plain(name)
+
+    monkeypatch.setattr(report, "phase", phase)
+
+    class Evaluate(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            phases.append("evaluate")
+            self.model.evaluate(X, Y, batch_size=4, verbose=0)
+            self.model.predict(X, batch_size=4, verbose=0)
+            raise InterruptedError
+
+    _, together = plain_and_distributed(world)
+    with pytest.raises(InterruptedError):
+        together.fit(X, Y, batch_size=4, verbose=0, callbacks=[Evaluate()])
+    after = phases[phases.index("evaluate") :]
+    assert after[1:] == ["validation", "training", "prediction", "training", "after fit"]
 
 
 @pytest.mark.ranks(2)

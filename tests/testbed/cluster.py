@@ -1,4 +1,4 @@
-"""The class ``Cluster``: a head and four hosts on this machine, with ssh, Slurm and MPI.
+"""The class ``Cluster``: a head and some hosts on this machine, with ssh, Slurm and MPI.
 
 ::
 
@@ -57,24 +57,25 @@ class Process(NamedTuple):
 
 
 class Cluster:
-    """Four hosts and a head; a context manager that leaves nothing behind.
+    """Some hosts and a head; a context manager that leaves nothing behind.
 
     Args:
         shared: More folders that are the same everywhere.
+        size: How many hosts there are, at most 253.
 
     Attributes:
         hosts: the names of the hosts.
         folder: a scratch folder that all hosts share; gone with the cluster.
     """
 
-    hosts: tuple[str, ...] = network.HOSTS
     folder: Path
 
-    def __init__(self, shared: Sequence[Path] = ()) -> None:
+    def __init__(self, shared: Sequence[Path] = (), size: int = 4) -> None:
+        self.hosts = tuple(f"node{number}" for number in range(1, size + 1))
         self._shared = shared
         self._name = uuid.uuid4().hex
         self._mark = f"{MARK}={self._name}"
-        self._addresses = network.addresses()
+        self._addresses = network.addresses(self.hosts)
         self._machines: dict[str, Host] = {}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[str]] = []

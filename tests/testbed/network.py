@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tests.testbed.hosts import Host
 
-__all__ = ["HOSTS", "addresses", "connect", "hosts_text", "set_link", "shape_link"]
-
-HOSTS = ("node1", "node2", "node3", "node4")
+__all__ = ["addresses", "connect", "hosts_text", "set_link", "shape_link"]
 
 # The head has a network of its own as well: nothing of this is visible to the machine, so that
 # numbers and names are free, whatever else runs here.
@@ -16,9 +14,9 @@ _SUBNET = "10.77.0"
 _BRIDGE = "br0"
 
 
-def addresses() -> dict[str, str]:
+def addresses(hosts: Sequence[str]) -> dict[str, str]:
     """The address of the head and of each host."""
-    numbers = {"head": 254, **{name: number for number, name in enumerate(HOSTS, start=1)}}
+    numbers = {"head": 254, **{name: number for number, name in enumerate(hosts, start=1)}}
     return {name: f"{_SUBNET}.{number}" for name, number in numbers.items()}
 
 
@@ -31,7 +29,7 @@ def hosts_text(names: Mapping[str, str]) -> str:
 
 def connect(head: Host, hosts: Sequence[Host]) -> None:
     """Link the hosts; on the head, the link to a host bears the host's name."""
-    names = addresses()
+    names = addresses([host.name for host in hosts])
     steps = [
         "link set lo up",
         f"link add {_BRIDGE} type bridge",

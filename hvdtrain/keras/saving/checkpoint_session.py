@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from hvdtrain.checkpoint.background_writer import BackgroundWriter
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, Preempted
 from hvdtrain.keras.epoch_iterator import EpochIterator
+from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
@@ -45,18 +46,31 @@ def begin_session(
     membership: Membership,
     callbacks: Sequence[Any],
     samples: keras.Variable,
+    *,
+    averaging: WeightAveraging | None,
+    join: Callable[[], None],
 ) -> CheckpointSession:
     """The checkpoints of a ``fit`` in which all ranks make each step together; collective.
+
+    With ``averaging`` each rank has weights of its own in between, and its optimizer; ``join`` lets
+    all have the same weights.
 
     Raises:
         CheckpointError: All checkpoints are damaged, or the newest is of another model.
     """
-    state = TrainingState(model, collectives, samples, callbacks)
+    state = TrainingState(
+        model,
+        collectives,
+        samples,
+        callbacks,
+        own_optimizers=averaging is not None,
+        outer=() if averaging is None else averaging.velocities,
+    )
     membership.renew()
     # Another rank than the chief uses its own only if it becomes the chief.
     store = open_store(options)
     found = find(store if membership.rank == 0 else None, state, collectives)
-    return CheckpointSession(options, state, membership, store, found)
+    return CheckpointSession(options, state, membership, store, found, averaging, join)
 
 
 def open_store(options: CheckpointOptions) -> Store:
@@ -72,6 +86,9 @@ class CheckpointSession:
         store: Where checkpoints go; used on the chief alone.
         found: What training goes on from: how far it had come and, on the chief, all that was
             saved. None where it begins anew.
+        averaging: Knows whether all ranks have the same weights, where that is not always so. A
+            checkpoint waits for it, so that it changes nothing, if it can wait.
+        join: Lets all have the same weights now, between two steps; collective.
     """
 
     _epochs: EpochIterator
@@ -86,6 +103,8 @@ class CheckpointSession:
         membership: Membership,
         store: Store,
         found: tuple[TrainingProgress, Snapshot | None] | None,
+        averaging: WeightAveraging | None = None,
+        join: Callable[[], None] = lambda: None,
     ) -> None:
         self._options = options
         self._state = state
@@ -93,6 +112,8 @@ class CheckpointSession:
         # Until the first epoch has begun, or the training is over.
         self._saved = found[0] if found else None
         self._snapshot = found[1] if found else None
+        self._averaging = averaging
+        self._join = join
         self._schedule = CheckpointSchedule(options.every_steps, options.every_s)
         self.writer = BackgroundWriter(store, report.saved)
         self.paused_s: list[float] = []
@@ -104,6 +125,7 @@ class CheckpointSession:
         self._epoch_step = 0  # steps of it that are done
         self._logs: Mapping[str, Any] | None = None  # of the epoch that has just ended, if one has
         self._step_before = 0
+        self._waits = False  # one is due, and is taken when the model is the same on all ranks
         # What this rank had of its own before the validation in work, steps done, and when to meet.
         self._before_validation: Mapping[str, np.ndarray] | None = None
         self._validation_steps = 0
@@ -174,11 +196,11 @@ class CheckpointSession:
         self._step_before = step
         if self._membership.too_few is not None:
             self._save_for_good()
-        elif self._schedule.meets(step, before):
+        elif self._schedule.meets(step, before) or (self._waits and self._joined):
             self._take_if_asked(due=self._schedule.is_due(step, before))
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any], *, last: bool) -> None:
-        """Take a checkpoint at the end of the training, and of other epochs if so asked.
+        """Take a checkpoint at the end of the training, and of other epochs if one is due or waits.
 
         At the very end Keras may overwrite weights by their averages: that comes after this.
         """
@@ -187,8 +209,9 @@ class CheckpointSession:
         self._epoch, self._epoch_step, self._logs = epoch + 1, 0, logs
         if last:
             self._wait_for_others(stop=stops)
-        if not last and not self._schedule.every_epoch:
+        if not (last or self._schedule.every_epoch or self._waits):
             return
+        self._waits = False
         if last and self._membership.elastic:
             self._save_for_good()
         else:
@@ -283,7 +306,7 @@ class CheckpointSession:
             word[1] = self._schedule.is_overdue(now_s, due=due) and not self.writer.busy
             word[2] = self._schedule.steps_ahead(step, now_s)
             word[3] = error is not None and self._options.on_error == "raise"
-        number, take, ahead, failed = self._state.collectives.allreduce(
+        number, wanted, ahead, failed = self._state.collectives.allreduce(
             word, "max", name="whether to save"
         )
         self._schedule.look_again(step + int(ahead))
@@ -295,7 +318,9 @@ class CheckpointSession:
             raise CheckpointError(reason)
         if error is not None:
             self._complain(error)
-        return int(number), bool(take)
+        take = bool(wanted) and self._joined
+        self._waits = bool(wanted) and not take
+        return int(number), take
 
     def _end(self, number: int) -> None:
         """Leave the program after a signal, once the checkpoint is on disk; collective."""
@@ -314,6 +339,11 @@ class CheckpointSession:
         self._preempted = True
         raise Preempted(number)
 
+    @property
+    def _joined(self) -> bool:
+        """Whether the model is the same on all ranks now, so that it can be saved as it is."""
+        return self._averaging is None or self._averaging.joined
+
     # Taking one.
 
     def _take(self, earlier: Mapping[str, np.ndarray] | None = None) -> None:
@@ -324,6 +354,7 @@ class CheckpointSession:
         """
         start_s = time.monotonic()
         with report.during("checkpoint"):
+            self._join()
             ranks = self._state.gather_own(earlier)
             while self._membership.renew():
                 ranks = self._state.gather_own(earlier)

@@ -3,7 +3,9 @@
 Weights and the optimizer are alike on all ranks; the chief's are saved for all. What each rank has
 for itself is saved for every rank: random states, what layers track on their own batches (alike at
 the end of an epoch only), metrics and accumulated gradients between two updates, what recurrent
-layers carry over from its batches, samples seen.
+layers carry over from its batches, samples seen. Where each rank updates weights by itself
+(``--mode local-sgd``) that is also the state of its optimizer. The chief's is saved for all beside
+it, so that the other modes can go on from there, and this one from theirs.
 
 A run with the same number of ranks gives every rank its own back. With another number there is a
 rule for each: sums go to the chief, averages to all, random states to those who had one; recurrent
@@ -12,7 +14,7 @@ states, which belong to samples that come elsewhere now, begin anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import keras
@@ -33,12 +35,12 @@ from hvdtrain.keras.model_sync import (
 from hvdtrain.keras.optimizer_patch import accumulators
 from hvdtrain.keras.saving.random_state import random_state, restore_random_state
 from hvdtrain.keras.step_results import reduction_of_metric
-from hvdtrain.private_api.keras import iterations_of
+from hvdtrain.private_api.keras import iterations_of, rate_of
 
 __all__ = ["TrainingState"]
 
-# What becomes, for another number of ranks, of what each had of its own, by its kind; of
-# "statistics" and "metrics" the variable says it.
+# What becomes, for another number of ranks, of what each had of its own, by its kind; of the kinds
+# that are not here the variable says it.
 _Rule = Literal["sum", "average", "chief", "seed", "anew"]
 _RULES: dict[str, _Rule] = {
     "seeds": "seed",
@@ -48,6 +50,8 @@ _RULES: dict[str, _Rule] = {
     "random": "chief",
 }
 _RANDOM = "random/"
+_OPTIMIZER = "optimizer/"
+_OUTER = "outer/"
 _OTHER_MODEL = "The checkpoint is of another model or optimizer"
 _REMEDY = "Resume with the model that was saved, or begin anew in another directory."
 
@@ -57,6 +61,8 @@ class TrainingState:
 
     Args:
         samples: Counts the samples that this rank has computed with.
+        own_optimizers: Whether each rank updates weights by itself.
+        outer: Variables of the outer optimizer, alike on all ranks.
     """
 
     def __init__(
@@ -65,11 +71,16 @@ class TrainingState:
         collectives: Collectives,
         samples: keras.Variable,
         callbacks: Sequence[Any] = (),
+        *,
+        own_optimizers: bool = False,
+        outer: Sequence[Any] = (),
     ) -> None:
         self.model = model
         self.collectives = collectives
         self.callbacks = callbacks
         self._samples = samples
+        self._own_optimizers = own_optimizers
+        self._outer = list(outer)
         self._buffers: dict[str, np.ndarray] = {}
 
     def shared(self) -> dict[str, np.ndarray]:
@@ -86,8 +97,9 @@ class TrainingState:
         return copies
 
     def copy_own(self) -> dict[str, np.ndarray]:
-        """Copies of this rank's own values, but for accumulated gradients; for ``gather_own``."""
-        return {key: array.copy() for key, array in self._own_values(accumulated=False).items()}
+        """Copies of this rank's own values but for those of optimizers; for ``gather_own``."""
+        values = self._own_values(accumulated=False, optimizers=False)
+        return {key: array.copy() for key, array in values.items()}
 
     def gather_own(self, earlier: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
         """Gather each rank's own values on the chief, under ``rank/<r>/``; collective.
@@ -116,8 +128,10 @@ class TrainingState:
         Raises:
             CheckpointError: It doesn't; says which variable.
         """
-        found = _by_place(saved)
+        found = self._by_place(saved)
         for place, variable in self._shared_variables().items():
+            if place.startswith(_OUTER) and place not in found:
+                continue  # it was another mode's
             expected = f"{_numpy_dtype(variable).name} {tuple(variable.shape)}"
             array = found.pop(place, None)
             held = "nothing" if array is None else f"{array.dtype.name} {array.shape}"
@@ -139,10 +153,11 @@ class TrainingState:
             saved: On the chief the arrays that ``shared`` returned, elsewhere None.
         """
         if saved is not None:
-            found = _by_place(saved)
+            found = self._by_place(saved)
             for place, variable in self._shared_variables().items():
-                variable.assign(found[place])
-        broadcast_model(self.model, self.collectives)
+                begins = place.startswith(_OUTER) and place not in found
+                variable.assign(np.zeros_like(_view(variable)) if begins else found[place])
+        broadcast_model(self.model, self.collectives, self._outer)
 
     def restore_own(self, saved: Mapping[str, np.ndarray] | None, ranks: int) -> None:
         """Give each rank what was its own, or its part of it; collective.
@@ -188,7 +203,7 @@ class TrainingState:
         )
 
     def _take_own(self, mine: Mapping[str, np.ndarray]) -> None:
-        for key, variable in self._own_variables(accumulated=True).items():
+        for key, variable in self._own_variables(accumulated=True, optimizers=True).items():
             variable.assign(mine[key].astype(_numpy_dtype(variable)))
         prefix = len(_RANDOM)
         random = {key[prefix:]: a for key, a in mine.items() if key.startswith(_RANDOM)}
@@ -197,15 +212,26 @@ class TrainingState:
 
     def _shared_variables(self) -> dict[str, Any]:
         """By kind and number: Keras counts names on in a process that makes several models."""
-        own = {id(variable) for variable in self._own_variables(accumulated=True).values()}
+        own = self._own_variables(accumulated=True, optimizers=False).values()
         optimizers = state_of_optimizers(self.model)
-        found = _numbered({"weights": self.model.variables, "optimizer": optimizers})
-        return {place: variable for place, variable in found.items() if id(variable) not in own}
+        kinds = {"weights": self.model.variables, "optimizer": optimizers, "outer": self._outer}
+        return _numbered(kinds, without=own)
 
-    def _own_variables(self, *, accumulated: bool) -> dict[str, Any]:
+    def _by_place(self, saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What is for this training, without the names, which are there for people."""
+        kinds = ("weights", "optimizer", *(("outer",) if self._outer else ()))
+        return {
+            "/".join(key.split("/")[:2]): array
+            for key, array in saved.items()
+            if key.split("/")[0] in kinds
+        }
+
+    def _own_variables(self, *, accumulated: bool, optimizers: bool) -> dict[str, Any]:
         """Those that differ by rank, by kind and number.
 
-        ``accumulated`` is whether gradients that wait for an update are among them.
+        Args:
+            accumulated: Whether gradients that wait for an update are among them.
+            optimizers: Whether those of optimizers are, if each rank updates weights by itself.
         """
         model = self.model
         kinds: dict[str, Sequence[Any]] = {
@@ -216,11 +242,17 @@ class TrainingState:
         }
         if accumulated:
             kinds["accumulated"] = [v for o in plain_optimizers_of(model) for v in accumulators(o)]
-        return {**_numbered(kinds), "samples": self._samples}
+        found = {**_numbered(kinds), "samples": self._samples}
+        if optimizers and self._own_optimizers:
+            leaves = plain_optimizers_of(model)
+            # Rates are alike, and may have to follow the number of ranks.
+            alike = [v for leaf in leaves for v in (*accumulators(leaf), rate_of(leaf))]
+            found.update(_numbered({"optimizer": state_of_optimizers(model)}, without=alike))
+        return found
 
-    def _own_values(self, *, accumulated: bool) -> dict[str, np.ndarray]:
-        """This rank's own, as arrays; ``accumulated`` as for ``_own_variables``."""
-        variables = self._own_variables(accumulated=accumulated)
+    def _own_values(self, *, accumulated: bool, optimizers: bool = True) -> dict[str, np.ndarray]:
+        """This rank's own, as arrays; the arguments are those of ``_own_variables``."""
+        variables = self._own_variables(accumulated=accumulated, optimizers=optimizers)
         values = {key: _view(variable) for key, variable in variables.items()}
         values.update({_RANDOM + key: array for key, array in random_state().items()})
         return values
@@ -234,11 +266,13 @@ class TrainingState:
         size: int,
     ) -> dict[str, np.ndarray]:
         """The part of ``rank`` among ``size`` in the values that ``ranks`` ranks had."""
-        variables = self._own_variables(accumulated=True)
+        variables = self._own_variables(accumulated=True, optimizers=True)
         part = {}
         for key, like in template.items():
             kept = [saved[f"rank/{r}/{key}"] for r in range(ranks) if f"rank/{r}/{key}" in saved]
-            if not kept:
+            if not kept and key.startswith(_OPTIMIZER):
+                part[key] = like  # it was another mode's: that of all ranks, restored by now
+            elif not kept:
                 part[key] = np.zeros_like(like)  # nothing had been accumulated
             elif key.startswith(_RANDOM) and rank >= len(kept):
                 part[key] = np.zeros_like(like)  # it had none, and goes on with what it has
@@ -254,17 +288,19 @@ class TrainingState:
         return part
 
 
-def _numbered(kinds: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def _numbered(kinds: Mapping[str, Sequence[Any]], without: Collection[Any] = ()) -> dict[str, Any]:
+    apart = set(map(id, without))
     return {
         f"{kind}/{number:04d}": variable
         for kind, variables in kinds.items()
         for number, variable in enumerate(variables)
+        if id(variable) not in apart
     }
 
 
 def _rule(key: str, variable: Any) -> _Rule:
     kind = key.split("/")[0]
-    if kind == "statistics":
+    if kind in ("statistics", "optimizer"):
         # Whole numbers have no average.
         return "chief" if _numpy_dtype(variable).kind in "iub" else "average"
     if kind == "metrics":
@@ -285,16 +321,6 @@ def _share(kept: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
     if rule == "anew":
         return np.zeros_like(first)
     return kept[min(rank, len(kept) - 1)]
-
-
-def _by_place(saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Without the names, which are there for people."""
-    kinds = ("weights", "optimizer")
-    return {
-        "/".join(key.split("/")[:2]): array
-        for key, array in saved.items()
-        if key.split("/")[0] in kinds
-    }
 
 
 def _numpy_dtype(variable: Any) -> np.dtype:

@@ -8,15 +8,15 @@ by -rate * (x - c), and the servers move the center by as much towards x.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.kernels import widen
+from hvdtrain.keras.own_updates import UpdatesAlone
 from hvdtrain.keras.served.served_fit import ServedJob
-from hvdtrain.keras.served.worker_exchange import WeighsSteps, WorkerExchange
+from hvdtrain.keras.served.worker_exchange import AveragesElsewhere, WorkerExchange
 from hvdtrain.parameter_server.client import Client
 
 __all__ = ["ElasticExchange"]
@@ -25,39 +25,13 @@ __all__ = ["ElasticExchange"]
 DEFAULT_FORCE = 0.9
 
 
-class _AveragesElastically(WeighsSteps):
+class _AveragesElastically(AveragesElsewhere, UpdatesAlone):
     """Mixed into the class of a plain optimizer; saved as the plain class."""
 
     _hvdtrain_reducer: ElasticExchange
-    _hvdtrain_counts: tf.Tensor | None = None
 
-    def _clip_gradients(self, grads: Any) -> Any:
-        weight, grads = self._hvdtrain_take_mean(grads)
-        object.__setattr__(self, "_hvdtrain_counts", weight)
-        return super()._clip_gradients(grads)  # type: ignore[misc]
-
-    def _apply_weight_decay(self, variables: Any) -> None:
-        whole: Any = super()
-        self._hvdtrain_if_any(lambda: whole._apply_weight_decay(variables))
-
-    def _backend_update_step(
-        self, grads: Any, trainable_variables: Any, learning_rate: Any
-    ) -> None:
-        whole: Any = super()
-
-        def update() -> None:
-            whole._backend_update_step(grads, trainable_variables, learning_rate)
-            self._hvdtrain_reducer.after_update()
-
-        self._hvdtrain_if_any(update)
-
-    def _hvdtrain_if_any(self, act: Callable[[], None]) -> None:
-        """Act unless this worker has no samples in the step, as others may have some."""
-        counts = self._hvdtrain_counts
-        if counts is None:
-            act()
-        else:
-            tf.cond(counts > 0, act, lambda: None)
+    def _hvdtrain_after_update(self) -> None:
+        self._hvdtrain_reducer.after_update()
 
 
 class ElasticExchange(WorkerExchange):

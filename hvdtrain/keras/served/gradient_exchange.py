@@ -14,8 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.keras.optimizer_patch import accumulates, mix_in
+from hvdtrain.keras.own_updates import WeighsSteps
 from hvdtrain.keras.served.served_fit import ServedJob
-from hvdtrain.keras.served.worker_exchange import WeighsSteps, WorkerExchange
+from hvdtrain.keras.served.worker_exchange import AveragesElsewhere, WorkerExchange
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, GradientSum, Rows
 from hvdtrain.parameter_server.protocol import NO_POSITION
@@ -26,7 +27,7 @@ __all__ = ["GradientExchange"]
 Take = Callable[..., tuple[list[Gradient] | None, float]]
 
 
-class _LeavesUpdates(WeighsSteps):
+class _LeavesUpdates(AveragesElsewhere, WeighsSteps):
     """Mixed into the class of a plain optimizer; saved as the plain class."""
 
     _hvdtrain_reducer: GradientExchange

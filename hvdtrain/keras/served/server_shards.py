@@ -17,6 +17,7 @@ from hvdtrain.cluster.roles import Roles
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
+from hvdtrain.keras.model_sync import check_can_be_averaged
 from hvdtrain.keras.optimizer_patch import plain_optimizers, unmix
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.optimizer_state import AVERAGES, put_states, take_states
@@ -54,7 +55,7 @@ def shard_model(
     elastic = settings.mode == "easgd"
     _check_averages(optimizer, elastic=elastic)
     if elastic:
-        _check_elastic(model)
+        check_can_be_averaged(model, settings.mode)
         optimizer = center_optimizer(model)
     check_optimizer(optimizer, len(servers))
     variables = model.trainable_variables
@@ -122,16 +123,6 @@ def center_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
     optimizer = keras.optimizers.SGD(1.0, **{name: getattr(own, name) for name in averaging})
     optimizer.build(model.trainable_variables)
     return optimizer
-
-
-def _check_elastic(model: keras.Model) -> None:
-    """Raise ModelError unless the weights can be averaged."""
-    for variable in model.trainable_variables:
-        if getattr(variable, "overwrite_with_gradient", False):
-            raise ModelError(
-                f"{variable.path} is no weight that could be averaged: float8 keeps scales among "
-                "the variables. Use another dtype policy, or another --mode than easgd."
-            )
 
 
 def _check_averages(optimizer: Any, *, elastic: bool) -> None:

@@ -16,35 +16,20 @@ import tensorflow as tf
 from hvdtrain.errors import ModelError, NonFiniteError
 from hvdtrain.gradients.non_finite import name_non_finite
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.keras.loss_weights import LossWeights, contribution
-from hvdtrain.keras.optimizer_patch import (
-    KeepsWeights,
-    Weighting,
-    keep_weights,
-    mix_in,
-    plain_optimizers,
-)
+from hvdtrain.keras.optimizer_patch import plain_optimizers
+from hvdtrain.keras.own_updates import OwnLossWeights, WeighsSteps, weigh_steps
 from hvdtrain.keras.served.served_fit import ServedJob
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, Rows
 from hvdtrain.parameter_server.protocol import NO_POSITION
 
-__all__ = ["WeighsSteps", "WorkerExchange", "WorkerLossWeights", "refuse_training"]
+__all__ = ["AveragesElsewhere", "WorkerExchange", "WorkerLossWeights", "refuse_training"]
 
 Exchange = Callable[..., Sequence[np.ndarray] | None]
 
 
-class WeighsSteps(KeepsWeights):
-    """Lets each of the steps whose gradients are accumulated count as much as its samples."""
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        weight = self._hvdtrain_weighting.weight
-        if self._hvdtrain_waiting is not None and weight is not None:
-            # Batches of one step needn't be equal.
-            grads = [g if g is None else g * tf.cast(weight, g.dtype) for g in grads]
-        super().apply(grads, trainable_variables)  # type: ignore[misc]
-
-    # The averages of weights (use_ema) are the servers'.
+class AveragesElsewhere:
+    """Leaves the averages of weights (use_ema) to the servers."""
 
     def _update_model_variables_moving_average(self, trainable_variables: Any) -> None:
         pass
@@ -52,24 +37,13 @@ class WeighsSteps(KeepsWeights):
     def _overwrite_model_variables_with_average_value(self, trainable_variables: Any) -> None:
         pass
 
-    def _hvdtrain_take_mean(self, grads: Any) -> tuple[tf.Tensor | None, Any]:
-        """Returns how much the gradients that are applied now count, and their mean."""
-        weight = self._hvdtrain_take_weight()
-        if self._hvdtrain_waiting is not None and weight is not None:
-            grads = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in grads]
-        return weight, grads
 
-
-class WorkerLossWeights(LossWeights):
-    """Leaves a worker's gradients as they are, and says beside them what they count for.
-
-    ``gathers`` says whether servers put gradients of several workers together.
-    """
+class WorkerLossWeights(OwnLossWeights):
+    """Of a worker; ``gathers`` says whether servers put gradients of several workers together."""
 
     def __init__(self, reducer: GradientReducer, *, gathers: bool) -> None:
         super().__init__(reducer)
         self._gathers = gathers
-        self._counts = tf.constant(0.0, tf.float64)
 
     def weight(
         self,
@@ -84,15 +58,7 @@ class WorkerLossWeights(LossWeights):
                 "a step of several workers' gradients. Use reduction='sum_over_batch_size', "
                 "--mode async-ps without --staleness-bound 0, or --mode allreduce."
             )
-        counts = contribution(kind, rows, sample_weight)
-        self._counts = tf.cast(counts, tf.float64)
-        if joint_rows is not None:
-            # Where gradients are accumulated, each step is to count as much as the others.
-            self._counts /= tf.maximum(tf.cast(joint_rows, tf.float64), 1.0)
-        return tf.where(counts > 0, 1.0, 0.0)
-
-    def weighting(self, kind: str, weight: tf.Tensor, factor: tf.Tensor | None) -> Weighting:
-        return Weighting(factor=factor, weight=self._counts)
+        return super().weight(kind, rows, joint_rows, sample_weight)
 
 
 class WorkerExchange:
@@ -118,8 +84,7 @@ class WorkerExchange:
     def attach(self, optimizer: Any) -> None:
         """Let ``optimizer`` exchange with the servers; it is saved, and loaded, as it was."""
         for leaf in plain_optimizers(optimizer):
-            mix_in(leaf, self.mixin, self)
-            keep_weights(leaf, "float64")
+            weigh_steps(leaf, self.mixin, self)
 
     @contextmanager
     def using(self, client: Client) -> Iterator[None]:

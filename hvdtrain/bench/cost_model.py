@@ -1,0 +1,202 @@
+"""How long a training step takes on a cluster, from what its parts cost; pure.
+
+A step computes for a set time, in whose last part gradients come one after the other. They are
+combined in buckets, each as soon as it is complete and the one before it is done. An allreduce
+takes what its slowest resource takes: the links, ``2 (h - 1) / h`` times its bytes out of each of h
+hosts (Patarasuk and Yuan 2009); the memory of a host, in which its ranks add up first; or a rank's
+core, which each message between hosts costs some microseconds, and its bytes as well. Chunks,
+segments and buckets are those that ``collectives`` would choose.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal, NamedTuple
+
+from hvdtrain.collectives.link_speed import Link, choose_bucket_bytes, choose_segment_bytes
+from hvdtrain.config import Settings
+
+__all__ = [
+    "Allreduce",
+    "Cluster",
+    "Costs",
+    "Step",
+    "StepTime",
+    "failure_overhead",
+    "predict_allreduce",
+    "predict_step",
+]
+
+Limit = Literal["computing", "the link", "memory", "a core", "calls"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What the parts of an allreduce cost on machines of one kind.
+
+    ``benchmarks/scaling.py`` measures them; these are of two cores of an Intel Xeon.
+
+    Attributes:
+        call_s: Of one by itself, on a host.
+        message_s: What a message between hosts takes of the core of the rank that sends it; the
+            one that it gets for it included.
+        core_bytes_per_s: How much a core sends while it receives as much, and adds it up.
+        host_bytes_per_s: Of each rank's gradients, that the ranks of a host add up and spread.
+    """
+
+    call_s: float = 500e-6
+    message_s: float = 20e-6
+    core_bytes_per_s: float = 5e8
+    host_bytes_per_s: float = 3.5e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Where a training runs.
+
+    Attributes:
+        hosts: How many.
+        ranks_per_host: How many on each.
+        link: What a host sends while it receives as much.
+        ranks_per_core: How many ranks share a core; 1 where each has one of its own.
+        chunk_bytes: How much goes through shared memory at a time; the setting.
+    """
+
+    hosts: int
+    ranks_per_host: int
+    link: Link
+    ranks_per_core: float = 1.0
+    chunk_bytes: int = Settings().chunk_bytes
+
+    @property
+    def ranks(self) -> int:
+        """How many in all."""
+        return self.hosts * self.ranks_per_host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What each rank does in a step.
+
+    Attributes:
+        compute_s: How long it computes.
+        gradient_bytes: How much it sends for combining.
+        backward: In which last part of that time gradients come; two of three, as the backward pass
+            has two products of matrices for each of the forward pass.
+        spread: The standard deviation of that time, as a share of it; all wait for the slowest.
+    """
+
+    compute_s: float
+    gradient_bytes: int
+    backward: float = 2 / 3
+    spread: float = 0.0
+
+
+class Allreduce(NamedTuple):
+    """One allreduce: its seconds, and what it takes them for."""
+
+    seconds: float
+    limit: Limit
+
+
+class StepTime(NamedTuple):
+    """One step.
+
+    Attributes:
+        seconds: All of it.
+        waiting_s: Of these, for the slowest rank.
+        combining_s: Of these, for gradients after computing is over.
+        limit: What takes longest: computing, or that which the last allreduce takes its time for.
+    """
+
+    seconds: float
+    waiting_s: float
+    combining_s: float
+    limit: Limit
+
+
+def predict_allreduce(costs: Costs, cluster: Cluster, nbytes: int) -> Allreduce:
+    """How long ranks take to combine arrays of ``nbytes`` in all on each."""
+    if cluster.ranks == 1:
+        return Allreduce(0.0, "calls")
+    hosts, inside = cluster.hosts, cluster.ranks_per_host
+    parts: dict[Limit, float] = {
+        "memory": nbytes / costs.host_bytes_per_s if inside > 1 else 0.0,
+        "calls": costs.call_s,
+    }
+    base_s = costs.call_s
+    if hosts > 1:
+        # Calls are agreed on, parts are sent to who adds them up, and sums come back.
+        base_s += 3 * cluster.link.latency_s
+        parts["calls"] = base_s
+        leaves = 2 * (hosts - 1) / hosts * nbytes
+        parts["the link"] = leaves / cluster.link.bytes_per_s
+        core_s = _messages(cluster, nbytes) * costs.message_s
+        core_s += leaves / inside / costs.core_bytes_per_s
+        parts["a core"] = core_s * cluster.ranks_per_core
+    busy_s = max(seconds for limit, seconds in parts.items() if limit != "calls")
+    longest = max(parts, key=lambda limit: parts[limit])
+    return Allreduce(base_s + busy_s, longest)
+
+
+def predict_step(costs: Costs, cluster: Cluster, step: Step) -> StepTime:
+    """How long a step takes whose gradients are combined while others are computed."""
+    waiting_s = step.compute_s * step.spread * _most_deviations(cluster.ranks)
+    compute_s = step.compute_s + waiting_s
+    limit: Limit = "computing"
+    done_s = compute_s * (1 - step.backward)
+    buckets = _buckets(cluster, step.gradient_bytes) if cluster.ranks > 1 else 0
+    for number in range(buckets):
+        come_s = compute_s * (1 - step.backward * (1 - (number + 1) / buckets))
+        combining = predict_allreduce(costs, cluster, math.ceil(step.gradient_bytes / buckets))
+        done_s, limit = max(done_s, come_s) + combining.seconds, combining.limit
+    seconds = max(done_s, compute_s)
+    combining_s = seconds - compute_s
+    return StepTime(
+        seconds, waiting_s, combining_s, limit if combining_s > compute_s / 10 else "computing"
+    )
+
+
+def failure_overhead(
+    *, mean_s: float, checkpoint_s: float, restart_s: float
+) -> tuple[float, float]:
+    """What failures cost with checkpoints as seldom as is best, and how far these are apart.
+
+    Source: Young 1974, "A first order approximation to the optimum checkpoint interval":
+    ``sqrt(2 c m)`` for checkpoints that take c and failures that are m apart.
+
+    Args:
+        mean_s: From one failure of the job to the next, in the mean.
+        checkpoint_s: For which one keeps training waiting.
+        restart_s: From a failure to the step after the checkpoint that training goes on from.
+
+    Returns:
+        The share of time that is lost, and the seconds between two checkpoints.
+    """
+    interval_s = math.sqrt(2 * checkpoint_s * mean_s)
+    lost = checkpoint_s / interval_s if interval_s else 0.0
+    return lost + (interval_s / 2 + restart_s) / mean_s, interval_s
+
+
+def _messages(cluster: Cluster, nbytes: int) -> int:
+    """How many a rank sends in one allreduce."""
+    share = min(nbytes, cluster.chunk_bytes) / cluster.ranks_per_host / cluster.hosts
+    segments = math.ceil(share / choose_segment_bytes(cluster.link.bytes_per_s))
+    return math.ceil(nbytes / cluster.chunk_bytes) * 2 * (cluster.hosts - 1) * segments
+
+
+def _buckets(cluster: Cluster, nbytes: int) -> int:
+    if cluster.hosts == 1:
+        return 1
+    return max(1, round(nbytes / choose_bucket_bytes(cluster.link)))
+
+
+def _most_deviations(ranks: int) -> float:
+    """By how many standard deviations the largest of so many normal values lies above the mean.
+
+    Source: Blom 1958, "Statistical estimates and transformed beta-variables", approximation of the
+    expected value of the largest of n.
+    """
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0

@@ -1,0 +1,105 @@
+"""Updates that a rank makes by itself, of its own samples, and what its steps count for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.keras.loss_weights import LossWeights, contribution
+from hvdtrain.keras.optimizer_patch import KeepsWeights, Weighting, keep_weights, mix_in
+
+__all__ = ["OwnLossWeights", "UpdatesAlone", "WeighsSteps", "weigh_steps"]
+
+
+class OwnLossWeights(LossWeights):
+    """Leaves a rank's gradients as they are, and says beside them what they count for."""
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        super().__init__(reducer)
+        self.contribution = tf.constant(0.0, tf.float64)
+        """What the step in work counts for beside those of other ranks, as ``contribution``."""
+        self._of_joint = self.contribution
+
+    def weight(
+        self,
+        kind: str,
+        rows: tf.Tensor,
+        joint_rows: tf.Tensor | None = None,
+        sample_weight: Any = None,
+    ) -> tf.Tensor:
+        counts = contribution(kind, rows, sample_weight)
+        self.contribution = self._of_joint = tf.cast(counts, tf.float64)
+        if joint_rows is not None:
+            # Where gradients are accumulated, each step is to count as much as the others.
+            self._of_joint /= tf.maximum(tf.cast(joint_rows, tf.float64), 1.0)
+        return tf.where(counts > 0, 1.0, 0.0)
+
+    def weighting(self, kind: str, weight: tf.Tensor, factor: tf.Tensor | None) -> Weighting:
+        return Weighting(factor=factor, weight=self._of_joint)
+
+
+class WeighsSteps(KeepsWeights):
+    """Lets each of the steps whose gradients are accumulated count as much as its samples."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        weight = self._hvdtrain_weighting.weight
+        if self._hvdtrain_waiting is not None and weight is not None:
+            # Batches of one step needn't be equal.
+            grads = [g if g is None else g * tf.cast(weight, g.dtype) for g in grads]
+        super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def _hvdtrain_take_mean(self, grads: Any) -> tuple[tf.Tensor | None, Any]:
+        """Returns how much the gradients that are applied now count, and their mean."""
+        weight = self._hvdtrain_take_weight()
+        if self._hvdtrain_waiting is not None and weight is not None:
+            grads = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in grads]
+        return weight, grads
+
+
+class UpdatesAlone(WeighsSteps):
+    """Mixed into the class of a plain optimizer; saved as the plain class.
+
+    A step in which this rank has no samples, as others may have some, changes no weight.
+    """
+
+    _hvdtrain_counts: tf.Tensor | None = None
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        weight, grads = self._hvdtrain_take_mean(grads)
+        object.__setattr__(self, "_hvdtrain_counts", weight)
+        return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        decay = super()._apply_weight_decay  # type: ignore[misc]
+        self._hvdtrain_if_any(lambda: decay(variables))
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        whole = super()._backend_update_step  # type: ignore[misc]
+
+        def update() -> None:
+            whole(grads, trainable_variables, learning_rate)
+            self._hvdtrain_after_update()
+
+        self._hvdtrain_if_any(update)
+
+    def _hvdtrain_after_update(self) -> None:
+        """Called after each update, as part of it."""
+
+    def _hvdtrain_if_any(self, act: Callable[[], None]) -> None:
+        """Act unless this rank has no samples in the step."""
+        counts = self._hvdtrain_counts
+        if counts is None:
+            act()
+        else:
+            tf.cond(counts > 0, act, lambda: None)
+
+
+def weigh_steps(optimizer: Any, mixin: type[WeighsSteps], way: Any) -> None:
+    """Let a plain optimizer update by itself, as ``mixin`` says; ``way`` as in ``mix_in``."""
+    mix_in(optimizer, mixin, way)
+    keep_weights(optimizer, "float64")

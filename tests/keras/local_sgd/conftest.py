@@ -1,0 +1,25 @@
+"""Jobs of other modes than the one that they were started in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hvdtrain import world as job
+
+
+@pytest.fixture
+def local_sgd(world: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Turns the job that the test runs in into one of local SGD, with these settings."""
+
+    def turn(sync_every: int, **settings: Any) -> Any:
+        given = {"mode": "local-sgd", "sync_every": sync_every, **settings}
+        changed = dataclasses.replace(job.settings(), **given)
+        changed.check()
+        monkeypatch.setattr(job, "_world", dataclasses.replace(job._world, settings=changed))
+        return world
+
+    return turn

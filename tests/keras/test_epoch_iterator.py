@@ -1,0 +1,88 @@
+"""Which samples are done again when ranks are lost; in one process, without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain.keras.data.data_position import Position
+from hvdtrain.keras.data.partition import JointSteps
+from hvdtrain.keras.data.sharded_input import Pass
+from hvdtrain.keras.epoch_iterator import EpochIterator
+from hvdtrain.keras.membership import Change
+
+UNITS, EACH = 24, 2
+
+
+class Ranks:
+    """Three of them at first."""
+
+    elastic = True
+    rank = 0
+
+    def __init__(self) -> None:
+        self.members: tuple[int, ...] = (0, 1, 2)
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+
+class Share:
+    """What the first of the ranks has of some samples."""
+
+    steps = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.begun: list[Position] = []
+
+    def reshard(self, *, rank: int, size: int) -> Share:
+        self.size = size
+        return self
+
+    def begin(self, position: Position, *, repeatable: bool) -> Pass:
+        self.begun.append(position)
+        joint = JointSteps(units=position.left_of(UNITS), each=EACH, size=self.size)
+        return Pass(steps=joint.steps, position=position, joint=joint, presharded=False, make=list)
+
+
+def iterator(ranks: Any, share: Any) -> tuple[EpochIterator, Any]:
+    epochs = EpochIterator(
+        share, ranks, steps_per_epoch=None, steps_per_execution=1, accumulates=True
+    )
+    return epochs, epochs.steps(type("Keras", (), {})())
+
+
+def lose(epochs: EpochIterator, ranks: Ranks, member: int) -> None:
+    before = ranks.members
+    ranks.members = tuple(m for m in before if m != member)
+    epochs.share_out_anew(Change(before, ranks.members))
+
+
+def test_what_waited_with_a_rank_is_done_again_once():
+    """Also where another is lost after that."""
+    ranks, share = Ranks(), Share(3)
+    epochs, steps = iterator(ranks, share)
+    next(steps)
+    epochs.note_contributions([None])
+    next(steps)
+    epochs.note_contributions([None])
+    lose(epochs, ranks, 2)
+    # Two steps of six samples are done, but for what the third rank took.
+    assert share.begun[-1] == Position(epoch=0, start=12, missed=(4, 5, 10, 11))
+    next(steps)
+    epochs.note_contributions([{0, 1}])
+    lose(epochs, ranks, 1)
+    assert share.begun[-1] == Position(epoch=0, start=12)
+
+
+def test_what_was_applied_between_two_steps_waits_no_more():
+    ranks, share = Ranks(), Share(3)
+    epochs, steps = iterator(ranks, share)
+    next(steps)
+    epochs.note_contributions([None])
+    epochs.note_joined({0, 1, 2})
+    next(steps)
+    epochs.note_contributions([None])
+    lose(epochs, ranks, 2)
+    assert share.begun[-1] == Position(epoch=0, start=12, missed=(10, 11))
