@@ -14,7 +14,6 @@ import numpy as np
 
 from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.checkpoint.background_writer import BackgroundWriter
-from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, Preempted
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
@@ -23,7 +22,7 @@ from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
 from hvdtrain.keras.saving.model_export import export_model
 from hvdtrain.keras.saving.preemption_signals import PreemptionSignals
-from hvdtrain.keras.saving.resume import find, move, restore
+from hvdtrain.keras.saving.resume import move, restore
 from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_snapshot import take_snapshot
 from hvdtrain.keras.saving.training_state import TrainingState
@@ -31,51 +30,12 @@ from hvdtrain.keras.saving.worker_position import WorkerPosition
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import set_initial_epoch
 
-__all__ = ["CheckpointSession", "begin_session", "open_store"]
+__all__ = ["CheckpointSession"]
 
 logger = logging.getLogger(__package__)
 
 # Where fit ended by an error: the job is about to be ended, too.
 CLOSE_TIMEOUT_S = 4.0
-
-
-def begin_session(
-    options: CheckpointOptions,
-    model: keras.Model,
-    collectives: Collectives,
-    membership: Membership,
-    callbacks: Sequence[Any],
-    samples: keras.Variable,
-    *,
-    averaging: WeightAveraging | None,
-    join: Callable[[], None],
-) -> CheckpointSession:
-    """The checkpoints of a ``fit`` in which all ranks make each step together; collective.
-
-    With ``averaging`` each rank has weights of its own in between, and its optimizer; ``join`` lets
-    all have the same weights.
-
-    Raises:
-        CheckpointError: All checkpoints are damaged, or the newest is of another model.
-    """
-    state = TrainingState(
-        model,
-        collectives,
-        samples,
-        callbacks,
-        own_optimizers=averaging is not None,
-        outer=() if averaging is None else averaging.velocities,
-    )
-    membership.renew()
-    # Another rank than the chief uses its own only if it becomes the chief.
-    store = open_store(options)
-    found = find(store if membership.rank == 0 else None, state, collectives)
-    return CheckpointSession(options, state, membership, store, found, averaging, join)
-
-
-def open_store(options: CheckpointOptions) -> Store:
-    """The directory that a user wants checkpoints in."""
-    return Store(options.directory, keep=options.keep, notice=logger.warning)
 
 
 class CheckpointSession:
