@@ -70,8 +70,8 @@ def _train(options: CheckpointOptions, folder: Path) -> _Watch:
 
 def _show(report: BenchReport, watch: _Watch, size_bytes: int) -> None:
     assert watch.session is not None
-    paused_s = watch.session.saver.paused_s[:-1]
-    written_s = watch.session.saver.writer.written_s[: len(paused_s)]
+    paused_s = watch.session.paused_s[:-1]
+    written_s = watch.session.writer.written_s[: len(paused_s)]
     step_s = statistics.median(b - a for a, b in itertools.pairwise(watch.ends_s))
     rows = [
         [str(number), format_seconds(paused), format_seconds(written), f"{paused / written:.1%}"]

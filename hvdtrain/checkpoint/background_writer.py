@@ -42,11 +42,10 @@ class BackgroundWriter:
         )
         self._thread.start()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is being written; whether that is so within the time."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is being written, or the time is over."""
         if self._thread is not None:
             self._thread.join(timeout_s)
-        return not self.busy
 
     def take_error(self) -> CheckpointError | None:
         """Why the latest snapshot could not be written, once; None if it could."""

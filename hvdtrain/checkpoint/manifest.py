@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import json
@@ -10,7 +9,6 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ __all__ = [
     "Manifest",
     "check_contents",
     "check_sizes",
+    "encode_manifest",
     "file_facts",
     "read_manifest",
     "read_regular",
@@ -45,30 +44,21 @@ _MANIFEST_BYTES = 64 * 1024
 _PIECE_BYTES = 16 * 1024 * 1024
 
 
+# The size of a file in bytes, and the SHA-256 of its content in hexadecimal digits.
+FileFacts = tuple[int, str]
+# Those of each file of a checkpoint, by its name.
+Manifest = Mapping[str, FileFacts]
+
+
 class DamagedError(Exception):
     """A checkpoint isn't what was written; the text says how."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileFacts:
-    """The size of a file and the SHA-256 of its content, in hexadecimal digits."""
-
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """The content of manifest.json."""
-
-    step: int
-    files: Mapping[str, FileFacts]
-
-    def encode(self) -> bytes:
-        """The text of the file."""
-        files = {name: dataclasses.asdict(facts) for name, facts in self.files.items()}
-        content = {"format": _FORMAT, "step": self.step, "files": files}
-        return json.dumps(content, indent=1).encode("ascii") + b"\n"
+def encode_manifest(step: int, manifest: Manifest) -> bytes:
+    """The text of manifest.json."""
+    files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in manifest.items()}
+    content = {"format": _FORMAT, "step": step, "files": files}
+    return json.dumps(content, indent=1).encode("ascii") + b"\n"
 
 
 def file_facts(path: Path) -> FileFacts:
@@ -86,7 +76,7 @@ def file_facts(path: Path) -> FileFacts:
         while count := file.readinto(piece):
             digest.update(piece[:count])
             total += count
-    return FileFacts(bytes=total, sha256=digest.hexdigest())
+    return total, digest.hexdigest()
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
@@ -115,7 +105,7 @@ def read_manifest(folder: Path, step: int) -> Manifest:
     files = content.get("files")
     if not isinstance(files, dict) or set(files) != set(FILES):
         raise DamagedError(f"{MANIFEST} doesn't name the files {', '.join(FILES)}")
-    return Manifest(step=step, files={name: _facts(name, files[name]) for name in FILES})
+    return {name: _facts(name, files[name]) for name in FILES}
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
@@ -132,10 +122,9 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             raise DamagedError(f"{name} is missing") from None
         if not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"{name} is no regular file")
-        if status.st_size != manifest.files[name].bytes:
-            raise DamagedError(
-                f"{name} has {status.st_size} bytes, its manifest says {manifest.files[name].bytes}"
-            )
+        size, _ = manifest[name]
+        if status.st_size != size:
+            raise DamagedError(f"{name} has {status.st_size} bytes, its manifest says {size}")
 
 
 def check_contents(folder: Path, manifest: Manifest) -> None:
@@ -147,7 +136,7 @@ def check_contents(folder: Path, manifest: Manifest) -> None:
     """
     check_sizes(folder, manifest)
     for name in FILES:
-        if file_facts(folder / name) != manifest.files[name]:
+        if file_facts(folder / name) != manifest[name]:
             raise DamagedError(f"{name} has another checksum than its manifest says")
 
 
@@ -183,5 +172,5 @@ def _facts(name: str, content: Any) -> FileFacts:
         digest: Any = content.get("sha256")
         is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
         if is_size and isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest):
-            return FileFacts(bytes=size, sha256=digest)
+            return size, digest
     raise DamagedError(f"{MANIFEST} has no size and checksum of {name}")

@@ -34,9 +34,9 @@ from hvdtrain.checkpoint.manifest import (
     RANKS,
     STATE,
     DamagedError,
-    Manifest,
     check_contents,
     check_sizes,
+    encode_manifest,
     file_facts,
     read_manifest,
     read_regular,
@@ -157,9 +157,10 @@ class Store:
         try:
             for found in find_complete(self._directory):
                 try:
-                    steps.add(read_manifest(found.path, found.step).step)
+                    read_manifest(found.path, found.step)
                 except (DamagedError, FileNotFoundError):
                     continue
+                steps.add(found.step)
         except OSError as error:
             self._refuse(error)
         return sorted(steps)
@@ -196,16 +197,13 @@ class Store:
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             if publishing:
-                with contextlib.suppress(OSError):  # the next writer or reader copes
-                    self._withdraw(final, step)
+                # Undo what is published in part; if that fails, the next writer or reader copes.
+                with contextlib.suppress(OSError):
+                    if final.is_dir() and not os.path.lexists(final / MANIFEST):
+                        remove_folder(final, step)
+                    settle(self._directory, step)
             raise
         return final
-
-    def _withdraw(self, final: Path, step: int) -> None:
-        """Undo what has been published in part."""
-        if final.is_dir() and not os.path.lexists(final / MANIFEST):
-            remove_folder(final, step)
-        settle(self._directory, step)
 
     def _write_draft(self, draft: Path, snapshot: Snapshot, state: bytes) -> None:
         """Write all that needs space, so that publishing can't fail for want of it."""
@@ -217,8 +215,8 @@ class Store:
             (draft / name).chmod(mode)  # the library makes files that only their owner can read
             sync(draft / name)
         # Checksums of what the files say now, not of the memory: the library wrote them.
-        facts = {name: file_facts(draft / name) for name in FILES}
-        write_file(draft / _UNPUBLISHED, Manifest(step=snapshot.step, files=facts).encode())
+        manifest = {name: file_facts(draft / name) for name in FILES}
+        write_file(draft / _UNPUBLISHED, encode_manifest(snapshot.step, manifest))
         sync(draft)
 
     def _prune(self, step: int) -> None:
@@ -297,9 +295,10 @@ def _load(found: CheckpointFolder) -> Snapshot:
     try:
         manifest = read_manifest(folder, found.step)
         check_contents(folder, manifest)
+        size, _ = manifest[STATE]
         name = STATE
         try:
-            state = decode_state(read_regular(folder / STATE, manifest.files[STATE].bytes))
+            state = decode_state(read_regular(folder / STATE, size))
             name = MODEL
             model = read_tensors(folder / MODEL)
             name = RANKS

@@ -43,6 +43,23 @@ class EpochPlace:
     passes: int
     ranks: int
 
+    @classmethod
+    def from_json(cls, value: Any) -> EpochPlace:
+        """The place of which ``dataclasses.asdict`` made this.
+
+        Raises:
+            DataError: Its position in the data is not valid.
+            KeyError: Something else is missing.
+        """
+        position = value["position"]
+        return cls(
+            position=None if position is None else Position.from_json(position),
+            epoch_step=int(value["epoch_step"]),
+            epochs=int(value["epochs"]),
+            passes=int(value["passes"]),
+            ranks=int(value["ranks"]),
+        )
+
 
 class _Taken(NamedTuple):
     """What the members took in one step, in the order of their ranks: places in the pass's order.

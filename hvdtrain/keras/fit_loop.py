@@ -26,8 +26,9 @@ from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import average_statistics, broadcast_model, check_alike
 from hvdtrain.keras.optimizer_patch import accumulates, is_distributed
 from hvdtrain.keras.predictions import join_predictions, noting_rows
+from hvdtrain.keras.saving.begin_session import begin_session
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
-from hvdtrain.keras.saving.checkpoint_session import CheckpointSession, begin_session
+from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 from hvdtrain.keras.step_results import join_logs, joint_metrics, results_of_metrics
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import (
@@ -142,7 +143,6 @@ class FitLoop:
                     self._membership,
                     listed,
                     self._steps.samples,
-                    presharded=self._inputs.presharded,
                     averaging=self._averaging,
                     join=self.join_weights,
                 )

@@ -12,22 +12,25 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.checkpoint import Snapshot, Store
+from hvdtrain.checkpoint.background_writer import BackgroundWriter
 from hvdtrain.errors import CheckpointError, Preempted
 from hvdtrain.keras.epoch_iterator import EpochIterator
-from hvdtrain.keras.local_sgd.local_peers import LocalPeers
 from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
-from hvdtrain.keras.saving.checkpoint_saver import CheckpointSaver, open_store
 from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
-from hvdtrain.keras.saving.peers import Peers
+from hvdtrain.keras.saving.model_export import export_model
 from hvdtrain.keras.saving.preemption_signals import PreemptionSignals
-from hvdtrain.keras.saving.resume import Resume, find
+from hvdtrain.keras.saving.resume import move, restore
+from hvdtrain.keras.saving.training_progress import TrainingProgress
+from hvdtrain.keras.saving.training_snapshot import take_snapshot
 from hvdtrain.keras.saving.training_state import TrainingState
+from hvdtrain.keras.saving.worker_position import WorkerPosition
+from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import set_initial_epoch
 
-__all__ = ["CheckpointSession", "begin_session"]
+__all__ = ["CheckpointSession"]
 
 logger = logging.getLogger(__package__)
 
@@ -35,62 +38,52 @@ logger = logging.getLogger(__package__)
 CLOSE_TIMEOUT_S = 4.0
 
 
-def begin_session(
-    options: CheckpointOptions,
-    model: keras.Model,
-    collectives: Collectives,
-    membership: Membership,
-    callbacks: Sequence[Any],
-    samples: keras.Variable,
-    *,
-    presharded: bool,
-    averaging: WeightAveraging | None,
-    join: Callable[[], None],
-) -> CheckpointSession:
-    """The checkpoints of a ``fit`` in which all ranks make each step together; collective.
-
-    With ``averaging`` each rank has weights of its own in between, and its optimizer; ``join`` lets
-    all have the same weights.
-
-    Raises:
-        CheckpointError: All checkpoints are damaged, or the newest is of another model.
-    """
-    state = TrainingState(
-        model,
-        collectives,
-        samples,
-        callbacks,
-        own_optimizers=averaging is not None,
-        outer=() if averaging is None else averaging.velocities,
-    )
-    membership.renew()
-    # Another rank than the chief uses its own only if it becomes the chief.
-    store = open_store(options)
-    found = find(store if membership.rank == 0 else None, state, collectives)
-    peers = Peers() if averaging is None else LocalPeers(averaging, join)
-    saver = CheckpointSaver(options, state, membership, peers, store, presharded=presharded)
-    return CheckpointSession(saver, None if found is None else Resume(*found, state))
-
-
 class CheckpointSession:
-    """Owns all that the checkpoints of one ``fit`` need; every rank has one."""
+    """Owns all that the checkpoints of one ``fit`` need; every rank has one.
+
+    Args:
+        state: The state of what is trained; its collectives are between those who decide together.
+        store: Where checkpoints go; used on the chief alone.
+        found: What training goes on from: how far it had come and, on the chief, all that was
+            saved. None where it begins anew.
+        averaging: Knows whether all ranks have the same weights, where that is not always so. A
+            checkpoint waits for it, so that it changes nothing, if it can wait.
+        join: Lets all have the same weights now, between two steps; collective.
+    """
 
     _epochs: EpochIterator
     """Where ``fit`` stands in its data; given as ``running`` begins."""
+    _seed: int
+    """The seed of the data's orders; likewise."""
 
-    def __init__(self, saver: CheckpointSaver, resume: Resume | None) -> None:
-        self.saver = saver
-        self._options = saver.options
-        self._state = saver.state
-        self._membership = saver.membership
-        self._peers = saver.peers
-        self._schedule = saver.schedule
-        self._writer = saver.writer
-        self._resume = resume
+    def __init__(
+        self,
+        options: CheckpointOptions,
+        state: TrainingState,
+        membership: Membership,
+        store: Store,
+        found: tuple[TrainingProgress, Snapshot | None] | None,
+        averaging: WeightAveraging | None = None,
+        join: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._options = options
+        self._state = state
+        self._membership = membership
+        # Until the first epoch has begun, or the training is over.
+        self._saved = found[0] if found else None
+        self._snapshot = found[1] if found else None
+        self._averaging = averaging
+        self._join = join
+        self._schedule = CheckpointSchedule(options.every_steps, options.every_s)
+        self.writer = BackgroundWriter(store, report.saved)
+        self.paused_s: list[float] = []
+        """For how long each checkpoint kept training from going on; on the chief."""
+        self._complained_after: int | None = None  # so many checkpoints that were written
         self._signals = PreemptionSignals()
         self._preempted = False
-        self._epoch = 0
+        self._epoch = 0  # the one in work, or the next
         self._epoch_step = 0  # steps of it that are done
+        self._logs: Mapping[str, Any] | None = None  # of the epoch that has just ended, if one has
         self._step_before = 0
         self._waits = False  # one is due, and is taken when the model is the same on all ranks
         # What this rank had of its own before the validation in work, steps done, and when to meet.
@@ -100,7 +93,7 @@ class CheckpointSession:
 
     def seed(self, fresh: int) -> int:
         """The seed of the data's orders: that of the checkpoint, else ``fresh``."""
-        return fresh if self._resume is None else self._resume.progress.seed
+        return fresh if self._saved is None else self._saved.seed
 
     @contextmanager
     def running(self, epochs: EpochIterator, seed: int) -> Iterator[None]:
@@ -113,35 +106,28 @@ class CheckpointSession:
         Raises:
             CheckpointError: The checkpoint belongs to another kind of data.
         """
-        if self._resume is not None:
-            self._resume.move(epochs)
-        self._epochs = self.saver.epochs = epochs
-        self.saver.seed = seed
+        if self._saved is not None:
+            move(epochs, self._saved, self._warn)
+        self._epochs, self._seed = epochs, seed
         self._step_before = epochs.step
         self._schedule.begin(epochs.step, time.monotonic())
-        self._peers.open(epochs)
         self._signals.catch()
         try:
             with self._membership.followed_by([self._take_over]):
                 yield
         finally:
             set_initial_epoch(self._state.model, None)
-            self._writer.wait(CLOSE_TIMEOUT_S)
+            self.writer.wait(CLOSE_TIMEOUT_S)
             self._signals.release(handled=self._preempted)
 
-    def _take_over(self, change: Change) -> None:
-        """Write from now on, if the chief is lost and this rank comes after it."""
-        if self._membership.is_chief and change.of_chief:
-            # Whether the newest one has come to the disk is not known here.
-            self._schedule.begin(self._epochs.step, time.monotonic(), overdue=True)
-            self._say(f"checkpoints are written to {self._options.directory} by another rank now")
-
     def on_train_begin(self) -> None:
-        """Resume if there is something to resume from."""
-        if self._resume is None:
+        """Set the first epoch, if there is something to resume; between two epochs resume it."""
+        saved = self._saved
+        if saved is None:
             return
-        self._resume.on_train_begin()
-        saved = self._resume.progress
+        set_initial_epoch(self._state.model, saved.epoch)
+        if not saved.within_epoch:
+            self._restore(saved)
         place = saved.place
         ranks = f"; {place.ranks} ranks saved it" if place.ranks != self._membership.size else ""
         self._say(
@@ -151,27 +137,27 @@ class CheckpointSession:
         )
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Note the epoch; the first time, finish resuming."""
-        self._epoch, self._epoch_step = epoch, 0
+        """Note the epoch; the first time, finish resuming.
+
+        Within an epoch that is now, after all that Keras and callbacks begin with.
+        """
+        self._epoch, self._epoch_step, self._logs = epoch, 0, None
         self._before_validation = None
-        if self._resume is not None:
-            self._resume.on_epoch_begin()
-            self._epoch_step = self._resume.progress.place.epoch_step
-            self._resume = None
-        self._peers.begin_epoch(epoch)
+        if self._saved is not None:
+            if self._saved.within_epoch:
+                self._restore(self._saved)
+            self._epoch_step = self._saved.place.epoch_step
+            self._end_resuming(self._saved)
 
     def on_batch_end(self, batch: int) -> None:
         """Take a checkpoint if one is due, or if a signal has come to some rank."""
         self._epoch_step = batch + 1
-        if not self._peers.ready:
-            return
         step, before = self._epochs.step, self._step_before
         self._step_before = step
         if self._membership.too_few is not None:
-            self.saver.save_for_good(epoch=self._epoch, epoch_step=batch + 1)
-        elif self._schedule.meets(step, before) or (self._waits and self._peers.joined):
-            due = self._schedule.is_due(step, before)
-            self._take_if_asked(epoch=self._epoch, epoch_step=batch + 1, due=due)
+            self._save_for_good()
+        elif self._schedule.meets(step, before) or (self._waits and self._joined):
+            self._take_if_asked(due=self._schedule.is_due(step, before))
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any], *, last: bool) -> None:
         """Take a checkpoint at the end of the training, and of other epochs if one is due or waits.
@@ -180,16 +166,17 @@ class CheckpointSession:
         """
         stops = bool(self._state.model.stop_training)
         last = last or stops or self._membership.too_few is not None
+        self._epoch, self._epoch_step, self._logs = epoch + 1, 0, logs
         if last:
-            self._wait_for_peers(epoch=epoch + 1, logs=logs, stop=stops)
+            self._wait_for_others(stop=stops)
         if not (last or self._schedule.every_epoch or self._waits):
             return
         self._waits = False
         if last and self._membership.elastic:
-            self.saver.save_for_good(epoch=epoch + 1, epoch_step=0, logs=logs)
+            self._save_for_good()
         else:
-            self.saver.take(epoch=epoch + 1, epoch_step=0, logs=logs)
-        self.saver.export()
+            self._take()
+        self._export()
         if last and (number := self._meet()[0]):
             self._end(number)
 
@@ -214,7 +201,7 @@ class CheckpointSession:
             return
         self._validation_steps += 1
         step = self._validation_steps
-        word = np.array([self._peers.received(self._signals.received), 0])
+        word = np.array([self._signal(), 0])
         if not schedule.meets(step, step):
             return
         if self._state.collectives.rank == 0:
@@ -222,50 +209,41 @@ class CheckpointSession:
         number, ahead = self._state.collectives.allreduce(word, "max", name="whether to end")
         schedule.look_again(step + int(ahead))
         if number:
-            self.saver.take(epoch=self._epoch, epoch_step=self._epoch_step, earlier=before)
+            self._take(before)
             self._end(int(number))
-
-    def finish(self) -> None:
-        """Call before the others end: where this rank had no epoch to run, some may have."""
-        if self._resume is None:
-            return
-        epoch = self._resume.progress.epoch
-        self._resume.finish()
-        self._resume = None
-        if self._membership.is_chief and self._peers.were_behind(epoch):
-            self._wait_for_peers(epoch=epoch)
-            self.saver.take(epoch=epoch, epoch_step=0)
-            self.saver.export()
 
     def on_train_end(self) -> None:
         """Return when the last checkpoint is on disk, or can't be."""
-        if self._resume is not None:
-            self._resume.finish()
-        self._writer.wait()
+        if self._saved is not None:
+            self._end_resuming(self._saved)
+        self.writer.wait()
         self._meet()
 
-    def _wait_for_peers(
-        self, *, epoch: int, logs: Mapping[str, Any] | None = None, stop: bool = False
-    ) -> None:
-        """Go on taking checkpoints after this rank's last step, as long as others train."""
-        for _ in self._peers.until_all_have_ended(stop=stop):
-            self._take_if_asked(epoch=epoch, epoch_step=0, logs=logs)
+    def _end_resuming(self, saved: TrainingProgress) -> None:
+        """Give ``fit`` back what it has to return; Keras forgets that when training begins."""
+        report.resumed(saved.step)
+        history, logs = self._state.model.history, saved.history["logs"]
+        history.history = {name: list(values) for name, values in logs.items()}
+        history.epoch = list(saved.history["epoch"])
+        self._saved = self._snapshot = None
 
-    def _take_if_asked(
-        self,
-        *,
-        epoch: int,
-        epoch_step: int,
-        logs: Mapping[str, Any] | None = None,
-        due: bool = False,
-    ) -> None:
+    def _take_over(self, change: Change) -> None:
+        """Write from now on, if the chief is lost and this rank comes after it."""
+        if self._membership.is_chief and change.of_chief:
+            # Whether the newest one has come to the disk is not known here.
+            self._schedule.begin(self._epochs.step, time.monotonic(), overdue=True)
+            self._say(f"checkpoints are written to {self._options.directory} by another rank now")
+
+    # Meeting the other ranks.
+
+    def _take_if_asked(self, *, due: bool = False) -> None:
         """Meet the other ranks; take a checkpoint if one of them says so, and end after a signal.
 
-        The arguments are those of ``CheckpointSaver.take`` and ``_meet``.
+        ``due`` is as for ``_meet``.
         """
         number, take = self._meet(due=due)
         if number or take:
-            self.saver.take(epoch=epoch, epoch_step=epoch_step, logs=logs)
+            self._take()
         if number:
             self._end(number)
 
@@ -280,12 +258,12 @@ class CheckpointSession:
         """
         step = self._epochs.step
         word = np.zeros(4, np.int64)
-        word[0] = self._peers.received(self._signals.received)
+        word[0] = self._signal()
         error = None
         if self._membership.is_chief:
-            error = self._writer.take_error()
+            error = self.writer.take_error()
             now_s = time.monotonic()
-            word[1] = self._schedule.is_overdue(now_s, due=due) and not self._writer.busy
+            word[1] = self._schedule.is_overdue(now_s, due=due) and not self.writer.busy
             word[2] = self._schedule.steps_ahead(step, now_s)
             word[3] = error is not None and self._options.on_error == "raise"
         number, wanted, ahead, failed = self._state.collectives.allreduce(
@@ -299,8 +277,8 @@ class CheckpointSession:
             )
             raise CheckpointError(reason)
         if error is not None:
-            self.saver.complain(error)
-        take = bool(wanted) and self._peers.joined
+            self._complain(error)
+        take = bool(wanted) and self._joined
         self._waits = bool(wanted) and not take
         return int(number), take
 
@@ -308,20 +286,105 @@ class CheckpointSession:
         """Leave the program after a signal, once the checkpoint is on disk; collective."""
         name = signal.Signals(number).name
         if self._membership.is_chief:
-            self._writer.wait()
-            error = self._writer.take_error()
+            self.writer.wait()
+            error = self.writer.take_error()
             if error is None:
                 self._say(
                     f"{name} came; the checkpoint of step {self._epochs.step} is in "
                     f"{self._options.directory}. Start the program again to go on"
                 )
             else:
-                self._say(
-                    f"{name} came, and no checkpoint could be saved: {error}", logging.WARNING
-                )
+                self._warn(f"{name} came, and no checkpoint could be saved: {error}")
         self._state.collectives.barrier(name="checkpoint is saved")
         self._preempted = True
         raise Preempted(number)
+
+    @property
+    def _joined(self) -> bool:
+        """Whether the model is the same on all ranks now, so that it can be saved as it is."""
+        return self._averaging is None or self._averaging.joined
+
+    # Taking one.
+
+    def _take(self, earlier: Mapping[str, np.ndarray] | None = None) -> None:
+        """Copy everything and hand it to the writer; collective.
+
+        Args:
+            earlier: This rank's own values after the last step, if they have changed since.
+        """
+        start_s = time.monotonic()
+        with report.during("checkpoint"):
+            self._join()
+            ranks = self._state.gather_own(earlier)
+            while self._membership.renew():
+                ranks = self._state.gather_own(earlier)
+            if self._membership.is_chief:
+                # What it writes is copied over by what comes now.
+                self.writer.wait()
+                snapshot = take_snapshot(
+                    self._state,
+                    self._epochs,
+                    ranks,
+                    self._others(),
+                    epoch=self._epoch,
+                    epoch_step=self._epoch_step,
+                    logs=self._logs,
+                    seed=self._seed,
+                )
+                self.writer.start(snapshot)
+        if self._membership.is_chief:
+            now_s = time.monotonic()
+            self.paused_s.append(now_s - start_s)
+            self._schedule.note_taken(now_s)
+
+    def _save_for_good(self) -> None:
+        """Take a checkpoint and return when it is on disk, whichever rank it is that writes."""
+        while True:
+            self._take()
+            self.writer.wait()
+            self._state.collectives.barrier(name="checkpoint is saved")
+            if not self._membership.lose_chief():
+                return
+
+    def _export(self) -> None:
+        """Save the model in Keras' own format, on the chief and if so asked."""
+        path = self._options.export
+        if self._membership.is_chief and path is not None:
+            try:
+                export_model(self._state.model, path)
+            except OSError as error:
+                self._complain(f"The model can't be saved as {path}: {error.strerror or error}.")
+
+    def _complain(self, error: CheckpointError | str) -> None:
+        """Warn once until a checkpoint could be saved again: a full disk stays full for long."""
+        written = len(self.writer.written_s)
+        if self._complained_after != written:
+            self._complained_after = written
+            logger.warning("no checkpoint could be saved, training goes on: %s", error)
+
+    # What is different where each rank goes its own way.
+
+    def _restore(self, saved: TrainingProgress) -> None:
+        """Give the model and the callbacks what they had; collective."""
+        restore(saved, self._snapshot, self._state, self._warn)
+
+    def _signal(self) -> int:
+        """The signal that this rank acts on, or 0."""
+        return self._signals.received
+
+    def _others(self) -> Sequence[WorkerPosition]:
+        """On the chief where the others stand; called before it copies the model."""
+        return ()
+
+    def _wait_for_others(self, *, stop: bool) -> None:
+        """Take checkpoints after this rank's last step, as long as others train.
+
+        Args:
+            stop: Whether they are to end as well.
+        """
+
+    def _warn(self, text: str) -> None:
+        self._say(text, logging.WARNING)
 
     def _say(self, text: str, level: int = logging.INFO) -> None:
         if self._membership.is_chief:

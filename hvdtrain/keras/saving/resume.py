@@ -1,9 +1,8 @@
-"""Goes on with a training where its newest checkpoint was taken; all ranks together."""
+"""How a training goes on where its newest checkpoint was taken; all ranks together."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,9 @@ from hvdtrain.keras.model_parts import build_as, optimizers_of
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks, restore_callbacks
 from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
-from hvdtrain.monitor import report
-from hvdtrain.private_api.keras import set_initial_epoch
 from hvdtrain.tensorflow import random_seed
 
-__all__ = ["Resume", "broadcast_arrays", "find"]
-
-logger = logging.getLogger(__package__)
+__all__ = ["broadcast_arrays", "find", "move", "restore", "restore_kept"]
 
 _CHIEF_LOST = "The rank that reads the checkpoint was lost meanwhile. Start the job again."
 
@@ -64,92 +59,66 @@ def find(
     return progress, snapshot
 
 
-class Resume:
-    """One checkpoint on its way into a model.
+def move(epochs: EpochIterator, progress: TrainingProgress, warn: Callable[[str], None]) -> None:
+    """Let the data go on where the checkpoint was taken.
+
+    Raises:
+        CheckpointError: The checkpoint was taken within an epoch over another kind of data.
+    """
+    data = epochs.sharded
+    if progress.place.position is not None and progress.unit != data.unit:
+        raise CheckpointError(
+            f"The checkpoint was taken within a pass over {progress.unit}, and the data given "
+            f"now is shared out by {data.unit}. Resume with the same kind of input, or begin "
+            "anew in another directory."
+        )
+    seed = random_seed.current_seed()
+    if progress.within_epoch and data.follows_global_seed and progress.tensorflow_seed != seed:
+        warn(
+            f"the tf.data pipeline shuffles, and TensorFlow's global seed was "
+            f"{progress.tensorflow_seed} when this training began and is {seed} now: the rest "
+            "of this epoch has another order, so that some samples come twice and others not. "
+            "To go on exactly, call keras.utils.set_random_seed(1) at the start of the program"
+        )
+    epochs.resume(progress.place, epoch=progress.epoch, step=progress.step)
+
+
+def restore(
+    progress: TrainingProgress,
+    snapshot: Snapshot | None,
+    state: TrainingState,
+    warn: Callable[[str], None],
+) -> None:
+    """Give the model and the callbacks what they had; collective.
 
     Args:
         snapshot: All that was saved, on the chief; elsewhere None.
     """
+    ranks, collectives = progress.place.ranks, state.collectives
+    state.restore_shared(None if snapshot is None else snapshot.model)
+    for optimizer in optimizers_of(state.model):
+        follow_saved(optimizer, ranks, collectives.size)
+    kept = None if snapshot is None else kept_by_callbacks(snapshot.model)
+    restore_kept(progress, broadcast_arrays(kept, collectives), state, warn)
+    # Last: what came before draws random numbers here and there.
+    state.restore_own(None if snapshot is None else snapshot.ranks, ranks)
+    there = collectives.allreduce(np.array(snapshot is not None), "max", name="restored")
+    if not there:
+        raise RanksLostError(_CHIEF_LOST)
 
-    def __init__(
-        self, progress: TrainingProgress, snapshot: Snapshot | None, state: TrainingState
-    ) -> None:
-        self.progress = progress
-        self._snapshot = snapshot
-        self._state = state
 
-    def move(self, epochs: EpochIterator) -> None:
-        """Move on to where the checkpoint was taken.
-
-        Raises:
-            CheckpointError: The checkpoint was taken within an epoch over another kind of data.
-        """
-        progress, data = self.progress, epochs.sharded
-        if progress.place.position is not None and progress.unit != data.unit:
-            raise CheckpointError(
-                f"The checkpoint was taken within a pass over {progress.unit}, and the data given "
-                f"now is shared out by {data.unit}. Resume with the same kind of input, or begin "
-                "anew in another directory."
-            )
-        seed = random_seed.current_seed()
-        if progress.within_epoch and data.follows_global_seed and progress.tensorflow_seed != seed:
-            self._say(
-                f"the tf.data pipeline shuffles, and TensorFlow's global seed was "
-                f"{progress.tensorflow_seed} when this training began and is {seed} now: the rest "
-                "of this epoch has another order, so that some samples come twice and others not. "
-                "To go on exactly, call keras.utils.set_random_seed(1) at the start of the program"
-            )
-        epochs.resume(progress.place, epoch=progress.epoch, step=progress.step)
-
-    def on_train_begin(self) -> None:
-        """Set the first epoch; between two epochs, restore everything."""
-        set_initial_epoch(self._state.model, self.progress.epoch)
-        if not self.progress.within_epoch:
-            self.restore()
-
-    def on_epoch_begin(self) -> None:
-        """Within an epoch restore everything now, after all that Keras and callbacks begin with."""
-        if self.progress.within_epoch:
-            self.restore()
-        self.finish()
-
-    def finish(self) -> None:
-        """Give ``fit`` back what it has to return; Keras forgets that when training begins.
-
-        Call as the first epoch begins, or at the end where the training was complete.
-        """
-        self._snapshot = None
-        report.resumed(self.progress.step)
-        history, saved = self._state.model.history, self.progress.history
-        history.history = {name: list(values) for name, values in saved["logs"].items()}
-        history.epoch = list(saved["epoch"])
-
-    def restore(self) -> None:
-        """Give the model and the callbacks what they had; collective."""
-        snapshot, state = self._snapshot, self._state
-        ranks, collectives = self.progress.place.ranks, state.collectives
-        state.restore_shared(None if snapshot is None else snapshot.model)
-        for optimizer in optimizers_of(state.model):
-            follow_saved(optimizer, ranks, collectives.size)
-        kept = None if snapshot is None else kept_by_callbacks(snapshot.model)
-        self.restore_callbacks(broadcast_arrays(kept, collectives))
-        # Last: what came before draws random numbers here and there.
-        state.restore_own(None if snapshot is None else snapshot.ranks, ranks)
-        there = collectives.allreduce(np.array(snapshot is not None), "max", name="restored")
-        if not there:
-            raise RanksLostError(_CHIEF_LOST)
-
-    def restore_callbacks(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Give the callbacks what they had, and tell what there is no callback for."""
-        for lost in restore_callbacks(self._state.callbacks, self.progress.callbacks, arrays):
-            self._say(
-                f"the checkpoint holds the state of a callback {lost}, and fit was given none; "
-                "training goes on without"
-            )
-
-    def _say(self, text: str) -> None:
-        if self._state.collectives.rank == 0:
-            logger.warning(text)
+def restore_kept(
+    progress: TrainingProgress,
+    arrays: Mapping[str, np.ndarray],
+    state: TrainingState,
+    warn: Callable[[str], None],
+) -> None:
+    """Give the callbacks what they had, and tell what there is no callback for."""
+    for lost in restore_callbacks(state.callbacks, progress.callbacks, arrays):
+        warn(
+            f"the checkpoint holds the state of a callback {lost}, and fit was given none; "
+            "training goes on without"
+        )
 
 
 def broadcast_arrays(

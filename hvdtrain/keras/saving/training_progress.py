@@ -12,7 +12,7 @@ import numpy as np
 from hvdtrain.errors import CheckpointError, DataError
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.epoch_iterator import EpochPlace
-from hvdtrain.keras.saving.worker_position import WorkerPosition, place_from_json
+from hvdtrain.keras.saving.worker_position import WorkerPosition
 
 __all__ = ["TrainingProgress", "history_so_far"]
 
@@ -77,7 +77,7 @@ class TrainingProgress:
             known = {entry.name: given[entry.name] for entry in dataclasses.fields(cls)}
             for name in ("step", "epoch", "seed", "samples", "each"):
                 known[name] = int(known[name])
-            known["place"] = place_from_json(known["place"])
+            known["place"] = EpochPlace.from_json(known["place"])
             known["others"] = [WorkerPosition.from_json(worker) for worker in known["others"]]
             known["begins"] = [Position.from_json(position) for position in known["begins"]]
             known["built"] = [[int(place) for place in places] for places in known["built"]]

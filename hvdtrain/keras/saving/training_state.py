@@ -14,8 +14,8 @@ states, which belong to samples that come elsewhere now, begin anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -39,20 +39,21 @@ from hvdtrain.private_api.keras import iterations_of, rate_of
 
 __all__ = ["TrainingState"]
 
+# What becomes, for another number of ranks, of what each had of its own, by its kind; of the kinds
+# that are not here the variable says it.
 _Rule = Literal["sum", "average", "chief", "seed", "anew"]
+_RULES: dict[str, _Rule] = {
+    "seeds": "seed",
+    "states": "anew",
+    "accumulated": "average",
+    "samples": "sum",
+    "random": "chief",
+}
 _RANDOM = "random/"
 _OPTIMIZER = "optimizer/"
 _OUTER = "outer/"
 _OTHER_MODEL = "The checkpoint is of another model or optimizer"
 _REMEDY = "Resume with the model that was saved, or begin anew in another directory."
-
-
-class _Own(NamedTuple):
-    """A variable that differs by rank, and what becomes of it for another number of ranks."""
-
-    key: str
-    variable: Any
-    rule: _Rule
 
 
 class TrainingState:
@@ -110,7 +111,7 @@ class TrainingState:
         Args:
             earlier: Values from ``copy_own``, in place of those that have changed since.
         """
-        mine = {**self._own_values(), **(earlier or {})}
+        mine = {**self._own_values(accumulated=self.accumulates), **(earlier or {})}
         collectives = self.collectives
         rows = join_bytes(mine)[np.newaxis]
         to_chief = [1] + [0] * (collectives.size - 1)
@@ -195,11 +196,15 @@ class TrainingState:
     @property
     def accumulates(self) -> bool:
         """Whether gradients wait for those of more steps."""
-        return any(map(_is_accumulating, plain_optimizers_of(self.model)))
+        return any(
+            (steps := optimizer.gradient_accumulation_steps)
+            and int(iterations_of(optimizer).numpy()) % steps
+            for optimizer in plain_optimizers_of(self.model)
+        )
 
     def _take_own(self, mine: Mapping[str, np.ndarray]) -> None:
-        for own in (*self._own_variables(accumulated=True), *self._variables_of_optimizers()):
-            own.variable.assign(mine[own.key].astype(_numpy_dtype(own.variable)))
+        for key, variable in self._own_variables(accumulated=True, optimizers=True).items():
+            variable.assign(mine[key].astype(_numpy_dtype(variable)))
         prefix = len(_RANDOM)
         random = {key[prefix:]: a for key, a in mine.items() if key.startswith(_RANDOM)}
         if any(array.any() for array in random.values()):
@@ -207,15 +212,10 @@ class TrainingState:
 
     def _shared_variables(self) -> dict[str, Any]:
         """By kind and number: Keras counts names on in a process that makes several models."""
-        own = {id(entry.variable) for entry in self._own_variables(accumulated=True)}
+        own = self._own_variables(accumulated=True, optimizers=False).values()
         optimizers = state_of_optimizers(self.model)
         kinds = {"weights": self.model.variables, "optimizer": optimizers, "outer": self._outer}
-        return {
-            f"{kind}/{number:04d}": variable
-            for kind, variables in kinds.items()
-            for number, variable in enumerate(variables)
-            if id(variable) not in own
-        }
+        return _numbered(kinds, without=own)
 
     def _by_place(self, saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """What is for this training, without the names, which are there for people."""
@@ -226,49 +226,34 @@ class TrainingState:
             if key.split("/")[0] in kinds
         }
 
-    def _own_variables(self, *, accumulated: bool) -> list[_Own]:
-        """``accumulated`` is whether gradients that wait for an update are among them."""
+    def _own_variables(self, *, accumulated: bool, optimizers: bool) -> dict[str, Any]:
+        """Those that differ by rank, by kind and number.
+
+        Args:
+            accumulated: Whether gradients that wait for an update are among them.
+            optimizers: Whether those of optimizers are, if each rank updates weights by itself.
+        """
         model = self.model
-        statistics = layer_statistics(model)
-        kinds: list[tuple[str, Sequence[Any], Any]] = [
-            ("seeds", [g.state for g in seed_generators(model)], lambda _: "seed"),
-            ("statistics", statistics, _rule_of_mean),
-            ("metrics", model.metrics_variables, lambda v: reduction_of_metric(v) or "chief"),
-            ("states", recurrent_states(model), lambda _: "anew"),
-        ]
+        kinds: dict[str, Sequence[Any]] = {
+            "seeds": [generator.state for generator in seed_generators(model)],
+            "statistics": layer_statistics(model),
+            "metrics": model.metrics_variables,
+            "states": recurrent_states(model),
+        }
         if accumulated:
-            waiting = [v for o in plain_optimizers_of(model) for v in accumulators(o)]
-            kinds.append(("accumulated", waiting, lambda _: "average"))
-        found = [
-            _Own(f"{kind}/{number:04d}", variable, rule(variable))
-            for kind, variables, rule in kinds
-            for number, variable in enumerate(variables)
-        ]
-        return [*found, _Own("samples", self._samples, "sum")]
+            kinds["accumulated"] = [v for o in plain_optimizers_of(model) for v in accumulators(o)]
+        found = {**_numbered(kinds), "samples": self._samples}
+        if optimizers and self._own_optimizers:
+            leaves = plain_optimizers_of(model)
+            # Rates are alike, and may have to follow the number of ranks.
+            alike = [v for leaf in leaves for v in (*accumulators(leaf), rate_of(leaf))]
+            found.update(_numbered({"optimizer": state_of_optimizers(model)}, without=alike))
+        return found
 
-    def _variables_of_optimizers(self) -> list[_Own]:
-        """What this rank's optimizers keep, if each rank updates weights by itself."""
-        if not self._own_optimizers:
-            return []
-        leaves = plain_optimizers_of(self.model)
-        # Rates are alike, and may have to follow the number of ranks.
-        alike = [v for leaf in leaves for v in (*accumulators(leaf), rate_of(leaf))]
-        apart = set(map(id, alike))
-        return [
-            _Own(f"{_OPTIMIZER}{number:04d}", variable, _rule_of_mean(variable))
-            for number, variable in enumerate(state_of_optimizers(self.model))
-            if id(variable) not in apart
-        ]
-
-    def _own_values(
-        self, *, accumulated: bool | None = None, optimizers: bool = True
-    ) -> dict[str, np.ndarray]:
-        """This rank's own; accumulated gradients where some wait, unless told."""
-        if accumulated is None:
-            accumulated = self.accumulates
-        entries = self._own_variables(accumulated=accumulated)
-        entries += self._variables_of_optimizers() if optimizers else []
-        values = {entry.key: _view(entry.variable) for entry in entries}
+    def _own_values(self, *, accumulated: bool, optimizers: bool = True) -> dict[str, np.ndarray]:
+        """This rank's own, as arrays; the arguments are those of ``_own_variables``."""
+        variables = self._own_variables(accumulated=accumulated, optimizers=optimizers)
+        values = {key: _view(variable) for key, variable in variables.items()}
         values.update({_RANDOM + key: array for key, array in random_state().items()})
         return values
 
@@ -281,8 +266,7 @@ class TrainingState:
         size: int,
     ) -> dict[str, np.ndarray]:
         """The part of ``rank`` among ``size`` in the values that ``ranks`` ranks had."""
-        entries = [*self._own_variables(accumulated=True), *self._variables_of_optimizers()]
-        rules = {entry.key: entry.rule for entry in entries}
+        variables = self._own_variables(accumulated=True, optimizers=True)
         part = {}
         for key, like in template.items():
             kept = [saved[f"rank/{r}/{key}"] for r in range(ranks) if f"rank/{r}/{key}" in saved]
@@ -295,13 +279,33 @@ class TrainingState:
             elif len(kept) == size:
                 part[key] = kept[rank]
             else:
-                part[key] = _share(kept, rules.get(key, "chief"), rank)
+                part[key] = _share(kept, _rule(key, variables.get(key)), rank)
             if part[key].nbytes != like.nbytes:
                 raise CheckpointError(
                     f"{_OTHER_MODEL}: for {key} expected {like.dtype} {like.shape}, found "
                     f"{part[key].dtype} {part[key].shape}. {_REMEDY}"
                 )
         return part
+
+
+def _numbered(kinds: Mapping[str, Sequence[Any]], without: Collection[Any] = ()) -> dict[str, Any]:
+    apart = set(map(id, without))
+    return {
+        f"{kind}/{number:04d}": variable
+        for kind, variables in kinds.items()
+        for number, variable in enumerate(variables)
+        if id(variable) not in apart
+    }
+
+
+def _rule(key: str, variable: Any) -> _Rule:
+    kind = key.split("/")[0]
+    if kind in ("statistics", "optimizer"):
+        # Whole numbers have no average.
+        return "chief" if _numpy_dtype(variable).kind in "iub" else "average"
+    if kind == "metrics":
+        return reduction_of_metric(variable) or "chief"
+    return _RULES[kind]
 
 
 def _share(kept: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
@@ -317,16 +321,6 @@ def _share(kept: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
     if rule == "anew":
         return np.zeros_like(first)
     return kept[min(rank, len(kept) - 1)]
-
-
-def _is_accumulating(optimizer: Any) -> bool:
-    steps = optimizer.gradient_accumulation_steps
-    return bool(steps) and int(iterations_of(optimizer).numpy()) % steps != 0
-
-
-def _rule_of_mean(variable: Any) -> _Rule:
-    """Of what has a mean; whole numbers have none."""
-    return "chief" if _numpy_dtype(variable).kind in "iub" else "average"
 
 
 def _numpy_dtype(variable: Any) -> np.dtype:

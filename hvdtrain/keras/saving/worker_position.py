@@ -9,9 +9,8 @@ from typing import Any
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.epoch_iterator import EpochPlace
 
-__all__ = ["WorkerPosition", "place_from_json"]
+__all__ = ["WorkerPosition"]
 
-_COUNTS = ("epoch_step", "epochs", "passes", "ranks")
 _NONE = -1
 
 
@@ -76,17 +75,5 @@ class WorkerPosition:
             DataError: Its position in the data is not valid.
             KeyError: Something else is missing.
         """
-        place = place_from_json(value["place"])
+        place = EpochPlace.from_json(value["place"])
         return cls(int(value["epoch"]), place, int(value["samples"]))
-
-
-def place_from_json(value: Any) -> EpochPlace:
-    """The place of which ``dataclasses.asdict`` made this.
-
-    Raises:
-        DataError: Its position in the data is not valid.
-        KeyError: Something else is missing.
-    """
-    counts = {name: int(value[name]) for name in _COUNTS}
-    position = value["position"]
-    return EpochPlace(position=None if position is None else Position.from_json(position), **counts)

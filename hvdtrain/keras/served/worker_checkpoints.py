@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.checkpoint import Snapshot
+from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.collectives.single import single_collectives
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.leftovers import leftovers
@@ -17,13 +18,13 @@ from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
 from hvdtrain.keras.learning_rate import follow_saved
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.optimizer_patch import accumulators, plain_optimizers
+from hvdtrain.keras.saving.begin_session import open_store
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
-from hvdtrain.keras.saving.checkpoint_saver import CheckpointSaver, open_store
+from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
-from hvdtrain.keras.saving.peers import Peers
-from hvdtrain.keras.saving.resume import Resume
+from hvdtrain.keras.saving.resume import restore_kept
 from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.keras.saving.worker_position import WorkerPosition
@@ -32,7 +33,7 @@ from hvdtrain.keras.served.worker_exchange import WorkerExchange
 from hvdtrain.monitor import report
 from hvdtrain.parameter_server.protocol import NO_POSITION
 
-__all__ = ["WorkerResume", "begin_worker_session"]
+__all__ = ["WorkerSession", "begin_worker_session"]
 
 _SHORTEST_PAUSE_S = 0.01
 
@@ -43,11 +44,8 @@ def begin_worker_session(
     callbacks: Sequence[Any],
     exchange: WorkerExchange,
     worker: Membership,
-) -> tuple[CheckpointSession, WorkerResume | None]:
+) -> WorkerSession:
     """Set up what takes checkpoints on a worker; collective, with ``find_for_all`` on servers.
-
-    Returns:
-        The session, and what training goes on from, or None.
 
     Raises:
         CheckpointError: No checkpoint can be used; on all ranks.
@@ -55,46 +53,111 @@ def begin_worker_session(
     state = TrainingState(job.model, single_collectives(), job.steps.samples, callbacks)
     store = open_store(checkpoint.options)
     found = find_for_all(store if job.is_chief else None, state, job.collectives)
-    resume = found and WorkerResume(*found, state, job, exchange, worker)
-    peers = WorkerPeers(job, exchange, state, worker, resume)
-    saver = CheckpointSaver(
-        checkpoint.options, state, worker, peers, store, presharded=job.presharded
-    )
-    return CheckpointSession(saver, resume), resume
+    return WorkerSession(checkpoint.options, state, worker, store, found, job, exchange)
 
 
-@dataclasses.dataclass(eq=False)
-class WorkerPeers(Peers):
-    """The servers and the other workers, as one worker's ``CheckpointSession`` deals with them."""
+class WorkerSession(CheckpointSession):
+    """The checkpoints of one worker's ``fit``, who asks the servers what it has to know of others.
 
-    job: ServedJob
-    exchange: WorkerExchange
-    state: TrainingState
-    worker: Membership
-    resume: WorkerResume | None
+    Each worker has all of the checkpoint that training goes on from.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        options: CheckpointOptions,
+        state: TrainingState,
+        worker: Membership,
+        store: Store,
+        found: tuple[TrainingProgress, Snapshot] | None,
+        job: ServedJob,
+        exchange: WorkerExchange,
+    ) -> None:
+        super().__init__(options, state, worker, store, found)
+        self._job = job
+        self._exchange = exchange
+        # Where each worker begins; known once the data are.
         self._starts: Sequence[WorkerPosition] = ()
-        self._epochs: EpochIterator | None = None
+        self._went_back = False
         self._ran_before = 0
 
-    def open(self, epochs: EpochIterator) -> None:
-        self._epochs = epochs
-        self._ran_before = int(self.job.steps.ran.numpy()) - epochs.step
-        if self.resume is not None:
-            self._starts = self.resume.starts
-        self.exchange.position = self._position
+    @contextmanager
+    def running(self, epochs: EpochIterator, seed: int) -> Iterator[None]:
+        if self._saved is not None:
+            self._saved = self._own_part(self._saved, epochs)
+        with super().running(epochs, seed):
+            self._ran_before = int(self._job.steps.ran.numpy()) - epochs.step
+            self._exchange.position = self._position
+            yield
 
     def _position(self, ran: int, samples: int) -> tuple[int, ...]:
-        assert self._epochs is not None
         # Several steps may run in one go.
         left = self._epochs.step - (ran - self._ran_before)
         epoch, place = self._epochs.place_within(left)
         return WorkerPosition(epoch, place, samples).to_numbers()
 
-    def received(self, own: int) -> int:
-        client = self.exchange.reach()
-        if not self.job.is_chief:
+    def restore_shared(self) -> None:
+        """Give this worker's model the weights and the optimizer that training goes on from."""
+        if self._saved is None or self._snapshot is None:
+            return
+        self._state.restore_shared(self._snapshot.model)
+        in_update = self._job.settings.gradients_in_update
+        before, now = in_update(self._saved.place.ranks), in_update(self._membership.size)
+        follow_saved(self._state.model.optimizer, before, now)
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        super().on_epoch_begin(epoch)
+        if not self._starts:
+            size = self._membership.size
+            place = EpochPlace(position=None, epoch_step=0, epochs=0, passes=0, ranks=size)
+            self._starts = [WorkerPosition(epoch, place, 0)] * size
+
+    def on_batch_end(self, batch: int) -> None:
+        if self._job.is_chief and self._state.accumulates:
+            # Between two updates the chief has gradients that no server has.
+            self._epoch_step = batch + 1
+        else:
+            super().on_batch_end(batch)
+
+    def finish(self) -> None:
+        """Call before the others end: where this rank had no epoch to run, some may have."""
+        saved = self._saved
+        if saved is None:
+            return
+        self._end_resuming(saved)
+        if self._job.is_chief and any(start.epoch < saved.epoch for start in self._starts):
+            self._epoch = saved.epoch
+            self._wait_for_others(stop=False)
+            self._take()
+            self._export()
+
+    def _own_part(self, saved: TrainingProgress, epochs: EpochIterator) -> TrainingProgress:
+        """What this worker goes on from; ``epochs`` learns where later passes begin."""
+        begins = {position.epoch: position for position in saved.begins}
+        size, rank = self._membership.size, self._membership.rank
+        self._starts, epochs.begins = _begin_at(saved, begins, epochs, size)
+        mine = self._starts[rank]
+        self._went_back = mine.epoch < saved.epoch and rank == 0
+        history = _history_before(saved.history, mine.epoch)
+        return dataclasses.replace(saved, epoch=mine.epoch, place=mine.place, history=history)
+
+    def _restore(self, saved: TrainingProgress) -> None:
+        model, snapshot = self._state.model, self._snapshot
+        assert snapshot is not None
+        rank, size = self._membership.rank, self._membership.size
+        self.restore_shared()
+        restore_kept(saved, kept_by_callbacks(snapshot.model), self._state, self._warn)
+        self._state.restore_part(snapshot.ranks, saved.place.ranks, rank=rank, size=size)
+        if rank:
+            _forget_accumulated(model.optimizer)
+        if self._went_back:
+            model.reset_metrics()
+        # Others may have trained on meanwhile.
+        self._exchange.pull()
+
+    def _signal(self) -> int:
+        own = super()._signal()
+        client = self._exchange.reach()
+        if not self._job.is_chief:
             # Told with the next gradient; what counts is what the chief makes of it.
             client.own_signal = own
             return client.signal
@@ -103,110 +166,35 @@ class WorkerPeers(Peers):
             client.look()
         return own or client.signal
 
-    @property
-    def ready(self) -> bool:
-        # Between two updates the chief has gradients that no server has.
-        return not (self.job.is_chief and self.state.accumulates)
-
-    def begin_epoch(self, epoch: int) -> None:
-        if not self._starts:
-            place = EpochPlace(
-                position=None, epoch_step=0, epochs=0, passes=0, ranks=self.worker.size
-            )
-            self._starts = [WorkerPosition(epoch, place, 0)] * self.worker.size
-
-    def collect(self) -> Sequence[WorkerPosition]:
+    def _others(self) -> Sequence[WorkerPosition]:
         # Gradients of the chief that wait to be sent belong to what it has done.
-        self.exchange.send_rest()
-        states = self.job.shards.state.buffers()
-        weights, numbers = self.exchange.reach().snapshot(self.worker.size, states)
-        self.exchange.show(weights)
-        self.job.shards.state.put(states)
-        return [self._position_of(rank, numbers[rank]) for rank in range(1, self.worker.size)]
+        self._exchange.send_rest()
+        size, server_state = self._membership.size, self._job.shards.state
+        states = server_state.buffers()
+        weights, numbers = self._exchange.reach().snapshot(size, states)
+        self._exchange.show(weights)
+        server_state.put(states)
+        return [self._position_of(rank, numbers[rank]) for rank in range(1, size)]
 
     def _position_of(self, rank: int, numbers: tuple[int, ...]) -> WorkerPosition:
-        assert self._epochs is not None
         first = self._starts[rank]
         if numbers == NO_POSITION:
             return first
         begins = dict(self._epochs.begins)
         if first.place.position is not None:
             begins[first.place.position.epoch] = first.place.position
-        return WorkerPosition.from_numbers(numbers, ranks=self.worker.size, begins=begins)
+        return WorkerPosition.from_numbers(numbers, ranks=self._membership.size, begins=begins)
 
-    def were_behind(self, epoch: int) -> bool:
-        return any(start.epoch < epoch for start in self._starts)
-
-    def until_all_have_ended(self, *, stop: bool) -> Iterator[None]:
-        client = self.exchange.reach()
-        client.leave(stop=stop and self.job.is_chief)
+    def _wait_for_others(self, *, stop: bool) -> None:
+        client = self._exchange.reach()
+        client.leave(stop=stop and self._job.is_chief)
         pause_s = _SHORTEST_PAUSE_S
         with report.during("waiting for other workers"):
             while client.training:
-                yield
+                self._take_if_asked()
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, LOOK_S)
                 client.look()
-
-
-class WorkerResume(Resume):
-    """A checkpoint on its way into one worker, which has all of it."""
-
-    def __init__(
-        self,
-        progress: TrainingProgress,
-        snapshot: Snapshot,
-        state: TrainingState,
-        job: ServedJob,
-        exchange: WorkerExchange,
-        worker: Membership,
-    ) -> None:
-        super().__init__(progress, snapshot, state)
-        self._saved = snapshot
-        self._in_update = job.settings.gradients_in_update
-        self._exchange = exchange
-        self._rank = worker.rank
-        self._size = worker.size
-        self._went_back = False
-        self.starts: Sequence[WorkerPosition] = ()
-        """The position at which each worker begins; known once the data are."""
-
-    def move(self, epochs: EpochIterator) -> None:
-        progress = self.progress
-        begins = {position.epoch: position for position in progress.begins}
-        self.starts, epochs.begins = _begin_at(progress, begins, epochs, self._size)
-        mine = self.starts[self._rank]
-        self._went_back = mine.epoch < progress.epoch and self._rank == 0
-        self.progress = dataclasses.replace(
-            progress,
-            epoch=mine.epoch,
-            place=mine.place,
-            history=_history_before(progress.history, mine.epoch),
-        )
-        super().move(epochs)
-
-    def restore_shared(self) -> None:
-        """Give this worker's model the weights and the optimizer's state."""
-        self._state.restore_shared(self._saved.model)
-        before, now = (self._in_update(n) for n in (self.progress.place.ranks, self._size))
-        follow_saved(self._state.model.optimizer, before, now)
-
-    def restore(self) -> None:
-        model = self._state.model
-        self.restore_shared()
-        self.restore_callbacks(kept_by_callbacks(self._saved.model))
-        ranks = self.progress.place.ranks
-        self._state.restore_part(self._saved.ranks, ranks, rank=self._rank, size=self._size)
-        if self._rank:
-            _forget_accumulated(model.optimizer)
-        if self._went_back:
-            model.reset_metrics()
-        # Peers may have trained on meanwhile.
-        self._exchange.pull()
-
-    def _say(self, text: str) -> None:
-        if self._rank == 0:
-            super()._say(text)
 
 
 def _begin_at(

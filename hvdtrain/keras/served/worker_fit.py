@@ -16,9 +16,8 @@ from hvdtrain.keras.chief_failover import CHIEF_ONLY
 from hvdtrain.keras.fit_loop import FitLoop
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
-from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 from hvdtrain.keras.served.served_fit import ServedJob
-from hvdtrain.keras.served.worker_checkpoints import WorkerResume, begin_worker_session
+from hvdtrain.keras.served.worker_checkpoints import WorkerSession, begin_worker_session
 from hvdtrain.keras.served.worker_exchange import WorkerExchange
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.private_api.keras import split_validation
@@ -57,8 +56,7 @@ class WorkerFit(keras.callbacks.Callback):
         self.worker = _IndependentWorker(job.collectives.member, job.shards.roles.workers)
         """This worker among all."""
         self._exchange = exchange
-        self._resume: WorkerResume | None = None
-        self._session: CheckpointSession | None = None
+        self._session: WorkerSession | None = None
 
     def run(self, loop: FitLoop, arguments: inspect.BoundArguments) -> Any:
         """Train by ``loop``, with the arguments of ``fit``, until all workers have ended.
@@ -76,7 +74,7 @@ class WorkerFit(keras.callbacks.Callback):
             _train_alone(given)
         checkpoint = find_checkpoint_callback(callbacks)
         if checkpoint is not None:
-            self._session, self._resume = begin_worker_session(
+            self._session = begin_worker_session(
                 self.job, checkpoint, callbacks, exchange, self.worker
             )
         client = Client(
@@ -93,7 +91,7 @@ class WorkerFit(keras.callbacks.Callback):
             self._finish(client, stop=True)
         finally:
             client.close()
-            self._session = self._resume = None
+            self._session = None
         self.job.end_if_preempted(ended_by if self.job.is_chief else client.signal)
         self.job.end(client.pushed, None, history)
         return history
@@ -102,13 +100,13 @@ class WorkerFit(keras.callbacks.Callback):
         """Give the servers what the chief has, and all workers what the servers have."""
         client = self._exchange.reach()
         if self.job.is_chief:
-            if self._resume is not None:
-                self._resume.restore_shared()
+            if self._session is not None:
+                self._session.restore_shared()
             weights = [np.asarray(v.numpy()) for v in self.job.model.trainable_variables]
             client.load(weights, self.job.shards.state.take())
         self._exchange.pull()
 
-    def session(self) -> CheckpointSession:
+    def session(self) -> WorkerSession:
         """Returns the checkpoints of the ``fit`` that has begun on this worker."""
         assert self._session is not None
         return self._session

@@ -132,7 +132,7 @@ OVERLAPPING = program(
     for make in (deep, accumulating):
         def save(folder):
             asked = hvdtrain.Checkpoint(folder, every_steps=6)
-            return [asked, At(begin=lambda batch: asked.session._writer.wait())]
+            return [asked, At(begin=lambda batch: asked.session.writer.wait())]
 
         name = make.__name__
         kill = lambda: RANK == 0 and os.kill(os.getpid(), signal.SIGUSR1)
