@@ -26,7 +26,7 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.optimizer_patch import Weighting
 from hvdtrain.private_api.keras import flat_losses, mask_of
 
-__all__ = ["LossWeights", "contribution", "reduction_of", "valid_values"]
+__all__ = ["LossWeights", "contribution", "reduction_of", "reductions_of", "valid_values"]
 
 _MEANS = ("sum_over_batch_size", "mean")
 
@@ -37,15 +37,20 @@ def reduction_of(model: keras.Model) -> str:
     Raises:
         ModelError: Some losses are means and others sums: no one weight fits both.
     """
-    flat = flat_losses(model)
-    kinds = {_kind(entry.loss) for entry in flat if entry.loss is not None}
+    kinds = reductions_of(model)
     if len(kinds) > 1:
+        flat = flat_losses(model)
         found = ", ".join(sorted(str(entry.loss.reduction) for entry in flat if entry.loss))
         raise ModelError(
             f"The losses of this model are reduced in different ways ({found}), so that no single "
             "weight makes ranks with unequal batches add up. Give all losses the same `reduction`."
         )
     return kinds.pop() if kinds else "mean"
+
+
+def reductions_of(model: keras.Model) -> set[str]:
+    """The ways in which the model's losses are reduced; see ``reduction_of``."""
+    return {_kind(entry.loss) for entry in flat_losses(model) if entry.loss is not None}
 
 
 def _kind(loss: Any) -> str:
@@ -73,7 +78,13 @@ def contribution(kind: str, rows: tf.Tensor, sample_weight: Any = None) -> tf.Te
 
 
 class LossWeights:
-    """w_r of this rank, step by step."""
+    """w_r of this rank, step by step.
+
+    Attributes:
+        joint: Whether ranks compute parts of one batch together.
+    """
+
+    joint = True
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
@@ -106,6 +117,26 @@ class LossWeights:
         else:
             total = tf.cast(joint_rows, tf.float32)
         return size * mine / tf.maximum(total, 1e-30)
+
+    def tracked(
+        self,
+        kind: str,
+        weight: tf.Tensor,
+        rows: tf.Tensor,
+        joint_rows: tf.Tensor | None,
+    ) -> tf.Tensor:
+        """By what a rank's loss is multiplied for Keras' tracker, which takes means over rows.
+
+        The joint batch's loss is to come out of the ranks' trackers together: its rows times
+        (1/N) sum(w_r L_r). For a mean over rows that is 1.
+        """
+        mine = tf.cast(rows, tf.float32)
+        if joint_rows is None:
+            joint = self._reducer.reduce(mine, "sum", "rows of all ranks")
+        else:
+            joint = tf.cast(joint_rows, tf.float32)
+        factor = tf.where(mine > 0, 1.0, 0.0) * self._size if kind == "sum" else weight
+        return tf.math.divide_no_nan(factor * joint, self._size * mine)
 
     def weighting(self, kind: str, weight: tf.Tensor, factor: tf.Tensor | None) -> Weighting:
         """How an optimizer turns gradients of a weighted loss into those of the joint batch.

@@ -20,12 +20,12 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.batch_normalization import RowFlag
 from hvdtrain.keras.compute import Compute
 from hvdtrain.keras.compute.interface import rows_of
-from hvdtrain.keras.loss_weights import LossWeights, reduction_of
+from hvdtrain.keras.loss_weights import LossWeights, reduction_of, reductions_of
 from hvdtrain.keras.model_parts import has_own, optimizers_of
 from hvdtrain.keras.optimizer_patch import weighting
 from hvdtrain.keras.per_rank_random import drawn_by
 from hvdtrain.keras.predictions import Predicted
-from hvdtrain.private_api.keras import compiled_loss
+from hvdtrain.private_api.keras import compiled_loss, loss_tracker
 
 __all__ = ["ModelSteps"]
 
@@ -94,8 +94,15 @@ class ModelSteps:
         """``test_step``; a batch that doesn't count leaves the metrics alone."""
         share = self._open(data)
         self.rows.assign(tf.cast(share.rows, tf.int64))
+        kind = self._kind_to_track(data)
         with _counting_rows(self._model, share.rows):
-            return self._compute.test(share.batch)
+            before = self._loss_so_far()
+            logs = self._compute.test(share.batch)
+            if kind is not None:
+                _, _, sample_weight = keras.utils.unpack_x_y_sample_weight(share.batch)
+                weight = self._weights.weight(kind, share.rows, share.joint_rows, sample_weight)
+                self._track_joint_loss(before, kind, weight, share)
+            return logs
 
     def predict(self, data: Any) -> Any:
         """``predict_step``; for a share ``Predicted``."""
@@ -113,6 +120,7 @@ class ModelSteps:
         kind = reduction_of(model)
         self._check_reduction(kind)
         weight = self._weights.weight(kind, share.rows, share.joint_rows, sample_weight)
+        before = self._loss_so_far()
         gradients, valid, told = self._compute.differentiate(x, y, sample_weight, weight)
         if valid is not None and kind == "mean":
             live = tf.where(share.rows > 0, valid, 0.0)
@@ -120,6 +128,8 @@ class ModelSteps:
             factor = tf.where(weight > 0, exact / weight, 0.0)
             gradients = [g if g is None else scaled(g, factor) for g in gradients]
             weight = exact
+        if kind != "mean" or valid is not None:
+            self._track_joint_loss(before, kind, weight, share)
         if gradients:
             with weighting([model.optimizer], self._weights.weighting(kind, weight, None)):
                 model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
@@ -138,6 +148,38 @@ class ModelSteps:
         how = self._weights.weighting(kind, weight, factor=weight)
         with weighting(optimizers_of(self._model), how):
             return self._plain_train_step(share.batch)
+
+    def _kind_to_track(self, data: Any) -> str | None:
+        """How the loss of a test is reduced, if its tracker has to be told; None if not."""
+        kinds = reductions_of(self._model) - {"mean"}
+        own = has_own(self._model, "test_step") or not self._weights.joint
+        # A rank may call test_on_batch alone.
+        return None if own or len(kinds) != 1 or not _is_share(data) else kinds.pop()
+
+    def _loss_so_far(self) -> tf.Tensor | None:
+        """What the tracker of the loss has added up."""
+        tracker = loss_tracker(self._model)
+        return None if tracker is None else tf.identity(tracker.total.value)
+
+    def _track_joint_loss(
+        self, before: tf.Tensor | None, kind: str, weight: tf.Tensor, share: _Share
+    ) -> None:
+        """Let the tracker have added this rank's part of the joint batch's loss, not its own loss.
+
+        Keras' tracker is a mean over rows; what is reduced in another way needs to be told.
+        """
+        if before is None or not self._weights.joint:
+            return
+        total = loss_tracker(self._model).total
+        factor = self._weights.tracked(kind, weight, share.rows, share.joint_rows)
+        rest = tf.zeros_like(before)
+        if kind == "sum":
+            # Regularization is no sum over samples, and counts once.
+            found = [v.regularizer(v) for v in self._model.trainable_variables if v.regularizer]
+            rows = tf.cast(share.rows, before.dtype)
+            rest += rows * tf.add_n([tf.cast(each, before.dtype) for each in found] or [rest])
+        added = total.value - before - rest
+        total.assign(before + tf.cast(factor, before.dtype) * added + rest)
 
     def _check_reduction(self, kind: str) -> None:
         if self._elastic and kind == "sum" and self._model.losses:

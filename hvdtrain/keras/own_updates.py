@@ -18,6 +18,8 @@ __all__ = ["OwnLossWeights", "UpdatesAlone", "WeighsSteps", "weigh_steps"]
 class OwnLossWeights(LossWeights):
     """Leaves a rank's gradients as they are, and says beside them what they count for."""
 
+    joint = False
+
     def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(reducer)
         self.contribution = tf.constant(0.0, tf.float64)

@@ -66,14 +66,24 @@ def _train_two(model: keras.Model, size: int) -> Any:
     return {name: told[name] for name in ("loss", "label_accuracy", "value_mae")}
 
 
+def _sums() -> keras.Model:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    return stack(layers.Dense(3, kernel_regularizer="l2"), loss=loss, metrics=["accuracy"])
+
+
+def _means() -> keras.Model:
+    reduction = "mean_with_sample_weight"
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    return stack(layers.Dense(3, kernel_regularizer="l2"), loss=loss)
+
+
 def _tagger() -> keras.Model:
     parts = [layers.Embedding(7, 4, mask_zero=True), layers.Dense(3)]
     return stack(*parts, start=keras.Input((5,), dtype="int32"), metrics=["accuracy"])
 
 
 def _tag(model: keras.Model, size: int) -> Any:
-    # What is masked counts for nothing in the loss, and its tracker counts rows.
-    return {"accuracy": fit(TOKENS, TOKENS % 3)(model, size)["accuracy"]}
+    return fit(TOKENS, TOKENS % 3)(model, size)
 
 
 def _frozen() -> keras.Model:
@@ -226,6 +236,10 @@ LAYERS: dict[str, Pattern] = {
     ),
     "targets as an input, an endpoint with the loss": Pattern(
         BUILT_IN, _endpoint, fit({"inputs": X, "targets": Y[:, np.newaxis]}, None)
+    ),
+    "losses that are sums": Pattern(BUILT_IN, _sums, fit(**validated), often=True),
+    "losses that are means by sample weights": Pattern(
+        BUILT_IN, _means, fit(X, Y, WEIGHTS, validation_data=(X[:17], Y[:17], WEIGHTS[:17]))
     ),
     "an output of each step, some of them masked": Pattern(BUILT_IN, _tagger, _tag, often=True),
     "a metric of one's own": Pattern(
