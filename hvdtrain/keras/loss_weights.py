@@ -78,13 +78,7 @@ def contribution(kind: str, rows: tf.Tensor, sample_weight: Any = None) -> tf.Te
 
 
 class LossWeights:
-    """w_r of this rank, step by step.
-
-    Attributes:
-        joint: Whether ranks compute parts of one batch together.
-    """
-
-    joint = True
+    """w_r of this rank, step by step."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
@@ -117,6 +111,10 @@ class LossWeights:
         else:
             total = tf.cast(joint_rows, tf.float32)
         return size * mine / tf.maximum(total, 1e-30)
+
+    def are_tracked(self, kind: str) -> bool:
+        """Whether ``tracked`` holds for losses that are reduced in this way."""
+        return True
 
     def tracked(
         self,

@@ -152,9 +152,11 @@ class ModelSteps:
     def _kind_to_track(self, data: Any) -> str | None:
         """How the loss of a test is reduced, if its tracker has to be told; None if not."""
         kinds = reductions_of(self._model) - {"mean"}
-        own = has_own(self._model, "test_step") or not self._weights.joint
         # A rank may call test_on_batch alone.
-        return None if own or len(kinds) != 1 or not _is_share(data) else kinds.pop()
+        if has_own(self._model, "test_step") or len(kinds) != 1 or not _is_share(data):
+            return None
+        [kind] = kinds
+        return kind if self._weights.are_tracked(kind) else None
 
     def _loss_so_far(self) -> tf.Tensor | None:
         """What the tracker of the loss has added up."""
@@ -168,7 +170,7 @@ class ModelSteps:
 
         Keras' tracker is a mean over rows; what is reduced in another way needs to be told.
         """
-        if before is None or not self._weights.joint:
+        if before is None or not self._weights.are_tracked(kind):
             return
         total = loss_tracker(self._model).total
         factor = self._weights.tracked(kind, weight, share.rows, share.joint_rows)

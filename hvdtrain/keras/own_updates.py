@@ -18,8 +18,6 @@ __all__ = ["OwnLossWeights", "UpdatesAlone", "WeighsSteps", "weigh_steps"]
 class OwnLossWeights(LossWeights):
     """Leaves a rank's gradients as they are, and says beside them what they count for."""
 
-    joint = False
-
     def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(reducer)
         self.contribution = tf.constant(0.0, tf.float64)
@@ -39,6 +37,9 @@ class OwnLossWeights(LossWeights):
             # Where gradients are accumulated, each step is to count as much as the others.
             self._of_joint /= tf.maximum(tf.cast(joint_rows, tf.float64), 1.0)
         return tf.where(counts > 0, 1.0, 0.0)
+
+    def are_tracked(self, kind: str) -> bool:
+        return False  # ranks may be at different steps
 
     def weighting(self, kind: str, weight: tf.Tensor, factor: tf.Tensor | None) -> Weighting:
         return Weighting(factor=factor, weight=self._of_joint)

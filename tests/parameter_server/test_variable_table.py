@@ -29,7 +29,7 @@ FEW = ("SGD", "SGD nesterov", "Adam EMA", "Adafactor")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in OPTIMIZERS],
+    [pytest.param(name, marks=() if name in FEW else pytest.mark.more) for name in OPTIMIZERS],
 )
 def test_tables_do_as_a_plain_optimizer(name):
     """Also when the state moves to the model's optimizer, and to another number of servers."""

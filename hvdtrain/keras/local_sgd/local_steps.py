@@ -65,3 +65,6 @@ class _LocalLossWeights(OwnLossWeights):
         # A rank without samples has its part in the average as well: it adds nothing.
         self.contribution = tf.ones_like(self.contribution)
         return weight * self.ranks.value
+
+    def are_tracked(self, kind: str) -> bool:
+        return kind == "sum"

@@ -76,7 +76,7 @@ def _resumed(make: Callable[[], Dataset]) -> list[list[int]]:
     return [_ids(passes.begin(epoch, within=False, repeatable=False)) for epoch in epochs]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_fresh_process_goes_on_in_the_order_of_an_uninterrupted_one() -> None:
     code = (
         "import json; from tests.keras.data import test_pipeline_passes as t; "

@@ -37,7 +37,9 @@ def fit(*callbacks: Any, epochs: int = 3) -> Any:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("outer", "stop"), [(DILOCO, 5), ({}, 8)])
+@pytest.mark.parametrize(
+    ("outer", "stop"), [(DILOCO, 5), pytest.param({}, 8, marks=pytest.mark.more)]
+)
 def test_a_resumed_training_is_the_one_that_saved_nothing(local_sgd, tmp_path, outer, stop):
     """On each rank to the bit. Checkpoints wait for the end of a round, or of an epoch."""
     world = local_sgd(4, **outer)
@@ -54,6 +56,7 @@ def test_a_resumed_training_is_the_one_that_saved_nothing(local_sgd, tmp_path, o
         assert resumed[name] == whole[name], name
 
 
+@pytest.mark.more
 @pytest.mark.ranks(2)
 def test_where_rounds_are_longer_than_epochs_one_that_is_due_waits_for_an_epochs_end(
     local_sgd, tmp_path
@@ -90,6 +93,7 @@ def test_a_signal_ends_a_round(local_sgd, tmp_path):
     assert history.epoch == [0]
 
 
+@pytest.mark.more
 @pytest.mark.ranks(2)
 def test_modes_go_on_from_each_others_checkpoints(world, local_sgd, tmp_path):
     """As in post-local SGD: first all gradients are averaged, then weights."""

@@ -162,7 +162,13 @@ SYNCHRONOUS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", SYNCHRONOUS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in ("arrays", "accumulation") else pytest.mark.more)
+        for case in SYNCHRONOUS
+    ],
+)
 def test_rounds_of_one_step_are_synchronous_training(world, local_sgd, case):
     make, arguments = SYNCHRONOUS[case]
     found, losses = [], []
