@@ -183,7 +183,7 @@ def failure_overhead(
 def _messages(cluster: Cluster, nbytes: int) -> int:
     """How many a rank sends in one allreduce."""
     share = min(nbytes, cluster.chunk_bytes) / cluster.ranks_per_host / cluster.hosts
-    segments = math.ceil(share / choose_segment_bytes(cluster.link.bytes_per_s))
+    segments = math.ceil(share / choose_segment_bytes(cluster.link.bytes_per_s, cluster.hosts))
     return math.ceil(nbytes / cluster.chunk_bytes) * 2 * (cluster.hosts - 1) * segments
 
 

@@ -20,8 +20,8 @@ __all__ = ["DirectExchange"]
 
 # Up to here messages are so short that the number of rounds counts, not their bytes.
 SMALL_BYTES = 64 << 10
-# What a rank passes on while it receives the next.
-SEGMENT_BYTES = 256 << 10
+# What a rank passes on while it receives the next, at most.
+MOST_SEGMENT_BYTES = 256 << 10
 SEGMENTS_AHEAD = 8
 TAG = 3
 
@@ -35,9 +35,17 @@ class DirectExchange:
         mpi: The ``mpi4py.MPI`` module.
         comm: Whose ranks these are.
         wait: Returns when all requests of a list are done.
+        segment_bytes: How much suits the link between ranks at a time; the same on all ranks.
     """
 
-    def __init__(self, mpi: ModuleType, comm: Any, wait: Callable[[list[Any]], None]) -> None:
+    def __init__(
+        self,
+        mpi: ModuleType,
+        comm: Any,
+        wait: Callable[[list[Any]], None],
+        segment_bytes: int = MOST_SEGMENT_BYTES,
+    ) -> None:
+        self._segment_bytes = min(segment_bytes, MOST_SEGMENT_BYTES)
         self._mpi, self._comm, self._wait = mpi, comm, wait
         self._rank: int = comm.Get_rank()
         self._size: int = comm.Get_size()
@@ -106,8 +114,8 @@ class DirectExchange:
     def _broadcast_in_chain(self, buffer: np.ndarray, place: int) -> None:
         """From each rank to the next, which passes a segment on while it receives another."""
         before, after = (self._rank - 1) % self._size, (self._rank + 1) % self._size
-        starts = range(0, buffer.size, SEGMENT_BYTES)
-        segments = [buffer[start : start + SEGMENT_BYTES] for start in starts]
+        nbytes = self._segment_bytes
+        segments = [buffer[start : start + nbytes] for start in range(0, buffer.size, nbytes)]
         left = iter(segments)
         coming: deque[list[Any]] = deque()
         sent: deque[list[Any]] = deque()

@@ -14,6 +14,9 @@ __all__ = ["Link", "choose_bucket_bytes", "choose_segment_bytes", "measure_link"
 # each costs some microseconds of Python, during which the link should not run dry.
 LEAST_SEGMENT_BYTES = 32 << 10
 MOST_SEGMENT_BYTES = 1 << 20
+# Of many ranks all but one may send to that one at a time, more than a queue before a link holds.
+MANY_RANKS = 12
+LEAST_SEGMENT_BYTES_OF_MANY = 8 << 10
 SEGMENT_S = 250e-6
 
 # What an allreduce takes of itself, beside three times a link's latency.
@@ -40,10 +43,10 @@ class Link(NamedTuple):
     bytes_per_s: float
 
 
-def choose_segment_bytes(bytes_per_s: float) -> int:
-    """How much to send at a time over a link of this speed: a power of two."""
+def choose_segment_bytes(bytes_per_s: float, ranks: int) -> int:
+    """How much each of so many ranks sends at a time over a link of this speed: a power of two."""
     wanted = bytes_per_s * SEGMENT_S
-    segment_bytes = LEAST_SEGMENT_BYTES
+    segment_bytes = LEAST_SEGMENT_BYTES if ranks < MANY_RANKS else LEAST_SEGMENT_BYTES_OF_MANY
     while segment_bytes * 2 <= min(wanted, MOST_SEGMENT_BYTES):
         segment_bytes *= 2
     return segment_bytes

@@ -104,7 +104,6 @@ class MpiTransport(Transport):
                 self._mpi, self, self.detector, self._spin_wait, self._min_np, self.timeout_s
             )
         self.link: Link = self._measure_link(comm) if self._parent is None else self._parent.link
-        self.segment_bytes = choose_segment_bytes(self.link.bytes_per_s)
         self.bucket_bytes = self._choose_bucket_bytes()
         self._share_memory(comm)
         self.connect(comm.Dup(), ranks.members)
@@ -150,8 +149,9 @@ class MpiTransport(Transport):
         self.comm = comm
         ranks = self.ranks
         ranks.rank, ranks.size, ranks.members = comm.Get_rank(), comm.Get_size(), tuple(members)
+        self.segment_bytes = choose_segment_bytes(self.link.bytes_per_s, self._parties)
         self._direct = DirectAllreduce(self._mpi, comm, self.segment_bytes)
-        self._exchange = DirectExchange(self._mpi, comm, self._await_all)
+        self._exchange = DirectExchange(self._mpi, comm, self._await_all, self.segment_bytes)
         self._small = self._connect_small(comm)
         self._small_bytes = most_small_bytes(self._parties)
         self._scratch = Scratch()

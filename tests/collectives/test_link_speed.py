@@ -14,11 +14,16 @@ FAR = Link(latency_s=20e-3, bytes_per_s=125e6)
 
 @pytest.mark.parametrize(("link", "expected"), [(SLOW, 32 << 10), (FAST, 1 << 20)])
 def test_segments_keep_the_link_busy_for_a_moment(link: Link, expected: int) -> None:
-    assert choose_segment_bytes(link.bytes_per_s) == expected
+    assert choose_segment_bytes(link.bytes_per_s, 4) == expected
 
 
 def test_segments_are_powers_of_two() -> None:
-    assert choose_segment_bytes(500e6) == 64 << 10
+    assert choose_segment_bytes(500e6, 4) == 64 << 10
+
+
+def test_many_ranks_send_less_at_a_time_where_the_link_is_slow() -> None:
+    assert choose_segment_bytes(SLOW.bytes_per_s, 16) == 8 << 10
+    assert choose_segment_bytes(FAST.bytes_per_s, 16) == 1 << 20
 
 
 def test_buckets_take_longer_than_what_starting_one_costs() -> None:
