@@ -29,7 +29,7 @@ UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
 # Of what tbf lets through TCP's payload takes this share, with frames of 1500 bytes.
 PAYLOAD = 1448 / 1514
 SMALL_BYTES = 4096
-CHUNKS = (1 << 16, 2 << 20)
+SEGMENTS = (8 << 10, 256 << 10)
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
             predict_allreduce(costs, cluster, asked.bytes).seconds,
             predict_step(costs, cluster, step).seconds,
         )
-        found = run(asked, hosts, asked.rate, CHUNKS[-1])
+        found = run(asked, hosts, asked.rate)
         measured = median(found["allreduce_s"]), median(found["step_s"])
         cells = [
             f"{p * 1e3:.0f} ms | {m * 1e3:.0f} ms | {p / m - 1:+.0%}"
@@ -85,24 +85,26 @@ def main() -> None:
 def measure_costs(asked: argparse.Namespace) -> Costs:
     """What calls, messages and bytes cost where links are no limit, on two hosts.
 
-    The same array in small chunks takes more messages, and nothing else is different.
+    The same array in small segments takes more messages, and nothing else is different.
     """
-    small_chunks, large_chunks = (run(asked, 2, FAST, chunk_bytes) for chunk_bytes in CHUNKS)
-    call_s = median(large_chunks["small_s"])
-    many_s, few_s = median(small_chunks["allreduce_s"]), median(large_chunks["allreduce_s"])
-    # A message each way for half of every chunk; twice, to who adds up and back.
-    many, few = (2 * asked.bytes / chunk_bytes for chunk_bytes in CHUNKS)
+    small, large = (run(asked, 2, FAST, segment_bytes) for segment_bytes in SEGMENTS)
+    call_s = median(large["small_s"])
+    many_s, few_s = median(small["allreduce_s"]), median(large["allreduce_s"])
+    # Half of the array goes to the other host, to be added up, and the sum of the other half.
+    many, few = (asked.bytes / segment_bytes for segment_bytes in SEGMENTS)
     message_s = (many_s - few_s) / (many - few)
     rest_s = few_s - call_s - few * message_s
     return Costs(call_s=call_s, message_s=message_s, core_bytes_per_s=asked.bytes / rest_s)
 
 
-def run(asked: argparse.Namespace, hosts: int, rate: str, chunk_bytes: int) -> dict[str, Any]:
-    """What the ranks of one job found."""
+def run(
+    asked: argparse.Namespace, hosts: int, rate: str, segment_bytes: int | None = None
+) -> dict[str, Any]:
+    """What the ranks of one job found, with segments as hvdtrain chooses them, if not told."""
     job = {
         "bytes": asked.bytes,
         "small_bytes": SMALL_BYTES,
-        "chunk_bytes": chunk_bytes,
+        "segment_bytes": segment_bytes,
         "runs": asked.runs,
         "compute_s": asked.compute_ms / 1e3,
         "backward": asked.backward,

@@ -1,6 +1,6 @@
 """One rank's part of scaling.py: seconds of allreduces, and of steps that hide them.
 
-    mpirun ... python scaling_steps.py '{"bytes": 16777216, "chunk_bytes": 2097152, "runs": 5, ...}'
+    mpirun ... python scaling_steps.py '{"bytes": 16777216, "segment_bytes": 8192, "runs": 5, ...}'
 
 Sleeping stands for computing, so that a rank has a speed of its own where ranks share cores. The
 chief prints what it found as one line of JSON.
@@ -13,13 +13,12 @@ import os
 import sys
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.cluster.topology import read_topology
-from hvdtrain.collectives import create
+from hvdtrain.collectives import create, link_speed
 from hvdtrain.config import read_settings
 
 ARRAYS = 40
@@ -28,8 +27,9 @@ ARRAYS = 40
 def main() -> None:
     """Measure, and print."""
     job = json.loads(sys.argv[1])
-    settings = replace(read_settings(os.environ), chunk_bytes=job["chunk_bytes"])
-    engine: Any = create(read_topology(os.environ), settings)
+    if job["segment_bytes"] is not None:
+        link_speed.LEAST_SEGMENT_BYTES = link_speed.MOST_SEGMENT_BYTES = job["segment_bytes"]
+    engine: Any = create(read_topology(os.environ), read_settings(os.environ))
     arrays = [np.ones(job["bytes"] // 4 // ARRAYS, np.float32) for _ in range(ARRAYS)]
     small = np.ones(job["small_bytes"] // 4, np.float32)
     found = {

@@ -46,9 +46,9 @@ class Costs:
         host_bytes_per_s: Of each rank's gradients, that the ranks of a host add up and spread.
     """
 
-    call_s: float = 500e-6
-    message_s: float = 20e-6
-    core_bytes_per_s: float = 5e8
+    call_s: float = 800e-6
+    message_s: float = 60e-6
+    core_bytes_per_s: float = 1e9
     host_bytes_per_s: float = 3.5e9
 
 
