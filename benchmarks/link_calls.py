@@ -80,7 +80,6 @@ def measure_hvdtrain(job: dict[str, Any]) -> Found:
         if size > ONE_ARRAY_BYTES:
             moved = int(size * LEAST_LEAVES[call](hosts))
             ways = {"TCP": lambda moved=moved: link.move(moved), **ways}
-        if size > ONE_ARRAY_BYTES:
             count_bytes(ways, size, world, topology.local_rank)
         time_ways(ways, size, runs, world.Barrier, found)
         pair.of_hvdtrain()

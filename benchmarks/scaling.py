@@ -21,11 +21,11 @@ from typing import Any
 from cluster_jobs import HVDTRAIN, shaped_hosts
 
 from hvdtrain.bench.cost_model import Cluster, Costs, Step, predict_allreduce, predict_step
+from hvdtrain.bench.options import bytes_per_s
 from hvdtrain.collectives.link_speed import Link
 
 WORKER = Path(__file__).with_name("scaling_steps.py")
 FAST = "20gbit"
-UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
 # Of what tbf lets through TCP's payload takes this share, with frames of 1500 bytes.
 PAYLOAD = 1448 / 1514
 SMALL_BYTES = 4096
@@ -116,7 +116,7 @@ def run(
 
 def link_bytes_per_s(rate: str) -> float:
     """What TCP can move over a link of a rate as tc writes it."""
-    return float(rate[:-4]) * UNITS[rate[-4:]] * PAYLOAD
+    return bytes_per_s(rate) * PAYLOAD
 
 
 if __name__ == "__main__":

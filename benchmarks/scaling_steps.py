@@ -22,6 +22,7 @@ from hvdtrain.collectives import create, link_speed
 from hvdtrain.config import read_settings
 
 ARRAYS = 40
+COMPUTE_TIMEOUT_S = 60.0
 
 
 def main() -> None:
@@ -69,9 +70,10 @@ def time_step(engine: Any, arrays: list[np.ndarray], compute_s: float, backward:
     computing = threading.Thread(target=compute)
     computing.start()
     for event, bucket in zip(come, buckets):
-        event.wait()
+        if not event.wait(COMPUTE_TIMEOUT_S):
+            raise SystemExit(f"no gradients came within {COMPUTE_TIMEOUT_S:g} s")
         engine.grouped_allreduce(bucket, name="bucket")
-    computing.join()
+    computing.join(COMPUTE_TIMEOUT_S)
     return slowest(engine, time.perf_counter() - begun_s)
 
 

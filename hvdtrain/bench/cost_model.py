@@ -148,10 +148,12 @@ def predict_step(costs: Costs, cluster: Cluster, step: Step) -> StepTime:
     limit: Limit = "computing"
     done_s = compute_s * (1 - step.backward)
     buckets = _buckets(cluster, step.gradient_bytes) if cluster.ranks > 1 else 0
+    if buckets:
+        bucket_bytes = math.ceil(step.gradient_bytes / buckets)
+        bucket_s, limit = predict_allreduce(costs, cluster, bucket_bytes)
     for number in range(buckets):
         come_s = compute_s * (1 - step.backward * (1 - (number + 1) / buckets))
-        combining = predict_allreduce(costs, cluster, math.ceil(step.gradient_bytes / buckets))
-        done_s, limit = max(done_s, come_s) + combining.seconds, combining.limit
+        done_s = max(done_s, come_s) + bucket_s
     seconds = max(done_s, compute_s)
     combining_s = seconds - compute_s
     return StepTime(

@@ -20,6 +20,7 @@ __all__ = [
     "StartupOptions",
     "TrainingOptions",
     "add_options",
+    "bytes_per_s",
     "whole_number",
 ]
 
@@ -38,7 +39,7 @@ def whole_number(text: str) -> int:
     return count
 
 
-def _speed(text: str) -> float:
+def bytes_per_s(text: str) -> float:
     """A speed as tc writes it, in bytes a second: 25gbit, 200mbit."""
     units = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
     number, unit = text[:-4], text[-4:].lower()
@@ -193,7 +194,7 @@ class PredictOptions(Options):
     hosts: int = _count(64, "most hosts")
     ranks_per_host: int = _count(8, "ranks on each")
     link: float = _option(
-        25 * 125e6, type=_speed, metavar="SPEED", help="of each host's link; default 25gbit"
+        25 * 125e6, type=bytes_per_s, metavar="SPEED", help="of each host's link; default 25gbit"
     )
     latency_us: float = _number(30.0, "from host to host, for a message of some bytes")
     compute_ms: float = _number(300.0, "for which a rank computes in a step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from abc import ABC, abstractmethod
 
@@ -59,8 +60,10 @@ class _Int8(WireFormat):
     _TABLE = 1 << 16
     _MOST = 127
 
-    def __init__(self) -> None:
-        self._chances = np.random.default_rng(0).random(self._TABLE, np.float32)
+    @functools.cached_property
+    def _chances(self) -> np.ndarray:
+        # Not as the module is imported: few jobs need it.
+        return np.random.default_rng(0).random(self._TABLE, np.float32)
 
     def nbytes(self, items: int) -> int:
         return 4 * self._blocks(items) + items

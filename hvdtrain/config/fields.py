@@ -12,6 +12,7 @@ __all__ = [
     "count",
     "count_or",
     "flag",
+    "flag_name",
     "flag_or_auto",
     "log_level",
     "one_of",
@@ -28,6 +29,11 @@ __all__ = [
 ]
 
 PREFIX = "HVDTRAIN_"
+
+
+def flag_name(name: str) -> str:
+    """The flag of ``hvdtrain run`` for a setting."""
+    return "--" + name.replace("_", "-")
 
 
 def variable_name(name: str) -> str:

@@ -10,6 +10,7 @@ from hvdtrain.config.fields import (
     count,
     count_or,
     flag,
+    flag_name,
     flag_or_auto,
     log_level,
     one_of,
@@ -153,7 +154,7 @@ class ModeSettings:
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
             if entry.name in _OF_LOCAL_SGD and value != entry.default and not self.is_local_sgd:
-                option = "--" + entry.name.replace("_", "-")
+                option = flag_name(entry.name)
                 raise ConfigurationError(
                     f"{option} {value:g} ({variable_name(entry.name)}) is for --mode local-sgd, "
                     f"and this is mode {self.mode}. Give --mode local-sgd "
@@ -167,7 +168,7 @@ class ModeSettings:
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
             if entry.name in _SINGLE_GRADIENTS and value != entry.default:
-                option = "--" + entry.name.replace("_", "-")
+                option = flag_name(entry.name)
                 raise ConfigurationError(
                     f"{option} {value:g} ({variable_name(entry.name)}) needs parameter servers "
                     f"that apply each gradient as it comes, and in mode {self.mode}{bound} there "
@@ -184,7 +185,7 @@ class ModeSettings:
             )
         for name in _OF_GRADIENTS:
             if is_easgd and getattr(self, name):
-                option = "--" + name.replace("_", "-")
+                option = flag_name(name)
                 raise ConfigurationError(
                     f"{option} ({variable_name(name)}) corrects stale gradients, and with --mode "
                     f"easgd workers send none. Leave {option} out, or give --mode async-ps."

@@ -106,11 +106,7 @@ class LossWeights:
             return tf.where(mine > 0, tf.ones_like(size) if self._elastic else size, 0.0)
         if kind == "weights" and sample_weight is not None:
             joint_rows = None
-        if joint_rows is None:
-            total = self._reducer.reduce(mine, "sum", "rows of all ranks")
-        else:
-            total = tf.cast(joint_rows, tf.float32)
-        return size * mine / tf.maximum(total, 1e-30)
+        return size * mine / tf.maximum(self._of_all(mine, joint_rows), 1e-30)
 
     def are_tracked(self, kind: str) -> bool:
         """Whether ``tracked`` holds for losses that are reduced in this way."""
@@ -129,12 +125,15 @@ class LossWeights:
         (1/N) sum(w_r L_r). For a mean over rows that is 1.
         """
         mine = tf.cast(rows, tf.float32)
-        if joint_rows is None:
-            joint = self._reducer.reduce(mine, "sum", "rows of all ranks")
-        else:
-            joint = tf.cast(joint_rows, tf.float32)
+        joint = self._of_all(mine, joint_rows)
         factor = tf.where(mine > 0, 1.0, 0.0) * self._size if kind == "sum" else weight
         return tf.math.divide_no_nan(factor * joint, self._size * mine)
+
+    def _of_all(self, mine: tf.Tensor, joint_rows: tf.Tensor | None) -> tf.Tensor:
+        """The sum over the ranks as float32; communicates where it is not known."""
+        if joint_rows is None:
+            return self._reducer.reduce(mine, "sum", "rows of all ranks")
+        return tf.cast(joint_rows, tf.float32)
 
     def weighting(self, kind: str, weight: tf.Tensor, factor: tf.Tensor | None) -> Weighting:
         """How an optimizer turns gradients of a weighted loss into those of the joint batch.

@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdtrain.agent.agent_environment import BIND
 from hvdtrain.config import ModeSettings, Settings, read_settings, variable_name, written_default
-from hvdtrain.config.fields import amount
+from hvdtrain.config.fields import amount, flag_name
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.launch.horovod_flags import add_horovod_flags, note_on
 from hvdtrain.launch.host_arguments import TF_CONFIG, add_cluster, add_where, named_cluster
@@ -193,7 +193,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) -> None:
     """One setting as a flag; most values stay text, on their way into the environment."""
-    flag = "--" + entry.name.replace("_", "-")
+    flag = flag_name(entry.name)
     summary = entry.metadata["help"]
     if entry.metadata["is_switch"]:
         summary = summary.removeprefix("1 ")
