@@ -25,6 +25,9 @@ Cause = Literal[
     "own code",  # the program ended itself with this exit code
 ]
 
+# Of what mpirun or srun printed.
+_SHOWN_LINES = 40
+
 
 @dataclass(kw_only=True)
 class JobRecord:
@@ -204,5 +207,7 @@ def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[st
 
 
 def _said(record: JobRecord) -> list[str]:
-    """What mpirun or srun printed, without blank lines."""
-    return [line for line in record.words if line.strip()]
+    """What mpirun or srun printed, without blank lines, rules, and what it says for each host."""
+    lines = list(dict.fromkeys(line for line in record.words if line.strip(" -=*")))
+    left = len(lines) - _SHOWN_LINES
+    return lines if left <= 0 else [*lines[:_SHOWN_LINES], f"... and {left} lines more"]

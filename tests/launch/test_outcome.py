@@ -162,3 +162,16 @@ def test_hosts_that_were_lost_or_did_not_start() -> None:
     assert ended(seen={}, words=[refused]).lost_hosts == ("b",)
     # Who is to blame has to be found out.
     assert ended(seen={}, words=["nothing that tells"]).lost_hosts == ()
+
+
+def test_what_mpirun_says_of_each_host_is_shown_once() -> None:
+    said = [
+        ["-" * 60, "A daemon failed to report back.", f"  Remote host:   node{host}", "-" * 60]
+        for host in range(50)
+    ]
+    words = [line for block in said for line in block]
+    shown = ended(seen={}, words=["no way there", *words]).words[-1].splitlines()[1:]
+    lines = [line.strip() for line in shown]
+    assert lines[:3] == ["no way there", "A daemon failed to report back.", "Remote host:   node0"]
+    assert lines[-1] == "... and 12 lines more"
+    assert len(lines) == 41
