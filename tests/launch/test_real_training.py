@@ -44,7 +44,7 @@ def test_a_training_goes_on_by_itself(train, fault, tmp_path):
         *("-np", "2", "--max-restarts", "1", "--hang-timeout-s", "5", "--grace-s", "2"),
         fault=fault,
         # A fork that is stopped can't be seen to be.
-        fresh=fault != "preempt",
+        fresh=fault == "stop",
     )
     for text in (*TOLD[fault], "attempt 2", "training goes on from the checkpoint of step"):
         assert text in stderr, stderr

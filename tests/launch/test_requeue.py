@@ -147,6 +147,7 @@ def test_a_real_training_goes_on_in_the_second_run(
     """A signal comes to one rank within the first epoch; each sample of it is seen once."""
     program = str(REPOSITORY / "tests/keras/saving/program.py")
     job = Job(cluster, program="--fault preempt", words=[*forked_python[1:], program])
+    job.until(lambda: "is in the queue again" in job.output(), 120)
     job.start_again(180)
     job.until(lambda: job.shown("JobState") == "COMPLETED", 180)
     output = job.output()

@@ -7,9 +7,7 @@ import re
 
 import pytest
 
-from tests.examples.digits import MNIST, write_few
 from tests.harness.jobs import REPOSITORY
-from tests.keras.equivalence import CASES
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(400)]
 
@@ -36,16 +34,6 @@ def horovodrun(environment, run_command, tmp_path):
         )
 
     return run
-
-
-def test_the_example_learns(horovodrun, tmp_path):
-    data = ("--epochs", "12", "--data-dir", write_few(tmp_path))
-    done = horovodrun("--gloo", MNIST, *data)
-    assert done.returncode == 0, done
-    why = "horovodrun --gloo started"
-    assert f"hvdtrain: an installed Horovod combines gradients: {why}" in done.stderr
-    (accuracy,) = re.findall(r"test accuracy = (0\.\d+)", done.stdout)
-    assert float(accuracy) > 0.8
 
 
 CONTRACT = """
@@ -122,6 +110,8 @@ def test_it_does_what_every_engine_does(horovodrun, controller, np):
     done = horovodrun(controller, CONTRACT, np=np)
     assert done.returncode == 0, done
     assert len(re.findall(r"done 55\b", done.stdout)) == np, done
+    why = "horovodrun --gloo started" if controller == "--gloo" else "--backend horovod"
+    assert f"an installed Horovod combines gradients: {why}" in done.stderr, done
 
 
 ALONE = """
@@ -156,7 +146,7 @@ def test_nobody_waits_for_ever(horovodrun, controller, way):
 
 def test_training_equals_one_process(horovodrun):
     """As on every engine, to 1e-5."""
-    done = horovodrun("--mpi", REPOSITORY / "tests" / "keras" / "train_all_cases.py")
+    program = REPOSITORY / "tests" / "keras" / "train_all_cases.py"
+    done = horovodrun("--gloo", program, "uneven", "accumulation")
     assert done.returncode == 0, done
-    assert "an installed Horovod combines gradients: --backend horovod" in done.stderr
-    assert len(re.findall(rf"trained {len(CASES)}\b", done.stdout)) == 2
+    assert len(re.findall(r"trained 2\b", done.stdout)) == 2

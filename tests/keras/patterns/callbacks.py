@@ -87,8 +87,10 @@ def _saved(model: keras.Model, size: int) -> Any:
     """Every rank loads what the callbacks of the chief wrote, and goes on with it."""
     together = size < JOINT_BATCH
     with tempfile.TemporaryDirectory(prefix="patterns-") as own:
+        if not together:
+            return _saved_in(Path(own), model, size)
         shared = job.collectives().broadcast_object(own, name="test")
-        told = _saved_in(Path(shared if together else own), model, size)
+        told = _saved_in(Path(shared), model, size)
         job.collectives().barrier(name="test")  # others may still read the chief's folder
     return told
 

@@ -105,9 +105,9 @@ BOUND_0 = servers("async-ps", 2, staleness_bound=0)
     ("ranks", "environment", "cases"),
     [
         pytest.param(
-            3, servers("sync-ps"), ("deep 0 1 2", "momentum 0", "averaging 2"), id="sync-ps"
+            3, servers("sync-ps"), ("deep 0 2", "momentum 1", "averaging 2"), id="sync-ps"
         ),
-        pytest.param(4, BOUND_0, ("deep 1 2 3", "accumulating 3"), id="bound 0, 2 servers"),
+        pytest.param(4, BOUND_0, ("deep 1 3", "accumulating 3"), id="bound 0, 2 servers"),
         pytest.param(
             2, servers("async-ps"), ("momentum 1", "accumulating 0", "averaging 1"), id="one worker"
         ),
