@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import resource
 import secrets
 import selectors
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 from hvdtrain.agent.messages import Decoder, encode, keep_alive, receive
 from hvdtrain.agent.oom import OomKills
 from hvdtrain.agent.rank_report import FailureRecord, read_failure, read_report
+from hvdtrain.errors import LaunchError
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import RankExit
 from hvdtrain.launch.job_progress import JobProgress
@@ -24,6 +26,8 @@ from hvdtrain.launch.tracebacks import HOLD_S, TracebackFilter
 __all__ = ["AgentServer"]
 
 KEPT_LINES = 400
+# Modules, pipes, connections that have yet to say hello.
+OTHER_FILES = 200
 
 
 @dataclass
@@ -50,6 +54,9 @@ class AgentServer:
         local: Take connections from this host alone.
         hold_s: How long a rank may take to fail after its traceback.
         hides: Whether a line of stderr is worth nothing, here and in the verdict; None for none.
+
+    Raises:
+        LaunchError: This process may not open a connection for each agent.
 
     Attributes:
         job: The secret that agents say hello with.
@@ -79,6 +86,7 @@ class AgentServer:
         self._order: bytes | None = None
         self._connected: dict[int, _Rank] = {}
         self._tracebacks = TracebackFilter(self.ends, self._print_error, hold_s=hold_s)
+        _allow_connections(ranks)
         self._listener = _listen(local)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -271,6 +279,21 @@ class AgentServer:
 
 def _bytes(word: object) -> bytes:
     return str(word).encode(errors="replace")
+
+
+def _allow_connections(ranks: int) -> None:
+    """Let this process have a connection for each rank; usually 1024 files may be open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = ranks + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise LaunchError(
+            f"{ranks} ranks need {needed} open files here, one for each connection, and {hard} are "
+            "allowed (ulimit -Hn). Have the limit raised, for instance in "
+            "/etc/security/limits.conf, or start fewer ranks."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _listen(local: bool) -> socket.socket:

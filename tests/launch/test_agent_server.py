@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -356,3 +358,25 @@ def test_an_interrupt_that_was_asked_for_leaves_no_traceback(desk: Desk) -> None
     assert sorted(desk.err.getvalue().splitlines()) == [
         f"[{rank}] saved {rank}" for rank in (0, 1, 2)
     ]
+
+
+LIMITED = """
+import io, resource, sys
+from hvdtrain.launch.agent_server import AgentServer
+from hvdtrain.launch.console import Console
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
+console = Console(io.StringIO(), io.StringIO(), ranks=400, with_host=False, chief_only=False)
+AgentServer(400, console, local=True).close()
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize("most", [1000, 300])
+def test_each_rank_has_a_connection_or_the_limit_is_named(most: int) -> None:
+    argv = [sys.executable, "-c", LIMITED, str(most)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    if most == 1000:
+        assert done.stdout == "(600, 1000)\n", done
+    else:
+        assert "400 ranks need 600 open files here" in done.stderr
+        assert "300 are allowed (ulimit -Hn)" in done.stderr

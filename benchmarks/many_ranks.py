@@ -1,0 +1,129 @@
+"""What a job of a thousand ranks costs the launcher, and how quickly it learns and tells.
+
+    python benchmarks/many_ranks.py
+    python benchmarks/many_ranks.py --ranks 100 1000 10000 --seconds 10
+
+The launcher is the real one, with its server, its screen (written to nowhere) and its watch for
+hangs; mpirun and the agents are simulated by one process, whose time is not counted. Each rank
+prints 20 lines as it starts, reports its step once a second, and prints a line of its own every
+five. At the end the last rank fails, and the launcher ends the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from hvdtrain.agent.agent_environment import JOB, format_addresses
+from hvdtrain.config import LAUNCHER
+from hvdtrain.launch.agent_server import AgentServer
+from hvdtrain.launch.commands import Command
+from hvdtrain.launch.console import Console
+from hvdtrain.launch.supervisor import Supervisor, TimeLimits
+
+AGENTS = Path(__file__).with_name("many_agents.py")
+SAMPLE_S = 0.1
+
+
+class Processor:
+    """Processor time of this process, noted all the while by a thread."""
+
+    def __init__(self) -> None:
+        self._samples = [self._now()]
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return time.monotonic(), used.ru_utime + used.ru_stime
+
+    def _watch(self) -> None:
+        while not self._over.wait(SAMPLE_S):
+            self._samples.append(self._now())
+
+    def stop(self) -> None:
+        """No more is noted."""
+        self._over.set()
+        self._thread.join()
+        self._samples.append(self._now())
+
+    def between(self, start: float, end: float) -> float:
+        """Seconds of a core used from one moment to another."""
+        before = [used for moment, used in self._samples if moment <= start] or [0.0]
+        until = [used for moment, used in self._samples if moment <= end] or [0.0]
+        return until[-1] - before[-1]
+
+
+def run(ranks: int, seconds: int) -> dict[str, float]:
+    """One job; what each part of it took."""
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+        console = Console(
+            nowhere, nowhere, ranks=ranks, with_host=True, chief_only=False, collapse=True
+        )
+        times = Path(folder, "times.json")
+        with contextlib.closing(AgentServer(ranks, console, local=True)) as server:
+            words = {LAUNCHER: format_addresses(["127.0.0.1"], server.port), JOB: server.job}
+            argv = (sys.executable, str(AGENTS), str(ranks), str(seconds), str(times))
+            hosts = {rank: f"node{rank // 8}" for rank in range(ranks)}
+            supervisor = Supervisor(
+                Command(argv=argv, environ={**os.environ, **words}),
+                server,
+                console,
+                hosts=hosts,
+                time_limits=TimeLimits(hang_s=600.0),
+                received=[],
+            )
+            processor = Processor()
+            outcome = supervisor.run()
+            processor.stop()
+        if outcome.code != 7:
+            raise RuntimeError(f"the job ended otherwise: {outcome}")
+        found = json.loads(times.read_text())
+    if found["left"]:
+        raise RuntimeError(f"{found['left']} agents were not let go")
+    start, connected, failed = found["start"], found["connected"], found["failed"]
+    return {
+        "starting_s": connected - start,
+        "starting_core_s": processor.between(start, connected),
+        "running_core": processor.between(connected, failed) / (failed - connected),
+        "to_tell_all_s": found["told"] - failed,
+        "to_end_s": found["ended"] - failed,
+    }
+
+
+def main() -> None:
+    """Run the jobs, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1000], help="default 64 1000")
+    parser.add_argument("--seconds", type=int, default=15, help="of training; default %(default)s")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    asked = parser.parse_args()
+    print("| ranks | start | of a core | running, of a core | a failure is known to all | ended |")
+    print("|---|---|---|---|---|---|")
+    found = {}
+    for ranks in asked.ranks:
+        figures = found[ranks] = run(ranks, asked.seconds)
+        print(
+            f"| {ranks} | {figures['starting_s']:.2f} s | {figures['starting_core_s']:.2f} s "
+            f"| {figures['running_core']:.1%} | {figures['to_tell_all_s']:.2f} s "
+            f"| {figures['to_end_s']:.2f} s |",
+            flush=True,
+        )
+    if asked.json:
+        asked.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
