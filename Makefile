@@ -17,6 +17,8 @@ FIRST := not cluster and not more and (not mpi or essential)
 # The public names with their docstrings. Links within it are made for a site, and lead nowhere here.
 API = for module in hvdtrain hvdtrain.monitor.report; do $(BIN)/griffe2md $$module --format-md; \
 	echo; done | sed -E -e '/^::$$/d' -e 's/\[([^]]*)\]\(\#[^)]*\)/\1/g'
+# What hangs on Keras' own code; data are read by tf.data, and rounds of local SGD are arithmetic.
+ON_KERAS = tests/keras --ignore=tests/keras/data --ignore=tests/keras/local_sgd
 # Which ends of what pyproject.toml allows `make test-keras` tries.
 KERAS ?= keras-oldest keras-newest
 CHAOS_S ?= 120
@@ -63,7 +65,7 @@ test-keras: $(VENV)/.dev
 	for name in $(KERAS); do \
 		PYTHONPATH=$$(echo $(CURDIR)/.venvs/$$name/lib/python*/site-packages); export PYTHONPATH; \
 		$(BIN)/python -c "import keras; print('Keras', keras.version())"; \
-		$(PYTEST) -m "$(FIRST)" tests/keras || exit 1; \
+		$(PYTEST) -m "$(FIRST)" tests/private_api $(ON_KERAS) || exit 1; \
 	done
 
 chaos: $(VENV)/.dev

@@ -10,7 +10,7 @@ from tests.keras.compute import oracle
 from tests.keras.served.programs import facts, program
 
 PROGRAM = Path(oracle.__file__)
-BETWEEN_RANKS = ("clip and decay", "loss scale", "embedding", "masked", "sample weights")
+BETWEEN_RANKS = ("clip and decay", "embedding", "masked")
 
 
 def towers(devices: int, **settings: object) -> dict[str, str]:

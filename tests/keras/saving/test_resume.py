@@ -217,14 +217,6 @@ def long_passes(callbacks: list[Any]) -> Any:
     return plain(callbacks, batch_size=4, steps_per_epoch=4)
 
 
-def endless(callbacks: list[Any]) -> Any:
-    def fit(model: keras.Model) -> Any:
-        data = tf.data.Dataset.from_tensor_slices((X, Y)).repeat().batch(6)
-        return model.fit(data, epochs=EPOCHS, steps_per_epoch=4, verbose=0, callbacks=callbacks)
-
-    return fit
-
-
 def of_unknown_length(callbacks: list[Any]) -> Any:
     def fit(model: keras.Model) -> Any:
         data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6)
@@ -234,30 +226,24 @@ def of_unknown_length(callbacks: list[Any]) -> Any:
     return fit
 
 
-def batches_shuffled_inside(callbacks: list[Any]) -> Any:
-    return plain(callbacks, batch_size=6, shuffle="batch")
-
-
 def validated(callbacks: list[Any]) -> Any:
     return plain(callbacks, batch_size=6, validation_split=0.2)
 
 
-INPUTS = (
-    *(shuffled_pipeline, batches, long_passes, endless, of_unknown_length),
-    *(batches_shuffled_inside, validated),
-)
+# Where passes of other kinds of data begin is seen in tests/keras/data/test_begin.py.
+INPUTS = (shuffled_pipeline, long_passes, of_unknown_length, validated)
 
 
 @pytest.mark.more
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fit", INPUTS)
-def test_resuming_is_exact_with_every_kind_of_input(world, fit, tmp_path):
+def test_resuming_is_exact_with_other_kinds_of_input(world, fit, tmp_path):
     """And steps and samples are counted, in one go as well as in two."""
     exact(world, dropout, fit, tmp_path, 9)
     for folder in (tmp_path / "whole", tmp_path) if world.is_chief() else ():
         state = Store(folder).newest().state
         # A pass of nine steps ends within the third epoch of four.
-        counts = {long_passes: (9, ROWS), endless: (12, 12 * 12), validated: (15, 3 * 53)}
+        counts = {long_passes: (9, ROWS), validated: (15, 3 * 53)}
         assert (state["step"], state["samples"]) == counts.get(fit, (18, 3 * ROWS))
         assert (state["epoch"], state["place"]["epochs"]) == (EPOCHS, EPOCHS)
 
