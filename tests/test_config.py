@@ -30,6 +30,9 @@ def test_an_empty_environment_gives_the_defaults():
         ("log_level", "FATAL", "error"),
         ("soft_placement", "0", False),
         ("log_device_placement", "1", True),
+        ("compression", "int8", "int8"),
+        ("compression", "powersgd:4", "powersgd:4"),
+        ("compression", "topk:1", "topk:1"),
         ("mode", "sync-ps", "sync-ps"),
         ("mode", "towers", "towers"),
         ("mode", "local-sgd", "local-sgd"),
@@ -63,6 +66,7 @@ def test_a_variable_sets_its_setting_and_no_other(name, text, value):
         ("non_finite", ""),
         ("share_gpus", "maybe"),
         ("log_level", "loud"),
+        ("compression", "gzip"),
         ("mode", "async"),
         ("devices_per_rank", "0"),
         ("devices_per_rank", "all"),
@@ -213,9 +217,24 @@ def test_local_sgd_has_settings_of_its_own(name, mode):
         read_settings({"HVDTRAIN_MODE": mode, variable_name(name): _OF_LOCAL_SGD[name]})
 
 
-def test_weights_that_are_averaged_are_not_compressed():
-    with pytest.raises(ConfigurationError, match=r"--compression int8 .* is mode local-sgd"):
-        read_settings({"HVDTRAIN_MODE": "local-sgd", "HVDTRAIN_COMPRESSION": "int8"})
+@pytest.mark.parametrize("mode", ["local-sgd", "async-ps"])
+@pytest.mark.parametrize("form", ["int8", "powersgd:4", "topk:0.01"])
+def test_only_gradients_that_are_averaged_are_compressed(mode, form):
+    with pytest.raises(ConfigurationError, match=rf"--compression {form} .* is mode {mode}"):
+        read_settings({"HVDTRAIN_MODE": mode, "HVDTRAIN_COMPRESSION": form})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *((f"powersgd{rank}", "powersgd:RANK with a whole number") for rank in ("", ":0", ":x")),
+        *((f"topk{share}", "topk:SHARE with a number above 0") for share in ("", ":2", ":0", ":x")),
+        ("fp16:2", "one of none, fp16, bf16, int8, powersgd:RANK, topk:SHARE"),
+    ],
+)
+def test_how_much_of_gradients_is_sent_must_be_said(text, expected):
+    with pytest.raises(ConfigurationError, match=f"COMPRESSION='{text}' .*: expected {expected}"):
+        read_settings({"HVDTRAIN_COMPRESSION": text})
 
 
 def test_ranks_must_be_told_the_same():

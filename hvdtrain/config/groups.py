@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hvdtrain.config.fields import (
     amount,
+    compression,
     count,
     count_or,
     flag,
@@ -241,8 +242,8 @@ class Settings(ModeSettings):
     )
     compression: str = setting(
         "none",
-        one_of("none", "fp16", "bf16", "int8"),
-        "form of gradients between hosts: none, fp16, bf16, int8",
+        compression,
+        "form of gradients between hosts: none, fp16, bf16, int8, powersgd:RANK, topk:SHARE",
     )
     non_finite: str = setting(
         "error",

@@ -19,8 +19,11 @@ from hvdtrain.collectives.interface import Collectives, ReduceOp
 from hvdtrain.errors import HvdtrainError, NonFiniteError
 from hvdtrain.gradients.allreduce import allreduce, exchange
 from hvdtrain.gradients.array_reduction import by_type
+from hvdtrain.gradients.compressors import choose_compressor, choose_wire
 from hvdtrain.gradients.contributions import Contributions
+from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.gradients.indexed_slices import pack_rows, unpack_rows
+from hvdtrain.gradients.lost_weight import scale_without_lost
 from hvdtrain.gradients.non_finite import describe_non_finite, name_non_finite, raise_non_finite
 from hvdtrain.gradients.options import ReduceOptions
 from hvdtrain.gradients.ranks import EngineRanks, Ranks
@@ -44,6 +47,9 @@ class GradientReducer:
     def __init__(self, ranks: Ranks, options: ReduceOptions | None = None) -> None:
         self._ranks = ranks
         self._options = options or ReduceOptions()
+        compressor = self._options.compressor
+        self.feedback = None if compressor is None else ErrorFeedback(compressor)
+        """What is left of gradients of which a part is sent."""
         self._local: dict[int, Any] = {}
         self._signatures = Signatures()
         self._goes_on = False
@@ -57,7 +63,14 @@ class GradientReducer:
         ranks = EngineRanks(world.collectives(), world.device_collectives())
         settings = world.settings()
         options = ReduceOptions(
-            non_finite=settings.non_finite, wire=settings.compression, what=what
+            non_finite=settings.non_finite,
+            wire=choose_wire(settings.compression),
+            compressor=choose_compressor(
+                settings.compression,
+                world.hosts(),
+                elastic=ranks.engine.survives_losses,
+            ),
+            what=what,
         )
         return cls(ranks, options)
 
@@ -121,10 +134,18 @@ class GradientReducer:
             for n in sorted(set(group).difference(dense)):
                 name = signature.names[n]
                 results[n] = self._average_rows(results[n], name, signature, weight, op)
-            for places in by_type([results[n] for n in dense]):
-                same = [dense[place] for place in places]
+            feedback = self.feedback
+            parts = [n for n in dense if feedback and feedback.takes(variables[n], results[n])]
+            whole = [n for n in dense if n not in parts]
+            for places in by_type([results[n] for n in whole]):
+                same = [whole[place] for place in places]
                 tensors, of = [results[n] for n in same], [names[n] for n in same]
                 _put(results, same, self._average_dense(tensors, of, signature, weight, op))
+            if feedback and parts:
+                # Last, so that a step that an error ends before leaves what is kept as it was.
+                tensors, by = [results[n] for n in parts], [variables[n] for n in parts]
+                averages = self._average_parts(feedback, tensors, by, signature, weight, op)
+                _put(results, parts, averages)
         return results
 
     def reduce(self, value: tf.Tensor, op: ReduceOp, name: str) -> tf.Tensor:
@@ -181,7 +202,8 @@ class GradientReducer:
     def _bucket_bytes(self) -> int:
         """How much to combine at a time; eagerly all gradients are there at once."""
         on_devices = self._ranks.device_collectives() is not None
-        if on_devices or tf.executing_eagerly():
+        # Of a part of them there is little to hide, and each bucket would take rounds of its own.
+        if on_devices or self.feedback is not None or tf.executing_eagerly():
             return 0
         return self.collectives.bucket_bytes
 
@@ -220,7 +242,7 @@ class GradientReducer:
                     raise_non_finite(collectives, name_non_finite(names, arrays), what)
                 self.contributions.add(collectives.contributed)
                 if weights:
-                    scale = _scale_without_lost(float(averages[-1]), dtype)
+                    scale = scale_without_lost(float(averages[-1]), dtype)
                     if scale != 1.0:
                         averages = [average * average.dtype.type(scale) for average in averages]
                 return averages
@@ -241,6 +263,45 @@ class GradientReducer:
             after=after if require_finite else None,
         )
         return averages[: len(tensors)]
+
+    def _average_parts(
+        self,
+        feedback: ErrorFeedback,
+        tensors: Sequence[tf.Tensor],
+        variables: Sequence[Any],
+        signature: Signature,
+        weight: tf.Tensor | None,
+        op: ReduceOp,
+    ) -> list[tf.Tensor]:
+        """Average tensors of which a part is sent, of any floating types."""
+        what, name = self._options.what, signature.call_name(self._options.what)
+        kept = [feedback.keep(variable) for variable in variables]
+        names = [variable_name(variable) for variable in variables]
+        one = tf.ones([]) if weight is None else tf.cast(weight, tf.float32)
+
+        def on_host(*arrays: np.ndarray) -> Arrays:
+            *gradients, weight = arrays
+            with self.remember_error():
+                collectives = self._begin(signature)
+                try:
+                    averages, mean_weight = feedback.average(
+                        collectives,
+                        kept,
+                        gradients,
+                        op=op,
+                        weight=float(weight),
+                        require_finite=self._options.non_finite == "error",
+                        name=name,
+                    )
+                except NonFiniteError:
+                    raise_non_finite(collectives, name_non_finite(names, gradients), what)
+                self.contributions.add(collectives.contributed)
+                scale = scale_without_lost(mean_weight, tf.float32)
+                if scale != 1.0:
+                    averages = [average * average.dtype.type(scale) for average in averages]
+                return averages
+
+        return run_on_host(on_host, [*tensors, one], [tensor.shape for tensor in tensors])
 
     def _average_rows(
         self,
@@ -263,7 +324,7 @@ class GradientReducer:
                 if self._options.non_finite == "error" and not np.isfinite(rows).all():
                     raise_non_finite(collectives, [] if np.isfinite(values).all() else [name])
                 if op == "average":
-                    scale = _scale_without_lost(float(np.mean(weights)), dtype) / len(weights)
+                    scale = scale_without_lost(float(np.mean(weights)), dtype) / len(weights)
                     rows = rows * rows.dtype.type(scale)
                 return [rows, where]
 
@@ -300,14 +361,3 @@ def _known_bytes(gradient: Gradient) -> int:
 def _put(results: list[Gradient], places: Sequence[int], gradients: Sequence[Gradient]) -> None:
     for place, gradient in zip(places, gradients):
         results[place] = gradient
-
-
-def _scale_without_lost(mean_weight: float, dtype: tf.DType) -> float:
-    """What makes a mean of weighted gradients one over the ranks that had a part in it.
-
-    Rounding alone is not made up for: it would change what no rank was missing from.
-    """
-    epsilon = 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(dtype.as_numpy_dtype).eps)
-    if mean_weight <= 0 or abs(mean_weight - 1.0) <= 8 * epsilon:
-        return 1.0
-    return 1.0 / mean_weight

@@ -144,6 +144,7 @@ class FitLoop:
                     listed,
                     self._steps.samples,
                     averaging=self._averaging,
+                    feedback=self._reducer.feedback,
                     join=self.join_weights,
                 )
             )

@@ -10,6 +10,7 @@ import keras
 
 from hvdtrain.checkpoint import Store
 from hvdtrain.collectives.interface import Collectives
+from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
@@ -31,12 +32,13 @@ def begin_session(
     samples: keras.Variable,
     *,
     averaging: WeightAveraging | None,
+    feedback: ErrorFeedback | None,
     join: Callable[[], None],
 ) -> CheckpointSession:
     """The checkpoints of a ``fit`` in which all ranks make each step together; collective.
 
     With ``averaging`` each rank has weights of its own in between, and its optimizer; ``join`` lets
-    all have the same weights.
+    all have the same weights. ``feedback`` keeps what is not sent of gradients.
 
     Raises:
         CheckpointError: All checkpoints are damaged, or the newest is of another model.
@@ -48,6 +50,7 @@ def begin_session(
         callbacks,
         own_optimizers=averaging is not None,
         outer=() if averaging is None else averaging.velocities,
+        feedback=feedback,
     )
     membership.renew()
     # Another rank than the chief uses its own only if it becomes the chief.

@@ -15,7 +15,7 @@ from hvdtrain.keras.learning_rate import follow_saved
 from hvdtrain.keras.model_parts import build_as, optimizers_of
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks, restore_callbacks
 from hvdtrain.keras.saving.training_progress import TrainingProgress
-from hvdtrain.keras.saving.training_state import TrainingState
+from hvdtrain.keras.saving.training_state import TrainingState, unsent_of
 from hvdtrain.tensorflow import random_seed
 
 __all__ = ["broadcast_arrays", "find", "move", "restore", "restore_kept"]
@@ -46,7 +46,7 @@ def find(
             if snapshot is not None:
                 build_as(state.model, TrainingProgress.from_json(snapshot.state).built)
                 state.check(snapshot.model)
-                answer["state"] = snapshot.state
+                answer.update(state=snapshot.state, unsent=unsent_of(snapshot.ranks))
         except CheckpointError as error:
             answer["error"] = str(error)
     answer = collectives.broadcast_object(answer, name="newest checkpoint")
@@ -56,6 +56,7 @@ def find(
         return None
     progress = TrainingProgress.from_json(answer["state"])
     build_as(state.model, progress.built)
+    state.make_room(answer["unsent"])
     return progress, snapshot
 
 

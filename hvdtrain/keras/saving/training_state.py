@@ -3,9 +3,10 @@
 Weights and the optimizer are alike on all ranks; the chief's are saved for all. What each rank has
 for itself is saved for every rank: random states, what layers track on their own batches (alike at
 the end of an epoch only), metrics and accumulated gradients between two updates, what recurrent
-layers carry over from its batches, samples seen. Where each rank updates weights by itself
-(``--mode local-sgd``) that is also the state of its optimizer. The chief's is saved for all beside
-it, so that the other modes can go on from there, and this one from theirs.
+layers carry over from its batches, samples seen, what it has not sent of gradients
+(``--compression``). Where each rank updates weights by itself (``--mode local-sgd``) that is also
+the state of its optimizer. The chief's is saved for all beside it, so that the other modes can go
+on from there, and this one from theirs.
 
 A run with the same number of ranks gives every rank its own back. With another number there is a
 rule for each: sums go to the chief, averages to all, random states to those who had one; recurrent
@@ -24,6 +25,7 @@ import tensorflow as tf
 from hvdtrain.collectives.fusion import join_bytes, split_bytes
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, RanksLostError
+from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.keras.model_parts import plain_optimizers_of, state_of_optimizers
 from hvdtrain.keras.model_sync import (
     broadcast_model,
@@ -37,7 +39,7 @@ from hvdtrain.keras.saving.random_state import random_state, restore_random_stat
 from hvdtrain.keras.step_results import reduction_of_metric
 from hvdtrain.private_api.keras import iterations_of, rate_of
 
-__all__ = ["TrainingState"]
+__all__ = ["TrainingState", "unsent_of"]
 
 # What becomes, for another number of ranks, of what each had of its own, by its kind; of the kinds
 # that are not here the variable says it.
@@ -48,6 +50,8 @@ _RULES: dict[str, _Rule] = {
     "accumulated": "average",
     "samples": "sum",
     "random": "chief",
+    "unsent": "average",
+    "factors": "chief",
 }
 _RANDOM = "random/"
 _OPTIMIZER = "optimizer/"
@@ -63,6 +67,7 @@ class TrainingState:
         samples: Counts the samples that this rank has computed with.
         own_optimizers: Whether each rank updates weights by itself.
         outer: Variables of the outer optimizer, alike on all ranks.
+        feedback: Keeps what is not sent of gradients.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class TrainingState:
         *,
         own_optimizers: bool = False,
         outer: Sequence[Any] = (),
+        feedback: ErrorFeedback | None = None,
     ) -> None:
         self.model = model
         self.collectives = collectives
@@ -81,6 +87,7 @@ class TrainingState:
         self._samples = samples
         self._own_optimizers = own_optimizers
         self._outer = list(outer)
+        self._feedback = feedback
         self._buffers: dict[str, np.ndarray] = {}
 
     def shared(self) -> dict[str, np.ndarray]:
@@ -97,7 +104,7 @@ class TrainingState:
         return copies
 
     def copy_own(self) -> dict[str, np.ndarray]:
-        """Copies of this rank's own values but for those of optimizers; for ``gather_own``."""
+        """Copies of this rank's own values but for what updates change; for ``gather_own``."""
         values = self._own_values(accumulated=False, optimizers=False)
         return {key: array.copy() for key, array in values.items()}
 
@@ -145,6 +152,16 @@ class TrainingState:
                 f"{_OTHER_MODEL}: it holds {len(found)} more variables than this one has, the "
                 f"first is {next(iter(found))}. {_REMEDY}"
             )
+
+    def make_room(self, variables: Sequence[int]) -> None:
+        """Expect what was not sent of the gradients of these variables; before ``restore_own``.
+
+        Args:
+            variables: Their numbers, from ``unsent_of``.
+        """
+        if self._feedback is not None:
+            for number in variables:
+                self._feedback.keep(self.model.trainable_variables[number])
 
     def restore_shared(self, saved: Mapping[str, np.ndarray] | None) -> None:
         """Give all ranks the weights and the optimizer that the chief read; collective.
@@ -231,7 +248,8 @@ class TrainingState:
 
         Args:
             accumulated: Whether gradients that wait for an update are among them.
-            optimizers: Whether those of optimizers are, if each rank updates weights by itself.
+            optimizers: Whether what updates alone change is: what is not sent of gradients, and
+                optimizers where each rank updates weights by itself.
         """
         model = self.model
         kinds: dict[str, Sequence[Any]] = {
@@ -243,6 +261,8 @@ class TrainingState:
         if accumulated:
             kinds["accumulated"] = [v for o in plain_optimizers_of(model) for v in accumulators(o)]
         found = {**_numbered(kinds), "samples": self._samples}
+        if optimizers and self._feedback is not None:
+            found.update(self._feedback.arrays(model.trainable_variables))
         if optimizers and self._own_optimizers:
             leaves = plain_optimizers_of(model)
             # Rates are alike, and may have to follow the number of ranks.
@@ -286,6 +306,12 @@ class TrainingState:
                     f"{part[key].dtype} {part[key].shape}. {_REMEDY}"
                 )
         return part
+
+
+def unsent_of(saved: Collection[str]) -> list[int]:
+    """The numbers of variables for which ``gather_own`` has what was not sent of gradients."""
+    begin = "rank/0/unsent/"
+    return [int(key.removeprefix(begin)) for key in saved if key.startswith(begin)]
 
 
 def _numbered(kinds: Mapping[str, Sequence[Any]], without: Collection[Any] = ()) -> dict[str, Any]:

@@ -1,0 +1,19 @@
+"""Means of weighted gradients where some ranks were lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+__all__ = ["scale_without_lost"]
+
+
+def scale_without_lost(mean_weight: float, dtype: tf.DType) -> float:
+    """What makes a mean of weighted gradients one over the ranks that had a part in it.
+
+    Rounding alone is not made up for: it would change what no rank was missing from.
+    """
+    epsilon = 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(dtype.as_numpy_dtype).eps)
+    if mean_weight <= 0 or abs(mean_weight - 1.0) <= 8 * epsilon:
+        return 1.0
+    return 1.0 / mean_weight

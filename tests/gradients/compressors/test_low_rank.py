@@ -1,0 +1,93 @@
+"""PowerSGD in one process: what is exact, and what must not go wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdtrain.collectives.single import single_collectives
+from hvdtrain.gradients.compressors.interface import SentMeans
+from hvdtrain.gradients.compressors.low_rank import LowRank, matrix_shape, orthonormal
+
+rng = np.random.default_rng(4)
+
+
+def narrow(rank: int, rows: int = 30, columns: int = 50) -> np.ndarray:
+    product = rng.normal(size=(rows, rank)) @ rng.normal(size=(rank, columns))
+    return product.astype("float32")
+
+
+def send(compressor: LowRank, matrix: np.ndarray, state: np.ndarray | None = None) -> SentMeans:
+    if state is None:
+        state = np.zeros(compressor.state_shape(matrix.shape), np.float32)
+    return compressor.average(single_collectives(), [matrix], [state], weight=1.0, name="test")
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"),
+    [
+        ((10, 20), (10, 20)),
+        ((3, 3, 64, 128), (576, 128)),
+        ((5, 5, 1, 32), (25, 32)),
+        ((7, 7, 3, 8), (49, 24)),
+        ((512, 8, 64), (512, 512)),  # from a model's width to attention heads,
+        ((8, 64, 512), (512, 512)),  # and back
+        ((4, 0), (4, 0)),
+    ],
+)
+def test_axes_are_cut_where_the_sides_are_most_alike(shape, matrix):
+    assert matrix_shape(shape) == matrix
+
+
+def test_only_what_becomes_less_than_half_is_taken():
+    compressor = LowRank(4)
+    assert compressor.takes((16, 16))
+    assert compressor.takes((3, 3, 64, 128))
+    assert not any(map(compressor.takes, [(), (1000,), (15, 16), (1, 4096), (0, 8), (3, 3, 16, 1)]))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-18, 1e30])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_matrix_of_no_higher_rank_is_sent_whole(rank, scale):
+    matrix = narrow(rank) * np.float32(scale)
+    compressor = LowRank(3)
+    sent = send(compressor, matrix)
+    for _ in range(3):
+        np.testing.assert_allclose(sent.means[0], matrix, atol=1e-5 * np.abs(matrix).max())
+        sent = send(compressor, matrix, sent.states[0])
+
+
+def test_steps_come_closer_to_the_best_of_its_rank():
+    """As power iteration does, with the Q of the step before."""
+    matrix = rng.normal(size=(30, 50)).astype("float32")
+    u, s, v = np.linalg.svd(matrix)
+    best = np.linalg.norm(matrix - (u[:, :3] * s[:3]) @ v[:3])
+    compressor, state, errors = LowRank(3), None, []
+    for _ in range(60):
+        sent = send(compressor, matrix, state)
+        state = sent.states[0]
+        errors.append(np.linalg.norm(sent.unsent[0]))
+    assert errors[0] > 1.05 * best
+    assert errors[-1] == pytest.approx(best, rel=1e-3)
+
+
+def test_nothing_comes_of_zeros_and_what_follows_them_is_sent():
+    compressor, matrix = LowRank(2), narrow(2)
+    empty = send(compressor, np.zeros_like(matrix))
+    assert not empty.means[0].any()
+    assert not empty.states[0].any()
+    # One of a lower rank leaves columns without use, too.
+    for before in (empty, send(compressor, narrow(1))):
+        assert np.isfinite(before.states[0]).all()
+        sent = send(compressor, matrix, before.states[0])
+        sent = send(compressor, matrix, sent.states[0])
+        np.testing.assert_allclose(sent.means[0], matrix, atol=1e-4)
+
+
+def test_a_basis_leaves_out_what_depends_on_it():
+    one, other = rng.normal(size=(2, 1000)).astype("float32")
+    columns = np.stack([one, 3 * one, other, one - 2 * other, 0 * one], axis=1)
+    basis = orthonormal(columns)
+    assert basis.dtype == np.float32
+    np.testing.assert_allclose(basis.T @ basis, np.diag([1, 0, 1, 0, 0]), atol=1e-6)
+    assert np.isnan(orthonormal(np.where(columns == one[0], np.nan, columns))).any()

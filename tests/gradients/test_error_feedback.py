@@ -1,0 +1,113 @@
+"""Nothing of a gradient is lost: what was not sent in one step is sent in later ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain import world as job
+from hvdtrain.collectives.single import single_collectives
+from hvdtrain.errors import NonFiniteError
+from hvdtrain.gradients.compressors import GradientCompressor
+from hvdtrain.gradients.compressors.low_rank import LowRank
+from hvdtrain.gradients.compressors.top_k import TopK
+from hvdtrain.gradients.error_feedback import ErrorFeedback
+from hvdtrain.gradients.options import ReduceOptions
+from hvdtrain.gradients.ranks import EngineRanks
+from hvdtrain.gradients.reducer import GradientReducer
+
+COMPRESSORS = [LowRank(1), TopK(0.02, (0, 1))]
+both = pytest.mark.parametrize("compressor", COMPRESSORS, ids=["low-rank", "top-k"])
+SHAPE = (20, 30)
+
+
+def gradients(count: int, rank: int = 0) -> np.ndarray:
+    return np.random.default_rng(rank).normal(size=(count, *SHAPE)).astype("float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@both
+def test_all_that_was_sent_and_the_rest_are_the_sum_of_all_gradients(compressor, dtype):
+    feedback, variable = ErrorFeedback(compressor), tf.Variable(tf.zeros(SHAPE))
+    kept = feedback.keep(variable)
+    given = [np.asarray(tf.cast(g, dtype)) for g in gradients(20)]
+    sent = np.zeros(SHAPE)
+    for gradient in given:
+        (result,), weight = feedback.average(
+            single_collectives(),
+            [kept],
+            [gradient],
+            op="average",
+            weight=1.0,
+            require_finite=True,
+            name="test",
+        )
+        assert (result.dtype, result.shape, weight) == (gradient.dtype, SHAPE, 1.0)
+        sent += result.astype("float64")
+    total = np.sum(given, axis=0, dtype="float64")
+    assert np.abs(kept.unsent.value).max() > 1
+    # What half types round is not kept.
+    tolerance = {"float16": 0.05, "bfloat16": 0.5}.get(dtype, 1e-4)
+    np.testing.assert_allclose(sent + kept.unsent.value, total, atol=tolerance)
+
+
+def reducer_of(compressor: GradientCompressor, **options: str) -> GradientReducer:
+    ranks = EngineRanks(job.collectives())
+    return GradientReducer(ranks, ReduceOptions(compressor=compressor, **options))
+
+
+@pytest.mark.ranks(2)
+@both
+def test_what_can_not_be_sent_in_part_is_sent_whole(world, compressor):
+    """Rows of tables, and gradients of what is no variable; in one step with one that can."""
+    reducer, rank = reducer_of(compressor), job.rank()
+    kernel, table = tf.Variable(tf.zeros(SHAPE)), tf.Variable(tf.zeros([40, 30]))
+
+    @tf.function
+    def step(gradient, op):
+        rows = tf.IndexedSlices(gradient[:2], tf.constant([0, 1]), tf.constant([40, 30]))
+        return reducer.average([gradient, rows, gradient], [kernel, table, "tensor"], op=op)
+
+    mean = np.mean([gradients(1, r)[0] for r in range(2)], axis=0)
+    part, rows, whole = step(gradients(1, rank)[0], "average")
+    np.testing.assert_allclose(whole, mean, rtol=1e-6)
+    np.testing.assert_allclose(tf.math.unsorted_segment_sum(rows.values, rows.indices, 2), mean[:2])
+    first = np.abs(part - mean).max()
+    assert first > 1
+    kept = reducer.feedback.arrays([table, kernel])
+    assert {key.split("/")[1] for key in kept} == {"0001"}
+    # A graph that is traced later goes on with what this one has left, also as a sum.
+    again = step(np.zeros(SHAPE, np.float32), "sum")[0]
+    left = job.collectives().allreduce(reducer.feedback.keep(kernel).unsent.value, "average")
+    np.testing.assert_allclose(part + again / 2 + left, mean, atol=1e-5)
+    assert len(set(job.collectives().allgather_object(again.numpy().tobytes().hex()))) == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bad", ["kernel", "bias"])
+@both
+def test_a_step_that_is_not_finite_leaves_what_was_kept(world, compressor, bad):
+    """Also where it is another gradient that is not, which is sent whole."""
+    reducer = reducer_of(compressor)
+    variables = [tf.Variable(tf.zeros(SHAPE), name="kernel"), "bias"]
+    clean = [gradients(1, job.rank())[0], np.ones(3, np.float32)]
+    reducer.average(clean, variables)
+    kept = reducer.feedback.keep(variables[0])
+    before = [array.value.tobytes() for array in kept]
+    broken = [np.array(value) for value in clean]
+    if job.rank() == 1:
+        broken[["kernel", "bias"].index(bad)][0] = np.nan
+    with pytest.raises((NonFiniteError, tf.errors.OpError), match=rf"{bad}.* \(NaN\) on rank 1"):
+        reducer.average(broken, variables)
+    assert [array.value.tobytes() for array in kept] == before
+    assert np.isfinite(reducer.average(clean, variables)[0]).all()
+
+
+@pytest.mark.ranks(2)
+@both
+def test_what_is_let_through_is_not_kept(world, compressor):
+    reducer, kernel = reducer_of(compressor, non_finite="ignore"), tf.Variable(tf.zeros(SHAPE))
+    values = np.full(SHAPE, np.nan if job.rank() == 0 else 1.0, np.float32)
+    assert np.isnan(reducer.average([values], [kernel])[0]).any()
+    assert not reducer.feedback.keep(kernel).unsent.value.any()

@@ -1,0 +1,211 @@
+"""Trainings whose gradients cross between hosts in part; each rank is taken for a host."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain import world as job
+from hvdtrain.collectives.single import single_collectives
+from hvdtrain.gradients import tape
+from hvdtrain.gradients.compressors.low_rank import LowRank
+from hvdtrain.gradients.error_feedback import ErrorFeedback
+from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
+from hvdtrain.keras.saving.training_state import TrainingState, unsent_of
+from tests.keras.equivalence import alike
+from tests.keras.saving.runs import Stop, StopAfter, X, Y, model_of, outcome, run
+
+FORMS = ["powersgd:1", "topk:0.05"]
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+@pytest.fixture
+def compressed(world: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Turns the job that the test runs in into one of several hosts with this ``--compression``."""
+
+    def turn(form: str) -> Any:
+        settings = dataclasses.replace(job.settings(), compression=form)
+        changed = {"settings": settings, "hosts": tuple(range(job.size()))}
+        monkeypatch.setattr(job, "_world", dataclasses.replace(job._world, **changed))
+        monkeypatch.setattr(tape, "_reducers", {})
+        return world
+
+    return turn
+
+
+def make(**options: Any) -> keras.Model:
+    options.setdefault("optimizer", keras.optimizers.SGD(0.05, momentum=0.9))
+    return model_of([keras.layers.Dense(40, "relu"), keras.layers.Dropout(0.1)], **options)
+
+
+def fit(*callbacks: Any, epochs: int = 3) -> Any:
+    options = {"batch_size": 6, "epochs": epochs, "callbacks": [*callbacks], "verbose": 0}
+    return lambda model: model.fit(X, Y, **options)
+
+
+def sgd(**options: Any) -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.05, momentum=0.9, **options)
+
+
+WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "accumulation": lambda: {"optimizer": sgd(gradient_accumulation_steps=2)},
+    "clipping": lambda: {"optimizer": sgd(global_clipnorm=0.5)},
+    "loss scaling": lambda: {"optimizer": keras.optimizers.LossScaleOptimizer(sgd())},
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("form", "way"),
+    [
+        *((form, "plain") for form in FORMS),
+        pytest.param("powersgd:1", "accumulation", marks=pytest.mark.more),
+        pytest.param("topk:0.05", "clipping", marks=pytest.mark.more),
+        pytest.param("powersgd:1", "loss scaling", marks=pytest.mark.more),
+    ],
+)
+def test_ranks_stay_alike_and_learn_nearly_as_fast(compressed, form, way):
+    losses = []
+    for compression in ("none", form):
+        world = compressed(compression)
+        model, history = run(world, lambda: make(**WAYS[way]()), fit(epochs=10), seed=1)
+        losses.append(history.history["loss"])
+        assert alike(model)
+    (_, *exact), (_, *nearly) = losses
+    assert nearly != exact
+    assert exact[-1] < 0.8 * losses[0][0]
+    assert nearly[-1] == pytest.approx(exact[-1], abs=0.05)
+
+
+@pytest.mark.ranks(2)
+@forms
+def test_a_resumed_training_is_the_one_that_was_not_stopped(compressed, form, tmp_path):
+    """On each rank to the bit, in the second of three epochs."""
+    world = compressed(form)
+    whole = outcome(*run(world, make, fit(), seed=1))
+    with pytest.raises(Stop):
+        run(world, make, fit(Checkpoint(tmp_path, every_steps=2), StopAfter(9)), seed=1)
+    # The state must come from the checkpoint and not from the program's beginning.
+    resumed = outcome(*run(world, make, fit(Checkpoint(tmp_path, every_steps=2)), seed=9))
+    for name in whole:
+        assert resumed[name] == whole[name], name
+
+
+@pytest.mark.ranks(2)
+@forms
+def test_steps_of_ones_own(compressed, form):
+    """A tape of hvdtrain's, and an optimizer."""
+    world = compressed(form)
+    model = make()
+    world.broadcast_variables(model.variables)
+    optimizer = world.DistributedOptimizer(keras.optimizers.SGD(0.05))
+    optimizer.build(model.trainable_variables)
+    by_tape, by_optimizer = [], []
+    for _ in range(2):
+        with tf.GradientTape(persistent=True) as recorded:
+            loss = tf.reduce_mean(model(X[world.rank() :: 2]) ** 2)
+        own = recorded.gradient(loss, model.trainable_variables)
+        distributed = world.DistributedGradientTape(recorded)
+        by_tape.append(distributed.gradient(loss, model.trainable_variables))
+        before = [v.numpy() for v in model.trainable_variables]
+        optimizer.apply(own)
+        after = [v.numpy() for v in model.trainable_variables]
+        by_optimizer.append([(a - b) / 0.05 for a, b in zip(before, after)])
+    assert alike(model)
+    for one, other in zip(by_tape, by_optimizer):
+        for tapes, optimizers in zip(one, other):
+            np.testing.assert_allclose(tapes, optimizers, atol=1e-4)
+
+
+def test_another_number_of_ranks_has_the_mean_of_what_was_left():
+    """What they send of it then is what those that saved it would have sent."""
+
+    def state_of() -> tuple[TrainingState, ErrorFeedback, list[Any]]:
+        model, feedback = make(), ErrorFeedback(LowRank(1))
+        samples = keras.Variable(0, dtype="int64", trainable=False)
+        state = TrainingState(model, single_collectives(), samples, feedback=feedback)
+        return state, feedback, model.trainable_variables
+
+    state, feedback, variables = state_of()
+    kernel, _, last, _ = variables
+    saved: dict[str, np.ndarray] = {}
+    for rank in range(3):
+        for variable in (kernel, last):
+            for array in feedback.keep(variable):
+                array.assign(np.full(array.value.shape, [1, 2, 6][rank], np.float32))
+        own = state.gather_own()
+        saved.update({key.replace("rank/0", f"rank/{rank}", 1): own[key].copy() for key in own})
+    assert unsent_of(saved) == [0, 2]
+    state, feedback, variables = state_of()
+    state.make_room(unsent_of(saved))
+    state.restore_part(saved, 3, rank=1, size=2)
+    for variable in (variables[0], variables[2]):
+        unsent, factors = feedback.keep(variable)
+        assert (unsent.value == 3).all()
+        assert factors.value.shape == (variable.shape[1], 1)
+        assert factors.value.any()
+
+
+SCRIPT = """
+    import dataclasses
+    import json
+    import os
+    import signal
+
+    import keras
+    import numpy as np
+
+    import hvdtrain
+    from hvdtrain import world
+
+    hvdtrain.init()
+    me = hvdtrain.rank()
+    x = np.random.default_rng(2).normal(size=(96, 6)).astype("float32")
+
+
+    class Dies(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if me == 0 and batch == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+    def train(form, *callbacks):
+        settings = dataclasses.replace(world.settings(), compression=form)
+        # As if each rank had a host for itself.
+        world._world = dataclasses.replace(world._world, settings=settings, hosts=(0, 1, 2))
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(40, "relu"), keras.layers.Dense(6)]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        model.compile(keras.optimizers.SGD(0.2), "mse")
+        hvdtrain.distribute(model)
+        history = model.fit(x, x, batch_size=4, epochs=4, verbose=0, callbacks=callbacks)
+        mine = [w.tobytes().hex() for w in model.get_weights()]
+        alike = world.collectives().allgather_object(mine) == [mine] * hvdtrain.size()
+        kept = model.optimizer._hvdtrain_reducer.feedback.arrays(model.trainable_variables)
+        assert all(array.value.any() for name, array in kept.items() if "0000" in name)
+        return alike, history.history["loss"]
+
+
+    told = [train("topk:0.05", Dies()), train("powersgd:1")]
+    if hvdtrain.is_chief():
+        print(json.dumps({"size": hvdtrain.size(), "told": told}))
+"""
+
+
+@pytest.mark.mpi
+def test_ranks_go_on_without_one_and_what_it_had_left(elastic):
+    done = elastic(SCRIPT)
+    assert done.returncode == 0, done
+    (found,) = [json.loads(s[s.index("{") :]) for s in done.stdout.splitlines() if "{" in s]
+    assert found["size"] == 2
+    for alike_, losses in found["told"]:
+        assert alike_
+        assert losses[-1] < 0.5 * losses[0]
