@@ -326,7 +326,7 @@ def stopped(launch, tmp_path_factory, tmp_path):
     return _stopped[0]
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (5, 2)])
 def test_any_number_of_workers_sees_each_sample_once(launch, stopped, tmp_path, ranks, count):
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     done = launch(ranks, VISITS, timeout_s=200, env=servers("async-ps", count))
