@@ -21,11 +21,14 @@ API = for module in hvdtrain hvdtrain.monitor.report; do $(BIN)/griffe2md $$modu
 ON_KERAS = tests/keras --ignore=tests/keras/data --ignore=tests/keras/local_sgd
 # Which ends of what pyproject.toml allows `make test-keras` tries.
 KERAS ?= keras-oldest keras-newest
+# Other arguments of `make bench`, and where it writes.
+BENCH ?=
+BENCH_FOLDER ?= runs/bench
 CHAOS_S ?= 120
 CHAOS_SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-all test-horovod test-keras chaos environments lint format api clean
+.PHONY: help train quick test test-all test-horovod test-keras chaos bench environments lint format api clean
 .DELETE_ON_ERROR:
 
 help:
@@ -36,6 +39,7 @@ help:
 	@echo "make test-horovod  the tests with a real Horovod as the engine, which is built once"
 	@echo "make test-keras    the tests of keras/ with the oldest and the newest Keras"
 	@echo "make chaos         train on four hosts among random faults (CHAOS_S=1200 for 20 minutes)"
+	@echo "make bench         hvdtrain beside MPI, Horovod, PyTorch and others, in half an hour"
 	@echo "make environments  get other MPIs for the tests (NAMES=horovod for Horovod)"
 	@echo "make lint          check style and types"
 	@echo "make format        let ruff rewrite the style"
@@ -71,6 +75,14 @@ test-keras: $(VENV)/.dev
 chaos: $(VENV)/.dev
 	HVDTRAIN_TEST_CHAOS_S=$(CHAOS_S) HVDTRAIN_TEST_CHAOS_SEED=$(CHAOS_SEED) \
 		$(BIN)/python -m pytest tests/launch/test_chaos.py
+
+# Ways whose environments are not there are named, with how to get them, and left out.
+bench: $(VENV)/.dev
+	mkdir -p $(BENCH_FOLDER)
+	@echo 'All ways need: make environments NAMES="torch horovod-optimised", and matplotlib to draw'
+	$(BIN)/python benchmarks/against_peers.py --json $(BENCH_FOLDER)/peers.json \
+		--markdown $(BENCH_FOLDER)/peers.md \
+		$$($(BIN)/python -c 'import matplotlib' 2>/dev/null && echo --plots $(BENCH_FOLDER)) $(BENCH)
 
 environments: $(VENV)/.dev
 	$(BIN)/python -m tests.environments $(NAMES)

@@ -9,12 +9,44 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HOROVOD", "HVDTRAIN", "REPOSITORY", "Hosts", "shaped_cluster", "shaped_hosts"]
+__all__ = [
+    "AS_ROOT",
+    "HOROVOD",
+    "HVDTRAIN",
+    "REPOSITORY",
+    "Hosts",
+    "mpirun_between",
+    "shaped_cluster",
+    "shaped_hosts",
+]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 JOB_TIMEOUT_S = 900.0
 HVDTRAIN = "hvdtrain"
 HOROVOD = "horovod"
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def mpirun_between(
+    hosts: Sequence[str], ranks_per_host: int, *, horovods: bool
+) -> tuple[list[str], dict[str, str | None]]:
+    """What starts so many ranks on each host, and what changes in the environment for it.
+
+    Args:
+        hosts: Their names.
+        ranks_per_host: So many.
+        horovods: Whether with the system's Open MPI, which Horovod was built with, and not with the
+            one beside hvdtrain.
+    """
+    slots = ",".join(f"{host}:{ranks_per_host}" for host in hosts)
+    by_host = f"ppr:{ranks_per_host}:node"
+    if horovods:
+        argv = ["/usr/bin/mpirun", "--oversubscribe", "--bind-to", "none", "--map-by", by_host]
+        argv += ["-H", slots, "-x", "TF_CPP_MIN_LOG_LEVEL"]
+        return argv, {**AS_ROOT, "PATH": "/usr/bin:/bin", "PYTHONPATH": None}
+    mpirun = str(Path(sys.executable).with_name("mpirun"))
+    argv = [mpirun, "--prefix", sys.prefix, "--map-by", f"{by_host}:OVERSUBSCRIBE", "-H", slots]
+    return argv, {**AS_ROOT}
 
 
 class Hosts:
@@ -29,7 +61,6 @@ class Hosts:
     def __init__(self, cluster: Any, environ: dict[str, str | None], ranks_per_host: int) -> None:
         self._cluster, self._environ = cluster, environ
         self._ranks_per_host = ranks_per_host
-        self._slots = ",".join(f"{host}:{ranks_per_host}" for host in cluster.hosts)
 
     def run(self, library: str, program: Sequence[Any]) -> Any:
         """Run a program on all ranks; what the last line of its output says, which is JSON.
@@ -40,22 +71,12 @@ class Hosts:
         """
         from tests.environments import folder_of
 
-        by_host = f"ppr:{self._ranks_per_host}:node"
-        environ = {
-            **self._environ,
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        }
-        if library == HVDTRAIN:
-            mpirun = Path(sys.executable).with_name("mpirun")
-            argv = [mpirun, "--prefix", sys.prefix, "--map-by", f"{by_host}:OVERSUBSCRIBE"]
-            argv += ["-H", self._slots, sys.executable, *program]
-        else:
-            python = folder_of(HOROVOD) / "bin" / "python"
-            argv = ["/usr/bin/mpirun", "--oversubscribe", "--bind-to", "none", "--map-by", by_host]
-            argv += ["-H", self._slots, "-x", "TF_CPP_MIN_LOG_LEVEL", python, *program]
-            environ |= {"PATH": "/usr/bin:/bin", "PYTHONPATH": None}
-        done = self._cluster.run([*map(str, argv)], env=environ, timeout_s=JOB_TIMEOUT_S)
+        horovods = library == HOROVOD
+        argv, changes = mpirun_between(self._cluster.hosts, self._ranks_per_host, horovods=horovods)
+        python = folder_of(HOROVOD) / "bin" / "python" if horovods else sys.executable
+        argv += [*map(str, (python, *program))]
+        environ = {**self._environ, **changes}
+        done = self._cluster.run(argv, env=environ, timeout_s=JOB_TIMEOUT_S)
         if done.returncode:
             raise SystemExit(f"{done.stdout}{done.stderr}\nthe ranks ended with {done.returncode}")
         *told, found = done.stdout.splitlines()

@@ -182,9 +182,9 @@ def bytes_sent() -> int:
     raise SystemExit("there is no eth0")
 
 
-def arrays_of(size: int, rank: int) -> list[np.ndarray]:
-    """float32 of so many bytes in all, in one array or in several."""
-    count = 1 if size <= ONE_ARRAY_BYTES else ARRAYS
+def arrays_of(size: int, rank: int, count: int = 0) -> list[np.ndarray]:
+    """float32 of so many bytes in all, in one array or in several; 0 lets the size say how many."""
+    count = count or (1 if size <= ONE_ARRAY_BYTES else ARRAYS)
     chance = np.random.default_rng(rank)
     return [chance.random(max(1, size // 4 // count), np.float32) for _ in range(count)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import environments
-from tests.environments import missing_environment, stamp_of
+from tests.environments import build_of, missing_environment, requirements_of, stamp_of
 from tests.harness.jobs import REPOSITORY
 
 
@@ -34,6 +34,12 @@ def test_open_mpi_4_comes_from_the_system(folder: Path, monkeypatch: pytest.Monk
     stamp.write_text(content)
     monkeypatch.setattr(environments, "_SYSTEM_MPIRUN", "/nonexistent/mpirun")
     assert "install Debian's openmpi-bin" in (missing_environment("openmpi4") or "")
+
+
+def test_an_optimised_horovod_is_another_build_of_the_same() -> None:
+    assert requirements_of("horovod-optimised") == requirements_of("horovod")
+    assert build_of("horovod").keys() - build_of("horovod-optimised").keys() == {"HOROVOD_DEBUG"}
+    assert stamp_of("horovod-optimised")[1] != stamp_of("horovod")[1]
 
 
 @pytest.mark.parametrize(("required", "outcome"), [("mpi", "skipped"), ("mpi,mpich", "failed")])

@@ -10,7 +10,13 @@ from pathlib import Path
 from hvdtrain.agent.cpu_share import available_cores
 from hvdtrain.version import __version__
 
-__all__ = ["describe_machine", "machine_line", "resident_bytes", "resident_shared_bytes"]
+__all__ = [
+    "describe_machine",
+    "machine_line",
+    "peak_resident_bytes",
+    "resident_bytes",
+    "resident_shared_bytes",
+]
 
 _LIBRARIES = ("tensorflow", "tensorflow-cpu", "keras", "numpy", "mpi4py")
 
@@ -48,6 +54,11 @@ def machine_line(machine: dict[str, object]) -> str:
 def resident_bytes() -> int:
     """Memory that this process occupies now (Linux; elsewhere 0)."""
     return _memory_of_this_process("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has occupied (Linux; elsewhere 0)."""
+    return _memory_of_this_process("VmHWM")
 
 
 def resident_shared_bytes() -> int:

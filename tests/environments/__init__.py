@@ -4,9 +4,11 @@
 a file ``NAME.txt`` for each, with what pip installs; ``packages.txt`` has the Debian packages that
 they use.
 
-Those with another MPI or Keras are in ``.venvs`` and find everything else in the project's own
-environment. Those with Horovod have nothing of that and take minutes, so they are in the user's
-cache, for all checkouts, under names that tell what they are made of.
+Those with another MPI or Keras, and with PyTorch, are in ``.venvs`` and find everything else in the
+project's own environment. Those with Horovod have nothing of that and take minutes, so they are in
+the user's cache, for all checkouts, under names that tell what they are made of.
+
+``horovod-optimised`` and ``torch`` are for benchmarks (``make bench``), and made when named.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ __all__ = [
     "HOROVODS",
     "HOROVODS_PYTHON",
     "KERAS",
+    "PEERS",
+    "SAME",
+    "build_of",
     "folder_of",
     "missing_environment",
     "requirements_of",
@@ -39,7 +44,11 @@ HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hvdtrain-tests")
 # An environment that finds what it lacks in another.
 BELOW = {"horovod-keras3": "horovod"}
-HOROVODS = ("horovod", *BELOW)
+# One that is made of the same as another, and only built otherwise.
+SAME = {"horovod-optimised": "horovod"}
+HOROVODS = ("horovod", *SAME, *BELOW)
+# What hvdtrain is compared with; no test needs it.
+PEERS = (*SAME, "torch")
 # The ends of what pyproject.toml allows.
 KERAS = ("keras-oldest", "keras-newest")
 # The last Python that the TensorFlow which Horovod builds against runs on.
@@ -51,7 +60,7 @@ BUILD = {
     "HOROVOD_WITHOUT_MXNET": "1",
     "HOROVOD_WITH_MPI": "1",
     "HOROVOD_WITH_GLOO": "1",
-    # Not optimised: it builds in half the time, and how fast Horovod is doesn't matter here.
+    # Not optimised: it builds in half the time, and how fast Horovod is doesn't matter to tests.
     "HOROVOD_DEBUG": "1",
 }
 # Where mpirun is that no pip has installed.
@@ -65,9 +74,14 @@ def folder_of(name: str) -> Path:
     return REPOSITORY / ".venvs" / name
 
 
+def build_of(name: str) -> dict[str, str]:
+    """What Horovod is built with, as variables of the environment."""
+    return {key: value for key, value in BUILD.items() if name not in SAME or "DEBUG" not in key}
+
+
 def requirements_of(name: str) -> list[str]:
     """What pip installs into it."""
-    lines = (HERE / f"{name}.txt").read_text().splitlines()
+    lines = (HERE / f"{SAME.get(name, name)}.txt").read_text().splitlines()
     return [line for line in (line.partition("#")[0].strip() for line in lines) if line]
 
 
@@ -82,7 +96,7 @@ def _digest(name: str) -> str:
     layers = [requirements_of(layer) for layer in (name, BELOW.get(name)) if layer]
     if name in HOROVODS:
         python = os.path.realpath(shutil.which(HOROVODS_PYTHON) or "")
-        made_of = repr((layers, python, _system_mpi(), sorted(BUILD.items())))
+        made_of = repr((layers, python, _system_mpi(), sorted(build_of(name).items())))
     else:
         made_of = repr((layers, sys.prefix, sys.version))
     return hashlib.sha256(made_of.encode()).hexdigest()

@@ -14,24 +14,25 @@ from pathlib import Path
 
 from tests.environments import (
     BELOW,
-    BUILD,
     CACHE,
     HERE,
     HOROVODS,
     HOROVODS_PYTHON,
     KERAS,
+    PEERS,
+    build_of,
     folder_of,
     requirements_of,
     stamp_of,
 )
 
-LIGHT = sorted({path.stem for path in HERE.glob("*.txt")} - {"packages", *HOROVODS})
+LIGHT = sorted({path.stem for path in HERE.glob("*.txt")} - {"packages", *HOROVODS, *PEERS})
 PIP = ("--disable-pip-version-check", "--quiet")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.environments", description=__doc__)
-    known = [*LIGHT, *HOROVODS]
+    known = [*LIGHT, *dict.fromkeys([*HOROVODS, *PEERS])]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     names = parser.parse_args().names or LIGHT
     if unknown := set(names) - set(known):
@@ -80,7 +81,7 @@ def make_horovod(name: str) -> None:
     print("building Horovod, which takes some minutes", flush=True)
     path = os.pathsep.join([str(folder / "bin"), os.environ.get("PATH", os.defpath)])
     build = ("install", "--no-build-isolation", "--no-deps", "--no-cache-dir", *horovod)
-    run(*pip, *build, env={**os.environ, **BUILD, "PATH": path})
+    run(*pip, *build, env={**os.environ, **build_of(name), "PATH": path})
 
 
 def make_over_horovod(name: str) -> None:

@@ -1,0 +1,163 @@
+"""Which jobs a comparison is made of, and in which order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from peers.ways import MEASURES, Way
+
+__all__ = ["MODELS_OF_TORCH", "Sizes", "Task", "full_sizes", "make_plan", "quick_sizes"]
+
+Where = Literal["host", "cluster"]
+RANKS = 2
+MODELS_OF_TORCH = ("lenet", "mlp")
+# A rank dies when it has made so many steps, of more.
+DIES_AFTER = 20
+STEPS_AFTER = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much is measured.
+
+    Attributes:
+        cases: Of allreduce: bytes and number of arrays, by name.
+        runs: Of each case in a job.
+        models: Batch of a rank and steps of the ``fit`` that counts, by name.
+        warmup_steps: Of the ``fit`` before it.
+    """
+
+    cases: Mapping[str, tuple[int, int]]
+    runs: int
+    models: Mapping[str, tuple[int, int]]
+    warmup_steps: int
+
+
+def full_sizes() -> Sizes:
+    """What figures are made of."""
+    return Sizes(
+        cases={
+            "4 B": (4, 1),
+            "64 KiB": (64 << 10, 1),
+            "1 MiB": (1 << 20, 1),
+            "16 MiB": (16 << 20, 1),
+            "16 MiB in 40 arrays": (16 << 20, 40),
+        },
+        runs=7,
+        models={"lenet": (64, 60), "mlp": (64, 20), "resnet50": (4, 10)},
+        warmup_steps=3,
+    )
+
+
+def quick_sizes() -> Sizes:
+    """Enough to see each way work; its figures mean little."""
+    return Sizes(
+        cases={"4 B": (4, 1), "1 MiB": (1 << 20, 1), "4 MiB in 40 arrays": (4 << 20, 40)},
+        runs=2,
+        models={"lenet": (64, 5), "mlp": (64, 3), "resnet50": (2, 2)},
+        warmup_steps=2,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One job.
+
+    Attributes:
+        what: ``allreduce``, ``training``, ``startup`` or ``recovery``.
+        where: On this host, or on the hosts of the test cluster, a rank on each.
+        way: How.
+        repetition: From 1 on.
+        ranks: On this host.
+        job: What ranks are told.
+    """
+
+    what: str
+    where: Where
+    way: Way
+    repetition: int
+    ranks: int
+    job: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        place = "four hosts" if self.where == "cluster" else "this host"
+        return f"{self.what} on {place}, {self.way.label}, repetition {self.repetition}"
+
+
+def make_plan(
+    whats: Sequence[str],
+    wheres: Sequence[str],
+    ways: Mapping[str, Way],
+    repetitions: int,
+    sizes: Sizes,
+) -> list[Task]:
+    """All jobs; ways take turns, so that whatever else the machine does meets all of them alike.
+
+    Memory is that of the jobs that train, which run once for both. On the cluster only allreduce is
+    compared.
+
+    Args:
+        whats: Names of ``MEASURES``.
+        wheres: Of ``host`` and ``cluster``.
+        ways: Those that are there, by name.
+        repetitions: Jobs of each way.
+        sizes: How much each of them measures.
+    """
+    plan: list[Task] = []
+    for what in dict.fromkeys("training" if what == "memory" else what for what in whats):
+        for where in _places(what, wheres):
+            jobs = [
+                (ways[name], _job(what, ways[name], whats, sizes))
+                for name in MEASURES[what]
+                if name in ways
+            ]
+            plan += [
+                Task(
+                    what=what,
+                    where=where,
+                    way=way,
+                    repetition=repetition,
+                    ranks=1 if way.launcher == "alone" else RANKS,
+                    job=job,
+                )
+                for repetition in range(1, repetitions + 1)
+                for way, job in jobs
+            ]
+    return plan
+
+
+def _places(what: str, wheres: Sequence[str]) -> Iterable[Where]:
+    if "host" in wheres:
+        yield "host"
+    if "cluster" in wheres and what == "allreduce":
+        yield "cluster"
+
+
+def _job(what: str, way: Way, whats: Sequence[str], sizes: Sizes) -> dict[str, Any]:
+    """What ranks of a way are told; ``environ`` and ``result`` come with the place it runs at."""
+    job: dict[str, Any] = {"program": "allreduce", "library": way.library}
+    if what == "allreduce":
+        return {**job, "cases": dict(sizes.cases), "runs": sizes.runs}
+    job["program"] = {
+        "horovod": "tensorflow_loop",
+        "tensorflow": "tensorflow_loop",
+        "torch": "torch_loop",
+    }.get(way.library, "keras_fit")
+    if what == "training":
+        models = dict(sizes.models)
+        if "training" not in whats:
+            models = {"lenet": models["lenet"]}
+        if way.library == "torch":
+            models = {name: models[name] for name in models if name in MODELS_OF_TORCH}
+        return {**job, "models": models, "warmup_steps": sizes.warmup_steps}
+    if what == "startup":
+        return {**job, "models": {"small": (64, 1)}, "warmup_steps": 1}
+    if what == "recovery" and way.library == "bench":
+        return {"steps": DIES_AFTER}
+    steps = DIES_AFTER + STEPS_AFTER
+    die = {"rank": 1, "after_step": DIES_AFTER}
+    return {**job, "models": {"lenet": (64, steps)}, "warmup_steps": steps, "die": die}

@@ -1,0 +1,171 @@
+"""Seconds of an allreduce by size and number of arrays, in one library."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from link_calls import arrays_of, time_ways
+
+__all__ = ["measure"]
+
+Arrays = list[np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The ranks as a library knows them.
+
+    Attributes:
+        rank: This one.
+        reducer: Makes, for arrays, the call that adds them up over all ranks, and returns when
+            that is done.
+        barrier: Waits for all ranks.
+        leave: Called in the end.
+    """
+
+    rank: int
+    reducer: Callable[[Arrays], Callable[[], object]]
+    barrier: Callable[[], object]
+    leave: Callable[[], object] = lambda: None
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any] | None:
+    """The median of some runs for each case, by its name."""
+    library = job["library"]
+    group = GROUPS[library](job)
+    found: dict[str, Any] = {}
+    for name, (nbytes, count) in job["cases"].items():
+        call = group.reducer(arrays_of(nbytes, group.rank, count))
+        times: dict[str, dict[int, list[float]]] = {}
+        time_ways({library: call}, nbytes, job["runs"], group.barrier, times)
+        found[name] = median(times[library][nbytes])
+    group.leave()
+    return found if group.rank == 0 else None
+
+
+def _of_hvdtrain(job: dict[str, Any]) -> Group:
+    from hvdtrain.cluster.topology import read_topology
+    from hvdtrain.collectives import create
+    from hvdtrain.config import read_settings
+
+    engine: Any = create(read_topology(os.environ), read_settings(os.environ))
+
+    def reducer(arrays: Arrays) -> Callable[[], object]:
+        return lambda: engine.grouped_allreduce(arrays, name="arrays")
+
+    return Group(
+        rank=engine.rank, reducer=reducer, barrier=engine.barrier, leave=engine.transport.leave
+    )
+
+
+def _of_ring(job: dict[str, Any]) -> Group:
+    import tensorflow as tf
+
+    os.environ["HVDTRAIN_BACKEND"] = "nccl"
+    import hvdtrain
+    from hvdtrain import world
+
+    hvdtrain.init()
+    devices: Any = world.device_collectives()
+
+    def reducer(arrays: Arrays) -> Callable[[], object]:
+        with tf.device(devices.device):
+            tensors = [tf.constant(array) for array in arrays]
+
+        @tf.function
+        def reduce() -> tf.Tensor:
+            return tf.stack([total[0] for total in devices.allreduce(tensors, "sum", name="all")])
+
+        # These are on the host only when all is done.
+        return lambda: reduce().numpy()
+
+    return Group(rank=hvdtrain.rank(), reducer=reducer, barrier=world.collectives().barrier)
+
+
+def _of_mpi(job: dict[str, Any]) -> Group:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+
+    def reducer(arrays: Arrays) -> Callable[[], object]:
+        totals = [np.empty_like(array) for array in arrays]
+
+        def call() -> None:
+            for array, total in zip(arrays, totals):
+                world.Allreduce(array, total)
+
+        return call
+
+    return Group(rank=world.Get_rank(), reducer=reducer, barrier=world.Barrier)
+
+
+def _of_names(module: str) -> Callable[[dict[str, Any]], Group]:
+    """Of Horovod, and of what has its names."""
+
+    def make(job: dict[str, Any]) -> Group:
+        import tensorflow as tf
+
+        hvd = importlib.import_module(module)
+        hvd.init()
+
+        def reducer(arrays: Arrays) -> Callable[[], object]:
+            tensors = [tf.constant(array) for array in arrays]
+            return lambda: hvd.grouped_allreduce(tensors, op=hvd.Sum, name="arrays")
+
+        def barrier() -> None:
+            hvd.allreduce(tf.zeros([1]), name="barrier")
+
+        return Group(rank=hvd.rank(), reducer=reducer, barrier=barrier)
+
+    return make
+
+
+def _of_torch(job: dict[str, Any]) -> Group:
+    import torch
+    from torch import distributed
+
+    if "RANK" in os.environ:
+        distributed.init_process_group("gloo")
+    else:
+        # Started by mpirun; the ranks meet in a file that they share.
+        distributed.init_process_group(
+            "gloo",
+            init_method=Path(job["result"]).with_suffix(".meeting").as_uri(),
+            rank=int(os.environ["OMPI_COMM_WORLD_RANK"]),
+            world_size=int(os.environ["OMPI_COMM_WORLD_SIZE"]),
+        )
+
+    def reducer(arrays: Arrays) -> Callable[[], object]:
+        # It adds up in place; sums of zeros stay what they are however often.
+        tensors = [torch.from_numpy(np.zeros_like(array)) for array in arrays]
+
+        def call() -> None:
+            works = [distributed.all_reduce(tensor, async_op=True) for tensor in tensors]
+            for work in works:
+                work.wait()
+
+        return call
+
+    return Group(
+        rank=distributed.get_rank(),
+        reducer=reducer,
+        barrier=distributed.barrier,
+        leave=distributed.destroy_process_group,
+    )
+
+
+GROUPS: Mapping[str, Callable[[dict[str, Any]], Group]] = {
+    "hvdtrain": _of_hvdtrain,
+    "hvdtrain.tensorflow": _of_names("hvdtrain.tensorflow"),
+    "ring": _of_ring,
+    "mpi": _of_mpi,
+    "horovod": _of_names("horovod.tensorflow"),
+    "torch": _of_torch,
+}

@@ -1,0 +1,55 @@
+"""Training by Keras' ``fit``: in one process, with hvdtrain, and with its ring of TensorFlow."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.bench.models import build_model, synthetic_data
+from peers.ranks.clocks import StepClock, figures_of
+
+__all__ = ["measure"]
+
+
+class _Steps(keras.callbacks.Callback):
+    """Tells a clock of each step."""
+
+    def __init__(self, clock: StepClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._clock.step_ended()
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any] | None:
+    """Samples a second by the clock around ``fit``, and memory; after some steps that trace."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    rank, size = 0, 1
+    together = job["library"] != "keras"
+    if together:
+        if job["library"] == "ring":
+            os.environ["HVDTRAIN_BACKEND"] = "nccl"
+        import hvdtrain
+
+        hvdtrain.init()
+        rank, size = hvdtrain.rank(), hvdtrain.size()
+    clock = StepClock(rank, job)
+    found: dict[str, Any] = {"versions": {"tensorflow": tf.__version__, "keras": keras.version()}}
+    for name, (batch, steps) in job["models"].items():
+        model = build_model(name)
+        if together:
+            hvdtrain.distribute(model)
+        x, y = synthetic_data(model, batch * steps * size)
+        warm_up = batch * job["warmup_steps"] * size
+        given = {"batch_size": batch, "verbose": 0}
+        model.fit(x[:warm_up], y[:warm_up], callbacks=[_Steps(clock)], **given)
+        begun_s = time.perf_counter()
+        model.fit(x, y, **given)
+        found |= figures_of(name, len(x), time.perf_counter() - begun_s)
+    return {**found, **clock.figures()} if rank == 0 else None

@@ -1,0 +1,79 @@
+"""Training by a loop over a ``tf.function``, as Horovod's guides have it; with it, or alone."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import time
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.bench.models import build_model, synthetic_data
+from peers.ranks.clocks import StepClock, figures_of
+
+__all__ = ["measure"]
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any] | None:
+    """Samples a second by the clock around the loop, and memory; after some steps that trace."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    hvd: Any = None
+    rank, size = 0, 1
+    versions = {"tensorflow": tf.__version__, "keras": keras.__version__}
+    if job["library"] == "horovod":
+        hvd = importlib.import_module("horovod.tensorflow")
+        hvd.init()
+        rank, size = hvd.rank(), hvd.size()
+        versions["horovod"] = importlib.metadata.version("horovod")
+    clock = StepClock(rank, job)
+    found: dict[str, Any] = {"versions": versions}
+    for name, (batch, steps) in job["models"].items():
+        training = _Training(name, hvd)
+        whole = synthetic_data(training.model, batch * steps * size)
+        x, y = (array[rank::size] for array in whole)
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch).prefetch(1)
+        training.run(data.take(job["warmup_steps"]), clock)
+        begun_s = time.perf_counter()
+        training.run(data)
+        found |= figures_of(name, batch * steps * size, time.perf_counter() - begun_s)
+    return {**found, **clock.figures()} if rank == 0 else None
+
+
+class _Training:
+    """A model, and its step.
+
+    Args:
+        name: Of the model.
+        hvd: ``horovod.tensorflow``; None for a process that trains alone.
+    """
+
+    def __init__(self, name: str, hvd: Any) -> None:
+        self.model = build_model(name)
+        self._hvd = hvd
+        self._optimizer = keras.optimizers.SGD(0.001)
+        self._loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self._step = tf.function(self._compute)
+
+    def run(self, data: tf.data.Dataset, clock: StepClock | None = None) -> None:
+        """Train on batches; a clock is told of each, and ranks begin with the same weights."""
+        for number, (x, y) in enumerate(data):
+            loss = self._step(x, y)
+            if clock is not None:
+                loss.numpy()
+                clock.step_ended()
+                if number == 0 and self._hvd is not None:
+                    self._hvd.broadcast_variables(self.model.variables, root_rank=0)
+        loss.numpy()
+
+    def _compute(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = self._loss(y, self.model(x, training=True))
+        if self._hvd is not None:
+            tape = self._hvd.DistributedGradientTape(tape)
+        variables = self.model.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        self._optimizer.apply_gradients(zip(gradients, variables))
+        return loss

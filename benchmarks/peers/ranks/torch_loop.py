@@ -1,0 +1,94 @@
+"""Training by a loop in PyTorch: one process, or DistributedDataParallel over Gloo."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed, nn
+
+from peers.ranks.clocks import StepClock, figures_of
+
+__all__ = ["measure"]
+
+SEED = 7
+CLASSES = 10
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any] | None:
+    """Samples a second by the clock around the loop, and memory; after some steps."""
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    rank, size = 0, 1
+    # torchrun says so; a process that trains alone has been started without it.
+    if "RANK" in os.environ:
+        distributed.init_process_group("gloo")
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+    clock = StepClock(rank, job)
+    found: dict[str, Any] = {"versions": {"torch": torch.__version__}}
+    for name, (batch, steps) in job["models"].items():
+        make, shape = MODELS[name]
+        torch.manual_seed(SEED)
+        model = make()
+        if size > 1:
+            model = nn.parallel.DistributedDataParallel(model)
+        chance = np.random.default_rng(SEED)
+        x = torch.from_numpy(chance.random((batch * steps, *shape), np.float32))
+        y = torch.from_numpy(chance.integers(0, CLASSES, len(x)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.001)
+        _run(model, optimizer, x, y, batch, job["warmup_steps"], clock.step_ended)
+        begun_s = time.perf_counter()
+        _run(model, optimizer, x, y, batch, steps, lambda: None)
+        found |= figures_of(name, len(x) * size, time.perf_counter() - begun_s)
+    if size > 1:
+        distributed.destroy_process_group()
+    return {**found, **clock.figures()} if rank == 0 else None
+
+
+def _run(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    batch: int,
+    steps: int,
+    step_ended: Callable[[], None],
+) -> None:
+    loss_of = nn.CrossEntropyLoss()
+    for step in range(steps):
+        rows = slice(step * batch, (step + 1) * batch)
+        optimizer.zero_grad()
+        loss_of(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+        step_ended()
+
+
+def _lenet() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(64 * 7 * 7, 512), nn.ReLU(), nn.Linear(512, CLASSES)),
+    )
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Linear(784, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU()),
+        nn.Linear(4096, CLASSES),
+    )
+
+
+def _small() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+
+
+# Those of hvdtrain.bench.models that have few layers, and the shape of a sample.
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "lenet": (_lenet, (1, 28, 28)),
+    "mlp": (_mlp, (784,)),
+    "small": (_small, (32,)),
+}

@@ -1,0 +1,179 @@
+"""The ways that are compared, and which of them this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+__all__ = ["MEASURES", "NOT_MEASURED", "WAYS", "Way", "find_ways"]
+
+Launcher = Literal["alone", "hvdtrain", "mpirun", "horovodrun", "torchrun"]
+HOROVODS = ("horovod-optimised", "horovod")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to do what is measured.
+
+    Attributes:
+        name: As ``--ways`` and JSON have it.
+        label: As tables have it.
+        launcher: What starts its ranks; ``alone`` for one process.
+        library: What ranks call, as the modules of ``ranks`` know it.
+        environment: Of ``tests.environments``; empty for the one that hvdtrain is in.
+        flags: Of the launcher.
+        alone: The name of the way that trains in one process of the same framework.
+    """
+
+    name: str
+    label: str
+    launcher: Launcher
+    library: str
+    environment: str = ""
+    flags: tuple[str, ...] = ()
+    alone: str = ""
+
+
+def _ways() -> dict[str, Way]:
+    ways = [
+        Way(
+            name="hvdtrain",
+            label="hvdtrain",
+            launcher="hvdtrain",
+            library="hvdtrain",
+            alone="keras",
+        ),
+        Way(
+            name="hvdtrain-tensors",
+            label="hvdtrain.tensorflow, eager tensors",
+            launcher="hvdtrain",
+            library="hvdtrain.tensorflow",
+        ),
+        Way(
+            name="ring",
+            label="TensorFlow's ring (hvdtrain --backend nccl, on CPUs)",
+            launcher="hvdtrain",
+            library="ring",
+            alone="keras",
+        ),
+        Way(name="mpi", label="MPI_Allreduce (mpi4py)", launcher="mpirun", library="mpi"),
+        Way(
+            name="horovod-mpi",
+            label="Horovod, MPI",
+            launcher="horovodrun",
+            library="horovod",
+            environment=HOROVODS[0],
+            flags=("--mpi",),
+            alone="horovods-tensorflow",
+        ),
+        Way(
+            name="horovod-gloo",
+            label="Horovod, Gloo",
+            launcher="horovodrun",
+            library="horovod",
+            environment=HOROVODS[0],
+            flags=("--gloo",),
+            alone="horovods-tensorflow",
+        ),
+        Way(
+            name="torch",
+            label="torch.distributed, Gloo (another framework)",
+            launcher="torchrun",
+            library="torch",
+            environment="torch",
+            alone="torch-alone",
+        ),
+        Way(name="keras", label="one process, Keras", launcher="alone", library="keras"),
+        Way(
+            name="horovods-tensorflow",
+            label="one process, Horovod's TensorFlow",
+            launcher="alone",
+            library="tensorflow",
+            environment=HOROVODS[0],
+        ),
+        Way(
+            name="torch-alone",
+            label="one process, torch (another framework)",
+            launcher="alone",
+            library="torch",
+            environment="torch",
+        ),
+        Way(
+            name="elastic",
+            label="hvdtrain run --elastic: the other rank goes on",
+            launcher="alone",
+            library="bench",
+        ),
+        Way(
+            name="restart",
+            label="hvdtrain run --max-restarts 1",
+            launcher="hvdtrain",
+            library="hvdtrain",
+            flags=("--max-restarts", "1"),
+        ),
+        Way(
+            name="torch-restart",
+            label="torchrun --max-restarts 1 (another framework)",
+            launcher="torchrun",
+            library="torch",
+            environment="torch",
+            flags=("--max-restarts", "1"),
+        ),
+    ]
+    return {way.name: way for way in ways}
+
+
+WAYS: Mapping[str, Way] = _ways()
+_TOGETHER = ("hvdtrain", "horovod-mpi", "horovod-gloo", "torch")
+_TRAINING = ("hvdtrain", "ring", *_TOGETHER[1:], "keras", "horovods-tensorflow", "torch-alone")
+# Which ways each measure compares.
+MEASURES: Mapping[str, tuple[str, ...]] = {
+    "allreduce": ("hvdtrain", "hvdtrain-tensors", "ring", "mpi", *_TOGETHER[1:]),
+    "training": _TRAINING,
+    "startup": _TOGETHER,
+    "memory": _TRAINING,
+    "recovery": ("elastic", "restart", "torch-restart"),
+}
+# What is not compared, and why.
+NOT_MEASURED: Mapping[str, tuple[str, ...]] = {
+    "recovery": (
+        "Horovod's elastic mode: it takes the whole host out with a worker that died, so on one "
+        "host its job ends (horovod/runner/elastic/registration.py, `_on_workers_recorded`).",
+    ),
+}
+
+
+def find_ways(
+    names: list[str], missing: Callable[[str], str | None]
+) -> tuple[dict[str, Way], dict[str, str]]:
+    """The ways that can be measured, and for each other one why it can't, and how to get it.
+
+    Horovod as the tests build it takes the place of an optimised one that isn't there; its label
+    tells, and both have an entry.
+
+    Args:
+        names: Of ``WAYS``.
+        missing: Why an environment of the tests can't be used; None where it can.
+    """
+    found: dict[str, Way] = {}
+    not_there: dict[str, str] = {}
+    for name in names:
+        way = WAYS[name]
+        reason = missing(way.environment) if way.environment else None
+        if reason is None:
+            found[name] = way
+        elif way.environment != HOROVODS[0] or missing(HOROVODS[1]):
+            not_there[name] = _lack(way.label, way, reason)
+        else:
+            found[name] = replace(way, environment=HOROVODS[1])
+            # TensorFlow by itself is the same in both.
+            if way.library == "horovod":
+                found[name] = replace(found[name], label=f"{way.label}, unoptimised build")
+                not_there[name] = _lack(f"an optimised build of {way.label}", way, reason)
+    return found, not_there
+
+
+def _lack(what: str, way: Way, reason: str) -> str:
+    how = f"make environments NAMES={way.environment}"
+    return f"{what}: {reason.partition(';')[0]}; get it with: {how}"
