@@ -192,7 +192,10 @@ def add_control_input(operation: tf.Operation, before: tf.Operation) -> None:
 
 
 def run_turns_one_by_one(enter: tf.Operation) -> None:
-    """Let the loop that begins with an operation end each turn before the next."""
+    """Let a loop end each turn before the next; to be told by all operations that enter it.
+
+    A session goes by the one that happens to be the first, and complains where they differ.
+    """
     enter._set_attr("parallel_iterations", attr_value_pb2.AttrValue(i=1))
 
 

@@ -60,6 +60,7 @@ class SessionOrder:
         self._links: list[_Link] = []
         self._borders: set[tf.Operation] = set()
         self._loops: dict[Any, list[tf.Operation]] = {}  # by context, the last ones within
+        self._in_turns: set[str] = set()  # the names of these loops
         self._left_out: dict[Any, list[tf.Tensor]] = {}
 
     @classmethod
@@ -87,6 +88,8 @@ class SessionOrder:
                         self._add(operation)
                 if final:
                     self._graph.finalize()
+            # What loops take from around them, they may take because of a gradient that came later.
+            self._run_turns_one_by_one(self._graph.get_operations()[self._seen :])
             self._seen = len(self._graph.get_operations())
             self._version = self._graph.version
 
@@ -138,9 +141,17 @@ class SessionOrder:
                 return
             first = [tensor.op for tensor in loop.loop_enters]
             last = [tensor.op for tensor in loop.loop_exits]
-            for enter in first:
-                private_tensorflow.run_turns_one_by_one(enter)
+            self._in_turns.update(enter.get_attr("frame_name").decode() for enter in first)
+            self._run_turns_one_by_one(self._graph.get_operations())
             context = loop.outer_context
+
+    def _run_turns_one_by_one(self, operations: Iterable[tf.Operation]) -> None:
+        if not self._in_turns:
+            return
+        for operation in operations:
+            enters = operation.type in ("Enter", "RefEnter")
+            if enters and operation.get_attr("frame_name").decode() in self._in_turns:
+                private_tensorflow.run_turns_one_by_one(operation)
 
     def _add_link(
         self, first: list[tf.Operation], last: list[tf.Operation], branches: list[Any]

@@ -213,6 +213,10 @@ def test_gradients_of_branches_and_loops(world, version):
         chosen = tf.cond(x < y, lambda: total(a * b, 0), lambda: 0.0)
         # Each gradient is that of the sum of both ranks' losses.
         assert run.run([chosen, *v1.gradients(chosen, [x, y])]) == [6912.0, 3456.0, 2304.0]
+        # A session goes by the one that it comes to first.
+        enters = [op for op in run.graph.get_operations() if op.type == "Enter"]
+        assert bool(enters) == (version == 1)
+        assert {op.get_attr("parallel_iterations") for op in enters} <= {1}
 
 
 @pair
