@@ -57,14 +57,13 @@ def refused(op: Any, dtype: np.dtype) -> bool:
 @WAYS
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_allreduce_of_every_type(world, op, compiled):
-    for dtype in DTYPES:
-        if refused(op, dtype):
-            continue
-        for shape in SHAPES:
-            mine = tf.constant(values(job.rank(), shape, dtype))
-            result = way(compiled, lambda x: allreduce(x, op=op))(mine)
-            assert (result.dtype, result.shape) == (mine.dtype, mine.shape)
-            np.testing.assert_array_equal(result.numpy(), wanted(op, shape, dtype))
+    # In one function, as tracing takes longest.
+    kinds = [(dtype, shape) for dtype in DTYPES if not refused(op, dtype) for shape in SHAPES]
+    every = [tf.constant(values(job.rank(), shape, dtype)) for dtype, shape in kinds]
+    results = way(compiled, lambda *tensors: [allreduce(x, op=op) for x in tensors])(*every)
+    for (dtype, shape), mine, result in zip(kinds, every, results):
+        assert (result.dtype, result.shape) == (mine.dtype, mine.shape)
+        np.testing.assert_array_equal(result.numpy(), wanted(op, shape, dtype))
 
 
 @several
@@ -165,13 +164,13 @@ def test_what_rows_can_not_do(world):
 @WAYS
 def test_allgather_of_every_type(world, compiled):
     """Ranks may have different numbers of rows, or none."""
-    for dtype in DTYPES:
-        for rest in [(), (3,), (2, 2)]:
-            mine = tf.constant(values(job.rank(), (job.rank(), *rest), dtype))
-            result = way(compiled, allgather)(mine)
-            every = [values(rank, (rank, *rest), dtype) for rank in range(job.size())]
-            assert result.dtype == mine.dtype
-            np.testing.assert_array_equal(result.numpy(), np.concatenate(every))
+    kinds = [(dtype, rest) for dtype in DTYPES for rest in [(), (3,), (2, 2)]]
+    tensors = [tf.constant(values(job.rank(), (job.rank(), *rest), dtype)) for dtype, rest in kinds]
+    results = way(compiled, lambda *tensors: list(map(allgather, tensors)))(*tensors)
+    for (dtype, rest), mine, result in zip(kinds, tensors, results):
+        every = [values(rank, (rank, *rest), dtype) for rank in range(job.size())]
+        assert result.dtype == mine.dtype
+        np.testing.assert_array_equal(result.numpy(), np.concatenate(every))
 
 
 @several
@@ -192,12 +191,12 @@ def test_groups(world, compiled):
 @WAYS
 def test_broadcast_of_every_type(world, compiled):
     root = job.size() - 1
-    for dtype in DTYPES:
-        for shape in SHAPES:
-            mine = tf.constant(values(job.rank(), shape, dtype))
-            result = way(compiled, lambda x: broadcast(x, root))(mine)
-            assert (result.dtype, result.shape) == (mine.dtype, mine.shape)
-            np.testing.assert_array_equal(result.numpy(), values(root, shape, dtype))
+    kinds = [(dtype, shape) for dtype in DTYPES for shape in SHAPES]
+    every = [tf.constant(values(job.rank(), shape, dtype)) for dtype, shape in kinds]
+    results = way(compiled, lambda *tensors: [broadcast(x, root) for x in tensors])(*every)
+    for (dtype, shape), mine, result in zip(kinds, every, results):
+        assert (result.dtype, result.shape) == (mine.dtype, mine.shape)
+        np.testing.assert_array_equal(result.numpy(), values(root, shape, dtype))
 
 
 @several
@@ -236,15 +235,14 @@ def test_alltoall_of_every_type(world, compiled):
 def test_reducescatter_of_every_type(world, op, compiled):
     """The first ranks have a row more where they don't divide evenly."""
     rank, size = job.rank(), job.size()
-    for dtype in DTYPES:
-        if refused(op, dtype):
-            continue
-        for rows in (size, 2 * size + 1):
-            mine = tf.constant(values(rank, (rows, 2), dtype))
-            result = way(compiled, lambda x: reducescatter(x, op=op))(mine)
-            shares = np.array_split(wanted(op, (rows, 2), dtype), size)
-            assert result.dtype == mine.dtype
-            np.testing.assert_array_equal(result.numpy(), shares[rank])
+    shapes = [(size, 2), (2 * size + 1, 2)]
+    kinds = [(dtype, shape) for dtype in DTYPES if not refused(op, dtype) for shape in shapes]
+    every = [tf.constant(values(rank, shape, dtype)) for dtype, shape in kinds]
+    results = way(compiled, lambda *tensors: [reducescatter(x, op=op) for x in tensors])(*every)
+    for (dtype, shape), mine, result in zip(kinds, every, results):
+        shares = np.array_split(wanted(op, shape, dtype), size)
+        assert result.dtype == mine.dtype
+        np.testing.assert_array_equal(result.numpy(), shares[rank])
 
 
 # Each with the objective whose gradient Horovod gives: what its ranks' losses are added up to.
@@ -324,17 +322,18 @@ def test_gradients_of_ranks_that_are_alike(world):
 @pair
 @WAYS
 def test_gradients_in_every_floating_type(world, compiled):
-    for dtype in FLOATS:
-        for operation in (allreduce, allgather, lambda x: broadcast(x, 1), alltoall, reducescatter):
+    operations = (allreduce, allgather, lambda x: broadcast(x, 1), alltoall, reducescatter)
 
-            def gradient(x: tf.Tensor, operation=operation) -> tf.Tensor:
-                with tf.GradientTape() as tape:
-                    tape.watch(x)
-                    loss = tf.reduce_sum(operation(x))
-                return tape.gradient(loss, x)
+    def gradients(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(tensors)
+            losses = [tf.reduce_sum(of(x)) for x in tensors for of in operations]
+        inputs = [x for x in tensors for _ in operations]
+        return [tape.gradient(loss, x) for loss, x in zip(losses, inputs)]
 
-            found = way(compiled, gradient)(tf.ones([4, 3], dtype))
-            assert (found.dtype, found.shape) == (tf.as_dtype(dtype), (4, 3))
+    found = way(compiled, gradients)(*(tf.ones([4, 3], dtype) for dtype in FLOATS))
+    expected = [(tf.as_dtype(dtype), (4, 3)) for dtype in FLOATS for _ in operations]
+    assert [(gradient.dtype, gradient.shape) for gradient in found] == expected
 
 
 MISTAKES = {

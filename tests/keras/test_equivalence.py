@@ -24,7 +24,15 @@ def test_training_equals_one_process(world, optimizer, case):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
-    ("optimizer", "case"), [*zip(["adamw", "adam", "momentum", "sgd", "adamw", "adam"], CASES)]
+    ("optimizer", "case"),
+    [
+        pytest.param("adamw", "even", marks=pytest.mark.more),
+        ("adam", "uneven"),
+        ("momentum", "sample_weight"),
+        ("sgd", "accumulation"),
+        ("adamw", "steps_per_execution"),
+        pytest.param("adam", "jit", marks=pytest.mark.more),
+    ],
 )
 def test_so_it_does_on_three_ranks(world, optimizer, case, monkeypatch):
     # As between hosts: gradients go in buckets.

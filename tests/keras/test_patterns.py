@@ -85,7 +85,13 @@ def test_recurrent_layers_that_keep_their_states_between_batches(world):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("source", ["generator of the model", "keras.random", "tf.random"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "generator of the model",
+        *(pytest.param(name, marks=pytest.mark.more) for name in ("keras.random", "tf.random")),
+    ],
+)
 def test_ranks_draw_their_own_numbers_in_a_step(world, source):
     draws = {
         "generator of the model": lambda shape, seeds: keras.random.normal(shape, seed=seeds),
@@ -121,7 +127,7 @@ def _begin_anew():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("steps", [2, 5])
+@pytest.mark.parametrize("steps", [2, pytest.param(5, marks=pytest.mark.more)])
 def test_a_gan_that_is_resumed_ends_as_if_it_had_not_been_stopped(world, tmp_path_factory, steps):
     """In a new process the optimizers are not built yet: the checkpoint tells for which weights."""
 

@@ -67,7 +67,7 @@ KINDS = [
     pytest.param(_pipeline, {}, id="pipeline", marks=more),
     pytest.param(_shuffled, {}, id="pipeline-that-shuffles", marks=slow),
     pytest.param(_nested, {"class_weight": None}, id="pipeline-nested", marks=more),
-    pytest.param(_unknown, {}, id="pipeline-of-unknown-length", marks=slow),
+    pytest.param(_unknown, {}, id="pipeline-of-unknown-length", marks=[slow, more]),
     pytest.param(_pydataset, {"shuffle": True}, id="pydataset"),
     pytest.param(_threads, {}, id="pydataset-threads", marks=more),
 ]

@@ -241,7 +241,7 @@ LAYERS: dict[str, Pattern] = {
     "losses that are means by sample weights": Pattern(
         BUILT_IN, _means, fit(X, Y, WEIGHTS, validation_data=(X[:17], Y[:17], WEIGHTS[:17]))
     ),
-    "an output of each step, some of them masked": Pattern(BUILT_IN, _tagger, _tag, often=True),
+    "an output of each step, some of them masked": Pattern(BUILT_IN, _tagger, _tag),
     "a metric of one's own": Pattern(
         # With a validation Keras alone shows its value as that of the training, too.
         BUILT_IN,

@@ -374,9 +374,7 @@ STEPS: dict[str, Pattern] = {
     "an embedding in a step of one's own": Pattern(
         CUSTOM, lambda: built(EmbeddedOwnStep(), TOKENS), fit(TOKENS, Y), often=True
     ),
-    "trackers of one's own": Pattern(
-        CUSTOM, lambda: built(OwnTrackers(), loss=None), fit(), often=True
-    ),
+    "trackers of one's own": Pattern(CUSTOM, lambda: built(OwnTrackers(), loss=None), fit()),
     "trackers that count each batch as one": Pattern(
         CUSTOM, lambda: functional(GuideTrackers), fit(X[:48], X[:48, :3])
     ),
@@ -393,7 +391,7 @@ STEPS: dict[str, Pattern] = {
         CUSTOM, make_gan, fit(X, NOISE, validation_data=(X[:17], NOISE[:17])), often=True
     ),
     "GAN, the generator every third step": Pattern(
-        CUSTOM, lambda: make_gan(every=3), fit(X, NOISE, epochs=3), often=True
+        CUSTOM, lambda: make_gan(every=3), fit(X, NOISE, epochs=3)
     ),
     "GAN with a LossScaleOptimizer": Pattern(CUSTOM, lambda: make_gan(scaled=True), fit(X, NOISE)),
     "an optimizer for each layer": Pattern(CUSTOM, _by_layer, fit()),
