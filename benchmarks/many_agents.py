@@ -86,7 +86,6 @@ def main() -> None:
     moments = {"start": time.monotonic()}
     agents = Agents(ranks)
     agents.connect()
-    moments["connected"] = time.monotonic()
     for step in range(seconds):
         began = time.monotonic()
         agents.report(step)

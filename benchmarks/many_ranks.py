@@ -33,10 +33,12 @@ AGENTS = Path(__file__).with_name("many_agents.py")
 SAMPLE_S = 0.1
 
 
-class Processor:
-    """Processor time of this process, noted all the while by a thread."""
+class Watch:
+    """Processor time of this process, and when all agents have come; noted by a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: AgentServer) -> None:
+        self._server = server
+        self.complete_at = 0.0
         self._samples = [self._now()]
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -50,6 +52,8 @@ class Processor:
     def _watch(self) -> None:
         while not self._over.wait(SAMPLE_S):
             self._samples.append(self._now())
+            if not self.complete_at and self._server.connected == self._server.ranks:
+                self.complete_at = self._samples[-1][0]
 
     def stop(self) -> None:
         """No more is noted."""
@@ -83,19 +87,20 @@ def run(ranks: int, seconds: int) -> dict[str, float]:
                 time_limits=TimeLimits(hang_s=600.0),
                 received=[],
             )
-            processor = Processor()
+            watch = Watch(server)
             outcome = supervisor.run()
-            processor.stop()
+            watch.stop()
         if outcome.code != 7:
             raise RuntimeError(f"the job ended otherwise: {outcome}")
         found = json.loads(times.read_text())
     if found["left"]:
         raise RuntimeError(f"{found['left']} agents were not let go")
-    start, connected, failed = found["start"], found["connected"], found["failed"]
+    start, failed = found["start"], found["failed"]
+    complete = watch.complete_at
     return {
-        "starting_s": connected - start,
-        "starting_core_s": processor.between(start, connected),
-        "running_core": processor.between(connected, failed) / (failed - connected),
+        "starting_s": complete - start,
+        "starting_core_s": watch.between(start, complete),
+        "running_core": watch.between(complete, failed) / (failed - complete),
         "to_tell_all_s": found["told"] - failed,
         "to_end_s": found["ended"] - failed,
     }
