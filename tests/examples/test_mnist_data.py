@@ -15,6 +15,9 @@ mnist_data = load_mnist_data()
 TEST_SUM = 25825445
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def digits():
     return mnist_data.load_digits()

@@ -132,7 +132,10 @@ class Shrink(keras.callbacks.Callback):
                 self._warm_up.follow(Change(before=(0, 1, 2), now=(1,)))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["graph", "XLA"])
+@pytest.mark.parametrize(
+    "compiled",
+    [pytest.param(False, id="graph"), pytest.param(True, id="XLA", marks=pytest.mark.slow)],
+)
 def test_fit_goes_on_with_the_new_rate(scaled, compiled):
     """As one that had it from that step on."""
 

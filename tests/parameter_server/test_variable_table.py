@@ -25,11 +25,15 @@ opt = keras.optimizers
 
 
 FEW = ("SGD", "SGD nesterov", "Adam EMA", "Adafactor")
+QUICK = ("SGD", "Adam EMA")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in FEW else pytest.mark.more) for name in OPTIMIZERS],
+    [
+        *(pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FEW),
+        *(pytest.param(name, marks=pytest.mark.more) for name in OPTIMIZERS if name not in FEW),
+    ],
 )
 def test_tables_do_as_a_plain_optimizer(name):
     """Also when the state moves to the model's optimizer, and to another number of servers."""

@@ -20,7 +20,7 @@ def _chunks(order, joint_batch: int) -> list[list[int]]:
     return [ids[start : start + joint_batch] for start in range(0, len(ids), joint_batch)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
 def test_joint_steps_are_those_of_one_process(size: int, shuffle) -> None:
     for rows, batch_size in ((1, 4), (23, 4), (24, 2)):

@@ -253,6 +253,7 @@ def test_an_endless_shuffle_goes_on_in_its_order() -> None:
         ("pydataset", (5, 9, 1)),
     ],
 )
+@pytest.mark.slow
 def test_ranks_with_data_of_their_own_go_on_in_it(kind: str, rows: tuple[int, ...]) -> None:
     def make(rank: int):
         ids = np.arange(rows[rank]) + 100 * rank

@@ -40,7 +40,9 @@ WORKERS = [
     pytest.param({}, id="in-line"),
     pytest.param({"workers": 3}, id="threads"),
     pytest.param({"workers": 3, "max_queue_size": 1}, id="short-queue"),
-    pytest.param({"workers": 2, "use_multiprocessing": True}, id="processes"),
+    pytest.param(
+        {"workers": 2, "use_multiprocessing": True}, id="processes", marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -22,7 +22,7 @@ def _joined(batches: list[list[int]], size: int) -> list[list[int]]:
     return [flat(batches[start : start + size]) for start in range(0, len(batches), size)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rows", [1, 23, 24])
 def test_joint_step_is_the_next_batches(size: int, rows: int) -> None:
     batches = [list(range(start, min(start + 4, rows))) for start in range(0, rows, 4)]
