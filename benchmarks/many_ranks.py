@@ -58,7 +58,7 @@ class Watch:
     def stop(self) -> None:
         """No more is noted."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(10 * SAMPLE_S)
         self._samples.append(self._now())
 
     def between(self, start: float, end: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from modes import save_figure
 
@@ -18,11 +19,7 @@ def draw_allreduce(
     path: Path, values: Values, labels: Mapping[str, str], sizes: Sizes, title: str
 ) -> None:
     """Time by size, a line for each way; medians, and from the least to the most."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     cases = {name: nbytes for name, (nbytes, count) in sizes.cases.items() if count == 1}
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     for way, found in values.items():
@@ -48,11 +45,7 @@ def draw_training(
     path: Path, values: Values, labels: Mapping[str, str], sizes: Sizes, title: str
 ) -> None:
     """Samples a second, a bar for each way in a picture for each model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     count = len(sizes.models)
     figure, places = pyplot.subplots(
         1, count, figsize=(4 + 3 * count, 4), layout="constrained", sharey=True, squeeze=False
@@ -69,3 +62,13 @@ def draw_training(
     places[0][0].invert_yaxis()
     save_figure(figure, path)
     pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    """Without a screen; imported late, as it is not needed for anything else."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -148,8 +148,7 @@ def columns_of(what: str, sizes: Sizes) -> list[Column]:
     if what == "recovery":
         return [Column(figure="kill_to_next_step_s", head="seconds", show="{:.2f}".format)]
     if what == "memory":
-        show: Show = lambda nbytes: f"{nbytes / 2**20:.0f} MiB"  # noqa: E731
-        return [Column(figure="lenet peak_bytes", head="rank 0", show=show)]
+        return [Column(figure="lenet peak_bytes", head="rank 0", show=_mebibytes)]
     columns = []
     for name, (batch, _) in sizes.models.items():
         head = MODELS[name].format(batch=batch)
@@ -157,6 +156,10 @@ def columns_of(what: str, sizes: Sizes) -> list[Column]:
         percent: Show = "{:.0f} %".format
         columns.append(Column(figure=f"{name} percent", head="efficiency", show=percent))
     return columns
+
+
+def _mebibytes(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.0f} MiB"
 
 
 def _label(way: Way, entries: Sequence[Mapping[str, Any]]) -> str:

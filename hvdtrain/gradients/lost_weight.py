@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["scale_without_lost"]
+__all__ = ["scale_without_lost", "without_lost"]
+
+
+def without_lost(
+    averages: Sequence[np.ndarray], mean_weight: float, dtype: tf.DType
+) -> list[np.ndarray]:
+    """Means of weighted gradients, made those over the ranks that had a part in them."""
+    scale = scale_without_lost(mean_weight, dtype)
+    if scale == 1.0:
+        return list(averages)
+    return [average * average.dtype.type(scale) for average in averages]
 
 
 def scale_without_lost(mean_weight: float, dtype: tf.DType) -> float:

@@ -23,7 +23,7 @@ from hvdtrain.gradients.compressors import choose_compressor, choose_wire
 from hvdtrain.gradients.contributions import Contributions
 from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.gradients.indexed_slices import pack_rows, unpack_rows
-from hvdtrain.gradients.lost_weight import scale_without_lost
+from hvdtrain.gradients.lost_weight import scale_without_lost, without_lost
 from hvdtrain.gradients.non_finite import describe_non_finite, name_non_finite, raise_non_finite
 from hvdtrain.gradients.options import ReduceOptions
 from hvdtrain.gradients.ranks import EngineRanks, Ranks
@@ -228,24 +228,15 @@ class GradientReducer:
         require_finite = self._options.non_finite == "error"
 
         def on_host(*arrays: np.ndarray) -> Arrays:
-            with self.remember_error():
-                collectives = self._begin(signature)
-                try:
-                    averages = collectives.grouped_allreduce(
-                        arrays,
-                        op,
-                        name=name,
-                        require_finite=require_finite,
-                        wire=self._options.wire,
-                    )
-                except NonFiniteError:
-                    raise_non_finite(collectives, name_non_finite(names, arrays), what)
-                self.contributions.add(collectives.contributed)
-                if weights:
-                    scale = scale_without_lost(float(averages[-1]), dtype)
-                    if scale != 1.0:
-                        averages = [average * average.dtype.type(scale) for average in averages]
-                return averages
+            with self._combining(signature, names, arrays) as collectives:
+                averages = collectives.grouped_allreduce(
+                    arrays,
+                    op,
+                    name=name,
+                    require_finite=require_finite,
+                    wire=self._options.wire,
+                )
+            return without_lost(averages, float(averages[-1]), dtype) if weights else averages
 
         def after(finite: bool, which: np.ndarray) -> None:
             with self.remember_error():
@@ -274,32 +265,24 @@ class GradientReducer:
         op: ReduceOp,
     ) -> list[tf.Tensor]:
         """Average tensors of which a part is sent, of any floating types."""
-        what, name = self._options.what, signature.call_name(self._options.what)
+        name = signature.call_name(self._options.what)
         kept = [feedback.keep(variable) for variable in variables]
         names = [variable_name(variable) for variable in variables]
         one = tf.ones([]) if weight is None else tf.cast(weight, tf.float32)
 
         def on_host(*arrays: np.ndarray) -> Arrays:
             *gradients, weight = arrays
-            with self.remember_error():
-                collectives = self._begin(signature)
-                try:
-                    averages, mean_weight = feedback.average(
-                        collectives,
-                        kept,
-                        gradients,
-                        op=op,
-                        weight=float(weight),
-                        require_finite=self._options.non_finite == "error",
-                        name=name,
-                    )
-                except NonFiniteError:
-                    raise_non_finite(collectives, name_non_finite(names, gradients), what)
-                self.contributions.add(collectives.contributed)
-                scale = scale_without_lost(mean_weight, tf.float32)
-                if scale != 1.0:
-                    averages = [average * average.dtype.type(scale) for average in averages]
-                return averages
+            with self._combining(signature, names, gradients) as collectives:
+                averages, mean_weight = feedback.average(
+                    collectives,
+                    kept,
+                    gradients,
+                    op=op,
+                    weight=float(weight),
+                    require_finite=self._options.non_finite == "error",
+                    name=name,
+                )
+            return without_lost(averages, mean_weight, tf.float32)
 
         return run_on_host(on_host, [*tensors, one], [tensor.shape for tensor in tensors])
 
@@ -334,6 +317,20 @@ class GradientReducer:
             [[None, *gradient.values.shape[1:]], [None]],
         )
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+    @contextmanager
+    def _combining(
+        self, signature: Signature, names: Sequence[str], arrays: Sequence[np.ndarray]
+    ) -> Iterator[Collectives]:
+        """The engine, for one reduction of these arrays; notes whose are in it, and its errors."""
+        with self.remember_error():
+            collectives = self._begin(signature)
+            try:
+                yield collectives
+            except NonFiniteError:
+                bad = name_non_finite(names, arrays)
+                raise_non_finite(collectives, bad, self._options.what)
+            self.contributions.add(collectives.contributed)
 
     def _begin(self, signature: Signature) -> Collectives:
         """The engine, when all ranks come with the same gradients and enough of them are left."""

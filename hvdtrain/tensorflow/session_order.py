@@ -88,9 +88,10 @@ class SessionOrder:
                         self._add(operation)
                 if final:
                     self._graph.finalize()
+            operations = self._graph.get_operations()
             # What loops take from around them, they may take because of a gradient that came later.
-            self._run_turns_one_by_one(self._graph.get_operations()[self._seen :])
-            self._seen = len(self._graph.get_operations())
+            self._run_turns_one_by_one(operations[self._seen :])
+            self._seen = len(operations)
             self._version = self._graph.version
 
     def left_out(
@@ -142,7 +143,6 @@ class SessionOrder:
             first = [tensor.op for tensor in loop.loop_enters]
             last = [tensor.op for tensor in loop.loop_exits]
             self._in_turns.update(enter.get_attr("frame_name").decode() for enter in first)
-            self._run_turns_one_by_one(self._graph.get_operations())
             context = loop.outer_context
 
     def _run_turns_one_by_one(self, operations: Iterable[tf.Operation]) -> None:

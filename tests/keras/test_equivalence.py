@@ -8,6 +8,12 @@ from hvdtrain import world as job
 from tests.keras.equivalence import CASES, OPTIMIZERS, alike, distance, train_both
 
 
+@pytest.fixture
+def in_buckets(world, monkeypatch):
+    """Gradients go in buckets, as between hosts."""
+    monkeypatch.setattr(job.collectives(), "bucket_bytes", 300)
+
+
 # AdamW has clipping and averages of the weights as well; the others differ from it in Keras' rule.
 @pytest.mark.more
 @pytest.mark.ranks(2)
@@ -34,17 +40,14 @@ def test_training_equals_one_process(world, optimizer, case):
         pytest.param("adam", "jit", marks=pytest.mark.more),
     ],
 )
-def test_so_it_does_on_three_ranks(world, optimizer, case, monkeypatch):
-    # As between hosts: gradients go in buckets.
-    monkeypatch.setattr(job.collectives(), "bucket_bytes", 300)
+def test_so_it_does_on_three_ranks(world, in_buckets, optimizer, case):
     equals_one_process(world, optimizer, case)
 
 
 @pytest.mark.more
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("optimizer", "case"), [("adamw", "even"), ("adam", "uneven")])
-def test_and_on_four(world, optimizer, case, monkeypatch):
-    monkeypatch.setattr(job.collectives(), "bucket_bytes", 300)
+def test_and_on_four(world, in_buckets, optimizer, case):
     equals_one_process(world, optimizer, case)
 
 

@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,6 +17,7 @@ from link_calls import arrays_of, time_ways
 __all__ = ["measure"]
 
 Arrays = list[np.ndarray]
+CALL_TIMEOUT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +151,7 @@ def _of_torch(job: dict[str, Any]) -> Group:
         def call() -> None:
             works = [distributed.all_reduce(tensor, async_op=True) for tensor in tensors]
             for work in works:
-                work.wait()
+                work.wait(CALL_TIMEOUT)
 
         return call
 
