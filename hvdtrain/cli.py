@@ -1,14 +1,16 @@
 """The command ``hvdtrain``: finds the subcommand's module, lets it declare its arguments, runs it.
 
 A subcommand is a module with ``add_arguments(parser)`` and ``run(arguments) -> int``, named in
-``COMMANDS``; with ``arguments_of_file(arguments)`` it takes more of them from a file. Only the one
-that was asked for is imported, so that starting a job loads nothing that it doesn't need.
+``COMMANDS``; with ``arguments_of_file(arguments)`` it takes more of them from a file. What was
+typed is in ``arguments.argv``. Only the one that was asked for is imported, so that starting a job
+loads nothing that it doesn't need.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +26,13 @@ FAILED = 1
 # Name: (module, one line of help).
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("hvdtrain.launch.cli", "start a training program on several ranks"),
+    "submit": ("hvdtrain.job_commands.submit", "hand a training program over, to run in its turn"),
+    "jobs": ("hvdtrain.job_commands.list_jobs", "list jobs, and how they are"),
+    "show": ("hvdtrain.job_commands.show", "tell all that is known of a job"),
+    "logs": ("hvdtrain.job_commands.logs", "print what the ranks of a job said, and follow it"),
+    "stop": ("hvdtrain.job_commands.stop", "have jobs end"),
+    "restart": ("hvdtrain.job_commands.restart", "start a job that has ended again"),
+    "clone": ("hvdtrain.job_commands.clone", "submit a job like another one"),
     "check": ("hvdtrain.check.cli", "tell whether this host or cluster is fit to train"),
     "migrate": ("hvdtrain.migrate.cli", "move scripts that use Horovod over to hvdtrain"),
     "bench": ("hvdtrain.bench.cli", "measure collectives, training and starting on this machine"),
@@ -41,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(module, "arguments_of_file"):
             from_file = module.arguments_of_file(arguments)
             arguments = parser.parse_args([argv[0], *from_file, *argv[1:]])
+        arguments.argv = argv[1:]
         return int(module.run(arguments))
     except SystemExit as end:
         # argparse has printed help, the version, or what was wrong.
@@ -50,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     except HvdtrainError as error:
         LOGGER.error("%s", error)
+        return FAILED
+    except BrokenPipeError:
+        # Whoever read the output (head, less) has seen enough. Python would fail at what is left in
+        # the buffer when it exits.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return FAILED
 
 

@@ -9,6 +9,7 @@
     ├── ModelError                a model that can't be distributed as it is
     ├── DataError                 an input that can't be shared out among ranks
     ├── CheckpointError           a checkpoint can't be written or read
+    ├── JobError                  a job that isn't there, or can't be had in this way
     └── CollectiveError           something went wrong between ranks
         ├── MismatchError         ranks asked for different things at the same point
         ├── NonFiniteError        NaN or infinity in a gradient
@@ -30,6 +31,7 @@ __all__ = [
     "ConfigurationError",
     "DataError",
     "HvdtrainError",
+    "JobError",
     "LaunchError",
     "MismatchError",
     "ModelError",
@@ -69,6 +71,10 @@ class DataError(HvdtrainError):
 
 class CheckpointError(HvdtrainError):
     """A checkpoint can't be written, or none of those that are there can be read."""
+
+
+class JobError(HvdtrainError):
+    """There is no such job, or what was asked of it can't be done."""
 
 
 class CollectiveError(HvdtrainError):

@@ -9,7 +9,14 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["descendants", "kill_all", "kill_descendants", "process_state", "shell_code"]
+__all__ = [
+    "descendants",
+    "kill_all",
+    "kill_descendants",
+    "process_state",
+    "shell_code",
+    "start_ticks",
+]
 
 
 def descendants(leader: int) -> list[int]:
@@ -54,6 +61,14 @@ def process_state(pid: int) -> str:
         return _fields(Path(f"/proc/{pid}/stat"))[0]
     except OSError:
         return ""
+
+
+def start_ticks(pid: int) -> int:
+    """When it started, in the kernel's ticks since the host did; 0 where there is none."""
+    try:
+        return int(_fields(Path(f"/proc/{pid}/stat"))[19])
+    except OSError:
+        return 0
 
 
 def _process_table() -> dict[int, tuple[int, int]]:

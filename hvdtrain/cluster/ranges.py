@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["counted", "format_table", "listing"]
+__all__ = ["counted", "format_table", "listing", "number_runs", "parse_runs"]
 
 # Shown before the rest is counted.
 _LISTED = 8
@@ -25,6 +25,36 @@ def listing(things: Iterable[object], what: str = "") -> str:
     parts = [str(thing) for thing in things]
     more = len(parts) - _LISTED
     return ", ".join([*parts[:_LISTED], *([f"{more} more {what}".rstrip()] if more > 0 else [])])
+
+
+def number_runs(numbers: Iterable[int]) -> list[str]:
+    """Ascending numbers, three and more in a row as one: ``["0-3", "5", "6"]``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words: list[str] = []
+    for run in runs:
+        words += map(str, run) if len(run) < 3 else [f"{run[0]}-{run[-1]}"]
+    return words
+
+
+def parse_runs(text: str) -> list[range]:
+    """What ``number_runs`` wrote, joined by commas: ``0-3,5,6``.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    runs = []
+    for word in text.split(","):
+        first, dash, last = word.strip().partition("-")
+        ends = [first, last if dash else first]
+        if not all(end.isascii() and end.isdecimal() for end in ends) or int(first) > int(ends[1]):
+            raise ValueError(f"{word!r} is neither a number nor a range such as 0-3")
+        runs.append(range(int(first), int(ends[1]) + 1))
+    return runs
 
 
 def format_table(

@@ -54,6 +54,7 @@ class AgentServer:
         local: Take connections from this host alone.
         hold_s: How long a rank may take to fail after its traceback.
         hides: Whether a line of stderr is worth nothing, here and in the verdict; None for none.
+        heard: Told every line: of which rank, on which stream, what.
 
     Raises:
         LaunchError: This process may not open a connection for each agent.
@@ -74,6 +75,7 @@ class AgentServer:
         local: bool,
         hold_s: float = HOLD_S,
         hides: Callable[[str], bool] | None = None,
+        heard: Callable[[int, str, str], object] | None = None,
     ) -> None:
         self.job = secrets.token_hex(16)
         self.ranks = ranks
@@ -83,6 +85,7 @@ class AgentServer:
         self.stopped: dict[int, bool] = {}
         self._console = console
         self._hides = hides
+        self._heard = heard
         self._order: bytes | None = None
         self._connected: dict[int, _Rank] = {}
         self._tracebacks = TracebackFilter(self.ends, self._print_error, hold_s=hold_s)
@@ -238,6 +241,8 @@ class AgentServer:
                 self._note_end(rank, int(message["code"]), OomKills(**kills) if kills else None)
 
     def _show(self, rank: _Rank, stream: str, text: str) -> None:
+        if self._heard is not None:
+            self._heard(rank.number, stream, text)
         if stream == "stderr":
             if self._hides is not None and self._hides(text):
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import random
 import shlex
 import signal
@@ -12,10 +13,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.errors import ConfigurationError
+from hvdtrain.jobs.recorder import JobRecorder
+from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Plan
 from hvdtrain.launch.console import Console
@@ -30,6 +34,7 @@ from hvdtrain.launch.job import (
 )
 from hvdtrain.launch.outcome import Outcome
 from hvdtrain.launch.rank_variables import hides_information
+from hvdtrain.launch.recording import new_recorder, submitted_recorder
 from hvdtrain.launch.restarts import (
     account,
     announce,
@@ -40,6 +45,7 @@ from hvdtrain.launch.restarts import (
 )
 from hvdtrain.launch.stderr_text import is_information
 from hvdtrain.launch.supervisor import Supervisor
+from hvdtrain.launch.turn import await_turn, slots_of
 from hvdtrain.log import show
 from hvdtrain.remote.own_addresses import is_this_host
 
@@ -50,23 +56,42 @@ logger = logging.getLogger(__package__)
 STEP_S = 0.05
 
 
-def run_job(job: Job, environ: Mapping[str, str]) -> int:
+def run_job(job: Job, environ: Mapping[str, str], spec: JobSpec | None = None) -> int:
     """Run ``job`` to its end, or print its plan; returns the exit code.
+
+    Args:
+        spec: What was asked for, for the job's folder; None for no folder.
 
     Raises:
         ConfigurationError: Hosts can't be read, the ranks don't fit on them, or are fewer than
             what is asked for at least.
         LaunchError: There is no usable mpirun or srun, or it can't be started.
     """
-    site = find_resources(job, environ)
-    plan = make_plan(job, site, site.hosts, job.ranks)
-    if (least := job.settings.min_np) > len(plan.places):
-        raise ConfigurationError(
-            f"--min-np {least} is more than there are ranks, {len(plan.places)}; expected at "
-            "most as many. Ask for more ranks, or fewer at least."
-        )
-    with caught_signals() as received:
-        return _Attempts(job, site, environ, received).run(plan)
+    environ = dict(environ)
+    with submitted_recorder(environ) as submitted:
+        site = find_resources(job, environ)
+        plan = make_plan(job, site, site.hosts, job.ranks)
+        if (least := job.settings.min_np) > len(plan.places):
+            raise ConfigurationError(
+                f"--min-np {least} is more than there are ranks, {len(plan.places)}; expected at "
+                "most as many. Ask for more ranks, or fewer at least."
+            )
+        with contextlib.ExitStack() as stack:
+            if job.dry_run or spec is None:
+                recorder = JobRecorder()
+            else:
+                recorder = submitted or stack.enter_context(new_recorder(spec, environ))
+            received = stack.enter_context(caught_signals())
+            if submitted is not None and not site.in_slurm:
+                slots = slots_of(site.hosts, site.gpus)
+                if not await_turn(submitted.path, plan.hosts, slots, received):
+                    return _end_waiting(submitted, received[0])
+            screen: tuple[TextIO, TextIO] = (sys.stdout, sys.stderr)
+            if submitted is not None:
+                # Its log has all that is said, and nobody reads it here.
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                screen = (nowhere, nowhere)
+            return _Attempts(job, site, environ, received, recorder, screen=screen).run(plan)
 
 
 @contextlib.contextmanager
@@ -100,20 +125,29 @@ class _Attempts:
     """All attempts at one job; call ``run`` once, from the main thread."""
 
     def __init__(
-        self, job: Job, site: Resources, environ: Mapping[str, str], received: Sequence[int]
+        self,
+        job: Job,
+        site: Resources,
+        environ: Mapping[str, str],
+        received: Sequence[int],
+        recorder: JobRecorder,
+        *,
+        screen: tuple[TextIO, TextIO],
     ) -> None:
         self._job = job
+        self._recorder = recorder
         self._site = site
         self._environ = environ
         self._received = received
         self._history: list[Outcome] = []
-        self._console = Console(sys.stdout, sys.stderr, ranks=1, with_host=False, chief_only=False)
+        self._screen = screen
+        self._console = Console(*screen, ranks=1, with_host=False, chief_only=False)
         settings = job.settings
         show(
             settings.log_level,
             who="",
             with_time=settings.log_with_timestamp,
-            write=lambda text: self._console.notice(text),
+            write=self._notice,
         )
 
     def run(self, plan: Plan) -> int:
@@ -127,6 +161,7 @@ class _Attempts:
             if outcome is None:
                 return 0
             self._history.append(outcome)
+            self._record(outcome)
             level = logging.WARNING if outcome.cause in ("ordered", "preempted") else logging.ERROR
             for words in outcome.words:
                 logger.log(level, words)
@@ -161,15 +196,32 @@ class _Attempts:
                     ranks=fits,
                 )
             )
+            self._recorder.state(phase="restarting")
             if not pause(decision.delay_s, self._received):
                 return self._over()
+
+    def _notice(self, text: str) -> None:
+        self._console.notice(text)
+        self._recorder.notice(text)
+
+    def _record(self, outcome: Outcome) -> None:
+        """Write down what an attempt came to."""
+        self._recorder.event(
+            "ended",
+            attempt=self._recorder.attempts,
+            code=int(outcome.code),
+            cause=outcome.cause,
+            step=outcome.step,
+            saved=outcome.saved,
+            lost_s=round(outcome.lost_s, 1) if outcome.cause != "done" else 0.0,
+            words="\n".join(outcome.words),
+        )
 
     def _attempt(self, plan: Plan) -> Outcome | None:
         """One start of the job; None where only the plan is wanted."""
         job = self._job
         console = self._console = Console(
-            sys.stdout,
-            sys.stderr,
+            *self._screen,
             ranks=len(plan.places),
             with_host=len(plan.hosts) > 1,
             chief_only=job.chief_only,
@@ -180,7 +232,13 @@ class _Attempts:
         hides = is_information if hides_information(self._environ) else None
         with (
             contextlib.closing(
-                AgentServer(len(plan.places), console, local=plan.local, hides=hides)
+                AgentServer(
+                    len(plan.places),
+                    console,
+                    local=plan.local,
+                    hides=hides,
+                    heard=self._recorder.line,
+                )
             ) as server,
             tempfile.TemporaryDirectory(prefix="hvdtrain-") as scratch,
         ):
@@ -201,6 +259,13 @@ class _Attempts:
             if job.verbose:
                 console.notice(describe_plan(plan, command, job.extra))
             logger.debug("attempt %d: %s", len(self._history) + 1, shlex.join(command.argv))
+            began = {
+                "attempt": self._recorder.attempts + 1,
+                "ranks": len(plan.places),
+                "hosts": plan.hosts,
+            }
+            self._recorder.state(phase="running", code=None, cause="", verdict="", **began)
+            self._recorder.event("began", **began)
             supervisor = Supervisor(
                 command,
                 server,
@@ -208,6 +273,7 @@ class _Attempts:
                 hosts={entry.rank: entry.host for entry in plan.places},
                 time_limits=job.time_limits,
                 received=self._received,
+                recorder=self._recorder,
                 min_np=job.settings.min_np if plan.elastic else None,
                 critical=plan.critical,
             )
@@ -246,8 +312,22 @@ class _Attempts:
             if words:
                 logger.info(words)
         last = self._history[-1]
+        code, cause, verdict = last.code, last.cause, "\n".join(last.words)
         if self._received and last.cause != "ordered":
             # Between two attempts, when nothing runs.
-            number = self._received[0]
-            return ExitCode.PREEMPTED if number in PREEMPTING else 128 + number
-        return last.code
+            code, cause = _code_of(self._received[0]), "ordered"
+        self._recorder.state(phase="ended", code=int(code), cause=cause, verdict=verdict)
+        return code
+
+
+def _end_waiting(recorder: JobRecorder, number: int) -> int:
+    """The exit code of a job that a signal ended before its turn."""
+    code = _code_of(number)
+    verdict = f"the job was ended by {signal.Signals(number).name} before its turn"
+    recorder.state(phase="ended", code=code, cause="ordered", verdict=verdict)
+    return code
+
+
+def _code_of(number: int) -> int:
+    """The exit code after a signal at a time when nothing runs."""
+    return ExitCode.PREEMPTED if number in PREEMPTING else 128 + number

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,16 @@ from hvdtrain.agent.agent_environment import BIND
 from hvdtrain.config import ModeSettings, Settings, read_settings, variable_name, written_default
 from hvdtrain.config.fields import amount, flag_name
 from hvdtrain.errors import ConfigurationError, LaunchError
+from hvdtrain.jobs.folder import JOBS_DIR
+from hvdtrain.jobs.naming import add_jobs_dir
+from hvdtrain.jobs.spec import JobSpec, make_spec
 from hvdtrain.launch.horovod_flags import add_horovod_flags, note_on
 from hvdtrain.launch.host_arguments import TF_CONFIG, add_cluster, add_where, named_cluster
 from hvdtrain.launch.option_files import read_horovod_file, read_jobfile
 from hvdtrain.launch.rank_variables import network_variables
 from hvdtrain.log import show
 
-__all__ = ["add_arguments", "arguments_of_file", "run"]
+__all__ = ["add_arguments", "arguments_of_file", "program_of", "run", "spec_of"]
 
 logger = logging.getLogger(__package__)
 
@@ -70,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument(
         "--output-dir", metavar="DIR", help="keep each rank's output in DIR/rank-N.log"
     )
+    add_jobs_dir(ranks)
     ranks.add_argument(
         "--chief-only", action="store_true", help="show rank 0's output alone, untagged"
     )
@@ -158,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
         # It would tell every rank that it is this process's task.
         environ.pop(TF_CONFIG, None)
     job = Job(
-        program=tuple(_program(arguments.program)),
+        program=tuple(program_of(arguments)),
         ranks=arguments.num_proc,
         hosts=arguments.hosts,
         hostfile=arguments.hostfile,
@@ -185,10 +189,39 @@ def run(arguments: argparse.Namespace) -> int:
     for line in note_on(arguments.unneeded).splitlines():
         logger.info(line)
     try:
-        return run_job(job, environ)
+        return run_job(job, environ, spec_of(arguments, os.environ))
     except LaunchError as error:
         logger.error("%s", error)
         return ExitCode.CANNOT_START
+
+
+def spec_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
+    """What ``arguments`` ask for, to be asked for again.
+
+    Raises:
+        ConfigurationError: No program was named.
+    """
+    options = arguments.argv[: len(arguments.argv) - len(arguments.program)]
+    # Python versions differ in whether argparse leaves it to the program.
+    options = options[:-1] if options[-1:] == ["--"] else options
+    asked_for = [name for name, given in arguments.env if given is None]
+    return make_spec(options, program_of(arguments), environ, asked_for)
+
+
+def program_of(arguments: argparse.Namespace) -> list[str]:
+    """The program that was named, with its arguments.
+
+    Raises:
+        ConfigurationError: None was.
+    """
+    words: list[str] = arguments.program
+    program = words[1:] if words[:1] == ["--"] else words
+    if not program:
+        raise ConfigurationError(
+            "No program was named; expected one after the options: "
+            "hvdtrain run -np 2 -- python train.py"
+        )
+    return program
 
 
 def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) -> None:
@@ -228,6 +261,8 @@ def _environment(arguments: argparse.Namespace, environ: Mapping[str, str]) -> d
             merged[name] = given
         elif name not in merged:
             raise ConfigurationError(f"-x {name}: there is no such variable; give -x {name}=VALUE.")
+    if arguments.jobs_dir is not None:
+        merged[JOBS_DIR] = arguments.jobs_dir
     if arguments.no_bind:
         merged[BIND] = "0"
     for entry in dataclasses.fields(Settings):
@@ -235,16 +270,6 @@ def _environment(arguments: argparse.Namespace, environ: Mapping[str, str]) -> d
         if value is not None:
             merged[variable_name(entry.name)] = value if isinstance(value, str) else str(int(value))
     return merged
-
-
-def _program(words: Sequence[str]) -> list[str]:
-    program = list(words[1:] if words[:1] == ["--"] else words)
-    if not program:
-        raise ConfigurationError(
-            "No program was named; expected one after the options: "
-            "hvdtrain run -np 2 -- python train.py"
-        )
-    return program
 
 
 def _variable(text: str) -> tuple[str, str | None]:

@@ -55,6 +55,11 @@ class JobProgress:
         return self._most(report.step for report in self.latest.values())
 
     @property
+    def epoch(self) -> int | None:
+        """The latest epoch that a rank has come to."""
+        return self._most(report.epoch for report in self.latest.values())
+
+    @property
     def stepped(self) -> bool:
         """Whether a rank has done a step that an earlier run of the program had not saved."""
         return any(

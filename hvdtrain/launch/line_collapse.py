@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hvdtrain.cluster.ranges import number_runs
+
 __all__ = ["Group", "LineCollapse", "describe_ranks"]
 
 # How long a line waits for the same from other ranks.
@@ -130,15 +132,7 @@ def _bound_to(group: Group) -> set[Group]:
 
 def describe_ranks(ranks: Sequence[int]) -> str:
     """Like 0-7 or 0,3 or 0-3,7; of a long list the beginning, and how many they are."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    words: list[str] = []
-    for run in runs:
-        words += map(str, run) if len(run) < 3 else [f"{run[0]}-{run[-1]}"]
+    words = number_runs(ranks)
     text = ",".join(words)
     if len(text) <= _MOST_CHARACTERS:
         return text

@@ -18,12 +18,14 @@ from hvdtrain.agent.exit_codes import PREEMPTING
 from hvdtrain.agent.output_lines import LineSplitter
 from hvdtrain.agent.process_tree import kill_descendants, shell_code
 from hvdtrain.errors import LaunchError
+from hvdtrain.jobs.recorder import JobRecorder
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import RankExit, describe_loss
 from hvdtrain.launch.hang_watch import HangWatch
 from hvdtrain.launch.outcome import JobRecord, Outcome, classify, preempted
+from hvdtrain.launch.progress_record import ProgressRecord
 
 __all__ = ["Supervisor", "TimeLimits"]
 
@@ -62,6 +64,7 @@ class Supervisor:
         command: The command of mpirun or srun that starts an agent for each rank.
         hosts: The host of each rank, as planned.
         received: Signals as they arrive, noted by somebody else.
+        recorder: Writes down what happens.
         min_np: Ranks that go on without those that are lost, at least; None for all.
         critical: Roles of the ranks without which the others don't go on.
     """
@@ -75,6 +78,7 @@ class Supervisor:
         hosts: Mapping[int, str],
         time_limits: TimeLimits,
         received: Sequence[int],
+        recorder: JobRecorder | None = None,
         min_np: int | None = None,
         critical: Mapping[int, str] | None = None,
     ) -> None:
@@ -94,6 +98,8 @@ class Supervisor:
             start_timeout_s=time_limits.start_s,
             started_at=time.monotonic(),
         )
+        self._recorder = recorder or JobRecorder()
+        self._progress = ProgressRecord(self._recorder, server.reports)
         self._acted_on = 0
         self._stop_at: float | None = None
         self._give_up_at: float | None = None
@@ -119,6 +125,7 @@ class Supervisor:
         finally:
             self._record.ended_at = time.monotonic()
             self._end(starter)
+            self._progress.review(time.monotonic(), last=True)
         self._record.seen = self._server.hosts()
         # The starter has its own opinion of a job that goes on without one of its ranks.
         if not self._server.dropped:
@@ -168,6 +175,7 @@ class Supervisor:
             now = time.monotonic()
             self._act_on_signals(now)
             self._act_on_ends(now)
+            self._progress.review(now)
             if self._stop_at is None and (hang := self._hang_watch.review(now)):
                 self._record.hang = hang
                 logger.error(hang)
@@ -235,7 +243,9 @@ class Supervisor:
         enough = left >= self._min_np
         report = self._server.reports.latest.get(end.rank)
         step = report.step if report is not None else None
-        logger.warning(describe_loss(end, step, left, enough=enough))
+        words = describe_loss(end, step, left, enough=enough)
+        logger.warning(words)
+        self._recorder.event("loss", rank=end.rank, host=end.host, step=step, words=words)
         if enough:
             self._server.drop_lost(end)
             self._console.leave_behind(end.rank)

@@ -26,7 +26,7 @@ class Scratch:
         self._folders = [self.folder]
         files = self.folder / "files"
         files.mkdir()
-        changes = {"TMPDIR": str(files)}
+        changes = {"TMPDIR": str(files), "HVDTRAIN_JOBS_DIR": str(self.folder / "jobs")}
         if _SHARED_MEMORY.is_dir():
             shared = tempfile.mkdtemp(prefix="hvdtrain-test-", dir=_SHARED_MEMORY)
             self._folders.append(Path(shared))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.launch.job import Job
 from tests.launch.jobs import StartedJob
 
@@ -25,7 +26,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, dict[str, str]]]
     """The jobs that the command would run, each with its environment."""
     jobs: list[tuple[Job, dict[str, str]]] = []
 
-    def note(job: Job, environ: dict[str, str]) -> int:
+    def note(job: Job, environ: dict[str, str], spec: JobSpec) -> int:
         jobs.append((job, environ))
         return 0
 

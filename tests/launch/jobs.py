@@ -23,6 +23,8 @@ __all__ = [
     "OWN_DEFAULTS",
     "RANK",
     "StartedJob",
+    "kill_marked",
+    "marked",
     "program",
     "with_mark",
 ]
@@ -91,6 +93,25 @@ def with_mark(mark: str) -> dict[str, str]:
     return {**environ, "PYTHONPATH": str(REPOSITORY), "HVDTRAIN_TEST_MARK": mark}
 
 
+def marked(mark: str) -> list[int]:
+    """Processes that run in an environment of ``with_mark``."""
+    wanted = f"HVDTRAIN_TEST_MARK={mark}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z" and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def kill_marked(mark: str) -> None:
+    """End them all."""
+    for pid in marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 class StartedJob:
     """``hvdtrain run`` in the background.
 
@@ -118,14 +139,7 @@ class StartedJob:
 
     def left(self) -> list[int]:
         """Processes of the job that still run."""
-        wanted = f"HVDTRAIN_TEST_MARK={self.mark}".encode()
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                if state != "Z" and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-        return found
+        return marked(self.mark)
 
     def named(self, *names: str) -> list[int]:
         """Processes of the job that run one of these programs or modules."""
@@ -159,9 +173,7 @@ class StartedJob:
 
     def end(self) -> None:
         """Whatever happened: nothing stays behind."""
-        for pid in self.left():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_marked(self.mark)
         self.process.wait(timeout=10)
         assert self.process.stdout is not None
         self.process.stdout.close()

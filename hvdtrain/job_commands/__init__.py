@@ -1,0 +1,1 @@
+"""What people do with jobs from the command line."""

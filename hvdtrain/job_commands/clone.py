@@ -1,0 +1,34 @@
+"""``hvdtrain clone``: submits another job like one that there is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from hvdtrain.jobs.naming import add_changes, add_name, changes_of, directory_of, named_job
+from hvdtrain.jobs.spec import with_changes
+from hvdtrain.jobs.submission import check_options, new_job, start_detached
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``hvdtrain clone``."""
+    parser.usage = "hvdtrain clone NAME [options of hvdtrain run] [-- program [argument ...]]"
+    add_name(parser)
+    add_changes(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Submit a job like another one, and print its name.
+
+    Raises:
+        JobError: There is no such job, or another can't be handed over.
+        ConfigurationError: The changes can't be made.
+    """
+    spec = with_changes(named_job(arguments).spec(), changes_of(arguments))
+    check_options(spec, os.environ)
+    job = new_job(directory_of(arguments), spec)
+    start_detached(job, spec, os.environ)
+    print(job.name)
+    return 0

@@ -1,0 +1,47 @@
+"""``hvdtrain restart``: a job that has ended goes on, from its checkpoint if it has one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from hvdtrain.errors import JobError
+from hvdtrain.jobs.job_view import view_job
+from hvdtrain.jobs.naming import add_changes, add_name, changes_of, named_job
+from hvdtrain.jobs.spec import with_changes
+from hvdtrain.jobs.submission import check_options, start_detached
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``hvdtrain restart``."""
+    parser.usage = "hvdtrain restart NAME [options of hvdtrain run] [-- program [argument ...]]"
+    add_name(parser)
+    add_changes(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start a job again, in its folder.
+
+    Raises:
+        JobError: There is no such job, it has not ended, or it can't be started.
+        ConfigurationError: The changes can't be made.
+    """
+    job = named_job(arguments)
+    view = view_job(job)
+    if not view.is_over:
+        where = " and may still run" if view.status == "silent" else ""
+        raise JobError(
+            f"{job.name} is {view.status}{where}; only what has ended starts again. "
+            f"hvdtrain stop {job.name} ends it, hvdtrain clone {job.name} makes another."
+        )
+    spec = with_changes(job.spec(), changes_of(arguments))
+    check_options(spec, os.environ)
+    try:
+        job.write_spec(spec)
+    except OSError as error:
+        raise JobError(f"{job.name} can't be started again: {error.strerror}") from None
+    start_detached(job, spec, os.environ)
+    print(job.name)
+    return 0

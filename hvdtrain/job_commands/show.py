@@ -1,0 +1,76 @@
+"""``hvdtrain show``: all that is known of one job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from hvdtrain.cluster.ranges import listing
+from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.job_view import JobView, span, view_job
+from hvdtrain.jobs.json_lines import read_json_lines
+from hvdtrain.jobs.naming import add_name, named_job
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``hvdtrain show``."""
+    parser.usage = "hvdtrain show NAME [--json]"
+    add_name(parser)
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what is known of a job.
+
+    Raises:
+        JobError: There is no such job.
+    """
+    job = named_job(arguments)
+    view = view_job(job)
+    events = list(read_json_lines(job.events))
+    if arguments.json:
+        print(json.dumps({**view.to_json(), "events": events}))
+        return 0
+    print("\n".join(_describe(job, view)))
+    for event in events:
+        print(_event(event))
+    return 0
+
+
+def _describe(job: JobFolder, view: JobView) -> Iterator[str]:
+    ends = time.time() if view.ended_s is None else view.ended_s
+    code = "" if view.code is None else f", exit code {view.code}"
+    facts = {
+        "job": view.name,
+        "state": f"{view.status}{code}, after {span(ends - view.created_s)}",
+        "program": shlex.join(view.program),
+        "options": shlex.join(view.options),
+        "in": view.folder,
+        "ranks": f"{view.ranks} on {listing(view.hosts, 'hosts')}" if view.ranks else "",
+        "step": "" if view.step is None else f"{view.step} (epoch {(view.epoch or 0) + 1})",
+        "checkpoint": "" if view.saved is None else f"of step {view.saved}",
+        "attempts": str(view.attempt) if view.attempt > 1 else "",
+        "folder": str(job.path),
+        "why": view.verdict.replace("\n", "\n            "),
+    }
+    yield from (f"{name:<11} {text}" for name, text in facts.items() if text)
+
+
+def _event(event: dict[str, Any]) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(event.get("time", 0))))
+    fields = {name: value for name, value in event.items() if name not in ("time", "kind")}
+    words = str(fields.pop("words", "")).partition("\n")[0]
+    told = ", ".join(f"{name} {_plain(value)}" for name, value in fields.items() if value)
+    return f"{at} {event.get('kind')}: {told}{f' ({words})' if words else ''}"
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}:{count}" for name, count in value.items())
+    return listing(value) if isinstance(value, list) else str(value)

@@ -1,0 +1,78 @@
+"""``hvdtrain stop``: has jobs end, with a checkpoint if that is wanted."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections.abc import Sequence
+
+from hvdtrain.errors import JobError
+from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.job_view import view_job
+from hvdtrain.jobs.naming import add_name, named_job
+from hvdtrain.jobs.process_identity import send_signal
+
+__all__ = ["add_arguments", "run", "stop_job"]
+
+POLL_S = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``hvdtrain stop``."""
+    parser.usage = "hvdtrain stop NAME [NAME ...] [--save] [--wait S]"
+    add_name(parser, several=True)
+    parser.add_argument(
+        "--save", action="store_true", help="let ranks with hvdtrain.Checkpoint save one first"
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how long to wait for the end, in seconds; default %(default)g",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Stop jobs; returns 1 where one has not ended in time.
+
+    Raises:
+        JobError: There is no such job, or it can't be told to stop.
+    """
+    told = []
+    for job in [named_job(arguments, name) for name in arguments.name]:
+        if (view := view_job(job)).is_over:
+            print(f"{job.name} has ended already: {view.status}")
+        else:
+            stop_job(job, save=arguments.save)
+            told.append(job)
+    left = _await_ends(told, arguments.wait)
+    for job in told:
+        print(f"{job.name}: {'still runs' if job in left else view_job(job).status}")
+    return 1 if left else 0
+
+
+def stop_job(job: JobFolder, *, save: bool) -> None:
+    """Tell a job to stop; it may take a while to do so.
+
+    Raises:
+        JobError: It can't be told.
+    """
+    state = job.state()
+    number = signal.SIGUSR1 if save else signal.SIGTERM
+    try:
+        if state is None or state.launcher is None or not send_signal(state.launcher, number):
+            # It runs on another host, or is about to start: it will find this.
+            job.request_stop()
+    except OSError as error:
+        raise JobError(f"{job.name} can't be stopped: {error.strerror}") from None
+
+
+def _await_ends(jobs: Sequence[JobFolder], timeout_s: float) -> list[JobFolder]:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = [job for job in jobs if not view_job(job).is_over]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(POLL_S)

@@ -1,0 +1,278 @@
+"""Where jobs lie, and what is in the folder of each."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hvdtrain.config import PREFIX
+from hvdtrain.errors import JobError
+from hvdtrain.jobs.process_identity import is_alive
+from hvdtrain.jobs.spec import JobSpec, spec_from_json
+from hvdtrain.jobs.state import JobState, Status, state_from_json, status_of
+
+__all__ = [
+    "HEARTBEAT_S",
+    "JOBS_DIR",
+    "JobFolder",
+    "all_jobs",
+    "create_job",
+    "find_job",
+    "jobs_directory",
+]
+
+# Where the folders of jobs lie; empty for nowhere.
+JOBS_DIR = PREFIX + "JOBS_DIR"
+# A launcher touches its state this often, in seconds; others give up on it after PATIENCE_S.
+HEARTBEAT_S = 15.0
+PATIENCE_S = 4 * HEARTBEAT_S
+_MOST_NEAR = 3
+_CLOSE = 0.7
+_LAST_WORDS_BYTES = 4096
+
+_Content = TypeVar("_Content")
+
+
+class JobFolder:
+    """The folder of one job.
+
+    Attributes:
+        path: The folder.
+        events: What happened to the job, a line of JSON each.
+        metrics: How far it was, a line of JSON at a time.
+        log: The folder of its log.
+        words: What its launcher printed before and after it wrote the log.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.events = path / "events.jsonl"
+        self.metrics = path / "metrics.jsonl"
+        self.log = path / "log"
+        self.words = path / "launcher.txt"
+        self._spec = path / "spec.json"
+        self._state = path / "state.json"
+        self._stop = path / "stop"
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.path.name
+
+    def created_s(self) -> float:
+        """When it was asked for, in seconds since 1970; 0 where that can't be told."""
+        return _changed_s(self._spec)
+
+    def heard_s(self) -> float:
+        """When its launcher was heard of last, in seconds since 1970; 0 for never."""
+        return _changed_s(self._state)
+
+    def last_words(self) -> str:
+        """What its launcher printed last where nobody saw it, such as a traceback."""
+        try:
+            with self.words.open("rb") as file:
+                file.seek(max(0, self.words.stat().st_size - _LAST_WORDS_BYTES))
+                return file.read().decode(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def spec(self) -> JobSpec:
+        """What was asked for.
+
+        Raises:
+            JobError: It can't be read.
+        """
+        return _read(self._spec, spec_from_json)
+
+    def state(self) -> JobState | None:
+        """What the launcher wrote last; None where that can't be read."""
+        try:
+            return _read(self._state, state_from_json)
+        except JobError:
+            return None
+
+    def status(self, state: JobState | None) -> Status:
+        """What is true of the job, whose ``state`` was read before."""
+        quiet_s = time.time() - self.heard_s()
+        alive = is_alive(state.launcher) if state is not None and state.launcher else None
+        return status_of(state, alive=alive, quiet_s=quiet_s, patience_s=PATIENCE_S)
+
+    def write_spec(self, spec: JobSpec) -> None:
+        """Say what is asked for.
+
+        Raises:
+            OSError: It can't be written.
+        """
+        _write(self._spec, spec.to_json())
+
+    def write_state(self, state: JobState) -> None:
+        """Say how it is, in place of what was said before.
+
+        Raises:
+            OSError: It can't be written; what was said before stands.
+        """
+        _write(self._state, state.to_json())
+
+    def touch_state(self) -> None:
+        """Say that what was said last still holds.
+
+        Raises:
+            OSError: That can't be said.
+        """
+        os.utime(self._state)
+
+    def request_stop(self) -> None:
+        """Leave word that the job is to stop, for a launcher on any host.
+
+        Raises:
+            OSError: The word can't be left.
+        """
+        self._stop.touch(mode=0o600)
+
+    def take_stop(self) -> bool:
+        """Whether somebody left word that the job is to stop; asked by its launcher.
+
+        Raises:
+            OSError: That can't be told.
+        """
+        if not self._stop.exists():
+            return False
+        self._stop.unlink(missing_ok=True)
+        return True
+
+
+def jobs_directory(environ: Mapping[str, str]) -> Path | None:
+    """Where the folders of jobs lie: what JOBS_DIR says, or the user's place for such; or None."""
+    if (named := environ.get(JOBS_DIR)) is not None:
+        return Path(named).absolute() if named else None
+    if base := environ.get("XDG_STATE_HOME"):
+        return Path(base, "hvdtrain", "jobs").absolute()
+    home = environ.get("HOME")
+    return Path(home, ".local", "state", "hvdtrain", "jobs").absolute() if home else None
+
+
+def create_job(directory: Path, spec: JobSpec) -> JobFolder:
+    """A folder for a job, with a name that is its alone, and ``spec`` in it.
+
+    A job of Slurm's that is queued again keeps the folder that it had.
+
+    Raises:
+        OSError: It can't be made.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    word = _word(spec.program)
+    time_words = time.strftime("%Y%m%d-%H%M%S", time.localtime(spec.created_s))
+    stem = f"{word}-slurm{spec.slurm_job}" if spec.slurm_job else f"{word}-{time_words}"
+    number = 1
+    while True:
+        job = JobFolder(directory / (stem if number == 1 else f"{stem}-{number}"))
+        try:
+            job.path.mkdir(mode=0o700)
+        except FileExistsError:
+            if spec.slurm_restarts and _same(job, spec):
+                return job
+            number += 1
+        else:
+            job.write_spec(spec)
+            return job
+
+
+def _same(job: JobFolder, spec: JobSpec) -> bool:
+    """Whether a folder is that of this job, which Slurm has started before."""
+    try:
+        before = job.spec()
+    except JobError:
+        return False
+    return (before.program, before.options, before.folder) == (
+        spec.program,
+        spec.options,
+        spec.folder,
+    )
+
+
+def all_jobs(directory: Path) -> list[JobFolder]:
+    """All jobs, by their names."""
+    try:
+        with os.scandir(directory) as entries:
+            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
+    except FileNotFoundError:
+        return []
+    return [JobFolder(directory / name) for name in sorted(names)]
+
+
+def find_job(directory: Path, name: str) -> JobFolder:
+    """The job of that name, or the one whose name begins so.
+
+    Raises:
+        JobError: There is none, or more than one begins so.
+    """
+    names = [job.name for job in all_jobs(directory)]
+    begun = [name] if name in names else [known for known in names if known.startswith(name)]
+    if len(begun) == 1 and name:
+        return JobFolder(directory / begun[0])
+    near = begun or [known for known in names if _are_close(name, known)]
+    # Of many the newest, which stand last.
+    shown = ", ".join(near[-_MOST_NEAR:])
+    what = f"{len(begun)} jobs begin with" if begun else "there is no job"
+    hint = f"; do you mean {shown}?" if near else f" in {directory}."
+    raise JobError(f"{what} {name!r}{hint} hvdtrain jobs lists all.")
+
+
+def _are_close(name: str, known: str) -> bool:
+    """Whether one may be a misspelling of the other, or of the word that that begins with."""
+    return any(
+        difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio() > _CLOSE
+        for other in (known, known[: len(name)], known.partition("-")[0])
+    )
+
+
+def _word(program: Sequence[str]) -> str:
+    """What to call a program: train for ``python -u train.py --epochs 3``."""
+    scripts = [word for word in program if word.endswith(".py")]
+    modules = [after for word, after in itertools.pairwise(program) if word == "-m"]
+    name = Path([*scripts, *modules, *program[:1], "job"][0]).name.removesuffix(".py")
+    # Nothing that a shell, a page or a path would take for more than a name.
+    return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-_")[:40] or "job"
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _read(path: Path, parse: Callable[[dict[str, Any]], _Content]) -> _Content:
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise JobError("it holds no JSON object.")
+        return parse(content)
+    except JobError as error:
+        raise JobError(f"{path} can't be used: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise JobError(f"{path} can't be read: {why}") from None
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """Put a file in place of what is there, as a whole or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        with open(os.open(draft, flags, 0o600), "w", encoding="ascii") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

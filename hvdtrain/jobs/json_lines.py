@@ -1,0 +1,62 @@
+"""Files of one JSON object a line, which a process may be killed in the middle of writing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["append_json_line", "append_whole", "read_json_lines"]
+
+
+def append_json_line(path: Path, content: Mapping[str, Any]) -> None:
+    """Add ``content`` to the end of a file, as a whole or not at all.
+
+    Raises:
+        OSError: It can't be written, for instance because the disk is full.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        append_whole(descriptor, json.dumps(content, separators=(",", ":")).encode() + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def append_whole(descriptor: int, data: bytes) -> int:
+    """Add lines to the end of an open file, as a whole or not at all; returns its new size.
+
+    The file has one writer. If an earlier one was killed within a line, that line is ended first.
+
+    Raises:
+        OSError: They can't be written; the file is as it was before.
+    """
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        data = b"\n" + data
+    done = 0
+    try:
+        while done < len(data):
+            done += os.write(descriptor, data[done:])
+    except OSError:
+        # Making a file shorter needs no space.
+        os.ftruncate(descriptor, size)
+        raise
+    return size + done
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a file, without what is no whole line of it; none where there is no file."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            try:
+                content = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(content, dict):
+                yield content

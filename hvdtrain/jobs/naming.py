@@ -1,0 +1,74 @@
+"""Arguments that name jobs, and the jobs that they name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from hvdtrain.errors import JobError
+from hvdtrain.jobs.folder import JOBS_DIR, JobFolder, find_job, jobs_directory
+
+__all__ = ["add_changes", "add_jobs_dir", "add_name", "changes_of", "directory_of", "named_job"]
+
+
+def add_jobs_dir(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Declare the argument that says where jobs are."""
+    parser.add_argument(
+        "--jobs-dir",
+        metavar="DIR",
+        help="where jobs have their folders; default ~/.local/state/hvdtrain/jobs",
+    )
+
+
+def add_name(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Declare the argument that names a job, and where jobs are."""
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        nargs="+" if several else None,
+        help="a job, by its name or the beginning of it (hvdtrain jobs lists them)",
+    )
+    add_jobs_dir(parser)
+
+
+def add_changes(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that say what is to be different."""
+    parser.add_argument(
+        "changes",
+        nargs=argparse.REMAINDER,
+        metavar="CHANGE",
+        help="further options of hvdtrain run, which win, and behind -- another program",
+    )
+
+
+def changes_of(arguments: argparse.Namespace) -> list[str]:
+    """What is to be different, with the ``--`` that argparse takes away where it stands first."""
+    words: list[str] = arguments.changes
+    before = arguments.argv[: len(arguments.argv) - len(words)]
+    return ["--", *words] if before[-1:] == ["--"] else words
+
+
+def directory_of(arguments: argparse.Namespace) -> Path:
+    """Where jobs are.
+
+    Raises:
+        JobError: Nowhere.
+    """
+    given = {} if arguments.jobs_dir is None else {JOBS_DIR: arguments.jobs_dir}
+    directory = jobs_directory({**os.environ, **given})
+    if directory is None:
+        raise JobError(
+            f"jobs have no folders here: {JOBS_DIR} is empty, or there is no HOME. Name one with "
+            "--jobs-dir."
+        )
+    return directory
+
+
+def named_job(arguments: argparse.Namespace, name: str | None = None) -> JobFolder:
+    """The job that is named.
+
+    Raises:
+        JobError: There is no such job, or more than one.
+    """
+    return find_job(directory_of(arguments), arguments.name if name is None else name)

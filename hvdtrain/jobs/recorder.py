@@ -1,0 +1,188 @@
+"""Writes down what the launcher sees of its job, without ever holding the launcher up.
+
+A disk may be full, slow, or gone with its server: the job goes on in any case, and what can't be
+written waits for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.cluster.ranges import counted
+from hvdtrain.jobs.folder import HEARTBEAT_S, JobFolder
+from hvdtrain.jobs.json_lines import append_json_line
+from hvdtrain.jobs.log_format import LAUNCHER, LogLine
+from hvdtrain.jobs.log_writer import LogWriter
+from hvdtrain.jobs.process_identity import own_identity
+from hvdtrain.jobs.state import JobState
+
+__all__ = ["JobRecorder"]
+
+INTERVAL_S = 0.2
+# How long the end of a job may take to be written.
+CLOSE_TIMEOUT_S = 10.0
+# What waits for a disk that takes nothing: lines, characters of them, and all else.
+MOST_LINES = 200_000
+MOST_RECORDS = 10_000
+MOST_CHARACTERS = 32 << 20
+# Lines that are written at once.
+_BATCH = 2_000
+
+
+class JobRecorder:
+    """The folder of one job, as its launcher fills it; call from one thread.
+
+    Another process may leave a word there that the job is to stop: this process is then sent
+    SIGTERM.
+
+    Args:
+        folder: The folder; None writes nothing at all.
+    """
+
+    def __init__(self, folder: JobFolder | None = None) -> None:
+        self._folder = folder
+        self._state = JobState(phase="running", launcher=own_identity(), since_s=time.time())
+        if folder is not None and (before := folder.state()) is not None:
+            # A job that is started again goes on counting.
+            self._state = dataclasses.replace(self._state, attempt=before.attempt)
+        self._lock = threading.Lock()
+        self._lines: deque[LogLine] = deque()
+        self._characters = 0
+        self._dropped = 0
+        self._records: deque[tuple[Path, Mapping[str, Any]]] = deque()
+        self._unwritten: JobState | None = None
+        self._log: LogWriter | None = None
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        if folder is not None:
+            self._thread = threading.Thread(
+                target=self._write_often, args=(folder,), name="hvdtrain-job", daemon=True
+            )
+            self._thread.start()
+
+    @property
+    def path(self) -> Path:
+        """The folder that is written into."""
+        assert self._folder is not None
+        return self._folder.path
+
+    @property
+    def attempts(self) -> int:
+        """How many attempts there have been, those of earlier starts among them."""
+        return self._state.attempt
+
+    def line(self, rank: int, stream: str, text: str) -> None:
+        """A line of a rank, or of the launcher as ``LAUNCHER``."""
+        if self._folder is None:
+            return
+        with self._lock:
+            if len(self._lines) >= MOST_LINES or self._characters >= MOST_CHARACTERS:
+                self._dropped += 1
+            else:
+                self._lines.append(_line(rank, stream, text))
+                self._characters += len(text)
+
+    def notice(self, text: str) -> None:
+        """The launcher's own words."""
+        for line in text.splitlines():
+            self.line(LAUNCHER, "stderr", line)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something that happened to the job."""
+        if self._folder is not None:
+            self._record(self._folder.events, {"kind": kind, **fields})
+
+    def metrics(self, **fields: Any) -> None:
+        """How far the job is."""
+        if self._folder is not None:
+            self._record(self._folder.metrics, fields)
+
+    def state(self, **changes: Any) -> None:
+        """How the job is from now on: those fields of ``JobState`` that are others now."""
+        if changes.get("phase", self._state.phase) != self._state.phase:
+            changes = {"since_s": time.time(), **changes}
+        self._state = dataclasses.replace(self._state, **changes)
+        with self._lock:
+            self._unwritten = self._state
+
+    def close(self) -> None:
+        """Write what is left, for so long as that may take."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(timeout=CLOSE_TIMEOUT_S)
+
+    def _record(self, path: Path, content: Mapping[str, Any]) -> None:
+        with self._lock:
+            if len(self._records) < MOST_RECORDS:
+                self._records.append((path, {"time": round(time.time(), 3), **content}))
+
+    def _write_often(self, folder: JobFolder) -> None:
+        touched_at = time.monotonic()
+        closing = False
+        while not closing:
+            closing = self._closing.wait(INTERVAL_S)
+            # The state comes last: who reads of an end finds all that was before it.
+            for write in (self._write_lines, self._write_records, self._write_state):
+                with contextlib.suppress(OSError):
+                    write(folder)
+            with contextlib.suppress(OSError):
+                if time.monotonic() - touched_at > HEARTBEAT_S:
+                    touched_at = time.monotonic()
+                    folder.touch_state()
+                if folder.take_stop():
+                    os.kill(os.getpid(), signal.SIGTERM)
+        if self._log is not None:
+            self._log.close()
+
+    def _write_lines(self, folder: JobFolder) -> None:
+        self._log = self._log or LogWriter(folder.log)
+        while True:
+            with self._lock:
+                batch = list(itertools.islice(self._lines, _BATCH))
+            if not batch:
+                break
+            self._log.append(batch)
+            with self._lock:
+                for line in batch:
+                    self._lines.popleft()
+                    self._characters -= len(line.text)
+        with self._lock:
+            dropped = self._dropped
+        if dropped:
+            text = f"{counted(dropped, 'line')} could not be written into this log"
+            self._log.append([_line(LAUNCHER, "stderr", text)])
+            with self._lock:
+                self._dropped -= dropped
+
+    def _write_records(self, folder: JobFolder) -> None:
+        while self._records:
+            path, content = self._records[0]
+            append_json_line(path, content)
+            with self._lock:
+                self._records.popleft()
+
+    def _write_state(self, folder: JobFolder) -> None:
+        with self._lock:
+            state, self._unwritten = self._unwritten, None
+        if state is None:
+            return
+        try:
+            folder.write_state(state)
+        except OSError:
+            with self._lock:
+                self._unwritten = self._unwritten or state
+            raise
+
+
+def _line(rank: int, stream: str, text: str) -> LogLine:
+    return LogLine(time_s=time.time(), rank=rank, stream=stream, text=text)

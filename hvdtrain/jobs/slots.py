@@ -1,0 +1,133 @@
+"""A queue of jobs that needs nobody to run it: files that are locked while a process lives.
+
+``waiting/`` has a file for each job that waits, named by when it came; ``slots/`` one for each slot
+of each host. The kernel frees the locks of a process that ends, however it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdtrain.errors import JobError
+
+__all__ = ["Turn"]
+
+
+class Turn:
+    """A place in the queue, and from its turn on the slots of a job, until this process ends.
+
+    Whoever came first is served first, also where a later job would fit in before it.
+
+    Args:
+        directory: Where the files of the queue are; the same for all jobs that share slots.
+        name: The job's name.
+        wanted: How many slots it needs on each host.
+        slots: How many there are on each; a job that needs more takes all.
+
+    Raises:
+        JobError: The queue can't be used.
+    """
+
+    def __init__(
+        self, directory: Path, name: str, *, wanted: Mapping[str, int], slots: Mapping[str, int]
+    ) -> None:
+        self._waiting = directory / "waiting"
+        self._slots = directory / "slots"
+        self._missing = {host: min(count, slots[host]) for host, count in wanted.items()}
+        self._total = slots
+        self._held: dict[Path, int] = {}
+        try:
+            for folder in (self._waiting, self._slots):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._place = self._queue_up(name)
+        except OSError as error:
+            raise JobError(f"the queue in {directory} can't be used: {error.strerror}") from None
+
+    def has_come(self) -> bool:
+        """Whether it is this job's turn, and its slots are taken; to be asked often until it is.
+
+        Raises:
+            JobError: The queue can't be used.
+        """
+        if self._place not in self._held:
+            return True
+        try:
+            if self._first() != self._place:
+                return False
+            for host in self._missing:
+                self._take(host)
+        except OSError as error:
+            raise JobError(
+                f"the queue in {self._waiting.parent} can't be used: {error.strerror}"
+            ) from None
+        if any(self._missing.values()):
+            return False
+        self._place.unlink(missing_ok=True)
+        os.close(self._held.pop(self._place))
+        return True
+
+    def leave(self) -> None:
+        """Give up the place or the slots."""
+        self._place.unlink(missing_ok=True)
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held.clear()
+
+    def _queue_up(self, name: str) -> Path:
+        while True:
+            place = self._waiting / f"{time.time_ns():020}-{name}"
+            # Before it is locked another process may take it for one that a dead one left.
+            if self._lock(place) and place.exists():
+                return place
+
+    def _first(self) -> Path | None:
+        """The place of the first that still waits; those of dead processes are removed."""
+        for path in sorted(self._waiting.iterdir()):
+            if path in self._held:
+                return path
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    if not _locked(descriptor):
+                        return path
+                    path.unlink(missing_ok=True)
+                finally:
+                    os.close(descriptor)
+        return None
+
+    def _take(self, host: str) -> None:
+        for number in range(self._total[host]):
+            if not self._missing[host]:
+                return
+            path = self._slots / f"{host}-{number}"
+            if path not in self._held and self._lock(path):
+                self._missing[host] -= 1
+
+    def _lock(self, path: Path) -> bool:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if _locked(descriptor):
+                self._held[path] = descriptor
+                return True
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        return False
+
+
+def _locked(descriptor: int) -> bool:
+    """Lock an open file, if nobody else has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True

@@ -1,0 +1,159 @@
+"""What a job was asked to do: enough to do it again."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from hvdtrain.config import Settings, variable_name
+from hvdtrain.errors import JobError
+from hvdtrain.version import __version__
+
+__all__ = ["JobSpec", "is_secret", "make_spec", "spec_from_json", "with_changes", "without_secrets"]
+
+_SECRET = re.compile(
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|(^|_)(KEY|AUTH|PWD)(_|$)", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What was asked for, as it was said.
+
+    Attributes:
+        options: The options of ``hvdtrain run``.
+        program: The program that every rank runs, with its arguments.
+        folder: The working directory.
+        variables: What came from the environment: settings of hvdtrain, and what ``-x NAME`` asks
+            for.
+        python: The Python that ran hvdtrain.
+        version: The version of hvdtrain.
+        user: Who asked for it.
+        created_s: When, in seconds since 1970.
+        slurm_job: The number of the Slurm job that it runs in; empty for none.
+        slurm_restarts: How often Slurm has queued that again.
+    """
+
+    options: tuple[str, ...]
+    program: tuple[str, ...]
+    folder: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    python: str = ""
+    version: str = ""
+    user: str = ""
+    created_s: float = 0.0
+    slurm_job: str = ""
+    slurm_restarts: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """For the file."""
+        return asdict(self)
+
+
+def make_spec(
+    options: Sequence[str],
+    program: Sequence[str],
+    environ: Mapping[str, str],
+    asked_for: Iterable[str] = (),
+) -> JobSpec:
+    """What this process was asked for.
+
+    Args:
+        options: The options of ``hvdtrain run``.
+        program: The program with its arguments.
+        environ: The variables of this process.
+        asked_for: Names of variables that the ranks are to get.
+    """
+    settings = [variable_name(entry.name) for entry in fields(Settings)]
+    return JobSpec(
+        options=without_secrets(options),
+        program=tuple(program),
+        folder=os.getcwd(),
+        variables={
+            name: environ[name]
+            for name in [*settings, *asked_for]
+            if name in environ and not is_secret(name)
+        },
+        python=sys.executable,
+        version=__version__,
+        user=_user(),
+        created_s=time.time(),
+        slurm_job=environ.get("SLURM_JOB_ID", ""),
+        slurm_restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
+    )
+
+
+def with_changes(spec: JobSpec, words: Sequence[str]) -> JobSpec:
+    """The same job with further options, which win, and what stands behind ``--`` as its program.
+
+    Its creation is now.
+    """
+    at = list(words).index("--") if "--" in words else len(words)
+    options, program = words[:at], words[at + 1 :] or spec.program
+    return replace(
+        spec,
+        options=without_secrets([*spec.options, *options]),
+        program=tuple(program),
+        created_s=time.time(),
+        slurm_job="",
+        slurm_restarts=0,
+    )
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        # Containers run processes of users that no list knows.
+        return str(os.getuid())
+
+
+def spec_from_json(content: Mapping[str, Any]) -> JobSpec:
+    """What ``JobSpec.to_json`` made.
+
+    Raises:
+        JobError: Something else.
+    """
+    known = {entry.name for entry in fields(JobSpec)}
+    values = {name: value for name, value in content.items() if name in known}
+    for name in ("options", "program"):
+        words = values.get(name)
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise JobError(f"{name} is {words!r}; expected a list of words. Submit the job again.")
+        values[name] = tuple(words)
+    variables = values.get("variables", {})
+    texts = [values.get(name, "") for name in ("folder", "python", "version", "user", "slurm_job")]
+    if isinstance(variables, dict):
+        texts += [*variables, *variables.values()]
+    if not isinstance(variables, dict) or not all(isinstance(text, str) for text in texts):
+        raise JobError("it holds other types than a specification does. Submit the job again.")
+    if not isinstance(values.get("created_s", 0.0), (int, float)):
+        raise JobError(f"created_s is {values['created_s']!r}; expected seconds.")
+    return JobSpec(**{"folder": "", **values})
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's name tells that its value is to be kept from others."""
+    return bool(_SECRET.search(name))
+
+
+def without_secrets(options: Sequence[str]) -> tuple[str, ...]:
+    """The options, in which ``-x NAME=VALUE`` is ``-x NAME`` where the value is a secret."""
+    return tuple(map(_without_value, options, ("", *options)))
+
+
+def _without_value(word: str, before: str) -> str:
+    lead = next((flag for flag in ("--env=", "-x") if word.startswith(flag) and word != flag), "")
+    if before not in ("-x", "--env"):
+        if not lead:
+            return word
+    else:
+        lead = ""
+    name, equals, _ = word[len(lead) :].partition("=")
+    return f"{lead}{name}" if equals and is_secret(name) else word

@@ -1,0 +1,118 @@
+"""How a job is, as its launcher wrote it, and what that is worth when somebody reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from hvdtrain.errors import JobError
+from hvdtrain.jobs.process_identity import ProcessIdentity
+
+__all__ = ["JobState", "Phase", "Status", "state_from_json", "status_of"]
+
+Phase = Literal[
+    "queued",  # waits for its turn
+    "running",  # an attempt runs
+    "restarting",  # between two attempts
+    "ended",
+]
+Status = Literal[
+    "queued",
+    "running",
+    "restarting",
+    "done",
+    "failed",
+    "stopped",
+    "preempted",
+    "lost",  # its launcher is gone, and said nothing
+    "silent",  # its launcher, on another host, has not been heard of for long
+    "unknown",  # what it wrote can't be read
+]
+_PHASES = ("queued", "running", "restarting", "ended")
+_OF_CAUSES: Mapping[str, Status] = {"done": "done", "ordered": "stopped", "preempted": "preempted"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """How a job is.
+
+    Attributes:
+        phase: What its launcher does.
+        launcher: The process of ``hvdtrain run``; None before there is one.
+        attempt: The how manieth start of the ranks this is, from 1; 0 before the first.
+        ranks: How many ranks there are in it.
+        hosts: How many of them run on each host.
+        since_s: When the phase began, in seconds since 1970.
+        step: Optimizer steps that are complete; None for none.
+        epoch: The epoch of the last step.
+        saved: Step of the newest checkpoint.
+        code: The exit code, once it has ended.
+        cause: Why it ended, as ``hvdtrain.launch.outcome`` names it.
+        verdict: What was said of that.
+    """
+
+    phase: Phase
+    launcher: ProcessIdentity | None = None
+    attempt: int = 0
+    ranks: int = 0
+    hosts: Mapping[str, int] = field(default_factory=dict)
+    since_s: float = 0.0
+    step: int | None = None
+    epoch: int | None = None
+    saved: int | None = None
+    code: int | None = None
+    cause: str = ""
+    verdict: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the file."""
+        return asdict(self)
+
+
+def state_from_json(content: Mapping[str, Any]) -> JobState:
+    """What ``JobState.to_json`` made.
+
+    Raises:
+        JobError: Something else.
+    """
+    values = _known(JobState, content)
+    try:
+        if values.get("launcher") is not None:
+            values["launcher"] = ProcessIdentity(**_known(ProcessIdentity, values["launcher"]))
+        values["hosts"] = {str(k): int(v) for k, v in values.get("hosts", {}).items()}
+        state = JobState(**values)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise JobError(f"it holds no state of a job: {error}") from None
+    if state.phase not in _PHASES:
+        raise JobError(f"its phase is {state.phase!r}; expected one of {', '.join(_PHASES)}.")
+    return state
+
+
+def status_of(
+    state: JobState | None, *, alive: bool | None, quiet_s: float, patience_s: float
+) -> Status:
+    """What is true of a job now.
+
+    Args:
+        state: What was written last; None where that can't be read.
+        alive: Whether its launcher runs; None where only another host knows.
+        quiet_s: How long the launcher has not touched the state; it does so all the time.
+        patience_s: After how long that means something.
+    """
+    if state is None:
+        return "unknown"
+    if state.phase == "ended":
+        return "done" if state.code == 0 else _OF_CAUSES.get(state.cause, "failed")
+    if alive is False:
+        return "lost"
+    if alive is None and quiet_s > patience_s:
+        # Where nobody has taken it up by then, nobody will.
+        return "silent" if state.launcher is not None else "lost"
+    return state.phase
+
+
+def _known(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
+    names = {entry.name for entry in dataclasses.fields(kind)}
+    return {name: value for name, value in dict(content).items() if name in names}

@@ -1,0 +1,98 @@
+"""Hands a job over to a process of its own, which waits for its turn and runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdtrain.config import PREFIX
+from hvdtrain.errors import ConfigurationError, JobError
+from hvdtrain.jobs.folder import JOBS_DIR, JobFolder, create_job
+from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import JobState
+
+__all__ = ["JOB_FOLDER", "check_options", "new_job", "start_detached"]
+
+# The folder of the job that a hvdtrain run is to run; it is queued there.
+JOB_FOLDER = PREFIX + "JOB_FOLDER"
+CHECK_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 30.0
+
+
+def _command(spec: JobSpec, *more: str) -> list[str]:
+    """The command that runs a job; ``more`` are further options."""
+    return [spec.python, "-m", "hvdtrain", "run", *spec.options, *more, "--", *spec.program]
+
+
+def check_options(spec: JobSpec, environ: Mapping[str, str]) -> str:
+    """The plan that ``hvdtrain run`` makes of a job, which is not started.
+
+    Raises:
+        ConfigurationError: It makes none; the message says why.
+        JobError: It can't be asked.
+    """
+    try:
+        done = subprocess.run(
+            _command(spec, "--dry-run"),
+            cwd=spec.folder,
+            env=_environment(spec, environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=CHECK_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise JobError(f"{spec.python} can't plan the job in {spec.folder}: {error}") from None
+    if done.returncode != 0:
+        said = "\n".join(
+            line.removeprefix("hvdtrain run: ") for line in done.stderr.strip().splitlines()
+        )
+        raise ConfigurationError(said or f"hvdtrain run --dry-run ended with {done.returncode}")
+    return done.stdout
+
+
+def new_job(directory: Path, spec: JobSpec) -> JobFolder:
+    """A folder for a job that is to be started.
+
+    Raises:
+        JobError: It can't be made.
+    """
+    try:
+        return create_job(directory, spec)
+    except OSError as error:
+        raise JobError(f"the job can't have a folder in {directory}: {error.strerror}") from None
+
+
+def start_detached(folder: JobFolder, spec: JobSpec, environ: Mapping[str, str]) -> None:
+    """Start a process that runs the job in its turn, whatever becomes of this one.
+
+    Raises:
+        JobError: It can't be started.
+    """
+    try:
+        before = folder.state() or JobState(phase="queued")
+        folder.write_state(dataclasses.replace(before, phase="queued", launcher=None))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        with open(os.open(folder.words, flags, 0o600), "wb") as words:
+            subprocess.run(
+                [spec.python, "-m", "hvdtrain.jobs.detach", *_command(spec)],
+                cwd=spec.folder,
+                env={**_environment(spec, environ), JOB_FOLDER: str(folder.path)},
+                stdin=subprocess.DEVNULL,
+                stdout=words,
+                stderr=words,
+                timeout=START_TIMEOUT_S,
+                check=True,
+            )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise JobError(f"job {folder.name} can't be started: {error}") from None
+
+
+def _environment(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """What the job gets: the caller's variables, with settings of the job alone."""
+    own = [name for name in environ if name.startswith(PREFIX) and name != JOBS_DIR]
+    return {**{name: environ[name] for name in environ if name not in own}, **spec.variables}

@@ -1,0 +1,52 @@
+"""Waits until a job that was submitted has its slots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.agent.cpu_share import available_cores
+from hvdtrain.cluster.hosts import Host
+from hvdtrain.jobs.slots import Turn
+from hvdtrain.remote.own_addresses import is_this_host
+
+__all__ = ["await_turn", "slots_of"]
+
+POLL_S = 0.25
+QUEUE = ".queue"
+
+
+def slots_of(hosts: Sequence[Host], gpus: int) -> dict[str, int]:
+    """How many ranks may run at a time on each host.
+
+    As many as were named; on this host one for each GPU, or where it has none each core.
+    """
+    here = gpus or available_cores()
+    return {host.name: here if is_this_host(host.name) else host.slots for host in hosts}
+
+
+def await_turn(
+    job: Path, wanted: Mapping[str, int], slots: Mapping[str, int], received: Sequence[int]
+) -> bool:
+    """Wait until the slots that a job needs are free, and take them until this process ends.
+
+    Args:
+        job: The job's folder; jobs beside it share the slots.
+        wanted: How many ranks it has on each host.
+        slots: How many may run there at a time.
+        received: Signals as they arrive.
+
+    Returns:
+        Whether its turn came before a signal.
+
+    Raises:
+        JobError: The queue can't be used.
+    """
+    turn = Turn(job.parent / QUEUE, job.name, wanted=wanted, slots=slots)
+    while not turn.has_come():
+        if received:
+            turn.leave()
+            return False
+        time.sleep(POLL_S)
+    return True

@@ -1,0 +1,175 @@
+"""Jobs are submitted, seen and steered from the command line; each is a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.cli import main
+from tests.launch.jobs import kill_marked, marked, program, with_mark
+
+pytestmark = [pytest.mark.mpi, pytest.mark.essential]
+
+_NASTY = ["$(touch pwned)", "a'b\"c", "two\nlines", "<script>alert(1)</script>", ""]
+_WAITS = """
+print("words", sys.argv[1:], flush=True)
+print("oops", file=sys.stderr, flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)
+print("done", flush=True)
+"""
+
+
+class Commands:
+    """The command, with jobs in a folder of their own and one slot."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self._capsys = capsys
+
+    def run(self, *arguments: str, code: int = 0) -> str:
+        """Run ``hvdtrain`` to its end; what it printed."""
+        ended = main(list(arguments))
+        out, err = self._capsys.readouterr()
+        assert ended == code, (out, err)
+        return out if code == 0 else err
+
+    def submit(self, body: str, *words: str) -> str:
+        """The name of a job of one rank."""
+        return self.run("submit", "-np", "1", "--", *program(body), *words).strip()
+
+    def show(self, name: str) -> Mapping[str, Any]:
+        """What is known of a job."""
+        return json.loads(self.run("show", name, "--json"))
+
+    def until(self, name: str, status: str) -> Mapping[str, Any]:
+        """Wait until a job is so."""
+        deadline = time.monotonic() + 60
+        while (seen := self.show(name))["status"] != status:
+            assert time.monotonic() < deadline, seen
+            time.sleep(0.1)
+        return seen
+
+    def until_said(self, name: str, text: str) -> None:
+        """Wait until a job's log holds a text."""
+        deadline = time.monotonic() + 60
+        while text not in self.run("logs", name):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Commands]:
+    commands = Commands(tmp_path, capsys)
+    for name in [name for name in os.environ if name not in with_mark(commands.mark)]:
+        monkeypatch.delenv(name)
+    for name, value in with_mark(commands.mark).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HVDTRAIN_JOBS_DIR", str(tmp_path / "jobs"))
+    monkeypatch.chdir(tmp_path)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield commands
+    os.sched_setaffinity(0, cores)
+    kill_marked(commands.mark)
+
+
+def _launcher(commands: Commands, name: str) -> int:
+    state = json.loads((commands.folder / "jobs" / name / "state.json").read_text())
+    return state["launcher"]["pid"]
+
+
+def test_a_job_from_its_submission_to_its_end(commands: Commands) -> None:
+    go = commands.folder / "go"
+    name = commands.submit(_WAITS, str(go), *_NASTY)
+    # There is one slot: the second waits for the first, and is stopped before its turn.
+    second = commands.submit("print('never')")
+    commands.until(name, "running")
+    rows = [json.loads(row) for row in commands.run("jobs", "--json").splitlines()]
+    assert {row["name"]: row["status"] for row in rows} == {name: "running", second: "queued"}
+    assert f"{second}: stopped\n" == commands.run("stop", second)
+    assert "before its turn" in commands.show(second)["verdict"]
+    assert "is running; only what has ended starts again" in commands.run("restart", name, code=1)
+
+    threading.Timer(1.0, go.touch).start()
+    words, oops, done = commands.run("logs", name, "-f").splitlines()
+    assert {words, oops} == {f"[0] words {[str(go), *_NASTY]!r}", "[0] oops"}
+    assert done == "[0] done"
+    seen = commands.until(name, "done")
+    assert (seen["code"], seen["attempt"], seen["ranks"]) == (0, 1, 1)
+    assert seen["program"][-len(_NASTY) :] == _NASTY
+    assert [event["kind"] for event in seen["events"]] == ["began", "ended"]
+    assert commands.run("logs", name, "--grep", "oop", "--rank", "0") == "[0] oops\n"
+    assert commands.run("logs", name, "-n", "1") == "[0] done\n"
+    assert commands.run("logs", name, "--rank", "1-3") == ""
+    assert name in commands.run("jobs").splitlines()[2]
+    assert "done, exit code 0" in commands.run("show", name[:8] + name[8:])
+    assert not (commands.folder / "pwned").exists()
+    assert marked(commands.mark) == []
+
+
+def test_a_job_that_is_lost_starts_again_where_it_was(commands: Commands) -> None:
+    go = commands.folder / "go"
+    name = commands.submit(_WAITS, str(go))
+    commands.until(name, "running")
+    commands.until_said(name, "words")
+    os.kill(_launcher(commands, name), signal.SIGKILL)
+    seen = commands.show(name)
+    assert (seen["status"], seen["code"]) == ("lost", None)
+    assert "its hvdtrain run is gone" in seen["verdict"]
+    commands.run("restart", name, "--", *program("raise ValueError('no such batch')"))
+    seen = commands.until(name, "failed")
+    assert (seen["attempt"], seen["code"]) == (2, 1)
+    assert "ValueError: no such batch" in seen["verdict"]
+    log = commands.run("logs", name)
+    assert "[0] words" in log
+    assert "hvdtrain run: rank 0 on " in log
+    clone = commands.run("clone", name, "--", *program("print(rank + 7)")).strip()
+    commands.until(clone, "done")
+    assert commands.run("logs", clone) == "[0] 7\n"
+    assert commands.show(name)["attempt"] == 2
+
+
+def test_stop_lets_ranks_save_what_they_have(commands: Commands) -> None:
+    body = """
+    import signal
+    signal.signal(signal.SIGUSR1, lambda *_: (print("saved", flush=True), sys.exit(75)))
+    print("ready", flush=True)
+    time.sleep(60)
+    """
+    name = commands.submit(body)
+    commands.until_said(name, "ready")
+    assert commands.run("stop", name, "--save") == f"{name}: stopped\n"
+    assert "[0] saved\n" in commands.run("logs", name)
+    assert commands.show(name)["code"] == 75
+    assert commands.run("stop", name) == f"{name} has ended already: stopped\n"
+
+
+def test_what_can_not_start_is_told_at_once(commands: Commands) -> None:
+    assert "No program was named" in commands.run("submit", "-np", "2", code=2)
+    said = commands.run("submit", "-np", "3", "-H", "localhost:2", "--", "true", code=2)
+    assert said.startswith("hvdtrain submit: 3 ranks don't fit")
+    assert commands.run("jobs").startswith("no jobs in ")
+    assert "there is no job 'nothing'" in commands.run("show", "nothing", code=1)
+    assert "is no regular expression" in commands.run("logs", "nothing", "--regex", "(", code=2)
+    assert "-np 1" in commands.run("submit", "-np", "1", "--dry-run", "--", "true")
+    assert not (commands.folder / "jobs").exists()
+
+
+def test_a_job_of_hvdtrain_run_is_listed_as_well(commands: Commands) -> None:
+    commands.run("run", "-np", "2", "--", *program("print('hello', rank)"))
+    [row] = [json.loads(row) for row in commands.run("jobs", "--json").splitlines()]
+    assert (row["status"], row["ranks"], row["options"]) == ("done", 2, ["-np", "2"])
+    assert sorted(commands.run("logs", row["name"]).splitlines()) == ["[0] hello 0", "[1] hello 1"]

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import JobError
+from hvdtrain.jobs.folder import (
+    PATIENCE_S,
+    JobFolder,
+    all_jobs,
+    create_job,
+    find_job,
+    jobs_directory,
+)
+from hvdtrain.jobs.process_identity import own_identity
+from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import JobState
+
+WHERE = {
+    "named": ({"HVDTRAIN_JOBS_DIR": "/a/jobs", "HOME": "/h"}, "/a/jobs"),
+    "nowhere": ({"HVDTRAIN_JOBS_DIR": "", "HOME": "/h"}, None),
+    "xdg": ({"XDG_STATE_HOME": "/s", "HOME": "/h"}, "/s/hvdtrain/jobs"),
+    "home": ({"HOME": "/h"}, "/h/.local/state/hvdtrain/jobs"),
+    "homeless": ({}, None),
+}
+
+
+@pytest.mark.parametrize(("environ", "found"), WHERE.values(), ids=WHERE)
+def test_where_jobs_are(environ, found) -> None:
+    assert jobs_directory(environ) == (found and Path(found))
+
+
+def _spec(*program: str, **fields) -> JobSpec:
+    return JobSpec(options=("-np", "2"), program=program, folder="/", created_s=1.0, **fields)
+
+
+NAMES = {
+    "script": (["python", "-u", "/a b/train_mnist.py", "--epochs", "3"], "train_mnist"),
+    "module": (["python", "-m", "pkg.train"], "pkg-train"),
+    "program": (["/usr/bin/python3.11", "-c", "..."], "python3-11"),
+    "path": (["../../etc/passwd"], "passwd"),
+    "nasty": (["$(rm -rf ~)<script>.py"], "rm-rf-script"),
+    "nothing": ([".py"], "job"),
+    "long": (["x" * 300 + ".py"], "x" * 40),
+}
+
+
+@pytest.mark.parametrize(("program", "word"), NAMES.values(), ids=NAMES)
+def test_a_job_is_called_after_its_program(program, word: str, tmp_path: Path) -> None:
+    job = create_job(tmp_path / "jobs", _spec(*program))
+    assert job.name.rpartition("-")[0].rpartition("-")[0] == word
+    assert job.path.parent == tmp_path / "jobs"
+    assert job.spec().program == tuple(program)
+
+
+def test_folders_are_for_their_user_alone(tmp_path: Path) -> None:
+    job = create_job(tmp_path / "a" / "jobs", _spec("a"))
+    job.write_state(JobState(phase="queued"))
+    for path in (job.path.parent, job.path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in job.path.iterdir()} == {0o600}
+
+
+def test_two_jobs_of_one_second_have_two_names(tmp_path: Path) -> None:
+    names = [create_job(tmp_path, _spec("a.py")).name for _ in range(3)]
+    assert names == [names[0], f"{names[0]}-2", f"{names[0]}-3"]
+    assert [job.name for job in all_jobs(tmp_path)] == names
+
+
+def test_a_job_that_slurm_queues_again_keeps_its_folder(tmp_path: Path) -> None:
+    first = create_job(tmp_path, _spec("a.py", slurm_job="12"))
+    assert first.name == "a-slurm12"
+    beside = create_job(tmp_path, _spec("a.py", "other", slurm_job="12"))
+    assert beside.name == "a-slurm12-2"
+    again = create_job(tmp_path, _spec("a.py", slurm_job="12", slurm_restarts=1))
+    assert again.name == first.name
+    again = create_job(tmp_path, _spec("a.py", "other", slurm_job="12", slurm_restarts=1))
+    assert again.name == beside.name
+
+
+def test_jobs_are_found_by_the_beginning_of_their_names(tmp_path: Path) -> None:
+    for name in ("train-1", "train-12", "mnist-20260101-120000", ".queue"):
+        (tmp_path / name).mkdir()
+    assert find_job(tmp_path, "train-1").name == "train-1", "a name that another begins with"
+    assert find_job(tmp_path, "mn").name == "mnist-20260101-120000"
+    with pytest.raises(JobError, match=r"2 jobs begin with 'tra'; do you mean train-1, train-12"):
+        find_job(tmp_path, "tra")
+    with pytest.raises(JobError, match=r"no job 'mnits'; do you mean mnist-2026"):
+        find_job(tmp_path, "mnits")
+    for unknown in ("zzzzzzzz", "", "..", "../jobs", ".queue", "/etc"):
+        with pytest.raises(JobError, match="hvdtrain jobs lists all"):
+            find_job(tmp_path, unknown)
+    with pytest.raises(JobError, match="no job 'a'"):
+        find_job(tmp_path / "nowhere", "a")
+
+
+def test_a_state_is_written_as_a_whole(tmp_path: Path) -> None:
+    job = JobFolder(tmp_path)
+    assert job.state() is None
+    assert job.status(None) == "unknown"
+    state = JobState(phase="running", launcher=own_identity(), step=7)
+    job.write_state(state)
+    assert job.state() == state
+    assert job.status(state) == "running"
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+    (tmp_path / "state.json").write_text('{"phase": "run')
+    assert job.state() is None
+    (tmp_path / "spec.json").write_text("[]")
+    with pytest.raises(JobError, match=r"spec.json can't be used: it holds no JSON object"):
+        job.spec()
+
+
+def test_a_full_disk_leaves_the_state_before(small_disk: Path) -> None:
+    job = JobFolder(small_disk)
+    job.write_state(JobState(phase="running", step=1))
+    (small_disk / "ballast").write_bytes(b"x" * (1000 << 10))
+    with pytest.raises(OSError, match="No space"):
+        job.write_state(JobState(phase="ended", verdict="x" * 100_000))
+    assert job.state() == JobState(phase="running", step=1)
+    assert not list(small_disk.glob(".state*"))
+
+
+def test_a_launcher_elsewhere_that_is_quiet_for_long_is_told(tmp_path: Path) -> None:
+    job = JobFolder(tmp_path)
+    elsewhere = JobState(
+        phase="running", launcher=own_identity().__class__(host="elsewhere", pid=1)
+    )
+    job.write_state(elsewhere)
+    assert job.status(elsewhere) == "running"
+    before = time.time() - PATIENCE_S - 1
+    os.utime(tmp_path / "state.json", (before, before))
+    assert job.status(elsewhere) == "silent"
+    job.touch_state()
+    assert job.status(elsewhere) == "running"
+
+
+def test_a_word_that_a_job_is_to_stop_is_taken_once(tmp_path: Path) -> None:
+    job = JobFolder(tmp_path)
+    assert not job.take_stop()
+    job.request_stop()
+    assert job.take_stop()
+    assert not job.take_stop()

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.jobs.folder import JobFolder, create_job
+from hvdtrain.jobs.job_view import span, view_job
+from hvdtrain.jobs.process_identity import ProcessIdentity, own_identity
+from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import JobState
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (-1, "0 s"),
+        (0.4, "0 s"),
+        (59, "59 s"),
+        (60, "1 min"),
+        (61, "1 min 1 s"),
+        (3600, "1 h"),
+        (3661, "1 h 1 min"),
+        (90000, "1 d 1 h"),
+        (86400 * 400 + 60, "400 d"),
+    ],
+)
+def test_a_span_has_two_parts(seconds: float, words: str) -> None:
+    assert span(seconds) == words
+
+
+def _job(tmp_path: Path) -> JobFolder:
+    spec = JobSpec(options=("-np", "2"), program=("a.py",), folder="/x", created_s=100.0)
+    return create_job(tmp_path, spec)
+
+
+def test_a_job_is_seen_as_it_is(tmp_path: Path) -> None:
+    job = _job(tmp_path)
+    job.write_state(JobState(phase="running", launcher=own_identity(), step=3, ranks=2))
+    view = view_job(job)
+    assert (view.status, view.is_over) == ("running", False)
+    assert (view.program, view.folder, view.created_s) == (("a.py",), "/x", 100.0)
+    assert (view.step, view.ranks, view.ended_s) == (3, 2, None)
+    job.write_state(JobState(phase="ended", code=1, cause="exception", since_s=120.0))
+    view = view_job(job)
+    assert (view.status, view.is_over, view.ended_s) == ("failed", True, 120.0)
+
+
+def test_a_job_whose_launcher_was_killed_is_lost_with_its_last_words(tmp_path: Path) -> None:
+    job = _job(tmp_path)
+    gone = ProcessIdentity(host=own_identity().host, pid=1, started_ticks=1, boot_id="before")
+    job.write_state(JobState(phase="running", launcher=gone))
+    job.words.write_bytes(b"x" * 10_000 + b"\nMemoryError \xff\n")
+    view = view_job(job)
+    assert (view.status, view.is_over) == ("lost", True)
+    assert view.verdict.startswith("its hvdtrain run is gone")
+    assert view.verdict.endswith("MemoryError \ufffd")
+    assert len(view.verdict) < 5000
+
+
+def test_what_can_not_be_read_is_unknown(tmp_path: Path) -> None:
+    view = view_job(JobFolder(tmp_path / "nothing"))
+    assert (view.name, view.status, view.program) == ("nothing", "unknown", ())
+    job = _job(tmp_path)
+    (job.path / "spec.json").write_bytes(b"\0" * 100)
+    (job.path / "state.json").write_bytes(b"")
+    assert view_job(job).status == "unknown"

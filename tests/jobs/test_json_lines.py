@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.jobs.json_lines import append_json_line, append_whole, read_json_lines
+from tests.checkpoint.disks import SMALL_BYTES
+
+
+def test_what_is_appended_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    assert list(read_json_lines(path)) == []
+    for number in range(3):
+        append_json_line(path, {"number": number, "text": "a\nb"})
+    assert [line["number"] for line in read_json_lines(path)] == [0, 1, 2]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_half_written_line_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    append_json_line(path, {"number": 0})
+    with path.open("ab") as file:
+        file.write(b'{"number": 1, "te')
+    append_json_line(path, {"number": 2})
+    assert [line["number"] for line in read_json_lines(path)] == [0, 2]
+
+
+def test_what_is_no_object_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b'[1]\n7\n\xff\xfe\n\n{"number": 3}\n')
+    assert list(read_json_lines(path)) == [{"number": 3}]
+
+
+def test_on_a_full_disk_lines_are_written_whole_or_not_at_all(small_disk: Path) -> None:
+    descriptor = os.open(small_disk / "lines", os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    line = b"x" * 1000 + b"\n"
+    append_whole(descriptor, line)
+    with pytest.raises(OSError, match="No space"):
+        append_whole(descriptor, line * (SMALL_BYTES // 500))
+    assert os.fstat(descriptor).st_size == len(line)
+    assert append_whole(descriptor, line) == 2 * len(line)
+    os.close(descriptor)

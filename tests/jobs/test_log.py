@@ -1,0 +1,191 @@
+"""A log is written by one process and read by others, meanwhile and afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.jobs.log_format import (
+    BLOCK_BYTES,
+    LAUNCHER,
+    Block,
+    LogLine,
+    block_from_json,
+    format_line,
+    parse_line,
+    segments,
+)
+from hvdtrain.jobs.log_reader import log_end, read_last, read_log
+from hvdtrain.jobs.log_writer import LogWriter
+
+TEXTS = {
+    "plain": "epoch 1",
+    "empty": "",
+    "spaces": "  a  b ",
+    "shell": "$(rm -rf /) `id` 'x' \"y\"",
+    "markup": "<script>alert(1)</script>",
+    "unicode": "⠋ 100 %\u2028 next",
+    "like-a-line": "1764168603.123 3 o other",
+    "controls": "\x1b[31mred\x00\r",
+}
+
+
+def _line(text: str, rank: int = 0, time_s: float = 1.5, stream: str = "stdout") -> LogLine:
+    return LogLine(time_s=time_s, rank=rank, stream=stream, text=text)
+
+
+def _texts(folder: Path, begin: int = 0, **options) -> list[str | None]:
+    return [one.line and one.line.text for one in read_log(folder, begin, **options)]
+
+
+@pytest.mark.parametrize("rank", [LAUNCHER, 0, 1023])
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_a_line_comes_back_as_it_was(text: str, rank: int) -> None:
+    line = _line(text, rank, 1764168603.123, "stderr")
+    data = format_line(line)
+    assert data.count(b"\n") == 1
+    assert parse_line(data) == line
+
+
+def test_what_no_line_is_is_none() -> None:
+    assert [parse_line(data) for data in (b"", b"x\n", b"1.5 0 o a\n", b"1.500 a o b\n")] == [
+        None
+    ] * 4
+    # What JSON may hold and no file can.
+    assert parse_line(format_line(_line("\ud800"))) == _line("\\ud800")
+    assert parse_line(format_line(_line("a\nb"))) == _line("a b")
+
+
+def test_a_block_comes_back_as_it_was() -> None:
+    block = Block(begin=7, end=90, time_s=1.5, ranks=[range(-1, 0), range(4), range(7, 8)])
+    again = block_from_json(block.to_json())
+    assert again is not None
+    assert {rank for run in again.ranks for rank in run} == {-1, 0, 1, 2, 3, 7}
+    assert block_from_json({"begin": 1}) is None
+    assert block_from_json({**block.to_json(), "ranks": "4-2"}) is None
+
+
+def test_lines_are_read_while_they_are_written(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    assert _texts(folder) == []
+    writer = LogWriter(folder)
+    writer.append([_line("a"), _line("b", 1)])
+    assert _texts(folder) == ["a", "b"]
+    end = log_end(folder)
+    writer.append([_line("c")])
+    assert _texts(folder, end) == ["c"]
+    writer.close()
+    # The same job starts again.
+    writer = LogWriter(folder)
+    writer.append([_line("d")])
+    writer.close()
+    assert _texts(folder) == ["a", "b", "c", "d"]
+
+
+def test_a_half_written_line_is_left_to_whoever_comes_next(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    writer = LogWriter(folder)
+    writer.append([_line("a")])
+    with (folder / f"{0:020}.log").open("ab") as file:
+        file.write(b"1.500 0 o hal")
+    assert _texts(folder) == ["a"]
+    again = LogWriter(folder)
+    again.append([_line("b")])
+    assert _texts(folder) == ["a", "hal", "b"]
+
+
+@pytest.fixture
+def long_log(tmp_path: Path) -> Path:
+    """2,000 lines of about 1 KB, by turns of ranks 0 to 3 in runs of 250; small segments."""
+    folder = tmp_path / "log"
+    writer = LogWriter(folder, segment_bytes=256 << 10)
+    for first in range(0, 2000, 10):
+        numbers = range(first, first + 10)
+        writer.append([_line(f"{n} " + "x" * 1000, n // 250 % 4, 1.0 + n) for n in numbers])
+    writer.close()
+    return folder
+
+
+def test_segments_follow_without_a_gap(long_log: Path) -> None:
+    assert len(segments(long_log)) == 8
+    texts = _texts(long_log)
+    assert [int(text.split()[0]) for text in texts if text] == list(range(2000))
+    assert None not in texts
+
+
+def test_ranks_and_texts_are_chosen(long_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wanted(text: str) -> bool:
+        return text.startswith("10")
+
+    numbers = [n for n in range(2000) if n // 250 % 4 in (0, 3)]
+    ranks = [range(1), range(3, 4)]
+    texts = _texts(long_log, ranks=ranks)
+    assert [int(text.split()[0]) for text in texts if text] == numbers
+    texts = _texts(long_log, ranks=ranks, wanted=wanted)
+    assert [text.split()[0] for text in texts if text] == [
+        str(n) for n in numbers if str(n).startswith("10")
+    ]
+    assert _texts(long_log, ranks=[range(9, 10)]) == []
+
+    # Blocks without a line of them are not even read.
+    parsed = []
+    monkeypatch.setattr(
+        "hvdtrain.jobs.log_reader.parse_line", lambda data: parsed.append(data) or parse_line(data)
+    )
+    assert len(_texts(long_log, ranks=[range(2, 3)])) == 500
+    assert len(parsed) < 500 + 6 * BLOCK_BYTES // 1000
+    for path in long_log.glob("*.idx"):
+        path.unlink()
+    assert len(_texts(long_log, ranks=[range(2, 3)])) == 500
+
+
+@pytest.mark.parametrize("lines", [0, 1, 3, 700, 2000, 5000])
+def test_the_last_lines(long_log: Path, lines: int) -> None:
+    found = read_last(long_log, lines)
+    shown = [int(one.line.text.split()[0]) for one in found if one.line]
+    assert shown == list(range(max(0, 2000 - lines), 2000))
+    ranks = [int(one.line.rank) for one in read_last(long_log, lines, ranks=[range(1)]) if one.line]
+    assert ranks == [0] * min(lines, 500)
+
+
+def test_of_a_long_log_the_beginning_and_the_end_are_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    sizes = {"segment_bytes": 10_000, "head_bytes": 20_000, "tail_bytes": 50_000}
+    writer = LogWriter(folder, **sizes)
+    for number in range(1000):
+        writer.append([_line(f"{number:03} " + "x" * 500)])
+    kept = sum(path.stat().st_size for path in folder.glob("*.log"))
+    assert 70_000 <= kept <= 70_000 + 3 * 10_600
+    found = list(read_log(folder))
+    [gap] = [one for one in found if one.line is None]
+    numbers = [int(one.line.text.split()[0]) for one in found if one.line]
+    assert numbers[0] == 0
+    assert numbers[-1] == 999
+    at = found.index(gap)
+    assert numbers[:at] == list(range(at))
+    assert numbers[at:] == list(range(numbers[at], 1000))
+    assert gap.end - gap.begin > 300_000
+    assert {path.stem for path in folder.glob("*.idx")} <= {
+        path.stem for path in folder.glob("*.log")
+    }
+    # Who had read up to the middle goes on behind the gap.
+    assert next(read_log(folder, gap.begin + 5)).end == gap.end
+
+
+def test_a_disk_that_is_full_loses_no_line_that_is_tried_again(small_disk: Path) -> None:
+    folder = small_disk / "log"
+    writer = LogWriter(folder, segment_bytes=100_000)
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(b"x" * 700_000)
+    number = 0
+    with contextlib.suppress(OSError):
+        while number < 1000:
+            writer.append([_line(f"{number} " + "x" * 1000)])
+            number += 1
+    assert 100 < number < 400
+    ballast.unlink()
+    for again in range(number, number + 100):
+        writer.append([_line(f"{again} " + "x" * 1000)])
+    assert [int(t.split()[0]) for t in _texts(folder) if t] == list(range(number + 100))

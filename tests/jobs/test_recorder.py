@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.jobs import recorder as module
+from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.json_lines import read_json_lines
+from hvdtrain.jobs.log_reader import read_log
+from hvdtrain.jobs.process_identity import own_identity
+from hvdtrain.jobs.recorder import JobRecorder
+
+
+def _until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _lines(job: JobFolder) -> list[str]:
+    return [f"{one.line.rank} {one.line.text}" for one in read_log(job.log) if one.line]
+
+
+def test_what_is_told_is_in_the_folder_soon(tmp_path: Path) -> None:
+    job = JobFolder(tmp_path)
+    with contextlib.closing(JobRecorder(job)) as recorder:
+        recorder.state(phase="running", attempt=1, ranks=2)
+        recorder.line(1, "stdout", "hello")
+        recorder.notice("all is\nwell")
+        recorder.event("began", attempt=1)
+        recorder.metrics(step=3)
+        _until(lambda: job.state() is not None)
+        state = job.state()
+        assert state is not None
+        assert (state.launcher, state.ranks) == (own_identity(), 2)
+        assert _lines(job) == ["1 hello", "-1 all is", "-1 well"]
+        [event] = read_json_lines(job.events)
+        assert (event["kind"], event["attempt"]) == ("began", 1)
+        assert abs(event["time"] - time.time()) < 60
+        assert [row["step"] for row in read_json_lines(job.metrics)] == [3]
+        recorder.line(0, "stderr", "the last")
+        recorder.state(phase="ended", code=0)
+    state = job.state()
+    assert state is not None
+    assert (state.phase, state.code, state.attempt) == ("ended", 0, 1)
+    assert _lines(job)[-1] == "0 the last"
+
+
+def test_a_job_that_starts_again_goes_on_counting(tmp_path: Path) -> None:
+    job = JobFolder(tmp_path)
+    with contextlib.closing(JobRecorder(job)) as recorder:
+        assert recorder.attempts == 0
+        recorder.state(attempt=2)
+    with contextlib.closing(JobRecorder(job)) as recorder:
+        assert recorder.attempts == 2
+
+
+def test_without_a_folder_nothing_is_kept() -> None:
+    with contextlib.closing(JobRecorder()) as recorder:
+        for _ in range(3):
+            recorder.line(0, "stdout", "a")
+            recorder.event("began")
+            recorder.metrics(step=1)
+        recorder.state(attempt=1)
+        assert recorder.attempts == 1
+
+
+def test_a_full_disk_delays_what_is_told_and_loses_none_of_it(small_disk: Path) -> None:
+    job = JobFolder(small_disk)
+    ballast = small_disk / "ballast"
+    with contextlib.closing(JobRecorder(job)) as recorder:
+        recorder.state(phase="running")
+        recorder.line(0, "stdout", "first")
+        _until(job.state)
+        ballast.write_bytes(b"")
+        with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        for number in range(2000):
+            recorder.line(0, "stdout", f"{number} " + "y" * 100)
+        recorder.event("loss", rank=1)
+        recorder.state(phase="ended", code=1, verdict="z" * 5000)
+        time.sleep(3 * module.INTERVAL_S)
+        state = job.state()
+        assert state is not None
+        assert state.phase == "running", "the disk was not full"
+        ballast.unlink()
+    state = job.state()
+    assert state is not None
+    assert state.phase == "ended"
+    assert [line.split()[1] for line in _lines(job)] == ["first", *map(str, range(2000))]
+    assert [event["kind"] for event in read_json_lines(job.events)] == ["loss"]
+
+
+def test_what_is_lost_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written before the end here, and more comes than may wait."""
+    monkeypatch.setattr(module, "MOST_LINES", 5)
+    monkeypatch.setattr(module, "INTERVAL_S", 60.0)
+    job = JobFolder(tmp_path)
+    with contextlib.closing(JobRecorder(job)) as recorder:
+        for number in range(8):
+            recorder.line(0, "stdout", str(number))
+    assert _lines(job)[4:] == ["0 4", "-1 3 lines could not be written into this log"]
+
+
+def test_a_folder_that_is_removed_disturbs_nobody(tmp_path: Path) -> None:
+    job = JobFolder(tmp_path / "job")
+    with contextlib.closing(JobRecorder(job)) as recorder:
+        recorder.state(phase="running")
+        recorder.line(0, "stdout", "a")
+        time.sleep(2 * module.INTERVAL_S)
+        recorder.line(0, "stdout", "b")
+    assert not job.path.exists()
+
+
+def test_a_word_to_stop_reaches_the_launcher_as_a_signal(tmp_path: Path) -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        job = JobFolder(tmp_path)
+        with contextlib.closing(JobRecorder(job)):
+            job.request_stop()
+            _until(lambda: received)
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,109 @@
+"""Jobs wait for slots of each other; each is a process, as the kernel's locks are theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import JobError
+from hvdtrain.jobs.slots import Turn
+
+_WAITS = """
+import sys, time
+from pathlib import Path
+from hvdtrain.jobs.slots import Turn
+directory, name, wanted, slots = sys.argv[1:]
+turn = Turn(Path(directory), name, wanted={"a": int(wanted)}, slots={"a": int(slots)})
+print("waits", flush=True)
+while not turn.has_come():
+    time.sleep(0.01)
+print("runs", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str, int], subprocess.Popen[str]]]:
+    """Starts a job that waits for some of two slots, and goes when its stdin closes."""
+    jobs = contextlib.ExitStack()
+
+    def begin(name: str, wanted: int) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-c", _WAITS, str(tmp_path / "queue"), name, str(wanted), "2"]
+        process = jobs.enter_context(
+            subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        jobs.callback(process.kill)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        return process
+
+    with jobs:
+        yield begin
+
+
+def _runs(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "runs\n"
+
+
+def _places(tmp_path: Path) -> list[str]:
+    return sorted(path.name.split("-")[1] for path in (tmp_path / "queue" / "waiting").iterdir())
+
+
+def test_first_come_first_served(tmp_path: Path, start) -> None:
+    first = start("first", 1)
+    _runs(first)
+    # Needs both; the third would fit in beside the first, and comes later all the same.
+    second, third = start("second", 2), start("third", 1)
+    time.sleep(0.2)
+    assert _places(tmp_path) == ["second", "third"]
+    first.stdin.close()
+    _runs(second)
+    assert _places(tmp_path) == ["third"]
+    # However a job ends, its slots are free.
+    second.kill()
+    _runs(third)
+    assert _places(tmp_path) == []
+
+
+def test_who_dies_in_the_queue_holds_nobody_up(tmp_path: Path, start) -> None:
+    first = start("first", 2)
+    _runs(first)
+    second, third = start("second", 2), start("third", 2)
+    second.kill()
+    second.wait(timeout=10)
+    first.stdin.close()
+    _runs(third)
+
+
+def test_who_needs_more_than_there_are_takes_all(tmp_path: Path) -> None:
+    big = Turn(tmp_path, "big", wanted={"a": 5}, slots={"a": 2})
+    assert big.has_come()
+    # Other hosts are free.
+    other = Turn(tmp_path, "other", wanted={"b": 1}, slots={"b": 1})
+    assert other.has_come()
+    small = Turn(tmp_path, "small", wanted={"a": 1}, slots={"a": 2})
+    assert not small.has_come()
+    big.leave()
+    assert small.has_come()
+    assert small.has_come(), "and still"
+
+
+def test_a_place_that_is_given_up_is_gone(tmp_path: Path) -> None:
+    first = Turn(tmp_path, "first", wanted={"a": 1}, slots={"a": 1})
+    second = Turn(tmp_path, "second", wanted={"a": 1}, slots={"a": 1})
+    assert not second.has_come()
+    first.leave()
+    assert second.has_come()
+
+
+def test_a_queue_that_can_not_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(JobError, match=r"the queue in .*/file can't be used: "):
+        Turn(tmp_path / "file", "a", wanted={"a": 1}, slots={"a": 1})

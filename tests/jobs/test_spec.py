@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hvdtrain.errors import JobError
+from hvdtrain.jobs.spec import (
+    JobSpec,
+    is_secret,
+    make_spec,
+    spec_from_json,
+    with_changes,
+    without_secrets,
+)
+
+NASTY = ["--name", "$(id)", "a b", "'\"", "line\nline", "<script>", "", "é"]
+
+
+def test_words_come_back_as_they_were() -> None:
+    spec = JobSpec(options=("-np", "2"), program=tuple(NASTY), folder="/a b", created_s=1.5)
+    assert spec_from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+def test_what_later_versions_add_is_left_out() -> None:
+    content = json.loads(json.dumps(JobSpec(options=(), program=("a",), folder="/").to_json()))
+    assert spec_from_json({**content, "colour": "red"}).program == ("a",)
+
+
+BROKEN = {
+    "nothing": {},
+    "line": {"options": [], "program": "rm -rf /"},
+    "numbers": {"options": [], "program": [1]},
+    "variables": {"options": [], "program": [], "variables": {"A": 1}},
+    "folder": {"options": [], "program": [], "folder": 7},
+    "time": {"options": [], "program": [], "created_s": "now"},
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_what_is_no_specification_is_refused(content) -> None:
+    with pytest.raises(JobError):
+        spec_from_json(content)
+
+
+@pytest.mark.parametrize(
+    "name", ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "PGPASSWORD"]
+)
+def test_secrets_are_known_by_their_names(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["PATH", "KEYBOARD", "MONKEY", "OMP_NUM_THREADS", "AUTHOR"])
+def test_other_names_are_no_secrets(name: str) -> None:
+    assert not is_secret(name)
+
+
+def test_options_keep_no_secret() -> None:
+    options = ["-np", "2", "-x", "HF_TOKEN=a", "--env=MY_KEY=b", "-xMY_KEY=c", "-x", "A=1", "-xB"]
+    kept = ["-np", "2", "-x", "HF_TOKEN", "--env=MY_KEY", "-xMY_KEY", "-x", "A=1", "-xB"]
+    assert list(without_secrets(options)) == kept
+
+
+def test_a_specification_holds_what_was_asked_for_alone() -> None:
+    environ = {
+        "HOME": "/root",
+        "HVDTRAIN_MODE": "async-ps",
+        "HVDTRAIN_LAUNCHER": "10.0.0.1 4711",
+        "ASKED": "1",
+        "HF_TOKEN": "secret",
+    }
+    spec = make_spec(["-x", "HF_TOKEN=secret"], ["a"], environ, ["ASKED", "HF_TOKEN"])
+    assert spec.variables == {"HVDTRAIN_MODE": "async-ps", "ASKED": "1"}
+    assert "secret" not in json.dumps(spec.to_json())
+
+
+def test_changes_come_last() -> None:
+    spec = JobSpec(options=("-np", "2"), program=("a", "b"), folder="/", slurm_job="7")
+    changed = with_changes(spec, ["-np", "3"])
+    assert (changed.options, changed.program) == (("-np", "2", "-np", "3"), ("a", "b"))
+    assert changed.slurm_job == ""
+    assert changed.created_s > 0
+    changed = with_changes(spec, ["--", "c", "--", "d"])
+    assert (changed.options, changed.program) == (("-np", "2"), ("c", "--", "d"))
+    assert with_changes(spec, []).program == ("a", "b")

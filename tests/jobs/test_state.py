@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hvdtrain.errors import JobError
+from hvdtrain.jobs.process_identity import ProcessIdentity
+from hvdtrain.jobs.state import JobState, state_from_json, status_of
+
+LAUNCHER = ProcessIdentity(host="a", pid=7, started_ticks=8, boot_id="b")
+RUNS = JobState(phase="running", launcher=LAUNCHER, hosts={"a": 2}, attempt=1)
+
+
+def test_a_state_comes_back_as_it_was() -> None:
+    assert state_from_json(json.loads(json.dumps(RUNS.to_json()))) == RUNS
+    assert state_from_json({"phase": "queued", "colour": 1}) == JobState(phase="queued")
+
+
+BROKEN = {
+    "nothing": {},
+    "phase": {"phase": "dancing"},
+    "launcher": {"phase": "running", "launcher": {"pid": 1}},
+    "no-launcher": {"phase": "running", "launcher": 7},
+    "hosts": {"phase": "running", "hosts": ["a"]},
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_what_is_no_state_is_refused(content) -> None:
+    with pytest.raises(JobError):
+        state_from_json(content)
+
+
+def _ended(code: int, cause: str) -> JobState:
+    return JobState(phase="ended", launcher=LAUNCHER, code=code, cause=cause)
+
+
+# The state, whether its launcher lives, seconds since it was heard of: what is true.
+TRUTH = {
+    "unreadable": (None, None, 0, "unknown"),
+    "runs": (RUNS, True, 0, "running"),
+    "runs-on-a-slow-disk": (RUNS, True, 1000, "running"),
+    "killed": (RUNS, False, 0, "lost"),
+    "killed-in-the-queue": (JobState(phase="queued", launcher=LAUNCHER), False, 0, "lost"),
+    "elsewhere": (RUNS, None, 30, "running"),
+    "elsewhere-and-quiet": (RUNS, None, 61, "silent"),
+    "submitted": (JobState(phase="queued"), None, 1, "queued"),
+    "never-taken-up": (JobState(phase="queued"), None, 61, "lost"),
+    "done": (_ended(0, "done"), False, 1000, "done"),
+    "ended-well-after-a-signal": (_ended(0, "ordered"), False, 0, "done"),
+    "failed": (_ended(1, "exception"), False, 0, "failed"),
+    "stopped": (_ended(143, "ordered"), False, 0, "stopped"),
+    "preempted": (_ended(75, "preempted"), False, 0, "preempted"),
+    "not-started": (_ended(125, "infrastructure"), None, 0, "failed"),
+}
+
+
+@pytest.mark.parametrize(("state", "alive", "quiet_s", "told"), TRUTH.values(), ids=TRUTH)
+def test_what_is_true_of_a_job(state, alive, quiet_s, told) -> None:
+    assert status_of(state, alive=alive, quiet_s=quiet_s, patience_s=60) == told
