@@ -18,8 +18,8 @@ PACKAGE = REPOSITORY / "hvdtrain"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Each part of hvdtrain and the parts that it may import, beside itself: whatever is named was named
-# above. The launching side (agent, remote, launch) and the training side (from collectives on) don't
-# import each other; bench, check and cli use both.
+# above. The launching side (agent, remote, launch) and the training side (collectives and on) never
+# meet; bench, check and cli use both.
 _BASE = {"config", "errors", "log", "version"}
 _RANKS = {"private_api", "cluster", "collectives", "monitor", "tensorflow", "world", *_BASE}
 ALLOWED: dict[str, set[str]] = {
