@@ -38,7 +38,7 @@ help:
 	@echo "make test-all      run all tests, those on a cluster of four hosts too, and show their times"
 	@echo "make test-horovod  the tests with a real Horovod as the engine, which is built once"
 	@echo "make test-keras    the tests of what hangs on Keras' own code, with the oldest and newest"
-	@echo "make chaos         train on four hosts among random faults (CHAOS_S=1200 for 20 minutes)"
+	@echo "make chaos         train on four hosts among random faults (CHAOS_S=1200 for twice 20 minutes)"
 	@echo "make bench         hvdtrain beside MPI, Horovod, PyTorch and others, in half an hour"
 	@echo "make environments  get other MPIs for the tests (NAMES=horovod for Horovod)"
 	@echo "make lint          check style and types"

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
+import functools
+import importlib
 import re
-import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import hvdtrain
+from hvdtrain.bench.options import BENCHMARKS
+from hvdtrain.cli import COMMANDS
 from hvdtrain.config import Settings, variable_name, written_default
 from hvdtrain.launch.horovod_flags import HOROVOD_FLAGS
 from tests.harness.jobs import REPOSITORY
 
-DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(REPOSITORY / "README.md", REPOSITORY / "benchmarks" / "README.md"),
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
 
 
 def _name(path: Path) -> str:
-    return path.name
+    return str(path.relative_to(REPOSITORY))
 
 
 def test_the_readme_is_read_to_its_end() -> None:
@@ -106,20 +114,84 @@ def test_the_table_of_errors_is_complete() -> None:
     assert table == raised - unexplained
 
 
-def test_commands_have_the_flags_that_documents_show(run_command) -> None:
-    shown = run_command([sys.executable, "-m", "hvdtrain", "run", "--help"]).stdout
+@functools.cache
+def _commands() -> dict[str, dict[str, argparse.Action]]:
+    """The flags of each command, as ``run`` or ``bench startup``, as its own parser has them."""
+    found = {}
+    for name, (module, _) in COMMANDS.items():
+        parser = argparse.ArgumentParser()
+        importlib.import_module(module).add_arguments(parser)
+        found |= _flags(name, parser)
+    return found
+
+
+def _flags(
+    name: str, parser: argparse.ArgumentParser
+) -> Iterator[tuple[str, dict[str, argparse.Action]]]:
+    """A command's own flags, and those of the commands that it has."""
+    yield name, {flag: action for action in parser._actions for flag in action.option_strings}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner, its in action.choices.items():
+                yield from _flags(f"{name} {inner}", its)
+
+
+def _flags_of_program(path: Path) -> set[str]:
+    """The flags that a program of examples/ or benchmarks/ declares."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return {
+        str(argument.value)
+        for call in calls
+        if ast.unparse(call.func).endswith(".add_argument")
+        for argument in call.args
+        if isinstance(argument, ast.Constant)
+    }
+
+
+def test_commands_have_the_flags_that_documents_show() -> None:
+    names = sorted(_commands(), key=len, reverse=True)
+    shown = 0
     for path in DOCUMENTS:
-        for line in re.findall(r"hvdtrain run (.*?) -- ", path.read_text()):
-            for flag in re.findall(r"(?<!\S)--?[a-z-]+", line):
-                assert flag in shown, f"{path.name} shows hvdtrain run {flag}"
+        for name, rest in re.findall(
+            rf"hvdtrain ({'|'.join(names)}) ([^`#|\n]+)", path.read_text()
+        ):
+            own = re.split(r" -- | python ", f" {rest} ")[0]
+            for flag in re.findall(r"(?<!\S)--?[a-zA-Z][a-z-]*", own):
+                assert flag in _commands()[name], f"{path.name} shows hvdtrain {name} {flag}"
+                shown += 1
+    assert shown > 50
 
 
-# Of sbatch and srun, mpirun, horovodrun, docker, pip and TensorBoard.
+def test_programs_have_the_flags_that_documents_show() -> None:
+    shown = 0
+    for path in DOCUMENTS:
+        pattern = r"((?:examples|benchmarks)/\w+\.py) ([^`#]+?)(?:[`#]|\n\$|\n```)"
+        for program, rest in re.findall(pattern, path.read_text()):
+            for flag in re.findall(r"(?<!\S)--[a-z][a-z-]*", rest):
+                known = _flags_of_program(REPOSITORY / program)
+                assert flag in known, f"{path.name} shows {program} {flag}"
+                shown += 1
+    assert shown > 10
+
+
+def test_defaults_that_documents_tell_are_those_that_hold() -> None:
+    settings = {field.name: written_default(field) for field in dataclasses.fields(Settings)}
+    found = 0
+    for path in DOCUMENTS:
+        pattern = r"`(--[a-z-]+)`(?: \(| \| default: |; default )([\d.]+\d|\d)\b"
+        for flag, told in re.findall(pattern, path.read_text()):
+            action = _commands()["run"][flag]
+            default = settings.get(action.dest, action.default)
+            assert float(default) == float(told), f"{path.name}: {flag} is {default}"
+            found += 1
+    assert found >= 4
+
+
+# Of sbatch and srun, mpirun, docker, pip and TensorBoard.
 FOREIGN_FLAGS = {
-    *("--allow-run-as-root", "--batch", "--cpus-per-task", "--gpus-per-task", "--mem"),
-    *("--mem-per-cpu", "--signal", "--check-build", "--log-hide-timestamp", "--max-np"),
-    *("--max-num-proc", "--prefix-output-with-timestamp", "--ssh-identity-file", "--ssh-port"),
-    *("--shm-size", "--no-deps", "--logdir", "--help"),
+    *("--batch", "--cpus-per-task", "--gpus-per-task", "--mem", "--mem-per-cpu", "--nodes"),
+    *("--ntasks", "--signal", "--allow-run-as-root", "--bind-to", "--map-by", "--with-ft"),
+    *("--shm-size", "--no-deps", "--logdir"),
 }
 
 
@@ -128,19 +200,40 @@ def test_flags_variables_and_files_that_documents_name_exist() -> None:
     files = [
         path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".sh")
     ]
-    source = "\n".join(path.read_text() for path in files)
-    words = set(re.findall(r"[\w-]+", source))
+    words = set(re.findall(r"[\w-]+", "\n".join(path.read_text() for path in files)))
+    programs = [path for path in files if path.parent.name in ("examples", "benchmarks")]
+    flags = {flag for command in _commands().values() for flag in command}
+    flags |= {flag for path in programs for flag in _flags_of_program(path)}
+    named: set[str] = set()
     for path in DOCUMENTS:
         text = path.read_text()
-        for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) - FOREIGN_FLAGS:
-            field = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
-            assert flag in words or re.search(rf"\b{field}: ", source), f"{path.name}: {flag}"
+        its_flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
+        named |= its_flags
+        unknown = its_flags - flags - FOREIGN_FLAGS
+        assert not unknown, f"{path.name}: {unknown}"
         for variable in set(re.findall(r"\bHVDTRAIN_[A-Z_]+[A-Z]\b", text)):
-            field = variable.removeprefix("HVDTRAIN_").lower()
-            known = variable in words or re.search(rf"\b{field}: ", source)
-            assert known or variable.startswith("HVDTRAIN_TEST_"), f"{path.name}: {variable}"
+            known = words | {variable_name(field.name) for field in dataclasses.fields(Settings)}
+            assert variable in known or variable.startswith("HVDTRAIN_TEST_"), (
+                f"{path.name}: {variable}"
+            )
         for name in re.findall(r"\b(?:examples|benchmarks|slurm|hostfiles)/\w[\w./-]*\.\w+", text):
             assert (REPOSITORY / name).exists(), f"{path.name}: {name}"
+    # Some of them, as --batch, are also of programs here.
+    assert named >= FOREIGN_FLAGS
+
+
+def test_the_lists_of_benchmarks_are_complete() -> None:
+    text = (REPOSITORY / "docs" / "performance.md").read_text()
+    assert set(re.findall(r"^\$ hvdtrain bench (\w+)", text, re.MULTILINE)) == set(BENCHMARKS)
+    folder = REPOSITORY / "benchmarks"
+    named = set(re.findall(r"\w+\.py", (folder / "README.md").read_text()))
+    # Those that others start don't tell how to start them.
+    programs = {
+        path.name
+        for path in folder.glob("*.py")
+        if f"benchmarks/{path.name}" in (ast.get_docstring(ast.parse(path.read_text())) or "")
+    }
+    assert named == programs
 
 
 def test_make_has_the_targets_that_documents_show() -> None:

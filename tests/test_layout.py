@@ -18,7 +18,8 @@ PACKAGE = REPOSITORY / "hvdtrain"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Each part of hvdtrain and the parts that it may import, beside itself: whatever is named was named
-# above. The launching side (agent, remote, launch, check) and the training side never meet.
+# above. The launching side (agent, remote, launch) and the training side (collectives and on) never
+# meet; bench, check and cli use both.
 _BASE = {"config", "errors", "log", "version"}
 _RANKS = {"private_api", "cluster", "collectives", "monitor", "tensorflow", "world", *_BASE}
 ALLOWED: dict[str, set[str]] = {
@@ -91,12 +92,20 @@ def _part(module: str) -> str:
 
 
 def _known(module: str) -> Iterator[str]:
-    """The modules of hvdtrain that one names, also within strings and where it imports late."""
+    """The modules of hvdtrain that one names, also within strings and where it imports late.
+
+    An f-string that begins like the names of modules in a package, and has the rest from elsewhere,
+    names all of them.
+    """
     path = NAMES[module]
     found = set(_imports(path))
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)
+        elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+            start = str(node.values[0].value)
+            if start.startswith("hvdtrain.") and start != "hvdtrain.":
+                found |= {name for name in NAMES if name.startswith(start)}
     for name in found:
         # What an import names is a module, or something in one.
         for known in (name, name.rpartition(".")[0]):
@@ -247,6 +256,7 @@ print(before[1] == after[1])
 def _state(module: str) -> Iterator[str]:
     """Names of a module that may hold something else later: neither constants nor aliases."""
     tree = ast.parse(NAMES[module].read_text())
+    changed = set(_changed(tree))
     for node in tree.body:
         value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -256,8 +266,34 @@ def _state(module: str) -> Iterator[str]:
         )
         for name in names:
             is_constant = name != name.lower() or name.startswith("__")
-            if value is not None and not fixed and not is_constant:
+            if value is not None and (name in changed or not (fixed or is_constant)):
                 yield f"{module.removeprefix('hvdtrain.')}.{name}"
+
+
+# Methods that change a list, a set or a dict.
+_CHANGING = {
+    *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove"),
+    *("setdefault", "update"),
+}
+
+
+def _changed(tree: ast.Module) -> Iterator[str]:
+    """Names that functions of a module assign to, or change what they stand for."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for function in functions:
+        inside = list(ast.walk(function))
+        own = {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        own |= {node.arg for node in inside if isinstance(node, ast.arg)}
+        for node in inside:
+            if isinstance(node, ast.Global):
+                yield from node.names
+            whole: ast.expr | None = None
+            if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                whole = node.value
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                whole = node.func.value if node.func.attr in _CHANGING else None
+            if isinstance(whole, ast.Name) and whole.id not in own:
+                yield whole.id
 
 
 def test_the_architecture_lists_module_level_state() -> None:
@@ -266,6 +302,31 @@ def test_the_architecture_lists_module_level_state() -> None:
     rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     assert listed == {name for module in NAMES for name in _state(module)}
+
+
+def _replaced(module: str) -> Iterator[str]:
+    """What a module assigns to in what it imports from elsewhere than hvdtrain, as it writes it."""
+    tree = ast.parse(NAMES[module].read_text())
+    theirs: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            theirs |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith("hvdtrain"):
+            theirs |= {alias.asname or alias.name for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            written = ast.unparse(node)
+            # Of what a call returns it is an object's own.
+            if "(" not in written and written.partition(".")[0] in theirs:
+                yield written
+
+
+def test_the_architecture_lists_what_is_changed_in_other_modules() -> None:
+    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    table = text.split("## What is changed in others' modules")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert listed == {name for module in NAMES for name in _replaced(module)}
 
 
 # Private names of Python's own that code may use.

@@ -28,7 +28,8 @@ hvdtrain run) the benchmark uses the ranks that are there:
   hvdtrain run --elastic -np 4 -- hvdtrain bench recovery
 
 The exit code is 0 however slow the machine is; the last table says what was asked for and whether
-it held. docs/performance.md says how to read the figures.
+it held. docs/performance.md says how to read the figures. predict needs no ranks and asks for
+nothing: docs/scaling.md.
 """
 
 

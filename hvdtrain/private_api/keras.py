@@ -19,7 +19,8 @@ from hvdtrain.errors import DataError, ModelError
 from hvdtrain.private_api import lacks, missing_hooks
 
 SEEN = ("3.14", "3.15")
-"""The oldest and the newest Keras that all tests have passed with."""
+"""The oldest and the newest Keras that tests have passed with: all with the newest, with the oldest
+those that hang on Keras' own code (``make test-keras``)."""
 
 try:
     from keras.src.backend.common import global_state

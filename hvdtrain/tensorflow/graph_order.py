@@ -22,7 +22,7 @@ __all__ = ["MARK", "calls_between_ranks", "put_in_order"]
 MARK = "hvdtrain"
 """What the names of operations between ranks begin with."""
 
-_FUNCTION_ATTRIBUTES: dict[str, list[tuple[str, bool]]] = {}
+_function_attributes: dict[str, list[tuple[str, bool]]] = {}
 """By type of operation the attributes that name functions, and whether they name several."""
 
 
@@ -48,12 +48,12 @@ def put_in_order(graph: Any) -> list[tf.Operation]:
 
 def _functions_of(op: tf.Operation) -> Iterator[str]:
     kind = op.type
-    if kind not in _FUNCTION_ATTRIBUTES:
-        _FUNCTION_ATTRIBUTES[kind] = [
+    if kind not in _function_attributes:
+        _function_attributes[kind] = [
             (attribute.name, attribute.type == "list(func)")
             for attribute in op.op_def.attr
             if attribute.type in ("func", "list(func)")
         ]
-    for name, several in _FUNCTION_ATTRIBUTES[kind]:
+    for name, several in _function_attributes[kind]:
         value = op.get_attr(name)
         yield from (function.name for function in (value if several else [value]))
