@@ -122,6 +122,9 @@ def _commands() -> dict[str, dict[str, argparse.Action]]:
         parser = argparse.ArgumentParser()
         importlib.import_module(module).add_arguments(parser)
         found |= _flags(name, parser)
+    # They take further options for the job.
+    for name in ("restart", "clone"):
+        found[name] = {**found["run"], **found[name]}
     return found
 
 

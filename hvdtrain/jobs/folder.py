@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hvdtrain.config import PREFIX
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.process_identity import is_alive
 from hvdtrain.jobs.spec import JobSpec, spec_from_json
@@ -29,7 +28,7 @@ __all__ = [
 ]
 
 # Where the folders of jobs lie; empty for nowhere.
-JOBS_DIR = PREFIX + "JOBS_DIR"
+JOBS_DIR = "HVDTRAIN_JOBS_DIR"
 # A launcher touches its state this often, in seconds; others give up on it after PATIENCE_S.
 HEARTBEAT_S = 15.0
 PATIENCE_S = 4 * HEARTBEAT_S

@@ -17,7 +17,7 @@ from hvdtrain.jobs.state import JobState
 __all__ = ["JOB_FOLDER", "check_options", "new_job", "start_detached"]
 
 # The folder of the job that a hvdtrain run is to run; it is queued there.
-JOB_FOLDER = PREFIX + "JOB_FOLDER"
+JOB_FOLDER = "HVDTRAIN_JOB_FOLDER"
 CHECK_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 30.0
 

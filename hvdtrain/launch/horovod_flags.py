@@ -1,7 +1,7 @@
 """The flags of ``horovodrun`` 0.28.1, and what each comes to under ``hvdtrain run``: one table.
 
-None of them stands in ``hvdtrain run --help``, which has hvdtrain's own names; docs/horovodrun.md
-has them all.
+``hvdtrain run --help`` has those alone that are names of hvdtrain's, too; docs/horovodrun.md has them
+all.
 """
 
 from __future__ import annotations
