@@ -62,7 +62,13 @@ fi
 # SLURM_MPI_TYPE=pmi2 (or another of `srun --mpi=list`) overrides how they find each other; with
 # Intel MPI and pmi2 set I_MPI_PMI_LIBRARY=/path/to/libpmi2.so as well.
 export SRUN_CPUS_PER_TASK="$cores"
-"$PYTHON" -m hvdtrain run -- "$PYTHON" "$@" &
+if [ -n "${HVDTRAIN_JOB_FOLDER:-}" ]; then
+    # hvdtrain submit gives the options of hvdtrain run as well, and the whole command.
+    run=("$@")
+else
+    run=(-- "$PYTHON" "$@")
+fi
+"$PYTHON" -m hvdtrain run "${run[@]}" &
 launcher=$!
 
 # bash would only see a signal when the ranks have ended. A signal also ends `wait`, which then has to

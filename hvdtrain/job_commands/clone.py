@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 
+from hvdtrain.job_commands.checked_ranks import checked_ranks
 from hvdtrain.jobs.naming import add_changes, add_name, changes_of, directory_of, named_job
 from hvdtrain.jobs.spec import with_changes
-from hvdtrain.jobs.submission import check_options, new_job, start_detached
+from hvdtrain.jobs.submission import submit_job
 
 __all__ = ["add_arguments", "run"]
 
@@ -26,9 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
         JobError: There is no such job, or another can't be handed over.
         ConfigurationError: The changes can't be made.
     """
-    spec = with_changes(named_job(arguments).spec(), changes_of(arguments))
-    check_options(spec, os.environ)
-    job = new_job(directory_of(arguments), spec)
-    start_detached(job, spec, os.environ)
+    spec = with_changes(named_job(arguments).spec(), *changes_of(arguments))
+    ranks = checked_ranks(spec, os.environ)
+    job = submit_job(directory_of(arguments), spec, os.environ, ranks=ranks)
     print(job.name)
     return 0

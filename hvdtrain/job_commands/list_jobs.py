@@ -8,7 +8,7 @@ import time
 
 from hvdtrain.cluster.ranges import counted, format_table
 from hvdtrain.jobs.folder import JobFolder, all_jobs
-from hvdtrain.jobs.job_view import JobView, span, view_job
+from hvdtrain.jobs.job_view import JobView, span, view_jobs
 from hvdtrain.jobs.naming import add_jobs_dir, directory_of
 
 __all__ = ["add_arguments", "run"]
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     directory = directory_of(arguments)
     jobs = sorted(all_jobs(directory), key=_began, reverse=True)
     shown = jobs if arguments.all else jobs[: max(0, arguments.newest)]
-    views = [view_job(job) for job in shown]
+    views = view_jobs(shown)
     if arguments.json:
         for view in views:
             print(json.dumps(view.to_json()))

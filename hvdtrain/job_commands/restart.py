@@ -6,10 +6,11 @@ import argparse
 import os
 
 from hvdtrain.errors import JobError
+from hvdtrain.job_commands.checked_ranks import checked_ranks
 from hvdtrain.jobs.job_view import view_job
 from hvdtrain.jobs.naming import add_changes, add_name, changes_of, named_job
 from hvdtrain.jobs.spec import with_changes
-from hvdtrain.jobs.submission import check_options, start_detached
+from hvdtrain.jobs.submission import hand_over
 
 __all__ = ["add_arguments", "run"]
 
@@ -36,12 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{job.name} is {view.status}{where}; only what has ended starts again. "
             f"hvdtrain stop {job.name} ends it, hvdtrain clone {job.name} makes another."
         )
-    spec = with_changes(job.spec(), changes_of(arguments))
-    check_options(spec, os.environ)
-    try:
-        job.write_spec(spec)
-    except OSError as error:
-        raise JobError(f"{job.name} can't be started again: {error.strerror}") from None
-    start_detached(job, spec, os.environ)
+    spec = with_changes(job.spec(), *changes_of(arguments))
+    hand_over(job, spec, os.environ, ranks=checked_ranks(spec, os.environ))
     print(job.name)
     return 0

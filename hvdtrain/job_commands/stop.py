@@ -6,12 +6,14 @@ import argparse
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.job_view import view_job
+from hvdtrain.jobs.job_view import JobView, view_job
 from hvdtrain.jobs.naming import add_name, named_job
 from hvdtrain.jobs.process_identity import send_signal
+from hvdtrain.jobs.slurm import cancel
 
 __all__ = ["add_arguments", "run", "stop_job"]
 
@@ -45,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         if (view := view_job(job)).is_over:
             print(f"{job.name} has ended already: {view.status}")
         else:
-            stop_job(job, save=arguments.save)
+            stop_job(job, view, save=arguments.save)
             told.append(job)
     left = _await_ends(told, arguments.wait)
     for job in told:
@@ -53,8 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if left else 0
 
 
-def stop_job(job: JobFolder, *, save: bool) -> None:
-    """Tell a job to stop; it may take a while to do so.
+def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
+    """Tell a job that is not over to stop; it may take a while to do so.
+
+    Args:
+        job: The job.
+        view: How it is.
+        save: Whether its ranks are to save what they have before.
 
     Raises:
         JobError: It can't be told.
@@ -62,7 +69,16 @@ def stop_job(job: JobFolder, *, save: bool) -> None:
     state = job.state()
     number = signal.SIGUSR1 if save else signal.SIGTERM
     try:
-        if state is None or state.launcher is None or not send_signal(state.launcher, number):
+        if view.slurm_job:
+            cancel(view.slurm_job, save=save)
+            if state is not None and view.status == "queued":
+                # There is nobody yet who would say so.
+                verdict = "the job was cancelled before its turn"
+                code = 128 + signal.SIGTERM
+                job.write_state(
+                    replace(state, phase="ended", code=code, cause="ordered", verdict=verdict)
+                )
+        elif state is None or not state.launcher or not send_signal(state.launcher, number):
             # It runs on another host, or is about to start: it will find this.
             job.request_stop()
     except OSError as error:

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import shlex
 
-from hvdtrain.jobs.naming import directory_of
-from hvdtrain.jobs.submission import check_options, new_job, start_detached
+from hvdtrain.jobs.naming import add_backend, directory_of, split_backend
+from hvdtrain.jobs.slurm import sbatch_argv
+from hvdtrain.jobs.submission import check_options, submit_job
 from hvdtrain.launch import cli as launch
 
 __all__ = ["add_arguments", "arguments_of_file", "run"]
 
 arguments_of_file = launch.arguments_of_file
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``hvdtrain submit``: those of ``hvdtrain run``."""
-    launch.add_arguments(parser)
-    parser.usage = "hvdtrain submit [options of hvdtrain run] [--] program [argument ...]"
-    parser.epilog = _EPILOG
-
-
 _EPILOG = """\
 The job waits until as many slots are free as it has ranks: a GPU each, or where there is none a
 core. It runs in the background, whatever becomes of this terminal; hvdtrain jobs, show, logs -f,
-stop, restart and clone see and steer it.
+stop, restart and clone see and steer it. With --on slurm it waits in Slurm's queue instead.
 """
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``hvdtrain submit``: those of ``hvdtrain run``, and its own."""
+    launch.add_arguments(parser)
+    add_backend(parser)
+    parser.usage = "hvdtrain submit [--on slurm] [options of hvdtrain run] [--] program [...]"
+    parser.epilog = _EPILOG
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,11 +38,19 @@ def run(arguments: argparse.Namespace) -> int:
         JobError: It can't be handed over.
     """
     spec = launch.spec_of(arguments, os.environ)
-    plan = check_options(spec, os.environ)
+    options, sbatch = split_backend(spec.options)
+    options = [word for word in options if word != "--dry-run"]
+    spec = dataclasses.replace(spec, options=tuple(options), sbatch=sbatch)
+    directory = directory_of(arguments)
+    if sbatch is None:
+        plan = check_options(spec, os.environ)
+    else:
+        # Which hosts there will be only Slurm knows.
+        argv = sbatch_argv("NAME", directory / "NAME", spec, ranks=arguments.num_proc)
+        plan = f"{shlex.join(argv)}\n"
     if arguments.dry_run:
         print(plan, end="")
         return 0
-    job = new_job(directory_of(arguments), spec)
-    start_detached(job, spec, os.environ)
+    job = submit_job(directory, spec, os.environ, ranks=arguments.num_proc)
     print(job.name)
     return 0

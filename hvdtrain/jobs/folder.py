@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import json
@@ -97,11 +98,19 @@ class JobFolder:
         except JobError:
             return None
 
-    def status(self, state: JobState | None) -> Status:
-        """What is true of the job, whose ``state`` was read before."""
+    def status(self, state: JobState | None, slurm: str | None = None) -> Status:
+        """What is true of the job, whose ``state`` was read before; ``slurm`` as ``status_of``."""
         quiet_s = time.time() - self.heard_s()
         alive = is_alive(state.launcher) if state is not None and state.launcher else None
-        return status_of(state, alive=alive, quiet_s=quiet_s, patience_s=PATIENCE_S)
+        return status_of(state, alive=alive, quiet_s=quiet_s, patience_s=PATIENCE_S, slurm=slurm)
+
+    def discard(self) -> None:
+        """Remove the folder of a job that could not be handed over."""
+        for path in (self._spec, self._state, self.words):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            # Somebody looks after it, it seems.
+            self.path.rmdir()
 
     def write_spec(self, spec: JobSpec) -> None:
         """Say what is asked for.

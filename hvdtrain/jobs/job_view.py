@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.state import Status
+from hvdtrain.jobs.slurm import slurm_states
+from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import GONE, NO_ANSWER, JobState, Status
 
-__all__ = ["JobView", "span", "view_job"]
+__all__ = ["JobView", "span", "view_job", "view_jobs"]
 
+# What a view has as it stands in the files.
+_OF_SPEC = ("program", "options", "folder", "created_s", "slurm_job")
+_OF_STATE = ("attempt", "ranks", "hosts", "step", "epoch", "saved", "code", "verdict")
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -35,6 +41,7 @@ class JobView:
         saved: Step of the newest checkpoint.
         code: The exit code, once it has ended.
         verdict: What was said of its end.
+        slurm_job: The number of the Slurm job that it runs in; empty for none.
     """
 
     name: str
@@ -52,6 +59,7 @@ class JobView:
     saved: int | None = None
     code: int | None = None
     verdict: str = ""
+    slurm_job: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -65,28 +73,67 @@ class JobView:
 
 def view_job(job: JobFolder) -> JobView:
     """What there is to show of a job; what can't be read is left out."""
-    state = job.state()
-    status = job.status(state)
-    known: dict[str, Any] = {"name": job.name, "status": status, "created_s": job.created_s()}
+    return view_jobs([job])[0]
+
+
+def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
+    """What there is to show of each; Slurm is asked once, about those that only it knows of."""
+    found = [(job, job.state(), _spec(job)) for job in jobs]
+    asked = {
+        spec.slurm_job
+        for job, state, spec in found
+        if spec is not None and spec.slurm_job and _is_slurms(job, state)
+    }
+    answers = slurm_states(asked) if asked else {}
+    views = []
+    for job, state, spec in found:
+        number = spec.slurm_job if spec is not None else ""
+        slurm = None
+        if number in asked:
+            slurm = NO_ANSWER if answers is None else answers.get(number, GONE)
+        views.append(_view(job, state, spec, slurm))
+    return views
+
+
+def _spec(job: JobFolder) -> JobSpec | None:
     try:
-        spec = job.spec()
-        known |= {"program": spec.program, "options": spec.options, "folder": spec.folder}
-        known["created_s"] = spec.created_s
+        return job.spec()
     except JobError:
-        pass
+        return None
+
+
+def _is_slurms(job: JobFolder, state: JobState | None) -> bool:
+    """Whether Slurm may know more of a job of its own than its folder tells."""
+    if state is None:
+        return False
+    if state.phase == "ended":
+        # Preempted, it may be in the queue again.
+        return state.code == ExitCode.PREEMPTED
+    return state.launcher is None or job.status(state) == "silent"
+
+
+def _view(
+    job: JobFolder, state: JobState | None, spec: JobSpec | None, slurm: str | None
+) -> JobView:
+    status = job.status(state, slurm)
+    known: dict[str, Any] = {"name": job.name, "status": status, "created_s": job.created_s()}
+    if spec is not None:
+        known |= {name: getattr(spec, name) for name in _OF_SPEC}
     if state is not None:
-        same = ("attempt", "ranks", "hosts", "step", "epoch", "saved", "code", "verdict")
-        known |= {name: getattr(state, name) for name in same}
-        if state.phase == "ended":
+        known |= {name: getattr(state, name) for name in _OF_STATE}
+        if state.phase == "ended" and status != "queued":
             known["ended_s"] = state.since_s
-        elif status == "lost":
-            known["ended_s"] = job.heard_s()
-            known["verdict"] = _lost(job)
+        elif status in ("lost", "stopped"):
+            known |= {"ended_s": job.heard_s(), "verdict": _lost(job, slurm)}
+    if slurm == NO_ANSWER:
+        known["verdict"] = "Slurm does not answer, and the job has not been heard of"
     return JobView(**known)
 
 
-def _lost(job: JobFolder) -> str:
+def _lost(job: JobFolder, slurm: str | None) -> str:
     said = "its hvdtrain run is gone and left no word: it was killed, or its host went down"
+    if slurm is not None:
+        said = f"Slurm ended it, or its node went down, before it could leave a word ({slurm})"
     words = job.last_words()
     return f"{said}\nits last words:\n{words}" if words else said
 

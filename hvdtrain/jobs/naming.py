@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.folder import JOBS_DIR, JobFolder, find_job, jobs_directory
 
-__all__ = ["add_changes", "add_jobs_dir", "add_name", "changes_of", "directory_of", "named_job"]
+__all__ = [
+    "add_backend",
+    "add_changes",
+    "add_jobs_dir",
+    "add_name",
+    "changes_of",
+    "directory_of",
+    "named_job",
+    "split_backend",
+]
 
 
 def add_jobs_dir(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -42,11 +52,38 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def changes_of(arguments: argparse.Namespace) -> list[str]:
-    """What is to be different, with the ``--`` that argparse takes away where it stands first."""
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that say who runs a job."""
+    parser.add_argument(
+        "--on",
+        choices=("local", "slurm"),
+        default="local",
+        help="this machine's queue, or Slurm's; default %(default)s",
+    )
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        metavar="OPTION",
+        help="an option of sbatch, as --sbatch=--partition=gpu; may be repeated",
+    )
+
+
+def split_backend(words: Sequence[str]) -> tuple[list[str], tuple[str, ...] | None]:
+    """The words without those of ``add_backend``; and what sbatch is to get, None without Slurm."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_backend(parser)
+    at = list(words).index("--") if "--" in words else len(words)
+    found, rest = parser.parse_known_args(words[:at])
+    sbatch = tuple(found.sbatch or ()) if found.on == "slurm" or found.sbatch else None
+    return [*rest, *words[at:]], sbatch
+
+
+def changes_of(arguments: argparse.Namespace) -> tuple[list[str], tuple[str, ...] | None]:
+    """What is to be different, as ``split_backend`` tells it."""
     words: list[str] = arguments.changes
     before = arguments.argv[: len(arguments.argv) - len(words)]
-    return ["--", *words] if before[-1:] == ["--"] else words
+    # argparse takes it away where it stands first.
+    return split_backend(["--", *words] if before[-1:] == ["--"] else words)
 
 
 def directory_of(arguments: argparse.Namespace) -> Path:

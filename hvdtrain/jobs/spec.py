@@ -36,6 +36,7 @@ class JobSpec:
         version: The version of hvdtrain.
         user: Who asked for it.
         created_s: When, in seconds since 1970.
+        sbatch: Options of sbatch for a job that is handed to Slurm; None for one that is not.
         slurm_job: The number of the Slurm job that it runs in; empty for none.
         slurm_restarts: How often Slurm has queued that again.
     """
@@ -48,6 +49,7 @@ class JobSpec:
     version: str = ""
     user: str = ""
     created_s: float = 0.0
+    sbatch: tuple[str, ...] | None = None
     slurm_job: str = ""
     slurm_restarts: int = 0
 
@@ -89,10 +91,17 @@ def make_spec(
     )
 
 
-def with_changes(spec: JobSpec, words: Sequence[str]) -> JobSpec:
+def with_changes(
+    spec: JobSpec, words: Sequence[str], sbatch: tuple[str, ...] | None = None
+) -> JobSpec:
     """The same job with further options, which win, and what stands behind ``--`` as its program.
 
     Its creation is now.
+
+    Args:
+        spec: The job as it is.
+        words: What is to be different.
+        sbatch: Options of sbatch; None for those that it has.
     """
     at = list(words).index("--") if "--" in words else len(words)
     options, program = words[:at], words[at + 1 :] or spec.program
@@ -101,6 +110,7 @@ def with_changes(spec: JobSpec, words: Sequence[str]) -> JobSpec:
         options=without_secrets([*spec.options, *options]),
         program=tuple(program),
         created_s=time.time(),
+        sbatch=spec.sbatch if sbatch is None else sbatch,
         slurm_job="",
         slurm_restarts=0,
     )
@@ -122,8 +132,10 @@ def spec_from_json(content: Mapping[str, Any]) -> JobSpec:
     """
     known = {entry.name for entry in fields(JobSpec)}
     values = {name: value for name, value in content.items() if name in known}
-    for name in ("options", "program"):
+    for name in ("options", "program", "sbatch"):
         words = values.get(name)
+        if name == "sbatch" and words is None:
+            continue
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise JobError(f"{name} is {words!r}; expected a list of words. Submit the job again.")
         values[name] = tuple(words)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.process_identity import ProcessIdentity
 
-__all__ = ["JobState", "Phase", "Status", "state_from_json", "status_of"]
+__all__ = ["GONE", "NO_ANSWER", "JobState", "Phase", "Status", "state_from_json", "status_of"]
 
 Phase = Literal[
     "queued",  # waits for its turn
@@ -31,6 +31,11 @@ Status = Literal[
     "unknown",  # what it wrote can't be read
 ]
 _PHASES = ("queued", "running", "restarting", "ended")
+GONE = "GONE"
+NO_ANSWER = "NO_ANSWER"
+_SLURM_WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+# Some of them for a moment only, in which nobody can have said anything yet.
+_SLURM_RUNS = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING")
 _OF_CAUSES: Mapping[str, Status] = {"done": "done", "ordered": "stopped", "preempted": "preempted"}
 
 
@@ -91,7 +96,12 @@ def state_from_json(content: Mapping[str, Any]) -> JobState:
 
 
 def status_of(
-    state: JobState | None, *, alive: bool | None, quiet_s: float, patience_s: float
+    state: JobState | None,
+    *,
+    alive: bool | None,
+    quiet_s: float,
+    patience_s: float,
+    slurm: str | None = None,
 ) -> Status:
     """What is true of a job now.
 
@@ -100,17 +110,33 @@ def status_of(
         alive: Whether its launcher runs; None where only another host knows.
         quiet_s: How long the launcher has not touched the state; it does so all the time.
         patience_s: After how long that means something.
+        slurm: The state of its Slurm job, as squeue names it; ``GONE`` where Slurm has forgotten
+            it, ``NO_ANSWER`` where it can't be asked; None where it is no matter of Slurm's.
     """
     if state is None:
         return "unknown"
+    if slurm in _SLURM_WAITS:
+        # Also one that was preempted, and is in the queue again.
+        return "queued"
     if state.phase == "ended":
         return "done" if state.code == 0 else _OF_CAUSES.get(state.cause, "failed")
     if alive is False:
         return "lost"
+    if alive is None and slurm is not None and (state.launcher is None or quiet_s > patience_s):
+        return _by_slurm(slurm, taken_up=state.launcher is not None)
     if alive is None and quiet_s > patience_s:
         # Where nobody has taken it up by then, nobody will.
         return "silent" if state.launcher is not None else "lost"
     return state.phase
+
+
+def _by_slurm(word: str, *, taken_up: bool) -> Status:
+    """What Slurm's word makes of a job that says nothing itself."""
+    if word in _SLURM_RUNS:
+        return "silent" if taken_up else "queued"
+    if word == NO_ANSWER:
+        return "silent" if taken_up else "unknown"
+    return "stopped" if word == "CANCELLED" else "lost"
 
 
 def _known(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:

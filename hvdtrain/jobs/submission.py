@@ -11,10 +11,11 @@ from pathlib import Path
 from hvdtrain.config import PREFIX
 from hvdtrain.errors import ConfigurationError, JobError
 from hvdtrain.jobs.folder import JOBS_DIR, JobFolder, create_job
+from hvdtrain.jobs.slurm import sbatch_argv, submit
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
 
-__all__ = ["JOB_FOLDER", "check_options", "new_job", "start_detached"]
+__all__ = ["JOB_FOLDER", "check_options", "hand_over", "submit_job"]
 
 # The folder of the job that a hvdtrain run is to run; it is queued there.
 JOB_FOLDER = "HVDTRAIN_JOB_FOLDER"
@@ -55,41 +56,68 @@ def check_options(spec: JobSpec, environ: Mapping[str, str]) -> str:
     return done.stdout
 
 
-def new_job(directory: Path, spec: JobSpec) -> JobFolder:
-    """A folder for a job that is to be started.
+def submit_job(
+    directory: Path, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
+) -> JobFolder:
+    """Make a folder for a job, and hand it over.
 
     Raises:
-        JobError: It can't be made.
+        JobError: It can't be handed over; it has no folder then.
     """
     try:
-        return create_job(directory, spec)
+        folder = create_job(directory, spec)
     except OSError as error:
         raise JobError(f"the job can't have a folder in {directory}: {error.strerror}") from None
+    try:
+        hand_over(folder, spec, environ, ranks=ranks)
+    except JobError:
+        folder.discard()
+        raise
+    return folder
 
 
-def start_detached(folder: JobFolder, spec: JobSpec, environ: Mapping[str, str]) -> None:
-    """Start a process that runs the job in its turn, whatever becomes of this one.
+def hand_over(
+    folder: JobFolder, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
+) -> None:
+    """Give a job to Slurm, or to a process that runs it in its turn, whatever becomes of this one.
+
+    Args:
+        folder: The job's folder, which is queued then.
+        spec: What is asked for; it is written there.
+        environ: This process's variables.
+        ranks: How many there are; None for as many as Slurm gives tasks.
 
     Raises:
-        JobError: It can't be started.
+        JobError: It can't be handed over.
     """
     try:
+        folder.write_spec(spec)
         before = folder.state() or JobState(phase="queued")
         folder.write_state(dataclasses.replace(before, phase="queued", launcher=None))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        with open(os.open(folder.words, flags, 0o600), "wb") as words:
-            subprocess.run(
-                [spec.python, "-m", "hvdtrain.jobs.detach", *_command(spec)],
-                cwd=spec.folder,
-                env={**_environment(spec, environ), JOB_FOLDER: str(folder.path)},
-                stdin=subprocess.DEVNULL,
-                stdout=words,
-                stderr=words,
-                timeout=START_TIMEOUT_S,
-                check=True,
-            )
+        variables = {**_environment(spec, environ), JOB_FOLDER: str(folder.path)}
+        if spec.sbatch is None:
+            _start_detached(folder, spec, variables)
+        else:
+            argv = sbatch_argv(folder.name, folder.path, spec, ranks=ranks)
+            number = submit(argv, {**variables, "PYTHON": spec.python}, spec.folder)
+            folder.write_spec(dataclasses.replace(spec, slurm_job=number))
     except (OSError, subprocess.SubprocessError) as error:
-        raise JobError(f"job {folder.name} can't be started: {error}") from None
+        raise JobError(f"job {folder.name} can't be handed over: {error}") from None
+
+
+def _start_detached(folder: JobFolder, spec: JobSpec, environ: Mapping[str, str]) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    with open(os.open(folder.words, flags, 0o600), "wb") as words:
+        subprocess.run(
+            [spec.python, "-m", "hvdtrain.jobs.detach", *_command(spec)],
+            cwd=spec.folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=words,
+            stderr=words,
+            timeout=START_TIMEOUT_S,
+            check=True,
+        )
 
 
 def _environment(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """The flags of ``horovodrun`` 0.28.1, and what each comes to under ``hvdtrain run``: one table.
 
-``hvdtrain run --help`` has those alone that are names of hvdtrain's, too; docs/horovodrun.md has them
-all.
+``hvdtrain run --help`` has those alone that are hvdtrain's names, too; docs/horovodrun.md has all.
 """
 
 from __future__ import annotations

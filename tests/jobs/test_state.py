@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.process_identity import ProcessIdentity
-from hvdtrain.jobs.state import JobState, state_from_json, status_of
+from hvdtrain.jobs.state import GONE, NO_ANSWER, JobState, state_from_json, status_of
 
 LAUNCHER = ProcessIdentity(host="a", pid=7, started_ticks=8, boot_id="b")
 RUNS = JobState(phase="running", launcher=LAUNCHER, hosts={"a": 2}, attempt=1)
@@ -54,6 +54,30 @@ TRUTH = {
     "preempted": (_ended(75, "preempted"), False, 0, "preempted"),
     "not-started": (_ended(125, "infrastructure"), None, 0, "failed"),
 }
+
+
+# The state, seconds since its launcher, on another host, was heard of, what Slurm says.
+QUEUED = JobState(phase="queued")
+OF_SLURM = {
+    "waits": (QUEUED, 1000, "PENDING", "queued"),
+    "begins": (QUEUED, 1, "RUNNING", "queued"),
+    "no-controller": (QUEUED, 1, NO_ANSWER, "unknown"),
+    "cancelled": (QUEUED, 1, "CANCELLED", "stopped"),
+    "failed-before-a-word": (QUEUED, 1, "NODE_FAIL", "lost"),
+    "forgotten": (QUEUED, 1, GONE, "lost"),
+    "runs": (RUNS, 1, "RUNNING", "running"),
+    "runs-and-quiet": (RUNS, 100, "RUNNING", "silent"),
+    "quiet-without-a-controller": (RUNS, 100, NO_ANSWER, "silent"),
+    "out-of-memory": (RUNS, 100, "OUT_OF_MEMORY", "lost"),
+    "time-out": (RUNS, 100, "TIMEOUT", "lost"),
+    "preempted-and-in-the-queue": (_ended(75, "preempted"), 0, "PENDING", "queued"),
+    "preempted-for-good": (_ended(75, "preempted"), 0, GONE, "preempted"),
+}
+
+
+@pytest.mark.parametrize(("state", "quiet_s", "slurm", "told"), OF_SLURM.values(), ids=OF_SLURM)
+def test_what_is_true_of_a_job_of_slurms(state, quiet_s, slurm, told) -> None:
+    assert status_of(state, alive=None, quiet_s=quiet_s, patience_s=60, slurm=slurm) == told
 
 
 @pytest.mark.parametrize(("state", "alive", "quiet_s", "told"), TRUTH.values(), ids=TRUTH)

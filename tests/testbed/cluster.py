@@ -12,13 +12,15 @@ the Python environment and ``Cluster.folder`` are the same everywhere.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -201,6 +203,16 @@ class Cluster:
         """Slow all links down to ``rate``, as tc writes it, with so much of a queue before each."""
         for host in self.hosts:
             network.shape_link(self._machines[_HEAD], self._machines[host], rate, queue_ms)
+
+    @contextlib.contextmanager
+    def without_controller(self) -> Iterator[None]:
+        """Within the block Slurm's controller answers nobody."""
+        group = self._daemons[f"slurmctld.{_HEAD}"].pid
+        os.killpg(group, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(group, signal.SIGCONT)
 
     def stop_sshd(self, host: str) -> None:
         """Let a host refuse new connections; those it has go on."""

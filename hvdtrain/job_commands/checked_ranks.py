@@ -1,0 +1,28 @@
+"""Whether a job can be started as it is described, and on how many ranks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.submission import check_options
+from hvdtrain.launch import cli as launch
+
+__all__ = ["checked_ranks"]
+
+
+def checked_ranks(spec: JobSpec, environ: Mapping[str, str]) -> int | None:
+    """How many ranks a job asks for; None where it takes what there is.
+
+    Raises:
+        ConfigurationError: It can't be started as it is described.
+        JobError: That can't be told.
+    """
+    parser = argparse.ArgumentParser(prog="hvdtrain run", allow_abbrev=False)
+    launch.add_arguments(parser)
+    arguments = parser.parse_args([*spec.options, "--", *spec.program])
+    if spec.sbatch is None:
+        check_options(spec, environ)
+    ranks: int | None = arguments.num_proc
+    return ranks
