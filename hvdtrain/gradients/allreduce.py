@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.gradients.array_reduction import TensorOp, by_type, reduce_arrays, scale
-from hvdtrain.gradients.options import Exchange
 from hvdtrain.gradients.ranks import Ranks
+from hvdtrain.gradients.reduction_options import Exchange
 from hvdtrain.tensorflow.device_collectives import DeviceCollectives
 from hvdtrain.tensorflow.differentiable_ops import allgather
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host

@@ -13,12 +13,12 @@ import tensorflow as tf
 
 from hvdtrain.gradients import tape
 from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.options import Groups
 from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.gradients.reduction_options import Groups
 from hvdtrain.gradients.tape import check_averages
+from hvdtrain.horovod.op_constants import Average, ReduceOp
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduce_ops import Average, ReduceOp
-from hvdtrain.horovod.reducer import reducer_for, trainable_weights_of
+from hvdtrain.horovod.reducer_arguments import reducer_for, trainable_weights_of
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 

@@ -19,10 +19,10 @@ from hvdtrain.collectives.interface import ReduceOp as EngineOp
 from hvdtrain.gradients.allreduce import exchange
 from hvdtrain.gradients.array_reduction import scale
 from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.options import Exchange
+from hvdtrain.gradients.reduction_options import Exchange
 from hvdtrain.gradients.tape import check_averages
+from hvdtrain.horovod.op_constants import Average, ReduceOp, Sum, choose_op
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduce_ops import Average, ReduceOp, Sum, choose_op
 from hvdtrain.tensorflow.differentiable_ops import any_rows, differentiable
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 from hvdtrain.tensorflow.variable_names import operation_label

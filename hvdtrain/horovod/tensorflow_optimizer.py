@@ -13,14 +13,14 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.options import Groups
 from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.gradients.reduction_options import Groups
 from hvdtrain.gradients.tape import check_averages
 from hvdtrain.horovod import keras_optimizer
 from hvdtrain.horovod.local_aggregation import Accumulation
+from hvdtrain.horovod.op_constants import Average, ReduceOp
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduce_ops import Average, ReduceOp
-from hvdtrain.horovod.reducer import optimizer_reducer
+from hvdtrain.horovod.reducer_arguments import optimizer_reducer
 from hvdtrain.keras.optimizer_patch import mix_in
 
 __all__ = ["DistributedOptimizer"]

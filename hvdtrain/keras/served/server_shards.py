@@ -21,9 +21,9 @@ from hvdtrain.keras.model_sync import check_can_be_averaged
 from hvdtrain.keras.optimizer_patch import plain_optimizers, unmix
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.optimizer_state import AVERAGES, put_states, take_states
+from hvdtrain.parameter_server.published_weights import SharedMemory, share_memory
 from hvdtrain.parameter_server.shard_optimizer import check_optimizer, plain_optimizer, stays_whole
 from hvdtrain.parameter_server.sharding import Shard, Spec, shard_variables, specs_of
-from hvdtrain.parameter_server.shared_memory import SharedMemory, share_memory
 from hvdtrain.private_api.keras import moving_averages, own_trainable_variables
 
 __all__ = ["ServerOptimizerState", "ServerShards", "center_optimizer", "shard_model"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from hvdtrain.gradients.options import Exchange, ReduceOptions
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.horovod.reduce_ops import Average, Sum, choose_op
+from hvdtrain.gradients.reduction_options import Exchange, ReduceOptions
+from hvdtrain.horovod.op_constants import Average, Sum, choose_op
 
 __all__ = ["optimizer_reducer", "reducer_for", "trainable_weights_of"]
 
