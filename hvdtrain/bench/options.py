@@ -12,7 +12,7 @@ from hvdtrain.config import Settings
 __all__ = [
     "BENCHMARKS",
     "AllreduceOptions",
-    "CheckpointOptions",
+    "CheckpointBenchOptions",
     "Options",
     "PredictOptions",
     "RecoveryOptions",
@@ -137,7 +137,7 @@ class TrainingOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointOptions(Options):
+class CheckpointBenchOptions(Options):
     """``hvdtrain bench checkpoint``."""
 
     summary = "how long a checkpoint keeps training waiting"
@@ -215,7 +215,7 @@ class PredictOptions(Options):
 BENCHMARKS: dict[str, type[Options]] = {
     "allreduce": AllreduceOptions,
     "training": TrainingOptions,
-    "checkpoint": CheckpointOptions,
+    "checkpoint": CheckpointBenchOptions,
     "recovery": RecoveryOptions,
     "servers": ServersOptions,
     "startup": StartupOptions,

@@ -15,7 +15,7 @@ from hvdtrain.gradients import tape
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.reduction_options import Groups
-from hvdtrain.gradients.tape import check_averages
+from hvdtrain.gradients.tape import check_mode
 from hvdtrain.horovod.op_constants import Average, ReduceOp
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.reducer_arguments import reducer_for, trainable_weights_of
@@ -94,7 +94,7 @@ def DistributedGradientTape(
         ModelError: Some ranks are parameter servers.
     """
     arguments = locals()
-    check_averages("tensorflow.DistributedGradientTape")
+    check_mode("tensorflow.DistributedGradientTape")
     return _HorovodTape(gradtape, reducer_for(arguments))
 
 
@@ -124,7 +124,7 @@ def PartialDistributedGradientTape(
         ModelError: Some ranks are parameter servers.
     """
     arguments = locals()
-    check_averages("tensorflow.PartialDistributedGradientTape")
+    check_mode("tensorflow.PartialDistributedGradientTape")
     reducer = reducer_for(arguments)
     for variable in trainable_weights_of(local_layers):
         reducer.keep_local(variable)

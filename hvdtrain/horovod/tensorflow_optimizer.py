@@ -15,7 +15,7 @@ from hvdtrain.errors import ModelError
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.reduction_options import Groups
-from hvdtrain.gradients.tape import check_averages
+from hvdtrain.gradients.tape import check_mode
 from hvdtrain.horovod import keras_optimizer
 from hvdtrain.horovod.local_aggregation import Accumulation
 from hvdtrain.horovod.op_constants import Average, ReduceOp
@@ -63,7 +63,7 @@ def DistributedOptimizer(
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         del arguments["use_locking"]
         return keras_optimizer.DistributedOptimizer(**arguments)
-    check_averages("tensorflow.DistributedOptimizer")
+    check_mode("tensorflow.DistributedOptimizer")
     reducer = optimizer_reducer(arguments)
     passes = backward_passes_per_step
     if passes < 1:

@@ -9,7 +9,7 @@ import keras
 from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.gradients.tape import check_averages
+from hvdtrain.gradients.tape import check_mode
 from hvdtrain.keras.deferred_build import check_built, forget, is_built, postpone
 from hvdtrain.keras.local_sgd.local_patch import LocalModelPatch
 from hvdtrain.keras.model_parts import has_own_call, optimizers_of, plain_optimizers_of
@@ -108,7 +108,7 @@ def DistributedOptimizer(optimizer: Any) -> Any:
     Raises:
         ModelError: Not a Keras 3 optimizer, or some ranks are parameter servers.
     """
-    check_averages("DistributedOptimizer")
+    check_mode("DistributedOptimizer")
     collectives = world.collectives()
     if collectives.size == 1:
         return optimizer

@@ -53,7 +53,7 @@ def shard_model(
     unmix(model.optimizer)  # what can be cut goes by its class
     optimizer = model.optimizer
     elastic = settings.mode == "easgd"
-    _check_averages(optimizer, elastic=elastic)
+    _check_moving_averages(optimizer, elastic=elastic)
     if elastic:
         check_can_be_averaged(model, settings.mode)
         optimizer = center_optimizer(model)
@@ -125,7 +125,7 @@ def center_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
     return optimizer
 
 
-def _check_averages(optimizer: Any, *, elastic: bool) -> None:
+def _check_moving_averages(optimizer: Any, *, elastic: bool) -> None:
     """Raise ModelError unless servers can keep the averages that the model's optimizer asks for.
 
     With ``elastic`` servers update their weights in another way than it would.
