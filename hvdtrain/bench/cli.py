@@ -115,14 +115,16 @@ def _check_recovery(ranks: int) -> None:
         ConfigurationError: They can't.
         LaunchError: There is no mpirun.
     """
-    from hvdtrain.launch.mpirun import find_mpirun, why_not_elastic
+    from hvdtrain.launch.mpirun import find_mpirun, why_not_start_elastic
 
     if ranks < 2:
         raise ConfigurationError(
             "-np 1: recovery kills all ranks but one and looks at how the others go on; expected 2 "
             "or more."
         )
-    reason = why_not_elastic(find_mpirun(Path(sys.executable).parent, os.environ), in_slurm=False)
+    reason = why_not_start_elastic(
+        find_mpirun(Path(sys.executable).parent, os.environ), in_slurm=False
+    )
     if reason:
         raise ConfigurationError(
             f"recovery kills ranks of an elastic job, which can't be had: {reason}. Install "

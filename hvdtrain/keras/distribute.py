@@ -84,17 +84,17 @@ def _distribute(model: keras.Model, presharded: bool) -> None:
         from hvdtrain.keras.served.served_patch import ServedModelPatch
 
         roles = world.roles()
-        distribution: ModelPatch = ServedModelPatch(model, collectives, presharded, settings, roles)
+        patch: ModelPatch = ServedModelPatch(model, collectives, presharded, settings, roles)
     elif settings.is_local_sgd:
-        distribution = LocalModelPatch(model, collectives, presharded, settings)
+        patch = LocalModelPatch(model, collectives, presharded, settings)
     else:
-        distribution = ModelPatch(model, collectives, presharded, settings)
+        patch = ModelPatch(model, collectives, presharded, settings)
     # An outer optimizer changes weights also where there is one rank.
     if collectives.size > 1 or settings.towers > 1 or settings.is_local_sgd:
         check_same_model(model, collectives)
-        distribution.install()
+        patch.install()
     else:
-        distribution.wait_for_checkpoint()
+        patch.wait_for_checkpoint()
 
 
 def DistributedOptimizer(optimizer: Any) -> Any:
