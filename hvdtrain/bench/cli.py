@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.options import BENCHMARKS, add_options, whole_number
+from hvdtrain.bench.options import BENCHMARKS, add_options
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.errors import ConfigurationError
+from hvdtrain.launch.host_arguments import whole_number
 
 __all__ = ["add_arguments", "measure_here", "run"]
 

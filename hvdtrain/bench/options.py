@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hvdtrain.config import Settings
+from hvdtrain.launch.host_arguments import whole_number
 
 __all__ = [
     "BENCHMARKS",
@@ -21,22 +22,9 @@ __all__ = [
     "TrainingOptions",
     "add_options",
     "bytes_per_s",
-    "whole_number",
 ]
 
 _MODELS = ("lenet", "mlp")
-
-
-def whole_number(text: str) -> int:
-    """A count on the command line.
-
-    Raises:
-        argparse.ArgumentTypeError: It is not a whole number above 0.
-    """
-    count = int(text) if text.isdecimal() else 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
-    return count
 
 
 def bytes_per_s(text: str) -> float:
