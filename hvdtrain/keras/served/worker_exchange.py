@@ -25,8 +25,6 @@ from hvdtrain.parameter_server.protocol import NO_POSITION
 
 __all__ = ["AveragesElsewhere", "WorkerExchange", "WorkerLossWeights", "refuse_training"]
 
-Exchange = Callable[..., Sequence[np.ndarray] | None]
-
 
 class AveragesElsewhere:
     """Leaves the averages of weights (use_ema) to the servers."""
@@ -136,7 +134,9 @@ class WorkerExchange:
     def _position_after(self, ran: Any, samples: Any) -> tuple[int, ...]:
         return NO_POSITION if self.position is None else self.position(int(ran), int(samples))
 
-    def _run(self, exchange: Exchange, inputs: Sequence[tf.Tensor]) -> None:
+    def _run(
+        self, exchange: Callable[..., Sequence[np.ndarray] | None], inputs: Sequence[tf.Tensor]
+    ) -> None:
         """Exchange with the servers as part of a step.
 
         ``exchange`` is Python that returns the model's next weights, or None where it keeps its
