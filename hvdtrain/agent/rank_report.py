@@ -97,7 +97,7 @@ class ReportPipe:
         self.variables = {REPORT_FD: f"{self._writer}:{os.fstat(self._writer).st_ino}"}
 
     def fileno(self) -> int:
-        """For selectors."""
+        """The pipe's end as ``selectors`` take it."""
         return self._reader
 
     def handed_over(self) -> None:

@@ -47,7 +47,7 @@ class Transport(ABC):
 
     Attributes:
         kind: The name of the engine that uses it.
-        bucket_bytes: Of gradients, so many are best combined at a time while others are still
+        bucket_bytes: How much of gradients is best combined at a time while others are still
             computed; 0 where all together.
         shares: Among how many ranks a chunk is divided for combining it.
         host: A number of the host whose memory this rank shares with others; None where ranks

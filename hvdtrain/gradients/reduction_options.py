@@ -88,7 +88,7 @@ class ReduceOptions:
         gradients come first, make the first.
 
         Args:
-            places: Of those variables.
+            places: Where among ``variables`` those are that have gradients.
             variables: All of them.
             sizes: Bytes of the gradient at each place; 0 where that isn't known.
             bucket_bytes: A bucket is complete when it holds so many; 0 for one of all.

@@ -55,7 +55,7 @@ class DistributedGradientTape:
         self._hvdtrain_reducer = _reducers[engine]
 
     def gradient(self, target: Any, sources: Any, **options: Any) -> Any:
-        """As ``tf.GradientTape.gradient``, averaged over the ranks.
+        """Compute what ``tf.GradientTape.gradient`` does, averaged over the ranks.
 
         Raises:
             MismatchError: Sources, shapes or types differ between ranks.

@@ -36,7 +36,7 @@ def broadcast_variables(
         variables: The same on every rank.
         root_rank: Whose values they get.
         process_set: The ranks that take part; all of them if not given.
-        inplace: Of no effect.
+        inplace: Has no effect.
 
     Returns:
         In a graph what does it, for a session to run; None where it is done.

@@ -41,7 +41,7 @@ class _HorovodTape(tape.DistributedGradientTape):
         use_generic_names: bool = False,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """As ``tf.GradientTape.gradient``, combined over all ranks.
+        """Compute what ``tf.GradientTape.gradient`` does, combined over all ranks.
 
         ``sources`` are the same on all ranks. ``use_generic_names`` has no effect: what is
         combined goes by its order.

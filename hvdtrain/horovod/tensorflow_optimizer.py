@@ -90,7 +90,7 @@ class _CombinesGradients:
         self._hvdtrain_reducer.keep_local(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """As the plain optimizer's, combined over all ranks.
+        """Compute what the plain optimizer does, combined over all ranks.
 
         Before the last of several steps that are accumulated, it is the sums so far of this rank
         alone, which ``apply_gradients`` leaves aside.
@@ -114,7 +114,7 @@ class _CombinesGradients:
         global_step: Any = None,
         name: str | None = None,
     ) -> Any:
-        """As the plain optimizer's; ``global_step`` counts steps that are accumulated, too.
+        """Apply gradients; ``global_step`` counts steps that are accumulated, too.
 
         Raises:
             ModelError: The gradients come from elsewhere than ``compute_gradients``.

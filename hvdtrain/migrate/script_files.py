@@ -15,7 +15,7 @@ __all__ = ["read", "refuse_to_lose_originals", "write"]
 
 
 def read(path: Path) -> bytes:
-    """A script's bytes.
+    """Read the bytes of a script.
 
     Raises:
         ConfigurationError: It can't be read.

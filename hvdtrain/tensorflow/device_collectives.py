@@ -108,8 +108,8 @@ class DeviceCollectives:
         """Combine tensors of one type over all ranks, at once or in the graph that is being made.
 
         Args:
-            tensors: Of a type and shapes that this ``takes``, alike on all ranks.
-            op: How.
+            tensors: Tensors of a type and shapes that this ``takes``, alike on all ranks.
+            op: How they are combined.
             name: For errors; the same on all ranks.
             before: Called on the host before all else.
             after: Called on the host in the end, and may raise: with whether all results are

@@ -37,7 +37,7 @@ class AveragesElsewhere:
 
 
 class WorkerLossWeights(OwnLossWeights):
-    """Of a worker; ``gathers`` says whether servers put gradients of several workers together."""
+    """Weighs losses of a worker; ``gathers`` is whether servers sum gradients of several."""
 
     def __init__(self, reducer: GradientReducer, *, gathers: bool) -> None:
         super().__init__(reducer)
@@ -129,7 +129,7 @@ class WorkerExchange:
         return None
 
     def _forget(self) -> None:
-        """Begin anew."""
+        """Forget what was not sent yet; called as ``fit`` begins."""
 
     def _position_after(self, ran: Any, samples: Any) -> tuple[int, ...]:
         return NO_POSITION if self.position is None else self.position(int(ran), int(samples))
