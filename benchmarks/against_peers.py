@@ -29,7 +29,7 @@ from peers.summary import Values, collect, report
 from peers.ways import MEASURES, WAYS, Way, find_ways
 
 from hvdtrain.bench.machine import describe_machine, machine_line
-from hvdtrain.bench.options import whole_number
+from hvdtrain.launch.host_arguments import whole_number
 from tests.environments import missing_environment
 from tests.testbed.requirements import missing_requirements
 

@@ -10,7 +10,6 @@ import pytest
 
 from hvdtrain import world
 from hvdtrain.errors import NotInitializedError
-from hvdtrain.world import _host_indices
 from tests.harness.jobs import REPOSITORY
 
 ACCESSORS = [
@@ -139,8 +138,3 @@ def test_ranks_that_are_told_to_train_in_different_ways_end_with_an_error_each(l
     """
     done = launch(2, textwrap.dedent(script), env={"HVDTRAIN_MODE": "local-sgd"})
     assert done.stdout.count("told HVDTRAIN_SYNC_EVERY is 50 on rank 0 and 51 on rank 1") == 2, done
-
-
-def test_hosts_are_counted_by_their_first_rank() -> None:
-    hosts = ["b", "a", "b", "c", "a"]
-    assert _host_indices(hosts) == (0, 1, 0, 2, 1)

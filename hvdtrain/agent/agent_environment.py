@@ -24,10 +24,10 @@ def format_addresses(hosts: Sequence[str], port: int) -> str:
 
 
 def parse_addresses(text: str) -> list[tuple[str, int]]:
-    """What ``format_addresses`` wrote.
+    """Read what ``format_addresses`` wrote: pairs of host and port.
 
     Raises:
-        LaunchError: Something else.
+        LaunchError: It is something else.
     """
     *hosts, port = text.split() or [""]
     if not hosts or not port.isdecimal():

@@ -8,12 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from hvdtrain.agent.messages import Decoder
-from hvdtrain.config import REPORT_FD
+from hvdtrain.config import LONGEST_WORD, REPORT_FD
 from hvdtrain.errors import LaunchError
 
 __all__ = ["FailureRecord", "RankReport", "ReportPipe", "read_failure", "read_report"]
-
-_LONGEST_WORD = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +97,7 @@ class ReportPipe:
         self.variables = {REPORT_FD: f"{self._writer}:{os.fstat(self._writer).st_ino}"}
 
     def fileno(self) -> int:
-        """For selectors."""
+        """The pipe's end as ``selectors`` take it."""
         return self._reader
 
     def handed_over(self) -> None:
@@ -137,7 +135,7 @@ def read_report(message: Mapping[str, Any]) -> RankReport | None:
         return None
     if not all(isinstance(word, str) for word in words.values()):
         return None
-    shown: dict[str, Any] = {name: _printable(word)[:_LONGEST_WORD] for name, word in words.items()}
+    shown: dict[str, Any] = {name: _printable(word)[:LONGEST_WORD] for name, word in words.items()}
     return RankReport(**numbers, **shown)
 
 

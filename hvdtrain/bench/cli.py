@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.options import BENCHMARKS, add_options, whole_number
+from hvdtrain.bench.options import BENCHMARKS, add_options
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.errors import ConfigurationError
+from hvdtrain.launch.host_arguments import whole_number
 
 __all__ = ["add_arguments", "measure_here", "run"]
 
@@ -116,14 +117,16 @@ def _check_recovery(ranks: int) -> None:
         ConfigurationError: They can't.
         LaunchError: There is no mpirun.
     """
-    from hvdtrain.launch.mpirun import find_mpirun, why_not_elastic
+    from hvdtrain.launch.mpirun import find_mpirun, why_not_start_elastic
 
     if ranks < 2:
         raise ConfigurationError(
             "-np 1: recovery kills all ranks but one and looks at how the others go on; expected 2 "
             "or more."
         )
-    reason = why_not_elastic(find_mpirun(Path(sys.executable).parent, os.environ), in_slurm=False)
+    reason = why_not_start_elastic(
+        find_mpirun(Path(sys.executable).parent, os.environ), in_slurm=False
+    )
     if reason:
         raise ConfigurationError(
             f"recovery kills ranks of an elastic job, which can't be had: {reason}. Install "

@@ -39,11 +39,11 @@ class Costs:
     ``benchmarks/scaling.py`` measures them; these are of two cores of an Intel Xeon.
 
     Attributes:
-        call_s: Of one by itself, on a host.
+        call_s: What one costs by itself, on a host.
         message_s: What a message between hosts takes of the core of the rank that sends it; the
             one that it gets for it included.
         core_bytes_per_s: How much a core sends while it receives as much, and adds it up.
-        host_bytes_per_s: Of each rank's gradients, that the ranks of a host add up and spread.
+        host_bytes_per_s: How much of each rank's gradients the ranks of a host add up and spread.
     """
 
     call_s: float = 800e-6
@@ -102,12 +102,12 @@ class Allreduce(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """One step.
+    """How long a step takes, and for what.
 
     Attributes:
-        seconds: All of it.
-        waiting_s: Of these, for the slowest rank.
-        combining_s: Of these, for gradients after computing is over.
+        seconds: The time of the whole step.
+        waiting_s: The part of it that is spent waiting for the slowest rank.
+        combining_s: The part for gradients after computing is over.
         limit: What takes longest: computing, or that which the last allreduce takes its time for.
     """
 

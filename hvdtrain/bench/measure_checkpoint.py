@@ -14,7 +14,7 @@ import keras
 import hvdtrain
 from hvdtrain import world
 from hvdtrain.bench.models import build_model, synthetic_data
-from hvdtrain.bench.options import CheckpointOptions
+from hvdtrain.bench.options import CheckpointBenchOptions
 from hvdtrain.bench.results import BenchReport, format_seconds
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 
@@ -23,7 +23,7 @@ __all__ = ["measure"]
 MOST_PAUSE_OVER_WRITE_PERCENT = 25.0
 
 
-class _Watch(keras.callbacks.Callback):
+class _StepTimes(keras.callbacks.Callback):
     """Notes the time of each step, and who takes the checkpoints."""
 
     def __init__(self, checkpoint: hvdtrain.Checkpoint) -> None:
@@ -37,7 +37,7 @@ class _Watch(keras.callbacks.Callback):
         self.ends_s.append(time.monotonic())
 
 
-def measure(options: CheckpointOptions) -> None:
+def measure(options: CheckpointBenchOptions) -> None:
     """Measure on the ranks that are there; the chief prints and writes."""
     hvdtrain.init()
     report = BenchReport("checkpoint", options, world.size(), world.is_chief)
@@ -52,13 +52,13 @@ def measure(options: CheckpointOptions) -> None:
         report.finish(options.json)
 
 
-def _train(options: CheckpointOptions, folder: Path) -> _Watch:
+def _train(options: CheckpointBenchOptions, folder: Path) -> _StepTimes:
     model = build_model("mlp")
     # With Adam a checkpoint is three times the weights.
     model.compile("adam", model.loss)
     hvdtrain.distribute(model)
     checkpoint = hvdtrain.Checkpoint(folder, every_steps=options.between_steps, keep=1)
-    watch = _Watch(checkpoint)
+    watch = _StepTimes(checkpoint)
     # What is saved at the very end comes on top, half an interval later; it doesn't count.
     steps = options.checkpoints * options.between_steps + options.between_steps // 2
     rows = steps * options.batch_size * world.size()
@@ -68,7 +68,7 @@ def _train(options: CheckpointOptions, folder: Path) -> _Watch:
     return watch
 
 
-def _show(report: BenchReport, watch: _Watch, size_bytes: int) -> None:
+def _show(report: BenchReport, watch: _StepTimes, size_bytes: int) -> None:
     assert watch.session is not None
     paused_s = watch.session.paused_s[:-1]
     written_s = watch.session.writer.written_s[: len(paused_s)]

@@ -33,7 +33,7 @@ from hvdtrain.collectives.mpi_start import start_mpi, why_not_elastic
 from hvdtrain.config import variable_name
 from hvdtrain.errors import ConfigurationError, LaunchError
 
-__all__ = ["Loss", "Step", "find_losses", "measure", "rows_needed"]
+__all__ = ["Loss", "StepEnd", "find_losses", "measure", "rows_needed"]
 
 MOST_BEYOND_S = 0.5
 # That a rank may be late with its own death, and that are looked at after the last one's.
@@ -41,7 +41,7 @@ SPARE_STEPS = 10
 STEPS_AFTER = 3
 
 
-class Step(NamedTuple):
+class StepEnd(NamedTuple):
     """When a step had ended, in seconds of the host's clock, and the ranks that there were then."""
 
     end_s: float
@@ -81,7 +81,7 @@ class Loss:
         return self.step_after_s - self.normal_step_s
 
 
-class _Watch(keras.callbacks.Callback):
+class _RankKiller(keras.callbacks.Callback):
     """Notes the steps, and kills this rank when it is its turn; ``killed_s`` tells the others."""
 
     def __init__(self, collectives: Collectives, killed_s: np.ndarray, between_steps: int) -> None:
@@ -93,7 +93,7 @@ class _Watch(keras.callbacks.Callback):
         # Of its own: the model's seed sets Python's.
         self._chance = random.Random()
         self._dying = False
-        self.steps: list[Step] = []
+        self.steps: list[StepEnd] = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         now = self._collectives.members
@@ -109,7 +109,7 @@ class _Watch(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         now = self._collectives.members
-        self.steps.append(Step(time.monotonic(), now))
+        self.steps.append(StepEnd(time.monotonic(), now))
         # Nobody is left with whom to agree on it.
         if len(now) == 1 and len(self.steps) > STEPS_AFTER:
             self.model.stop_training = self.steps[-1 - STEPS_AFTER].members == now
@@ -144,7 +144,7 @@ def measure(options: RecoveryOptions) -> None:
         report.finish(options.json)
 
 
-def find_losses(steps: Sequence[Step], killed_s: Mapping[int, float]) -> list[Loss]:
+def find_losses(steps: Sequence[StepEnd], killed_s: Mapping[int, float]) -> list[Loss]:
     """What each killed rank cost, in the order of their deaths.
 
     Args:
@@ -222,9 +222,11 @@ def _shared_times(collectives: Collectives) -> np.ndarray:
     return times
 
 
-def _train(options: RecoveryOptions, collectives: Collectives, killed_s: np.ndarray) -> list[Step]:
+def _train(
+    options: RecoveryOptions, collectives: Collectives, killed_s: np.ndarray
+) -> list[StepEnd]:
     model = hvdtrain.distribute(build_model(options.model))
-    watch = _Watch(collectives, killed_s, options.between_steps)
+    watch = _RankKiller(collectives, killed_s, options.between_steps)
     rows = rows_needed(collectives.size, options.batch_size, options.between_steps)
     x, y = synthetic_data(model, rows)
     model.fit(x, y, batch_size=options.batch_size, verbose=0, callbacks=[watch])

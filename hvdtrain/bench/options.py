@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hvdtrain.config import Settings
+from hvdtrain.launch.host_arguments import whole_number
 
 __all__ = [
     "BENCHMARKS",
     "AllreduceOptions",
-    "CheckpointOptions",
+    "CheckpointBenchOptions",
     "Options",
     "PredictOptions",
     "RecoveryOptions",
@@ -21,22 +22,9 @@ __all__ = [
     "TrainingOptions",
     "add_options",
     "bytes_per_s",
-    "whole_number",
 ]
 
 _MODELS = ("lenet", "mlp")
-
-
-def whole_number(text: str) -> int:
-    """A count on the command line.
-
-    Raises:
-        argparse.ArgumentTypeError: It is not a whole number above 0.
-    """
-    count = int(text) if text.isdecimal() else 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
-    return count
 
 
 def bytes_per_s(text: str) -> float:
@@ -101,7 +89,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class AllreduceOptions(Options):
-    """``hvdtrain bench allreduce``."""
+    """What ``hvdtrain bench allreduce`` can be told."""
 
     summary = "time and bandwidth of allreduce, by size"
     engine: str = _option(
@@ -116,7 +104,7 @@ class AllreduceOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(Options):
-    """``hvdtrain bench training``."""
+    """What ``hvdtrain bench training`` can be told."""
 
     summary = "samples a second of one rank and of all"
     models: str = _option(
@@ -137,8 +125,8 @@ class TrainingOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointOptions(Options):
-    """``hvdtrain bench checkpoint``."""
+class CheckpointBenchOptions(Options):
+    """What ``hvdtrain bench checkpoint`` can be told."""
 
     summary = "how long a checkpoint keeps training waiting"
     directory: str = _option(
@@ -153,7 +141,7 @@ class CheckpointOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryOptions(Options):
-    """``hvdtrain bench recovery``."""
+    """What ``hvdtrain bench recovery`` can be told."""
 
     summary = "how long ranks that die keep the others"
     usual_ranks = 3  # two losses: the chief's, and that of another rank
@@ -164,7 +152,7 @@ class RecoveryOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ServersOptions(Options):
-    """``hvdtrain bench servers``."""
+    """What ``hvdtrain bench servers`` can be told."""
 
     summary = "updates a second of a parameter server, and its memory"
     usual_ranks = 3  # two workers and a server
@@ -174,7 +162,7 @@ class ServersOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class StartupOptions(Options):
-    """``hvdtrain bench startup``.
+    """What ``hvdtrain bench startup`` can be told.
 
     Attributes:
         ranks: How many to start each time; ``-np`` says it.
@@ -187,7 +175,7 @@ class StartupOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(Options):
-    """``hvdtrain bench predict``; the defaults are ResNet-50 on a usual cluster."""
+    """What ``hvdtrain bench predict`` can be told: by default, ResNet-50 on a usual cluster."""
 
     summary = "how a training would scale to more hosts than there are, by a model of its costs"
     usual_ranks = 0
@@ -215,7 +203,7 @@ class PredictOptions(Options):
 BENCHMARKS: dict[str, type[Options]] = {
     "allreduce": AllreduceOptions,
     "training": TrainingOptions,
-    "checkpoint": CheckpointOptions,
+    "checkpoint": CheckpointBenchOptions,
     "recovery": RecoveryOptions,
     "servers": ServersOptions,
     "startup": StartupOptions,

@@ -128,7 +128,7 @@ def _ranks(hosts: Sequence[Host], ranks: int | None) -> dict[str, int]:
 
 
 def _with_default_ranks(answer: Answer) -> Answer:
-    """As many ranks as nobody would call too many for the host."""
+    """Give a host as many ranks as nobody would call too many for it."""
     facts = answer.facts
     if facts is None:
         return answer

@@ -141,7 +141,7 @@ def check_contents(folder: Path, manifest: Manifest) -> None:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """A file's content.
+    """Read the content of a regular file of at most ``most_bytes``.
 
     Raises:
         DamagedError: It is missing, no regular file, or larger.

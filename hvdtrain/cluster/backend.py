@@ -13,15 +13,13 @@ from typing import Literal, NamedTuple
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.errors import ConfigurationError, LaunchError
 
-__all__ = ["Backend", "Choice", "DeviceCapabilities", "choose_backend", "choose_for_devices"]
-
-Backend = Literal["mpi", "nccl", "horovod"]
+__all__ = ["Choice", "DeviceCapabilities", "choose_backend", "choose_for_devices"]
 
 
 class Choice(NamedTuple):
-    """What it is, and why."""
+    """A backend, and why it is that one."""
 
-    backend: Backend
+    backend: Literal["mpi", "nccl", "horovod"]
     reason: str
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from hvdtrain.cluster.hosts import Host, merge_hosts, read_names
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["ClassicCluster", "arrange", "parse_cluster", "parse_task_lists"]
+__all__ = ["ClassicCluster", "hosts_and_servers", "parse_cluster", "parse_task_lists"]
 
 _KINDS = ("chief", "worker", "ps")
 _FILE_EXPECTED = (
@@ -70,7 +70,7 @@ def parse_task_lists(workers: str, servers: str | None) -> ClassicCluster:
         ) from None
 
 
-def arrange(cluster: ClassicCluster) -> tuple[list[Host], tuple[int, ...]]:
+def hosts_and_servers(cluster: ClassicCluster) -> tuple[list[Host], tuple[int, ...]]:
     """The hosts, with a slot for each task, in the order of ranks; and the servers' ranks.
 
     Hosts come in the order of the workers' tasks, so that worker 0 is rank 0, then those that only

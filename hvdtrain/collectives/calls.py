@@ -71,7 +71,7 @@ def check_root(root: int, size: int) -> None:
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    """The same ranks in order; refuses what are not different ranks of ``size``."""
+    """Put ranks in order; refuses what are not different ranks of ``size``."""
     wanted = tuple(sorted(ranks))
     if not wanted or len(set(wanted)) < len(wanted) or wanted[0] < 0 or wanted[-1] >= size:
         raise ConfigurationError(

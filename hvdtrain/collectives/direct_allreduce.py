@@ -89,7 +89,7 @@ class _Segment:
     """A piece of each rank's part: ``parts[r]`` is where that of rank r lies in the array.
 
     Attributes:
-        requests: Of its messages that are under way; they hold the bytes that they send.
+        requests: Its messages that are under way; they hold the bytes that they send.
         coming: Bytes in a smaller form that they bring, and where what those stand for belongs.
         received: What each rank adds to this one's part.
     """

@@ -26,7 +26,7 @@ from hvdtrain.collectives.calls import (
     with_rows,
 )
 from hvdtrain.collectives.exchange import Exchange
-from hvdtrain.collectives.fusion import ALIGNMENT_BYTES
+from hvdtrain.collectives.fusion import aligned
 from hvdtrain.collectives.interface import Codec, FinishedOperation, ReduceOp
 from hvdtrain.collectives.join import JOIN, SomeJoined, check_can_join
 from hvdtrain.collectives.kernels import check_reducible
@@ -247,8 +247,7 @@ class Engine(RankState):
         if host is None:
             return {}
         # Whole cache lines: ranks don't write to one another's.
-        whole = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        asked = self.allgather_object([self.member, host, whole], name=name)
+        asked = self.allgather_object([self.member, host, aligned(nbytes)], name=name)
         sizes = {member: size for member, theirs, size in asked if theirs == host}
 
         def tell(path: str) -> str:

@@ -96,7 +96,7 @@ class Exchange:
         """Return what the ranks call that have not joined, after an attempt that found some have.
 
         Args:
-            call: Of this rank.
+            call: What this rank calls.
             joined: Whether this one is among those that have.
             calls: Has the call that is returned.
         """

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hvdtrain.collectives.engine import Engine
-from hvdtrain.collectives.exit_code import ExitCodeWatch
+from hvdtrain.collectives.exit_code_watch import ExitCodeWatch
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.collectives.mpi import MpiTransport
 from hvdtrain.errors import PeerFailedError

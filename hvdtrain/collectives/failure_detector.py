@@ -172,7 +172,7 @@ class FailureDetector:
         """Learn who died; looking for messages is an error until that is acknowledged.
 
         Args:
-            error: Of MPI; raised again where it says nothing of the kind.
+            error: What MPI raised; raised again where it says nothing of the kind.
             comm: Where it came up; the detector's own if not given.
             members: The first numbers of the ranks of ``comm``.
         """

@@ -19,6 +19,7 @@ __all__ = [
     "FusedArray",
     "FusionLayout",
     "Scratch",
+    "aligned",
     "empty_outputs",
     "join_bytes",
     "messages_of",
@@ -35,6 +36,11 @@ ALIGNMENT_BYTES = 64
 MESSAGE_BYTES = 1 << 30
 # What is done to a piece, one thing after the other, stays within the core's own cache.
 PIECE_BYTES = 256 << 10
+
+
+def aligned(nbytes: int) -> int:
+    """The least multiple of ``ALIGNMENT_BYTES`` that ``nbytes`` fit into."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,7 @@ def plan_fusion(
     piece_items = PIECE_BYTES // itemsize
     output_starts = [0]
     for size in sizes:
-        nbytes = -(-size * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        output_starts.append(output_starts[-1] + nbytes)
+        output_starts.append(output_starts[-1] + aligned(size * itemsize))
     array_starts = [0, *itertools.accumulate(sizes)]
     firsts = [start // itemsize for start in output_starts]
     chunks = []

@@ -75,7 +75,7 @@ class Collectives(Protocol):
         members: The first numbers of the ranks that are left, in order, by which messages and the
             launcher call them.
         numbers: By first number, what errors call a rank: its number in the job.
-        bucket_bytes: Of gradients, so many are best combined at a time while others are still
+        bucket_bytes: How much of gradients is best combined at a time while others are still
             computed; 0 where all together.
         too_few: Set when fewer ranks are left than ``min_np`` asks for. Operations go on; who
             trains looks at it after each step, saves what there is to save, and raises it.

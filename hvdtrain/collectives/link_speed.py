@@ -36,7 +36,7 @@ class Link(NamedTuple):
 
     Attributes:
         latency_s: How long a message of some bytes takes.
-        bytes_per_s: Of long messages.
+        bytes_per_s: How fast long messages go.
     """
 
     latency_s: float

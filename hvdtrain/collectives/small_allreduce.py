@@ -78,7 +78,7 @@ class SmallAllreduce:
         """Whether all ranks make this call; all must take part.
 
         Args:
-            call: Of this rank.
+            call: What this rank calls.
             alike: Whether those for which it speaks make the same.
         """
         digest = call.digest if alike else DIFFERENT
@@ -91,7 +91,7 @@ class SmallAllreduce:
         """Agree as ``agree`` does, and combine if all do; bitwise equal on all ranks.
 
         Args:
-            call: Of this rank, and of all for which it speaks.
+            call: What this rank calls, and all for which it speaks.
             data: A flat array of at most ``most_small_bytes``; takes the result.
             op: How the ranks' arrays are combined.
             ranks: What ``op="average"`` divides by.

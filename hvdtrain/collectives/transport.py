@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdtrain.collectives.calls import Call
-from hvdtrain.collectives.fusion import ALIGNMENT_BYTES, BufferPool, FusionLayout
+from hvdtrain.collectives.fusion import BufferPool, FusionLayout, aligned
 from hvdtrain.collectives.interface import ReduceOp
 from hvdtrain.collectives.kernels import FiniteCheck
 from hvdtrain.collectives.point_to_point import PointToPoint
@@ -47,7 +47,7 @@ class Transport(ABC):
 
     Attributes:
         kind: The name of the engine that uses it.
-        bucket_bytes: Of gradients, so many are best combined at a time while others are still
+        bucket_bytes: How much of gradients is best combined at a time while others are still
             computed; 0 where all together.
         shares: Among how many ranks a chunk is divided for combining it.
         host: A number of the host whose memory this rank shares with others; None where ranks
@@ -64,7 +64,7 @@ class Transport(ABC):
 
     def __init__(self, chunk_bytes: int = 1 << 20, timeout_s: float = 600.0) -> None:
         # Whole cache lines, and at least one item of every type.
-        self.chunk_bytes = -(-chunk_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.chunk_bytes = aligned(chunk_bytes)
         self.timeout_s = timeout_s
         self._pool = BufferPool()
 

@@ -17,7 +17,7 @@ from hvdtrain.errors import ConfigurationError
 __all__ = [
     "COLUMNS",
     "LAUNCHER",
-    "PREFIX",
+    "LONGEST_WORD",
     "REPORT_FD",
     "ModeSettings",
     "Settings",
@@ -33,6 +33,8 @@ COLUMNS = PREFIX + "COLUMNS"
 # The open file in which a rank's program tells how far it is, and its inode ("7:4711"), so that
 # a number that means another file by then is not written to.
 REPORT_FD = PREFIX + "REPORT_FD"
+# A word or a line that is told through it has so many characters at most.
+LONGEST_WORD = 500
 
 
 def read_settings(environ: Mapping[str, str]) -> Settings:

@@ -1,4 +1,4 @@
-"""What ranks can't be told each in another way."""
+"""Sees to it that all ranks were told the same settings, where they must be."""
 
 from __future__ import annotations
 

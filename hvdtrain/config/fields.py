@@ -136,7 +136,7 @@ def ranks(text: str) -> tuple[int, ...]:
 
 
 def flag(text: str) -> bool:
-    """On or off."""
+    """Whether something is on: 1 or 0, true or false, yes or no, on or off."""
     lowered = text.strip().lower()
     if lowered in ("1", "true", "yes", "on"):
         return True
@@ -194,7 +194,7 @@ def setting(
     *,
     written: str | None = None,
 ) -> Any:
-    """A setting.
+    """Declare a setting as a field of a dataclass.
 
     Args:
         default: Its value where nothing is said.

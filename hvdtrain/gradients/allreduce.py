@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.gradients.array_reduction import TensorOp, by_type, reduce_arrays, scale
-from hvdtrain.gradients.options import Exchange
 from hvdtrain.gradients.ranks import Ranks
+from hvdtrain.gradients.reduction_options import ExchangeOptions
 from hvdtrain.tensorflow.device_collectives import DeviceCollectives
 from hvdtrain.tensorflow.differentiable_ops import allgather
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
@@ -61,7 +61,7 @@ def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 
 
 def exchange(
-    tensors: Sequence[Any], how: Exchange, ranks: Ranks, name: str | None = None
+    tensors: Sequence[Any], how: ExchangeOptions, ranks: Ranks, name: str | None = None
 ) -> list[Any]:
     """Combine the tensors of all ranks as they are, differentiably.
 
@@ -92,7 +92,7 @@ def exchange(
 
 
 def _differentiable_allreduce(
-    tensors: Sequence[tf.Tensor], how: Exchange, ranks: Ranks, name: str
+    tensors: Sequence[tf.Tensor], how: ExchangeOptions, ranks: Ranks, name: str
 ) -> list[tf.Tensor]:
     """``allreduce`` with the gradient of the sum of all ranks' losses, as Horovod gives it."""
     of = f"gradient of {name}"
@@ -155,7 +155,7 @@ def _share_of(
 
 
 def _exchange_rows(
-    slices: tf.IndexedSlices, how: Exchange, ranks: Ranks, name: str | None
+    slices: tf.IndexedSlices, how: ExchangeOptions, ranks: Ranks, name: str | None
 ) -> tf.IndexedSlices:
     if how.op not in ("sum", "average"):
         raise NotImplementedError(

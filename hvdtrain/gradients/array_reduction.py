@@ -74,7 +74,7 @@ def adasum(contributions: Sequence[np.ndarray]) -> np.ndarray:
     a and b become (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, pairwise in a tree over the ranks.
 
     Args:
-        contributions: Of all ranks, as many as a power of two, in rank order.
+        contributions: Those of all ranks, as many as a power of two, in rank order.
 
     Returns:
         float64, of their shape.

@@ -21,7 +21,7 @@ class Compressor:
 
     @classmethod
     def decompress(cls, tensor: tf.Tensor, ctx: tf.DType) -> tf.Tensor:
-        """The way back."""
+        """The tensor in the type that it had before ``compress``."""
         return tf.cast(tensor, ctx)
 
 

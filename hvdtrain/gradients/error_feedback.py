@@ -43,7 +43,7 @@ class Kept(NamedTuple):
 
     Attributes:
         unsent: What this rank has not sent of its gradients.
-        state: Of the compressor, alike on all ranks; empty where it keeps nothing.
+        state: What the compressor keeps, alike on all ranks; empty for nothing.
     """
 
     unsent: KeptArray
@@ -111,7 +111,7 @@ class ErrorFeedback:
         Args:
             collectives: The engine of the ranks.
             kept: What ``keep`` returned for each gradient's variable.
-            gradients: Of this rank.
+            gradients: Those of this rank.
             op: ``average``, or ``sum`` for as many times that as there are ranks.
             weight: What this rank counts for.
             require_finite: Whether NaN and infinity are errors.

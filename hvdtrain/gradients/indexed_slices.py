@@ -30,7 +30,7 @@ def pack_rows(values: np.ndarray, indices: np.ndarray, weight: np.ndarray) -> np
     """This rank's rows, their indices, and what the rank counts for.
 
     Args:
-        values: Of shape (n, ...).
+        values: The rows, of shape (n, ...).
         indices: Integers, of shape (n,).
         weight: A scalar of the values' type.
 
@@ -53,7 +53,7 @@ def unpack_rows(
     Args:
         joined: Bytes of shape (rows, m).
         values: As this rank packed them, for type and shape.
-        indices: Likewise.
+        indices: As this rank packed them, for the type.
 
     Returns:
         The values of all ranks, their indices, and the weight of each rank.

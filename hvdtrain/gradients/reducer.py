@@ -23,11 +23,11 @@ from hvdtrain.gradients.compressors import choose_compressor, choose_wire
 from hvdtrain.gradients.contributions import Contributions
 from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.gradients.indexed_slices import pack_rows, unpack_rows
-from hvdtrain.gradients.lost_weight import scale_without_lost, without_lost
 from hvdtrain.gradients.non_finite import describe_non_finite, name_non_finite, raise_non_finite
-from hvdtrain.gradients.options import ReduceOptions
 from hvdtrain.gradients.ranks import EngineRanks, Ranks
+from hvdtrain.gradients.reduction_options import ReduceOptions
 from hvdtrain.gradients.signatures import Signature, Signatures
+from hvdtrain.gradients.without_lost import scale_without_lost, without_lost
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 from hvdtrain.tensorflow.variable_names import variable_name
 

@@ -12,7 +12,7 @@ from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.tensorflow.variable_names import variable_label
 
-__all__ = ["DistributedGradientTape", "broadcast_variables", "check_averages"]
+__all__ = ["DistributedGradientTape", "broadcast_variables", "check_mode"]
 
 _reducers: dict[int, GradientReducer] = {}
 
@@ -47,7 +47,7 @@ class DistributedGradientTape:
         return distributed
 
     def __init__(self, tape: tf.GradientTape) -> None:
-        check_averages("DistributedGradientTape")
+        check_mode("DistributedGradientTape")
         # One for all tapes of an engine, so that signatures are compared once.
         engine = id(world.collectives())
         if engine not in _reducers:
@@ -55,7 +55,7 @@ class DistributedGradientTape:
         self._hvdtrain_reducer = _reducers[engine]
 
     def gradient(self, target: Any, sources: Any, **options: Any) -> Any:
-        """As ``tf.GradientTape.gradient``, averaged over the ranks.
+        """Compute what ``tf.GradientTape.gradient`` does, averaged over the ranks.
 
         Raises:
             MismatchError: Sources, shapes or types differ between ranks.
@@ -76,7 +76,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
         ModelError: Some ranks are parameter servers; or there are no variables, as in a model that
             is not built yet, so that ranks would begin apart.
     """
-    check_averages("broadcast_variables", gradients=False)
+    check_mode("broadcast_variables", gradients=False)
     variables = list(variables)
     if not variables:
         raise ModelError(
@@ -92,7 +92,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
         variable.assign(collectives.broadcast(variable.numpy(), root, name=name))
 
 
-def check_averages(what: str, *, gradients: bool = True) -> None:
+def check_mode(what: str, *, gradients: bool = True) -> None:
     """See that all ranks train and can average among themselves; ``what`` is the name called.
 
     ``gradients`` is whether they are what is averaged.

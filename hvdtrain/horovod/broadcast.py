@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError
-from hvdtrain.gradients.tape import check_averages
+from hvdtrain.gradients.tape import check_mode
 from hvdtrain.horovod.exchange_ops import broadcast
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow
@@ -36,7 +36,7 @@ def broadcast_variables(
         variables: The same on every rank.
         root_rank: Whose values they get.
         process_set: The ranks that take part; all of them if not given.
-        inplace: Of no effect.
+        inplace: Has no effect.
 
     Returns:
         In a graph what does it, for a session to run; None where it is done.
@@ -45,7 +45,7 @@ def broadcast_variables(
         MismatchError: Shapes or types differ between ranks.
         ModelError: Some ranks are parameter servers.
     """
-    check_averages("tensorflow.broadcast_variables", gradients=False)
+    check_mode("tensorflow.broadcast_variables", gradients=False)
     assigned = []
     for variable in variables:
         name = variable_label(variable)

@@ -57,7 +57,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class State:
-    """What ranks that go on must have alike."""
+    """Holds what ranks that go on must have alike."""
 
     def __init__(self) -> None:
         self._generation = 0
@@ -120,8 +120,8 @@ class ObjectState(State):
     """Attributes of a state; they travel by pickle.
 
     Args:
-        bcast_object: Of no effect, as ``get_rank``: Horovod's classes pass them.
-        get_rank: See there.
+        bcast_object: Has no effect; Horovod's classes pass it.
+        get_rank: Has no effect; Horovod's classes pass it.
         attributes: By name; ``state.name`` is their value from then on.
     """
 
@@ -149,12 +149,12 @@ class ObjectState(State):
 
 
 class TensorFlowState(ObjectState):
-    """Variables, and attributes.
+    """Holds variables, and attributes as ``ObjectState`` does.
 
     Args:
-        variables: Which; the same on all ranks.
+        variables: The variables; the same on all ranks.
         session: None: there are no sessions in TensorFlow 2.
-        attributes: As for ``ObjectState``.
+        attributes: By name; see ``ObjectState``.
 
     Raises:
         ValueError: No variables are given: TensorFlow 2 keeps no list of all.
@@ -193,8 +193,8 @@ class TensorFlowKerasState(TensorFlowState):
     Args:
         model: Built.
         optimizer: The one that it is compiled with if not given.
-        backend: Of no effect.
-        attributes: As for ``ObjectState``.
+        backend: Has no effect.
+        attributes: By name; see ``ObjectState``.
 
     Raises:
         ValueError: The model is not built.

@@ -13,12 +13,12 @@ import tensorflow as tf
 
 from hvdtrain.gradients import tape
 from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.options import Groups
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.gradients.tape import check_averages
+from hvdtrain.gradients.reduction_options import Groups
+from hvdtrain.gradients.tape import check_mode
+from hvdtrain.horovod.op_constants import Average, ReduceOp
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduce_ops import Average, ReduceOp
-from hvdtrain.horovod.reducer import reducer_for, trainable_weights_of
+from hvdtrain.horovod.reducer_arguments import reducer_for, trainable_weights_of
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
@@ -41,7 +41,7 @@ class _HorovodTape(tape.DistributedGradientTape):
         use_generic_names: bool = False,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """As ``tf.GradientTape.gradient``, combined over all ranks.
+        """Compute what ``tf.GradientTape.gradient`` does, combined over all ranks.
 
         ``sources`` are the same on all ranks. ``use_generic_names`` has no effect: what is
         combined goes by its order.
@@ -94,7 +94,7 @@ def DistributedGradientTape(
         ModelError: Some ranks are parameter servers.
     """
     arguments = locals()
-    check_averages("tensorflow.DistributedGradientTape")
+    check_mode("tensorflow.DistributedGradientTape")
     return _HorovodTape(gradtape, reducer_for(arguments))
 
 
@@ -124,7 +124,7 @@ def PartialDistributedGradientTape(
         ModelError: Some ranks are parameter servers.
     """
     arguments = locals()
-    check_averages("tensorflow.PartialDistributedGradientTape")
+    check_mode("tensorflow.PartialDistributedGradientTape")
     reducer = reducer_for(arguments)
     for variable in trainable_weights_of(local_layers):
         reducer.keep_local(variable)

@@ -32,8 +32,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     That is when training begins, or after its first step where there are no weights before.
 
     Args:
-        root_rank: Whose they are.
-        device: Of no effect.
+        root_rank: The rank whose they are.
+        device: Has no effect.
         local_variables: One or more that each rank keeps for itself.
 
     Raises:
@@ -80,7 +80,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     makes results those of all samples.
 
     Args:
-        device: Of no effect.
+        device: Has no effect.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -105,7 +105,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         start_epoch: The first epoch of which the rate is set.
         end_epoch: The first of which it no longer is; None for none.
         staircase: Set it once an epoch; otherwise before each step, for parts of epochs.
-        momentum_correction: Of no effect: momentum is a constant of Keras 3's optimizers.
+        momentum_correction: Has no effect: momentum is a constant of Keras 3's optimizers.
         steps_per_epoch: For steps within an epoch; found out if not given.
 
     Raises:
@@ -232,8 +232,8 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """``keras.callbacks.ModelCheckpoint`` that keeps the best model.
 
     Args:
-        filepath: Where to.
-        options: Of ``keras.callbacks.ModelCheckpoint``.
+        filepath: Where it is kept.
+        options: Other arguments of ``keras.callbacks.ModelCheckpoint``.
     """
 
     def __init__(self, filepath: Any, **options: Any) -> None:

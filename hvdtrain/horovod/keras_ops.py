@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.horovod import exchange_ops, reduction_ops
-from hvdtrain.horovod.reduce_ops import Average, ReduceOp
+from hvdtrain.horovod.op_constants import Average, ReduceOp
 
 __all__ = ["allgather", "allreduce", "broadcast", "reducescatter"]
 

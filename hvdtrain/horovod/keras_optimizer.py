@@ -12,11 +12,11 @@ import keras
 
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.options import Groups
-from hvdtrain.gradients.tape import check_averages
+from hvdtrain.gradients.reduction_options import Groups
+from hvdtrain.gradients.tape import check_mode
+from hvdtrain.horovod.op_constants import Average, ReduceOp
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduce_ops import Average, ReduceOp
-from hvdtrain.horovod.reducer import optimizer_reducer, trainable_weights_of
+from hvdtrain.horovod.reducer_arguments import optimizer_reducer, trainable_weights_of
 from hvdtrain.keras.optimizer_patch import (
     AgreesOnFinite,
     AveragesGradients,
@@ -89,7 +89,7 @@ def DistributedOptimizer(
         ValueError: What was asked for does not fit together.
     """
     arguments = locals()
-    check_averages("keras.DistributedOptimizer")
+    check_mode("keras.DistributedOptimizer")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ModelError(
             f"Expected a Keras 3 optimizer, received {type(optimizer).__name__}. Optimizers of "

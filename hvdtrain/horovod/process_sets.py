@@ -128,7 +128,7 @@ class ProcessSet:
 
 
 class _Everyone(ProcessSet):
-    """All ranks."""
+    """The process set of all ranks, which is always there."""
 
     def __init__(self) -> None:
         self.process_set_id = 0
@@ -156,12 +156,12 @@ _added: list[ProcessSet] = []
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """As ``hvdtrain.init()``, and make process sets usable. Further calls do nothing.
+    """Do what ``hvdtrain.init()`` does, and make process sets usable; further calls do nothing.
 
     Args:
         comm: None: a job has all ranks that its launcher started. A process set holds some.
-        process_sets: Of the job; the same on every rank. "dynamic" asks for what is always so:
-            more can be added later.
+        process_sets: Those of the job; the same on every rank. "dynamic" asks for what is always
+            so: more can be added later.
 
     Raises:
         ConfigurationError: Some of the ranks were asked for, or what is no process set.

@@ -19,10 +19,10 @@ from hvdtrain.collectives.interface import ReduceOp as EngineOp
 from hvdtrain.gradients.allreduce import exchange
 from hvdtrain.gradients.array_reduction import scale
 from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.options import Exchange
-from hvdtrain.gradients.tape import check_averages
+from hvdtrain.gradients.reduction_options import ExchangeOptions
+from hvdtrain.gradients.tape import check_mode
+from hvdtrain.horovod.op_constants import Average, ReduceOp, Sum, choose_op
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduce_ops import Average, ReduceOp, Sum, choose_op
 from hvdtrain.tensorflow.differentiable_ops import any_rows, differentiable
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 from hvdtrain.tensorflow.variable_names import operation_label
@@ -99,7 +99,7 @@ def grouped_allreduce(
     name: str | None = None,
 ) -> list[Any]:
     """``allreduce`` of several tensors in one go, which costs less than one after the other."""
-    how = Exchange(
+    how = ExchangeOptions(
         op=choose_op(op, average).of_tensors,
         compression=compression,
         prescale=float(prescale_factor),
@@ -203,7 +203,7 @@ def join() -> tf.Tensor:
         MismatchError: The others called something else.
         ModelError: Some ranks are parameter servers.
     """
-    check_averages("tensorflow.join", gradients=False)
+    check_mode("tensorflow.join", gradients=False)
 
     def wait() -> Arrays:
         return [np.array(world.collectives().join(), np.int32)]

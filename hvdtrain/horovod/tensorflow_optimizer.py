@@ -13,14 +13,14 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.options import Groups
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.gradients.tape import check_averages
+from hvdtrain.gradients.reduction_options import Groups
+from hvdtrain.gradients.tape import check_mode
 from hvdtrain.horovod import keras_optimizer
 from hvdtrain.horovod.local_aggregation import Accumulation
+from hvdtrain.horovod.op_constants import Average, ReduceOp
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
-from hvdtrain.horovod.reduce_ops import Average, ReduceOp
-from hvdtrain.horovod.reducer import optimizer_reducer
+from hvdtrain.horovod.reducer_arguments import optimizer_reducer
 from hvdtrain.keras.optimizer_patch import mix_in
 
 __all__ = ["DistributedOptimizer"]
@@ -63,7 +63,7 @@ def DistributedOptimizer(
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         del arguments["use_locking"]
         return keras_optimizer.DistributedOptimizer(**arguments)
-    check_averages("tensorflow.DistributedOptimizer")
+    check_mode("tensorflow.DistributedOptimizer")
     reducer = optimizer_reducer(arguments)
     passes = backward_passes_per_step
     if passes < 1:
@@ -90,7 +90,7 @@ class _CombinesGradients:
         self._hvdtrain_reducer.keep_local(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """As the plain optimizer's, combined over all ranks.
+        """Compute what the plain optimizer does, combined over all ranks.
 
         Before the last of several steps that are accumulated, it is the sums so far of this rank
         alone, which ``apply_gradients`` leaves aside.
@@ -114,7 +114,7 @@ class _CombinesGradients:
         global_step: Any = None,
         name: str | None = None,
     ) -> Any:
-        """As the plain optimizer's; ``global_step`` counts steps that are accumulated, too.
+        """Apply gradients; ``global_step`` counts steps that are accumulated, too.
 
         Raises:
             ModelError: The gradients come from elsewhere than ``compute_gradients``.

@@ -16,7 +16,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         **OF_JOB,
-        "hvdtrain.horovod.reduce_ops": ("Adasum", "Average", "Sum"),
+        "hvdtrain.horovod.op_constants": ("Adasum", "Average", "Sum"),
         "hvdtrain.horovod.keras_optimizer": (
             "DistributedOptimizer",
             "PartialDistributedOptimizer",

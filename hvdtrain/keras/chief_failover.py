@@ -46,7 +46,7 @@ class ChiefFailover:
         self._verbose = verbose
         self._of_chief = [entry for entry in callbacks if isinstance(entry, CHIEF_ONLY)]
         self._states: Mapping[str, Any] = {}
-        self._deputies: list[_Deputy] = []
+        self._standbys: list[_StandbyCallback] = []
 
     def callbacks(self) -> list[Any]:
         """The user's callbacks as this rank runs them."""
@@ -54,13 +54,15 @@ class ChiefFailover:
             return list(self._callbacks)
         if not self._membership.elastic:
             return [entry for entry in self._callbacks if not isinstance(entry, CHIEF_ONLY)]
-        deputies = {id(entry): _Deputy(entry) for entry in self._of_chief}
-        self._deputies = list(deputies.values())
+        standbys = {id(entry): _StandbyCallback(entry) for entry in self._of_chief}
+        self._standbys = list(standbys.values())
         if self._verbose:
             # Keras' own exists on the chief only.
-            self._deputies.append(_Deputy(keras.callbacks.ProgbarLogger(), verbose=self._verbose))
-        ours = [deputies.get(id(entry), entry) for entry in self._callbacks]
-        return [*ours, *self._deputies[len(deputies) :]]
+            self._standbys.append(
+                _StandbyCallback(keras.callbacks.ProgbarLogger(), verbose=self._verbose)
+            )
+        ours = [standbys.get(id(entry), entry) for entry in self._callbacks]
+        return [*ours, *self._standbys[len(standbys) :]]
 
     def share_states(self) -> None:
         """Let all ranks know what the chief's callbacks remember; collective."""
@@ -74,14 +76,14 @@ class ChiefFailover:
 
     def take_over(self, change: Change) -> None:
         """Begin to run the chief's callbacks, if this rank is the chief now."""
-        if self._membership.is_chief and self._deputies:
+        if self._membership.is_chief and self._standbys:
             restore_callbacks(self._of_chief, self._states, {})
-            for deputy in self._deputies:
-                deputy.act()
-            self._deputies = []
+            for standby in self._standbys:
+                standby.act()
+            self._standbys = []
 
 
-class _Deputy(keras.callbacks.Callback):
+class _StandbyCallback(keras.callbacks.Callback):
     """A callback of the chief on another rank; does nothing until it is to act.
 
     Args:
@@ -127,7 +129,7 @@ class _Deputy(keras.callbacks.Callback):
 
 
 def _handed_on(hook: str) -> Callable[..., None]:
-    def call(self: _Deputy, *args: Any, **options: Any) -> None:
+    def call(self: _StandbyCallback, *args: Any, **options: Any) -> None:
         self.call(hook, *args, **options)
 
     call.__name__ = hook
@@ -135,4 +137,4 @@ def _handed_on(hook: str) -> Callable[..., None]:
 
 
 for _hook in _HOOKS:
-    setattr(_Deputy, _hook, _handed_on(_hook))
+    setattr(_StandbyCallback, _hook, _handed_on(_hook))

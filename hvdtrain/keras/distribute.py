@@ -9,7 +9,7 @@ import keras
 from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.gradients.tape import check_averages
+from hvdtrain.gradients.tape import check_mode
 from hvdtrain.keras.deferred_build import check_built, forget, is_built, postpone
 from hvdtrain.keras.local_sgd.local_patch import LocalModelPatch
 from hvdtrain.keras.model_parts import has_own_call, optimizers_of, plain_optimizers_of
@@ -84,17 +84,17 @@ def _distribute(model: keras.Model, presharded: bool) -> None:
         from hvdtrain.keras.served.served_patch import ServedModelPatch
 
         roles = world.roles()
-        distribution: ModelPatch = ServedModelPatch(model, collectives, presharded, settings, roles)
+        patch: ModelPatch = ServedModelPatch(model, collectives, presharded, settings, roles)
     elif settings.is_local_sgd:
-        distribution = LocalModelPatch(model, collectives, presharded, settings)
+        patch = LocalModelPatch(model, collectives, presharded, settings)
     else:
-        distribution = ModelPatch(model, collectives, presharded, settings)
+        patch = ModelPatch(model, collectives, presharded, settings)
     # An outer optimizer changes weights also where there is one rank.
     if collectives.size > 1 or settings.towers > 1 or settings.is_local_sgd:
         check_same_model(model, collectives)
-        distribution.install()
+        patch.install()
     else:
-        distribution.wait_for_checkpoint()
+        patch.wait_for_checkpoint()
 
 
 def DistributedOptimizer(optimizer: Any) -> Any:
@@ -108,7 +108,7 @@ def DistributedOptimizer(optimizer: Any) -> Any:
     Raises:
         ModelError: Not a Keras 3 optimizer, or some ranks are parameter servers.
     """
-    check_averages("DistributedOptimizer")
+    check_mode("DistributedOptimizer")
     collectives = world.collectives()
     if collectives.size == 1:
         return optimizer

@@ -37,7 +37,7 @@ __all__ = ["ModelPatch"]
 
 logger = logging.getLogger(__package__)
 
-_MARK = "_hvdtrain_distribution"
+_MARK = "_hvdtrain_methods"
 
 
 class ModelPatch:

@@ -20,7 +20,7 @@ from hvdtrain.jobs.naming import add_jobs_dir
 from hvdtrain.jobs.spec import JobSpec, make_spec
 from hvdtrain.launch.horovod_flags import add_horovod_flags, note_on
 from hvdtrain.launch.host_arguments import TF_CONFIG, add_cluster, add_where, named_cluster
-from hvdtrain.launch.option_files import read_horovod_file, read_jobfile
+from hvdtrain.launch.option_files import read_horovod_file, read_job_file
 from hvdtrain.launch.rank_variables import network_variables
 from hvdtrain.log import show
 
@@ -131,7 +131,7 @@ def arguments_of_file(arguments: argparse.Namespace) -> list[str]:
         ConfigurationError: One can't be read.
     """
     horovods = read_horovod_file(Path(arguments.config_file)) if arguments.config_file else []
-    return [*horovods, *(read_jobfile(Path(arguments.config)) if arguments.config else [])]
+    return [*horovods, *(read_job_file(Path(arguments.config)) if arguments.config else [])]
 
 
 def run(arguments: argparse.Namespace) -> int:

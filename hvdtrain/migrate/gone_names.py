@@ -11,7 +11,6 @@ __all__ = [
     "HOROVOD",
     "KERAS",
     "KERAS_ALONE",
-    "LEGACY_OPTIMIZERS",
     "OFFERED_MODULES",
     "SWITCHES",
     "TENSORFLOW",
@@ -194,7 +193,7 @@ KERAS: dict[str, str] = {
 }
 
 # Still there by name, but making one raises ImportError.
-LEGACY_OPTIMIZERS = "optimizers.legacy"
+_LEGACY_OPTIMIZERS = "optimizers.legacy"
 
 # Functions of keras.backend that only tf.keras.backend still has.
 _BACKEND = """
@@ -324,8 +323,8 @@ def _of_tensorflow(name: str) -> str | None:
 
 
 def _of_keras(name: str, *, alone: bool) -> str | None:
-    if name.startswith(f"{LEGACY_OPTIMIZERS}."):
-        new = f"keras.optimizers.{name.removeprefix(LEGACY_OPTIMIZERS + '.')}"
+    if name.startswith(f"{_LEGACY_OPTIMIZERS}."):
+        new = f"keras.optimizers.{name.removeprefix(_LEGACY_OPTIMIZERS + '.')}"
         return f"can't be made since Keras 3; use {new}"
     advice = _longest(KERAS, name)
     if advice is None and alone:

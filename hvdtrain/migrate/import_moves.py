@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hvdtrain.migrate.gone_names import OFFERED_MODULES, why_gone
 from hvdtrain.migrate.script_names import Names, Use
-from hvdtrain.migrate.script_source import Finding, Source
+from hvdtrain.migrate.script_source import Finding, ScriptSource
 
 __all__ = ["NEW", "OLD", "move_imports"]
 
@@ -25,7 +25,7 @@ _FROM = re.compile(r"from(?:[ \t\f]|\\(?:\r\n|\r|\n))+(?=horovod\b)")
 class _Moves:
     """Places of the text where the word is replaced, and what is left to do by hand."""
 
-    source: Source
+    source: ScriptSource
     places: set[int] = field(default_factory=set)
     findings: list[Finding] = field(default_factory=list)
 
@@ -37,7 +37,7 @@ class _Moves:
         self.findings.append(Finding(line, text))
 
 
-def move_imports(source: Source, names: Names) -> tuple[set[int], list[Finding]]:
+def move_imports(source: ScriptSource, names: Names) -> tuple[set[int], list[Finding]]:
     """Find what moves to hvdtrain for certain, and what can't.
 
     Returns:

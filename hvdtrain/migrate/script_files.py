@@ -11,11 +11,11 @@ from typing import BinaryIO
 
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["original_of", "read", "refuse_to_lose_originals", "write"]
+__all__ = ["read", "refuse_to_lose_originals", "write"]
 
 
 def read(path: Path) -> bytes:
-    """A script's bytes.
+    """Read the bytes of a script.
 
     Raises:
         ConfigurationError: It can't be read.
@@ -26,7 +26,7 @@ def read(path: Path) -> bytes:
         raise ConfigurationError(f"it can't be read: {error.strerror}") from None
 
 
-def original_of(path: Path) -> Path:
+def _original_of(path: Path) -> Path:
     """Where the original is kept; beside the file itself where the path is a link to it."""
     path = Path(os.path.realpath(path))
     return path.with_name(f"{path.name}.orig")
@@ -38,7 +38,7 @@ def refuse_to_lose_originals(paths: Iterable[Path]) -> None:
     Raises:
         ConfigurationError: One is there already.
     """
-    there = [str(original_of(path)) for path in paths if os.path.lexists(original_of(path))]
+    there = [str(_original_of(path)) for path in paths if os.path.lexists(_original_of(path))]
     if there:
         raise ConfigurationError(
             f"{', '.join(there)}: there already, and would be lost. Nothing was written. Move it "
@@ -52,7 +52,7 @@ def write(path: Path, old: bytes, new: bytes) -> None:
     Raises:
         ConfigurationError: The disk or the folder doesn't take it; the file is as it was.
     """
-    target, original = Path(os.path.realpath(path)), original_of(path)
+    target, original = Path(os.path.realpath(path)), _original_of(path)
     try:
         with original.open("xb") as file:
             try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["Finding", "Source", "read_source"]
+__all__ = ["Finding", "ScriptSource", "read_source"]
 
 # What Python takes for the end of a line, which is less than str.splitlines does.
 _LINE_END = re.compile(r"\r\n|\r|\n")
@@ -34,7 +34,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ScriptSource:
     """A script that Python can read."""
 
     text: str
@@ -60,7 +60,7 @@ class Source:
         return "".join([*parts, self.text[done:]]).encode(self.encoding)
 
 
-def read_source(raw: bytes) -> Source:
+def read_source(raw: bytes) -> ScriptSource:
     """Read a script, with the encoding that it says it has.
 
     Raises:
@@ -84,4 +84,4 @@ def read_source(raw: bytes) -> Source:
     except (ValueError, RecursionError, MemoryError) as error:
         raise ConfigurationError(f"it isn't Python 3: {error or 'nested too deeply'}") from None
     starts = (0, *(match.end() for match in _LINE_END.finditer(text)))
-    return Source(text=text, encoding=encoding, tree=tree, line_starts=starts)
+    return ScriptSource(text=text, encoding=encoding, tree=tree, line_starts=starts)

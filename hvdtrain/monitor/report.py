@@ -23,14 +23,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hvdtrain.config import REPORT_FD
+from hvdtrain.config import LONGEST_WORD, REPORT_FD
 
 __all__ = ["during", "phase", "resumed", "saved", "step", "watch"]
 
 INTERVAL_S = 1.0
 # What a pipe takes as a whole or not at all (PIPE_BUF).
 MOST_BYTES = 4096
-_LONGEST_WORD = 500
 _STDERR = 2
 
 
@@ -130,8 +129,8 @@ class _Reporter:
                 value = getattr(self, name)
                 if value is not None:
                     state[name] = int(value)
-            state["phase"] = str(self.phase)[:_LONGEST_WORD]
-            state["waiting_in"] = self._waits()[:_LONGEST_WORD]
+            state["phase"] = str(self.phase)[:LONGEST_WORD]
+            state["waiting_in"] = self._waits()[:LONGEST_WORD]
             line = _line(state)
             # Where whoever reads is slow, the next state will do.
             if line != self._told and self._send(line):
@@ -145,12 +144,12 @@ class _Reporter:
             record = {
                 "kind": "failure",
                 "exception": type(cause).__name__,
-                "message": str(cause)[:_LONGEST_WORD],
+                "message": str(cause)[:LONGEST_WORD],
                 "traceback": "",
                 "time_s": time.time(),
             }
             printed = traceback.format_exception(type(error), error, error.__traceback__)
-            lines = [line[:_LONGEST_WORD] for line in "".join(printed).splitlines()]
+            lines = [line[:LONGEST_WORD] for line in "".join(printed).splitlines()]
             while lines and len(_line(record | {"traceback": "\n".join(lines)})) > MOST_BYTES:
                 del lines[len(lines) // 2]
             self._send(_line(record | {"traceback": "\n".join(lines)}))

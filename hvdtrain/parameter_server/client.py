@@ -21,8 +21,8 @@ from hvdtrain.parameter_server.protocol import (
     Request,
     ServerHandle,
 )
+from hvdtrain.parameter_server.published_weights import GRADIENT_SLOTS, SharedMemory
 from hvdtrain.parameter_server.sharding import Shard, Spec, assemble
-from hvdtrain.parameter_server.shared_memory import GRADIENT_SLOTS, SharedMemory
 
 __all__ = ["Client"]
 

@@ -13,7 +13,12 @@ from hvdtrain.collectives.fusion import join_bytes, split_bytes
 from hvdtrain.errors import CheckpointError, ModelError
 from hvdtrain.parameter_server.shard_optimizer import accumulated_steps, plain_optimizer
 from hvdtrain.parameter_server.sharding import Shard, VariableSlice
-from hvdtrain.private_api.keras import own_trainable_variables, rate_of
+from hvdtrain.private_api.keras import (
+    NOT_STATE,
+    accumulated_gradients,
+    own_trainable_variables,
+    rate_of,
+)
 
 __all__ = [
     "AVERAGES",
@@ -25,8 +30,6 @@ __all__ = [
     "take_states",
 ]
 
-# Variables of the model, a list of everything, and what only workers have.
-_NOT_STATE = {"_trainable_variables", "_variables", "_accumulated_gradients"}
 _ITERATIONS = "iterations"
 # The moving averages of the weights, where the optimizer has use_ema.
 AVERAGES = "model_variables_moving_average"
@@ -162,11 +165,11 @@ def _entries(optimizer: Any, shard: Shard, numbers: Sequence[int]) -> _Entries:
     """
     count = len(own_trainable_variables(optimizer))
     mine = {id(variable) for variable in optimizer.variables}
-    known = {id(v) for v in getattr(optimizer, "_accumulated_gradients", ())}
+    known = {id(v) for v in accumulated_gradients(optimizer)}
     found: _Entries = {}
     for attribute, value in vars(optimizer).items():
         name = attribute.lstrip("_")
-        if attribute in _NOT_STATE:
+        if attribute in NOT_STATE:
             continue
         if isinstance(value, keras.Variable) and id(value) in mine and not tuple(value.shape):
             found[name] = value, None

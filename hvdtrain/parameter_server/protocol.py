@@ -19,8 +19,8 @@ import numpy as np
 
 from hvdtrain.collectives.point_to_point import PendingMessage, PointToPoint
 from hvdtrain.errors import CollectiveError, MismatchError, NonFiniteError, PeerLostError
+from hvdtrain.parameter_server.published_weights import PublishedWeights
 from hvdtrain.parameter_server.sharding import Shard
-from hvdtrain.parameter_server.shared_memory import PublishedWeights
 
 __all__ = [
     "DATA",

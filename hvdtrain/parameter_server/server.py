@@ -24,7 +24,7 @@ from hvdtrain.parameter_server.protocol import (
     ReplySender,
     Request,
 )
-from hvdtrain.parameter_server.shared_memory import SharedMemory
+from hvdtrain.parameter_server.published_weights import SharedMemory
 from hvdtrain.parameter_server.updates import Origin, ShardUpdates
 
 __all__ = ["Server"]

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError
-from hvdtrain.private_api.keras import rate_of
+from hvdtrain.private_api.keras import decays, iterations_of, rate_of
 
 __all__ = [
     "accumulated_steps",
@@ -40,11 +40,11 @@ class _AppliesAlone:
     _hvdtrain_steps = 1
 
     def _get_current_learning_rate(self) -> Any:
-        schedule = getattr(self, "_learning_rate", None)
+        schedule = rate_of(self)
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             # Keras' schedules count the steps whose gradients are accumulated, too.
             steps = self._hvdtrain_steps
-            rate = schedule(self._iterations * steps + (steps - 1))  # type: ignore[attr-defined]
+            rate = schedule(iterations_of(self) * steps + (steps - 1))
         else:
             rate = super()._get_current_learning_rate()  # type: ignore[misc]
         factor = self._hvdtrain_factor
@@ -139,9 +139,7 @@ def optimizer_for_pieces(optimizer: Any, pieces: Sequence[Any], wholes: Sequence
         ) from error
     object.__setattr__(own, "_hvdtrain_steps", accumulated_steps(optimizer))
     # What the configuration doesn't hold: it is told by the model's variables and their names.
-    excluded = [
-        piece for piece, whole in zip(pieces, wholes) if not plain._use_weight_decay(whole.value)
-    ]
+    excluded = [p for p, whole in zip(pieces, wholes) if not decays(plain, whole.value)]
     if excluded:
         own.exclude_from_weight_decay(var_list=excluded)
     own.build(list(pieces))

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from hvdtrain.collectives.fusion import ALIGNMENT_BYTES
+from hvdtrain.collectives.fusion import aligned
 from hvdtrain.errors import ConfigurationError, ModelError
 
 __all__ = [
     "Shard",
     "Spec",
     "VariableSlice",
-    "aligned",
     "assemble",
     "numpy_dtype",
     "shard_variables",
@@ -258,11 +257,6 @@ def _check_servers(servers: int, elements: int, kept: int) -> None:
             f"most {elements + kept}, for the model has {elements} elements that can be shared "
             f"out and {kept} variables that must stay whole. Ask for another number of servers."
         )
-
-
-def aligned(nbytes: int) -> int:
-    """Returns the least multiple of ``ALIGNMENT_BYTES`` that ``nbytes`` fit into."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def numpy_dtype(name: str) -> np.dtype:

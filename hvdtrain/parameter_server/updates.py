@@ -19,8 +19,8 @@ from hvdtrain.parameter_server.gradients import (
     ShardGradients,
     merge_rows,
 )
+from hvdtrain.parameter_server.published_weights import PublishedWeights
 from hvdtrain.parameter_server.sharding import Shard
-from hvdtrain.parameter_server.shared_memory import PublishedWeights
 from hvdtrain.parameter_server.variable_table import VariableTable
 
 __all__ = ["DelayCompensation", "GradientMean", "Origin", "ShardUpdates", "StalenessStats"]

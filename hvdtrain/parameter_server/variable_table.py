@@ -20,6 +20,7 @@ from hvdtrain.parameter_server.shard_optimizer import (
     scaled_learning_rate,
 )
 from hvdtrain.parameter_server.sharding import Shard, VariableSlice
+from hvdtrain.private_api.keras import average_weights, iterations_of, take_averages
 
 __all__ = ["VariableTable"]
 
@@ -159,12 +160,12 @@ class VariableTable:
     def _count_update(self) -> None:
         """Do what an update does where no variable held here has a gradient."""
         optimizer = self._optimizer
-        optimizer._update_model_variables_moving_average(self._variables)
-        optimizer._iterations.assign_add(1)
+        average_weights(optimizer, self._variables)
+        iterations_of(optimizer).assign_add(1)
         if optimizer.use_ema and optimizer.ema_overwrite_frequency:
             tf.cond(
                 optimizer.iterations % optimizer.ema_overwrite_frequency == 0,
-                lambda: optimizer._overwrite_model_variables_with_average_value(self._variables),
+                lambda: take_averages(optimizer, self._variables),
                 lambda: None,
             )
 

@@ -51,6 +51,7 @@ except (ImportError, AttributeError) as error:
 
 __all__ = [
     "HOOKS",
+    "NOT_STATE",
     "RATE",
     "RESULTS",
     "SEEN",
@@ -58,6 +59,7 @@ __all__ = [
     "FitIterator",
     "accumulated_gradients",
     "are_arrays",
+    "average_weights",
     "build_symbolically",
     "check",
     "class_weight_map",
@@ -65,6 +67,7 @@ __all__ = [
     "column",
     "compiled_loss",
     "compute_loss",
+    "decays",
     "default_batch_size",
     "flat_losses",
     "flatten_layers",
@@ -96,6 +99,7 @@ __all__ = [
     "set_untracked",
     "specs_of_batches",
     "split_validation",
+    "take_averages",
     "takes_training",
     "warn_of_interruption",
     "without_scipy",
@@ -114,6 +118,7 @@ HOOKS: dict[type, tuple[str, ...]] = {
     ),
     keras.layers.BatchNormalization: ("_moments",),
     keras.optimizers.Optimizer: (
+        "_all_reduce_sum_gradients",
         "_apply_weight_decay",
         "_backend_increment_gradient_accumulators",
         "_backend_update_step",
@@ -138,6 +143,8 @@ RESULTS = "_get_metrics_result_or_logs"
 """The method of a model that says what its loops report; takes what the last step returned."""
 SYMBOLIC_BUILD = "_maybe_symbolic_build"
 """The method of a model to which ``fit`` shows its iterator, as ``iterator``."""
+NOT_STATE = {"_trainable_variables", "_variables", "_accumulated_gradients"}
+"""What an optimizer holds beside its state: the model's variables, a list of all, waiting sums."""
 RATE = "_get_current_learning_rate"
 """The method of an optimizer that computes the learning rate of a step."""
 
@@ -304,6 +311,21 @@ def moving_averages(optimizer: Any) -> list[Any]:
         missing = f"{type(optimizer).__name__}.{_AVERAGES}"
         raise ModelError(lacks("Keras", keras.version(), SEEN, missing))
     return list(averages)
+
+
+def average_weights(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Let an optimizer with ``use_ema`` take weights into their moving averages."""
+    optimizer._update_model_variables_moving_average(variables)
+
+
+def take_averages(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Give variables the moving averages of their weights."""
+    optimizer._overwrite_model_variables_with_average_value(variables)
+
+
+def decays(optimizer: Any, variable: Any) -> bool:
+    """Whether weight decay is for this variable, too."""
+    return bool(optimizer._use_weight_decay(variable))
 
 
 def mask_of(output: Any) -> Any:

@@ -43,7 +43,7 @@ OF_JOB = {
         "init",
         "remove_process_set",
     ),
-    "hvdtrain.horovod.reduce_ops": ("Average", "Sum"),
+    "hvdtrain.horovod.op_constants": ("Average", "Sum"),
     "hvdtrain.gradients.compression": ("Compression",),
 }
 """What the modules for Keras have as well."""
@@ -61,7 +61,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "rank_op",
             "size_op",
         ),
-        "hvdtrain.horovod.reduce_ops": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
+        "hvdtrain.horovod.op_constants": ("Adasum", "Average", "Max", "Min", "Product", "Sum"),
         "hvdtrain.horovod.exchange_ops": (
             "allgather",
             "alltoall",

@@ -24,9 +24,9 @@ from hvdtrain.errors import CollectiveError, HvdtrainError, LaunchError
 from hvdtrain.private_api import tensorflow as private_tensorflow
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 
-__all__ = ["KIND", "DeviceCollectives", "connect"]
+__all__ = ["DeviceCollectives", "connect"]
 
-KIND = "device_allreduce"
+_KIND = "device_allreduce"
 
 # Large enough for the full speed of a link, small enough for the first to travel while the
 # gradients of the second are computed.
@@ -108,8 +108,8 @@ class DeviceCollectives:
         """Combine tensors of one type over all ranks, at once or in the graph that is being made.
 
         Args:
-            tensors: Of a type and shapes that this ``takes``, alike on all ranks.
-            op: How.
+            tensors: Tensors of a type and shapes that this ``takes``, alike on all ranks.
+            op: How they are combined.
             name: For errors; the same on all ranks.
             before: Called on the host before all else.
             after: Called on the host in the end, and may raise: with whether all results are
@@ -213,7 +213,7 @@ class DeviceCollectives:
         """
         self.error = None
         try:
-            self._collectives.begin_external(KIND, name, detail)
+            self._collectives.begin_external(_KIND, name, detail)
         except HvdtrainError as error:
             self.error = error
             raise

@@ -103,7 +103,7 @@ def stack_ranks(collectives: Collectives, tensor: tf.Tensor, name: str) -> tf.Te
 
 
 def _stack_survivors(collectives: Collectives, tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """The same where ranks may be lost between the two passes.
+    """Stack the tensors of all ranks where some may be lost between the two passes.
 
     The gradient has a row for each rank that gave its part to the forward pass; among those this
     rank finds its own row, whatever its number has become since.

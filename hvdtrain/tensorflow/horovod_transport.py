@@ -23,7 +23,7 @@ from hvdtrain.collectives.transport import Reduction, Transport
 from hvdtrain.collectives.watchdog import Watchdog
 from hvdtrain.errors import CollectiveError, ConfigurationError, LaunchError
 
-__all__ = ["HorovodTransport", "load_horovod"]
+__all__ = ["HorovodTransport"]
 
 _OPS = {"sum": "Sum", "average": "Sum", "min": "Min", "max": "Max", "product": "Product"}
 # Types that it does not reduce, as one in which the result is the same but for its upper bits.
@@ -31,7 +31,7 @@ _SENT_AS = {"bool": "uint8", "int16": "int32", "uint16": "int32", "uint32": "int
 _TOP_BIT = np.uint64(1 << 63)
 
 
-def load_horovod() -> ModuleType:
+def _load_horovod() -> ModuleType:
     """``horovod.tensorflow``.
 
     Raises:
@@ -62,7 +62,7 @@ class HorovodTransport(Transport):
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout_s=timeout_s)
-        self._hvd = load_horovod()
+        self._hvd = _load_horovod()
         self._hvd.init()
 
     def open(self, ranks: RankState) -> None:

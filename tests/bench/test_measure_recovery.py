@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.bench.measure_recovery import Step, find_losses, rows_needed
+from hvdtrain.bench.measure_recovery import StepEnd, find_losses, rows_needed
 
 ALL, TWO, ONE = (0, 1, 2), (1, 2), (1,)
 STEPS = [
-    *(Step(10.0, ALL), Step(11.0, ALL), Step(12.0, ALL), Step(17.0, ALL)),
-    *(Step(19.0, TWO), Step(23.0, TWO), Step(25.0, TWO), Step(27.0, TWO)),
-    *(Step(28.0, ONE), Step(28.5, ONE), Step(29.0, ONE)),
+    *(StepEnd(10.0, ALL), StepEnd(11.0, ALL), StepEnd(12.0, ALL), StepEnd(17.0, ALL)),
+    *(StepEnd(19.0, TWO), StepEnd(23.0, TWO), StepEnd(25.0, TWO), StepEnd(27.0, TWO)),
+    *(StepEnd(28.0, ONE), StepEnd(28.5, ONE), StepEnd(29.0, ONE)),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hvdtrain.cluster.hosts import Host, parse_hosts
 from hvdtrain.cluster.placement import place
 from hvdtrain.cluster.roles import Roles, assign_roles, remaining
-from hvdtrain.cluster.tf_config import ClassicCluster, arrange
+from hvdtrain.cluster.tf_config import ClassicCluster, hosts_and_servers
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 
@@ -110,7 +110,7 @@ def test_servers_stay_on_their_hosts(
     ranks = sum(host.slots for host in hosts)
     before = place(parse_hosts(there), None, servers=servers)
     then = remaining(before, hosts, ranks, oversubscribe=False)
-    hosts_then, ps_ranks = arrange(then)
+    hosts_then, ps_ranks = hosts_and_servers(then)
     places = place(hosts_then, None, servers=ps_ranks)
     workers, serving = expected.split(" | ")
     assert [entry.host for entry in places if entry.role != "ps"] == workers.split()

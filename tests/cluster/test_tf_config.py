@@ -8,7 +8,12 @@ import pytest
 
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.placement import place
-from hvdtrain.cluster.tf_config import ClassicCluster, arrange, parse_cluster, parse_task_lists
+from hvdtrain.cluster.tf_config import (
+    ClassicCluster,
+    hosts_and_servers,
+    parse_cluster,
+    parse_task_lists,
+)
 from hvdtrain.errors import ConfigurationError
 
 SPEC = {"worker": ["h1:2222", "h2:2222"], "ps": ["h3:2222"]}
@@ -105,7 +110,7 @@ ARRANGED = {
 @pytest.mark.parametrize(("workers", "servers", "slots", "ranks"), ARRANGED.values(), ids=ARRANGED)
 def test_hosts_and_ranks(workers: str, servers: str, slots: str, ranks: tuple[int, ...]) -> None:
     cluster = ClassicCluster(workers=tuple(workers.split()), servers=tuple(servers.split()))
-    hosts, ps_ranks = arrange(cluster)
+    hosts, ps_ranks = hosts_and_servers(cluster)
     named = (text.split(":") for text in slots.split())
     assert hosts == [Host(name=name, slots=int(count)) for name, count in named]
     assert ps_ranks == ranks

@@ -13,9 +13,9 @@ from hvdtrain.gradients.compressors import GradientCompressor
 from hvdtrain.gradients.compressors.low_rank import LowRank
 from hvdtrain.gradients.compressors.top_k import TopK
 from hvdtrain.gradients.error_feedback import ErrorFeedback
-from hvdtrain.gradients.options import ReduceOptions
 from hvdtrain.gradients.ranks import EngineRanks
 from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.gradients.reduction_options import ReduceOptions
 
 COMPRESSORS = [LowRank(1), TopK(0.02, (0, 1))]
 both = pytest.mark.parametrize("compressor", COMPRESSORS, ids=["low-rank", "top-k"])

@@ -16,9 +16,9 @@ from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import create
 from hvdtrain.config import Settings
 from hvdtrain.errors import MismatchError, NonFiniteError
-from hvdtrain.gradients.options import ReduceOptions
 from hvdtrain.gradients.ranks import EngineRanks
 from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.gradients.reduction_options import ReduceOptions
 from tests.collectives.engines import EngineCase, new_engine
 
 two = pytest.mark.ranks(2)

@@ -20,7 +20,7 @@ from hvdtrain.horovod.exchange_ops import (
     broadcast_,
     grouped_allgather,
 )
-from hvdtrain.horovod.reduce_ops import Average, Max, Min, Product, Sum
+from hvdtrain.horovod.op_constants import Average, Max, Min, Product, Sum
 from hvdtrain.horovod.reduction_ops import (
     allreduce,
     grouped_allreduce,

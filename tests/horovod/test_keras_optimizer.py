@@ -15,8 +15,8 @@ from hvdtrain.horovod.keras_optimizer import (
     PartialDistributedOptimizer,
     load_model,
 )
+from hvdtrain.horovod.op_constants import Max, Sum
 from hvdtrain.horovod.process_sets import add_process_set, remove_process_set
-from hvdtrain.horovod.reduce_ops import Max, Sum
 
 several = pytest.mark.ranks(1, 2, 3)
 ROWS = 24

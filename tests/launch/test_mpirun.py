@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.mpirun import Family, Mpirun, recognise, why_not_elastic
+from hvdtrain.launch.mpirun import Family, Mpirun, recognise, why_not_start_elastic
 
 OPENMPI_4 = "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
 OPENMPI_5 = "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
@@ -40,6 +40,6 @@ def test_what_is_not_recognised_is_an_error(text: str) -> None:
 def test_where_ranks_go_on_without_one() -> None:
     five = Mpirun(path=Path("/opt/bin/mpirun"), family="openmpi5")
     four = Mpirun(path=Path("/opt/bin/mpirun"), family="openmpi4")
-    assert why_not_elastic(five, in_slurm=False) == ""
-    assert "srun" in why_not_elastic(five, in_slurm=True)
-    assert "/opt/bin/mpirun is another MPI" in why_not_elastic(four, in_slurm=False)
+    assert why_not_start_elastic(five, in_slurm=False) == ""
+    assert "srun" in why_not_start_elastic(five, in_slurm=True)
+    assert "/opt/bin/mpirun is another MPI" in why_not_start_elastic(four, in_slurm=False)

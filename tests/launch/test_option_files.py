@@ -9,13 +9,13 @@ import pytest
 
 from hvdtrain.cli import main
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.launch.option_files import read_horovod_file, read_jobfile
+from hvdtrain.launch.option_files import read_horovod_file, read_job_file
 
 
 def read(folder: Path, text: str) -> list[str]:
     path = folder / "job.toml"
     path.write_text(text, encoding="utf-8")
-    return read_jobfile(path)
+    return read_job_file(path)
 
 
 FILES = {
@@ -70,12 +70,12 @@ def test_what_can_not_be_used_is_told(text: str, told: str, tmp_path: Path) -> N
 
 def test_a_file_that_can_not_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"none.toml can't be read: No such file"):
-        read_jobfile(tmp_path / "none.toml")
+        read_job_file(tmp_path / "none.toml")
     with pytest.raises(ConfigurationError, match=r"can't be read: Is a directory"):
-        read_jobfile(tmp_path)
+        read_job_file(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b'hosts = "\xe9"')
     with pytest.raises(ConfigurationError, match=r"latin.toml is no TOML: .*utf-8"):
-        read_jobfile(tmp_path / "latin.toml")
+        read_job_file(tmp_path / "latin.toml")
 
 
 FULL = """

@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.cli import main
 from hvdtrain.cluster.hosts import parse_hosts
-from hvdtrain.cluster.tf_config import ClassicCluster, arrange
+from hvdtrain.cluster.tf_config import ClassicCluster, hosts_and_servers
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import Plan
@@ -175,7 +175,7 @@ def test_a_host_to_spare_takes_over_by_number() -> None:
 
 def test_a_classic_cluster_is_started_again_with_what_is_left() -> None:
     job, site = job_on("a", mode="sync-ps")
-    hosts, ps_ranks = arrange(ClassicCluster(workers=("a", "b", "c"), servers=("a", "s")))
+    hosts, ps_ranks = hosts_and_servers(ClassicCluster(workers=("a", "b", "c"), servers=("a", "s")))
     site = Resources(**{**vars(site), "hosts": tuple(hosts), "ps_ranks": ps_ranks})
     first = make_plan(job, site, site.hosts, None)
     assert roles(first) == "a a* b c s*"

@@ -9,9 +9,9 @@ from hvdtrain import world as state
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.consistency import Asynchronous, Synchronous
 from hvdtrain.parameter_server.optimizer_state import put_states, take_states
+from hvdtrain.parameter_server.published_weights import share_memory
 from hvdtrain.parameter_server.server import Server
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
-from hvdtrain.parameter_server.shared_memory import share_memory
 from hvdtrain.parameter_server.updates import ShardUpdates, StalenessStats
 from hvdtrain.parameter_server.variable_table import VariableTable
 

@@ -19,7 +19,7 @@ from hvdtrain import world as job
 from hvdtrain.errors import ConfigurationError, MismatchError
 from hvdtrain.horovod.broadcast import broadcast_variables
 from hvdtrain.horovod.exchange_ops import allgather, alltoall, broadcast_
-from hvdtrain.horovod.reduce_ops import Sum
+from hvdtrain.horovod.op_constants import Sum
 from hvdtrain.horovod.reduction_ops import allreduce
 
 v1 = tf.compat.v1

@@ -26,10 +26,10 @@ _BLOCK_ITEMS = 32 << 10
 
 
 class LowRank(GradientCompressor):
-    """PowerSGD.
+    """Sends two narrow matrices for each that is large enough to pay: PowerSGD.
 
     Args:
-        rank: Columns of P and Q.
+        rank: How many columns P and Q have.
     """
 
     def __init__(self, rank: int) -> None:
@@ -41,7 +41,7 @@ class LowRank(GradientCompressor):
         return len(shape) > 1 and 0 < 2 * self._rank * sum(matrix_shape(shape)) <= items
 
     def state_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of Q, whose columns have a length of 1; one of zeros begins anew."""
+        """The shape of Q, whose columns have a length of 1; one of zeros begins anew."""
         return matrix_shape(shape)[1], self._rank
 
     def average(
@@ -108,7 +108,7 @@ def _length(column: np.ndarray) -> float:
 
 
 def _of_unit_length(columns: np.ndarray) -> np.ndarray:
-    """So that P is as large as the gradient, whatever its scale; columns of zeros stay so."""
+    """Scale columns to a length of 1, so that P is as large as the gradient; zeros stay so."""
     lengths = np.sqrt(np.square(columns, dtype=np.float64).sum(axis=0))
     return (columns / np.where(lengths > 0, lengths, 1.0)).astype(columns.dtype)
 

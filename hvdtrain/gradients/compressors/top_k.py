@@ -28,7 +28,7 @@ class TopK(GradientCompressor):
     part: a host sends as much with eight ranks as with one.
 
     Args:
-        share: Of the values, above 0 and up to 1; of each part one is sent at least.
+        share: How much of the values is sent, above 0 and up to 1; of each part one at least.
         hosts: The host of each rank.
     """
 

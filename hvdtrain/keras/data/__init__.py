@@ -6,8 +6,8 @@ is lost and none comes twice; joint step ``k`` of N ranks holds what one process
 batch would see at step ``k``.
 """
 
-from hvdtrain.keras.data.shard_input import shard_input
+from hvdtrain.keras.data.input_kinds import shard_input
 from hvdtrain.keras.data.shard_plan import ShardPlan
-from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput
+from hvdtrain.keras.data.sharded_input import ShardedInput
 
-__all__ = ["JOINT_ROWS_UNKNOWN", "ShardPlan", "ShardedInput", "shard_input"]
+__all__ = ["ShardPlan", "ShardedInput", "shard_input"]

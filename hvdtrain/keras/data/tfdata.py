@@ -26,9 +26,9 @@ from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
 from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput
 from hvdtrain.private_api import keras as private_keras
 
-__all__ = ["NOTICE", "ShardedPipeline", "TfDataSource"]
+__all__ = ["ShardedPipeline", "TfDataSource"]
 
-NOTICE = (
+_NOTICE = (
     "Every rank runs the whole tf.data pipeline and keeps its part of the batches. If reading or "
     "preparing the data is what takes the time, shard the source, dataset.shard(hvdtrain.size(), "
     "hvdtrain.rank()) before the costly steps, and tell hvdtrain with presharded=True."
@@ -255,7 +255,7 @@ class ShardedPipeline(ShardedInput):
             functools.partial(self._whole_pass, steps),
             steps=steps,
             joint_rows_known=not plan.presharded,
-            notice=NOTICE if source.compares else None,
+            notice=_NOTICE if source.compares else None,
         )
 
     def _whole_pass(self, steps: int | None) -> tf.data.Dataset:

@@ -18,7 +18,7 @@ __all__ = ["LocalSteps"]
 
 
 class LocalSteps(ModelSteps):
-    """As ``ModelSteps``, but that no gradient meets those of other ranks."""
+    """Runs steps as ``ModelSteps`` does, with no gradient that meets those of other ranks."""
 
     def __init__(
         self,

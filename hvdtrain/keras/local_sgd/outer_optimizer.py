@@ -18,8 +18,8 @@ class OuterOptimizer:
     1805.09767).
 
     Attributes:
-        learning_rate: Of the outer gradient.
-        momentum: Of it, from 0 on, below 1.
+        learning_rate: What the outer gradient is multiplied with.
+        momentum: How much of the velocity is kept, from 0 on, below 1.
     """
 
     learning_rate: float = 1.0
@@ -35,7 +35,7 @@ class OuterOptimizer:
 
         Args:
             anchor: The weights that the round began with; arrays or tensors, of any shape.
-            average: Of the weights that ranks have at its end.
+            average: The mean of the weights that ranks have at its end.
             velocity: What the step before returned, zeros at first; not used without momentum.
         """
         gradient = anchor - average

@@ -14,7 +14,7 @@ from hvdtrain.keras.model_parts import has_own, plain_optimizers_of
 from hvdtrain.keras.model_sync import layer_statistics, seed_generators
 from hvdtrain.private_api.keras import moving_averages
 
-__all__ = ["WeightAveraging", "averaged_variables", "share"]
+__all__ = ["WeightAveraging"]
 
 
 class WeightAveraging:
@@ -43,7 +43,7 @@ class WeightAveraging:
         self._reducer = reducer
         self._sync_every = sync_every
         self._outer = outer
-        self._variables = averaged_variables(model)
+        self._variables = _averaged_variables(model)
         self._steps = keras.Variable(0, dtype="int64", trainable=False, name="steps_of_round")
         # What this rank's steps count for beside those of others.
         self._counts = keras.Variable(0.0, dtype="float64", trainable=False, name="counts")
@@ -95,7 +95,7 @@ class WeightAveraging:
             anchor.assign(variable.value)
 
     def _end_round(self) -> None:
-        factor = share(self._counts.value, self._reducer)
+        factor = _share(self._counts.value, self._reducer)
         weights = [tf.convert_to_tensor(variable.value) for variable in self._variables]
         weighted = [weight * tf.cast(factor, weight.dtype) for weight in weights]
         averages = self._reducer.average(weighted, self._variables, weight=factor)
@@ -121,7 +121,7 @@ class WeightAveraging:
         ]
 
 
-def averaged_variables(model: keras.Model) -> list[Any]:
+def _averaged_variables(model: keras.Model) -> list[Any]:
     """The variables that steps change on each rank otherwise, and that have an average.
 
     A ``train_step`` of the user's may change more than what is trained, such as a network that
@@ -135,7 +135,7 @@ def averaged_variables(model: keras.Model) -> list[Any]:
     return [v for v in kept if tf.as_dtype(v.dtype).is_floating]
 
 
-def share(counts: tf.Tensor, reducer: GradientReducer) -> tf.Tensor:
+def _share(counts: tf.Tensor, reducer: GradientReducer) -> tf.Tensor:
     """What this rank's weights are multiplied with before they are averaged; communicates.
 
     Equal counts give 1, which leaves a plain average.

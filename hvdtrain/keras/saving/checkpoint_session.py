@@ -54,7 +54,7 @@ class CheckpointSession:
     _epochs: EpochIterator
     """Where ``fit`` stands in its data; given as ``running`` begins."""
     _seed: int
-    """The seed of the data's orders; likewise."""
+    """The seed of the data's orders; given as ``running`` begins."""
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from hvdtrain.keras.served.worker_exchange import AveragesElsewhere, WorkerExcha
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, GradientSum, Rows
 from hvdtrain.parameter_server.protocol import NO_POSITION
+from hvdtrain.private_api.keras import rate_of
 
 __all__ = ["GradientExchange"]
 
@@ -41,7 +42,7 @@ class _LeavesUpdates(AveragesElsewhere, WeighsSteps):
     def _backend_update_step(
         self, grads: Any, trainable_variables: Any, learning_rate: Any
     ) -> None:
-        settable = isinstance(self._learning_rate, keras.Variable)  # type: ignore[attr-defined]
+        settable = isinstance(rate_of(self), keras.Variable)
         weight, grads = self._hvdtrain_take_mean(grads)
         self._hvdtrain_reducer.step(
             grads,

@@ -21,9 +21,9 @@ from hvdtrain.keras.model_sync import check_can_be_averaged
 from hvdtrain.keras.optimizer_patch import plain_optimizers, unmix
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.optimizer_state import AVERAGES, put_states, take_states
+from hvdtrain.parameter_server.published_weights import SharedMemory, share_memory
 from hvdtrain.parameter_server.shard_optimizer import check_optimizer, plain_optimizer, stays_whole
 from hvdtrain.parameter_server.sharding import Shard, Spec, shard_variables, specs_of
-from hvdtrain.parameter_server.shared_memory import SharedMemory, share_memory
 from hvdtrain.private_api.keras import moving_averages, own_trainable_variables
 
 __all__ = ["ServerOptimizerState", "ServerShards", "center_optimizer", "shard_model"]
@@ -53,7 +53,7 @@ def shard_model(
     unmix(model.optimizer)  # what can be cut goes by its class
     optimizer = model.optimizer
     elastic = settings.mode == "easgd"
-    _check_averages(optimizer, elastic=elastic)
+    _check_moving_averages(optimizer, elastic=elastic)
     if elastic:
         check_can_be_averaged(model, settings.mode)
         optimizer = center_optimizer(model)
@@ -125,7 +125,7 @@ def center_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
     return optimizer
 
 
-def _check_averages(optimizer: Any, *, elastic: bool) -> None:
+def _check_moving_averages(optimizer: Any, *, elastic: bool) -> None:
     """Raise ModelError unless servers can keep the averages that the model's optimizer asks for.
 
     With ``elastic`` servers update their weights in another way than it would.

@@ -32,6 +32,7 @@ from hvdtrain.keras.served.served_fit import ServedJob, find_for_all
 from hvdtrain.keras.served.worker_exchange import WorkerExchange
 from hvdtrain.monitor import report
 from hvdtrain.parameter_server.protocol import NO_POSITION
+from hvdtrain.private_api.keras import iterations_of
 
 __all__ = ["WorkerSession", "begin_worker_session"]
 
@@ -238,5 +239,6 @@ def _forget_accumulated(optimizer: Any) -> None:
     for leaf in plain_optimizers(optimizer):
         for variable in accumulators(leaf):
             variable.assign(np.zeros(variable.shape))
-        waiting = int(leaf._iterations.numpy()) % (leaf.gradient_accumulation_steps or 1)
-        leaf._iterations.assign_sub(waiting)
+        iterations = iterations_of(leaf)
+        waiting = int(iterations.numpy()) % (leaf.gradient_accumulation_steps or 1)
+        iterations.assign_sub(waiting)

@@ -25,8 +25,6 @@ from hvdtrain.parameter_server.protocol import NO_POSITION
 
 __all__ = ["AveragesElsewhere", "WorkerExchange", "WorkerLossWeights", "refuse_training"]
 
-Exchange = Callable[..., Sequence[np.ndarray] | None]
-
 
 class AveragesElsewhere:
     """Leaves the averages of weights (use_ema) to the servers."""
@@ -39,7 +37,7 @@ class AveragesElsewhere:
 
 
 class WorkerLossWeights(OwnLossWeights):
-    """Of a worker; ``gathers`` says whether servers put gradients of several workers together."""
+    """Weighs losses of a worker; ``gathers`` is whether servers sum gradients of several."""
 
     def __init__(self, reducer: GradientReducer, *, gathers: bool) -> None:
         super().__init__(reducer)
@@ -131,12 +129,14 @@ class WorkerExchange:
         return None
 
     def _forget(self) -> None:
-        """Begin anew."""
+        """Forget what was not sent yet; called as ``fit`` begins."""
 
     def _position_after(self, ran: Any, samples: Any) -> tuple[int, ...]:
         return NO_POSITION if self.position is None else self.position(int(ran), int(samples))
 
-    def _run(self, exchange: Exchange, inputs: Sequence[tf.Tensor]) -> None:
+    def _run(
+        self, exchange: Callable[..., Sequence[np.ndarray] | None], inputs: Sequence[tf.Tensor]
+    ) -> None:
         """Exchange with the servers as part of a step.
 
         ``exchange`` is Python that returns the model's next weights, or None where it keeps its

@@ -1,4 +1,4 @@
-"""The same as ``hvdtrain.keras``, under Horovod's other path.
+"""What ``hvdtrain.keras`` offers, under Horovod's other path.
 
 ::
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.collectives.fusion import ALIGNMENT_BYTES, BufferPool
+from hvdtrain.collectives.fusion import ALIGNMENT_BYTES, BufferPool, aligned
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CollectiveError
-from hvdtrain.parameter_server.sharding import Shard, aligned
+from hvdtrain.parameter_server.sharding import Shard
 
 __all__ = [
     "GRADIENT_SLOTS",

@@ -7,14 +7,14 @@ import pytest
 
 from hvdtrain import world as state
 from hvdtrain.errors import CollectiveError
-from hvdtrain.parameter_server import shared_memory as module
-from hvdtrain.parameter_server.sharding import Spec, shard_variables
-from hvdtrain.parameter_server.shared_memory import (
+from hvdtrain.parameter_server import published_weights as module
+from hvdtrain.parameter_server.published_weights import (
     GRADIENT_SLOTS,
     PublishedWeights,
     published_bytes,
     share_memory,
 )
+from hvdtrain.parameter_server.sharding import Spec, shard_variables
 from tests.parameter_server.serving import WORKERS, free, serve
 
 NBYTES = 1000

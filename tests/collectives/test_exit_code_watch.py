@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import atexit, sys
-from hvdtrain.collectives.exit_code import ExitCodeWatch
+from hvdtrain.collectives.exit_code_watch import ExitCodeWatch
 before = sys.exit
 watch = ExitCodeWatch()
 def tell():

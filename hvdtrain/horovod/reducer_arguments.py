@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from hvdtrain.gradients.options import Exchange, ReduceOptions
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.horovod.reduce_ops import Average, Sum, choose_op
+from hvdtrain.gradients.reduction_options import ExchangeOptions, ReduceOptions
+from hvdtrain.horovod.op_constants import Average, Sum, choose_op
 
 __all__ = ["optimizer_reducer", "reducer_for", "trainable_weights_of"]
 
@@ -30,7 +30,7 @@ def reducer_for(arguments: Mapping[str, Any]) -> GradientReducer:
             f"gradient_predivide_factor={factor} is for op=Average; received op={op.name}."
         )
     groups = arguments["groups"]
-    exchange = Exchange(
+    exchange = ExchangeOptions(
         op=op.of_tensors,
         compression=arguments["compression"],
         prescale=1.0 / factor,

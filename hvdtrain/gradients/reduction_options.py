@@ -10,14 +10,14 @@ from hvdtrain.gradients.array_reduction import TensorOp
 from hvdtrain.gradients.compression import Compression, Compressor
 from hvdtrain.gradients.compressors import GradientCompressor
 
-__all__ = ["Exchange", "Groups", "ReduceOptions"]
+__all__ = ["ExchangeOptions", "Groups", "ReduceOptions"]
 
 Groups = int | Sequence[Sequence[Any]] | None
 """A number of groups, or lists of variables; None for one group."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class ExchangeOptions:
     """How ``gradients.allreduce.exchange`` combines tensors.
 
     Attributes:
@@ -61,7 +61,7 @@ class ReduceOptions:
     non_finite: str = "error"
     wire: str = "none"
     compressor: GradientCompressor | None = None
-    unchecked: Exchange | None = None
+    unchecked: ExchangeOptions | None = None
     sparse_as_dense: bool = False
     groups: Groups = None
     scale_local: bool = True
@@ -88,7 +88,7 @@ class ReduceOptions:
         gradients come first, make the first.
 
         Args:
-            places: Of those variables.
+            places: Where among ``variables`` those are that have gradients.
             variables: All of them.
             sizes: Bytes of the gradient at each place; 0 where that isn't known.
             bucket_bytes: A bucket is complete when it holds so many; 0 for one of all.
