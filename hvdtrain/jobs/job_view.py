@@ -88,10 +88,10 @@ def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
     views = []
     for job, state, spec in found:
         number = spec.slurm_job if spec is not None else ""
-        slurm = None
+        slurm, why = None, ""
         if number in asked:
-            slurm = NO_ANSWER if answers is None else answers.get(number, GONE)
-        views.append(_view(job, state, spec, slurm))
+            slurm, why = (NO_ANSWER, "") if answers is None else answers.get(number, (GONE, ""))
+        views.append(_view(job, state, spec, slurm, why))
     return views
 
 
@@ -113,7 +113,7 @@ def _is_slurms(job: JobFolder, state: JobState | None) -> bool:
 
 
 def _view(
-    job: JobFolder, state: JobState | None, spec: JobSpec | None, slurm: str | None
+    job: JobFolder, state: JobState | None, spec: JobSpec | None, slurm: str | None, why: str
 ) -> JobView:
     status = job.status(state, slurm)
     known: dict[str, Any] = {"name": job.name, "status": status, "created_s": job.created_s()}
@@ -125,6 +125,8 @@ def _view(
             known["ended_s"] = state.since_s
         elif status in ("lost", "stopped"):
             known |= {"ended_s": job.heard_s(), "verdict": _lost(job, slurm)}
+    if status == "queued" and slurm is not None:
+        known["verdict"] = f"it waits for Slurm: {why}" if why not in ("", "None") else ""
     if slurm == NO_ANSWER:
         known["verdict"] = "Slurm does not answer, and the job has not been heard of"
     return JobView(**known)

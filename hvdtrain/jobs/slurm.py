@@ -68,18 +68,20 @@ def submit(argv: Sequence[str], environ: Mapping[str, str], folder: str) -> str:
     return number
 
 
-def slurm_states(numbers: Iterable[str]) -> dict[str, str] | None:
-    """The state of each Slurm job that is still known, such as PENDING; None where nobody answers.
+def slurm_states(numbers: Iterable[str]) -> dict[str, tuple[str, str]] | None:
+    """The state of each Slurm job that is still known, and the reason for it; None for no answer.
 
-    Of those that Slurm has forgotten nothing is told.
+    They are Slurm's words, such as PENDING and Priority. Of those that it has forgotten nothing is
+    told.
     """
     asked = sorted(set(numbers))[-_MOST_IDS:]
     try:
-        said = _ask(["squeue", "--noheader", "--format=%i %T", f"--jobs={','.join(asked)}"])
+        said = _ask(["squeue", "--noheader", "--format=%i %T %r", f"--jobs={','.join(asked)}"])
     except JobError as error:
         # Said where it has forgotten all of them.
         return {} if "Invalid job id" in str(error) else None
-    return dict(re.findall(r"^\s*(\d+) (\w+)", said, re.MULTILINE))
+    found = re.findall(r"^\s*(\d+) (\w+) ?(.*?)\s*$", said, re.MULTILINE)
+    return {number: (state, reason) for number, state, reason in found}
 
 
 def cancel(number: str, *, save: bool) -> None:

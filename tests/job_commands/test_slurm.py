@@ -45,7 +45,8 @@ class Commands:
 
     def submit(self, *words: str, options: tuple[str, ...] = ()) -> str:
         """The name of a job of two ranks on two hosts."""
-        argv = ["submit", "--on", "slurm", "--sbatch=--nodes=2", "-np", "2", *options]
+        argv = ["submit", "--on", "slurm", "--sbatch=--nodes=2", "--sbatch=--time=5", "-np", "2"]
+        argv += options
         return self.run(*argv, "--", sys.executable, "-c", _PROGRAM, *words).strip()
 
     def show(self, name: str) -> Mapping[str, Any]:
@@ -71,7 +72,8 @@ def test_a_job_of_slurms_is_submitted_seen_and_stopped(commands: Commands) -> No
     go = commands.folder / "go"
     name = commands.submit(str(go), "$(id)", "a b")
     later = commands.submit(str(go), options=("--sbatch=--begin=now+1hour",))
-    assert commands.show(later)["status"] == "queued"
+    seen = commands.show(later)
+    assert (seen["status"], seen["verdict"]) == ("queued", "it waits for Slurm: BeginTime")
     commands.until(name, "running")
     log = commands.run("logs", name)
     deadline = time.monotonic() + 30
