@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -26,6 +27,9 @@ class RankReport:
         saved: Step of the newest checkpoint that this run of the program wrote.
         resumed: Step of the checkpoint that it began from.
         waiting_in: The operation in which it waits for other ranks; empty for none.
+        waited_s: How long it has waited for other ranks in all; None for unknown.
+        samples: On how many samples all ranks have trained, in this run of the program.
+        loss: Their loss of late.
     """
 
     pid: int | None = None
@@ -35,6 +39,9 @@ class RankReport:
     saved: int | None = None
     resumed: int | None = None
     waiting_in: str = ""
+    waited_s: float | None = None
+    samples: int | None = None
+    loss: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,15 +135,18 @@ class ReportPipe:
 def read_report(message: Mapping[str, Any]) -> RankReport | None:
     """The report in a message; None where it holds something else: a program may write anything."""
     numbers: dict[str, Any] = {
-        name: message.get(name) for name in ("pid", "step", "epoch", "saved", "resumed")
+        name: message.get(name) for name in ("pid", "step", "epoch", "saved", "resumed", "samples")
     }
+    measured: dict[str, Any] = {name: message.get(name) for name in ("waited_s", "loss")}
     words = {name: message.get(name, "") for name in ("phase", "waiting_in")}
     if not all(value is None or type(value) is int for value in numbers.values()):
+        return None
+    if not all(value is None or _is_finite(value) for value in measured.values()):
         return None
     if not all(isinstance(word, str) for word in words.values()):
         return None
     shown: dict[str, Any] = {name: _printable(word)[:LONGEST_WORD] for name, word in words.items()}
-    return RankReport(**numbers, **shown)
+    return RankReport(**numbers, **measured, **shown)
 
 
 def read_failure(message: Mapping[str, Any]) -> FailureRecord | None:
@@ -149,6 +159,11 @@ def read_failure(message: Mapping[str, Any]) -> FailureRecord | None:
         name: "\n".join(map(_printable, str(word).splitlines())) for name, word in words.items()
     }
     return FailureRecord(**shown, time_s=time_s)
+
+
+def _is_finite(value: object) -> bool:
+    # JSON of Python's may hold NaN and Infinity.
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _printable(word: str) -> str:

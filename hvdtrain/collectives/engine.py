@@ -342,6 +342,11 @@ class Engine(RankState):
         call = self._calls.get(kind, name, (root, *more))
         return self._operate(call, attempt_now, -1 if replicated else source)
 
+    @property
+    def waited_s(self) -> float:
+        """How long this rank has waited for others in all, in seconds."""
+        return self.transport.waited_s
+
     def _operate(self, call: Call, attempt: Callable[[], Result], source: int = -1) -> Result:
         """One operation at a time; none after an error that ranks may not all have had.
 

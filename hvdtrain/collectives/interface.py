@@ -105,6 +105,11 @@ class Collectives(Protocol):
         """The operation in which this rank waits for long, or ""; for other threads to ask."""
         ...
 
+    @property
+    def waited_s(self) -> float:
+        """How long this rank has waited for others in all, in seconds; short waits don't count."""
+        ...
+
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = "") -> np.ndarray:
         """Combine the arrays of all ranks element by element; same shape and type everywhere.
 

@@ -6,13 +6,13 @@ import argparse
 import json
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hvdtrain.cluster.ranges import listing
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import JobView, span, view_job
-from hvdtrain.jobs.json_lines import read_json_lines
+from hvdtrain.jobs.json_lines import last_json_line, read_json_lines
 from hvdtrain.jobs.naming import add_name, named_job
 
 __all__ = ["add_arguments", "run"]
@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     view = view_job(job)
     events = list(read_json_lines(job.events))
     if arguments.json:
-        print(json.dumps({**view.to_json(), "events": events}))
+        now = last_json_line(job.metrics)
+        print(json.dumps({**view.to_json(), "metrics": now, "events": events}))
         return 0
     print("\n".join(_describe(job, view)))
     for event in events:
@@ -44,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe(job: JobFolder, view: JobView) -> Iterator[str]:
+    now = last_json_line(job.metrics)
     ends = time.time() if view.ended_s is None else view.ended_s
     code = "" if view.code is None else f", exit code {view.code}"
     facts = {
@@ -54,12 +56,20 @@ def _describe(job: JobFolder, view: JobView) -> Iterator[str]:
         "in": view.folder,
         "ranks": f"{view.ranks} on {listing(view.hosts, 'hosts')}" if view.ranks else "",
         "step": "" if view.step is None else f"{view.step} (epoch {(view.epoch or 0) + 1})",
+        "loss": "" if (loss := now.get("loss")) is None else f"{loss:.4g}",
+        "slowest": _slowest(now),
         "checkpoint": "" if view.saved is None else f"of step {view.saved}",
         "attempts": str(view.attempt) if view.attempt > 1 else "",
         "folder": str(job.path),
         "why": view.verdict.replace("\n", "\n            "),
     }
     yield from (f"{name:<11} {text}" for name, text in facts.items() if text)
+
+
+def _slowest(now: Mapping[str, Any]) -> str:
+    if "slow" not in now:
+        return ""
+    return f"rank {now['slow']}: a step takes it {now['slow_factor']} times as long as the others"
 
 
 def _event(event: dict[str, Any]) -> str:

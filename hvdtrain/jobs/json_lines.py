@@ -8,7 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["append_json_line", "append_whole", "read_json_lines"]
+__all__ = ["append_json_line", "append_whole", "last_json_line", "read_json_lines"]
+
+# Longer than a line is.
+_LAST_BYTES = 16 << 10
 
 
 def append_json_line(path: Path, content: Mapping[str, Any]) -> None:
@@ -54,9 +57,24 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with file:
         for line in file:
-            try:
-                content = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(content, dict):
+            if (content := _object(line)) is not None:
                 yield content
+
+
+def last_json_line(path: Path) -> dict[str, Any]:
+    """The last object in a file, without reading all of it; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LAST_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return {}
+    return next((found for line in reversed(lines) if (found := _object(line))), {})
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
+from hvdtrain import world
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import RanksLostError
 from hvdtrain.gradients.contributions import Contributions
 from hvdtrain.keras.chief_failover import ChiefFailover
 from hvdtrain.keras.epoch_iterator import EpochIterator
+from hvdtrain.keras.loss_so_far import LossSoFar
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 from hvdtrain.monitor import report
@@ -121,12 +124,14 @@ class _Progress(keras.callbacks.Callback):
         self._epochs = epochs
         self._epoch = 0
         self._compiled = False
+        self._learned = _Learned()
 
     def on_train_begin(self, logs: Any = None) -> None:
         report.phase("compiling")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
+        self._learned.begin_epoch(self._epochs.step)
         if self._compiled:
             report.phase("training")
 
@@ -134,9 +139,52 @@ class _Progress(keras.callbacks.Callback):
         self._compiled = True
         report.step(self._epochs.step, self._epoch)
         report.phase("training")
+        if self._learned.is_due() and report.is_heard() and world.is_chief():
+            self._learned.tell(self.model, batch + 1, self._epochs.step)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         report.phase("end of an epoch")
+
+
+class _Learned:
+    """On how many samples the ranks have trained, and with which loss, read about once a second.
+
+    Reading waits for the device. Samples are the chief's times the number of ranks.
+    """
+
+    def __init__(self) -> None:
+        self._due_s = 0.0
+        self._samples = 0.0
+        self._rows_per_step = 0.0
+        self._step: int | None = None
+        self._before = LossSoFar()
+
+    def is_due(self) -> bool:
+        """Whether it is time to read."""
+        return time.monotonic() >= self._due_s
+
+    def begin_epoch(self, step: int) -> None:
+        """Keras' metric begins anew; what it said last of the epoch before was not read."""
+        self._count(step)
+        self._before = LossSoFar()
+
+    def tell(self, model: keras.Model, steps: int, step: int) -> None:
+        """Read and report after so many ``steps`` of the epoch, and ``step`` of the training."""
+        self._due_s = time.monotonic() + report.INTERVAL_S
+        before, self._before = self._before, LossSoFar.of(model, steps)
+        rows = self._before.rows - before.rows
+        if rows <= 0:
+            return
+        self._rows_per_step = rows / max(1, self._before.steps - before.steps)
+        if self._step is None:
+            self._step = step - steps
+        self._count(step)
+        report.learned(self._samples, (self._before.loss_sum - before.loss_sum) / rows)
+
+    def _count(self, step: int) -> None:
+        if self._step is not None:
+            self._samples += (step - self._step) * self._rows_per_step * world.size()
+            self._step = step
 
 
 class _After(keras.callbacks.Callback):

@@ -99,7 +99,7 @@ class ModelPatch:
             make_predict_function=loops.make_predict_function,
             **hooks,
         )
-        report.watch(lambda: collectives.waiting_in)
+        report.watch(lambda: collectives.waiting_in, lambda: collectives.waited_s)
         forget_functions(model)
         broadcast_model(model, collectives)
         reseed_by_rank(model, collectives)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import keras
 
 from hvdtrain import world
 from hvdtrain.errors import ConfigurationError
+from hvdtrain.keras.loss_so_far import LossSoFar, number_of
 from hvdtrain.monitor.bar import EpochProgress, Pace, draw
 from hvdtrain.monitor.status_line import StatusLine, terminal_columns
-from hvdtrain.private_api.keras import loss_tracker
 
 __all__ = ["StepLog"]
 
@@ -60,7 +59,7 @@ class StepLog(keras.callbacks.Callback):
         self._epoch = 0
         self._interval = _Interval()
         self._pace = Pace()
-        self._seen = _Seen()
+        self._seen = LossSoFar()
         self._marked_s = 0.0
         self._drawn_s = -math.inf
         self._line = StatusLine(sys.stdout, 0)
@@ -72,7 +71,7 @@ class StepLog(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
-        self._seen = _Seen()
+        self._seen = LossSoFar()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         measured, self._measures = self._measures, _is_chief()
@@ -84,17 +83,17 @@ class StepLog(keras.callbacks.Callback):
             begins = True
         if begins:
             # Also when the chief was lost: what this rank tells begins with its first step as such.
-            self._seen = _Seen.of(self.model, batch) if batch else _Seen()
+            self._seen = LossSoFar.of(self.model, batch) if batch else LossSoFar()
         if begins or self._seen.steps == 0:
             self._marked_s = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self._measures:
             # Reading the loss would keep this rank waiting for its device.
-            self._seen = _Seen(steps=self._done(batch))
+            self._seen = LossSoFar(steps=self._done(batch))
             return
         now_s = time.perf_counter()
-        before, self._seen = self._seen, _Seen.of(self.model, self._done(batch))
+        before, self._seen = self._seen, LossSoFar.of(self.model, self._done(batch))
         self._interval.add(before, self._seen, now_s - self._marked_s, _ranks())
         self._pace.add(
             self._seen.steps - before.steps,
@@ -149,31 +148,6 @@ class StepLog(keras.callbacks.Callback):
         return bool((self.params or {}).get("verbose"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Seen:
-    """What this rank has gone through in this epoch, by Keras' own loss metric."""
-
-    steps: int = 0
-    rows: float = 0.0
-    loss_sum: float = 0.0
-
-    @classmethod
-    def of(cls, model: keras.Model, steps: int) -> _Seen:
-        # The mean of the losses, weighted by rows: the only place where Keras keeps the rows.
-        tracker = loss_tracker(model)
-        if tracker is None:
-            return cls(steps=steps)
-        return cls(steps=steps, rows=_number(tracker.count), loss_sum=_number(tracker.total))
-
-    def loss(self, logs: Any) -> float:
-        """The average; in a train_step of the user's that keeps none, what it reports, if any."""
-        return (
-            self.loss_sum / self.rows
-            if self.rows > 0
-            else float((logs or {}).get("loss", math.nan))
-        )
-
-
 class _Interval:
     """What happened since the last line."""
 
@@ -184,7 +158,7 @@ class _Interval:
         self._loss_sum = 0.0
         self._seconds = 0.0
 
-    def add(self, before: _Seen, now: _Seen, seconds: float, ranks: int) -> None:
+    def add(self, before: LossSoFar, now: LossSoFar, seconds: float, ranks: int) -> None:
         self._steps += now.steps - before.steps
         self._rows += now.rows - before.rows
         self._examples += (now.rows - before.rows) * ranks
@@ -213,8 +187,4 @@ def _ranks() -> int:
 
 def _iterations(model: keras.Model) -> int:
     iterations = getattr(getattr(model, "optimizer", None), "iterations", None)
-    return 0 if iterations is None else int(_number(iterations))
-
-
-def _number(variable: Any) -> float:
-    return float(keras.ops.convert_to_numpy(variable))
+    return 0 if iterations is None else int(number_of(iterations))

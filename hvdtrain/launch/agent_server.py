@@ -81,7 +81,7 @@ class AgentServer:
         self.ranks = ranks
         self.ends: list[RankExit] = []
         self.dropped: list[int] = []
-        self.reports = JobProgress()
+        self.reports = JobProgress(time.monotonic())
         self.stopped: dict[int, bool] = {}
         self._console = console
         self._hides = hides

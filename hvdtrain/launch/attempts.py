@@ -44,6 +44,7 @@ from hvdtrain.launch.restarts import (
     without,
 )
 from hvdtrain.launch.stderr_text import is_information
+from hvdtrain.launch.summary import goodput, summarise
 from hvdtrain.launch.supervisor import Supervisor
 from hvdtrain.launch.turn import await_turn, slots_of
 from hvdtrain.log import show
@@ -140,6 +141,7 @@ class _Attempts:
         self._environ = environ
         self._received = received
         self._history: list[Outcome] = []
+        self._began = time.monotonic()
         self._screen = screen
         self._console = Console(*screen, ranks=1, with_host=False, chief_only=False)
         settings = job.settings
@@ -308,9 +310,14 @@ class _Attempts:
 
     def _over(self) -> int:
         """The exit code, after a last word on what was lost and what is left."""
-        for words in (account(self._history), remains(self._history)):
+        wall_s = time.monotonic() - self._began
+        summary = summarise(self._history, wall_s)
+        for words in (*summary, account(self._history), remains(self._history)):
             if words:
                 logger.info(words)
+        if summary:
+            shares = goodput(self._history, wall_s)
+            self._recorder.event("summary", **{name: round(x, 4) for name, x in shares.items()})
         last = self._history[-1]
         code, cause, verdict = last.code, last.cause, "\n".join(last.words)
         if self._received and last.cause != "ordered":

@@ -6,10 +6,13 @@ answered whether its program is stopped.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvdtrain.agent.rank_report import RankReport
 from hvdtrain.cluster.ranges import listing
+from hvdtrain.launch.phase_times import PhaseTimes
+from hvdtrain.launch.rank_pace import RankPaces
 
 __all__ = ["JobProgress", "describe_hang", "hangs", "missing", "stuck"]
 
@@ -28,12 +31,16 @@ class JobProgress:
         latest: The newest report of each rank.
         moved: When the step or the phase of each rank was last new.
         saved_at: When a checkpoint was last written; None for never.
+        phases: Where the chief's time goes; the chief is the first rank that reports.
+        paces: What each rank takes for a step itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, began: float = 0.0) -> None:
         self.latest: dict[int, RankReport] = {}
         self.moved: dict[int, float] = {}
         self.saved_at: float | None = None
+        self.phases = PhaseTimes(began)
+        self.paces = RankPaces()
 
     def note(self, rank: int, report: RankReport, now: float) -> None:
         """Take in a report of ``rank``."""
@@ -41,6 +48,9 @@ class JobProgress:
         if (report.step, report.phase) != (before.step, before.phase) or rank not in self.latest:
             self.moved[rank] = now
         self.latest[rank] = report
+        self.paces.note(rank, report, now)
+        if rank == min(self.latest):
+            self.phases.note(report.phase, now)
         if report.saved is not None and report.saved != before.saved:
             self.saved_at = now
 
@@ -58,6 +68,29 @@ class JobProgress:
     def epoch(self) -> int | None:
         """The latest epoch that a rank has come to."""
         return self._most(report.epoch for report in self.latest.values())
+
+    @property
+    def resumed(self) -> int | None:
+        """Step of the checkpoint that this run of the program began from."""
+        return self._most(report.resumed for report in self.latest.values())
+
+    @property
+    def samples(self) -> int | None:
+        """On how many samples all ranks have trained in this run of the program."""
+        return self._most(report.samples for report in self.latest.values())
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of late, which the chief tells."""
+        found = [report.loss for report in self.latest.values() if report.loss is not None]
+        return found[0] if found else None
+
+    def waited_share(self, training_s: float) -> float | None:
+        """The part of so much training for which ranks waited for each other; None for unknown."""
+        told = [r.waited_s for r in self.latest.values() if r.waited_s is not None]
+        if training_s <= 0 or not any(told):
+            return None
+        return min(1.0, statistics.mean(told) / training_s)
 
     @property
     def stepped(self) -> bool:

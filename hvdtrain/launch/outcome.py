@@ -13,6 +13,7 @@ from hvdtrain.agent.exit_codes import PREEMPTING, ExitCode, signal_name
 from hvdtrain.cluster.ranges import listing
 from hvdtrain.launch.failure import RankExit, describe, exit_code, first_failure
 from hvdtrain.launch.job_progress import JobProgress
+from hvdtrain.launch.rank_pace import Straggler, find_straggler
 
 __all__ = ["Cause", "JobRecord", "Outcome", "classify", "preempted"]
 
@@ -83,6 +84,12 @@ class Outcome:
         failed_after: The last step that the rank that failed first reported.
         saved: Step of the newest checkpoint; None for none.
         lost_s: Seconds since that checkpoint was written, or since the beginning.
+        resumed: Step of the checkpoint that it began from; None for none.
+        samples: On how many samples its ranks trained; None for unknown.
+        phases: How long its chief was in each phase, in seconds.
+        waited: The part of training for which ranks waited for each other; None for unknown.
+        straggler: The rank that held the others up; None for none.
+        straggler_host: Where that ran.
         lost_hosts: Hosts where agents were lost without a word, or can't be started, as they are
             called in the plan.
     """
@@ -94,6 +101,12 @@ class Outcome:
     failed_after: int | None = None
     saved: int | None = None
     lost_s: float = 0.0
+    resumed: int | None = None
+    samples: int | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    waited: float | None = None
+    straggler: Straggler | None = None
+    straggler_host: str = ""
     lost_hosts: tuple[str, ...] = ()
 
 
@@ -110,6 +123,8 @@ def classify(record: JobRecord) -> Outcome:
     failed = record.reports.latest.get(first.rank) if first is not None else None
     lost = [end for end in record.ends if end.code is None]
     since = record.reports.saved_at or record.started_at
+    phases = record.reports.phases.seconds(record.ended_at)
+    straggler = find_straggler(record.reports.paces.in_all())
     return Outcome(
         code=code,
         cause=cause,
@@ -118,6 +133,12 @@ def classify(record: JobRecord) -> Outcome:
         failed_after=failed.step if failed is not None else None,
         saved=record.reports.saved,
         lost_s=record.ended_at - since,
+        resumed=record.reports.resumed,
+        samples=record.reports.samples,
+        phases=phases,
+        waited=record.reports.waited_share(phases.get("training", 0.0)),
+        straggler=straggler,
+        straggler_host=record.seen.get(straggler.rank, "") if straggler is not None else "",
         lost_hosts=tuple(dict.fromkeys([*(record.hosts[end.rank] for end in lost), *absent])),
     )
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
+from typing import Any
+
 from hvdtrain.jobs.recorder import JobRecorder
 from hvdtrain.launch.job_progress import JobProgress
+from hvdtrain.launch.rank_pace import find_straggler
 
 __all__ = ["ProgressRecord"]
 
@@ -30,7 +34,17 @@ class ProgressRecord:
             self._saved = reports.saved
             self._recorder.event("checkpoint", step=reports.saved)
             self._recorder.state(saved=reports.saved)
-        if (told := (reports.step, reports.epoch)) != self._told:
-            self._told = told
-            self._recorder.metrics(step=reports.step, epoch=reports.epoch)
-            self._recorder.state(step=reports.step, epoch=reports.epoch)
+        if (told := (reports.step, reports.epoch)) == self._told:
+            return
+        self._told = told
+        known: dict[str, Any] = {"step": reports.step, "epoch": reports.epoch}
+        self._recorder.state(**known)
+        own_s = reports.paces.of_late()
+        if own_s:
+            known |= {"own_s": round(statistics.median(own_s.values()), 6)}
+        if (slow := find_straggler(own_s)) is not None:
+            known |= {"slow": slow.rank, "slow_factor": round(slow.factor, 2)}
+        for name, value in (("samples", reports.samples), ("loss", reports.loss)):
+            if value is not None:
+                known[name] = value
+        self._recorder.metrics(**known)

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import signal
 import stat
@@ -25,7 +26,7 @@ from typing import Any
 
 from hvdtrain.config import LONGEST_WORD, REPORT_FD
 
-__all__ = ["during", "phase", "resumed", "saved", "step", "watch"]
+__all__ = ["during", "is_heard", "learned", "phase", "resumed", "saved", "step", "watch"]
 
 INTERVAL_S = 1.0
 # What a pipe takes as a whole or not at all (PIPE_BUF).
@@ -38,6 +39,21 @@ def step(step: int, epoch: int) -> None:
     reporter = _reporter or _begin()
     reporter.step = step
     reporter.epoch = epoch
+
+
+def is_heard() -> bool:
+    """Whether somebody listens; what is costly to find out need not be found out otherwise."""
+    return (_reporter or _begin()).is_heard
+
+
+def learned(samples: float, loss: float) -> None:
+    """All ranks have trained on so many samples in this run of the program, the last with ``loss``.
+
+    The chief tells it for all.
+    """
+    reporter = _reporter or _begin()
+    reporter.samples = samples
+    reporter.loss = loss
 
 
 def phase(name: str) -> None:
@@ -77,12 +93,18 @@ def resumed(step: int) -> None:
     reporter.tell()
 
 
-def watch(waiting_in: Callable[[], str]) -> None:
-    """Ask ``waiting_in`` about once a second which operation this rank waits in, ``""`` for none.
+def watch(waiting_in: Callable[[], str], waited_s: Callable[[], float] | None = None) -> None:
+    """Ask about once a second what this rank waits for.
 
-    It is called on a thread of its own. A later call replaces it.
+    Args:
+        waiting_in: Which operation it waits in, ``""`` for none.
+        waited_s: How long it has waited for other ranks in all, in seconds; None for unknown.
+
+    They are called on a thread of its own. A later call replaces them.
     """
-    (_reporter or _begin()).waiting_in = waiting_in
+    reporter = _reporter or _begin()
+    reporter.waiting_in = waiting_in
+    reporter.waited_s = waited_s
 
 
 # Programs don't call it, so it is no public name: hvdtrain.init() sees to it.
@@ -100,12 +122,20 @@ class _Reporter:
         self.phase = ""
         self.saved: int | None = None
         self.resumed: int | None = None
+        self.samples: float | None = None
+        self.loss: float | None = None
         self.waiting_in: Callable[[], str] = lambda: ""
+        self.waited_s: Callable[[], float] | None = None
         self._file = file
         self._pid: int | None = None
         self._told = b""
         # A signal handler may report while the thread that it interrupts does.
         self._lock = threading.RLock()
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether there is a file that it goes to."""
+        return self._file is not None
 
     def start(self) -> None:
         """Let the launcher look into this process, and write what changes."""
@@ -129,6 +159,11 @@ class _Reporter:
                 value = getattr(self, name)
                 if value is not None:
                     state[name] = int(value)
+            for name, number in (("samples", self.samples), ("loss", self.loss)):
+                if number is not None and math.isfinite(number):
+                    state[name] = float(f"{number:.6g}") if name == "loss" else round(number)
+            if (waited_s := self._waited()) is not None:
+                state["waited_s"] = waited_s
             state["phase"] = str(self.phase)[:LONGEST_WORD]
             state["waiting_in"] = self._waits()[:LONGEST_WORD]
             line = _line(state)
@@ -172,6 +207,12 @@ class _Reporter:
             return str(self.waiting_in())
         except Exception:
             return ""
+
+    def _waited(self) -> float | None:
+        try:
+            return None if self.waited_s is None else round(float(self.waited_s()), 3)
+        except Exception:
+            return None
 
     def _tell_often(self) -> None:
         pause = threading.Event()

@@ -44,6 +44,10 @@ class Commands:
         assert ended == code, (out, err)
         return out if code == 0 else err
 
+    def captured(self) -> Any:
+        """What was printed since the last command."""
+        return self._capsys.readouterr()
+
     def submit(self, body: str, *words: str) -> str:
         """The name of a job of one rank."""
         return self.run("submit", "-np", "1", "--", *program(body), *words).strip()
@@ -168,8 +172,35 @@ def test_what_can_not_start_is_told_at_once(commands: Commands) -> None:
     assert not (commands.folder / "jobs").exists()
 
 
+# Two ranks that take as long for a step; rank 0 waits for most of it.
+_TRAINS = """
+from hvdtrain.monitor import report
+print("hello", rank)
+report.watch(lambda: "", lambda: done * (0.04 if rank == 0 else 0.0))
+done = 0
+report.phase("training")
+while done < 60:
+    time.sleep(0.05)
+    done += 1
+    report.step(done, done // 30)
+    report.learned(done * 32, 1 / done)
+"""
+
+
 def test_a_job_of_hvdtrain_run_is_listed_as_well(commands: Commands) -> None:
-    commands.run("run", "-np", "2", "--", *program("print('hello', rank)"))
+    assert main(["run", "-np", "2", "--", *program(_TRAINS)]) == 0
+    said = commands.captured().err
+    assert "hvdtrain run: 60 steps in " in said
+    assert "most for rank 1 on " in said
     [row] = [json.loads(row) for row in commands.run("jobs", "--json").splitlines()]
     assert (row["status"], row["ranks"], row["options"]) == ("done", 2, ["-np", "2"])
-    assert sorted(commands.run("logs", row["name"]).splitlines()) == ["[0] hello 0", "[1] hello 1"]
+    log = commands.run("logs", row["name"], "--grep", "hello").splitlines()
+    assert sorted(log) == ["[0] hello 0", "[1] hello 1"]
+    seen = commands.show(row["name"])
+    assert (seen["step"], seen["epoch"]) == (60, 2)
+    assert (seen["metrics"]["step"], seen["metrics"]["slow"]) == (60, 1)
+    assert seen["metrics"]["loss"] == pytest.approx(1 / 60, rel=0.01)
+    shares = seen["events"][-1]
+    assert shares["kind"] == "summary"
+    assert shares["kept"] > 0.3
+    assert "rank 1: a step takes it " in commands.run("show", row["name"])

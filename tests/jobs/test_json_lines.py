@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.jobs.json_lines import append_json_line, append_whole, read_json_lines
+from hvdtrain.jobs.json_lines import (
+    append_json_line,
+    append_whole,
+    last_json_line,
+    read_json_lines,
+)
 from tests.checkpoint.disks import SMALL_BYTES
 
 
@@ -31,6 +36,18 @@ def test_what_is_no_object_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b'[1]\n7\n\xff\xfe\n\n{"number": 3}\n')
     assert list(read_json_lines(path)) == [{"number": 3}]
+
+
+def test_the_last_object_is_found_without_reading_all(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    assert last_json_line(path) == {}
+    path.touch()
+    assert last_json_line(path) == {}
+    for number in range(3000):
+        append_json_line(path, {"number": number})
+    with path.open("ab") as file:
+        file.write(b'{"number": 3000')
+    assert last_json_line(path) == {"number": 2999}
 
 
 def test_on_a_full_disk_lines_are_written_whole_or_not_at_all(small_disk: Path) -> None:

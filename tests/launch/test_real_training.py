@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ def test_a_training_goes_on_by_itself(train, fault, tmp_path):
     )
     for text in (*TOLD[fault], "attempt 2", "training goes on from the checkpoint of step"):
         assert text in stderr, stderr
+    steps, times, waits = stderr.split("hvdtrain run: ")[-4:-1]
+    assert re.fullmatch(r"\d+ steps in .*; [\d.]+ steps/s, [\d,]+ samples/s in training\n", steps)
+    assert re.match(r"time: \d+% in steps that were kept, .*\d+% start", times)
+    assert waits.startswith("ranks waited ")
     if not _whole:
         (tmp_path / "runs").rename(tmp_path / "before")
         _whole.append(train("-np", "2")[0])

@@ -304,11 +304,45 @@ def test_a_step_costs_next_to_nothing(start) -> None:
 def test_the_launcher_reads_what_is_told(start, tmp_path: Path) -> None:
     from hvdtrain.agent.rank_report import RankReport, read_report
 
-    program = start(f"report.step(3, 1); report.phase('training'); report.saved(2); {WAIT}")
+    program = start(f"""
+        report.watch(lambda: "", lambda: 1.23456)
+        report.learned(640.0, 0.123456789)
+        report.step(3, 1); report.phase('training'); report.saved(2)
+        {WAIT}
+    """)
     program.until(lambda report: report.get("saved") == 2)
     assert read_report(program.reports()[-1]) == RankReport(
-        pid=program.process.pid, step=3, epoch=1, phase="training", saved=2
+        pid=program.process.pid,
+        step=3,
+        epoch=1,
+        phase="training",
+        saved=2,
+        waited_s=1.235,
+        samples=640,
+        loss=0.123457,
     )
+
+
+def test_what_is_no_number_is_not_told_and_not_read(start) -> None:
+    from hvdtrain.agent.rank_report import read_report
+
+    program = start(f"""
+        report.watch(lambda: "", lambda: float("nan") / 0)
+        report.learned(float("inf"), float("nan"))
+        report.saved(2)
+        {WAIT}
+    """)
+    program.until(lambda report: report.get("saved") == 2)
+    assert not {"loss", "samples", "waited_s"} & program.reports()[-1].keys()
+    for name, value in (("loss", float("nan")), ("waited_s", "1"), ("samples", 1.5)):
+        assert read_report({"kind": "report", name: value}) is None
+
+
+def test_whether_anybody_listens_is_known(start, run_command) -> None:
+    program = start("print(report.is_heard())")
+    assert program.end()[0] == "True\n"
+    alone = "from hvdtrain.monitor import report; print(report.is_heard())"
+    assert run_command([sys.executable, "-c", alone]).stdout == "False\n"
 
 
 def test_a_phase_within_another(start):

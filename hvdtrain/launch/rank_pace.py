@@ -1,0 +1,98 @@
+"""Which rank holds the others up: the one that takes long for a step and waits least.
+
+In synchronous training all ranks take the same time for a step, waiting included. What a rank
+takes itself is the rest: ``(time - waited) / steps``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hvdtrain.agent.rank_report import RankReport
+
+__all__ = ["RankPaces", "Straggler", "find_straggler"]
+
+WINDOW_S = 20.0
+# Below this a difference is what ranks have by chance.
+LEAST_FACTOR = 1.3
+# Waits of a millisecond and less don't count, and so hide in a rank's own time.
+LEAST_OWN_S = 0.005
+
+
+class _Mark(NamedTuple):
+    at_s: float
+    step: int
+    waited_s: float
+
+
+class RankPaces:
+    """What each rank takes for a step itself, from its reports; times are the caller's clock."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, _Mark] = {}
+        self._recent: dict[int, deque[_Mark]] = {}
+
+    def note(self, rank: int, report: RankReport, now: float) -> None:
+        """Take in a report; those before the first step, which compiles, don't count."""
+        if report.step is None or report.waited_s is None or report.phase != "training":
+            return
+        mark = _Mark(now, report.step, report.waited_s)
+        self._first.setdefault(rank, mark)
+        marks = self._recent.setdefault(rank, deque())
+        marks.append(mark)
+        while now - marks[0].at_s > WINDOW_S and len(marks) > 2:
+            marks.popleft()
+
+    def of_late(self) -> dict[int, float]:
+        """Seconds that each rank has taken itself for a step, of late."""
+        return _own({rank: marks[0] for rank, marks in self._recent.items()}, self._recent)
+
+    def in_all(self) -> dict[int, float]:
+        """Seconds that each rank has taken itself for a step, on the average."""
+        return _own(self._first, self._recent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A rank that the others wait for.
+
+    Attributes:
+        rank: Its number.
+        own_s: What it takes for a step itself, in seconds.
+        median_s: What the ranks take in the middle.
+    """
+
+    rank: int
+    own_s: float
+    median_s: float
+
+    @property
+    def factor(self) -> float:
+        """How many times as long it takes."""
+        return self.own_s / self.median_s
+
+
+def find_straggler(own_s: Mapping[int, float]) -> Straggler | None:
+    """The rank that takes longest for a step, if that is much longer than the others."""
+    if len(own_s) < 2:
+        return None
+    slowest = max(own_s, key=lambda rank: own_s[rank])
+    # Of two ranks the other one is what is usual.
+    median_s = max(statistics.median_low(own_s.values()), 1e-6)
+    found = Straggler(rank=slowest, own_s=own_s[slowest], median_s=median_s)
+    is_one = found.factor >= LEAST_FACTOR and found.own_s - found.median_s >= LEAST_OWN_S
+    return found if is_one else None
+
+
+def _own(first: Mapping[int, _Mark], recent: Mapping[int, deque[_Mark]]) -> dict[int, float]:
+    found = {}
+    for rank, begin in first.items():
+        end = recent[rank][-1]
+        if end.step > begin.step:
+            own_s = (end.at_s - begin.at_s) - (end.waited_s - begin.waited_s)
+            found[rank] = max(0.0, own_s) / (end.step - begin.step)
+    return found
