@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "stop": ("hvdtrain.job_commands.stop", "have jobs end"),
     "restart": ("hvdtrain.job_commands.restart", "start a job that has ended again"),
     "clone": ("hvdtrain.job_commands.clone", "submit a job like another one"),
+    "serve": ("hvdtrain.serve.cli", "show and steer jobs in a browser"),
     "check": ("hvdtrain.check.cli", "tell whether this host or cluster is fit to train"),
     "migrate": ("hvdtrain.migrate.cli", "move scripts that use Horovod over to hvdtrain"),
     "bench": ("hvdtrain.bench.cli", "measure collectives, training and starting on this machine"),

@@ -46,9 +46,10 @@ ALLOWED: dict[str, set[str]] = {
     "keras": {"parameter_server", "gradients", "checkpoint", *_RANKS},
     "horovod": {"keras", "gradients", *_RANKS},
     "migrate": {"errors"},
+    "serve": {"job_commands", "launch", "jobs", "cluster", *_BASE},
     "bench": {"keras", "gradients", "parameter_server", "launch", "agent", *_RANKS},
     "check": {"bench", "launch", "remote", "agent", *_RANKS},
-    "cli": {"check", "launch", "job_commands", "bench", "migrate", *_BASE},
+    "cli": {"check", "launch", "job_commands", "serve", "bench", "migrate", *_BASE},
     "__main__": {"cli"},
     "faces": {"horovod", "keras", "gradients", "lazy", *_RANKS},
 }

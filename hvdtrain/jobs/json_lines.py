@@ -8,7 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["append_json_line", "append_whole", "last_json_line", "read_json_lines"]
+__all__ = [
+    "append_json_line",
+    "append_whole",
+    "last_json_line",
+    "read_json_lines",
+    "sampled_json_lines",
+]
 
 # Longer than a line is.
 _LAST_BYTES = 16 << 10
@@ -70,6 +76,34 @@ def last_json_line(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return next((found for line in reversed(lines) if (found := _object(line))), {})
+
+
+def sampled_json_lines(path: Path, most: int) -> Iterator[dict[str, Any]]:
+    """About so many objects of a file, in their order; of a long file only as much is read.
+
+    The first and the last are among them.
+    """
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return
+    if size <= most * _LAST_BYTES // 16:
+        rows = list(read_json_lines(path))
+        step = max(1, -(-len(rows) // max(1, most)))
+        yield from rows[::step]
+        if len(rows) % step != 1 and step > 1:
+            yield rows[-1]
+        return
+    with path.open("rb") as file:
+        for number in range(most):
+            begin = size * number // most
+            file.seek(max(0, begin - 1))
+            if begin:
+                # The line that begins earlier.
+                file.readline()
+            if (found := _object(file.readline())) is not None:
+                yield found
+    yield last_json_line(path)
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

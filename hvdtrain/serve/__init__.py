@@ -1,0 +1,1 @@
+"""The web page and its API: reads the folders of jobs, and owns nothing."""

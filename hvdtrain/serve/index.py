@@ -1,0 +1,141 @@
+"""All jobs as they are now, kept in memory, so that a list of ten thousand is there at once.
+
+It holds nothing that is not in the folders; only what has changed is read again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.job_view import JobView, view_jobs
+
+__all__ = ["JobIndex", "matching"]
+
+INTERVAL_S = 1.0
+# Slurm is asked about what only it knows, which costs it something.
+SLURM_INTERVAL_S = 15.0
+
+
+class JobIndex:
+    """The jobs of a directory; may be asked from any thread.
+
+    Args:
+        directory: Where their folders are.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._views: dict[str, JobView] = {}
+        self._changed: dict[str, int] = {}
+        self._slurm_at = 0.0
+        self._closing = threading.Event()
+        self._version = 0
+        self.refresh()
+
+    def start(self) -> None:
+        """Look for changes about once a second, on a thread."""
+        threading.Thread(target=self._refresh_often, name="jobs", daemon=True).start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closing.set()
+
+    @property
+    def directory(self) -> Path:
+        """Where the folders of jobs are."""
+        return self._directory
+
+    @property
+    def version(self) -> int:
+        """Another number after each change."""
+        return self._version
+
+    def views(self) -> list[JobView]:
+        """All jobs, the newest first."""
+        with self._lock:
+            views = list(self._views.values())
+        return sorted(views, key=lambda view: (view.created_s, view.name), reverse=True)
+
+    def view(self, name: str) -> JobView | None:
+        """One job, read now; None where there is none of that name."""
+        with self._lock:
+            known = name in self._views
+        if not known and not self._is_job(name):
+            return None
+        [view] = view_jobs([JobFolder(self._directory / name)])
+        return view
+
+    def folder(self, name: str) -> JobFolder | None:
+        """The folder of a job; None where there is none of that name."""
+        return JobFolder(self._directory / name) if self._is_job(name) else None
+
+    def refresh(self) -> None:
+        """Read what has changed since the last time."""
+        changed = self._scan()
+        slurm = time.monotonic() - self._slurm_at > SLURM_INTERVAL_S
+        if slurm:
+            self._slurm_at = time.monotonic()
+        with self._lock:
+            gone = self._views.keys() - changed.keys()
+            # What is not over may be so without a change: its launcher may be gone.
+            again = [
+                name
+                for name, at in changed.items()
+                if self._changed.get(name) != at or self._may_change(name, slurm=slurm)
+            ]
+        views = view_jobs([JobFolder(self._directory / name) for name in again])
+        with self._lock:
+            differs = bool(gone)
+            for name in gone:
+                del self._views[name]
+            for view in views:
+                differs = differs or self._views.get(view.name) != view
+                self._views[view.name] = view
+            self._changed = changed
+            self._version += differs
+
+    def _may_change(self, name: str, *, slurm: bool) -> bool:
+        view = self._views.get(name)
+        if view is None:
+            return True
+        return not view.is_over and (slurm or not view.slurm_job or view.status == "running")
+
+    def _scan(self) -> dict[str, int]:
+        try:
+            with os.scandir(self._directory) as entries:
+                # A state is renamed into place, which changes its folder.
+                return {
+                    entry.name: entry.stat().st_mtime_ns
+                    for entry in entries
+                    if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+                }
+        except FileNotFoundError:
+            return {}
+
+    def _is_job(self, name: str) -> bool:
+        # Nothing that leads elsewhere: the names of jobs are words.
+        if not name or name.startswith(".") or "/" in name or "\0" in name:
+            return False
+        path = os.path.join(self._directory, name)
+        return os.path.isdir(path) and not os.path.islink(path)
+
+    def _refresh_often(self) -> None:
+        while not self._closing.wait(INTERVAL_S):
+            self.refresh()
+
+
+def matching(views: Sequence[JobView], text: str, status: str) -> list[JobView]:
+    """Those whose name or program holds a text, and that are so; empty for any."""
+    text = text.lower()
+    return [
+        view
+        for view in views
+        if (not status or view.status == status)
+        and (not text or text in view.name.lower() or text in " ".join(view.program).lower())
+    ]

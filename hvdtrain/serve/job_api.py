@@ -1,0 +1,265 @@
+"""The routes of the page that tell of jobs and steer them; each answers with JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from hvdtrain.cluster.ranges import parse_runs
+from hvdtrain.errors import HvdtrainError, JobError
+from hvdtrain.job_commands.checked_ranks import checked_ranks
+from hvdtrain.job_commands.stop import stop_job
+from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.job_view import JobView
+from hvdtrain.jobs.json_lines import last_json_line, read_json_lines, sampled_json_lines
+from hvdtrain.jobs.log_reader import Found, log_end, read_last, read_log
+from hvdtrain.jobs.naming import split_backend
+from hvdtrain.jobs.spec import JobSpec, make_spec, with_changes
+from hvdtrain.jobs.submission import check_options, hand_over, submit_job
+from hvdtrain.serve.index import JobIndex, matching
+from hvdtrain.serve.policy import Policy
+
+__all__ = ["JobApi", "found_to_json"]
+
+MOST_JOBS = 500
+MOST_LINES = 2000
+MOST_POINTS = 2000
+# How long a request may look through a log; it says where it stopped.
+SEARCH_S = 0.5
+_MOST_BODY = 1 << 20
+
+
+class JobApi:
+    """Jobs, as the page asks for them.
+
+    Args:
+        index: All jobs.
+        policy: What may be started.
+        environ: Variables for what is started.
+    """
+
+    def __init__(self, index: JobIndex, policy: Policy, environ: Mapping[str, str]) -> None:
+        self._index = index
+        self._policy = policy
+        self._environ = environ
+
+    def routes(self) -> list[Route]:
+        """All routes, with the methods that they have."""
+        return [
+            Route("/api/jobs", self.list_jobs, methods=["GET"]),
+            Route("/api/jobs", self._acting(self.submit), methods=["POST"]),
+            Route("/api/plan", self._acting(self.plan), methods=["POST"]),
+            Route("/api/jobs/{name}", self.show, methods=["GET"]),
+            Route("/api/jobs/{name}/metrics", self.metrics, methods=["GET"]),
+            Route("/api/jobs/{name}/log", self.log, methods=["GET"]),
+            Route("/api/jobs/{name}/stop", self._acting(self.stop), methods=["POST"]),
+            Route("/api/jobs/{name}/restart", self._acting(self.restart), methods=["POST"]),
+            Route("/api/jobs/{name}/clone", self._acting(self.clone), methods=["POST"]),
+        ]
+
+    def list_jobs(self, request: Request) -> Response:
+        """The newest jobs that fit, and how many there are of each state."""
+        query = request.query_params
+        views = self._index.views()
+        found = matching(views, query.get("q", ""), query.get("status", ""))
+        begin, count = _number(query, "begin", 0), min(_number(query, "count", 50), MOST_JOBS)
+        counts: dict[str, int] = {}
+        for view in views:
+            counts[view.status] = counts.get(view.status, 0) + 1
+        rows = [self._row(view) for view in found[begin : begin + count]]
+        return JSONResponse({"jobs": rows, "found": len(found), "counts": counts})
+
+    def show(self, request: Request) -> Response:
+        """All that is known of a job."""
+        job = self._job(request)
+        view = self._index.view(job.name)
+        assert view is not None
+        return JSONResponse(
+            {
+                **view.to_json(),
+                "metrics": last_json_line(job.metrics),
+                "events": list(read_json_lines(job.events)),
+                "log_end": log_end(job.log),
+                "path": str(job.path),
+            }
+        )
+
+    def metrics(self, request: Request) -> Response:
+        """How far a job was, over time: a list for each thing that was measured."""
+        job = self._job(request)
+        count = min(_number(request.query_params, "count", 600), MOST_POINTS)
+        rows = list(sampled_json_lines(job.metrics, count))
+        names = sorted({name for row in rows for name in row})
+        return JSONResponse({name: [row.get(name) for row in rows] for name in names})
+
+    def log(self, request: Request) -> Response:
+        """A part of a log, from ``begin`` on or the last lines, and where the next part begins."""
+        job, query = self._job(request), request.query_params
+        count = min(_number(query, "count", 500), MOST_LINES)
+        ranks, text = _ranks(query.get("ranks", "")), query.get("grep", "")
+
+        def wanted(line: str) -> bool:
+            return text in line
+
+        if "begin" not in query:
+            found = read_last(job.log, count, ranks=ranks, wanted=wanted if text else None)
+            end = found[-1].end if found else log_end(job.log)
+            return JSONResponse({"lines": [found_to_json(f) for f in found], "next": end})
+        lines, position = [], _number(query, "begin", 0)
+        until = time.monotonic() + SEARCH_S
+        complete = True
+        for one in read_log(job.log, position, ranks=ranks):
+            position = one.end
+            if one.line is None or wanted(one.line.text):
+                lines.append(found_to_json(one))
+            if len(lines) >= count or time.monotonic() > until:
+                complete = False
+                break
+        return JSONResponse({"lines": lines, "next": position, "complete": complete})
+
+    def plan(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
+        """What would be started."""
+        return {"plan": check_options(self._asked(body), self._environ)}
+
+    def submit(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
+        """Start a job."""
+        return self._submit(self._asked(body))
+
+    def stop(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
+        """Have a job end."""
+        job = self._job(request)
+        view = self._index.view(job.name)
+        assert view is not None
+        if not view.is_over:
+            stop_job(job, view, save=body.get("save") is True)
+        return {"name": job.name, "status": view.status}
+
+    def restart(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
+        """Start a job that has ended again."""
+        job = self._job(request)
+        view = self._index.view(job.name)
+        if view is None or not view.is_over:
+            raise JobError(f"{job.name} has not ended; stop it first.")
+        spec = self._changed(job, body)
+        ranks = checked_ranks(spec, self._environ)
+        hand_over(job, spec, self._environ, ranks=ranks)
+        return {"name": job.name}
+
+    def clone(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
+        """Start a job like another one."""
+        return self._submit(self._changed(self._job(request), body))
+
+    def _submit(self, spec: JobSpec) -> Mapping[str, Any]:
+        ranks = checked_ranks(spec, self._environ)
+        job = submit_job(self._index.directory, spec, self._environ, ranks=ranks)
+        self._index.refresh()
+        return {"name": job.name}
+
+    def _asked(self, body: Mapping[str, Any]) -> JobSpec:
+        """The job that is asked for, if it may be started."""
+        program, options = _words(body, "program"), _words(body, "options")
+        folder = body.get("folder")
+        if not isinstance(folder, str) or not os.path.isdir(folder):
+            raise JobError(f"folder is {folder!r}; expected one that is there.")
+        rest, sbatch = split_backend(options)
+        spec = make_spec(rest, program, {})
+        spec = dataclasses.replace(spec, folder=folder, sbatch=sbatch, python=sys.executable)
+        self._policy.check(spec)
+        return spec
+
+    def _changed(self, job: JobFolder, body: Mapping[str, Any]) -> JobSpec:
+        options, sbatch = split_backend(_words(body, "options"))
+        program = _words(body, "program")
+        spec = with_changes(job.spec(), [*options, *(["--", *program] if program else [])], sbatch)
+        self._policy.check(spec)
+        return spec
+
+    def _row(self, view: JobView) -> Mapping[str, Any]:
+        row = dict(view.to_json())
+        if not view.is_over:
+            job = self._index.folder(view.name)
+            row["metrics"] = last_json_line(job.metrics) if job is not None else {}
+        return row
+
+    def _job(self, request: Request) -> JobFolder:
+        job = self._index.folder(request.path_params["name"])
+        if job is None:
+            raise HTTPException(404, "There is no such job.")
+        return job
+
+    def _acting(
+        self, act: Callable[[Mapping[str, Any], Request], Mapping[str, Any]]
+    ) -> Callable[[Request], Any]:
+        """A route that reads JSON, acts, and answers with JSON, also where that can't be done."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                body = await _body(request)
+                return JSONResponse(await run_in_threadpool(act, body, request))
+            except HvdtrainError as error:
+                return JSONResponse({"error": str(error)}, 400)
+            except SystemExit:
+                return JSONResponse({"error": "hvdtrain run has no such options."}, 400)
+
+        return answer
+
+
+def found_to_json(found: Found) -> list[Any]:
+    """Begin, end, time, rank, stream and text of a line; begin and end where lines are missing."""
+    line = found.line
+    if line is None:
+        return [found.begin, found.end]
+    return [found.begin, found.end, line.time_s, line.rank, line.stream, line.text]
+
+
+async def _body(request: Request) -> Mapping[str, Any]:
+    if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+        raise HTTPException(415, "Expected application/json.")
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > _MOST_BODY:
+            raise HTTPException(413, "That is too long.")
+    try:
+        body = json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        raise HTTPException(400, "Expected JSON.") from None
+    if not isinstance(body, dict):
+        raise HTTPException(400, "Expected a JSON object.")
+    return body
+
+
+def _words(body: Mapping[str, Any], name: str) -> list[str]:
+    words = body.get(name, [])
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise JobError(f"{name} is {words!r}; expected a list of words.")
+    if any("\0" in word for word in words):
+        raise JobError(f"{name} holds a word with a zero byte.")
+    return words
+
+
+def _number(query: Mapping[str, str], name: str, default: int) -> int:
+    text = query.get(name, str(default))
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise HTTPException(400, f"{name} is {text!r}; expected a whole number.")
+    return int(text)
+
+
+def _ranks(text: str) -> Sequence[range] | None:
+    if not text:
+        return None
+    try:
+        return parse_runs(text)
+    except ValueError as error:
+        raise HTTPException(400, f"ranks: {error}") from None

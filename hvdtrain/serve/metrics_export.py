@@ -1,0 +1,63 @@
+"""Metrics of all jobs in the form that Prometheus reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from hvdtrain.jobs.json_lines import last_json_line
+from hvdtrain.serve.index import JobIndex
+
+__all__ = ["export"]
+
+# Name: what it is called in metrics.jsonl, and what it means.
+_MEASURED = {
+    "hvdtrain_job_step": ("step", "Optimizer steps that are complete."),
+    "hvdtrain_job_epoch": ("epoch", "The epoch of the last step, from 0."),
+    "hvdtrain_job_loss": ("loss", "The loss of late."),
+    "hvdtrain_job_samples": ("samples", "Samples that all ranks have trained on."),
+    "hvdtrain_job_own_step_seconds": ("own_s", "What a step takes the rank in the middle itself."),
+    "hvdtrain_job_slow_rank": ("slow", "The rank that the others wait for."),
+    "hvdtrain_job_slow_factor": ("slow_factor", "How many times as long a step takes that one."),
+}
+_RUNS = ("running", "restarting", "silent")
+
+
+class _Jobs:
+    """What prometheus_client asks for metrics."""
+
+    def __init__(self, index: JobIndex) -> None:
+        self._index = index
+
+    def collect(self) -> Iterator[Metric]:
+        """How many jobs there are of each state, and how far those are that run."""
+        views = self._index.views()
+        counts = GaugeMetricFamily("hvdtrain_jobs", "Jobs, by their state.", labels=["state"])
+        for status in sorted({view.status for view in views}):
+            counts.add_metric([status], sum(view.status == status for view in views))
+        yield counts
+        running = [view for view in views if view.status in _RUNS]
+        ranks = GaugeMetricFamily("hvdtrain_job_ranks", "Ranks of a job.", labels=["job"])
+        attempts = GaugeMetricFamily("hvdtrain_job_attempt", "Its attempt.", labels=["job"])
+        families = {
+            field: GaugeMetricFamily(name, text, labels=["job"])
+            for name, (field, text) in _MEASURED.items()
+        }
+        for view in running:
+            ranks.add_metric([view.name], view.ranks)
+            attempts.add_metric([view.name], view.attempt)
+            folder = self._index.folder(view.name)
+            now = last_json_line(folder.metrics) if folder is not None else {}
+            for field, family in families.items():
+                if isinstance(now.get(field), (int, float)):
+                    family.add_metric([view.name], now[field])
+        yield from (ranks, attempts, *families.values())
+
+
+def export(index: JobIndex) -> bytes:
+    """The text of ``/metrics``."""
+    registry = CollectorRegistry()
+    registry.register(_Jobs(index))
+    return generate_latest(registry)

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from hvdtrain.jobs.folder import JobFolder, create_job
+from hvdtrain.jobs.process_identity import ProcessIdentity, own_identity
+from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import JobState
+from hvdtrain.serve.index import JobIndex, matching
+
+
+def _job(directory: Path, created_s: float, *program: str) -> JobFolder:
+    spec = JobSpec(options=(), program=program, folder="/", created_s=created_s)
+    job = create_job(directory, spec)
+    job.write_state(JobState(phase="running", launcher=own_identity()))
+    return job
+
+
+def _statuses(index: JobIndex) -> dict[str, str]:
+    index.refresh()
+    return {view.name: view.status for view in index.views()}
+
+
+def test_changes_are_seen_and_counted(tmp_path: Path) -> None:
+    index = JobIndex(tmp_path / "jobs")
+    assert index.views() == []
+    first = _job(tmp_path / "jobs", 1.0, "a.py")
+    second = _job(tmp_path / "jobs", 2.0, "b.py")
+    assert list(_statuses(index)) == [second.name, first.name], "the newest first"
+    version = index.version
+    index.refresh()
+    assert index.version == version, "nothing has changed"
+    time.sleep(0.01)
+    first.write_state(JobState(phase="ended", code=0, cause="done"))
+    assert _statuses(index)[first.name] == "done"
+    assert index.version > version
+    shutil.rmtree(second.path)
+    assert list(_statuses(index)) == [first.name]
+
+
+def test_a_launcher_that_dies_is_seen_without_a_change(tmp_path: Path, monkeypatch) -> None:
+    job = _job(tmp_path, 1.0, "a.py")
+    index = JobIndex(tmp_path)
+    assert _statuses(index) == {job.name: "running"}
+    monkeypatch.setattr("hvdtrain.jobs.folder.is_alive", lambda process: False)
+    assert _statuses(index) == {job.name: "lost"}
+
+
+def test_what_is_over_is_not_read_again(tmp_path: Path, monkeypatch) -> None:
+    for number in range(50):
+        job = _job(tmp_path, float(number), "a.py")
+        gone = ProcessIdentity(host=own_identity().host, pid=1, boot_id="before")
+        job.write_state(JobState(phase="ended" if number % 2 else "running", launcher=gone, code=0))
+    index = JobIndex(tmp_path)
+    read = []
+    monkeypatch.setattr("hvdtrain.serve.index.view_jobs", lambda jobs: read.extend(jobs) or [])
+    index.refresh()
+    assert read == []
+
+
+def test_jobs_are_chosen_by_text_and_state(tmp_path: Path) -> None:
+    first = _job(tmp_path, 1.0, "train.py", "--model", "LeNet")
+    second = _job(tmp_path, 2.0, "eval.py")
+    second.write_state(JobState(phase="ended", code=1, cause="exception"))
+    views = JobIndex(tmp_path).views()
+    assert len(matching(views, "", "")) == 2
+    assert [view.name for view in matching(views, "lenet", "")] == [first.name]
+    assert [view.name for view in matching(views, "", "failed")] == [second.name]
+    assert matching(views, "lenet", "failed") == []

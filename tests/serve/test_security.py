@@ -1,0 +1,195 @@
+"""Nobody comes in but who may, whatever the route and the method."""
+
+from __future__ import annotations
+
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.routing import Mount, Route
+from starlette.testclient import TestClient
+
+from hvdtrain.errors import ConfigurationError
+from hvdtrain.jobs.folder import create_job
+from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.serve.app import make_app
+from hvdtrain.serve.index import JobIndex
+from hvdtrain.serve.policy import Policy
+from hvdtrain.serve.security import COOKIE, CSRF_HEADER, Keys, allowed_hosts, read_token
+
+TOKEN = "a-token-of-the-tests"
+BASE = "http://localhost:8264"
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[TestClient]:
+    """Nobody yet: a browser that has not logged in."""
+    create_job(tmp_path, JobSpec(options=(), program=("a.py",), folder="/", created_s=1.0))
+    hosts = allowed_hosts("127.0.0.1", 8264)
+    app = make_app(JobIndex(tmp_path), Keys(TOKEN), Policy(), hosts=hosts, environ={})
+    with TestClient(app, base_url=BASE, follow_redirects=False) as client:
+        yield client
+
+
+@pytest.fixture
+def logged_in(client: TestClient) -> TestClient:
+    assert client.get("/login", params={"token": TOKEN}).status_code == 303
+    return client
+
+
+def _paths(client: TestClient) -> list[str]:
+    routes = client.app.routes  # type: ignore[attr-defined]
+    assert all(isinstance(route, (Route, Mount)) for route in routes)
+    paths = [r.path.replace("{name}", "a-19700101-000001") for r in routes if isinstance(r, Route)]
+    assert len(paths) >= 14
+    return paths
+
+
+def test_without_a_cookie_there_is_nothing_but_the_way_in(client: TestClient) -> None:
+    for path in _paths(client):
+        for method in METHODS:
+            code = client.request(method, path).status_code
+            if path == "/login" and method in ("GET", "HEAD", "POST"):
+                assert code == 200
+            else:
+                assert code in (401, 405), (method, path, code)
+    to_login = client.get("/", headers={"accept": "text/html"})
+    assert (to_login.status_code, to_login.headers["location"]) == (303, "/login")
+
+
+def test_other_names_and_other_pages_are_refused_everywhere(logged_in: TestClient) -> None:
+    for path in [*_paths(logged_in), "/static/login.html", "/nothing"]:
+        for method in METHODS:
+            for host in (
+                "evil.example",
+                "localhost",
+                "localhost:80",
+                "127.0.0.1:8264.evil.example",
+            ):
+                code = logged_in.request(method, path, headers={"host": host}).status_code
+                assert code == 421, (method, path, host)
+            for origin in (
+                "http://evil.example",
+                "null",
+                "http://localhost:80",
+                "https://localhost:8264",
+            ):
+                code = logged_in.request(method, path, headers={"origin": origin}).status_code
+                assert code in (403, 405), (method, path, origin)
+
+
+def test_only_three_methods_are_known(logged_in: TestClient) -> None:
+    for path in _paths(logged_in):
+        for method in METHODS[3:]:
+            assert logged_in.request(method, path).status_code == 405
+
+
+def test_what_changes_something_needs_the_word_of_a_page_from_here(logged_in: TestClient) -> None:
+    acting = [path for path in _paths(logged_in) if path.endswith(("/stop", "/restart", "/clone"))]
+    assert len(acting) == 3
+    for path in [*acting, "/api/jobs", "/api/plan", "/logout"]:
+        assert logged_in.post(path, json={}).status_code == 403
+        wrong = logged_in.post(path, json={}, headers={CSRF_HEADER: "0" * 64})
+        assert wrong.status_code == 403
+    word = logged_in.get("/api/session").json()["csrf"]
+    refused = logged_in.post("/api/jobs", json={"program": ["a"]}, headers={CSRF_HEADER: word})
+    assert refused.status_code == 400
+    assert "expected one that is there" in refused.json()["error"]
+    assert logged_in.post("/logout", headers={CSRF_HEADER: word}).status_code == 200
+    assert logged_in.get("/api/jobs").status_code == 401
+
+
+def test_a_program_comes_in_with_the_token(client: TestClient) -> None:
+    assert client.get("/metrics", headers={"authorization": "Bearer wrong"}).status_code == 401
+    shown = client.get("/metrics", headers={"authorization": f"Bearer {TOKEN}"})
+    assert 'hvdtrain_jobs{state="unknown"} 1.0' in shown.text
+
+
+def test_a_wrong_token_gets_no_cookie(client: TestClient) -> None:
+    for answer in (
+        client.get("/login", params={"token": "wrong"}),
+        client.post("/login", content="token=wrong"),
+        client.post("/login", content=b"\xff=\xff&token"),
+    ):
+        assert answer.status_code in (200, 403)
+        assert "set-cookie" not in answer.headers
+    assert client.post("/login", content=b"token=" + b"x" * 10_000).status_code == 413
+    cookie = client.post("/login", content=f"token={TOKEN}").headers["set-cookie"]
+    assert all(word in cookie for word in ("HttpOnly", "SameSite=strict", "Path=/"))
+
+
+def test_a_cookie_is_signed_and_ends(client: TestClient) -> None:
+    keys, now = Keys(TOKEN), time.time()
+    cookie = keys.session(now)
+    assert keys.is_session(cookie, now)
+    assert not keys.is_session(cookie, now + 31 * 86400)
+    assert not Keys("another-token-of-tests").is_session(cookie, now)
+    later = str(int(now) + 10**9)
+    for forged in (
+        "",
+        ".",
+        "x",
+        later + cookie[10:],
+        cookie[:-1] + "0",
+        cookie + "0",
+        "\u00e9." * 3,
+    ):
+        assert forged == cookie or not keys.is_session(forged, now)
+    assert keys.csrf(cookie) != keys.csrf(keys.session(now))
+
+
+def test_every_answer_forbids_what_a_page_of_ours_does_not_need(logged_in: TestClient) -> None:
+    for path in ("/", "/login", "/api/jobs", "/nothing", "/static/login.html", "/metrics"):
+        headers = logged_in.get(path).headers
+        policy = headers["content-security-policy"]
+        assert policy.startswith("default-src 'self';")
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert path.startswith("/static/") or headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    "name", ["..%2f..%2fetc", "%2fetc%2fpasswd", ".queue", "a%00b", " ", "a" * 300]
+)
+def test_no_name_leads_out_of_the_folder(logged_in: TestClient, name: str) -> None:
+    for rest in ("", "/log", "/metrics", "/live"):
+        assert logged_in.get(f"/api/jobs/{name}{rest}").status_code == 404
+    for path in (f"/static/{name}", f"/static/{name}/cli.py", "/static/..%2fsecurity.py"):
+        assert logged_in.get(path).status_code in (401, 404)
+
+
+def test_a_link_is_no_job(logged_in: TestClient, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/etc")
+    assert logged_in.get("/api/jobs/link").status_code == 404
+
+
+def test_the_token_is_its_users_alone(tmp_path: Path) -> None:
+    path = tmp_path / "jobs" / ".serve-token"
+    token = read_token(path)
+    assert len(token) >= 40
+    assert read_token(path) == token
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o640)
+    with pytest.raises(ConfigurationError, match="can be read by others"):
+        read_token(path)
+    path.chmod(0o600)
+    path.write_text("x\n")
+    with pytest.raises(ConfigurationError, match="holds no token"):
+        read_token(path)
+
+
+def test_the_names_that_are_answered_to() -> None:
+    assert allowed_hosts("127.0.0.1", 1) == {"127.0.0.1:1", "localhost:1", "[::1]:1"}
+    assert "10.0.0.1:1" in allowed_hosts("10.0.0.1", 1)
+    assert "[fe80::1]:1" in allowed_hosts("fe80::1", 1)
+    assert "login1:1" in allowed_hosts("0.0.0.0", 1, ["login1"])
+    assert not any("0.0.0.0" in host for host in allowed_hosts("0.0.0.0", 1))
+
+
+def test_cookies_of_others_on_this_host_do_not_disturb(logged_in: TestClient) -> None:
+    logged_in.cookies.set("other", "x" * 100)
+    assert COOKIE in logged_in.cookies
+    assert logged_in.get("/api/jobs").status_code == 200
