@@ -1,0 +1,171 @@
+"""What the page asks of jobs; their folders are made here, and one job is real."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from hvdtrain.jobs.folder import JobFolder, create_job
+from hvdtrain.jobs.json_lines import append_json_line
+from hvdtrain.jobs.log_format import LogLine
+from hvdtrain.jobs.log_writer import LogWriter
+from hvdtrain.jobs.process_identity import own_identity
+from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import JobState
+from tests.launch.jobs import kill_marked, program, with_mark
+
+NASTY = ["$(touch pwned)", "a'b\"c", "two\nlines", "<script>alert(1)</script>", ""]
+
+
+def _job(directory: Path, created_s: float, *words: str, **state: Any) -> JobFolder:
+    job = create_job(
+        directory, JobSpec(options=("-np", "2"), program=words, folder="/", created_s=created_s)
+    )
+    job.write_state(JobState(launcher=own_identity(), **{"phase": "running", **state}))
+    return job
+
+
+def _get(page: TestClient, path: str, **query: Any) -> Any:
+    answer = page.get(path, params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_newest_jobs_come_first_a_part_at_a_time(jobs_dir: Path, page: TestClient) -> None:
+    names = [_job(jobs_dir, float(n), "train.py", str(n)).name for n in range(7)]
+    _job(jobs_dir, 100.0, *NASTY, phase="ended", code=1, cause="exception", verdict=NASTY[3])
+    page.app_state = None  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 10
+    while _get(page, "/api/jobs")["found"] < 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    told = _get(page, "/api/jobs", count=3)
+    assert [row["status"] for row in told["jobs"]] == ["failed", "running", "running"]
+    assert told["jobs"][0]["program"] == NASTY
+    assert told["counts"] == {"failed": 1, "running": 7}
+    told = _get(page, "/api/jobs", begin=1, count=2, status="running")
+    assert ([row["name"] for row in told["jobs"]], told["found"]) == (names[-2:-4:-1], 7)
+    assert _get(page, "/api/jobs", q="train.py 3")["jobs"][0]["name"] == names[3]
+    assert _get(page, "/api/jobs", count=10**9)["found"] == 8
+
+
+def test_a_job_is_told_with_its_history(jobs_dir: Path, page: TestClient) -> None:
+    job = _job(jobs_dir, 1.0, "a.py", step=3)
+    append_json_line(job.events, {"kind": "began", "attempt": 1})
+    for step in range(100):
+        append_json_line(job.metrics, {"time": float(step), "step": step, "loss": 1 / (step + 1)})
+    told = _get(page, f"/api/jobs/{job.name}")
+    assert (told["status"], told["step"], told["metrics"]["step"]) == ("running", 3, 99)
+    assert [event["kind"] for event in told["events"]] == ["began"]
+    curves = _get(page, f"/api/jobs/{job.name}/metrics", count=10)
+    assert curves.keys() == {"time", "step", "loss"}
+    assert (curves["step"][0], curves["step"][-1]) == (0, 99)
+    assert 10 <= len(curves["step"]) <= 12
+    assert page.get("/api/jobs/nothing").status_code == 404
+
+
+def test_a_log_is_read_a_part_at_a_time(jobs_dir: Path, page: TestClient) -> None:
+    job = _job(jobs_dir, 1.0, "a.py")
+    writer = LogWriter(job.log)
+    for number in range(1000):
+        text = f"{number} {NASTY[number % 5]}"
+        line = LogLine(time_s=float(number), rank=number % 4, stream="stdout", text=text)
+        writer.append([line])
+    path = f"/api/jobs/{job.name}/log"
+    last = _get(page, path, count=3)
+    assert [line[5].split()[0] for line in last["lines"]] == ["997", "998", "999"]
+    assert last["lines"][1][3:5] == [2, "stdout"]
+    seen, position = [], 0
+    while len(part := _get(page, path, begin=position, count=300)["lines"]):
+        seen += [int(line[5].split()[0]) for line in part]
+        position = part[-1][1]
+    assert seen == list(range(1000))
+    assert position == last["next"]
+    found = _get(page, path, begin=0, ranks="1-2", grep="<script>")
+    assert {line[3] for line in found["lines"]} == {1, 2}
+    assert len(found["lines"]) == sum(n % 5 == 3 and n % 4 in (1, 2) for n in range(1000))
+    writer.append([LogLine(time_s=1.0, rank=-1, stream="stderr", text="more")])
+    assert _get(page, path, begin=last["next"])["lines"][0][3:] == [-1, "stderr", "more"]
+
+
+@pytest.mark.parametrize(
+    "query", [{"begin": "-1"}, {"begin": "x"}, {"count": "1e9"}, {"ranks": "3-1"}, {"ranks": "a"}]
+)
+def test_queries_that_mean_nothing_are_refused(jobs_dir: Path, page: TestClient, query) -> None:
+    job = _job(jobs_dir, 1.0, "a.py")
+    assert page.get(f"/api/jobs/{job.name}/log", params=query).status_code == 400
+
+
+BODIES = {
+    "no-json": b"{",
+    "list": b"[]",
+    "line": b'{"program": "rm -rf /", "folder": "/"}',
+    "numbers": b'{"program": [1], "folder": "/"}',
+    "zero": b'{"program": ["a\\u0000b"], "folder": "/"}',
+    "nowhere": b'{"program": ["a"], "folder": "/nowhere"}',
+    "elsewhere": b'{"program": ["a"], "folder": "/etc"}',
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_bodies_that_mean_nothing_are_refused(
+    page: TestClient, body: bytes, jobs_dir: Path
+) -> None:
+    headers = {"content-type": "application/json"}
+    for path in ("/api/jobs", "/api/plan"):
+        assert page.post(path, content=body, headers=headers).status_code == 400
+    assert page.post("/api/jobs", content=b"{}").status_code == 415
+    assert page.post("/api/jobs", content=b"x" * (2 << 20), headers=headers).status_code == 413
+    assert not jobs_dir.exists()
+
+
+@pytest.mark.mpi
+@pytest.mark.essential
+def test_a_real_job_is_planned_started_stopped_and_started_again(
+    page: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = page.headers["x-csrf-token"]
+    for name, value in with_mark(mark).items():
+        monkeypatch.setenv(name, value)
+    body = program("print(sys.argv[1:], flush=True); time.sleep(60)", [sys.executable])
+    asked = {"program": [*body, *NASTY], "options": ["-np", "1"], "folder": str(tmp_path)}
+    try:
+        assert " -np 1 " in page.post("/api/plan", json=asked).json()["plan"]
+        refused = page.post("/api/plan", json={**asked, "options": ["-np", "none"]})
+        assert (refused.status_code, "got 'none'" in refused.json()["error"]) == (400, True)
+        name = page.post("/api/jobs", json=asked).json()["name"]
+        _until(page, name, "running", said=repr(NASTY))
+        assert page.post(f"/api/jobs/{name}/restart", json={}).status_code == 400
+        assert page.post(f"/api/jobs/{name}/stop", json={}).status_code == 200
+        _until(page, name, "stopped")
+        for way in ("restart", "clone"):
+            refused = page.post(f"/api/jobs/{name}/{way}", json={"program": ["sh", "-c", "id"]})
+            assert "may not be used from the page" in refused.json()["error"]
+        again = [sys.executable, "-c", "print('again')"]
+        other = page.post(f"/api/jobs/{name}/clone", json={"program": again}).json()["name"]
+        assert page.post(f"/api/jobs/{name}/restart", json={"program": again}).json() == {
+            "name": name
+        }
+        _until(page, other, "done", said="again")
+        _until(page, name, "done", said="again")
+        assert _get(page, f"/api/jobs/{name}")["attempt"] == 2
+        assert not (tmp_path / "pwned").exists()
+    finally:
+        kill_marked(mark)
+
+
+def _until(page: TestClient, name: str, status: str, said: str = "") -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        seen = _get(page, f"/api/jobs/{name}")
+        log = [line[5] for line in _get(page, f"/api/jobs/{name}/log")["lines"]]
+        if seen["status"] == status and (not said or said in log):
+            return
+        assert time.monotonic() < deadline, (seen, log)
+        time.sleep(0.2)
