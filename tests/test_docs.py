@@ -193,7 +193,15 @@ def test_defaults_that_documents_tell_are_those_that_hold() -> None:
 # Of sbatch and srun, mpirun, docker, pip and TensorBoard.
 FOREIGN_FLAGS = {
     *("--batch", "--cpus-per-task", "--gpus-per-task", "--mem", "--mem-per-cpu", "--nodes"),
-    *("--ntasks", "--signal", "--allow-run-as-root", "--bind-to", "--map-by", "--with-ft"),
+    *(
+        "--ntasks",
+        "--partition",
+        "--signal",
+        "--allow-run-as-root",
+        "--bind-to",
+        "--map-by",
+        "--with-ft",
+    ),
     *("--shm-size", "--no-deps", "--logdir"),
 }
 

@@ -21,10 +21,10 @@ def _test_accuracy(done: Completed) -> float:
 
 
 @pytest.mark.essential
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_two_ranks_learn_the_digits(launch, tmp_path: Path) -> None:
     # As a user starts it: nothing is imported before.
-    done = launch(2, MNIST, "--epochs", "4", timeout_s=240, fresh=True)
+    done = launch(2, MNIST, "--epochs", "4", timeout_s=480, fresh=True)
     accuracy = _test_accuracy(done)
     assert accuracy >= 0.95, done
 
