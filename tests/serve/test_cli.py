@@ -1,0 +1,108 @@
+"""``hvdtrain serve`` as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli import main
+from hvdtrain.jobs.folder import JobFolder, create_job
+from hvdtrain.jobs.process_identity import own_identity
+from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import JobState
+from tests.harness.jobs import clean_environment
+
+SERVE = [sys.executable, "-m", "hvdtrain", "serve", "--port", "0"]
+
+
+class Server:
+    """The process, and what it says."""
+
+    def __init__(self, jobs_dir: Path) -> None:
+        self.process = subprocess.Popen(
+            [*SERVE, "--jobs-dir", str(jobs_dir)],
+            env=clean_environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stderr is not None
+        found = re.search(r"are at (http://localhost:\d+)/", self.process.stderr.readline())
+        assert found is not None
+        self.url = found[1]
+        self._token = (jobs_dir / ".serve-token").read_text().strip()
+
+    def get(self, path: str) -> urllib.request.addinfourl:
+        """An answer, to somebody who has the token."""
+        asked = urllib.request.Request(
+            self.url + path, headers={"authorization": f"Bearer {self._token}"}
+        )
+        return urllib.request.urlopen(asked, timeout=20)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobFolder:
+    """A job that runs, as this process is there."""
+    job = create_job(tmp_path, JobSpec(options=(), program=("a.py",), folder="/", created_s=1.0))
+    job.write_state(JobState(phase="running", launcher=own_identity(), step=1))
+    return job
+
+
+def test_it_may_be_killed_at_any_time(tmp_path: Path, job: JobFolder) -> None:
+    server = Server(tmp_path)
+    try:
+        with server.get("/api/live") as live, server.get(f"/api/jobs/{job.name}/live") as told:
+            assert live.readline() == b"event: jobs\n"
+            assert told.readline() == b"event: job\n"
+            first = json.loads(told.readline().removeprefix(b"data: "))
+            assert (first["view"]["status"], first["view"]["step"]) == ("running", 1)
+            job.write_state(JobState(phase="running", launcher=own_identity(), step=2))
+            lines = [told.readline() for _ in range(3)]
+            assert json.loads(lines[2].removeprefix(b"data: "))["view"]["step"] == 2
+    finally:
+        server.process.kill()
+        server.process.communicate(timeout=20)
+    # What is there is what is in the folders.
+    again = Server(tmp_path)
+    with again.get("/api/jobs") as answer:
+        assert [row["name"] for row in json.load(answer)["jobs"]] == [job.name]
+    # Also with somebody who listens on.
+    with again.get("/api/live") as live:
+        live.readline()
+        again.process.send_signal(signal.SIGTERM)
+        said = again.process.communicate(timeout=20)[1]
+    assert (again.process.returncode, "Traceback" in said) == (-signal.SIGTERM, False), said
+
+
+def test_only_this_host_is_listened_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["serve", "--jobs-dir", str(tmp_path), "--host", "0.0.0.0"]
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert "over the network for others to read" in said
+    assert "ssh -L" in said
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--jobs-dir", str(tmp_path), "--port", port]) == 2
+    assert "Give another --port" in capsys.readouterr().err
+
+
+def test_without_the_extra_the_message_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["serve", "--jobs-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "the page needs starlette, uvicorn, prometheus_client" in said
+    assert "hvdtrain[serve]" in said
+    assert os.listdir(tmp_path) == []
