@@ -31,6 +31,7 @@ from hvdtrain.agent.oom import OomWatch
 from hvdtrain.agent.output_relay import OutputRelay
 from hvdtrain.agent.process_tree import descendants, kill_descendants, process_state, shell_code
 from hvdtrain.agent.rank_report import ReportPipe
+from hvdtrain.agent.usage import UsageWatch
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.config import LAUNCHER, variable_name
 from hvdtrain.errors import HvdtrainError
@@ -81,6 +82,7 @@ class Agent:
         self._was_signalled = False
         self._elastic = environ.get(variable_name("elastic")) == "1"
         self._oom = OomWatch()
+        self._usage = UsageWatch()
         self._child: subprocess.Popen[bytes] | None = None
         self._report_pipe = ReportPipe()
         self._output = OutputRelay(self._selector, self._send)
@@ -134,6 +136,8 @@ class Agent:
         assert self._child is not None
         while self._child.poll() is None:
             self._oom.look(self._child.pid)
+            if (usage := self._usage.look(self._child.pid)) is not None:
+                self._send("usage", **asdict(usage))
             self._wait(0.05)
             self._act_on_signals()
             if self._deadline is not None and time.monotonic() > self._deadline:

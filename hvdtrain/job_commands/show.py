@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hvdtrain.cluster.ranges import listing
+from hvdtrain.cluster.ranges import format_table, listing
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import JobView, span, view_job
 from hvdtrain.jobs.json_lines import last_json_line, read_json_lines
@@ -20,8 +20,9 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``hvdtrain show``."""
-    parser.usage = "hvdtrain show NAME [--json]"
+    parser.usage = "hvdtrain show NAME [--ranks] [--json]"
     add_name(parser)
+    parser.add_argument("--ranks", action="store_true", help="with a table of its ranks")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
 
 
@@ -35,12 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
     view = view_job(job)
     events = list(read_json_lines(job.events))
     if arguments.json:
-        now = last_json_line(job.metrics)
-        print(json.dumps({**view.to_json(), "metrics": now, "events": events}))
+        newest = {"metrics": last_json_line(job.metrics), "ranks_now": last_json_line(job.ranks)}
+        print(json.dumps({**view.to_json(), **newest, "events": events}))
         return 0
     print("\n".join(_describe(job, view)))
     for event in events:
         print(_event(event))
+    if arguments.ranks:
+        print(_table_of_ranks(last_json_line(job.ranks)))
     return 0
 
 
@@ -70,6 +73,26 @@ def _slowest(now: Mapping[str, Any]) -> str:
     if "slow" not in now:
         return ""
     return f"rank {now['slow']}: a step takes it {now['slow_factor']} times as long as the others"
+
+
+def _table_of_ranks(now: Mapping[str, Any]) -> str:
+    """What each rank did when that was written last; what is not known is left empty."""
+    shown = {
+        "step": "step",
+        "phase": "phase",
+        "own_s": "own s/step",
+        "waited_s": "waited s",
+        "rss_mb": "RSS MiB",
+        "cpu": "cores",
+    }
+    columns = [now.get(name, []) for name in shown]
+    if not columns[0]:
+        return "its ranks have reported nothing"
+    rows = [
+        [str(rank), *("" if value is None else str(value) for value in values)]
+        for rank, values in enumerate(zip(*columns))
+    ]
+    return format_table(["rank", *shown.values()], rows, left=(2,))
 
 
 def _event(event: dict[str, Any]) -> str:

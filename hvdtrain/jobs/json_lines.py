@@ -16,7 +16,7 @@ __all__ = [
     "sampled_json_lines",
 ]
 
-# Longer than a line is.
+# Longer than most lines are.
 _LAST_BYTES = 16 << 10
 
 
@@ -70,12 +70,20 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def last_json_line(path: Path) -> dict[str, Any]:
     """The last object in a file, without reading all of it; empty where there is none."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _LAST_BYTES))
-            lines = file.read().splitlines()
+        file = path.open("rb")
     except FileNotFoundError:
         return {}
-    return next((found for line in reversed(lines) if (found := _object(line))), {})
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        span = _LAST_BYTES
+        while True:
+            file.seek(max(0, size - span))
+            for line in reversed(file.read(span).splitlines()):
+                if (found := _object(line)) is not None:
+                    return found
+            if span >= size:
+                return {}
+            span *= 8
 
 
 def sampled_json_lines(path: Path, most: int) -> Iterator[dict[str, Any]]:
@@ -94,6 +102,7 @@ def sampled_json_lines(path: Path, most: int) -> Iterator[dict[str, Any]]:
         if len(rows) % step != 1 and step > 1:
             yield rows[-1]
         return
+    before = None
     with path.open("rb") as file:
         for number in range(most):
             begin = size * number // most
@@ -101,9 +110,12 @@ def sampled_json_lines(path: Path, most: int) -> Iterator[dict[str, Any]]:
             if begin:
                 # The line that begins earlier.
                 file.readline()
-            if (found := _object(file.readline())) is not None:
+            found = _object(file.readline())
+            if found is not None and found != before:
                 yield found
-    yield last_json_line(path)
+                before = found
+    if (last := last_json_line(path)) != before:
+        yield last
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -107,6 +107,11 @@ class JobRecorder:
         if self._folder is not None:
             self._record(self._folder.metrics, fields)
 
+    def ranks(self, **fields: Any) -> None:
+        """How each rank is: a list for each thing."""
+        if self._folder is not None:
+            self._record(self._folder.ranks, fields)
+
     def state(self, **changes: Any) -> None:
         """How the job is from now on: those fields of ``JobState`` that are others now."""
         if changes.get("phase", self._state.phase) != self._state.phase:

@@ -16,6 +16,7 @@ from typing import Any
 from hvdtrain.agent.messages import Decoder, encode, keep_alive, receive
 from hvdtrain.agent.oom import OomKills
 from hvdtrain.agent.rank_report import FailureRecord, read_failure, read_report
+from hvdtrain.agent.usage import read_usage
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import RankExit
@@ -227,6 +228,9 @@ class AgentServer:
             elif kind == "report":
                 if (report := read_report(message)) is not None:
                     self.reports.note(rank.number, report, time.monotonic())
+            elif kind == "usage":
+                if (usage := read_usage(message)) is not None:
+                    self.reports.usage[rank.number] = usage
             elif kind == "failure":
                 rank.told = read_failure(message)
                 rank.failing_since = time.monotonic()

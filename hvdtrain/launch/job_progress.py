@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvdtrain.agent.rank_report import RankReport
+from hvdtrain.agent.usage import Usage
 from hvdtrain.cluster.ranges import listing
 from hvdtrain.launch.phase_times import PhaseTimes
 from hvdtrain.launch.rank_pace import RankPaces
@@ -33,6 +34,7 @@ class JobProgress:
         saved_at: When a checkpoint was last written; None for never.
         phases: Where the chief's time goes; the chief is the first rank that reports.
         paces: What each rank takes for a step itself.
+        usage: What each rank takes of its host, as its agent told last.
     """
 
     def __init__(self, began: float = 0.0) -> None:
@@ -41,6 +43,7 @@ class JobProgress:
         self.saved_at: float | None = None
         self.phases = PhaseTimes(began)
         self.paces = RankPaces()
+        self.usage: dict[int, Usage] = {}
 
     def note(self, rank: int, report: RankReport, now: float) -> None:
         """Take in a report of ``rank``."""

@@ -1,9 +1,10 @@
-"""What the reports of ranks tell of a job, written into its folder about once a second."""
+"""What ranks and agents report of a job, written into its folder now and then."""
 
 from __future__ import annotations
 
 import statistics
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from hvdtrain.jobs.recorder import JobRecorder
 from hvdtrain.launch.job_progress import JobProgress
@@ -12,15 +13,28 @@ from hvdtrain.launch.rank_pace import find_straggler
 __all__ = ["ProgressRecord"]
 
 INTERVAL_S = 1.0
+# Rows that tell of each rank are long, and the longer the more ranks there are.
+RANKS_INTERVAL_S = 10.0
+_RANKS_PER_S = 10
+
+_Value = TypeVar("_Value")
 
 
 class ProgressRecord:
-    """Looks at the reports of one attempt, and says what is new in them."""
+    """Looks at the reports of one attempt, and says what is new in them.
 
-    def __init__(self, recorder: JobRecorder, reports: JobProgress) -> None:
+    Args:
+        recorder: Writes it down.
+        reports: The newest of each rank.
+        ranks: How many ranks there are.
+    """
+
+    def __init__(self, recorder: JobRecorder, reports: JobProgress, ranks: int) -> None:
         self._recorder = recorder
         self._reports = reports
+        self._ranks = ranks
         self._due_at = 0.0
+        self._ranks_due_at = 0.0
         self._told: tuple[int | None, int | None] = (None, None)
         self._saved = reports.saved
 
@@ -34,17 +48,38 @@ class ProgressRecord:
             self._saved = reports.saved
             self._recorder.event("checkpoint", step=reports.saved)
             self._recorder.state(saved=reports.saved)
-        if (told := (reports.step, reports.epoch)) == self._told:
-            return
-        self._told = told
-        known: dict[str, Any] = {"step": reports.step, "epoch": reports.epoch}
-        self._recorder.state(**known)
+        if (told := (reports.step, reports.epoch)) != self._told:
+            self._told = told
+            self._recorder.state(step=reports.step, epoch=reports.epoch)
+            self._recorder.metrics(**self._now())
+        if reports.latest and (now >= self._ranks_due_at or last):
+            self._ranks_due_at = now + max(RANKS_INTERVAL_S, self._ranks / _RANKS_PER_S)
+            self._recorder.ranks(**self._of_ranks())
+
+    def _now(self) -> Mapping[str, Any]:
+        """How far the job is."""
+        reports = self._reports
+        now: dict[str, Any] = {"step": reports.step, "epoch": reports.epoch}
         own_s = reports.paces.of_late()
         if own_s:
-            known |= {"own_s": round(statistics.median(own_s.values()), 6)}
+            now["own_s"] = round(statistics.median(own_s.values()), 6)
         if (slow := find_straggler(own_s)) is not None:
-            known |= {"slow": slow.rank, "slow_factor": round(slow.factor, 2)}
-        for name, value in (("samples", reports.samples), ("loss", reports.loss)):
-            if value is not None:
-                known[name] = value
-        self._recorder.metrics(**known)
+            now |= {"slow": slow.rank, "slow_factor": round(slow.factor, 2)}
+        now |= {"samples": reports.samples, "loss": reports.loss}
+        return {name: value for name, value in now.items() if value is not None}
+
+    def _of_ranks(self) -> Mapping[str, Any]:
+        """A list for each thing, with a value for each rank; None where it is not known."""
+        latest, usage = self._reports.latest, self._reports.usage
+        own_s = self._reports.paces.of_late()
+        return {
+            "step": self._list(latest, lambda report: report.step),
+            "phase": self._list(latest, lambda report: report.phase),
+            "own_s": self._list(own_s, lambda seconds: float(f"{seconds:.4g}")),
+            "waited_s": self._list(latest, lambda report: report.waited_s),
+            "rss_mb": self._list(usage, lambda taken: taken.rss_bytes >> 20),
+            "cpu": self._list(usage, lambda taken: taken.cpu),
+        }
+
+    def _list(self, of: Mapping[int, _Value], value: Callable[[_Value], Any]) -> list[Any]:
+        return [value(of[rank]) if rank in of else None for rank in range(self._ranks)]

@@ -35,6 +35,7 @@ __all__ = ["JobApi", "found_to_json"]
 MOST_JOBS = 500
 MOST_LINES = 2000
 MOST_POINTS = 2000
+MOST_RANK_ROWS = 300
 # How long a request may look through a log; it says where it stopped.
 SEARCH_S = 0.5
 _MOST_BODY = 1 << 20
@@ -62,6 +63,7 @@ class JobApi:
             Route("/api/plan", self._acting(self.plan), methods=["POST"]),
             Route("/api/jobs/{name}", self.show, methods=["GET"]),
             Route("/api/jobs/{name}/metrics", self.metrics, methods=["GET"]),
+            Route("/api/jobs/{name}/ranks", self.ranks, methods=["GET"]),
             Route("/api/jobs/{name}/log", self.log, methods=["GET"]),
             Route("/api/jobs/{name}/stop", self._acting(self.stop), methods=["POST"]),
             Route("/api/jobs/{name}/restart", self._acting(self.restart), methods=["POST"]),
@@ -89,6 +91,7 @@ class JobApi:
             {
                 **view.to_json(),
                 "metrics": last_json_line(job.metrics),
+                "ranks_now": last_json_line(job.ranks),
                 "events": list(read_json_lines(job.events)),
                 "log_end": log_end(job.log),
                 "path": str(job.path),
@@ -102,6 +105,12 @@ class JobApi:
         rows = list(sampled_json_lines(job.metrics, count))
         names = sorted({name for row in rows for name in row})
         return JSONResponse({name: [row.get(name) for row in rows] for name in names})
+
+    def ranks(self, request: Request) -> Response:
+        """How each rank was, over time: rows as ``ranks.jsonl`` has them."""
+        job = self._job(request)
+        count = min(_number(request.query_params, "count", 120), MOST_RANK_ROWS)
+        return JSONResponse({"rows": list(sampled_json_lines(job.ranks, count))})
 
     def log(self, request: Request) -> Response:
         """A part of a log, from ``begin`` on or the last lines, and where the next part begins."""

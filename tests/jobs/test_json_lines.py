@@ -10,6 +10,7 @@ from hvdtrain.jobs.json_lines import (
     append_whole,
     last_json_line,
     read_json_lines,
+    sampled_json_lines,
 )
 from tests.checkpoint.disks import SMALL_BYTES
 
@@ -48,6 +49,27 @@ def test_the_last_object_is_found_without_reading_all(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"number": 3000')
     assert last_json_line(path) == {"number": 2999}
+    append_json_line(path, {"long": "x" * 500_000})
+    assert len(last_json_line(path)["long"]) == 500_000
+
+
+def test_a_long_file_is_sampled(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    assert list(sampled_json_lines(path, 10)) == []
+    for count in (1, 2, 9, 10, 11, 95):
+        path.unlink(missing_ok=True)
+        for number in range(count):
+            append_json_line(path, {"number": number})
+        numbers = [row["number"] for row in sampled_json_lines(path, 10)]
+        assert (numbers[0], numbers[-1]) == (0, count - 1)
+        assert numbers == sorted(set(numbers))
+        assert min(count, 5) <= len(numbers) <= 12
+    for number in range(95, 5000):
+        append_json_line(path, {"number": number, "text": "x" * 40})
+    numbers = [row["number"] for row in sampled_json_lines(path, 10)]
+    assert (numbers[0], numbers[-1]) == (0, 4999)
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) <= 12
 
 
 def test_on_a_full_disk_lines_are_written_whole_or_not_at_all(small_disk: Path) -> None:

@@ -1,0 +1,64 @@
+"""What a rank's program takes of its host: memory and processor time of all its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Usage", "UsageWatch", "read_usage"]
+
+INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What the processes of a rank take.
+
+    Attributes:
+        rss_bytes: Memory that is theirs, summed; what several of them share counts for each.
+        cpu: Cores that they kept busy since the last time, such as 1.5.
+    """
+
+    rss_bytes: int
+    cpu: float
+
+
+def read_usage(message: dict[str, Any]) -> Usage | None:
+    """What is in a message; None for something else."""
+    rss, cpu = message.get("rss_bytes"), message.get("cpu")
+    if type(rss) is not int or not isinstance(cpu, (int, float)):
+        return None
+    return Usage(rss_bytes=rss, cpu=float(cpu))
+
+
+class UsageWatch:
+    """Looks at a program and its children now and then."""
+
+    def __init__(self) -> None:
+        self._due_s = time.monotonic() + INTERVAL_S
+        self._before: dict[int, float] = {}
+        self._looked_s = time.monotonic()
+
+    def look(self, pid: int) -> Usage | None:
+        """What the program with this number and its children take; None while it is not time."""
+        now_s = time.monotonic()
+        if now_s < self._due_s:
+            return None
+        self._due_s = now_s + INTERVAL_S
+        # Only here: ranks that end before never pay for it.
+        import psutil
+
+        rss, busy_s = 0, {}
+        with contextlib.suppress(psutil.Error):
+            program = psutil.Process(pid)
+            for process in [program, *program.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error), process.oneshot():
+                    times = process.cpu_times()
+                    busy_s[process.pid] = times.user + times.system
+                    rss += process.memory_info().rss
+        # A process that has ended takes its time with it.
+        spent_s = sum(max(0.0, s - self._before.get(one, 0.0)) for one, s in busy_s.items())
+        since_s, self._looked_s, self._before = now_s - self._looked_s, now_s, busy_s
+        return Usage(rss_bytes=rss, cpu=round(spent_s / since_s, 3))

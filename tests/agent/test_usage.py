@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hvdtrain.agent import usage
+from hvdtrain.agent.usage import Usage, UsageWatch, read_usage
+
+# Keeps a core busy, holds 200 MiB, and has a child that does so, too.
+_BUSY = """
+import subprocess, sys, time
+child = None
+if sys.argv[1:]:
+    code = open("/proc/self/cmdline").read().split(chr(0))[2]
+    child = subprocess.Popen([sys.executable, "-c", code])
+held = bytearray(200 << 20)
+held[::4096] = b"x" * (len(held) // 4096)
+print("ready", flush=True)
+end = time.monotonic() + 30
+while time.monotonic() < end and (child is None or child.poll() is None):
+    pass
+"""
+
+
+def test_a_program_and_its_children_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "INTERVAL_S", 1.0)
+    with subprocess.Popen(
+        [sys.executable, "-c", _BUSY, "child"], stdout=subprocess.PIPE, text=True
+    ) as program:
+        try:
+            assert program.stdout is not None
+            assert [program.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+            watch = UsageWatch()
+            assert watch.look(program.pid) is None, "it is not time"
+            time.sleep(1.1)
+            watch.look(program.pid)
+            assert watch.look(program.pid) is None
+            time.sleep(1.1)
+            found = watch.look(program.pid)
+        finally:
+            subprocess.run(["pkill", "-P", str(program.pid)], timeout=20)
+            program.kill()
+    assert found is not None
+    assert 400 << 20 <= found.rss_bytes < 700 << 20
+    # However busy the machine is otherwise.
+    assert 0.05 < found.cpu < 2.2
+
+
+def test_who_is_gone_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "INTERVAL_S", 0.0)
+    assert UsageWatch().look(2**22 + 1) == Usage(rss_bytes=0, cpu=0.0)
+
+
+def test_messages_are_read_or_refused() -> None:
+    assert read_usage({"rss_bytes": 7, "cpu": 1}) == Usage(rss_bytes=7, cpu=1.0)
+    for message in ({}, {"rss_bytes": 1.5, "cpu": 1}, {"rss_bytes": 1, "cpu": "1"}):
+        assert read_usage(message) is None

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from hvdtrain.agent.rank_report import RankReport
+from hvdtrain.agent.usage import Usage
+from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.json_lines import read_json_lines
+from hvdtrain.jobs.recorder import JobRecorder
+from hvdtrain.launch.job_progress import JobProgress
+from hvdtrain.launch.progress_record import RANKS_INTERVAL_S, ProgressRecord
+
+
+def test_what_is_new_is_written_now_and_then(tmp_path: Path) -> None:
+    job = JobFolder(tmp_path)
+    with contextlib.closing(JobRecorder(job)) as recorder:
+        reports = JobProgress(0.0)
+        record = ProgressRecord(recorder, reports, 3)
+        record.review(0.0)
+        for step in range(1, 41):
+            now = step * 0.5
+            for rank, waits in ((0, 0.3), (2, 0.0)):
+                told = RankReport(
+                    step=step,
+                    epoch=0,
+                    phase="training",
+                    waited_s=waits * step,
+                    saved=20 if step >= 20 else None,
+                )
+                reports.note(rank, told, now)
+            reports.usage[2] = Usage(rss_bytes=300 << 20, cpu=1.5)
+            record.review(now)
+        record.review(20.1, last=True)
+    rows = list(read_json_lines(job.metrics))
+    # Once a second, not with each report.
+    assert 19 <= len(rows) <= 22
+    assert rows[-1]["step"] == 40
+    assert (rows[-1]["slow"], rows[-1]["slow_factor"]) == (2, 2.5)
+    assert [(e["kind"], e["step"]) for e in read_json_lines(job.events)] == [("checkpoint", 20)]
+    state = job.state()
+    assert state is not None
+    assert (state.step, state.saved) == (40, 20)
+    of_ranks = list(read_json_lines(job.ranks))
+    assert len(of_ranks) == 1 + int(20 / RANKS_INTERVAL_S) + 1 - 1
+    assert of_ranks[-1]["step"] == [40, None, 40]
+    assert of_ranks[-1]["own_s"] == [0.2, None, 0.5]
+    assert of_ranks[-1]["rss_mb"] == [None, None, 300]
