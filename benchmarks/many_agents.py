@@ -56,7 +56,10 @@ class Agents:
     def report(self, step: int) -> None:
         """What every rank tells once a second."""
         for rank in sorted(self.left):
-            self.send(rank, "report", pid=rank, step=step, epoch=0, phase="training")
+            told = {"step": step, "epoch": 0, "phase": "training", "waited_s": 0.1 * step}
+            self.send(rank, "report", pid=rank, **told)
+            if step % 5 == rank % 5:
+                self.send(rank, "usage", rss_bytes=1 << 30, cpu=0.9)
             if step % LINE_EVERY == 0:
                 text = f"step {step} of rank {rank}"
                 self.send(rank, "line", stream="stdout", text=text)

@@ -3,10 +3,11 @@
     python benchmarks/many_ranks.py
     python benchmarks/many_ranks.py --ranks 100 1000 10000 --seconds 10
 
-The launcher is the real one, with its server, its screen (written to nowhere) and its watch for
-hangs; mpirun and the agents are simulated by one process, whose time is not counted. Each rank
-prints 20 lines as it starts, reports its step once a second, and prints a line of its own every
-five. At the end the last rank fails, and the launcher ends the others.
+The launcher is the real one, with its server, its screen (written to nowhere), its watch for
+hangs, and the job's folder; mpirun and the agents are simulated by one process, whose time is not
+counted. Each rank prints 20 lines as it starts, reports its step and its waits once a second, and
+prints a line of its own and tells of its memory every five. At the end the last rank fails, and the
+launcher ends the others.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pathlib import Path
 
 from hvdtrain.agent.agent_environment import JOB, format_addresses
 from hvdtrain.config import LAUNCHER
+from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.recorder import JobRecorder
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
@@ -75,7 +78,12 @@ def run(ranks: int, seconds: int) -> dict[str, float]:
             nowhere, nowhere, ranks=ranks, with_host=True, chief_only=False, collapse=True
         )
         times = Path(folder, "times.json")
-        with contextlib.closing(AgentServer(ranks, console, local=True)) as server:
+        with (
+            contextlib.closing(JobRecorder(JobFolder(Path(folder)))) as recorder,
+            contextlib.closing(
+                AgentServer(ranks, console, local=True, heard=recorder.line)
+            ) as server,
+        ):
             words = {LAUNCHER: format_addresses(["127.0.0.1"], server.port), JOB: server.job}
             argv = (sys.executable, str(AGENTS), str(ranks), str(seconds), str(times))
             hosts = {rank: f"node{rank // 8}" for rank in range(ranks)}
@@ -86,6 +94,7 @@ def run(ranks: int, seconds: int) -> dict[str, float]:
                 hosts=hosts,
                 time_limits=TimeLimits(hang_s=600.0),
                 received=[],
+                recorder=recorder,
             )
             watch = Watch(server)
             outcome = supervisor.run()

@@ -44,6 +44,7 @@ class JobProgress:
         self.phases = PhaseTimes(began)
         self.paces = RankPaces()
         self.usage: dict[int, Usage] = {}
+        self._first: int | None = None
 
     def note(self, rank: int, report: RankReport, now: float) -> None:
         """Take in a report of ``rank``."""
@@ -52,7 +53,8 @@ class JobProgress:
             self.moved[rank] = now
         self.latest[rank] = report
         self.paces.note(rank, report, now)
-        if rank == min(self.latest):
+        if self._first is None or rank <= self._first:
+            self._first = rank
             self.phases.note(report.phase, now)
         if report.saved is not None and report.saved != before.saved:
             self.saved_at = now

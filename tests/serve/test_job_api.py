@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from hvdtrain.jobs.folder import JobFolder, create_job
@@ -39,7 +40,6 @@ def _get(page: TestClient, path: str, **query: Any) -> Any:
 def test_the_newest_jobs_come_first_a_part_at_a_time(jobs_dir: Path, page: TestClient) -> None:
     names = [_job(jobs_dir, float(n), "train.py", str(n)).name for n in range(7)]
     _job(jobs_dir, 100.0, *NASTY, phase="ended", code=1, cause="exception", verdict=NASTY[3])
-    page.app_state = None  # type: ignore[attr-defined]
     deadline = time.monotonic() + 10
     while _get(page, "/api/jobs")["found"] < 8:
         assert time.monotonic() < deadline
@@ -91,6 +91,24 @@ def test_a_log_is_read_a_part_at_a_time(jobs_dir: Path, page: TestClient) -> Non
     assert len(found["lines"]) == sum(n % 5 == 3 and n % 4 in (1, 2) for n in range(1000))
     writer.append([LogLine(time_s=1.0, rank=-1, stream="stderr", text="more")])
     assert _get(page, path, begin=last["next"])["lines"][0][3:] == [-1, "stderr", "more"]
+
+
+def test_prometheus_reads_how_far_jobs_are(jobs_dir: Path, page: TestClient) -> None:
+    for number, status in enumerate(("running", "ended", "running")):
+        code = 0 if status == "ended" else None
+        job = _job(jobs_dir, float(number), f'a"{number}.py', phase=status, code=code, ranks=4)
+        append_json_line(job.metrics, {"time": 1.0, "step": 10 + number, "loss": 0.5})
+    deadline = time.monotonic() + 10
+    while _get(page, "/api/jobs")["found"] < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    families = text_string_to_metric_families(page.get("/metrics").text)
+    found = {(s.name, *s.labels.values()): s.value for f in families for s in f.samples}
+    assert found["hvdtrain_jobs", "running"] == 2
+    assert found["hvdtrain_jobs", "done"] == 1
+    steps = sorted(value for name, value in found.items() if name[0] == "hvdtrain_job_step")
+    assert steps == [10, 12], "of those that run"
+    assert sum(value for name, value in found.items() if name[0] == "hvdtrain_job_ranks") == 8
 
 
 @pytest.mark.parametrize(
