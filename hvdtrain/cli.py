@@ -9,6 +9,7 @@ loads nothing that it doesn't need.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -22,6 +23,8 @@ __all__ = ["COMMANDS", "main"]
 
 USAGE_ERROR = 2
 FAILED = 1
+# Set by a shell that asks through argcomplete.
+COMPLETES = "_ARGCOMPLETE"
 
 # Name: (module, one line of help).
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -43,6 +46,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``hvdtrain`` with ``argv`` (by default the process's own) and return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if COMPLETES in os.environ:
+        _complete(os.environ.get("COMP_LINE", "").split()[1:])
     try:
         parser = _parser(argv[0] if argv else None)
         arguments = parser.parse_args(argv)
@@ -68,6 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return FAILED
+
+
+def _complete(words: Sequence[str]) -> None:
+    """Tell the shell how the line may go on, and end; if the package for that is there."""
+    with contextlib.suppress(ImportError):
+        import argcomplete
+
+        argcomplete.autocomplete(_parser(words[0] if words else None))
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,32 @@ def test_a_setting_counts_as_a_variable_too(
     assert "more ranks than GPUs" in capsys.readouterr().err
     monkeypatch.setenv("HVDTRAIN_SHARE_GPUS", "1")
     assert main(argv) == 0
+
+
+COMPLETED = {
+    "commands": ("hvdtrain sub", ["submit"]),
+    "names": ("hvdtrain show tr", ["train-1", "train-2"]),
+    "several": ("hvdtrain stop mnist-1 t", ["train-1", "train-2"]),
+    "options": ("hvdtrain logs --fol", ["--follow"]),
+}
+
+
+@pytest.mark.parametrize(("line", "words"), COMPLETED.values(), ids=COMPLETED)
+def test_a_shell_completes_names_and_options(line: str, words: list[str], tmp_path: Path) -> None:
+    for name in ("train-1", "train-2", "mnist-1", ".queue"):
+        (tmp_path / "jobs" / name).mkdir(parents=True)
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words"),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "HVDTRAIN_JOBS_DIR": str(tmp_path / "jobs"),
+    }
+    argv = [sys.executable, "-m", "hvdtrain"]
+    subprocess.run(argv, cwd=REPOSITORY, env={**os.environ, **asked}, check=True, timeout=30)
+    found = (tmp_path / "words").read_text().split("\n")
+    assert [word.strip() for word in found] == words
 
 
 def test_python_m_hvdtrain_is_the_command() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.folder import JOBS_DIR, JobFolder, find_job, jobs_directory
+from hvdtrain.jobs.folder import JOBS_DIR, JobFolder, all_jobs, find_job, jobs_directory
 
 __all__ = [
     "add_backend",
@@ -33,13 +33,23 @@ def add_jobs_dir(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> N
 
 def add_name(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     """Declare the argument that names a job, and where jobs are."""
-    parser.add_argument(
+    action = parser.add_argument(
         "name",
         metavar="NAME",
         nargs="+" if several else None,
         help="a job, by its name or the beginning of it (hvdtrain jobs lists them)",
     )
+    # Asked by argcomplete, where a shell does.
+    action.completer = _complete_names  # type: ignore[attr-defined]
     add_jobs_dir(parser)
+
+
+def _complete_names(parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """The names of all jobs."""
+    try:
+        return [job.name for job in all_jobs(directory_of(parsed_args))]
+    except JobError:
+        return []
 
 
 def add_changes(parser: argparse.ArgumentParser) -> None:
