@@ -8,9 +8,10 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdtrain.config import PREFIX
+from hvdtrain.agent.agent_environment import ATTEMPT, JOB, OUTPUT_DIR
+from hvdtrain.config import COLUMNS, LAUNCHER, REPORT_FD, Settings, variable_name
 from hvdtrain.errors import ConfigurationError, JobError
-from hvdtrain.jobs.folder import JOBS_DIR, JobFolder, create_job
+from hvdtrain.jobs.folder import JobFolder, create_job
 from hvdtrain.jobs.slurm import sbatch_argv, submit
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
@@ -19,6 +20,7 @@ __all__ = ["JOB_FOLDER", "check_options", "hand_over", "submit_job"]
 
 # The folder of the job that a hvdtrain run is to run; it is queued there.
 JOB_FOLDER = "HVDTRAIN_JOB_FOLDER"
+_OF_RANKS = {ATTEMPT, COLUMNS, JOB, LAUNCHER, OUTPUT_DIR, REPORT_FD}
 CHECK_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 30.0
 
@@ -121,6 +123,10 @@ def _start_detached(folder: JobFolder, spec: JobSpec, environ: Mapping[str, str]
 
 
 def _environment(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the job gets: the caller's variables, with settings of the job alone."""
-    own = [name for name in environ if name.startswith(PREFIX) and name != JOBS_DIR]
-    return {**{name: environ[name] for name in environ if name not in own}, **spec.variables}
+    """What the job gets: the caller's variables, with settings of the job alone.
+
+    A caller that is itself a rank of a job leaves nothing of that.
+    """
+    settings = {variable_name(entry.name) for entry in dataclasses.fields(Settings)}
+    others = {name: value for name, value in environ.items() if name not in settings | _OF_RANKS}
+    return {**others, **spec.variables}
