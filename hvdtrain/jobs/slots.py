@@ -72,6 +72,11 @@ class Turn:
         os.close(self._held.pop(self._place))
         return True
 
+    def held(self, host: str) -> list[int]:
+        """The numbers of the slots of a host that are this job's, from 0."""
+        names = (path.name for path in self._held if path.parent == self._slots)
+        return sorted(int(n) for h, _, n in (name.rpartition("-") for name in names) if h == host)
+
     def leave(self) -> None:
         """Give up the place or the slots."""
         self._place.unlink(missing_ok=True)

@@ -46,7 +46,7 @@ from hvdtrain.launch.restarts import (
 from hvdtrain.launch.stderr_text import is_information
 from hvdtrain.launch.summary import goodput, summarise
 from hvdtrain.launch.supervisor import Supervisor
-from hvdtrain.launch.turn import await_turn, slots_of
+from hvdtrain.launch.turn import await_turn, gpu_variables, slots_of
 from hvdtrain.log import show
 from hvdtrain.remote.own_addresses import is_this_host
 
@@ -70,13 +70,7 @@ def run_job(job: Job, environ: Mapping[str, str], spec: JobSpec | None = None) -
     """
     environ = dict(environ)
     with submitted_recorder(environ) as submitted:
-        site = find_resources(job, environ)
-        plan = make_plan(job, site, site.hosts, job.ranks)
-        if (least := job.settings.min_np) > len(plan.places):
-            raise ConfigurationError(
-                f"--min-np {least} is more than there are ranks, {len(plan.places)}; expected at "
-                "most as many. Ask for more ranks, or fewer at least."
-            )
+        site, plan = _plan(job, environ)
         with contextlib.ExitStack() as stack:
             if job.dry_run or spec is None:
                 recorder = JobRecorder()
@@ -85,14 +79,30 @@ def run_job(job: Job, environ: Mapping[str, str], spec: JobSpec | None = None) -
             received = stack.enter_context(caught_signals())
             if submitted is not None and not site.in_slurm:
                 slots = slots_of(site.hosts, site.gpus)
-                if not await_turn(submitted.path, plan.hosts, slots, received):
+                taken = await_turn(submitted.path, plan.hosts, slots, received)
+                if taken is None:
                     return _end_waiting(submitted, received[0])
+                if own := gpu_variables(environ, taken, site.gpus):
+                    environ |= own
+                    site, plan = _plan(job, environ)
             screen: tuple[TextIO, TextIO] = (sys.stdout, sys.stderr)
             if submitted is not None:
                 # Its log has all that is said, and nobody reads it here.
                 nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
                 screen = (nowhere, nowhere)
             return _Attempts(job, site, environ, received, recorder, screen=screen).run(plan)
+
+
+def _plan(job: Job, environ: Mapping[str, str]) -> tuple[Resources, Plan]:
+    """Where the job can run, and which rank runs where; raises as ``run_job``."""
+    site = find_resources(job, environ)
+    plan = make_plan(job, site, site.hosts, job.ranks)
+    if (least := job.settings.min_np) > len(plan.places):
+        raise ConfigurationError(
+            f"--min-np {least} is more than there are ranks, {len(plan.places)}; expected at "
+            "most as many. Ask for more ranks, or fewer at least."
+        )
+    return site, plan
 
 
 @contextlib.contextmanager

@@ -11,10 +11,11 @@ from hvdtrain.cluster.hosts import Host
 from hvdtrain.jobs.slots import Turn
 from hvdtrain.remote.own_addresses import is_this_host
 
-__all__ = ["await_turn", "slots_of"]
+__all__ = ["await_turn", "gpu_variables", "slots_of"]
 
 POLL_S = 0.25
 QUEUE = ".queue"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def slots_of(hosts: Sequence[Host], gpus: int) -> dict[str, int]:
@@ -28,7 +29,7 @@ def slots_of(hosts: Sequence[Host], gpus: int) -> dict[str, int]:
 
 def await_turn(
     job: Path, wanted: Mapping[str, int], slots: Mapping[str, int], received: Sequence[int]
-) -> bool:
+) -> Mapping[str, Sequence[int]] | None:
     """Wait until the slots that a job needs are free, and take them until this process ends.
 
     Args:
@@ -38,7 +39,7 @@ def await_turn(
         received: Signals as they arrive.
 
     Returns:
-        Whether its turn came before a signal.
+        The numbers of the slots that it has on each host; None where a signal came first.
 
     Raises:
         JobError: The queue can't be used.
@@ -47,6 +48,21 @@ def await_turn(
     while not turn.has_come():
         if received:
             turn.leave()
-            return False
+            return None
         time.sleep(POLL_S)
-    return True
+    return {host: turn.held(host) for host in wanted}
+
+
+def gpu_variables(
+    environ: Mapping[str, str], taken: Mapping[str, Sequence[int]], gpus: int
+) -> dict[str, str]:
+    """What lets a job see the GPUs of this host alone whose slots it has; nothing without GPUs.
+
+    On other hosts ranks see what their hosts give them.
+    """
+    slots = [number for host, numbers in taken.items() if is_this_host(host) for number in numbers]
+    if not gpus or not slots:
+        return {}
+    named = [d for d in environ.get(_VISIBLE, "").split(",") if d not in ("", "-1")]
+    devices = named or [str(number) for number in range(gpus)]
+    return {_VISIBLE: ",".join(devices[number] for number in slots)}

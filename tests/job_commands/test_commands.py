@@ -161,6 +161,19 @@ def test_stop_lets_ranks_save_what_they_have(commands: Commands) -> None:
     assert commands.run("stop", name) == f"{name} has ended already: stopped\n"
 
 
+def test_jobs_side_by_side_have_gpus_of_their_own(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are none here, but each job is told which are its own."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    body = "print('GPU', os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(60)"
+    names = [commands.submit(body) for _ in range(2)]
+    for name in names:
+        commands.until_said(name, "GPU")
+    assert {commands.run("logs", name) for name in names} == {"[0] GPU 4\n", "[0] GPU 7\n"}
+    commands.run("stop", *names)
+
+
 def test_what_can_not_start_is_told_at_once(commands: Commands) -> None:
     assert "No program was named" in commands.run("submit", "-np", "2", code=2)
     said = commands.run("submit", "-np", "3", "-H", "localhost:2", "--", "true", code=2)

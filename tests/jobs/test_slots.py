@@ -85,6 +85,8 @@ def test_who_dies_in_the_queue_holds_nobody_up(tmp_path: Path, start) -> None:
 def test_who_needs_more_than_there_are_takes_all(tmp_path: Path) -> None:
     big = Turn(tmp_path, "big", wanted={"a": 5}, slots={"a": 2})
     assert big.has_come()
+    assert big.held("a") == [0, 1]
+    assert big.held("b") == []
     # Other hosts are free.
     other = Turn(tmp_path, "other", wanted={"b": 1}, slots={"b": 1})
     assert other.has_come()
