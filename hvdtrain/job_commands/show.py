@@ -70,6 +70,8 @@ def _describe(job: JobFolder, view: JobView) -> Iterator[str]:
 
 
 def _slowest(now: Mapping[str, Any]) -> str:
+    if held := now.get("held_by"):
+        return f"no rank goes on: the others wait for rank {listing(held)}"
     if "slow" not in now:
         return ""
     return f"rank {now['slow']}: a step takes it {now['slow_factor']} times as long as the others"

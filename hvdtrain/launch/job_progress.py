@@ -15,7 +15,7 @@ from hvdtrain.cluster.ranges import listing
 from hvdtrain.launch.phase_times import PhaseTimes
 from hvdtrain.launch.rank_pace import RankPaces
 
-__all__ = ["JobProgress", "describe_hang", "hangs", "missing", "stuck"]
+__all__ = ["JobProgress", "describe_hang", "hangs", "held_by", "missing", "stuck"]
 
 TRAINING = "training"
 # A parameter server makes no steps of its own.
@@ -160,6 +160,14 @@ def missing(
     silent = {rank: "its agent does not answer" for rank in running if rank not in stopped}
     halted = {rank: "it is stopped (state T)" for rank in running if stopped.get(rank)}
     return {**(absent if len(absent) < len(latest) else {}), **silent, **halted}
+
+
+def held_by(reports: JobProgress, now: float, after_s: float) -> list[int]:
+    """Ranks that others wait for, where none has done a step for ``after_s``; none for none."""
+    if reports.moved_at is None or now - reports.moved_at < after_s:
+        return []
+    waiting = {rank for rank, report in reports.latest.items() if report.waiting_in}
+    return sorted(reports.latest.keys() - waiting) if waiting else []
 
 
 def describe_hang(

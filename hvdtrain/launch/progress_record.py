@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from hvdtrain.jobs.recorder import JobRecorder
-from hvdtrain.launch.job_progress import JobProgress
+from hvdtrain.launch.job_progress import JobProgress, held_by
 from hvdtrain.launch.rank_pace import find_straggler
 
 __all__ = ["ProgressRecord"]
 
 INTERVAL_S = 1.0
+# Without a step for so long the job stands still, which need not be for good.
+HELD_S = 5.0
 # Rows that tell of each rank are long, and the longer the more ranks there are.
 RANKS_INTERVAL_S = 10.0
 _RANKS_PER_S = 10
@@ -35,7 +37,7 @@ class ProgressRecord:
         self._ranks = ranks
         self._due_at = 0.0
         self._ranks_due_at = 0.0
-        self._told: tuple[int | None, int | None] = (None, None)
+        self._told: tuple[int | None, int | None, list[int]] = (None, None, [])
         self._saved = reports.saved
 
     def review(self, now: float, *, last: bool = False) -> None:
@@ -48,16 +50,17 @@ class ProgressRecord:
             self._saved = reports.saved
             self._recorder.event("checkpoint", step=reports.saved)
             self._recorder.state(saved=reports.saved)
-        if (told := (reports.step, reports.epoch)) != self._told:
+        held = held_by(reports, now, HELD_S)
+        if (told := (reports.step, reports.epoch, held)) != self._told:
             self._told = told
             self._recorder.state(step=reports.step, epoch=reports.epoch)
-            self._recorder.metrics(**self._now())
+            self._recorder.metrics(**self._now(held))
         if reports.latest and (now >= self._ranks_due_at or last):
             self._ranks_due_at = now + max(RANKS_INTERVAL_S, self._ranks / _RANKS_PER_S)
             self._recorder.ranks(**self._of_ranks())
 
-    def _now(self) -> Mapping[str, Any]:
-        """How far the job is."""
+    def _now(self, held: list[int]) -> Mapping[str, Any]:
+        """How far the job is, and which ranks keep it from going on."""
         reports = self._reports
         now: dict[str, Any] = {"step": reports.step, "epoch": reports.epoch}
         own_s = reports.paces.of_late()
@@ -65,7 +68,7 @@ class ProgressRecord:
             now["own_s"] = round(statistics.median(own_s.values()), 6)
         if (slow := find_straggler(own_s)) is not None:
             now |= {"slow": slow.rank, "slow_factor": round(slow.factor, 2)}
-        now |= {"samples": reports.samples, "loss": reports.loss}
+        now |= {"samples": reports.samples, "loss": reports.loss, "held_by": held or None}
         return {name: value for name, value in now.items() if value is not None}
 
     def _of_ranks(self) -> Mapping[str, Any]:

@@ -41,8 +41,27 @@ def test_what_is_new_is_written_now_and_then(tmp_path: Path) -> None:
     state = job.state()
     assert state is not None
     assert (state.step, state.saved) == (40, 20)
+    assert not any("held_by" in row for row in rows)
     of_ranks = list(read_json_lines(job.ranks))
     assert len(of_ranks) == 1 + int(20 / RANKS_INTERVAL_S) + 1 - 1
     assert of_ranks[-1]["step"] == [40, None, 40]
     assert of_ranks[-1]["own_s"] == [0.2, None, 0.5]
     assert of_ranks[-1]["rss_mb"] == [None, None, 300]
+
+
+def test_who_keeps_the_job_from_going_on_is_named(tmp_path: Path) -> None:
+    job = JobFolder(tmp_path)
+    with contextlib.closing(JobRecorder(job)) as recorder:
+        reports = JobProgress(0.0)
+        record = ProgressRecord(recorder, reports, 3)
+        for rank in range(3):
+            waiting_in = "" if rank == 1 else "allreduce(gradients)"
+            reports.note(rank, RankReport(step=7, phase="training", waiting_in=waiting_in), 10.0)
+        for now in (11.0, 14.0, 16.0, 18.0):
+            record.review(now)
+        # It goes on.
+        for rank in range(3):
+            reports.note(rank, RankReport(step=8, phase="training"), 19.0)
+        record.review(19.5)
+    rows = list(read_json_lines(job.metrics))
+    assert [(row["step"], row.get("held_by")) for row in rows] == [(7, None), (7, [1]), (8, None)]
