@@ -22,6 +22,8 @@ _MEASURED = {
     "hvdtrain_job_slow_rank": ("slow", "The rank that the others wait for."),
     "hvdtrain_job_slow_factor": ("slow_factor", "How many times as long a step takes that one."),
 }
+# Prometheus has a label "job" of its own, for whom it asks.
+_LABEL = "hvdtrain_job"
 _RUNS = ("running", "restarting", "silent")
 
 
@@ -39,10 +41,10 @@ class _Jobs:
             counts.add_metric([status], sum(view.status == status for view in views))
         yield counts
         running = [view for view in views if view.status in _RUNS]
-        ranks = GaugeMetricFamily("hvdtrain_job_ranks", "Ranks of a job.", labels=["job"])
-        attempts = GaugeMetricFamily("hvdtrain_job_attempt", "Its attempt.", labels=["job"])
+        ranks = GaugeMetricFamily("hvdtrain_job_ranks", "Ranks of a job.", labels=[_LABEL])
+        attempts = GaugeMetricFamily("hvdtrain_job_attempt", "Its attempt.", labels=[_LABEL])
         families = {
-            field: GaugeMetricFamily(name, text, labels=["job"])
+            field: GaugeMetricFamily(name, text, labels=[_LABEL])
             for name, (field, text) in _MEASURED.items()
         }
         for view in running:
