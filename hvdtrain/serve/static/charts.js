@@ -30,17 +30,19 @@ export function swatch(at) {
 // A figure with one or more curves over steps or seconds.
 //
 // title: what is drawn. format: how a value is written. labels: the names of curves; one has none.
+// key: charts with the same one show the same part. fromZero: how large a value is counts.
 export class Chart {
-  constructor({ title, format = number, labels = [""], key = null }) {
+  constructor({ title, format = number, labels = [""], key = null, fromZero = false }) {
     this.labels = labels;
     this.format = format;
     this.title = title;
     this.key = key;
+    this.fromZero = fromZero;
     this.over = "step";
     this.data = [[], ...labels.map(() => [])];
     this.value = h("span", { class: "value" });
     this.box = h("div", { class: "plot", role: "img", "aria-label": title });
-    this.none = h("p", { class: "none" }, "Nothing measured yet");
+    this.none = h("p", { class: "none" }, "Nothing measured");
     this.element = h("figure", { class: "chart" }, h("figcaption", {}, h("span", {}, title), this.value), this.box);
     this.box.append(this.none);
     this.watcher = new ResizeObserver(() => this.plot?.setSize(this.#size()));
@@ -57,7 +59,7 @@ export class Chart {
     this.data = data;
     this.over = over;
     setText(this.value, value);
-    this.box.setAttribute("aria-label", `${this.title}. ${words || "Nothing measured yet."}`);
+    this.box.setAttribute("aria-label", `${this.title}. ${words || "Nothing measured."}`);
     const some = data.slice(1).some((column) => column.some((y) => y !== null && y !== undefined));
     this.none.hidden = some;
     if (!some) this.#drop();
@@ -99,7 +101,7 @@ export class Chart {
     this.plot = new uPlot(
       {
         ...this.#size(),
-        scales: { x: { time: false } },
+        scales: { x: { time: false }, y: this.fromZero ? { range: (_, least, most) => [0, most * 1.1 || 1] } : {} },
         axes: [
           { ...axis, size: 28, incrs: byTime ? TIME_STEPS : undefined, values: (_, xs) => xs.map((x) => (byTime ? span(x) : count(x))), space: byTime ? 70 : 60 },
           { ...axis, size: 58, values: (_, ys) => ys.map((y) => this.format(y)) },

@@ -31,7 +31,7 @@ export async function compareView(main, { query }) {
   if (!jobs.length) return undefined;
   const charts = [
     ["loss", new Chart({ title: "Loss", labels: jobs.map(({ name }) => name), key: "compare" })],
-    ["rate", new Chart({ title: "Samples per second", labels: jobs.map(({ name }) => name), key: "compare" })],
+    ["rate", new Chart({ title: "Samples per second", labels: jobs.map(({ name }) => name), key: "compare", fromZero: true })],
   ];
   const buttons = ["step", "time"].map((over) => h("button", { type: "button", onclick: () => draw(over) }, over === "step" ? "steps" : "time"));
   const diff = differences(jobs);

@@ -34,7 +34,7 @@ export const counted = (value, thing) => `${count(value)} ${thing}${value === 1 
 export function number(value) {
   if (!isNumber(value)) return NONE;
   const size = Math.abs(value);
-  if (size >= 10000) return size < 1e9 ? integers.format(value) : value.toExponential(2);
+  if (size >= 1000) return size < 1e9 ? integers.format(value) : value.toExponential(2);
   if (size !== 0 && size < 0.001) return value.toExponential(2);
   return String(Number(value.toPrecision(4)));
 }

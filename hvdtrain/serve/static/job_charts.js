@@ -8,8 +8,8 @@ export class JobCharts {
     this.over = "step";
     this.charts = [
       ["loss", new Chart({ title: "Loss", key: "job" }), number],
-      ["rate", new Chart({ title: "Samples per second", key: "job" }), number],
-      ["own_s", new Chart({ title: "Step time of the median rank", format: seconds, key: "job" }), seconds],
+      ["rate", new Chart({ title: "Samples per second", key: "job", fromZero: true }), number],
+      ["own_s", new Chart({ title: "Step time of the median rank", format: seconds, key: "job", fromZero: true }), seconds],
     ];
     this.buttons = ["step", "time"].map((over) =>
       h("button", { type: "button", "aria-pressed": String(over === this.over), onclick: () => this.#choose(over) }, over === "step" ? "steps" : "time"),

@@ -4,7 +4,7 @@ import { h, setText } from "./dom.js";
 import { NONE, ago, count, date, number, span } from "./format.js";
 import { jobLink } from "./router.js";
 import { setBadge } from "./status.js";
-import { joinWords } from "./words.js";
+import { joinWords, shortProgram } from "./words.js";
 
 export const COLUMNS = [
   ["state", "State"], ["name", "Job"], ["ranks", "Ranks"], ["progress", "Progress"],
@@ -34,9 +34,8 @@ export class JobRow {
     this.job = job;
     const { cells } = this;
     setBadge(cells.state, job.status);
-    const program = joinWords(job.program);
-    setText(this.program, program);
-    this.program.title = program;
+    setText(this.program, shortProgram(job.program));
+    this.program.title = joinWords(job.program);
     setText(cells.ranks, job.ranks ? count(job.ranks) : NONE);
     setText(cells.progress, job.step === null ? NONE : `step ${count(job.step)}${job.epoch === null ? "" : ` · epoch ${job.epoch + 1}`}`);
     setText(cells.loss, number(job.metrics.loss));

@@ -1,7 +1,7 @@
 // What was measured of a job, as columns to draw.
 
 // Between two rows of metrics, so that what a second brought by chance does not count.
-const LEAST_S = 2;
+const LEAST_S = 4;
 
 export class Series {
   constructor(columns) {

@@ -37,6 +37,8 @@ export async function submitView(main) {
   const sbatch = text({ placeholder: "--partition=gpu --time=1:00:00" });
   const options = text({ placeholder: "-x NAME=VALUE --hang-timeout-s 60" });
   const forSlurm = field("Options of sbatch", sbatch);
+  const more = field("Further options of hvdtrain run", options);
+  more.classList.add("wide");
   const command = h("ol", { class: "words", "aria-label": "The command, word by word" });
   const wrong = h("p", { class: "wrong", role: "alert" });
   const plan = h("button", { type: "button", class: "primary", onclick: () => show() }, "Show the plan");
@@ -46,13 +48,13 @@ export async function submitView(main) {
   const form = h(
     "form",
     { class: "submit" },
-    h("section", { class: "card" },
+    h("div", {}, h("section", { class: "card" },
       field("Program", program, `What every rank runs. It begins with ${programs.join(" or ")}.`),
       field("Working directory", folder, folders.length > 1 ? `One of these, or below: ${folders.join(", ")}` : `This, or a folder below ${folders[0]}`),
       h("datalist", { id: list }, folders.map((value) => h("option", { value })))),
     h("section", { class: "card fields" },
       field("Ranks", ranks), field("Runs on", backend), field("Hosts", hosts), field("Restarts after failures, at most", restarts),
-      field("How ranks train together", mode), forSlurm, field("Further options of hvdtrain run", options)),
+      field("How ranks train together", mode), forSlurm, more)),
     h("section", { class: "card" }, h("h2", {}, "What is started"), command, wrong, h("div", { class: "actions" }, plan, start), state, planned),
   );
   main.append(h("h1", {}, "Submit a job"), form);

@@ -30,6 +30,12 @@ export function splitWords(line) {
   return words;
 }
 
+// A program as it is read in a list: where its Python lies matters least.
+export function shortProgram(words) {
+  const [first = "", ...others] = words;
+  return joinWords([/\/python[\d.]*$/.test(first) ? first.slice(first.lastIndexOf("/") + 1) : first, ...others].filter((word, at) => at || word));
+}
+
 export function joinWords(words) {
   return words.map((word) => (PLAIN.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`)).join(" ");
 }
