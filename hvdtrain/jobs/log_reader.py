@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -60,6 +59,7 @@ class Part:
 def read_log(
     folder: Path,
     begin: int = 0,
+    end: int | None = None,
     *,
     ranks: Sequence[range] | None = None,
     wanted: Callable[[str], bool] | None = None,
@@ -69,22 +69,26 @@ def read_log(
     Args:
         folder: Where its segments lie.
         begin: Where a line begins: the end of another, or 0.
+        end: The same; lines that begin there or later are left out.
         ranks: Whose lines; None for all.
         wanted: Whether a text is; None for all.
     """
     position = begin
     for start in segments(folder):
         path = segment_path(folder, start)
-        end = start + _size(path)
-        if end <= position:
+        segment_end = start + _size(path)
+        if segment_end <= position:
             continue
+        if end is not None and position >= end:
+            return
         if start > position:
             yield Found(begin=position, end=start, line=None)
         for first, last in _spans(path, max(start, position), ranks):
-            for found in _read_lines(path, start, first, last):
+            until = last if end is None else min(end, last or end)
+            for found in _read_lines(path, start, first, until):
                 if found.line is not None and fits(found.line, ranks, wanted):
                     yield found
-        position = end
+        position = segment_end
 
 
 def fits(
@@ -133,11 +137,11 @@ def read_before(
         stop, begin = begin, _line_from(folder, max(0, begin - span))
         if stop == end:
             # Behind the last whole line there may be a part of one.
-            everything = list(_read_until(folder, begin, stop, None))
+            everything = list(read_log(folder, begin, stop))
             last = everything[-1].end if everything else begin
             earlier = [f for f in everything if f.line is None or fits(f.line, ranks, wanted)]
         else:
-            earlier = list(_read_until(folder, begin, stop, ranks, wanted))
+            earlier = list(read_log(folder, begin, stop, ranks=ranks, wanted=wanted))
         found = earlier + found
         # A line that is longer than that takes another try.
         span = span * _MORE_EACH_TIME if begin == stop else min(span * _MORE_EACH_TIME, _MOST_SPAN)
@@ -145,17 +149,6 @@ def read_before(
         found = found[len(found) - lines :]
         begin = found[0].begin if found else end
     return Part(found=found, begin=begin, end=last)
-
-
-def _read_until(
-    folder: Path,
-    begin: int,
-    end: int,
-    ranks: Sequence[range] | None,
-    wanted: Callable[[str], bool] | None = None,
-) -> Iterator[Found]:
-    found = read_log(folder, begin, ranks=ranks, wanted=wanted)
-    return itertools.takewhile(lambda one: one.begin < end, found)
 
 
 def log_end(folder: Path) -> int:

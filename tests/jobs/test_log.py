@@ -183,6 +183,15 @@ def test_a_log_read_backwards_ends_with_a_whole_line(long_log: Path) -> None:
     assert read_before(long_log, log_end(long_log), 2, wanted=lambda text: False).end == end
 
 
+def test_a_search_backwards_reads_no_line_twice(long_log: Path, monkeypatch) -> None:
+    parsed = []
+    monkeypatch.setattr(
+        "hvdtrain.jobs.log_reader.parse_line", lambda data: parsed.append(data) or parse_line(data)
+    )
+    assert _backwards(long_log, 1, wanted=lambda text: False) == []
+    assert len(parsed) == 2000
+
+
 def test_a_search_without_patience_says_how_far_it_came(long_log: Path) -> None:
     part = read_before(long_log, log_end(long_log), 1, wanted=lambda text: False, patience_s=0)
     assert part.found == []

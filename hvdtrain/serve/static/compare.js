@@ -12,22 +12,24 @@ import { badge } from "./status.js";
 const MOST = 8;
 const POINTS = 600;
 
-export async function compareView(main, { query }) {
+export async function compareView({ query }) {
   const names = [...new Set((query.get("jobs") ?? "").split(",").filter(Boolean))].slice(0, MOST);
-  main.append(h("h1", {}, "Compare"));
   const found = await Promise.all(
     names.map(async (name) => {
       try {
         const [job, columns] = await Promise.all([get(jobPath(name)), get(jobPath(name, "/metrics"), { count: POINTS })]);
         return { ...job, series: new Series(columns) };
       } catch (error) {
-        complain(new Error(`${name}: ${error.message}`));
+        complain(`${name}: ${error.message}`);
         return null;
       }
     }),
   );
-  const jobs = found.filter((job) => job !== null);
-  main.append(jobs.length < MOST ? adder(jobs) : "");
+  return (main) => fill(main, found.filter((job) => job !== null));
+}
+
+function fill(main, jobs) {
+  main.append(h("h1", {}, "Compare"), jobs.length < MOST ? adder(jobs) : "");
   if (!jobs.length) return undefined;
   const charts = [
     ["loss", new Chart({ title: "Loss", labels: jobs.map(({ name }) => name), key: "compare" })],

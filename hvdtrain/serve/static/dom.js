@@ -17,7 +17,7 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-export function show(element, visible) {
+export function setVisible(element, visible) {
   if (element.hidden === visible) element.hidden = !visible;
 }
 

@@ -1,6 +1,6 @@
 // One job: how it is, how it went, what it says.
 import { get, jobPath, listen, session } from "./api.js";
-import { h, setText, show } from "./dom.js";
+import { h, setText, setVisible } from "./dom.js";
 import { JobCharts } from "./job_charts.js";
 import { Facts, Tiles } from "./job_facts.js";
 import { JobHead } from "./job_head.js";
@@ -13,9 +13,13 @@ import { Timeline } from "./timeline.js";
 const POINTS = 1000;
 const TICK_MS = 1000;
 
-export async function jobView(main, { parts: [name] }) {
-  const about = await session();
-  const [job, columns] = await Promise.all([get(jobPath(name)), get(jobPath(name, "/metrics"), { count: POINTS })]);
+export async function jobView({ parts: [name] }) {
+  const [about, job, columns] = await Promise.all([session(), get(jobPath(name)), get(jobPath(name, "/metrics"), { count: POINTS })]);
+  return (main) => fill(main, about, job, columns);
+}
+
+function fill(main, about, job, columns) {
+  const { name } = job;
   let series = new Series(columns);
   const head = new JobHead(job, about);
   const tiles = new Tiles();
@@ -24,7 +28,7 @@ export async function jobView(main, { parts: [name] }) {
   const facts = new Facts();
   const timeline = new Timeline();
   const shares = new Shares();
-  const verdict = h("pre", { tabindex: 0, "aria-labelledby": "why" });
+  const verdict = h("pre", { tabindex: 0, role: "region", "aria-labelledby": "why" });
   const why = h("section", { class: "card why", hidden: true }, h("h2", { id: "why" }), verdict);
   main.append(
     head.element, why, tiles.element, charts.element, log.element,
@@ -38,14 +42,14 @@ export async function jobView(main, { parts: [name] }) {
     why.classList.toggle("bad", job.code !== 0);
     setText(why.firstElementChild, job.status === "queued" ? "What it waits for" : job.code === 0 ? "How it ended" : "Why it ended");
     setText(verdict, job.verdict);
-    show(why, job.verdict !== "");
+    setVisible(why, job.verdict !== "");
     timeline.update(job);
     shares.update(job.events);
   }
 
   draw();
   charts.update(series, job);
-  await log.start(job.log_end).catch(complain);
+  log.start(job.log_end).catch(complain);
 
   let heard = false;
   const unlisten = listen(

@@ -1,6 +1,6 @@
 // The curves of one job, and for whom its ranks wait.
 import { Chart } from "./charts.js";
-import { h, setText, show } from "./dom.js";
+import { h, setText, setVisible } from "./dom.js";
 import { number, seconds } from "./format.js";
 
 export class JobCharts {
@@ -35,7 +35,7 @@ export class JobCharts {
       chart.set(columns, this.over, { value: ys.length ? format(ys.at(-1)) : "", words });
     }
     const { slow, slow_factor } = series.last;
-    show(this.slow, slow !== undefined && slow !== null);
+    setVisible(this.slow, slow !== undefined && slow !== null);
     if (!this.slow.hidden) setText(this.slow, `Rank ${slow} ${job.is_over ? "was" : "is"} the slowest: a step takes it ${slow_factor} times as long as the others, which wait for it.`);
   }
 

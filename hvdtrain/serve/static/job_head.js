@@ -1,7 +1,7 @@
 // A job's name and state, and what can be done with it.
 import { jobPath, post } from "./api.js";
 import { ask, askChanges } from "./dialog.js";
-import { h, setText, show } from "./dom.js";
+import { h, setText, setVisible } from "./dom.js";
 import { say } from "./notices.js";
 import { compareLink, jobLink } from "./router.js";
 import { setBadge } from "./status.js";
@@ -33,12 +33,12 @@ export class JobHead {
     this.job = job;
     setBadge(this.state, job.status);
     setText(this.program, joinWords(job.program));
-    show(this.restart, job.is_over);
-    show(this.stop, !job.is_over);
+    setVisible(this.restart, job.is_over);
+    setVisible(this.stop, !job.is_over);
     // One that waits has nothing to save.
-    show(this.save, !job.is_over && job.status !== "queued");
+    setVisible(this.save, !job.is_over && job.status !== "queued");
     if (job.is_over) this.stop.disabled = this.save.disabled = false;
-    show(this.live, !job.is_over);
+    setVisible(this.live, !job.is_over);
   }
 
   setLive(alive) {

@@ -1,7 +1,7 @@
 // The list of jobs: what there is, what runs, what failed.
 import { get, jobPath, listen, post, session } from "./api.js";
 import { ask } from "./dialog.js";
-import { debounced, field, h, setText, show } from "./dom.js";
+import { debounced, field, h, setText, setVisible } from "./dom.js";
 import { count, counted } from "./format.js";
 import { COLUMNS, JobRow, cellClass } from "./job_rows.js";
 import { complain, say } from "./notices.js";
@@ -16,9 +16,13 @@ const PAUSE_MS = 1500;
 const TICK_MS = 5000;
 const COMPARED = 8;
 
-export async function jobsView(main, { query }) {
-  const { read_only } = await session();
+export async function jobsView({ query }) {
   const asked = { q: query.get("q") ?? "", status: query.get("status") ?? "" };
+  const [{ read_only }, first] = await Promise.all([session(), get("/api/jobs", { ...asked, count: PAGE })]);
+  return (main) => show(main, asked, first, read_only);
+}
+
+function show(main, asked, first, read_only) {
   let wanted = PAGE;
   let rows = new Map();
   const selected = new Set();
@@ -84,14 +88,14 @@ export async function jobsView(main, { query }) {
     rows = kept;
     drawChips(counts);
     const all = Object.values(counts).reduce((sum, one) => sum + one, 0);
-    show(table, jobs.length > 0);
-    show(empty, jobs.length === 0);
+    setVisible(table, jobs.length > 0);
+    setVisible(empty, jobs.length === 0);
     if (!jobs.length) {
       const text = all ? "No job fits." : "There are no jobs yet. Submit one here, or run hvdtrain submit or hvdtrain run in a terminal.";
       if (empty.textContent !== text) empty.replaceChildren(h("p", {}, text));
     }
     setText(total, jobs.length ? `${count(jobs.length)} of ${counted(found, "job")}` : "");
-    show(more, jobs.length < found);
+    setVisible(more, jobs.length < found);
   }
 
   function drawChips(counts) {
@@ -142,7 +146,7 @@ export async function jobsView(main, { query }) {
   }
 
   function drawBulk() {
-    show(bulk, selected.size > 0);
+    setVisible(bulk, selected.size > 0);
     setText(picked, `${counted(selected.size, "job")} selected`);
     compare.disabled = selected.size < 2 || selected.size > COMPARED;
     compare.title = compare.disabled ? `Two to ${COMPARED} jobs can be compared.` : "";
@@ -168,7 +172,7 @@ export async function jobsView(main, { query }) {
   }
 
   search.addEventListener("input", debounced(() => choose({ q: search.value.trim() }), 200));
-  await load();
+  draw(first);
 
   let due = 0;
   let loaded_ms = performance.now();

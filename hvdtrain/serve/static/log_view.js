@@ -1,6 +1,6 @@
 // A job's log as it grows: a window of lines that moves over a file of any length.
 import { get, jobPath } from "./api.js";
-import { debounced, field, h, setText, show } from "./dom.js";
+import { debounced, field, h, setText, setVisible } from "./dom.js";
 import { bytes } from "./format.js";
 import { lineElement } from "./log_lines.js";
 
@@ -17,7 +17,7 @@ export class LogView {
     this.name = name;
     this.lines = h("div", { class: "lines" });
     this.before = h("p", { class: "before" });
-    this.box = h("div", { class: "log", tabindex: 0, role: "region", "aria-label": "Log" }, this.before, this.lines);
+    this.box = h("div", { class: "log", tabindex: 0, role: "region", "aria-label": "Lines of the log" }, this.before, this.lines);
     this.ranks = h("input", { type: "text", placeholder: "all, or 0-3,7", spellcheck: "false", size: 12 });
     this.grep = h("input", { type: "search", placeholder: "Text", spellcheck: "false" });
     const switched = (words, kind, on) => h("label", { class: "check" }, h("input", { type: "checkbox", checked: on, onchange: (event) => this.box.classList.toggle(kind, event.target.checked) }), words);
@@ -50,7 +50,7 @@ export class LogView {
   grow(log_end) {
     this.end = log_end;
     if (this.following) this.#forward();
-    else show(this.follow, true);
+    else setVisible(this.follow, true);
   }
 
   destroy() {
@@ -80,7 +80,7 @@ export class LogView {
     this.busy = false;
     this.following = true;
     this.box.scrollTop = this.box.scrollHeight;
-    show(this.follow, false);
+    setVisible(this.follow, false);
     this.#tellBefore();
     await this.#backward();
   }
@@ -151,14 +151,14 @@ export class LogView {
     while (this.lines.childElementCount > MOST) this.lines.lastElementChild.remove();
     this.next = this.lines.lastElementChild.positions[1];
     this.following = false;
-    show(this.follow, true);
+    setVisible(this.follow, true);
   }
 
   #scrolled() {
     const { scrollTop, scrollHeight, clientHeight } = this.box;
     const low = scrollHeight - scrollTop - clientHeight < NEAR_PX;
     this.following = low && (this.following || this.next >= this.end || this.lines.childElementCount < MOST);
-    show(this.follow, !this.following);
+    setVisible(this.follow, !this.following);
     if (low && this.next < this.end) this.#forward();
     if (scrollTop < EARLIER_PX) this.#backward();
   }
@@ -168,7 +168,7 @@ export class LogView {
     else {
       this.following = true;
       this.box.scrollTop = this.box.scrollHeight;
-      show(this.follow, false);
+      setVisible(this.follow, false);
       this.#forward();
     }
     this.box.focus();

@@ -1,11 +1,7 @@
 // Starts the page.
 import { post, session } from "./api.js";
-import { compareView } from "./compare.js";
-import { jobView } from "./job.js";
-import { jobsView } from "./jobs.js";
 import { complain } from "./notices.js";
 import { start } from "./router.js";
-import { submitView } from "./submit.js";
 
 const main = document.getElementById("main");
 
@@ -21,7 +17,7 @@ const isDark = () =>
 function nameTheme() {
   themes.setAttribute("aria-label", isDark() ? "Use light colours" : "Use dark colours");
   themes.title = themes.getAttribute("aria-label");
-  themes.textContent = isDark() ? "☀" : "☾";
+  themes.firstElementChild.textContent = isDark() ? "☀" : "☾";
 }
 themes.addEventListener("click", () => {
   document.documentElement.dataset.theme = isDark() ? "light" : "dark";
@@ -45,10 +41,10 @@ session().then(({ version, read_only }) => {
   document.getElementById("version").textContent = `hvdtrain ${version}${read_only ? " · read only" : ""}`;
   start(
     [
-      [/^\/$/, jobsView],
-      [/^\/jobs\/([^/]+)$/, jobView],
-      [/^\/submit$/, submitView],
-      [/^\/compare$/, compareView],
+      [/^\/$/, async () => (await import("./jobs.js")).jobsView],
+      [/^\/jobs\/([^/]+)$/, async () => (await import("./job.js")).jobView],
+      [/^\/submit$/, async () => (await import("./submit.js")).submitView],
+      [/^\/compare$/, async () => (await import("./compare.js")).compareView],
     ],
     main,
   );

@@ -1,47 +1,56 @@
-// Which view is shown: #/jobs/NAME and the like. A view fills an element, and returns what ends it.
+// Which view is shown: #/jobs/NAME and the like. A view fetches what it needs, and returns what
+// fills an element with it, which in turn returns what ends the view: until there is something to
+// show, the view before stays.
+import { h } from "./dom.js";
 import { complain } from "./notices.js";
 
 let leave = () => {};
 let shown = null;
 let visits = 0;
 
+// routes: a pattern and what loads its view, each; the first is shown where none fits.
 export function start(routes, main) {
   async function go() {
     // Other fragments are places on the page.
     if (location.hash && !location.hash.startsWith("#/")) return;
-    const { path, query } = where();
     const address = location.hash || "#/";
     if (address === shown) return;
     const first = shown === null;
     shown = address;
     visits += 1;
     const visit = visits;
+    const { path, query } = where();
+    const [load, parts] = find(routes, path);
+    main.setAttribute("aria-busy", "true");
+    let fill;
+    try {
+      fill = await (await load())({ parts, query });
+    } catch (error) {
+      fill = () => failed(main, error);
+    }
+    // Meanwhile somebody may have gone elsewhere.
+    if (visit !== visits) return;
     leave();
-    leave = () => {};
     main.replaceChildren();
+    main.removeAttribute("aria-busy");
     scrollTo(0, 0);
-    const [view, parts] = find(routes, path);
+    leave = fill(main) ?? (() => {});
     for (const link of document.querySelectorAll("nav a")) {
       if (link.hash === `#${path}`) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
     }
-    try {
-      const done = await view(main, { parts, query });
-      // Meanwhile somebody may have gone elsewhere.
-      if (visit === visits) leave = done ?? leave;
-      else done?.();
-    } catch (error) {
-      complain(error);
-    }
     const heading = main.querySelector("h1");
-    if (heading) {
-      document.title = `${heading.dataset.title ?? heading.textContent} · hvdtrain`;
-      heading.tabIndex = -1;
-      if (!first) heading.focus({ preventScroll: true });
-    }
+    document.title = `${heading.textContent} · hvdtrain`;
+    heading.tabIndex = -1;
+    if (!first) heading.focus({ preventScroll: true });
   }
   addEventListener("hashchange", go);
   go();
+}
+
+function failed(main, error) {
+  if (error.name !== "ApiError") complain(error);
+  main.append(h("h1", {}, "There is nothing here"), h("p", {}, error.message), h("p", {}, h("a", { href: "#/" }, "All jobs")));
 }
 
 export function where() {

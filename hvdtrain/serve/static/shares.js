@@ -1,5 +1,5 @@
 // Where the time of a job went.
-import { h, show } from "./dom.js";
+import { h, setVisible } from "./dom.js";
 import { percent } from "./format.js";
 
 const NAMES = {
@@ -17,7 +17,7 @@ export class Shares {
 
   update(events) {
     const summary = events.findLast(({ kind }) => kind === "summary");
-    show(this.element, summary !== undefined);
+    setVisible(this.element, summary !== undefined);
     if (!summary || summary === this.shown) return;
     this.shown = summary;
     const shares = Object.keys(NAMES).map((kind) => [kind, summary[kind] ?? 0]).filter(([, share]) => share >= LEAST);

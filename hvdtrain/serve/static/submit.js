@@ -14,17 +14,21 @@ const MODES = [
   ["towers", "towers: on several devices of a rank"],
 ];
 
-export async function submitView(main) {
-  const { folders, programs, backends } = await session();
-  if (!folders.length || !programs.length || !backends.length) {
-    main.append(
-      h("h1", {}, "Submit"),
-      h("section", { class: "card" },
-        h("p", {}, "Nothing may be started from this page: hvdtrain serve was started with ", h("code", {}, "--read-only"), "."),
-        h("p", {}, "Start it without that, or with ", h("code", {}, "--allow-folder DIR"), ", ", h("code", {}, "--allow-program PROGRAM"), " and ", h("code", {}, "--allow-backend local"), " for what may run.")),
-    );
-    return;
-  }
+export async function submitView() {
+  const about = await session();
+  return (main) => (about.read_only ? refuse(main) : fill(main, about));
+}
+
+function refuse(main) {
+  main.append(
+    h("h1", {}, "Submit a job"),
+    h("section", { class: "card off" },
+      h("p", {}, "Nothing may be started from this page: hvdtrain serve was started with ", h("code", {}, "--read-only"), "."),
+      h("p", {}, "Start it without that, or with ", h("code", {}, "--allow-folder DIR"), ", ", h("code", {}, "--allow-program PROGRAM"), " and ", h("code", {}, "--allow-backend local"), " for what may run.")),
+  );
+}
+
+function fill(main, { folders, programs, backends }) {
   const text = (more = {}) => h("input", { type: "text", spellcheck: "false", autocapitalize: "off", autocomplete: "off", ...more });
   const program = h("textarea", { rows: 2, required: true, spellcheck: "false", autocapitalize: "off", placeholder: `${programs[0]} train.py --epochs 20` });
   const list = newId("folders");
@@ -41,9 +45,9 @@ export async function submitView(main) {
   more.classList.add("wide");
   const command = h("ol", { class: "words", "aria-label": "The command, word by word" });
   const wrong = h("p", { class: "wrong", role: "alert" });
-  const plan = h("button", { type: "button", class: "primary", onclick: () => show() }, "Show the plan");
+  const plan = h("button", { type: "button", class: "primary", onclick: () => showPlan() }, "Show the plan");
   const start = h("button", { class: "primary", disabled: true }, "Start");
-  const planned = h("pre", { class: "plan", tabindex: 0, "aria-label": "Plan", hidden: true });
+  const planned = h("pre", { class: "plan", tabindex: 0, role: "region", "aria-label": "Plan", hidden: true });
   const state = h("p", { class: "hint", role: "status" }, "The plan comes first; then the job can be started.");
   const form = h(
     "form",
@@ -104,7 +108,7 @@ export async function submitView(main) {
     }
   }
 
-  async function show() {
+  async function showPlan() {
     if (!form.reportValidity()) return;
     const mine = changes;
     const answer = await busy("hvdtrain run makes the plan…", () => post("/api/plan", asked()));
@@ -120,7 +124,7 @@ export async function submitView(main) {
     event.preventDefault();
     if (start.disabled) {
       // Enter in a field.
-      await show();
+      await showPlan();
       return;
     }
     const answer = await busy("It is handed over…", () => post("/api/jobs", asked()));

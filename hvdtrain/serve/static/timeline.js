@@ -87,6 +87,6 @@ function ended({ attempt, cause, code, step, lost_s }) {
 
 function item(event, kind, text, begin_s, words = "") {
   const when = h("time", { datetime: new Date(event.time * 1000).toISOString(), title: date(event.time) }, `+${span(event.time - begin_s)}`);
-  const more = words && h("details", {}, h("summary", {}, "why"), h("pre", { tabindex: 0 }, words));
+  const more = words && h("details", {}, h("summary", {}, "why"), h("pre", {}, words));
   return h("li", { "data-kind": kind }, when, h("div", {}, text, more));
 }
