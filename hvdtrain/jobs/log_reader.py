@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +19,11 @@ from hvdtrain.jobs.log_format import (
     segments,
 )
 
-__all__ = ["Found", "fits", "log_end", "read_last", "read_log"]
+__all__ = ["Found", "Part", "fits", "log_end", "read_before", "read_last", "read_log"]
 
 _MORE_EACH_TIME = 8
+# What is looked through before the clock is looked at again.
+_MOST_SPAN = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +41,25 @@ class Found:
     line: LogLine | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What was found in a part of a log.
+
+    Attributes:
+        found: The lines that fit, and what is missing.
+        begin: From where on was looked.
+        end: Up to where there are whole lines.
+    """
+
+    found: list[Found]
+    begin: int
+    end: int
+
+
 def read_log(
     folder: Path,
     begin: int = 0,
+    end: int | None = None,
     *,
     ranks: Sequence[range] | None = None,
     wanted: Callable[[str], bool] | None = None,
@@ -49,22 +69,26 @@ def read_log(
     Args:
         folder: Where its segments lie.
         begin: Where a line begins: the end of another, or 0.
+        end: The same; lines that begin there or later are left out.
         ranks: Whose lines; None for all.
         wanted: Whether a text is; None for all.
     """
     position = begin
     for start in segments(folder):
         path = segment_path(folder, start)
-        end = start + _size(path)
-        if end <= position:
+        segment_end = start + _size(path)
+        if segment_end <= position:
             continue
+        if end is not None and position >= end:
+            return
         if start > position:
             yield Found(begin=position, end=start, line=None)
         for first, last in _spans(path, max(start, position), ranks):
-            for found in _read_lines(path, start, first, last):
+            until = last if end is None else min(end, last or end)
+            for found in _read_lines(path, start, first, until):
                 if found.line is not None and fits(found.line, ranks, wanted):
                     yield found
-        position = end
+        position = segment_end
 
 
 def fits(
@@ -84,14 +108,47 @@ def read_last(
     wanted: Callable[[str], bool] | None = None,
 ) -> list[Found]:
     """The last so many lines that fit, and what is missing between them; as ``read_log``."""
-    end = log_end(folder)
-    span = BLOCK_BYTES
-    while True:
-        begin = _line_from(folder, max(0, end - span))
-        found = list(read_log(folder, begin, ranks=ranks, wanted=wanted))
-        if begin == 0 or sum(one.line is not None for one in found) >= lines:
-            return found[-lines:] if lines else []
-        span *= _MORE_EACH_TIME
+    return read_before(folder, log_end(folder), lines, ranks=ranks, wanted=wanted).found
+
+
+def read_before(
+    folder: Path,
+    end: int,
+    lines: int,
+    *,
+    ranks: Sequence[range] | None = None,
+    wanted: Callable[[str], bool] | None = None,
+    patience_s: float = math.inf,
+) -> Part:
+    """The last so many lines that fit before a position, and what is missing between them.
+
+    Args:
+        folder: Where the segments lie.
+        end: Where a line begins, or behind the last.
+        lines: How many lines.
+        ranks: Whose lines; None for all.
+        wanted: Whether a text is; None for all.
+        patience_s: After how long fewer lines will do.
+    """
+    until = time.monotonic() + patience_s
+    found: list[Found] = []
+    begin, span, last = end, BLOCK_BYTES, end
+    while begin > 0 and len(found) < lines and time.monotonic() < until:
+        stop, begin = begin, _line_from(folder, max(0, begin - span))
+        if stop == end:
+            # Behind the last whole line there may be a part of one.
+            everything = list(read_log(folder, begin, stop))
+            last = everything[-1].end if everything else begin
+            earlier = [f for f in everything if f.line is None or fits(f.line, ranks, wanted)]
+        else:
+            earlier = list(read_log(folder, begin, stop, ranks=ranks, wanted=wanted))
+        found = earlier + found
+        # A line that is longer than that takes another try.
+        span = span * _MORE_EACH_TIME if begin == stop else min(span * _MORE_EACH_TIME, _MOST_SPAN)
+    if len(found) > lines:
+        found = found[len(found) - lines :]
+        begin = found[0].begin if found else end
+    return Part(found=found, begin=begin, end=last)
 
 
 def log_end(folder: Path) -> int:
@@ -101,11 +158,14 @@ def log_end(folder: Path) -> int:
 
 
 def _line_from(folder: Path, position: int) -> int:
-    """Where the first line begins that begins at a position or later."""
+    """Where the first line begins that begins at a position or later, or what is missing there."""
     known = [start for start in segments(folder) if start < position]
     if not known:
-        return position
-    with segment_path(folder, known[-1]).open("rb") as file:
+        return 0
+    path = segment_path(folder, known[-1])
+    if position > known[-1] + _size(path):
+        return known[-1] + _size(path)
+    with path.open("rb") as file:
         file.seek(position - 1 - known[-1])
         return position - 1 + len(file.readline())
 

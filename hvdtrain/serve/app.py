@@ -136,6 +136,7 @@ class _Session:
                 "folders": [str(path) for path in policy.folders],
                 "programs": list(policy.programs),
                 "backends": list(policy.backends),
+                "read_only": not policy.allows_something,
             }
         )
 

@@ -23,7 +23,7 @@ from hvdtrain.job_commands.stop import stop_job
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import JobView
 from hvdtrain.jobs.json_lines import last_json_line, read_json_lines, sampled_json_lines
-from hvdtrain.jobs.log_reader import Found, log_end, read_last, read_log
+from hvdtrain.jobs.log_reader import Found, log_end, read_before, read_log
 from hvdtrain.jobs.naming import split_backend
 from hvdtrain.jobs.spec import JobSpec, make_spec, with_changes
 from hvdtrain.jobs.submission import check_options, hand_over, submit_job
@@ -90,6 +90,7 @@ class JobApi:
         return JSONResponse(
             {
                 **view.to_json(),
+                "is_over": view.is_over,
                 "metrics": last_json_line(job.metrics),
                 "ranks_now": last_json_line(job.ranks),
                 "events": list(read_json_lines(job.events)),
@@ -113,7 +114,10 @@ class JobApi:
         return JSONResponse({"rows": list(sampled_json_lines(job.ranks, count))})
 
     def log(self, request: Request) -> Response:
-        """A part of a log, from ``begin`` on or the last lines, and where the next part begins."""
+        """A part of a log: from ``begin`` on, or the last lines, or the last ``before`` a position.
+
+        ``next`` is where the next part begins, ``begin`` before what earlier ones can be asked for.
+        """
         job, query = self._job(request), request.query_params
         count = min(_number(query, "count", 500), MOST_LINES)
         ranks, text = _ranks(query.get("ranks", "")), query.get("grep", "")
@@ -122,9 +126,16 @@ class JobApi:
             return text in line
 
         if "begin" not in query:
-            found = read_last(job.log, count, ranks=ranks, wanted=wanted if text else None)
-            end = found[-1].end if found else log_end(job.log)
-            return JSONResponse({"lines": [found_to_json(f) for f in found], "next": end})
+            part = read_before(
+                job.log,
+                _number(query, "before", log_end(job.log)),
+                count,
+                ranks=ranks,
+                wanted=wanted if text else None,
+                patience_s=SEARCH_S,
+            )
+            rows = [found_to_json(one) for one in part.found]
+            return JSONResponse({"lines": rows, "begin": part.begin, "next": part.end})
         lines, position = [], _number(query, "begin", 0)
         until = time.monotonic() + SEARCH_S
         complete = True
@@ -147,6 +158,8 @@ class JobApi:
 
     def stop(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Have a job end."""
+        if not self._policy.allows_something:
+            raise JobError("this page shows jobs only (--read-only)")
         job = self._job(request)
         view = self._index.view(job.name)
         assert view is not None
@@ -195,11 +208,9 @@ class JobApi:
         return spec
 
     def _row(self, view: JobView) -> Mapping[str, Any]:
-        row = dict(view.to_json())
-        if not view.is_over:
-            job = self._index.folder(view.name)
-            row["metrics"] = last_json_line(job.metrics) if job is not None else {}
-        return row
+        job = self._index.folder(view.name)
+        metrics = last_json_line(job.metrics) if job is not None else {}
+        return {**view.to_json(), "is_over": view.is_over, "metrics": metrics}
 
     def _job(self, request: Request) -> JobFolder:
         job = self._index.folder(request.path_params["name"])

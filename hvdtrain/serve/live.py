@@ -75,7 +75,7 @@ class LiveApi:
     def _look(self, job: JobFolder) -> Mapping[str, Any]:
         view = self._index.view(job.name)
         return {
-            "view": view.to_json() if view is not None else None,
+            "view": None if view is None else {**view.to_json(), "is_over": view.is_over},
             "metrics": last_json_line(job.metrics),
             "log_end": log_end(job.log),
             "events": job.events.stat().st_size if job.events.exists() else 0,

@@ -140,8 +140,9 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
-                if not scope["path"].startswith(_STATIC):
-                    headers.setdefault("cache-control", "no-store")
+                # After an update the files of the page are to fit each other.
+                static = scope["path"].startswith(_STATIC)
+                headers.setdefault("cache-control", "no-cache" if static else "no-store")
             await send(message)
 
         await (refusal or self._app)(scope, receive, send_with_headers)

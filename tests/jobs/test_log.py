@@ -15,9 +15,10 @@ from hvdtrain.jobs.log_format import (
     block_from_json,
     format_line,
     parse_line,
+    segment_path,
     segments,
 )
-from hvdtrain.jobs.log_reader import log_end, read_last, read_log
+from hvdtrain.jobs.log_reader import Found, log_end, read_before, read_last, read_log
 from hvdtrain.jobs.log_writer import LogWriter
 
 TEXTS = {
@@ -148,6 +149,53 @@ def test_the_last_lines(long_log: Path, lines: int) -> None:
     assert shown == list(range(max(0, 2000 - lines), 2000))
     ranks = [int(one.line.rank) for one in read_last(long_log, lines, ranks=[range(1)]) if one.line]
     assert ranks == [0] * min(lines, 500)
+
+
+def _backwards(folder: Path, lines: int, **filters) -> list[Found]:
+    position, found = log_end(folder), []
+    while position > 0:
+        part = read_before(folder, position, lines, **filters)
+        assert part.begin < position
+        position, found = part.begin, part.found + found
+    return found
+
+
+@pytest.mark.parametrize("lines", [1, 7, 5000])
+def test_a_log_read_backwards_is_the_same(tmp_path: Path, lines: int) -> None:
+    folder = tmp_path / "log"
+    writer = LogWriter(folder, segment_bytes=90_000, head_bytes=100_000, tail_bytes=300_000)
+    for number in range(700):
+        length = 200_000 if number in (3, 690) else 1000
+        writer.append([_line(f"{number} " + "x" * length, rank=number % 4)])
+    everything = list(read_log(folder))
+    assert sum(one.line is None for one in everything) == 1
+    assert _backwards(folder, lines) == everything
+    texts = [one for one in everything if one.line is None or one.line.rank == 2]
+    assert _backwards(folder, lines, ranks=[range(2, 3)]) == texts
+
+
+def test_a_log_read_backwards_ends_with_a_whole_line(long_log: Path) -> None:
+    end = log_end(long_log)
+    with segment_path(long_log, segments(long_log)[-1]).open("ab") as file:
+        file.write(b"1764168603.123 0 o half")
+    part = read_before(long_log, log_end(long_log), 2)
+    assert part.end == part.found[-1].end == end
+    assert read_before(long_log, log_end(long_log), 2, wanted=lambda text: False).end == end
+
+
+def test_a_search_backwards_reads_no_line_twice(long_log: Path, monkeypatch) -> None:
+    parsed = []
+    monkeypatch.setattr(
+        "hvdtrain.jobs.log_reader.parse_line", lambda data: parsed.append(data) or parse_line(data)
+    )
+    assert _backwards(long_log, 1, wanted=lambda text: False) == []
+    assert len(parsed) == 2000
+
+
+def test_a_search_without_patience_says_how_far_it_came(long_log: Path) -> None:
+    part = read_before(long_log, log_end(long_log), 1, wanted=lambda text: False, patience_s=0)
+    assert part.found == []
+    assert part.begin == log_end(long_log)
 
 
 def test_of_a_long_log_the_beginning_and_the_end_are_kept(tmp_path: Path) -> None:

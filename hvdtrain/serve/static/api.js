@@ -1,0 +1,119 @@
+// What is asked of hvdtrain serve.
+
+export class ApiError extends Error {
+  constructor(message, code = 0) {
+    super(message);
+    this.name = "ApiError";
+    this.code = code;
+  }
+}
+
+let known = null;
+let clock_ahead_s = 0;
+
+export async function session() {
+  if (!known) {
+    known = await ask("/api/session");
+    clock_ahead_s = known.now - Date.now() / 1000;
+  }
+  return known;
+}
+
+// The server's time, in seconds since 1970: this machine's clock may be another.
+export function now() {
+  return Date.now() / 1000 + clock_ahead_s;
+}
+
+export function get(path, query = {}) {
+  const words = new URLSearchParams();
+  for (const [name, value] of Object.entries(query)) if (value !== "" && value !== undefined) words.set(name, value);
+  return ask(words.size ? `${path}?${words}` : path);
+}
+
+export async function post(path, body = {}) {
+  const send = async () =>
+    ask(path, {
+      method: "POST",
+      headers: { "content-type": "application/json", "x-csrf-token": (await session()).csrf },
+      body: JSON.stringify(body),
+    });
+  try {
+    return await send();
+  } catch (error) {
+    if (error.code !== 403) throw error;
+    // Somebody has logged in again in another tab: there is another word now.
+    known = null;
+    return send();
+  }
+}
+
+export function jobPath(name, rest = "") {
+  return `/api/jobs/${encodeURIComponent(name)}${rest}`;
+}
+
+async function ask(path, options = {}) {
+  let answer;
+  try {
+    answer = await fetch(path, { ...options, headers: { accept: "application/json", ...options.headers } });
+  } catch {
+    throw new ApiError("hvdtrain serve does not answer. Jobs go on without it; start it again to see them.");
+  }
+  if (answer.status === 401) {
+    location.assign("/login");
+    // The page is on its way: nobody waits for this any more.
+    return new Promise(() => {});
+  }
+  const text = await answer.text();
+  let content = null;
+  try {
+    content = JSON.parse(text);
+  } catch {
+    // A refusal in words.
+  }
+  if (!answer.ok) throw new ApiError(content?.error ?? (text.trim() || `The answer was ${answer.status}.`), answer.status);
+  return content;
+}
+
+// Listens to events until the function that it returns is called. A tab that nobody looks at
+// listens to nothing: browsers allow six connections to a server in all.
+export function listen(path, handlers, told = () => {}) {
+  let source = null;
+  let timer = 0;
+
+  function open() {
+    close();
+    source = new EventSource(path);
+    source.onopen = () => told(true);
+    source.onerror = () => {
+      told(false);
+      if (source.readyState === EventSource.CLOSED) timer = setTimeout(again, 3000);
+    };
+    for (const [kind, handle] of Object.entries(handlers)) {
+      source.addEventListener(kind, (event) => handle(JSON.parse(event.data)));
+    }
+  }
+
+  async function again() {
+    // A browser does not say why it was refused; this goes to the login where that was it.
+    await ask("/api/session").catch(() => {});
+    open();
+  }
+
+  function close() {
+    clearTimeout(timer);
+    source?.close();
+    source = null;
+  }
+
+  function look() {
+    if (document.hidden) close();
+    else if (!source) open();
+  }
+
+  document.addEventListener("visibilitychange", look);
+  look();
+  return () => {
+    document.removeEventListener("visibilitychange", look);
+    close();
+  };
+}

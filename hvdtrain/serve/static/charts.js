@@ -1,0 +1,155 @@
+// Curves, drawn by uPlot in the page's own colours.
+import { h, setText } from "./dom.js";
+import { count, number, span } from "./format.js";
+import uPlot from "./vendor/uPlot.esm.js";
+
+const HEIGHT = 200;
+const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+export const curveColour = (at) => `--curve-${(at % 8) + 1}`;
+
+// Who can't tell the colours apart sees it by the dashes.
+const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3], [14, 4], [4, 2], [1, 4], [9, 3, 2, 3, 2, 3]];
+
+// A piece of a curve, for a legend.
+export function swatch(at) {
+  const make = (tag, attributes) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    return element;
+  };
+  const svg = make("svg", { class: "swatch", viewBox: "0 0 26 8", "aria-hidden": "true" });
+  const line = make("line", { x1: 0, x2: 26, y1: 4, y2: 4, "stroke-width": 2.5, "stroke-dasharray": DASHES[at % 8].join(" ") });
+  line.style.stroke = `var(${curveColour(at)})`;
+  svg.append(line);
+  return svg;
+}
+
+// A figure with one or more curves over steps or seconds.
+//
+// title: what is drawn. format: how a value is written. labels: the names of curves; one has none.
+// key: charts with the same one show the same part. fromZero: how large a value is counts.
+export class Chart {
+  constructor({ title, format = number, labels = [""], key = null, fromZero = false }) {
+    this.labels = labels;
+    this.format = format;
+    this.title = title;
+    this.key = key;
+    this.fromZero = fromZero;
+    this.over = "step";
+    this.data = [[], ...labels.map(() => [])];
+    this.value = h("span", { class: "value" });
+    this.box = h("div", { class: "plot", role: "img", "aria-label": title });
+    this.none = h("p", { class: "none" }, "Nothing measured");
+    this.element = h("figure", { class: "chart" }, h("figcaption", {}, h("span", {}, title), this.value), this.box);
+    this.box.append(this.none);
+    this.watcher = new ResizeObserver(() => this.plot?.setSize(this.#size()));
+    this.watcher.observe(this.box);
+    this.recolour = () => this.#build();
+    addEventListener("themechange", this.recolour);
+  }
+
+  // Draws columns: x, then a column for each curve.
+  set(data, over, { value = "", words = "" } = {}) {
+    const anew = over !== this.over || !this.plot;
+    // Who has zoomed in goes on seeing that part.
+    const zoomed = this.plot && this.#isZoomed();
+    this.data = data;
+    this.over = over;
+    setText(this.value, value);
+    this.box.setAttribute("aria-label", `${this.title}. ${words || "Nothing measured."}`);
+    const some = data.slice(1).some((column) => column.some((y) => y !== null && y !== undefined));
+    this.none.hidden = some;
+    if (!some) this.#drop();
+    else if (anew) this.#build();
+    else this.plot.setData(data, !zoomed);
+    if (some && !anew && zoomed) this.plot.redraw();
+  }
+
+  reset() {
+    this.plot?.setData(this.data, true);
+  }
+
+  destroy() {
+    removeEventListener("themechange", this.recolour);
+    this.watcher.disconnect();
+    this.#drop();
+  }
+
+  #isZoomed() {
+    const xs = this.plot.data[0];
+    const { min, max } = this.plot.scales.x;
+    return min > xs[0] || max < xs[xs.length - 1];
+  }
+
+  #drop() {
+    this.plot?.destroy();
+    this.plot = null;
+  }
+
+  #size() {
+    return { width: Math.max(120, Math.floor(this.box.clientWidth)), height: HEIGHT };
+  }
+
+  #build() {
+    if (!this.data[0].length) return;
+    this.#drop();
+    const axis = { stroke: colour("--muted"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+    const byTime = this.over === "time";
+    this.plot = new uPlot(
+      {
+        ...this.#size(),
+        scales: { x: { time: false }, y: this.fromZero ? { range: (_, least, most) => [0, most * 1.1 || 1] } : {} },
+        axes: [
+          { ...axis, size: 28, incrs: byTime ? TIME_STEPS : undefined, values: (_, xs) => xs.map((x) => (byTime ? span(x) : count(x))), space: byTime ? 70 : 60 },
+          { ...axis, size: 58, values: (_, ys) => ys.map((y) => this.format(y)) },
+        ],
+        series: [{ value: (_, x) => (x === null ? "" : byTime ? span(x) : `step ${count(x)}`) }, ...this.labels.map((label, at) => this.#curve(label, at))],
+        legend: { show: false },
+        cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false }, sync: this.key ? { key: this.key, setSeries: false } : undefined },
+        hooks: { setCursor: [(plot) => this.#point(plot)] },
+      },
+      this.data,
+      this.box,
+    );
+    this.tip = h("div", { class: "tip", hidden: true });
+    this.plot.over.append(this.tip);
+  }
+
+  #curve(label, at) {
+    return { label, stroke: colour(curveColour(at)), dash: DASHES[at % 8], width: 1.75, spanGaps: true, points: { show: (plot) => plot.data[0].length === 1 } };
+  }
+
+  // What is under the mouse, in words beside it.
+  #point(plot) {
+    const { idx, left } = plot.cursor;
+    if (!this.tip) return;
+    if (idx === null || idx === undefined || left < 0) {
+      this.tip.hidden = true;
+      return;
+    }
+    const x = plot.data[0][idx];
+    const lines = this.labels.map((label, at) => [label, nearest(plot.data[at + 1], idx), at]).filter(([, y]) => y !== null);
+    this.tip.replaceChildren(
+      h("div", { class: "x" }, this.over === "time" ? span(x) : `step ${count(x)}`),
+      ...lines.map(([label, y, at]) => h("div", {}, swatch(at), label && `${label}: `, this.format(y))),
+    );
+    this.tip.hidden = false;
+    const right = left > plot.over.clientWidth / 2;
+    this.tip.style.left = right ? "" : `${left + 12}px`;
+    this.tip.style.right = right ? `${plot.over.clientWidth - left + 12}px` : "";
+  }
+}
+
+// Curves of several jobs have their points at different places.
+function nearest(column, at) {
+  for (let off = 0; off < 50; off += 1) {
+    const y = column[at - off] ?? column[at + off];
+    if (y !== null && y !== undefined) return y;
+  }
+  return null;
+}
+
+export const join = (tables) => uPlot.join(tables);

@@ -1,0 +1,52 @@
+// Asks before something is done, and for what is to be different.
+import { field, h } from "./dom.js";
+import { complain } from "./notices.js";
+import { joinWords, splitWords } from "./words.js";
+
+// Shows a dialog; ``act`` is done when it is confirmed, and where that fails the dialog stays.
+export function ask({ title, body, verb, danger = false, act }) {
+  const wrong = h("p", { class: "wrong", role: "alert" });
+  const confirm = h("button", { class: danger ? "danger" : "primary" }, verb);
+  const cancel = h("button", { type: "button", onclick: () => dialog.close() }, "Cancel");
+  const form = h("form", { method: "dialog" }, h("h2", { id: "asked" }, title), body, wrong, h("div", { class: "actions" }, cancel, confirm));
+  const dialog = h("dialog", { "aria-labelledby": "asked", onclose: () => dialog.remove() }, form);
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    wrong.textContent = "";
+    confirm.disabled = true;
+    try {
+      await act();
+      dialog.close();
+    } catch (error) {
+      if (error.name === "ApiError" || error.name === "Error") wrong.textContent = error.message;
+      else complain(error);
+    } finally {
+      confirm.disabled = false;
+    }
+  });
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+// Asks what is to be different in a job; ``act`` gets the words of the request.
+export function askChanges({ title, verb, intro, job, act }) {
+  const options = h("input", { type: "text", spellcheck: "false", autocapitalize: "off", placeholder: "-np 4 --max-restarts 2" });
+  const program = h("textarea", { rows: 3, spellcheck: "false", autocapitalize: "off" });
+  program.value = joinWords(job.program);
+  const body = [
+    h("p", {}, intro),
+    h("dl", { class: "now" }, h("dt", {}, "Options now"), h("dd", {}, h("code", {}, joinWords(job.options) || "none"))),
+    field("Further options", options, "They win over those above."),
+    field("Program", program, "Split into words as a shell does it; nothing is expanded."),
+  ];
+  ask({
+    title,
+    verb,
+    body,
+    act: () => {
+      const words = splitWords(program.value);
+      const same = joinWords(words) === joinWords(job.program);
+      return act({ options: splitWords(options.value), program: same ? [] : words });
+    },
+  });
+}

@@ -1,0 +1,55 @@
+// Elements, made so that a text never becomes HTML.
+
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (typeof value === "function") element.addEventListener(name.slice(2), value);
+    else if (name === "value" || name === "checked") element[name] = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+// Leaves what is right already alone: a text that somebody selects stays selected.
+export function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+export function setVisible(element, visible) {
+  if (element.hidden === visible) element.hidden = !visible;
+}
+
+// Marks each place where a text is found, ignoring nothing.
+export function marked(text, wanted) {
+  if (!wanted) return [text];
+  const parts = text.split(wanted);
+  return parts.flatMap((part, number) => (number ? [h("mark", {}, wanted), part] : [part]));
+}
+
+let number = 0;
+export function newId(word) {
+  number += 1;
+  return `${word}-${number}`;
+}
+
+// A labelled field; ``hint`` is read with it.
+export function field(label, control, hint = "") {
+  control.id ||= newId("field");
+  const parts = [h("label", { for: control.id }, label), control];
+  if (hint) {
+    const id = newId("hint");
+    control.setAttribute("aria-describedby", id);
+    parts.push(h("p", { class: "hint", id }, hint));
+  }
+  return h("div", { class: "field" }, parts);
+}
+
+export function debounced(act, wait_ms) {
+  let timer = 0;
+  return (...given) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => act(...given), wait_ms);
+  };
+}

@@ -1,0 +1,89 @@
+// One job: how it is, how it went, what it says.
+import { get, jobPath, listen, session } from "./api.js";
+import { h, setText, setVisible } from "./dom.js";
+import { JobCharts } from "./job_charts.js";
+import { Facts, Tiles } from "./job_facts.js";
+import { JobHead } from "./job_head.js";
+import { LogView } from "./log_view.js";
+import { complain } from "./notices.js";
+import { Series } from "./series.js";
+import { Shares } from "./shares.js";
+import { Timeline } from "./timeline.js";
+
+const POINTS = 1000;
+const TICK_MS = 1000;
+
+export async function jobView({ parts: [name] }) {
+  const [about, job, columns] = await Promise.all([session(), get(jobPath(name)), get(jobPath(name, "/metrics"), { count: POINTS })]);
+  return (main) => fill(main, about, job, columns);
+}
+
+function fill(main, about, job, columns) {
+  const { name } = job;
+  let series = new Series(columns);
+  const head = new JobHead(job, about);
+  const tiles = new Tiles();
+  const charts = new JobCharts();
+  const log = new LogView(name);
+  const facts = new Facts();
+  const timeline = new Timeline();
+  const shares = new Shares();
+  const verdict = h("pre", { tabindex: 0, role: "region", "aria-labelledby": "why" });
+  const why = h("section", { class: "card why", hidden: true }, h("h2", { id: "why" }), verdict);
+  main.append(
+    head.element, why, tiles.element, charts.element, log.element,
+    h("div", { class: "columns" }, facts.element, h("div", {}, timeline.element, shares.element)),
+  );
+
+  function draw() {
+    head.update(job);
+    tiles.update(job, series);
+    facts.update(job);
+    why.classList.toggle("bad", job.code !== 0);
+    setText(why.firstElementChild, job.status === "queued" ? "What it waits for" : job.code === 0 ? "How it ended" : "Why it ended");
+    setText(verdict, job.verdict);
+    setVisible(why, job.verdict !== "");
+    timeline.update(job);
+    shares.update(job.events);
+  }
+
+  draw();
+  charts.update(series, job);
+  log.start(job.log_end).catch(complain);
+
+  let heard = false;
+  const unlisten = listen(
+    jobPath(name, "/live"),
+    {
+      job: async (news) => {
+        if (news.view === null) return;
+        Object.assign(job, news.view ?? {});
+        if (series.add(news.metrics)) charts.update(series, job);
+        if (news.log_end !== undefined) log.grow(news.log_end);
+        // What it was at the first time is known.
+        if (news.events !== undefined && heard) job.events = (await get(jobPath(name))).events;
+        heard = true;
+        draw();
+      },
+    },
+    async (alive) => {
+      head.setLive(alive);
+      if (!alive || !heard) return;
+      // What was missed while nobody listened.
+      series = new Series(await get(jobPath(name, "/metrics"), { count: POINTS }));
+      charts.update(series, job);
+      job.events = (await get(jobPath(name))).events;
+      draw();
+    },
+  );
+  const ticking = setInterval(() => {
+    tiles.update(job, series);
+    if (!job.is_over) timeline.update(job);
+  }, TICK_MS);
+  return () => {
+    unlisten();
+    clearInterval(ticking);
+    charts.destroy();
+    log.destroy();
+  };
+}

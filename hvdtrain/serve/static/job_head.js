@@ -1,0 +1,92 @@
+// A job's name and state, and what can be done with it.
+import { jobPath, post } from "./api.js";
+import { ask, askChanges } from "./dialog.js";
+import { h, setText, setVisible } from "./dom.js";
+import { say } from "./notices.js";
+import { compareLink, jobLink } from "./router.js";
+import { setBadge } from "./status.js";
+import { joinWords } from "./words.js";
+
+export class JobHead {
+  constructor(job, about) {
+    this.job = job;
+    this.state = h("span", { class: "state", role: "status" });
+    this.live = h("span", { class: "live" });
+    this.program = h("code", { class: "program" });
+    const button = (words, act, kind = "") => h("button", { type: "button", class: kind, onclick: act }, words);
+    this.stop = button("Stop", () => this.#stop(false), "danger");
+    this.save = button("Stop and save", () => this.#stop(true));
+    this.restart = button("Restart…", () => this.#restart());
+    this.clone = button("Clone…", () => this.#clone());
+    const actions = about.read_only ? [] : [this.restart, this.clone, this.save, this.stop];
+    this.element = h(
+      "div",
+      { class: "head job" },
+      h("div", {},
+        h("div", { class: "title" }, h("h1", { "data-title": job.name }, job.name), this.state, this.live),
+        this.program),
+      h("div", { class: "actions", role: "group", "aria-label": "What can be done with the job" }, actions, h("a", { class: "button", href: compareLink([job.name]) }, "Compare")),
+    );
+  }
+
+  update(job) {
+    this.job = job;
+    setBadge(this.state, job.status);
+    setText(this.program, joinWords(job.program));
+    setVisible(this.restart, job.is_over);
+    setVisible(this.stop, !job.is_over);
+    // One that waits has nothing to save.
+    setVisible(this.save, !job.is_over && job.status !== "queued");
+    if (job.is_over) this.stop.disabled = this.save.disabled = false;
+    setVisible(this.live, !job.is_over);
+  }
+
+  setLive(alive) {
+    this.live.classList.toggle("broken", !alive);
+    setText(this.live, alive ? "live" : "connecting again…");
+  }
+
+  #stop(save) {
+    const { name } = this.job;
+    ask({
+      title: save ? `Stop ${name} with a checkpoint?` : `Stop ${name}?`,
+      body: h("p", {}, save ? "Ranks that use hvdtrain.Checkpoint save one first; then the job ends." : "Its ranks end at once. What came after the newest checkpoint is lost."),
+      verb: save ? "Stop and save" : "Stop",
+      danger: true,
+      act: async () => {
+        await post(jobPath(name, "/stop"), { save });
+        this.stop.disabled = this.save.disabled = true;
+        say(`${name} was told to stop.`);
+      },
+    });
+  }
+
+  #restart() {
+    const { job } = this;
+    askChanges({
+      title: `Restart ${job.name}`,
+      verb: "Restart",
+      intro: job.saved === null ? "It begins anew, since it has no checkpoint. Its log and history go on." : `It goes on from its newest checkpoint, step ${job.saved}. Its log and history go on.`,
+      job,
+      act: async (changes) => {
+        await post(jobPath(job.name, "/restart"), changes);
+        say(`${job.name} was started again.`);
+      },
+    });
+  }
+
+  #clone() {
+    const { job } = this;
+    askChanges({
+      title: `Clone ${job.name}`,
+      verb: "Start the clone",
+      intro: "Another job like this one.",
+      job,
+      act: async (changes) => {
+        const { name } = await post(jobPath(job.name, "/clone"), changes);
+        say(`${name} was started.`);
+        location.assign(jobLink(name));
+      },
+    });
+  }
+}

@@ -1,0 +1,195 @@
+// The list of jobs: what there is, what runs, what failed.
+import { get, jobPath, listen, post, session } from "./api.js";
+import { ask } from "./dialog.js";
+import { debounced, field, h, setText, setVisible } from "./dom.js";
+import { count, counted } from "./format.js";
+import { COLUMNS, JobRow, cellClass } from "./job_rows.js";
+import { complain, say } from "./notices.js";
+import { compareLink, setQuery } from "./router.js";
+import { STATES, sign } from "./status.js";
+
+const PAGE = 50;
+// What the API gives at once.
+const MOST = 500;
+// While something runs there is a change each second.
+const PAUSE_MS = 1500;
+const TICK_MS = 5000;
+const COMPARED = 8;
+
+export async function jobsView({ query }) {
+  const asked = { q: query.get("q") ?? "", status: query.get("status") ?? "" };
+  const [{ read_only }, first] = await Promise.all([session(), get("/api/jobs", { ...asked, count: PAGE })]);
+  return (main) => show(main, asked, first, read_only);
+}
+
+function show(main, asked, first, read_only) {
+  let wanted = PAGE;
+  let rows = new Map();
+  const selected = new Set();
+
+  const search = h("input", { type: "search", placeholder: "Name or program", value: asked.q, spellcheck: "false" });
+  const chips = h("div", { class: "chips", role: "group", "aria-label": "State" });
+  const body = h("tbody");
+  const heads = COLUMNS.map(([column, label]) => h("th", { scope: "col", class: cellClass(column) }, label));
+  const table = h(
+    "table",
+    { class: "jobs" },
+    h("caption", { class: "unseen" }, "Jobs, the newest first"),
+    h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "pick" }, h("span", { class: "unseen" }, "Select")), heads)),
+    body,
+  );
+  const empty = h("div", { class: "empty", hidden: true });
+  const more = h("button", { type: "button", onclick: () => enlarge() }, "Show more");
+  const total = h("p", { class: "total", role: "status" });
+  const picked = h("span", { class: "picked" });
+  const compare = h("button", { type: "button", onclick: () => location.assign(compareLink([...selected])) }, "Compare");
+  const stop = h("button", { type: "button", class: "danger", onclick: () => stopSelected() }, "Stop");
+  const none = h("button", { type: "button", class: "plain", onclick: () => unselect() }, "Select none");
+  const bulk = h("div", { class: "bulk", role: "group", "aria-label": "Selected jobs", hidden: true }, picked, compare, !read_only && stop, none);
+  main.append(
+    h("div", { class: "head" }, h("h1", {}, "Jobs"), h("a", { class: "button primary", href: "#/submit" }, "Submit a job")),
+    h("div", { class: "filters" }, field("Search", search), chips),
+    h("div", { class: "scroll" }, table),
+    empty,
+    h("div", { class: "foot" }, total, more),
+    bulk,
+  );
+
+  let asking = 0;
+  async function load() {
+    asking += 1;
+    const mine = asking;
+    const query = { ...asked, count: Math.min(wanted, MOST) };
+    const first = await get("/api/jobs", query);
+    const jobs = first.jobs;
+    for (; jobs.length < Math.min(wanted, first.found); ) {
+      const next = await get("/api/jobs", { ...query, begin: jobs.length });
+      if (!next.jobs.length) break;
+      jobs.push(...next.jobs);
+    }
+    // An answer to what was asked before is too late.
+    if (mine === asking) draw({ ...first, jobs });
+  }
+
+  function draw({ jobs, found, counts }) {
+    const kept = new Map();
+    for (const job of jobs) {
+      const row = rows.get(job.name) ?? new JobRow(job.name, selected.has(job.name), (on) => select(job.name, on));
+      row.update(job);
+      kept.set(job.name, row);
+    }
+    // Moving a row takes its focus away, so that nothing is moved without need.
+    for (const [name, row] of rows) if (!kept.has(name)) row.element.remove();
+    let before = body.firstElementChild;
+    for (const { element } of kept.values()) {
+      if (element === before) before = before.nextElementSibling;
+      else body.insertBefore(element, before);
+    }
+    rows = kept;
+    drawChips(counts);
+    const all = Object.values(counts).reduce((sum, one) => sum + one, 0);
+    setVisible(table, jobs.length > 0);
+    setVisible(empty, jobs.length === 0);
+    if (!jobs.length) {
+      const text = all ? "No job fits." : "There are no jobs yet. Submit one here, or run hvdtrain submit or hvdtrain run in a terminal.";
+      if (empty.textContent !== text) empty.replaceChildren(h("p", {}, text));
+    }
+    setText(total, jobs.length ? `${count(jobs.length)} of ${counted(found, "job")}` : "");
+    setVisible(more, jobs.length < found);
+  }
+
+  function drawChips(counts) {
+    const known = ["", ...STATES.filter((state) => counts[state] || state === asked.status)];
+    const key = known.join();
+    if (chips.dataset.key !== key) {
+      chips.dataset.key = key;
+      chips.replaceChildren(
+        ...known.map((state) =>
+          h("button", { type: "button", class: "chip", "data-state": state || "all", onclick: () => choose({ status: state }) }, state && sign(state), state || "all", " ", h("span", { class: "count" })),
+        ),
+      );
+    }
+    const all = Object.values(counts).reduce((sum, one) => sum + one, 0);
+    known.forEach((state, at) => {
+      const chip = chips.children[at];
+      chip.setAttribute("aria-pressed", String(state === asked.status));
+      setText(chip.querySelector(".count"), count(state ? (counts[state] ?? 0) : all));
+    });
+  }
+
+  function choose(change) {
+    Object.assign(asked, change);
+    setQuery(asked);
+    wanted = PAGE;
+    load().catch(complain);
+  }
+
+  async function enlarge() {
+    wanted += PAGE;
+    const last = body.lastElementChild;
+    await load().catch(complain);
+    // The button may be gone: go on reading at the first new row.
+    if (more.hidden) last?.nextElementSibling?.querySelector("a")?.focus();
+  }
+
+  function select(name, on) {
+    if (on) selected.add(name);
+    else selected.delete(name);
+    drawBulk();
+  }
+
+  function unselect() {
+    selected.clear();
+    for (const row of rows.values()) row.box.checked = false;
+    drawBulk();
+    search.focus();
+  }
+
+  function drawBulk() {
+    setVisible(bulk, selected.size > 0);
+    setText(picked, `${counted(selected.size, "job")} selected`);
+    compare.disabled = selected.size < 2 || selected.size > COMPARED;
+    compare.title = compare.disabled ? `Two to ${COMPARED} jobs can be compared.` : "";
+  }
+
+  function stopSelected() {
+    const names = [...selected].filter((name) => !rows.get(name)?.job.is_over);
+    if (!names.length) {
+      say("All of them have ended already.");
+      return;
+    }
+    ask({
+      title: `Stop ${counted(names.length, "job")}?`,
+      body: [h("ul", { class: "names" }, names.map((name) => h("li", {}, name))), h("p", {}, "They save nothing more. A job's own page can have it save a checkpoint first.")],
+      verb: "Stop",
+      danger: true,
+      act: async () => {
+        await Promise.all(names.map((name) => post(jobPath(name, "/stop"))));
+        unselect();
+        say(`${counted(names.length, "job")} told to stop.`);
+      },
+    });
+  }
+
+  search.addEventListener("input", debounced(() => choose({ q: search.value.trim() }), 200));
+  draw(first);
+
+  let due = 0;
+  let loaded_ms = performance.now();
+  const unlisten = listen("/api/live", {
+    jobs: () => {
+      if (due) return;
+      due = setTimeout(async () => {
+        due = 0;
+        loaded_ms = performance.now();
+        await load().catch(() => {});
+      }, Math.max(0, loaded_ms + PAUSE_MS - performance.now()));
+    },
+  });
+  const ticking = setInterval(() => rows.forEach((row) => row.tick()), TICK_MS);
+  return () => {
+    unlisten();
+    clearTimeout(due);
+    clearInterval(ticking);
+  };
+}

@@ -1,0 +1,51 @@
+// Starts the page.
+import { post, session } from "./api.js";
+import { complain } from "./notices.js";
+import { start } from "./router.js";
+
+const main = document.getElementById("main");
+
+document.getElementById("skip").addEventListener("click", (event) => {
+  // A fragment would be taken for a view.
+  event.preventDefault();
+  main.focus();
+});
+
+const themes = document.getElementById("theme");
+const isDark = () =>
+  (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+function nameTheme() {
+  themes.setAttribute("aria-label", isDark() ? "Use light colours" : "Use dark colours");
+  themes.title = themes.getAttribute("aria-label");
+  themes.firstElementChild.textContent = isDark() ? "☀" : "☾";
+}
+themes.addEventListener("click", () => {
+  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+  localStorage.setItem("theme", document.documentElement.dataset.theme);
+  nameTheme();
+  dispatchEvent(new Event("themechange"));
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  nameTheme();
+  dispatchEvent(new Event("themechange"));
+});
+nameTheme();
+
+document.getElementById("logout").addEventListener("click", () => {
+  post("/logout").then(() => location.assign("/login"), complain);
+});
+
+addEventListener("unhandledrejection", (event) => complain(event.reason));
+
+session().then(({ version, read_only }) => {
+  document.getElementById("version").textContent = `hvdtrain ${version}${read_only ? " · read only" : ""}`;
+  start(
+    [
+      [/^\/$/, async () => (await import("./jobs.js")).jobsView],
+      [/^\/jobs\/([^/]+)$/, async () => (await import("./job.js")).jobView],
+      [/^\/submit$/, async () => (await import("./submit.js")).submitView],
+      [/^\/compare$/, async () => (await import("./compare.js")).compareView],
+    ],
+    main,
+  );
+}, complain);

@@ -1,0 +1,52 @@
+// What was measured of a job, as columns to draw.
+
+// Between two rows of metrics, so that what a second brought by chance does not count.
+const LEAST_S = 4;
+
+export class Series {
+  constructor(columns) {
+    this.rows = [];
+    const length = columns.time?.length ?? 0;
+    for (let at = 0; at < length; at += 1) {
+      this.add(Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[at]])));
+    }
+  }
+
+  // Takes a row; false for one that is there already.
+  add(row) {
+    const last = this.rows.at(-1);
+    if (typeof row?.time !== "number" || (last && row.time <= last.time)) return false;
+    this.rows.push({ ...row, rate: this.#rate(row) });
+    return true;
+  }
+
+  // Samples a second, from what came since a row that is old enough.
+  #rate(row) {
+    const before = this.rows.findLast((one) => row.time - one.time >= LEAST_S);
+    // After a restart samples are counted anew.
+    if (!before || !(row.samples > before.samples) || row.step <= before.step) return null;
+    return (row.samples - before.samples) / (row.time - before.time);
+  }
+
+  get last() {
+    return this.rows.at(-1) ?? {};
+  }
+
+  // Columns x and y over "step" or "time"; over steps what an attempt undid is left out.
+  columns(over, name) {
+    const xs = [];
+    const ys = [];
+    const begin = this.rows[0]?.time ?? 0;
+    for (const row of this.rows) {
+      const x = over === "step" ? row.step : row.time - begin;
+      if (typeof x !== "number") continue;
+      while (xs.length && xs.at(-1) >= x) {
+        xs.pop();
+        ys.pop();
+      }
+      xs.push(x);
+      ys.push(row[name] ?? null);
+    }
+    return [xs, ys];
+  }
+}

@@ -1,0 +1,136 @@
+// Hands a job over: what is to run, the plan of it, and only then the start.
+import { post, session } from "./api.js";
+import { debounced, field, h, newId, setText } from "./dom.js";
+import { complain, say } from "./notices.js";
+import { jobLink } from "./router.js";
+import { joinWords, splitWords } from "./words.js";
+
+const MODES = [
+  ["allreduce", "allreduce: ranks average gradients"],
+  ["local-sgd", "local-sgd: ranks average weights"],
+  ["async-ps", "async-ps: through servers, none waits"],
+  ["sync-ps", "sync-ps: through servers, in step"],
+  ["easgd", "easgd: elastic averaging"],
+  ["towers", "towers: on several devices of a rank"],
+];
+
+export async function submitView() {
+  const about = await session();
+  return (main) => (about.read_only ? refuse(main) : fill(main, about));
+}
+
+function refuse(main) {
+  main.append(
+    h("h1", {}, "Submit a job"),
+    h("section", { class: "card off" },
+      h("p", {}, "Nothing may be started from this page: hvdtrain serve was started with ", h("code", {}, "--read-only"), "."),
+      h("p", {}, "Start it without that, or with ", h("code", {}, "--allow-folder DIR"), ", ", h("code", {}, "--allow-program PROGRAM"), " and ", h("code", {}, "--allow-backend local"), " for what may run.")),
+  );
+}
+
+function fill(main, { folders, programs, backends }) {
+  const text = (more = {}) => h("input", { type: "text", spellcheck: "false", autocapitalize: "off", autocomplete: "off", ...more });
+  const program = h("textarea", { rows: 2, required: true, spellcheck: "false", autocapitalize: "off", placeholder: `${programs[0]} train.py --epochs 20` });
+  const list = newId("folders");
+  const folder = text({ value: folders[0], list, required: true });
+  const ranks = h("input", { type: "number", min: 1, step: 1, inputmode: "numeric", placeholder: "all slots" });
+  const hosts = text({ placeholder: "a:4,b:4 or node[01-04]:2" });
+  const backend = h("select", {}, backends.map((name) => h("option", { value: name }, name === "local" ? "this machine's queue" : "Slurm")));
+  const mode = h("select", {}, MODES.map(([name, words]) => h("option", { value: name }, words)));
+  const restarts = h("input", { type: "number", min: 0, step: 1, inputmode: "numeric", placeholder: "0" });
+  const sbatch = text({ placeholder: "--partition=gpu --time=1:00:00" });
+  const options = text({ placeholder: "-x NAME=VALUE --hang-timeout-s 60" });
+  const forSlurm = field("Options of sbatch", sbatch);
+  const more = field("Further options of hvdtrain run", options);
+  more.classList.add("wide");
+  const command = h("ol", { class: "words", "aria-label": "The command, word by word" });
+  const wrong = h("p", { class: "wrong", role: "alert" });
+  const plan = h("button", { type: "button", class: "primary", onclick: () => showPlan() }, "Show the plan");
+  const start = h("button", { class: "primary", disabled: true }, "Start");
+  const planned = h("pre", { class: "plan", tabindex: 0, role: "region", "aria-label": "Plan", hidden: true });
+  const state = h("p", { class: "hint", role: "status" }, "The plan comes first; then the job can be started.");
+  const form = h(
+    "form",
+    { class: "submit" },
+    h("div", {}, h("section", { class: "card" },
+      field("Program", program, `What every rank runs. It begins with ${programs.join(" or ")}.`),
+      field("Working directory", folder, folders.length > 1 ? `One of these, or below: ${folders.join(", ")}` : `This, or a folder below ${folders[0]}`),
+      h("datalist", { id: list }, folders.map((value) => h("option", { value })))),
+    h("section", { class: "card fields" },
+      field("Ranks", ranks), field("Runs on", backend), field("Hosts", hosts), field("Restarts after failures, at most", restarts),
+      field("How ranks train together", mode), forSlurm, more)),
+    h("section", { class: "card" }, h("h2", {}, "What is started"), command, wrong, h("div", { class: "actions" }, plan, start), state, planned),
+  );
+  main.append(h("h1", {}, "Submit a job"), form);
+
+  function asked() {
+    const words = [];
+    if (ranks.value) words.push("-np", ranks.value);
+    if (hosts.value.trim()) words.push("-H", hosts.value.trim());
+    if (restarts.value) words.push("--max-restarts", restarts.value);
+    if (mode.value !== "allreduce") words.push("--mode", mode.value);
+    words.push(...splitWords(options.value));
+    if (backend.value !== "local") words.push("--on", backend.value, ...splitWords(sbatch.value).map((word) => `--sbatch=${word}`));
+    return { program: splitWords(program.value), options: words, folder: folder.value.trim() };
+  }
+
+  let changes = 0;
+  function changed() {
+    changes += 1;
+    forSlurm.hidden = backend.value !== "slurm";
+    if (!start.disabled) setText(state, "It was changed: look at the plan again.");
+    start.disabled = true;
+    planned.hidden = true;
+    setText(wrong, "");
+    try {
+      const { program, options } = asked();
+      const shown = ["hvdtrain", "submit", ...options, "--", ...program];
+      command.replaceChildren(...shown.map((word, at) => h("li", { class: at < 2 || at === options.length + 2 ? "own" : "" }, word === "" ? "''" : word)));
+      command.title = joinWords(shown);
+    } catch (error) {
+      setText(wrong, error.message);
+    }
+  }
+
+  async function busy(words, act) {
+    plan.disabled = start.disabled = true;
+    setText(state, words);
+    setText(wrong, "");
+    try {
+      return await act();
+    } catch (error) {
+      setText(wrong, error.message);
+      setText(state, "");
+      if (error.name !== "ApiError" && error.name !== "Error") complain(error);
+      return null;
+    } finally {
+      plan.disabled = false;
+    }
+  }
+
+  async function showPlan() {
+    if (!form.reportValidity()) return;
+    const mine = changes;
+    const answer = await busy("hvdtrain run makes the plan…", () => post("/api/plan", asked()));
+    if (!answer || mine !== changes) return;
+    planned.textContent = answer.plan;
+    planned.hidden = false;
+    start.disabled = false;
+    setText(state, "Nothing runs yet. Start it if this is what you want.");
+  }
+
+  form.addEventListener("input", debounced(changed, 0));
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    if (start.disabled) {
+      // Enter in a field.
+      await showPlan();
+      return;
+    }
+    const answer = await busy("It is handed over…", () => post("/api/jobs", asked()));
+    if (!answer) return;
+    say(`${answer.name} was submitted.`);
+    location.assign(jobLink(answer.name));
+  });
+  changed();
+}
