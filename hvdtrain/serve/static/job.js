@@ -6,6 +6,7 @@ import { Facts, Tiles } from "./job_facts.js";
 import { JobHead } from "./job_head.js";
 import { LogView } from "./log_view.js";
 import { complain } from "./notices.js";
+import { RanksView } from "./ranks_view.js";
 import { Series } from "./series.js";
 import { Shares } from "./shares.js";
 import { Timeline } from "./timeline.js";
@@ -24,6 +25,7 @@ function fill(main, about, job, columns) {
   const head = new JobHead(job, about);
   const tiles = new Tiles();
   const charts = new JobCharts();
+  const ranks = new RanksView(name);
   const log = new LogView(name);
   const facts = new Facts();
   const timeline = new Timeline();
@@ -31,7 +33,7 @@ function fill(main, about, job, columns) {
   const verdict = h("pre", { tabindex: 0, role: "region", "aria-labelledby": "why" });
   const why = h("section", { class: "card why", hidden: true }, h("h2", { id: "why" }), verdict);
   main.append(
-    head.element, why, tiles.element, charts.element, log.element,
+    head.element, why, tiles.element, charts.element, ranks.element, log.element,
     h("div", { class: "columns" }, facts.element, h("div", {}, timeline.element, shares.element)),
   );
 
@@ -50,6 +52,7 @@ function fill(main, about, job, columns) {
   draw();
   charts.update(series, job);
   log.start(job.log_end).catch(complain);
+  ranks.start().catch(complain);
 
   let heard = false;
   const unlisten = listen(
@@ -84,6 +87,7 @@ function fill(main, about, job, columns) {
     unlisten();
     clearInterval(ticking);
     charts.destroy();
+    ranks.destroy();
     log.destroy();
   };
 }

@@ -34,9 +34,9 @@ export class JobCharts {
       const words = ys.length ? `From ${format(ys[0])} to ${format(ys.at(-1))}, least ${format(least(ys))}, most ${format(-least(ys.map((y) => -y)))}.` : "";
       chart.set(columns, this.over, { value: ys.length ? format(ys.at(-1)) : "", words });
     }
-    const { slow, slow_factor } = series.last;
-    setVisible(this.slow, slow !== undefined && slow !== null);
-    if (!this.slow.hidden) setText(this.slow, `Rank ${slow} ${job.is_over ? "was" : "is"} the slowest: a step takes it ${slow_factor} times as long as the others, which wait for it.`);
+    const words = whoHoldsUp(series.last, job);
+    setVisible(this.slow, words !== "");
+    if (words) setText(this.slow, words);
   }
 
   destroy() {
@@ -48,6 +48,12 @@ export class JobCharts {
     this.buttons.forEach((button, at) => button.setAttribute("aria-pressed", String((at === 0) === (over === "step"))));
     this.update(this.series, this.job);
   }
+}
+
+function whoHoldsUp({ held_by, slow, slow_factor }, job) {
+  if (held_by?.length && !job.is_over) return `No rank goes on: the others wait for rank ${held_by.slice(0, 8).join(", ")}${held_by.length > 8 ? ", ..." : ""}.`;
+  if (slow === undefined || slow === null) return "";
+  return `Rank ${slow} ${job.is_over ? "was" : "is"} the slowest: a step takes it ${slow_factor} times as long as the others, which wait for it.`;
 }
 
 const least = (numbers) => numbers.reduce((a, b) => Math.min(a, b), Infinity);

@@ -1,6 +1,6 @@
 // The ranks of a job: who takes how long for a step, over time and now.
 import { get, jobPath } from "./api.js";
-import { h, setText, show } from "./dom.js";
+import { h, setText, setVisible } from "./dom.js";
 import { NONE, bytes, clock, count, isNumber, number, seconds } from "./format.js";
 
 const ROWS = 240;
@@ -28,7 +28,7 @@ export class RanksView {
       { class: "card ranks", "aria-labelledby": "ranks", hidden: true },
       h("h2", { id: "ranks" }, "Ranks"),
       h("div", { class: "heat" }, this.canvas, this.times),
-      h("p", { class: "legend heat-legend hint" }, "A step takes the rank itself:", HEAT.toReversed().map(([from, colour]) => h("span", {}, h("i", { class: "dot", "data-heat": colour.slice(2) }), from ? `${from} times the median` : "as long as the others"))),
+      h("p", { class: "heat-legend hint" }, "A step takes the rank itself:", HEAT.toReversed().map(([from, colour]) => h("span", {}, h("i", { class: "dot", "data-heat": colour.slice(2) }), from ? `${from} times the median` : "as long as the others"))),
       h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Rank", ...COLUMNS.map(([label]) => label)].map((label) => h("th", { scope: "col", class: label === "Phase" ? "" : "numeric" }, label)))), this.body)),
       this.more,
     );
@@ -46,7 +46,7 @@ export class RanksView {
   async #load() {
     const { rows } = await get(jobPath(this.name, "/ranks"), { count: ROWS });
     this.rows = rows;
-    show(this.element, rows.length > 0);
+    setVisible(this.element, rows.length > 0);
     if (rows.length) this.#draw();
   }
 
@@ -66,7 +66,7 @@ export class RanksView {
         h("tr", {}, h("th", { scope: "row", class: "numeric" }, String(rank)), COLUMNS.map(([, field, format]) => h("td", { class: field === "phase" ? "" : "numeric" }, format(last[field]?.[rank])))),
       ),
     );
-    show(this.more, ranks.length > SHOWN);
+    setVisible(this.more, ranks.length > SHOWN);
     setText(this.more, this.all ? `The ${SHOWN} slowest alone` : `All ${count(ranks.length)} ranks`);
     this.#paint(ranks.length);
   }
@@ -78,6 +78,7 @@ export class RanksView {
     const width = Math.max(2, Math.min(24, Math.floor(960 / this.rows.length)));
     this.canvas.width = width * this.rows.length;
     this.canvas.height = height * ranks;
+    this.canvas.style.height = `${height * ranks}px`;
     const pen = this.canvas.getContext("2d");
     let slowest = [0, 0];
     this.rows.forEach((row, at) => {
