@@ -1,0 +1,195 @@
+"""The page in a real browser, and real jobs behind it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.required import do_without
+from tests.launch.jobs import kill_marked, marked, with_mark
+
+sync_api = pytest.importorskip("playwright.sync_api")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+
+pytestmark = [pytest.mark.mpi, pytest.mark.more, pytest.mark.timeout(300)]
+
+# Two ranks in step, by files: each waits for the other one, and says so.
+_PROGRAM = """
+import os, sys, time
+from pathlib import Path
+from hvdtrain.monitor import report
+rank, steps = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(sys.argv[1])
+here = Path(sys.argv[2])
+here.mkdir(exist_ok=True)
+waits = False
+report.watch(lambda: "allreduce(gradients)" if waits else "", lambda: 0.0)
+report.phase("training")
+print("<script>document.title = 'pwned'</script> $(id)", sys.argv[3:], flush=True)
+for step in range(1, steps + 1):
+    time.sleep(0.05)
+    (here / f"{rank}-{step}").touch()
+    waits = True
+    while not (here / f"{1 - rank}-{step}").exists():
+        time.sleep(0.01)
+    waits = False
+    report.step(step, step // 20)
+    if rank == 0:
+        report.learned(64.0 * step, 2 / step)
+        print("step", step, flush=True)
+"""
+
+
+class Site:
+    """A server with a folder of jobs, and a browser that is logged in.
+
+    Attributes:
+        page: The browser's tab.
+        errors: What the browser complained of.
+    """
+
+    def __init__(self, folder: Path, page) -> None:
+        self.folder = folder
+        self.page = page
+        self.mark = uuid.uuid4().hex
+        self.errors: list[str] = []
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on(
+            "console",
+            lambda told: self.errors.append(told.text) if told.type == "error" else None,
+        )
+        self.server = self._serve()
+
+    def _serve(self) -> subprocess.Popen[bytes]:
+        server = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "hvdtrain", "serve", "--port", "0"),
+                *("--jobs-dir", str(self.folder / "jobs"), "--allow-program", sys.executable),
+            ],
+            env=with_mark(self.mark),
+            cwd=self.folder,
+            stderr=subprocess.PIPE,
+        )
+        assert server.stderr is not None
+        self.url = server.stderr.readline().decode().split()[-1].rstrip("/")
+        token = (self.folder / "jobs" / ".serve-token").read_text().strip()
+        self.page.goto(f"{self.url}/login?token={token}")
+        return server
+
+    def kill(self) -> None:
+        """End the server in the middle of whatever it does."""
+        self.server.kill()
+        self.server.communicate(timeout=20)
+
+    def open(self, path: str) -> None:
+        """Show a view."""
+        self.page.goto(f"{self.url}/{path}")
+
+    def see(self, text: str, timeout_s: float = 60.0) -> None:
+        """Wait until a text is on the page."""
+        self.page.get_by_text(text, exact=False).first.wait_for(timeout=timeout_s * 1e3)
+
+    def state(self, state: str) -> None:
+        """Wait until the job that is shown is so."""
+        self.page.locator(".title .state", has_text=state).wait_for(timeout=60e3)
+
+    def check(self) -> None:
+        """Nobody is kept out by how the view that is shown is made."""
+        results = axe.Axe().run(self.page)
+        assert results.violations_count == 0, results.generate_report()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        do_without("browser", "there is no chromium on PATH")
+    (tmp_path / "train.py").write_text(_PROGRAM)
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        site = Site(tmp_path, browser.new_page(viewport={"width": 1280, "height": 900}))
+        try:
+            yield site
+        finally:
+            browser.close()
+            site.kill()
+            kill_marked(site.mark)
+
+
+def _rank(mark: str, rank: int) -> int:
+    """The program of a rank."""
+    wanted = f"OMPI_COMM_WORLD_RANK={rank}".encode()
+    for pid in marked(mark):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        ours = words[1:2] == [b"train.py"]
+        if ours and wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return pid
+    raise AssertionError(f"no rank {rank}")
+
+
+def test_a_job_is_submitted_watched_stopped_started_again_and_compared(site: Site) -> None:
+    page = site.page
+    site.open("#/submit")
+    site.check()
+    nasty = "'$(touch pwned)' '<b>bold</b>'"
+    page.get_by_label("Program", exact=True).fill(f"{sys.executable} train.py 2000 first {nasty}")
+    page.get_by_label("Ranks", exact=True).fill("2")
+    assert page.get_by_role("button", name="Start").is_disabled(), "the plan comes first"
+    page.get_by_role("button", name="Show the plan").click()
+    site.see("local rank")
+    page.get_by_role("button", name="Start").click()
+
+    site.state("running")
+    site.see("step 30")
+    assert "pwned" not in page.title()
+    site.see("<script>document.title = 'pwned'</script> $(id)")
+    site.check()
+    # One rank stops: the other one waits for it, and the page says so.
+    stopped = _rank(site.mark, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    site.see("No rank goes on: the others wait for rank 1")
+    os.kill(stopped, signal.SIGCONT)
+    page.locator(".slow").wait_for(state="hidden", timeout=60e3)
+
+    # The server dies, and the job goes on.
+    site.kill()
+    first = page.locator("h1").inner_text()
+    site.server = site._serve()
+    site.open(f"#/jobs/{first}")
+    site.state("running")
+    page.get_by_role("button", name="Stop", exact=True).click()
+    page.get_by_role("dialog").get_by_role("button", name="Stop", exact=True).click()
+    site.state("stopped")
+
+    page.get_by_role("button", name="Clone").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Program").fill(f"{sys.executable} train.py 40 second")
+    dialog.get_by_role("button", name="Start the clone").click()
+    page.locator("h1", has_not_text=first).wait_for(timeout=60e3)
+    site.state("done")
+    second = page.locator("h1").inner_text()
+    site.see("40 steps in ")
+
+    site.open(f"#/jobs/{first}")
+    page.get_by_role("button", name="Restart").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Program").fill(f"{sys.executable} train.py 30 third")
+    dialog.get_by_role("button", name="Restart").click()
+    site.state("done")
+
+    site.open(f"#/compare?jobs={first},{second}")
+    page.locator("canvas").first.wait_for(timeout=60e3)
+    page.locator("td", has_text="train.py 40 second").wait_for(timeout=60e3)
+    site.check()
+    site.open("#/")
+    page.locator("tbody tr").nth(1).wait_for(timeout=60e3)
+    site.check()
+    assert not (site.folder / "pwned").exists()
+    assert [error for error in site.errors if "ERR_" not in error] == []
