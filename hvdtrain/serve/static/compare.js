@@ -44,7 +44,7 @@ function fill(main, jobs) {
         h("button", { type: "button", class: "plain", onclick: () => charts.forEach(([, chart]) => chart.reset()) }, "Show all"), h("span", { class: "hint" }, "Drag to zoom in, double click to zoom out.")),
       h("div", { class: "charts two" }, charts.map(([, chart]) => chart.element))),
     h("section", { class: "settings", "aria-labelledby": "settings" }, h("h2", { id: "settings" }, "Settings that differ"),
-      diff.length ? table("Settings that differ", jobs, diff, (text) => (text ? h("code", {}, text) : NONE)) : h("p", { class: "hint" }, jobs.length > 1 ? "None: they were asked for the same." : "Add a job to compare it with.")),
+      diff.length ? table("Settings of each job", jobs, diff, (text) => (text ? h("code", {}, text) : NONE)) : h("p", { class: "hint" }, jobs.length > 1 ? "None: they were asked for the same." : "Add a job to compare it with.")),
   );
 
   function draw(over) {
