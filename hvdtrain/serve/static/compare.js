@@ -2,7 +2,7 @@
 import { get, jobPath, now } from "./api.js";
 import { Chart, join, swatch } from "./charts.js";
 import { field, h, newId } from "./dom.js";
-import { NONE, count, number, span } from "./format.js";
+import { NONE, count, isNumber, number, span } from "./format.js";
 import { complain } from "./notices.js";
 import { compareLink, jobLink } from "./router.js";
 import { Series } from "./series.js";
@@ -51,7 +51,7 @@ function fill(main, jobs) {
     buttons.forEach((button, at) => button.setAttribute("aria-pressed", String((at === 0) === (over === "step"))));
     for (const [name, chart] of charts) {
       const columns = join(jobs.map(({ series }) => series.columns(over, name)));
-      chart.set(columns, over, { words: jobs.map(({ name: job, series }) => `${job}: ${number(series.columns(over, name)[1].findLast((y) => y !== null))}`).join("; ") });
+      chart.set(columns, over, { words: jobs.map(({ name: job, series }) => `${job}: ${number(series.columns(over, name)[1].findLast(isNumber))}`).join("; ") });
     }
   }
 
