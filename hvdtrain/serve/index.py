@@ -32,6 +32,7 @@ class JobIndex:
         self._directory = directory
         self._lock = threading.Lock()
         self._views: dict[str, JobView] = {}
+        self._newest: list[JobView] = []
         self._changed: dict[str, int] = {}
         self._slurm_at = 0.0
         self._closing = threading.Event()
@@ -58,9 +59,7 @@ class JobIndex:
 
     def views(self) -> list[JobView]:
         """All jobs, the newest first."""
-        with self._lock:
-            views = list(self._views.values())
-        return sorted(views, key=lambda view: (view.created_s, view.name), reverse=True)
+        return list(self._newest)
 
     def view(self, name: str) -> JobView | None:
         """One job, read now; None where there is none of that name."""
@@ -98,6 +97,10 @@ class JobIndex:
                 differs = differs or self._views.get(view.name) != view
                 self._views[view.name] = view
             self._changed = changed
+            if differs:
+                views = list(self._views.values())
+                views.sort(key=lambda view: (view.created_s, view.name), reverse=True)
+                self._newest = views
             self._version += differs
 
     def _may_change(self, name: str, *, slurm: bool) -> bool:

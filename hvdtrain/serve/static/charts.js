@@ -119,7 +119,7 @@ export class Chart {
   }
 
   #curve(label, at) {
-    return { label, stroke: colour(curveColour(at)), dash: DASHES[at % 8], width: 1.75, spanGaps: true, points: { show: (plot) => plot.data[0].length === 1 } };
+    return { label, stroke: colour(curveColour(at)), dash: DASHES[at % 8], width: 1.75, points: { show: (plot) => plot.data[0].length === 1 } };
   }
 
   // What is under the mouse, in words beside it.

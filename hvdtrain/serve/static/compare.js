@@ -2,7 +2,7 @@
 import { get, jobPath, now } from "./api.js";
 import { Chart, join, swatch } from "./charts.js";
 import { field, h, newId } from "./dom.js";
-import { NONE, count, number, span } from "./format.js";
+import { NONE, count, isNumber, number, span } from "./format.js";
 import { complain } from "./notices.js";
 import { compareLink, jobLink } from "./router.js";
 import { Series } from "./series.js";
@@ -44,14 +44,14 @@ function fill(main, jobs) {
         h("button", { type: "button", class: "plain", onclick: () => charts.forEach(([, chart]) => chart.reset()) }, "Show all"), h("span", { class: "hint" }, "Drag to zoom in, double click to zoom out.")),
       h("div", { class: "charts two" }, charts.map(([, chart]) => chart.element))),
     h("section", { class: "settings", "aria-labelledby": "settings" }, h("h2", { id: "settings" }, "Settings that differ"),
-      diff.length ? table("Settings that differ", jobs, diff, (text) => (text ? h("code", {}, text) : NONE)) : h("p", { class: "hint" }, jobs.length > 1 ? "None: they were asked for the same." : "Add a job to compare it with.")),
+      diff.length ? table("Settings of each job", jobs, diff, (text) => (text ? h("code", {}, text) : NONE)) : h("p", { class: "hint" }, jobs.length > 1 ? "None: they were asked for the same." : "Add a job to compare it with.")),
   );
 
   function draw(over) {
     buttons.forEach((button, at) => button.setAttribute("aria-pressed", String((at === 0) === (over === "step"))));
     for (const [name, chart] of charts) {
       const columns = join(jobs.map(({ series }) => series.columns(over, name)));
-      chart.set(columns, over, { words: jobs.map(({ name: job, series }) => `${job}: ${number(series.columns(over, name)[1].findLast((y) => y !== null))}`).join("; ") });
+      chart.set(columns, over, { words: jobs.map(({ name: job, series }) => `${job}: ${number(series.columns(over, name)[1].findLast(isNumber))}`).join("; ") });
     }
   }
 

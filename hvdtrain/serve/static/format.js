@@ -41,7 +41,7 @@ export function number(value) {
 
 export function seconds(value) {
   if (!isNumber(value)) return NONE;
-  if (value >= 1) return `${number(value)} s`;
+  if (value >= 1 || value === 0) return `${number(value)} s`;
   return value >= 0.001 ? `${Number((value * 1000).toPrecision(3))} ms` : `${Number((value * 1e6).toPrecision(3))} µs`;
 }
 

@@ -42,7 +42,7 @@ function fill(main, about, job, columns) {
     tiles.update(job, series);
     facts.update(job);
     why.classList.toggle("bad", job.code !== 0);
-    setText(why.firstElementChild, job.status === "queued" ? "What it waits for" : job.code === 0 ? "How it ended" : "Why it ended");
+    setText(why.firstElementChild, job.status === "queued" ? "What it waits for" : job.code === 0 ? "How it ended" : job.status === "failed" ? "Why it failed" : "Why it ended");
     setText(verdict, job.verdict);
     setVisible(why, job.verdict !== "");
     timeline.update(job);

@@ -1,7 +1,7 @@
 // The curves of one job, and for whom its ranks wait.
 import { Chart } from "./charts.js";
 import { h, setText, setVisible } from "./dom.js";
-import { number, seconds } from "./format.js";
+import { isNumber, number, seconds } from "./format.js";
 
 export class JobCharts {
   constructor() {
@@ -30,7 +30,7 @@ export class JobCharts {
     this.job = job;
     for (const [name, chart, format] of this.charts) {
       const columns = series.columns(this.over, name);
-      const ys = columns[1].filter((y) => y !== null);
+      const ys = columns[1].filter(isNumber);
       const words = ys.length ? `From ${format(ys[0])} to ${format(ys.at(-1))}, least ${format(least(ys))}, most ${format(-least(ys.map((y) => -y)))}.` : "";
       chart.set(columns, this.over, { value: ys.length ? format(ys.at(-1)) : "", words });
     }

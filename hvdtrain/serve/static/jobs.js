@@ -160,7 +160,7 @@ function show(main, asked, first, read_only) {
     }
     ask({
       title: `Stop ${counted(names.length, "job")}?`,
-      body: [h("ul", { class: "names" }, names.map((name) => h("li", {}, name))), h("p", {}, "They save nothing more. A job's own page can have it save a checkpoint first.")],
+      body: [h("ul", { class: "names" }, names.map((name) => h("li", {}, name))), h("p", {}, "Nothing more is saved. A job's own page can have it save a checkpoint first.")],
       verb: "Stop",
       danger: true,
       act: async () => {

@@ -15,9 +15,9 @@ const themes = document.getElementById("theme");
 const isDark = () =>
   (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 function nameTheme() {
-  themes.setAttribute("aria-label", isDark() ? "Use light colours" : "Use dark colours");
-  themes.title = themes.getAttribute("aria-label");
-  themes.firstElementChild.textContent = isDark() ? "☀" : "☾";
+  const [sign, words] = themes.children;
+  sign.textContent = isDark() ? "☀" : "☾";
+  words.textContent = themes.title = isDark() ? "Use light colours" : "Use dark colours";
 }
 themes.addEventListener("click", () => {
   document.documentElement.dataset.theme = isDark() ? "light" : "dark";

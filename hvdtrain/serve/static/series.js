@@ -32,11 +32,13 @@ export class Series {
     return this.rows.at(-1) ?? {};
   }
 
-  // Columns x and y over "step" or "time"; over steps what an attempt undid is left out.
+  // Columns x and y over "step" or "time"; over steps what an attempt undid is left out. A null in y
+  // is where the curve ends and begins again, undefined what was not measured.
   columns(over, name) {
     const xs = [];
     const ys = [];
     const begin = this.rows[0]?.time ?? 0;
+    let before = null;
     for (const row of this.rows) {
       const x = over === "step" ? row.step : row.time - begin;
       if (typeof x !== "number") continue;
@@ -44,8 +46,13 @@ export class Series {
         xs.pop();
         ys.pop();
       }
+      if (over === "time" && row.step < before?.step) {
+        xs.push((x + before.time - begin) / 2);
+        ys.push(null);
+      }
+      before = row;
       xs.push(x);
-      ys.push(row[name] ?? null);
+      ys.push(row[name] ?? undefined);
     }
     return [xs, ys];
   }

@@ -80,6 +80,7 @@ function fill(main, { folders, programs, backends }) {
     forSlurm.hidden = backend.value !== "slurm";
     if (!start.disabled) setText(state, "It was changed: look at the plan again.");
     start.disabled = true;
+    plan.className = "primary";
     planned.hidden = true;
     setText(wrong, "");
     try {
@@ -116,6 +117,7 @@ function fill(main, { folders, programs, backends }) {
     planned.textContent = answer.plan;
     planned.hidden = false;
     start.disabled = false;
+    plan.className = "";
     setText(state, "Nothing runs yet. Start it if this is what you want.");
   }
 

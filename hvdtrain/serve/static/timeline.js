@@ -4,8 +4,11 @@ import { h } from "./dom.js";
 import { clock, count, counted, date, span } from "./format.js";
 
 // More marks than that could not be told apart.
-const MARKS = 120;
+const MARKS = 40;
 const SHOWN = 60;
+// From there on a time of day says too little.
+const LONG_S = 12 * 3600;
+const CAUSES = { done: "done", ordered: "stopped", preempted: "stopped" };
 
 export class Timeline {
   constructor() {
@@ -37,14 +40,15 @@ export class Timeline {
     for (const event of events) {
       if (event.kind === "began") began = event;
       if (event.kind !== "ended" || !began) continue;
-      parts.push(place(h("span", { class: "attempt", "data-cause": event.cause === "done" ? "done" : event.cause === "ordered" || event.cause === "preempted" ? "stopped" : "failed" }), began.time, event.time));
+      parts.push(place(h("span", { class: "attempt", "data-cause": CAUSES[event.cause] ?? "failed" }), began.time, event.time));
       began = null;
     }
     if (began) parts.push(place(h("span", { class: "attempt", "data-cause": is_over ? "failed" : "running" }), began.time, end_s));
     for (const event of sample(events.filter(({ kind }) => kind === "checkpoint"))) parts.push(place(h("span", { class: "mark saved" }), event.time));
     for (const event of sample(events.filter(({ kind }) => kind === "loss"))) parts.push(place(h("span", { class: "mark lost" }), event.time));
     this.bar.replaceChildren(...parts);
-    this.ends.replaceChildren(h("span", {}, clock(begin_s)), h("span", {}, is_over ? clock(end_s) : "now"));
+    const when = end_s - begin_s > LONG_S ? date : clock;
+    this.ends.replaceChildren(h("span", {}, when(begin_s)), h("span", {}, is_over ? when(end_s) : "now"));
   }
 }
 
@@ -69,7 +73,7 @@ function items(events, begin_s) {
       const hosts = Object.keys(event.hosts).length;
       rows.push(item(event, "began", `attempt ${event.attempt} began: ${counted(event.ranks, "rank")} on ${counted(hosts, "host")}`, begin_s));
     } else if (event.kind === "ended") {
-      rows.push(item(event, event.cause === "done" ? "done" : "failed", ended(event), begin_s, event.cause === "done" ? "" : event.words));
+      rows.push(item(event, CAUSES[event.cause] ?? "failed", ended(event), begin_s, event.cause === "done" ? "" : event.words));
     } else if (event.kind === "loss") {
       rows.push(item(event, "lost", `rank ${event.rank} on ${event.host} was lost${event.step === null ? "" : ` at step ${count(event.step)}`}`, begin_s, event.words));
     }

@@ -1,0 +1,48 @@
+"""The files of the page: complete, and nothing in them that turns text into HTML."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.serve.app import STATIC
+
+SCRIPTS = sorted(STATIC.glob("*.js"))
+PAGES = sorted(STATIC.glob("*.html"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_what_a_script_imports_is_there(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    for name in re.findall(r"""(?:from|import\() ?"(\./[^"]+)""", text):
+        assert (STATIC / name).is_file(), name
+    for names, module in re.findall(r'import \{([^}]+)\} from "\./(\w+\.js)"', text):
+        exported = (STATIC / module).read_text(encoding="utf-8")
+        for name in names.split(","):
+            assert re.search(rf"export [a-z ]*\b{name.strip()}\b", exported), (module, name)
+            assert len(re.findall(rf"\b{name.strip()}\b", text)) > 1, f"{name} is not used"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_no_text_becomes_html_or_code(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|new Function",
+        text,
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_pages_hold_no_scripts_and_ask_nobody_else(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"<style|\sstyle=|\son\w+=|https?:|<script>", text)
+    for name in re.findall(r'(?:src|href)="/static/([^"]+)"', text):
+        assert (STATIC / name).is_file(), name
+
+
+def test_styles_and_scripts_ask_nobody_else() -> None:
+    for path in [*SCRIPTS, *STATIC.glob("*.css")]:
+        for link in re.findall(r"https?://[^\s\"')]+", path.read_text(encoding="utf-8")):
+            assert link.startswith("http://www.w3.org/"), link
