@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         JobError: It can't be handed over.
     """
     spec = launch.spec_of(arguments, os.environ)
-    options, sbatch = split_backend(spec.options)
+    options, backend = split_backend(spec.options)
+    sbatch = None if backend is None or backend == "local" else backend
     options = [word for word in options if word != "--dry-run"]
     spec = dataclasses.replace(spec, options=tuple(options), sbatch=sbatch)
     directory = directory_of(arguments)

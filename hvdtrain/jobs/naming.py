@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.folder import JOBS_DIR, JobFolder, all_jobs, find_job, jobs_directory
+from hvdtrain.jobs.spec import Backend
 
 __all__ = [
     "add_backend",
@@ -67,8 +68,7 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on",
         choices=("local", "slurm"),
-        default="local",
-        help="this machine's queue, or Slurm's; default %(default)s",
+        help="this machine's queue, or Slurm's; default local",
     )
     parser.add_argument(
         "--sbatch",
@@ -78,17 +78,18 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def split_backend(words: Sequence[str]) -> tuple[list[str], tuple[str, ...] | None]:
-    """The words without those of ``add_backend``; and what sbatch is to get, None without Slurm."""
+def split_backend(words: Sequence[str]) -> tuple[list[str], Backend | None]:
+    """The words without those of ``add_backend``; and who is to run the job, None for not said."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_backend(parser)
     at = list(words).index("--") if "--" in words else len(words)
     found, rest = parser.parse_known_args(words[:at])
-    sbatch = tuple(found.sbatch or ()) if found.on == "slurm" or found.sbatch else None
-    return [*rest, *words[at:]], sbatch
+    on_slurm = found.on == "slurm" or found.sbatch
+    backend: Backend | None = tuple(found.sbatch or ()) if on_slurm else found.on
+    return [*rest, *words[at:]], backend
 
 
-def changes_of(arguments: argparse.Namespace) -> tuple[list[str], tuple[str, ...] | None]:
+def changes_of(arguments: argparse.Namespace) -> tuple[list[str], Backend | None]:
     """What is to be different, as ``split_backend`` tells it."""
     words: list[str] = arguments.changes
     before = arguments.argv[: len(arguments.argv) - len(words)]

@@ -9,14 +9,24 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from hvdtrain.config import Settings, variable_name
 from hvdtrain.errors import JobError
 from hvdtrain.version import __version__
 
-__all__ = ["JobSpec", "is_secret", "make_spec", "spec_from_json", "with_changes", "without_secrets"]
+__all__ = [
+    "Backend",
+    "JobSpec",
+    "is_secret",
+    "make_spec",
+    "spec_from_json",
+    "with_changes",
+    "without_secrets",
+]
 
+# Who runs a job: this machine's queue, or Slurm with those options of sbatch.
+Backend = Literal["local"] | tuple[str, ...]
 _SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|(^|_)(KEY|AUTH|PWD)(_|$)", re.IGNORECASE
 )
@@ -91,9 +101,7 @@ def make_spec(
     )
 
 
-def with_changes(
-    spec: JobSpec, words: Sequence[str], sbatch: tuple[str, ...] | None = None
-) -> JobSpec:
+def with_changes(spec: JobSpec, words: Sequence[str], backend: Backend | None = None) -> JobSpec:
     """The same job with further options, which win, and what stands behind ``--`` as its program.
 
     Its creation is now.
@@ -101,8 +109,17 @@ def with_changes(
     Args:
         spec: The job as it is.
         words: What is to be different.
-        sbatch: Options of sbatch; None for those that it has.
+        backend: Who runs it; None for the one that it has.
+
+    Raises:
+        JobError: It ran in a Slurm job that somebody else submitted, and nobody is named.
     """
+    if spec.slurm_job and spec.sbatch is None and backend is None:
+        raise JobError(
+            f"it ran in Slurm job {spec.slurm_job}, which hvdtrain did not submit: submit that again "
+            "as before; or say --on slurm, or --on local for this machine."
+        )
+    sbatch = spec.sbatch if backend is None else None if backend == "local" else tuple(backend)
     at = list(words).index("--") if "--" in words else len(words)
     options, program = words[:at], words[at + 1 :] or spec.program
     return replace(
@@ -110,7 +127,7 @@ def with_changes(
         options=without_secrets([*spec.options, *options]),
         program=tuple(program),
         created_s=time.time(),
-        sbatch=spec.sbatch if sbatch is None else sbatch,
+        sbatch=sbatch,
         slurm_job="",
         slurm_restarts=0,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -44,13 +45,27 @@ def await_turn(
     Raises:
         JobError: The queue can't be used.
     """
-    turn = Turn(job.parent / QUEUE, job.name, wanted=wanted, slots=slots)
+    keys = {host: _key(host) for host in wanted}
+    in_all: Counter[str] = Counter()
+    for host, count in wanted.items():
+        in_all[keys[host]] += count
+    turn = Turn(
+        job.parent / QUEUE,
+        job.name,
+        wanted=in_all,
+        slots={keys[host]: slots[host] for host in wanted},
+    )
     while not turn.has_come():
         if received:
             turn.leave()
             return None
         time.sleep(POLL_S)
-    return {host: turn.held(host) for host in wanted}
+    return {host: turn.held(keys[host]) for host in wanted}
+
+
+def _key(host: str) -> str:
+    """One name for a host, whatever it is called, that a file can have."""
+    return "localhost" if is_this_host(host) else host.lower().replace("/", "_")
 
 
 def gpu_variables(

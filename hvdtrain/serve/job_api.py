@@ -194,16 +194,17 @@ class JobApi:
         folder = body.get("folder")
         if not isinstance(folder, str) or not os.path.isdir(folder):
             raise JobError(f"folder is {folder!r}; expected one that is there.")
-        rest, sbatch = split_backend(options)
+        rest, backend = split_backend(options)
+        sbatch = None if backend is None or backend == "local" else backend
         spec = make_spec(rest, program, {})
         spec = dataclasses.replace(spec, folder=folder, sbatch=sbatch, python=sys.executable)
         self._policy.check(spec)
         return spec
 
     def _changed(self, job: JobFolder, body: Mapping[str, Any]) -> JobSpec:
-        options, sbatch = split_backend(_words(body, "options"))
+        options, backend = split_backend(_words(body, "options"))
         program = _words(body, "program")
-        spec = with_changes(job.spec(), [*options, *(["--", *program] if program else [])], sbatch)
+        spec = with_changes(job.spec(), [*options, *(["--", *program] if program else [])], backend)
         self._policy.check(spec)
         return spec
 

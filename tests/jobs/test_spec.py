@@ -75,7 +75,7 @@ def test_a_specification_holds_what_was_asked_for_alone() -> None:
 
 
 def test_changes_come_last() -> None:
-    spec = JobSpec(options=("-np", "2"), program=("a", "b"), folder="/", slurm_job="7")
+    spec = JobSpec(options=("-np", "2"), program=("a", "b"), folder="/")
     changed = with_changes(spec, ["-np", "3"])
     assert (changed.options, changed.program) == (("-np", "2", "-np", "3"), ("a", "b"))
     assert changed.slurm_job == ""
@@ -83,3 +83,14 @@ def test_changes_come_last() -> None:
     changed = with_changes(spec, ["--", "c", "--", "d"])
     assert (changed.options, changed.program) == (("-np", "2"), ("c", "--", "d"))
     assert with_changes(spec, []).program == ("a", "b")
+    assert with_changes(spec, [], ("--time=5",)).sbatch == ("--time=5",)
+    assert with_changes(JobSpec(**{**vars(spec), "sbatch": ("-n2",)}), []).sbatch == ("-n2",)
+    assert with_changes(JobSpec(**{**vars(spec), "sbatch": ("-n2",)}), [], "local").sbatch is None
+
+
+def test_what_ran_in_somebodys_slurm_job_is_not_started_just_anywhere() -> None:
+    spec = JobSpec(options=(), program=("a",), folder="/", slurm_job="7")
+    with pytest.raises(JobError, match="ran in Slurm job 7"):
+        with_changes(spec, [])
+    assert with_changes(spec, [], "local").slurm_job == ""
+    assert with_changes(spec, [], ()).sbatch == ()
