@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import sys
@@ -81,6 +82,17 @@ _OF_TENSORFLOW = {
 THIRD_PARTY = {"tensorflow": _OF_TENSORFLOW, "keras": _OF_TENSORFLOW, "mpi4py": {"collectives"}}
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a module; each is looked through by many tests."""
+    return tuple(ast.walk(_tree(path)))
+
+
 def _dotted(path: Path) -> str:
     parts = path.relative_to(REPOSITORY).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__")
@@ -93,6 +105,11 @@ def _part(module: str) -> str:
     return "faces" if module in FACES else module.split(".")[1]
 
 
+@functools.cache
+def _known_modules(module: str) -> tuple[str, ...]:
+    return tuple(_known(module))
+
+
 def _known(module: str) -> Iterator[str]:
     """The modules of hvdtrain that one names, also within strings and where it imports late.
 
@@ -101,7 +118,7 @@ def _known(module: str) -> Iterator[str]:
     """
     path = NAMES[module]
     found = set(_imports(path))
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)
         elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
@@ -118,7 +135,7 @@ def _known(module: str) -> Iterator[str]:
 
 def _imports(path: Path) -> Iterator[str]:
     """The dotted names that a module imports, at any depth of its code."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -134,7 +151,7 @@ def _name(path: Path) -> str:
 def test_imports_go_one_way(module: str) -> None:
     part = _part(module)
     assert part in ALLOWED, f"say in ALLOWED what hvdtrain.{part} may import"
-    for name in _known(module):
+    for name in _known_modules(module):
         other = _part(name)
         # The top is asked for what it knows without importing more.
         if name != "hvdtrain":
@@ -153,7 +170,7 @@ def test_what_may_be_imported_was_named_before() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    known = {module: sorted(set(_known(module)) - {"hvdtrain", module}) for module in NAMES}
+    known = {module: sorted(set(_known_modules(module)) - {"hvdtrain", module}) for module in NAMES}
     done: set[str] = set()
 
     def follow(module: str, way: tuple[str, ...]) -> None:
@@ -174,7 +191,7 @@ def test_one_module_starts_mpi() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_all_names_what_is_public(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = _tree(path)
     public = {
         node.name
         for node in tree.body
@@ -257,7 +274,7 @@ print(before[1] == after[1])
 
 def _state(module: str) -> Iterator[str]:
     """Names of a module that may hold something else later: neither constants nor aliases."""
-    tree = ast.parse(NAMES[module].read_text())
+    tree = _tree(NAMES[module])
     changed = set(_changed(tree))
     for node in tree.body:
         value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
@@ -308,7 +325,7 @@ def test_the_architecture_lists_module_level_state() -> None:
 
 def _replaced(module: str) -> Iterator[str]:
     """What a module assigns to in what it imports from elsewhere than hvdtrain, as it writes it."""
-    tree = ast.parse(NAMES[module].read_text())
+    tree = _tree(NAMES[module])
     theirs: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -341,7 +358,7 @@ def _is_private(name: object) -> bool:
 
 def _defined(module: str) -> Iterator[str]:
     """The functions, classes, variables, and attributes of ``self`` that a module defines."""
-    for node in ast.walk(ast.parse(NAMES[module].read_text())):
+    for node in _nodes(NAMES[module]):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -372,7 +389,7 @@ def _private_uses(tree: ast.AST, within: str = "") -> Iterator[tuple[int, str, s
 def _uses_in(modules: list[str]) -> Iterator[tuple[str, str, str]]:
     """Module and line, private name, and where it stands, as ``_private_uses`` tells it."""
     for module in modules:
-        for line, name, where in _private_uses(ast.parse(NAMES[module].read_text())):
+        for line, name, where in _private_uses(_tree(NAMES[module])):
             yield f"{module}:{line}", name, where
 
 

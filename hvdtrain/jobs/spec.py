@@ -116,7 +116,7 @@ def with_changes(spec: JobSpec, words: Sequence[str], backend: Backend | None = 
     """
     if spec.slurm_job and spec.sbatch is None and backend is None:
         raise JobError(
-            f"it ran in Slurm job {spec.slurm_job}, which hvdtrain did not submit: submit that again "
+            f"it ran in Slurm job {spec.slurm_job}, which hvdtrain did not submit: submit it again "
             "as before; or say --on slurm, or --on local for this machine."
         )
     sbatch = spec.sbatch if backend is None else None if backend == "local" else tuple(backend)
