@@ -59,7 +59,7 @@ async function ask(path, options = {}) {
     throw new ApiError("hvdtrain serve does not answer. Jobs go on without it; start it again to see them.");
   }
   if (answer.status === 401) {
-    location.assign("/login");
+    location.assign(`/login${location.hash}`);
     // The page is on its way: nobody waits for this any more.
     return new Promise(() => {});
   }

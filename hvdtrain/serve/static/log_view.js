@@ -8,7 +8,7 @@ import { lineElement } from "./log_lines.js";
 const PART = 400;
 const MOST = 4000;
 // Who is further behind than that is shown the end.
-const FAR = 2 << 20;
+const FAR = 256 << 10;
 const NEAR_PX = 30;
 const EARLIER_PX = 300;
 
@@ -69,7 +69,10 @@ export class LogView {
     try {
       part = await get(jobPath(this.name, "/log"), this.#query());
     } catch (error) {
-      if (mine === this.generation) this.#complain(error);
+      if (mine === this.generation) {
+        this.busy = false;
+        this.#complain(error);
+      }
       return;
     }
     if (mine !== this.generation) return;
@@ -82,22 +85,25 @@ export class LogView {
     this.box.scrollTop = this.box.scrollHeight;
     setVisible(this.follow, false);
     this.#tellBefore();
+    if (this.next < this.end) this.#forward();
     await this.#backward();
   }
 
   async #forward() {
     if (this.busy || this.first === undefined) return;
-    if (this.following && this.end - this.next > FAR && !this.#isFiltered()) {
-      await this.#reload();
-      return;
-    }
     const mine = this.generation;
     this.busy = true;
     try {
       for (let complete = false; !complete && this.next < this.end; ) {
+        if (this.following && this.end - this.next > FAR && !this.#isFiltered()) {
+          await this.#reload();
+          return;
+        }
+        const { end } = this;
         const part = await get(jobPath(this.name, "/log"), { ...this.#query(), begin: this.next });
         if (mine !== this.generation) return;
-        complete = part.complete;
+        // It may have become longer meanwhile, and nobody says so again.
+        complete = part.complete && end === this.end;
         this.next = part.next;
         this.#append(part.lines);
         if (!this.following && this.lines.childElementCount >= MOST) break;
@@ -113,7 +119,8 @@ export class LogView {
     this.lines.append(...this.#elements(lines));
     const over = this.lines.childElementCount - MOST;
     if (over > 0) {
-      const height = this.box.scrollHeight;
+      // Who follows does not look there, and measuring takes long.
+      const height = this.following ? 0 : this.box.scrollHeight;
       for (let number = 0; number < over; number += 1) this.lines.firstElementChild.remove();
       this.first = this.lines.firstElementChild.positions[0];
       this.#tellBefore();
