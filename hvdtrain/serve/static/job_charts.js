@@ -28,6 +28,8 @@ export class JobCharts {
   update(series, job) {
     this.series = series;
     this.job = job;
+    // Of a job that ended before its first step there is nothing to come.
+    setVisible(this.element, series.rows.length > 0 || !job.is_over);
     for (const [name, chart, format] of this.charts) {
       const columns = series.columns(this.over, name);
       const ys = columns[1].filter(isNumber);
