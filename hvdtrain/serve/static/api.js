@@ -26,7 +26,8 @@ export function now() {
 
 export function get(path, query = {}) {
   const words = new URLSearchParams();
-  for (const [name, value] of Object.entries(query)) if (value !== "" && value !== undefined) words.set(name, value);
+  for (const [name, value] of Object.entries(query))
+    if (value !== "" && value !== undefined) words.set(name, value);
   return ask(words.size ? `${path}?${words}` : path);
 }
 
@@ -70,7 +71,8 @@ async function ask(path, options = {}) {
   } catch {
     // A refusal in words.
   }
-  if (!answer.ok) throw new ApiError(content?.error ?? (text.trim() || `The answer was ${answer.status}.`), answer.status);
+  if (!answer.ok)
+    throw new ApiError(content?.error ?? (text.trim() || `The answer was ${answer.status}.`), answer.status);
   return content;
 }
 

@@ -17,19 +17,44 @@ export class LogView {
     this.name = name;
     this.lines = h("div", { class: "lines" });
     this.before = h("p", { class: "before" });
-    this.box = h("div", { class: "log", tabindex: 0, role: "region", "aria-label": "Lines of the log" }, this.before, this.lines);
+    this.box = h(
+      "div",
+      { class: "log", tabindex: 0, role: "region", "aria-label": "Lines of the log" },
+      this.before,
+      this.lines,
+    );
     this.ranks = h("input", { type: "text", placeholder: "all, or 0-3,7", spellcheck: "false", size: 12 });
     this.grep = h("input", { type: "search", placeholder: "Text", spellcheck: "false" });
-    const switched = (words, kind, on) => h("label", { class: "check" }, h("input", { type: "checkbox", checked: on, onchange: (event) => this.box.classList.toggle(kind, event.target.checked) }), words);
-    this.follow = h("button", { type: "button", class: "follow primary", hidden: true, onclick: () => this.#toEnd() }, "↓ Follow");
+    const switched = (words, kind, on) =>
+      h(
+        "label",
+        { class: "check" },
+        h("input", {
+          type: "checkbox",
+          checked: on,
+          onchange: (event) => this.box.classList.toggle(kind, event.target.checked),
+        }),
+        words,
+      );
+    this.follow = h(
+      "button",
+      { type: "button", class: "follow primary", hidden: true, onclick: () => this.#toEnd() },
+      "↓ Follow",
+    );
     this.told = h("p", { class: "hint", role: "status" });
     this.box.classList.add("wrap");
     this.element = h(
       "section",
       { class: "logs", "aria-labelledby": "log" },
-      h("div", { class: "section" }, h("h2", { id: "log" }, "Log"),
+      h(
+        "div",
+        { class: "section" },
+        h("h2", { id: "log" }, "Log"),
         h("div", { class: "inline" }, field("Ranks", this.ranks), field("Search", this.grep)),
-        switched("times", "times", false), switched("wrap", "wrap", true), this.told),
+        switched("times", "times", false),
+        switched("wrap", "wrap", true),
+        this.told,
+      ),
       h("div", { class: "logbox" }, this.box, this.follow),
     );
     const choose = debounced(() => this.#reload(), 300);
@@ -94,7 +119,7 @@ export class LogView {
     const mine = this.generation;
     this.busy = true;
     try {
-      for (let complete = false; !complete && this.next < this.end; ) {
+      for (let complete = false; !complete && this.next < this.end;) {
         if (this.following && this.end - this.next > FAR && !this.#isFiltered()) {
           await this.#reload();
           return;
@@ -191,8 +216,15 @@ export class LogView {
 
   #tellBefore() {
     const searching = this.#isFiltered() && this.first > 0;
-    const nothing = this.lines.childElementCount ? "The beginning of the log" : this.#isFiltered() ? "No line fits" : "Nothing was said yet";
-    setText(this.before, this.first > 0 ? `${bytes(this.first)} before this${searching ? " to look through" : ""}` : nothing);
+    const nothing = this.lines.childElementCount
+      ? "The beginning of the log"
+      : this.#isFiltered()
+        ? "No line fits"
+        : "Nothing was said yet";
+    setText(
+      this.before,
+      this.first > 0 ? `${bytes(this.first)} before this${searching ? " to look through" : ""}` : nothing,
+    );
   }
 
   #complain(error) {
