@@ -80,6 +80,7 @@ export class LogView {
 
   destroy() {
     this.generation += 1;
+    this.first = 0;
   }
 
   #query() {
@@ -161,8 +162,11 @@ export class LogView {
     this.back = true;
     try {
       while (this.first > 0 && this.box.scrollTop < EARLIER_PX) {
-        const part = await get(jobPath(this.name, "/log"), { ...this.#query(), before: this.first });
+        const { first } = this;
+        const part = await get(jobPath(this.name, "/log"), { ...this.#query(), before: first });
         if (mine !== this.generation) break;
+        // Lines at the top were dropped meanwhile: these don't fit any more.
+        if (first !== this.first) continue;
         const height = this.box.scrollHeight;
         this.first = part.begin;
         this.lines.prepend(...this.#elements(part.lines));
