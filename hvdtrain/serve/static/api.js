@@ -26,7 +26,8 @@ export function now() {
 
 export function get(path, query = {}) {
   const words = new URLSearchParams();
-  for (const [name, value] of Object.entries(query)) if (value !== "" && value !== undefined) words.set(name, value);
+  for (const [name, value] of Object.entries(query))
+    if (value !== "" && value !== undefined) words.set(name, value);
   return ask(words.size ? `${path}?${words}` : path);
 }
 
@@ -59,7 +60,7 @@ async function ask(path, options = {}) {
     throw new ApiError("hvdtrain serve does not answer. Jobs go on without it; start it again to see them.");
   }
   if (answer.status === 401) {
-    location.assign("/login");
+    location.assign(`/login${location.hash}`);
     // The page is on its way: nobody waits for this any more.
     return new Promise(() => {});
   }
@@ -70,7 +71,8 @@ async function ask(path, options = {}) {
   } catch {
     // A refusal in words.
   }
-  if (!answer.ok) throw new ApiError(content?.error ?? (text.trim() || `The answer was ${answer.status}.`), answer.status);
+  if (!answer.ok)
+    throw new ApiError(content?.error ?? (text.trim() || `The answer was ${answer.status}.`), answer.status);
   return content;
 }
 

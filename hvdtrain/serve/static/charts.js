@@ -4,7 +4,9 @@ import { count, number, span } from "./format.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
 const HEIGHT = 200;
-const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
+const TIME_STEPS = [
+  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800,
+];
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -21,7 +23,14 @@ export function swatch(at) {
     return element;
   };
   const svg = make("svg", { class: "swatch", viewBox: "0 0 26 8", "aria-hidden": "true" });
-  const line = make("line", { x1: 0, x2: 26, y1: 4, y2: 4, "stroke-width": 2.5, "stroke-dasharray": DASHES[at % 8].join(" ") });
+  const line = make("line", {
+    x1: 0,
+    x2: 26,
+    y1: 4,
+    y2: 4,
+    "stroke-width": 2.5,
+    "stroke-dasharray": DASHES[at % 8].join(" "),
+  });
   line.style.stroke = `var(${curveColour(at)})`;
   svg.append(line);
   return svg;
@@ -43,7 +52,12 @@ export class Chart {
     this.value = h("span", { class: "value" });
     this.box = h("div", { class: "plot", role: "img", "aria-label": title });
     this.none = h("p", { class: "none" }, "Nothing measured");
-    this.element = h("figure", { class: "chart" }, h("figcaption", {}, h("span", {}, title), this.value), this.box);
+    this.element = h(
+      "figure",
+      { class: "chart" },
+      h("figcaption", {}, h("span", {}, title), this.value),
+      this.box,
+    );
     this.box.append(this.none);
     this.watcher = new ResizeObserver(() => this.plot?.setSize(this.#size()));
     this.watcher.observe(this.box);
@@ -96,19 +110,41 @@ export class Chart {
   #build() {
     if (!this.data[0].length) return;
     this.#drop();
-    const axis = { stroke: colour("--muted"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+    const axis = {
+      stroke: colour("--muted"),
+      grid: { stroke: colour("--grid"), width: 1 },
+      ticks: { show: false },
+      font: "11px system-ui, sans-serif",
+    };
     const byTime = this.over === "time";
     this.plot = new uPlot(
       {
         ...this.#size(),
-        scales: { x: { time: false }, y: this.fromZero ? { range: (_, least, most) => [0, most * 1.1 || 1] } : {} },
+        scales: {
+          x: { time: false },
+          y: this.fromZero ? { range: (_, least, most) => [0, most * 1.1 || 1] } : {},
+        },
         axes: [
-          { ...axis, size: 28, incrs: byTime ? TIME_STEPS : undefined, values: (_, xs) => xs.map((x) => (byTime ? span(x) : count(x))), space: byTime ? 70 : 60 },
+          {
+            ...axis,
+            size: 28,
+            incrs: byTime ? TIME_STEPS : undefined,
+            values: (_, xs) => xs.map((x) => (byTime ? span(x) : count(x))),
+            space: byTime ? 70 : 60,
+          },
           { ...axis, size: 58, values: (_, ys) => ys.map((y) => this.format(y)) },
         ],
-        series: [{ value: (_, x) => (x === null ? "" : byTime ? span(x) : `step ${count(x)}`) }, ...this.labels.map((label, at) => this.#curve(label, at))],
+        series: [
+          { value: (_, x) => (x === null ? "" : byTime ? span(x) : `step ${count(x)}`) },
+          ...this.labels.map((label, at) => this.#curve(label, at)),
+        ],
         legend: { show: false },
-        cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false }, sync: this.key ? { key: this.key, setSeries: false } : undefined },
+        cursor: {
+          y: false,
+          points: { size: 7 },
+          drag: { x: true, y: false },
+          sync: this.key ? { key: this.key, setSeries: false } : undefined,
+        },
         hooks: { setCursor: [(plot) => this.#point(plot)] },
       },
       this.data,
@@ -119,7 +155,13 @@ export class Chart {
   }
 
   #curve(label, at) {
-    return { label, stroke: colour(curveColour(at)), dash: DASHES[at % 8], width: 1.75, points: { show: (plot) => plot.data[0].length === 1 } };
+    return {
+      label,
+      stroke: colour(curveColour(at)),
+      dash: DASHES[at % 8],
+      width: 1.75,
+      points: { show: (plot) => plot.data[0].length === 1 },
+    };
   }
 
   // What is under the mouse, in words beside it.
@@ -131,7 +173,9 @@ export class Chart {
       return;
     }
     const x = plot.data[0][idx];
-    const lines = this.labels.map((label, at) => [label, nearest(plot.data[at + 1], idx), at]).filter(([, y]) => y !== null);
+    const lines = this.labels
+      .map((label, at) => [label, nearest(plot.data[at + 1], idx), at])
+      .filter(([, y]) => y !== null);
     this.tip.replaceChildren(
       h("div", { class: "x" }, this.over === "time" ? span(x) : `step ${count(x)}`),
       ...lines.map(([label, y, at]) => h("div", {}, swatch(at), label && `${label}: `, this.format(y))),

@@ -8,7 +8,14 @@ export function ask({ title, body, verb, danger = false, act }) {
   const wrong = h("p", { class: "wrong", role: "alert" });
   const confirm = h("button", { class: danger ? "danger" : "primary" }, verb);
   const cancel = h("button", { type: "button", onclick: () => dialog.close() }, "Cancel");
-  const form = h("form", { method: "dialog" }, h("h2", { id: "asked" }, title), body, wrong, h("div", { class: "actions" }, cancel, confirm));
+  const form = h(
+    "form",
+    { method: "dialog" },
+    h("h2", { id: "asked" }, title),
+    body,
+    wrong,
+    h("div", { class: "actions" }, cancel, confirm),
+  );
   const dialog = h("dialog", { "aria-labelledby": "asked", onclose: () => dialog.remove() }, form);
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
@@ -30,12 +37,22 @@ export function ask({ title, body, verb, danger = false, act }) {
 
 // Asks what is to be different in a job; ``act`` gets the words of the request.
 export function askChanges({ title, verb, intro, job, act }) {
-  const options = h("input", { type: "text", spellcheck: "false", autocapitalize: "off", placeholder: "-np 4 --max-restarts 2" });
+  const options = h("input", {
+    type: "text",
+    spellcheck: "false",
+    autocapitalize: "off",
+    placeholder: "-np 4 --max-restarts 2",
+  });
   const program = h("textarea", { rows: 3, spellcheck: "false", autocapitalize: "off" });
   program.value = joinWords(job.program);
   const body = [
     h("p", {}, intro),
-    h("dl", { class: "now" }, h("dt", {}, "Options now"), h("dd", {}, h("code", {}, joinWords(job.options) || "none"))),
+    h(
+      "dl",
+      { class: "now" },
+      h("dt", {}, "Options now"),
+      h("dd", {}, h("code", {}, joinWords(job.options) || "none")),
+    ),
     field("Further options", options, "They win over those above."),
     field("Program", program, "Split into words as a shell does it; nothing is expanded."),
   ];

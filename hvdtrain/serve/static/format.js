@@ -1,6 +1,11 @@
 // Numbers and times as people read them.
 
-const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+const UNITS = [
+  [86400, "d"],
+  [3600, "h"],
+  [60, "min"],
+  [1, "s"],
+];
 const BYTES = ["bytes", "KiB", "MiB", "GiB", "TiB"];
 const integers = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const dates = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
@@ -42,7 +47,9 @@ export function number(value) {
 export function seconds(value) {
   if (!isNumber(value)) return NONE;
   if (value >= 1 || value === 0) return `${number(value)} s`;
-  return value >= 0.001 ? `${Number((value * 1000).toPrecision(3))} ms` : `${Number((value * 1e6).toPrecision(3))} µs`;
+  return value >= 0.001
+    ? `${Number((value * 1000).toPrecision(3))} ms`
+    : `${Number((value * 1e6).toPrecision(3))} µs`;
 }
 
 export function bytes(value) {
@@ -51,7 +58,8 @@ export function bytes(value) {
   return `${unit ? value.toPrecision(3) : value} ${BYTES[unit]}`;
 }
 
-export const percent = (share) => `${share >= 0.995 || share < 0.005 ? (share * 100).toFixed(1) : Math.round(share * 100)} %`;
+export const percent = (share) =>
+  `${share >= 0.995 || share < 0.005 ? (share * 100).toFixed(1) : Math.round(share * 100)} %`;
 
 export const date = (time_s) => (time_s ? dates.format(time_s * 1000) : NONE);
 

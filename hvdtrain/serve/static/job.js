@@ -15,7 +15,11 @@ const POINTS = 1000;
 const TICK_MS = 1000;
 
 export async function jobView({ parts: [name] }) {
-  const [about, job, columns] = await Promise.all([session(), get(jobPath(name)), get(jobPath(name, "/metrics"), { count: POINTS })]);
+  const [about, job, columns] = await Promise.all([
+    session(),
+    get(jobPath(name)),
+    get(jobPath(name, "/metrics"), { count: POINTS }),
+  ]);
   return (main) => fill(main, about, job, columns);
 }
 
@@ -33,7 +37,12 @@ function fill(main, about, job, columns) {
   const verdict = h("pre", { tabindex: 0, role: "region", "aria-labelledby": "why" });
   const why = h("section", { class: "card why", hidden: true }, h("h2", { id: "why" }), verdict);
   main.append(
-    head.element, why, tiles.element, charts.element, ranks.element, log.element,
+    head.element,
+    why,
+    tiles.element,
+    charts.element,
+    ranks.element,
+    log.element,
     h("div", { class: "columns" }, facts.element, h("div", {}, timeline.element, shares.element)),
   );
 
@@ -42,7 +51,16 @@ function fill(main, about, job, columns) {
     tiles.update(job, series);
     facts.update(job);
     why.classList.toggle("bad", job.code !== 0);
-    setText(why.firstElementChild, job.status === "queued" ? "What it waits for" : job.code === 0 ? "How it ended" : job.status === "failed" ? "Why it failed" : "Why it ended");
+    setText(
+      why.firstElementChild,
+      job.status === "queued"
+        ? "What it waits for"
+        : job.code === 0
+          ? "How it ended"
+          : job.status === "failed"
+            ? "Why it failed"
+            : "Why it ended",
+    );
     setText(verdict, job.verdict);
     setVisible(why, job.verdict !== "");
     timeline.update(job);

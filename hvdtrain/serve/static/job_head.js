@@ -13,7 +13,8 @@ export class JobHead {
     this.state = h("span", { class: "state", role: "status" });
     this.live = h("span", { class: "live" });
     this.program = h("code", { class: "program" });
-    const button = (words, act, kind = "") => h("button", { type: "button", class: kind, onclick: act }, words);
+    const button = (words, act, kind = "") =>
+      h("button", { type: "button", class: kind, onclick: act }, words);
     this.stop = button("Stop", () => this.#stop(false), "danger");
     this.save = button("Stop and save", () => this.#stop(true));
     this.restart = button("Restart…", () => this.#restart());
@@ -22,10 +23,18 @@ export class JobHead {
     this.element = h(
       "div",
       { class: "head job" },
-      h("div", {},
+      h(
+        "div",
+        {},
         h("div", { class: "title" }, h("h1", { "data-title": job.name }, job.name), this.state, this.live),
-        this.program),
-      h("div", { class: "actions", role: "group", "aria-label": "What can be done with the job" }, actions, h("a", { class: "button", href: compareLink([job.name]) }, "Compare")),
+        this.program,
+      ),
+      h(
+        "div",
+        { class: "actions", role: "group", "aria-label": "What can be done with the job" },
+        actions,
+        h("a", { class: "button", href: compareLink([job.name]) }, "Compare"),
+      ),
     );
   }
 
@@ -50,7 +59,13 @@ export class JobHead {
     const { name } = this.job;
     ask({
       title: save ? `Stop ${name} with a checkpoint?` : `Stop ${name}?`,
-      body: h("p", {}, save ? "Ranks that use hvdtrain.Checkpoint save one first; then the job ends." : "Its ranks end at once. What came after the newest checkpoint is lost."),
+      body: h(
+        "p",
+        {},
+        save
+          ? "Ranks that use hvdtrain.Checkpoint save one first; then the job ends."
+          : "Its ranks end at once. What came after the newest checkpoint is lost.",
+      ),
       verb: save ? "Stop and save" : "Stop",
       danger: true,
       act: async () => {
@@ -66,7 +81,10 @@ export class JobHead {
     askChanges({
       title: `Restart ${job.name}`,
       verb: "Restart",
-      intro: job.saved === null ? "It begins anew, since it has no checkpoint. Its log and history go on." : `It goes on from its newest checkpoint, step ${job.saved}. Its log and history go on.`,
+      intro:
+        job.saved === null
+          ? "It begins anew, since it has no checkpoint. Its log and history go on."
+          : `It goes on from its newest checkpoint, step ${job.saved}. Its log and history go on.`,
       job,
       act: async (changes) => {
         await post(jobPath(job.name, "/restart"), changes);

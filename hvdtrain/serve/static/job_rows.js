@@ -7,8 +7,14 @@ import { setBadge } from "./status.js";
 import { joinWords, shortProgram } from "./words.js";
 
 export const COLUMNS = [
-  ["state", "State"], ["name", "Job"], ["ranks", "Ranks"], ["progress", "Progress"],
-  ["loss", "Loss"], ["began", "Began"], ["took", "Took"], ["attempts", "Attempts"],
+  ["state", "State"],
+  ["name", "Job"],
+  ["ranks", "Ranks"],
+  ["progress", "Progress"],
+  ["loss", "Loss"],
+  ["began", "Began"],
+  ["took", "Took"],
+  ["attempts", "Attempts"],
 ];
 const NUMERIC = ["ranks", "progress", "loss", "took", "attempts"];
 
@@ -18,16 +24,32 @@ export function cellClass(column) {
 
 export class JobRow {
   constructor(name, selected, select) {
-    this.box = h("input", { type: "checkbox", "aria-label": `Select ${name}`, onchange: () => select(this.box.checked) });
+    this.box = h("input", {
+      type: "checkbox",
+      "aria-label": `Select ${name}`,
+      onchange: () => select(this.box.checked),
+    });
     this.box.checked = selected;
     this.program = h("span", { class: "program" });
     this.time = h("time");
     this.cells = Object.fromEntries(
-      COLUMNS.map(([column, label]) => [column, h(column === "name" ? "th" : "td", { class: cellClass(column), "data-label": label, scope: column === "name" && "row" })]),
+      COLUMNS.map(([column, label]) => [
+        column,
+        h(column === "name" ? "th" : "td", {
+          class: cellClass(column),
+          "data-label": label,
+          scope: column === "name" && "row",
+        }),
+      ]),
     );
     this.cells.name.append(h("a", { href: jobLink(name) }, name), this.program);
     this.cells.began.append(this.time);
-    this.element = h("tr", {}, h("td", { class: "pick" }, h("label", { class: "hit" }, this.box)), Object.values(this.cells));
+    this.element = h(
+      "tr",
+      {},
+      h("td", { class: "pick" }, h("label", { class: "hit" }, this.box)),
+      Object.values(this.cells),
+    );
   }
 
   update(job) {
@@ -37,7 +59,12 @@ export class JobRow {
     setText(this.program, shortProgram(job.program));
     this.program.title = joinWords(job.program);
     setText(cells.ranks, job.ranks ? count(job.ranks) : NONE);
-    setText(cells.progress, job.step === null ? NONE : `step ${count(job.step)}${job.epoch === null ? "" : ` · epoch ${job.epoch + 1}`}`);
+    setText(
+      cells.progress,
+      job.step === null
+        ? NONE
+        : `step ${count(job.step)}${job.epoch === null ? "" : ` · epoch ${job.epoch + 1}`}`,
+    );
     setText(cells.loss, number(job.metrics.loss));
     setText(cells.attempts, job.attempt ? String(job.attempt) : NONE);
     this.time.dateTime = new Date(job.created_s * 1000).toISOString();

@@ -27,7 +27,12 @@ function show(main, asked, first, read_only) {
   let rows = new Map();
   const selected = new Set();
 
-  const search = h("input", { type: "search", placeholder: "Name or program", value: asked.q, spellcheck: "false" });
+  const search = h("input", {
+    type: "search",
+    placeholder: "Name or program",
+    value: asked.q,
+    spellcheck: "false",
+  });
   const chips = h("div", { class: "chips", role: "group", "aria-label": "State" });
   const body = h("tbody");
   const heads = COLUMNS.map(([column, label]) => h("th", { scope: "col", class: cellClass(column) }, label));
@@ -35,19 +40,39 @@ function show(main, asked, first, read_only) {
     "table",
     { class: "jobs" },
     h("caption", { class: "unseen" }, "Jobs, the newest first"),
-    h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "pick" }, h("span", { class: "unseen" }, "Select")), heads)),
+    h(
+      "thead",
+      {},
+      h("tr", {}, h("th", { scope: "col", class: "pick" }, h("span", { class: "unseen" }, "Select")), heads),
+    ),
     body,
   );
   const empty = h("div", { class: "empty", hidden: true });
   const more = h("button", { type: "button", onclick: () => enlarge() }, "Show more");
   const total = h("p", { class: "total", role: "status" });
   const picked = h("span", { class: "picked" });
-  const compare = h("button", { type: "button", onclick: () => location.assign(compareLink([...selected])) }, "Compare");
+  const compare = h(
+    "button",
+    { type: "button", onclick: () => location.assign(compareLink([...selected])) },
+    "Compare",
+  );
   const stop = h("button", { type: "button", class: "danger", onclick: () => stopSelected() }, "Stop");
   const none = h("button", { type: "button", class: "plain", onclick: () => unselect() }, "Select none");
-  const bulk = h("div", { class: "bulk", role: "group", "aria-label": "Selected jobs", hidden: true }, picked, compare, !read_only && stop, none);
+  const bulk = h(
+    "div",
+    { class: "bulk", role: "group", "aria-label": "Selected jobs", hidden: true },
+    picked,
+    compare,
+    !read_only && stop,
+    none,
+  );
   main.append(
-    h("div", { class: "head" }, h("h1", {}, "Jobs"), h("a", { class: "button primary", href: "#/submit" }, "Submit a job")),
+    h(
+      "div",
+      { class: "head" },
+      h("h1", {}, "Jobs"),
+      h("a", { class: "button primary", href: "#/submit" }, "Submit a job"),
+    ),
     h("div", { class: "filters" }, field("Search", search), chips),
     h("div", { class: "scroll" }, table),
     empty,
@@ -62,7 +87,7 @@ function show(main, asked, first, read_only) {
     const query = { ...asked, count: Math.min(wanted, MOST) };
     const first = await get("/api/jobs", query);
     const jobs = first.jobs;
-    for (; jobs.length < Math.min(wanted, first.found); ) {
+    for (; jobs.length < Math.min(wanted, first.found);) {
       const next = await get("/api/jobs", { ...query, begin: jobs.length });
       if (!next.jobs.length) break;
       jobs.push(...next.jobs);
@@ -74,7 +99,8 @@ function show(main, asked, first, read_only) {
   function draw({ jobs, found, counts }) {
     const kept = new Map();
     for (const job of jobs) {
-      const row = rows.get(job.name) ?? new JobRow(job.name, selected.has(job.name), (on) => select(job.name, on));
+      const row =
+        rows.get(job.name) ?? new JobRow(job.name, selected.has(job.name), (on) => select(job.name, on));
       row.update(job);
       kept.set(job.name, row);
     }
@@ -91,7 +117,9 @@ function show(main, asked, first, read_only) {
     setVisible(table, jobs.length > 0);
     setVisible(empty, jobs.length === 0);
     if (!jobs.length) {
-      const text = all ? "No job fits." : "There are no jobs yet. Submit one here, or run hvdtrain submit or hvdtrain run in a terminal.";
+      const text = all
+        ? "No job fits."
+        : "There are no jobs yet. Submit one here, or run hvdtrain submit or hvdtrain run in a terminal.";
       if (empty.textContent !== text) empty.replaceChildren(h("p", {}, text));
     }
     setText(total, jobs.length ? `${count(jobs.length)} of ${counted(found, "job")}` : "");
@@ -105,7 +133,19 @@ function show(main, asked, first, read_only) {
       chips.dataset.key = key;
       chips.replaceChildren(
         ...known.map((state) =>
-          h("button", { type: "button", class: "chip", "data-state": state || "all", onclick: () => choose({ status: state }) }, state && sign(state), state || "all", " ", h("span", { class: "count" })),
+          h(
+            "button",
+            {
+              type: "button",
+              class: "chip",
+              "data-state": state || "all",
+              onclick: () => choose({ status: state }),
+            },
+            state && sign(state),
+            state || "all",
+            " ",
+            h("span", { class: "count" }),
+          ),
         ),
       );
     }
@@ -160,7 +200,14 @@ function show(main, asked, first, read_only) {
     }
     ask({
       title: `Stop ${counted(names.length, "job")}?`,
-      body: [h("ul", { class: "names" }, names.map((name) => h("li", {}, name))), h("p", {}, "Nothing more is saved. A job's own page can have it save a checkpoint first.")],
+      body: [
+        h(
+          "ul",
+          { class: "names" },
+          names.map((name) => h("li", {}, name)),
+        ),
+        h("p", {}, "Nothing more is saved. A job's own page can have it save a checkpoint first."),
+      ],
       verb: "Stop",
       danger: true,
       act: async () => {
@@ -171,7 +218,10 @@ function show(main, asked, first, read_only) {
     });
   }
 
-  search.addEventListener("input", debounced(() => choose({ q: search.value.trim() }), 200));
+  search.addEventListener(
+    "input",
+    debounced(() => choose({ q: search.value.trim() }), 200),
+  );
   draw(first);
 
   let due = 0;
@@ -179,11 +229,14 @@ function show(main, asked, first, read_only) {
   const unlisten = listen("/api/live", {
     jobs: () => {
       if (due) return;
-      due = setTimeout(async () => {
-        due = 0;
-        loaded_ms = performance.now();
-        await load().catch(() => {});
-      }, Math.max(0, loaded_ms + PAUSE_MS - performance.now()));
+      due = setTimeout(
+        async () => {
+          due = 0;
+          loaded_ms = performance.now();
+          await load().catch(() => {});
+        },
+        Math.max(0, loaded_ms + PAUSE_MS - performance.now()),
+      );
     },
   });
   const ticking = setInterval(() => rows.forEach((row) => row.tick()), TICK_MS);

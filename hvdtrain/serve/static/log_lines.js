@@ -7,13 +7,23 @@ const LAUNCHER = -1;
 // Takes [begin, end, time, rank, stream, text], or [begin, end] where lines are missing.
 export function lineElement(line, wanted) {
   const [begin, end, time_s, rank, stream, text] = line;
-  if (line.length === 2) return keep(h("div", { class: "line gap" }, `${bytes(end - begin)} of the log were not kept`), begin, end);
+  if (line.length === 2)
+    return keep(
+      h("div", { class: "line gap" }, `${bytes(end - begin)} of the log were not kept`),
+      begin,
+      end,
+    );
   const launcher = rank === LAUNCHER;
   const element = h(
     "div",
     { class: launcher ? "line launcher" : `line ${stream}` },
     h("time", { title: date(time_s) }, clock(time_s)),
-    h("span", { class: "rank" }, launcher ? "hvdtrain" : String(rank), !launcher && stream === "stderr" && h("small", {}, " err")),
+    h(
+      "span",
+      { class: "rank" },
+      launcher ? "hvdtrain" : String(rank),
+      !launcher && stream === "stderr" && h("small", {}, " err"),
+    ),
     h("span", { class: "text" }, marked(plain(text), wanted)),
   );
   return keep(element, begin, end);

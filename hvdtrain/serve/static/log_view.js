@@ -8,7 +8,7 @@ import { lineElement } from "./log_lines.js";
 const PART = 400;
 const MOST = 4000;
 // Who is further behind than that is shown the end.
-const FAR = 2 << 20;
+const FAR = 256 << 10;
 const NEAR_PX = 30;
 const EARLIER_PX = 300;
 
@@ -17,19 +17,44 @@ export class LogView {
     this.name = name;
     this.lines = h("div", { class: "lines" });
     this.before = h("p", { class: "before" });
-    this.box = h("div", { class: "log", tabindex: 0, role: "region", "aria-label": "Lines of the log" }, this.before, this.lines);
+    this.box = h(
+      "div",
+      { class: "log", tabindex: 0, role: "region", "aria-label": "Lines of the log" },
+      this.before,
+      this.lines,
+    );
     this.ranks = h("input", { type: "text", placeholder: "all, or 0-3,7", spellcheck: "false", size: 12 });
     this.grep = h("input", { type: "search", placeholder: "Text", spellcheck: "false" });
-    const switched = (words, kind, on) => h("label", { class: "check" }, h("input", { type: "checkbox", checked: on, onchange: (event) => this.box.classList.toggle(kind, event.target.checked) }), words);
-    this.follow = h("button", { type: "button", class: "follow primary", hidden: true, onclick: () => this.#toEnd() }, "↓ Follow");
+    const switched = (words, kind, on) =>
+      h(
+        "label",
+        { class: "check" },
+        h("input", {
+          type: "checkbox",
+          checked: on,
+          onchange: (event) => this.box.classList.toggle(kind, event.target.checked),
+        }),
+        words,
+      );
+    this.follow = h(
+      "button",
+      { type: "button", class: "follow primary", hidden: true, onclick: () => this.#toEnd() },
+      "↓ Follow",
+    );
     this.told = h("p", { class: "hint", role: "status" });
     this.box.classList.add("wrap");
     this.element = h(
       "section",
       { class: "logs", "aria-labelledby": "log" },
-      h("div", { class: "section" }, h("h2", { id: "log" }, "Log"),
+      h(
+        "div",
+        { class: "section" },
+        h("h2", { id: "log" }, "Log"),
         h("div", { class: "inline" }, field("Ranks", this.ranks), field("Search", this.grep)),
-        switched("times", "times", false), switched("wrap", "wrap", true), this.told),
+        switched("times", "times", false),
+        switched("wrap", "wrap", true),
+        this.told,
+      ),
       h("div", { class: "logbox" }, this.box, this.follow),
     );
     const choose = debounced(() => this.#reload(), 300);
@@ -55,6 +80,7 @@ export class LogView {
 
   destroy() {
     this.generation += 1;
+    this.first = 0;
   }
 
   #query() {
@@ -69,7 +95,10 @@ export class LogView {
     try {
       part = await get(jobPath(this.name, "/log"), this.#query());
     } catch (error) {
-      if (mine === this.generation) this.#complain(error);
+      if (mine === this.generation) {
+        this.busy = false;
+        this.#complain(error);
+      }
       return;
     }
     if (mine !== this.generation) return;
@@ -82,22 +111,25 @@ export class LogView {
     this.box.scrollTop = this.box.scrollHeight;
     setVisible(this.follow, false);
     this.#tellBefore();
+    if (this.next < this.end) this.#forward();
     await this.#backward();
   }
 
   async #forward() {
     if (this.busy || this.first === undefined) return;
-    if (this.following && this.end - this.next > FAR && !this.#isFiltered()) {
-      await this.#reload();
-      return;
-    }
     const mine = this.generation;
     this.busy = true;
     try {
-      for (let complete = false; !complete && this.next < this.end; ) {
+      for (let complete = false; !complete && this.next < this.end;) {
+        if (this.following && this.end - this.next > FAR && !this.#isFiltered()) {
+          await this.#reload();
+          return;
+        }
+        const { end } = this;
         const part = await get(jobPath(this.name, "/log"), { ...this.#query(), begin: this.next });
         if (mine !== this.generation) return;
-        complete = part.complete;
+        // It may have become longer meanwhile, and nobody says so again.
+        complete = part.complete && end === this.end;
         this.next = part.next;
         this.#append(part.lines);
         if (!this.following && this.lines.childElementCount >= MOST) break;
@@ -113,7 +145,8 @@ export class LogView {
     this.lines.append(...this.#elements(lines));
     const over = this.lines.childElementCount - MOST;
     if (over > 0) {
-      const height = this.box.scrollHeight;
+      // Who follows does not look there, and measuring takes long.
+      const height = this.following ? 0 : this.box.scrollHeight;
       for (let number = 0; number < over; number += 1) this.lines.firstElementChild.remove();
       this.first = this.lines.firstElementChild.positions[0];
       this.#tellBefore();
@@ -129,8 +162,11 @@ export class LogView {
     this.back = true;
     try {
       while (this.first > 0 && this.box.scrollTop < EARLIER_PX) {
-        const part = await get(jobPath(this.name, "/log"), { ...this.#query(), before: this.first });
+        const { first } = this;
+        const part = await get(jobPath(this.name, "/log"), { ...this.#query(), before: first });
         if (mine !== this.generation) break;
+        // Lines at the top were dropped meanwhile: these don't fit any more.
+        if (first !== this.first) continue;
         const height = this.box.scrollHeight;
         this.first = part.begin;
         this.lines.prepend(...this.#elements(part.lines));
@@ -184,8 +220,15 @@ export class LogView {
 
   #tellBefore() {
     const searching = this.#isFiltered() && this.first > 0;
-    const nothing = this.lines.childElementCount ? "The beginning of the log" : this.#isFiltered() ? "No line fits" : "Nothing was said yet";
-    setText(this.before, this.first > 0 ? `${bytes(this.first)} before this${searching ? " to look through" : ""}` : nothing);
+    const nothing = this.lines.childElementCount
+      ? "The beginning of the log"
+      : this.#isFiltered()
+        ? "No line fits"
+        : "Nothing was said yet";
+    setText(
+      this.before,
+      this.first > 0 ? `${bytes(this.first)} before this${searching ? " to look through" : ""}` : nothing,
+    );
   }
 
   #complain(error) {

@@ -8,7 +8,7 @@ form.addEventListener("submit", async (event) => {
   try {
     const body = new URLSearchParams(new FormData(form));
     const answer = await fetch("/login", { method: "POST", body });
-    if (answer.ok && answer.redirected) location.assign("/");
+    if (answer.ok && answer.redirected) location.assign(`/${location.hash}`);
     else {
       wrong.textContent = answer.status === 403 ? "This is not the token." : "hvdtrain serve refuses it.";
       form.token.select();

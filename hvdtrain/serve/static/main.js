@@ -13,7 +13,8 @@ document.getElementById("skip").addEventListener("click", (event) => {
 
 const themes = document.getElementById("theme");
 const isDark = () =>
-  (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  (document.documentElement.dataset.theme ??
+    (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 function nameTheme() {
   const [sign, words] = themes.children;
   sign.textContent = isDark() ? "☀" : "☾";

@@ -18,7 +18,12 @@ export function complain(error) {
 
 function place(id, text, gone_ms) {
   const region = document.getElementById(id);
-  const close = h("button", { type: "button", class: "plain", onclick: () => notice.remove() }, h("span", { "aria-hidden": "true" }, "✕"), h("span", { class: "unseen" }, "Close"));
+  const close = h(
+    "button",
+    { type: "button", class: "plain", onclick: () => notice.remove() },
+    h("span", { "aria-hidden": "true" }, "✕"),
+    h("span", { class: "unseen" }, "Close"),
+  );
   const notice = h("div", { class: "notice" }, h("p", {}, text), close);
   region.replaceChildren(notice);
   if (gone_ms) setTimeout(() => notice.remove(), gone_ms);

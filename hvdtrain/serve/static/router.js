@@ -50,7 +50,11 @@ export function start(routes, main) {
 
 function failed(main, error) {
   if (error.name !== "ApiError") complain(error);
-  main.append(h("h1", {}, "There is nothing here"), h("p", {}, error.message), h("p", {}, h("a", { href: "#/" }, "All jobs")));
+  main.append(
+    h("h1", {}, "There is nothing here"),
+    h("p", {}, error.message),
+    h("p", {}, h("a", { href: "#/" }, "All jobs")),
+  );
 }
 
 export function where() {

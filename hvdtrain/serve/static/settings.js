@@ -35,11 +35,17 @@ export function settingsOf(job) {
   const settings = new Map([["program", joinWords(program.rest)]]);
   for (const [flag, values] of program.flags) settings.set(`program ${flag}`, said(values));
   // The last one wins, except where each adds something.
-  for (const [flag, values] of options.flags) settings.set(flag, said(flag === "-x" ? values : values.slice(-1)));
+  for (const [flag, values] of options.flags)
+    settings.set(flag, said(flag === "-x" ? values : values.slice(-1)));
   if (options.rest.length) settings.set("other options", joinWords(options.rest));
   settings.set("working directory", job.folder);
   settings.set("ranks", job.ranks ? String(job.ranks) : "");
-  settings.set("hosts", Object.entries(job.hosts).map(([host, ranks]) => `${host}: ${ranks}`).join(", "));
+  settings.set(
+    "hosts",
+    Object.entries(job.hosts)
+      .map(([host, ranks]) => `${host}: ${ranks}`)
+      .join(", "),
+  );
   return settings;
 }
 

@@ -3,8 +3,14 @@ import { h, setVisible } from "./dom.js";
 import { percent } from "./format.js";
 
 const NAMES = {
-  kept: "steps that were kept", lost: "steps that were lost", start: "start", validation: "validation",
-  checkpoints: "checkpoints", restarts: "between attempts", end: "end", other: "other",
+  kept: "steps that were kept",
+  lost: "steps that were lost",
+  start: "start",
+  validation: "validation",
+  checkpoints: "checkpoints",
+  restarts: "between attempts",
+  end: "end",
+  other: "other",
 };
 const LEAST = 0.001;
 
@@ -12,7 +18,13 @@ export class Shares {
   constructor() {
     this.bar = h("div", { class: "shares", "aria-hidden": "true" });
     this.list = h("ul", { class: "legend" });
-    this.element = h("section", { class: "card", hidden: true }, h("h2", {}, "Where the time went"), this.bar, this.list);
+    this.element = h(
+      "section",
+      { class: "card", hidden: true },
+      h("h2", {}, "Where the time went"),
+      this.bar,
+      this.list,
+    );
   }
 
   update(events) {
@@ -20,7 +32,9 @@ export class Shares {
     setVisible(this.element, summary !== undefined);
     if (!summary || summary === this.shown) return;
     this.shown = summary;
-    const shares = Object.keys(NAMES).map((kind) => [kind, summary[kind] ?? 0]).filter(([, share]) => share >= LEAST);
+    const shares = Object.keys(NAMES)
+      .map((kind) => [kind, summary[kind] ?? 0])
+      .filter(([, share]) => share >= LEAST);
     this.bar.replaceChildren(
       ...shares.map(([kind, share]) => {
         const part = h("span", { "data-share": kind });
@@ -28,6 +42,16 @@ export class Shares {
         return part;
       }),
     );
-    this.list.replaceChildren(...shares.map(([kind, share]) => h("li", {}, h("i", { class: "dot", "data-share": kind }), h("span", {}, NAMES[kind]), h("b", {}, percent(share)))));
+    this.list.replaceChildren(
+      ...shares.map(([kind, share]) =>
+        h(
+          "li",
+          {},
+          h("i", { class: "dot", "data-share": kind }),
+          h("span", {}, NAMES[kind]),
+          h("b", {}, percent(share)),
+        ),
+      ),
+    );
   }
 }

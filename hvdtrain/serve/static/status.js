@@ -3,8 +3,16 @@ import { h } from "./dom.js";
 
 // Each has a sign of its own: colour is never the only difference.
 const SIGNS = {
-  running: "●", restarting: "↻", queued: "○", done: "✓", failed: "✕",
-  stopped: "■", preempted: "⇤", lost: "⚡", silent: "…", unknown: "?",
+  running: "●",
+  restarting: "↻",
+  queued: "○",
+  done: "✓",
+  failed: "✕",
+  stopped: "■",
+  preempted: "⇤",
+  lost: "⚡",
+  silent: "…",
+  unknown: "?",
 };
 const MEANINGS = {
   running: "its hvdtrain run is there",

@@ -22,21 +22,61 @@ export async function submitView() {
 function refuse(main) {
   main.append(
     h("h1", {}, "Submit a job"),
-    h("section", { class: "card off" },
-      h("p", {}, "Nothing may be started from this page: hvdtrain serve was started with ", h("code", {}, "--read-only"), "."),
-      h("p", {}, "Start it without that, or with ", h("code", {}, "--allow-folder DIR"), ", ", h("code", {}, "--allow-program PROGRAM"), " and ", h("code", {}, "--allow-backend local"), " for what may run.")),
+    h(
+      "section",
+      { class: "card off" },
+      h(
+        "p",
+        {},
+        "Nothing may be started from this page: hvdtrain serve was started with ",
+        h("code", {}, "--read-only"),
+        ".",
+      ),
+      h(
+        "p",
+        {},
+        "Start it without that, or with ",
+        h("code", {}, "--allow-folder DIR"),
+        ", ",
+        h("code", {}, "--allow-program PROGRAM"),
+        " and ",
+        h("code", {}, "--allow-backend local"),
+        " for what may run.",
+      ),
+    ),
   );
 }
 
 function fill(main, { folders, programs, backends }) {
-  const text = (more = {}) => h("input", { type: "text", spellcheck: "false", autocapitalize: "off", autocomplete: "off", ...more });
-  const program = h("textarea", { rows: 2, required: true, spellcheck: "false", autocapitalize: "off", placeholder: `${programs[0]} train.py --epochs 20` });
+  const text = (more = {}) =>
+    h("input", { type: "text", spellcheck: "false", autocapitalize: "off", autocomplete: "off", ...more });
+  const program = h("textarea", {
+    rows: 2,
+    required: true,
+    spellcheck: "false",
+    autocapitalize: "off",
+    placeholder: `${programs[0]} train.py --epochs 20`,
+  });
   const list = newId("folders");
   const folder = text({ value: folders[0], list, required: true });
-  const ranks = h("input", { type: "number", min: 1, step: 1, inputmode: "numeric", placeholder: "all slots" });
+  const ranks = h("input", {
+    type: "number",
+    min: 1,
+    step: 1,
+    inputmode: "numeric",
+    placeholder: "all slots",
+  });
   const hosts = text({ placeholder: "a:4,b:4 or node[01-04]:2" });
-  const backend = h("select", {}, backends.map((name) => h("option", { value: name }, name === "local" ? "this machine's queue" : "Slurm")));
-  const mode = h("select", {}, MODES.map(([name, words]) => h("option", { value: name }, words)));
+  const backend = h(
+    "select",
+    {},
+    backends.map((name) => h("option", { value: name }, name === "local" ? "this machine's queue" : "Slurm")),
+  );
+  const mode = h(
+    "select",
+    {},
+    MODES.map(([name, words]) => h("option", { value: name }, words)),
+  );
   const restarts = h("input", { type: "number", min: 0, step: 1, inputmode: "numeric", placeholder: "0" });
   const sbatch = text({ placeholder: "--partition=gpu --time=1:00:00" });
   const options = text({ placeholder: "-x NAME=VALUE --hang-timeout-s 60" });
@@ -47,19 +87,63 @@ function fill(main, { folders, programs, backends }) {
   const wrong = h("p", { class: "wrong", role: "alert" });
   const plan = h("button", { type: "button", class: "primary", onclick: () => showPlan() }, "Show the plan");
   const start = h("button", { class: "primary", disabled: true }, "Start");
-  const planned = h("pre", { class: "plan", tabindex: 0, role: "region", "aria-label": "Plan", hidden: true });
-  const state = h("p", { class: "hint", role: "status" }, "The plan comes first; then the job can be started.");
+  const planned = h("pre", {
+    class: "plan",
+    tabindex: 0,
+    role: "region",
+    "aria-label": "Plan",
+    hidden: true,
+  });
+  const state = h(
+    "p",
+    { class: "hint", role: "status" },
+    "The plan comes first; then the job can be started.",
+  );
   const form = h(
     "form",
     { class: "submit" },
-    h("div", {}, h("section", { class: "card" },
-      field("Program", program, `What every rank runs. It begins with ${programs.join(" or ")}.`),
-      field("Working directory", folder, folders.length > 1 ? `One of these, or below: ${folders.join(", ")}` : `This, or a folder below ${folders[0]}`),
-      h("datalist", { id: list }, folders.map((value) => h("option", { value })))),
-    h("section", { class: "card fields" },
-      field("Ranks", ranks), field("Runs on", backend), field("Hosts", hosts), field("Restarts after failures, at most", restarts),
-      field("How ranks train together", mode), forSlurm, more)),
-    h("section", { class: "card" }, h("h2", {}, "What is started"), command, wrong, h("div", { class: "actions" }, plan, start), state, planned),
+    h(
+      "div",
+      {},
+      h(
+        "section",
+        { class: "card" },
+        field("Program", program, `What every rank runs. It begins with ${programs.join(" or ")}.`),
+        field(
+          "Working directory",
+          folder,
+          folders.length > 1
+            ? `One of these, or below: ${folders.join(", ")}`
+            : `This, or a folder below ${folders[0]}`,
+        ),
+        h(
+          "datalist",
+          { id: list },
+          folders.map((value) => h("option", { value })),
+        ),
+      ),
+      h(
+        "section",
+        { class: "card fields" },
+        field("Ranks", ranks),
+        field("Runs on", backend),
+        field("Hosts", hosts),
+        field("Restarts after failures, at most", restarts),
+        field("How ranks train together", mode),
+        forSlurm,
+        more,
+      ),
+    ),
+    h(
+      "section",
+      { class: "card" },
+      h("h2", {}, "What is started"),
+      command,
+      wrong,
+      h("div", { class: "actions" }, plan, start),
+      state,
+      planned,
+    ),
   );
   main.append(h("h1", {}, "Submit a job"), form);
 
@@ -70,7 +154,8 @@ function fill(main, { folders, programs, backends }) {
     if (restarts.value) words.push("--max-restarts", restarts.value);
     if (mode.value !== "allreduce") words.push("--mode", mode.value);
     words.push(...splitWords(options.value));
-    if (backend.value !== "local") words.push("--on", backend.value, ...splitWords(sbatch.value).map((word) => `--sbatch=${word}`));
+    if (backend.value !== "local")
+      words.push("--on", backend.value, ...splitWords(sbatch.value).map((word) => `--sbatch=${word}`));
     return { program: splitWords(program.value), options: words, folder: folder.value.trim() };
   }
 
@@ -86,7 +171,11 @@ function fill(main, { folders, programs, backends }) {
     try {
       const { program, options } = asked();
       const shown = ["hvdtrain", "submit", ...options, "--", ...program];
-      command.replaceChildren(...shown.map((word, at) => h("li", { class: at < 2 || at === options.length + 2 ? "own" : "" }, word === "" ? "''" : word)));
+      command.replaceChildren(
+        ...shown.map((word, at) =>
+          h("li", { class: at < 2 || at === options.length + 2 ? "own" : "" }, word === "" ? "''" : word),
+        ),
+      );
       command.title = joinWords(shown);
     } catch (error) {
       setText(wrong, error.message);

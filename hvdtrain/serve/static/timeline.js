@@ -15,7 +15,14 @@ export class Timeline {
     this.bar = h("div", { class: "track", "aria-hidden": "true" });
     this.ends = h("div", { class: "ends", "aria-hidden": "true" });
     this.list = h("ol", { class: "events" });
-    this.element = h("section", { class: "card timeline" }, h("h2", {}, "What happened"), this.bar, this.ends, this.list);
+    this.element = h(
+      "section",
+      { class: "card timeline" },
+      h("h2", {}, "What happened"),
+      this.bar,
+      this.ends,
+      this.list,
+    );
   }
 
   update({ events, is_over, created_s, ended_s }) {
@@ -40,12 +47,27 @@ export class Timeline {
     for (const event of events) {
       if (event.kind === "began") began = event;
       if (event.kind !== "ended" || !began) continue;
-      parts.push(place(h("span", { class: "attempt", "data-cause": CAUSES[event.cause] ?? "failed" }), began.time, event.time));
+      parts.push(
+        place(
+          h("span", { class: "attempt", "data-cause": CAUSES[event.cause] ?? "failed" }),
+          began.time,
+          event.time,
+        ),
+      );
       began = null;
     }
-    if (began) parts.push(place(h("span", { class: "attempt", "data-cause": is_over ? "failed" : "running" }), began.time, end_s));
-    for (const event of sample(events.filter(({ kind }) => kind === "checkpoint"))) parts.push(place(h("span", { class: "mark saved" }), event.time));
-    for (const event of sample(events.filter(({ kind }) => kind === "loss"))) parts.push(place(h("span", { class: "mark lost" }), event.time));
+    if (began)
+      parts.push(
+        place(
+          h("span", { class: "attempt", "data-cause": is_over ? "failed" : "running" }),
+          began.time,
+          end_s,
+        ),
+      );
+    for (const event of sample(events.filter(({ kind }) => kind === "checkpoint")))
+      parts.push(place(h("span", { class: "mark saved" }), event.time));
+    for (const event of sample(events.filter(({ kind }) => kind === "loss")))
+      parts.push(place(h("span", { class: "mark lost" }), event.time));
     this.bar.replaceChildren(...parts);
     const when = end_s - begin_s > LONG_S ? date : clock;
     this.ends.replaceChildren(h("span", {}, when(begin_s)), h("span", {}, is_over ? when(end_s) : "now"));
@@ -68,29 +90,76 @@ function items(events, begin_s) {
         at += 1;
         many += 1;
       }
-      rows.push(item(events[at], "saved", many === 1 ? `checkpoint of step ${count(event.step)}` : `${counted(many, "checkpoint")}, the last of step ${count(events[at].step)}`, begin_s));
+      rows.push(
+        item(
+          events[at],
+          "saved",
+          many === 1
+            ? `checkpoint of step ${count(event.step)}`
+            : `${counted(many, "checkpoint")}, the last of step ${count(events[at].step)}`,
+          begin_s,
+        ),
+      );
     } else if (event.kind === "began") {
       const hosts = Object.keys(event.hosts).length;
-      rows.push(item(event, "began", `attempt ${event.attempt} began: ${counted(event.ranks, "rank")} on ${counted(hosts, "host")}`, begin_s));
+      rows.push(
+        item(
+          event,
+          "began",
+          `attempt ${event.attempt} began: ${counted(event.ranks, "rank")} on ${counted(hosts, "host")}`,
+          begin_s,
+        ),
+      );
     } else if (event.kind === "ended") {
-      rows.push(item(event, CAUSES[event.cause] ?? "failed", ended(event), begin_s, event.cause === "done" ? "" : event.words));
+      rows.push(
+        item(
+          event,
+          CAUSES[event.cause] ?? "failed",
+          ended(event),
+          begin_s,
+          event.cause === "done" ? "" : event.words,
+        ),
+      );
     } else if (event.kind === "loss") {
-      rows.push(item(event, "lost", `rank ${event.rank} on ${event.host} was lost${event.step === null ? "" : ` at step ${count(event.step)}`}`, begin_s, event.words));
+      rows.push(
+        item(
+          event,
+          "lost",
+          `rank ${event.rank} on ${event.host} was lost${event.step === null ? "" : ` at step ${count(event.step)}`}`,
+          begin_s,
+          event.words,
+        ),
+      );
     }
   }
   const left_out = rows.length - SHOWN;
   if (left_out <= 0) return rows;
-  return [...rows.slice(0, SHOWN / 2), h("li", { class: "more" }, `${counted(left_out, "event")} between`), ...rows.slice(-SHOWN / 2)];
+  return [
+    ...rows.slice(0, SHOWN / 2),
+    h("li", { class: "more" }, `${counted(left_out, "event")} between`),
+    ...rows.slice(-SHOWN / 2),
+  ];
 }
 
 function ended({ attempt, cause, code, step, lost_s }) {
-  const how = cause === "done" ? "ended well" : cause === "ordered" ? "was stopped" : cause === "preempted" ? "was preempted" : `failed with exit code ${code}`;
+  const how =
+    cause === "done"
+      ? "ended well"
+      : cause === "ordered"
+        ? "was stopped"
+        : cause === "preempted"
+          ? "was preempted"
+          : `failed with exit code ${code}`;
   const where = step === null || step === undefined ? "" : ` at step ${count(step)}`;
   return `attempt ${attempt} ${how}${where}${lost_s >= 1 ? `; ${span(lost_s)} of work lost` : ""}`;
 }
 
 function item(event, kind, text, begin_s, words = "") {
-  const when = h("time", { datetime: new Date(event.time * 1000).toISOString(), title: date(event.time) }, `+${span(event.time - begin_s)}`);
+  const when = h(
+    "time",
+    { datetime: new Date(event.time * 1000).toISOString(), title: date(event.time) },
+    `+${span(event.time - begin_s)}`,
+  );
   const more = words && h("details", {}, h("summary", {}, "why"), h("pre", {}, words));
   return h("li", { "data-kind": kind }, when, h("div", {}, text, more));
 }

@@ -33,7 +33,11 @@ export function splitWords(line) {
 // A program as it is read in a list: where its Python lies matters least.
 export function shortProgram(words) {
   const [first = "", ...others] = words;
-  return joinWords([/\/python[\d.]*$/.test(first) ? first.slice(first.lastIndexOf("/") + 1) : first, ...others].filter((word, at) => at || word));
+  return joinWords(
+    [/\/python[\d.]*$/.test(first) ? first.slice(first.lastIndexOf("/") + 1) : first, ...others].filter(
+      (word, at) => at || word,
+    ),
+  );
 }
 
 export function joinWords(words) {
