@@ -90,7 +90,10 @@ def run_job(job: Job, environ: Mapping[str, str], spec: JobSpec | None = None) -
                 # Its log has all that is said, and nobody reads it here.
                 nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
                 screen = (nowhere, nowhere)
-            return _Attempts(job, site, environ, received, recorder, screen=screen).run(plan)
+            attempts = _Attempts(
+                job, site, environ, received, recorder, screen=screen, is_users=spec is not None
+            )
+            return attempts.run(plan)
 
 
 def _plan(job: Job, environ: Mapping[str, str]) -> tuple[Resources, Plan]:
@@ -144,6 +147,7 @@ class _Attempts:
         recorder: JobRecorder,
         *,
         screen: tuple[TextIO, TextIO],
+        is_users: bool,
     ) -> None:
         self._job = job
         self._recorder = recorder
@@ -153,6 +157,7 @@ class _Attempts:
         self._history: list[Outcome] = []
         self._began = time.monotonic()
         self._screen = screen
+        self._is_users = is_users
         self._console = Console(*screen, ranks=1, with_host=False, chief_only=False)
         settings = job.settings
         show(
@@ -321,7 +326,8 @@ class _Attempts:
     def _over(self) -> int:
         """The exit code, after a last word on what was lost and what is left."""
         wall_s = time.monotonic() - self._began
-        summary = summarise(self._history, wall_s)
+        # What hvdtrain bench and check start is theirs to tell of.
+        summary = summarise(self._history, wall_s) if self._is_users else []
         for words in (*summary, account(self._history), remains(self._history)):
             if words:
                 logger.info(words)
