@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "horovod": {"keras", "gradients", *_RANKS},
     "migrate": {"errors"},
     "serve": {"job_commands", "launch", "jobs", "cluster", *_BASE},
-    "bench": {"keras", "gradients", "parameter_server", "launch", "agent", *_RANKS},
+    "bench": {"keras", "gradients", "parameter_server", "launch", "jobs", "agent", *_RANKS},
     "check": {"bench", "launch", "remote", "agent", *_RANKS},
     "cli": {"check", "launch", "job_commands", "serve", "bench", "migrate", *_BASE},
     "__main__": {"cli"},

@@ -7,6 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from hvdtrain.bench.options import StartupOptions
 from hvdtrain.bench.results import BenchReport, format_seconds
 from hvdtrain.bench.start_program import MARK
 from hvdtrain.errors import LaunchError
+from hvdtrain.jobs.folder import JOBS_DIR
 from hvdtrain.launch.mpirun import Mpirun, find_mpirun
 
 __all__ = ["bare_command", "measure"]
@@ -57,10 +59,13 @@ def measure(options: StartupOptions) -> None:
     ours = (sys.executable, "-m", "hvdtrain", "run", "-np", str(options.ranks), "--")
     bare, extra = bare_command(mpirun, options.ranks)
     run, plain = _Starts(), _Starts()
-    for _ in range(options.runs):
-        for name, program in PROGRAMS.items():
-            plain.note(name, *_start([*bare, *program], {**extra, **os.environ}))
-            run.note(name, *_start([*ours, *program], os.environ))
+    # These are not jobs that anybody wants to see listed.
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
+        environ = {**os.environ, JOBS_DIR: folder}
+        for _ in range(options.runs):
+            for name, program in PROGRAMS.items():
+                plain.note(name, *_start([*bare, *program], {**extra, **os.environ}))
+                run.note(name, *_start([*ours, *program], environ))
     _show_starts(report, run, plain)
     _show_parts(report, [*run.probes, *plain.probes])
     report.finish(options.json)
