@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +48,13 @@ class UsageWatch:
         if now_s < self._due_s:
             return None
         self._due_s = now_s + INTERVAL_S
-        # Only here: ranks that end before never pay for it.
-        import psutil
-
+        try:
+            # Only here: ranks that end before never pay for it.
+            import psutil
+        except ImportError:
+            # A host whose environment is older; what is only shown ends no job.
+            self._due_s = math.inf
+            return None
         rss, busy_s = 0, {}
         with contextlib.suppress(psutil.Error):
             program = psutil.Process(pid)

@@ -54,6 +54,14 @@ def test_who_is_gone_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert UsageWatch().look(2**22 + 1) == Usage(rss_bytes=0, cpu=0.0)
 
 
+def test_a_host_without_psutil_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "INTERVAL_S", 0.0)
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    watch = UsageWatch()
+    assert watch.look(1) is None
+    assert watch.look(1) is None
+
+
 def test_messages_are_read_or_refused() -> None:
     assert read_usage({"rss_bytes": 7, "cpu": 1}) == Usage(rss_bytes=7, cpu=1.0)
     for message in ({}, {"rss_bytes": 1.5, "cpu": 1}, {"rss_bytes": 1, "cpu": "1"}):
