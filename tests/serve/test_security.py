@@ -60,6 +60,7 @@ def test_without_a_cookie_there_is_nothing_but_the_way_in(client: TestClient) ->
     assert (to_login.status_code, to_login.headers["location"]) == (303, "/login")
 
 
+@pytest.mark.slow
 def test_other_names_and_other_pages_are_refused_everywhere(logged_in: TestClient) -> None:
     for path in [*_paths(logged_in), "/static/login.html", "/nothing"]:
         for method in METHODS:
