@@ -65,8 +65,6 @@ quick: $(VENV)/.dev
 test: $(VENV)/.dev
 	$(PYTEST) --file-times -m "$(FIRST)"
 
-# Tests on a cluster wait for timers and links as much as they compute.
-test-all: private WORKERS = 4
 test-all: test
 	$(PYTEST) --file-times -m "not ($(FIRST))"
 

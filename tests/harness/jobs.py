@@ -18,6 +18,7 @@ from typing import IO
 
 __all__ = [
     "MARK",
+    "PATIENCE",
     "REPOSITORY",
     "YIELDING",
     "Completed",
@@ -29,6 +30,10 @@ __all__ = [
 ]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+# How many times as long as usual everything may take: machines differ by that much, and do other
+# things as well. A time-out is to end what hangs.
+PATIENCE = 3
 
 # Which job a process belongs to; inherited, so that orphans can be found and ended as well.
 MARK = "HVDTRAIN_TEST_JOB"
@@ -63,7 +68,7 @@ _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "KERAS_BACKEND": "tensorflow",
     "CUDA_VISIBLE_DEVICES": "",
-    "HVDTRAIN_TIMEOUT_S": "100",
+    "HVDTRAIN_TIMEOUT_S": str(100 * PATIENCE),
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
 }

@@ -14,7 +14,7 @@ import pytest
 from tests.harness.jobs import MARK, Job, clean_environment, mpirun_argv
 from tests.harness.reports import ItemReport, ReportReader, read_log
 
-__all__ = ["Outcome", "RankSessions"]
+__all__ = ["Outcome", "RankSessions", "timeout_of"]
 
 START_TIMEOUT_S = 90.0
 END_TIMEOUT_S = 120.0
@@ -82,7 +82,7 @@ class RankSessions:
         arguments += [f"--rootdir={config.rootpath}"]
         if config.inipath is not None:
             arguments += ["-c", str(config.inipath)]
-        limits = [_timeout_s(item) for item in items]
+        limits = [timeout_of(item) for item in items]
         plan = {
             "size": size,
             "items": [item.nodeid for item in items],
@@ -217,7 +217,8 @@ def _combine(ended: dict[int, ItemReport]) -> Outcome:
     return Outcome(outcome=first.outcome, text=first.text, xfail=first.xfail)
 
 
-def _timeout_s(item: pytest.Item) -> float:
+def timeout_of(item: pytest.Item) -> float:
+    """How long a test may take, in seconds."""
     marker = item.get_closest_marker("timeout")
     if marker is not None and marker.args:
         return float(marker.args[0])

@@ -41,13 +41,14 @@ import pytest
 from tests.harness.forkserver import ForkServers, can_fork
 from tests.harness.inner import RankPlugin
 from tests.harness.jobs import (
+    PATIENCE,
     Completed,
     clean_environment,
     mpirun_argv,
     mpirun_missing,
     run_job,
 )
-from tests.harness.outer import Outcome, RankSessions
+from tests.harness.outer import Outcome, RankSessions, timeout_of
 from tests.harness.required import do_without
 from tests.harness.scratch import Scratch
 
@@ -95,6 +96,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark by fixture, before tests are chosen by their markers."""
     for item in items:
+        # Closer than any that the test has itself.
+        item.add_marker(pytest.mark.timeout(timeout_of(item) * PATIENCE), append=False)
         if {"elastic", "environment", "launch", "mpirun"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("mpi")
         if _size(item) > 1:
@@ -141,15 +144,16 @@ def run_command(tmp_path: Path, request: pytest.FixtureRequest) -> Launch:
         env: Mapping[str, str | None] | None = None,
         may_time_out: bool = False,
     ) -> Completed:
+        limit_s = timeout_s if may_time_out else timeout_s * PATIENCE
         done = run_job(
             [os.fspath(part) for part in argv],
             folder=tmp_path,
-            timeout_s=timeout_s,
+            timeout_s=limit_s,
             environment=clean_environment(env),
         )
         request.node.stash.setdefault(_COMPLETED, []).append(done)
         if done.timed_out and not may_time_out:
-            pytest.fail(f"{done.argv[0]} was not done after {timeout_s:g} s")
+            pytest.fail(f"{done.argv[0]} was not done after {limit_s:g} s")
         return done
 
     return run
