@@ -9,6 +9,7 @@ import shlex
 
 from hvdtrain.jobs.naming import add_backend, directory_of, split_backend
 from hvdtrain.jobs.slurm import sbatch_argv
+from hvdtrain.jobs.spec import sbatch_of
 from hvdtrain.jobs.submission import check_options, submit_job
 from hvdtrain.launch import cli as launch
 
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     spec = launch.spec_of(arguments, os.environ)
     options, backend = split_backend(spec.options)
-    sbatch = None if backend is None or backend == "local" else backend
+    sbatch = sbatch_of(backend)
     options = [word for word in options if word != "--dry-run"]
     spec = dataclasses.replace(spec, options=tuple(options), sbatch=sbatch)
     directory = directory_of(arguments)

@@ -20,6 +20,7 @@ __all__ = [
     "JobSpec",
     "is_secret",
     "make_spec",
+    "sbatch_of",
     "spec_from_json",
     "with_changes",
     "without_secrets",
@@ -101,6 +102,11 @@ def make_spec(
     )
 
 
+def sbatch_of(backend: Backend | None) -> tuple[str, ...] | None:
+    """Options of sbatch; None where the job is not for Slurm, or nobody says so."""
+    return None if backend is None or backend == "local" else backend
+
+
 def with_changes(spec: JobSpec, words: Sequence[str], backend: Backend | None = None) -> JobSpec:
     """The same job with further options, which win, and what stands behind ``--`` as its program.
 
@@ -119,7 +125,7 @@ def with_changes(spec: JobSpec, words: Sequence[str], backend: Backend | None = 
             f"it ran in Slurm job {spec.slurm_job}, which hvdtrain did not submit: submit it again "
             "as before; or say --on slurm, or --on local for this machine."
         )
-    sbatch = spec.sbatch if backend is None else None if backend == "local" else tuple(backend)
+    sbatch = spec.sbatch if backend is None else sbatch_of(backend)
     at = list(words).index("--") if "--" in words else len(words)
     options, program = words[:at], words[at + 1 :] or spec.program
     return replace(

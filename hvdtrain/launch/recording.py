@@ -44,7 +44,6 @@ def new_recorder(spec: JobSpec, environ: Mapping[str, str]) -> Iterator[JobRecor
         try:
             folder = create_job(directory, spec)
         except OSError as error:
-            folder = None
             logger.info(f"hvdtrain jobs won't list this job: {directory}: {error.strerror}")
     with _until_closed(JobRecorder(folder)) as recorder:
         yield recorder

@@ -31,6 +31,8 @@ class JobIndex:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._lock = threading.Lock()
+        # Of the thread and of requests; one at a time, as each goes by what it saw before.
+        self._refreshing = threading.Lock()
         self._views: dict[str, JobView] = {}
         self._newest: list[JobView] = []
         self._changed: dict[str, int] = {}
@@ -76,6 +78,10 @@ class JobIndex:
 
     def refresh(self) -> None:
         """Read what has changed since the last time."""
+        with self._refreshing:
+            self._refresh()
+
+    def _refresh(self) -> None:
         changed = self._scan()
         slurm = time.monotonic() - self._slurm_at > SLURM_INTERVAL_S
         if slurm:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,12 +24,12 @@ from hvdtrain.jobs.job_view import JobView
 from hvdtrain.jobs.json_lines import last_json_line, read_json_lines, sampled_json_lines
 from hvdtrain.jobs.log_reader import Found, log_end, read_before, read_log
 from hvdtrain.jobs.naming import split_backend
-from hvdtrain.jobs.spec import JobSpec, make_spec, with_changes
+from hvdtrain.jobs.spec import JobSpec, make_spec, sbatch_of, with_changes
 from hvdtrain.jobs.submission import check_options, hand_over, submit_job
 from hvdtrain.serve.index import JobIndex, matching
 from hvdtrain.serve.policy import Policy
 
-__all__ = ["JobApi", "found_to_json"]
+__all__ = ["JobApi", "found_to_json", "view_to_json"]
 
 MOST_JOBS = 500
 MOST_LINES = 2000
@@ -89,8 +88,7 @@ class JobApi:
         assert view is not None
         return JSONResponse(
             {
-                **view.to_json(),
-                "is_over": view.is_over,
+                **view_to_json(view),
                 "metrics": last_json_line(job.metrics),
                 "ranks_now": last_json_line(job.ranks),
                 "events": list(read_json_lines(job.events)),
@@ -195,9 +193,8 @@ class JobApi:
         if not isinstance(folder, str) or not os.path.isdir(folder):
             raise JobError(f"folder is {folder!r}; expected one that is there.")
         rest, backend = split_backend(options)
-        sbatch = None if backend is None or backend == "local" else backend
         spec = make_spec(rest, program, {})
-        spec = dataclasses.replace(spec, folder=folder, sbatch=sbatch, python=sys.executable)
+        spec = dataclasses.replace(spec, folder=folder, sbatch=sbatch_of(backend))
         self._policy.check(spec)
         return spec
 
@@ -211,7 +208,7 @@ class JobApi:
     def _row(self, view: JobView) -> Mapping[str, Any]:
         job = self._index.folder(view.name)
         metrics = last_json_line(job.metrics) if job is not None else {}
-        return {**view.to_json(), "is_over": view.is_over, "metrics": metrics}
+        return {**view_to_json(view), "metrics": metrics}
 
     def _job(self, request: Request) -> JobFolder:
         job = self._index.folder(request.path_params["name"])
@@ -234,6 +231,11 @@ class JobApi:
                 return JSONResponse({"error": "hvdtrain run has no such options."}, 400)
 
         return answer
+
+
+def view_to_json(view: JobView) -> Mapping[str, Any]:
+    """A job as the page takes it."""
+    return {**view.to_json(), "is_over": view.is_over}
 
 
 def found_to_json(found: Found) -> list[Any]:

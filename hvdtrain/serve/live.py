@@ -17,6 +17,7 @@ from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.json_lines import last_json_line
 from hvdtrain.jobs.log_reader import log_end
 from hvdtrain.serve.index import JobIndex
+from hvdtrain.serve.job_api import view_to_json
 
 __all__ = ["LiveApi"]
 
@@ -75,7 +76,7 @@ class LiveApi:
     def _look(self, job: JobFolder) -> Mapping[str, Any]:
         view = self._index.view(job.name)
         return {
-            "view": None if view is None else {**view.to_json(), "is_over": view.is_over},
+            "view": None if view is None else view_to_json(view),
             "metrics": last_json_line(job.metrics),
             "log_end": log_end(job.log),
             "events": job.events.stat().st_size if job.events.exists() else 0,

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from hvdtrain.agent import usage
@@ -41,7 +42,8 @@ def test_a_program_and_its_children_are_measured(monkeypatch: pytest.MonkeyPatch
             time.sleep(1.1)
             found = watch.look(program.pid)
         finally:
-            subprocess.run(["pkill", "-P", str(program.pid)], timeout=20)
+            for child in psutil.Process(program.pid).children():
+                child.kill()
             program.kill()
     assert found is not None
     assert 400 << 20 <= found.rss_bytes < 700 << 20
