@@ -72,7 +72,7 @@ class Commands:
             time.sleep(0.1)
 
     def until_gone(self) -> None:
-        """Wait until no process of a job is left; its launcher ends just after it wrote its state."""
+        """Wait until no process is left: a launcher ends just after it wrote how its job did."""
         deadline = time.monotonic() + 60
         while left := marked(self.mark):
             assert time.monotonic() < deadline, left
