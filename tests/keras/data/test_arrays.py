@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pandas
 import pytest
+import scipy.sparse
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
@@ -69,11 +71,11 @@ def test_cardinality_is_known_to_keras() -> None:
 
 
 def _as_pandas(array: np.ndarray):
-    return pytest.importorskip("pandas").DataFrame(array)
+    return pandas.DataFrame(array)
 
 
 def _as_scipy(array: np.ndarray):
-    return pytest.importorskip("scipy.sparse").csr_matrix(array)
+    return scipy.sparse.csr_matrix(array)
 
 
 @pytest.mark.parametrize(

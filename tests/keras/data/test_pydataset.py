@@ -7,6 +7,7 @@ import time
 import keras
 import numpy as np
 import pytest
+import scipy.sparse
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import ShardPlan, shard_input
@@ -169,12 +170,10 @@ def test_forms_of_batches() -> None:
 
 
 def test_sparse_batches() -> None:
-    sparse = pytest.importorskip("scipy.sparse")
-
     class Sparse(Batches):
         def __getitem__(self, index: int):
             x, y = super().__getitem__(index)
-            return sparse.csr_matrix(x), y
+            return scipy.sparse.csr_matrix(x), y
 
     for step in read(shard_on_ranks(1, lambda _: Sparse(5))[0]):
         dense = keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(step.batch[0], sparse=False))
