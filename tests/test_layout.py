@@ -106,11 +106,7 @@ def _part(module: str) -> str:
 
 
 @functools.cache
-def _known_modules(module: str) -> tuple[str, ...]:
-    return tuple(_known(module))
-
-
-def _known(module: str) -> Iterator[str]:
+def _known_modules(module: str) -> frozenset[str]:
     """The modules of hvdtrain that one names, also within strings and where it imports late.
 
     An f-string that begins like the names of modules in a package, and has the rest from elsewhere,
@@ -125,12 +121,9 @@ def _known(module: str) -> Iterator[str]:
             start = str(node.values[0].value)
             if start.startswith("hvdtrain.") and start != "hvdtrain.":
                 found |= {name for name in NAMES if name.startswith(start)}
-    for name in found:
-        # What an import names is a module, or something in one.
-        for known in (name, name.rpartition(".")[0]):
-            if known in NAMES:
-                yield known
-                break
+    # What an import names is a module, or something in one.
+    of = (name if name in NAMES else name.rpartition(".")[0] for name in found)
+    return frozenset(name for name in of if name in NAMES)
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -170,7 +163,7 @@ def test_what_may_be_imported_was_named_before() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    known = {module: sorted(set(_known_modules(module)) - {"hvdtrain", module}) for module in NAMES}
+    known = {module: sorted(_known_modules(module) - {"hvdtrain", module}) for module in NAMES}
     done: set[str] = set()
 
     def follow(module: str, way: tuple[str, ...]) -> None:

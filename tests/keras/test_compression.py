@@ -87,7 +87,7 @@ def test_ranks_stay_alike_and_learn_nearly_as_fast(compressed, form, way):
 
 @pytest.mark.ranks(2)
 @forms
-def test_a_resumed_training_is_the_one_that_was_not_stopped(compressed, form, tmp_path):
+def test_a_resumed_training_is_the_one_that_was_not_stopped(compressed, form, tmp_path, caplog):
     """On each rank to the bit, in the second of three epochs."""
     world = compressed(form)
     whole = outcome(*run(world, make, fit(), seed=1))
@@ -97,6 +97,10 @@ def test_a_resumed_training_is_the_one_that_was_not_stopped(compressed, form, tm
     resumed = outcome(*run(world, make, fit(Checkpoint(tmp_path, every_steps=2)), seed=9))
     for name in whole:
         assert resumed[name] == whole[name], name
+    left_out = "they are left out. Give the --compression of before"
+    assert left_out not in caplog.text
+    run(compressed("none"), make, fit(Checkpoint(tmp_path), epochs=4), seed=9)
+    assert (left_out in caplog.text) == (world.rank() == 0)
 
 
 @pytest.mark.ranks(2)

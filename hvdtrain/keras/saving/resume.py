@@ -101,6 +101,11 @@ def restore(
         follow_saved(optimizer, ranks, collectives.size)
     kept = None if snapshot is None else kept_by_callbacks(snapshot.model)
     restore_kept(progress, broadcast_arrays(kept, collectives), state, warn)
+    if snapshot is not None and not state.keeps_unsent and unsent_of(snapshot.ranks):
+        warn(
+            "the checkpoint holds parts of gradients that had not been sent yet, and now all of a "
+            "gradient is sent: they are left out. Give the --compression of before to use them"
+        )
     # Last: what came before draws random numbers here and there.
     state.restore_own(None if snapshot is None else snapshot.ranks, ranks)
     there = collectives.allreduce(np.array(snapshot is not None), "max", name="restored")

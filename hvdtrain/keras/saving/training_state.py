@@ -163,6 +163,11 @@ class TrainingState:
             for number in variables:
                 self._feedback.keep(self.model.trainable_variables[number])
 
+    @property
+    def keeps_unsent(self) -> bool:
+        """Whether gradients are sent in part, and the rest is kept for the next step."""
+        return self._feedback is not None
+
     def restore_shared(self, saved: Mapping[str, np.ndarray] | None) -> None:
         """Give all ranks the weights and the optimizer that the chief read; collective.
 
