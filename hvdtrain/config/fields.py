@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "PREFIX",
     "amount",
+    "argument",
     "compression",
     "count",
     "count_or",
@@ -31,6 +33,8 @@ __all__ = [
 
 PREFIX = "HVDTRAIN_"
 
+_Value = TypeVar("_Value")
+
 
 def flag_name(name: str) -> str:
     """The flag of ``hvdtrain run`` for a setting."""
@@ -49,6 +53,18 @@ def written_default(entry: dataclasses.Field[Any]) -> str:
     if isinstance(entry.default, bool):
         return "1" if entry.default else "0"
     return f"{entry.default:g}" if isinstance(entry.default, float) else str(entry.default)
+
+
+def argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    """A reader of text as argparse's ``type``, which says what was received and the ValueError."""
+
+    def read(text: str) -> _Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"got {text!r}: {error}") from None
+
+    return read
 
 
 def _expect(fits: bool, expected: str) -> None:

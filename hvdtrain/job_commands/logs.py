@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from hvdtrain.cluster.ranges import parse_runs
+from hvdtrain.config.fields import argument, count
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import view_job
@@ -26,8 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hvdtrain logs NAME [-f] [-n N] [--rank 0-3] [--grep TEXT]"
     add_name(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="wait for more until it ends")
-    parser.add_argument("-n", "--lines", type=_count, metavar="N", help="the last N lines alone")
-    parser.add_argument("--rank", type=_ranks, metavar="R", help="of these ranks, like 0-3,7")
+    parser.add_argument(
+        "-n", "--lines", type=argument(count), metavar="N", help="the last N lines alone"
+    )
+    parser.add_argument(
+        "--rank", type=argument(parse_runs), metavar="R", help="of these ranks, like 0-3,7"
+    )
     parser.add_argument("--grep", metavar="TEXT", help="lines that hold TEXT, as it stands")
     parser.add_argument("--regex", metavar="RE", help="lines in which Python's RE is found")
     parser.add_argument("-t", "--time", action="store_true", help="with the time of each line")
@@ -104,16 +109,3 @@ def _wanted(text: str | None, pattern: str | None) -> Callable[[str], bool] | No
                 f"--regex {pattern!r} is no regular expression: {error}. Use --grep for text."
             ) from None
     return (lambda line: all(test(line) for test in tests)) if tests else None
-
-
-def _ranks(text: str) -> list[range]:
-    try:
-        return parse_runs(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"got {text!r}: {error}") from None
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, 0 or more")
-    return int(text)

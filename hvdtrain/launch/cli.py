@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdtrain.agent.agent_environment import BIND
 from hvdtrain.config import ModeSettings, Settings, read_settings, variable_name, written_default
-from hvdtrain.config.fields import amount, flag_name
+from hvdtrain.config.fields import amount, argument, count, flag_name
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.jobs.folder import JOBS_DIR
 from hvdtrain.jobs.naming import add_jobs_dir
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     failures = parser.add_argument_group("failures")
     failures.add_argument(
         "--max-restarts",
-        type=_count,
+        type=argument(count),
         default=0,
         metavar="N",
         help="after a failure that this can mend start again, up to N times; default 0",
@@ -239,17 +239,14 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
         return
 
     def checked(text: str) -> str:
-        try:
-            entry.metadata["parse"](text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"got {text!r}: {error}") from None
+        entry.metadata["parse"](text)
         return text
 
     shown = f"{summary}; default {written_default(entry)}"
     # The annotation says it also where None is the default.
     kind = str(entry.type).partition(" ")[0]
     metavar = {"int": "N", "float": "X"}.get(kind, "VALUE")
-    group.add_argument(flag, type=checked, metavar=metavar, help=shown)
+    group.add_argument(flag, type=argument(checked), metavar=metavar, help=shown)
 
 
 def _environment(arguments: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
@@ -277,12 +274,6 @@ def _variable(text: str) -> tuple[str, str | None]:
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected NAME or NAME=VALUE")
     return name, value if equals else None
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, 0 or more")
-    return int(text)
 
 
 def _seconds(text: str) -> float:

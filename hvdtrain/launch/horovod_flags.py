@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hvdtrain.config.fields import argument
 from hvdtrain.version import __version__
 
 __all__ = ["HOROVOD_FLAGS", "HorovodFlag", "add_horovod_flags", "note_on"]
@@ -116,10 +117,7 @@ def _ssh_key(text: str) -> tuple[str, ...]:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"got {text!r}: {error}") from None
+    return tuple(shlex.split(text))
 
 
 def _interfaces(text: str) -> list[str]:
@@ -229,7 +227,7 @@ HOROVOD_FLAGS: tuple[HorovodFlag, ...] = (
         "--mpi-args",
         1,
         "more words for mpirun; where ranks run is hvdtrain's affair",
-        type=_words,
+        type=argument(_words),
         default=(),
     ),
     _same("--tcp", 0, _NO_INFINIBAND, action="store_true", dest="over_tcp"),

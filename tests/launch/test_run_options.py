@@ -60,4 +60,4 @@ def test_fewer_ranks_than_at_least_are_an_error(capsys) -> None:
 @pytest.mark.parametrize("value", ["-1", "1.5", "many"])
 def test_restarts_are_counted_in_whole_numbers(value: str, capsys) -> None:
     assert main(["run", f"--max-restarts={value}", "--", "true"]) == 2
-    assert f"got {value!r}, expected a whole number, 0 or more" in capsys.readouterr().err
+    assert f"got {value!r}: expected a whole number, 0 or more" in capsys.readouterr().err
