@@ -28,6 +28,7 @@ class RankReport:
         resumed: Step of the checkpoint that it began from.
         waiting_in: The operation in which it waits for other ranks; empty for none.
         waited_s: How long it has waited for other ranks in all; None for unknown.
+        input_s: How long its training has waited for its own batches in all; None for unknown.
         samples: On how many samples all ranks have trained, in this run of the program.
         loss: Their loss of late.
     """
@@ -40,6 +41,7 @@ class RankReport:
     resumed: int | None = None
     waiting_in: str = ""
     waited_s: float | None = None
+    input_s: float | None = None
     samples: int | None = None
     loss: float | None = None
 
@@ -137,7 +139,7 @@ def read_report(message: Mapping[str, Any]) -> RankReport | None:
     numbers: dict[str, Any] = {
         name: message.get(name) for name in ("pid", "step", "epoch", "saved", "resumed", "samples")
     }
-    measured: dict[str, Any] = {name: message.get(name) for name in ("waited_s", "loss")}
+    measured: dict[str, Any] = {name: message.get(name) for name in ("waited_s", "input_s", "loss")}
     words = {name: message.get(name, "") for name in ("phase", "waiting_in")}
     if not all(value is None or type(value) is int for value in numbers.values()):
         return None

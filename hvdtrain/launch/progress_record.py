@@ -63,10 +63,10 @@ class ProgressRecord:
         """How far the job is, and which ranks keep it from going on."""
         reports = self._reports
         now: dict[str, Any] = {"step": reports.step, "epoch": reports.epoch}
-        own_s = reports.paces.of_late()
-        if own_s:
-            now["own_s"] = round(statistics.median(own_s.values()), 6)
-        if (slow := find_straggler(own_s)) is not None:
+        paces = reports.paces.of_late()
+        if paces:
+            now["own_s"] = round(statistics.median(pace.own_s for pace in paces.values()), 6)
+        if (slow := find_straggler(paces)) is not None:
             now |= {"slow": slow.rank, "slow_factor": round(slow.factor, 2)}
         now |= {"samples": reports.samples, "loss": reports.loss, "held_by": held or None}
         return {name: value for name, value in now.items() if value is not None}
@@ -74,12 +74,13 @@ class ProgressRecord:
     def _of_ranks(self) -> Mapping[str, Any]:
         """A list for each thing, with a value for each rank; None where it is not known."""
         latest, usage = self._reports.latest, self._reports.usage
-        own_s = self._reports.paces.of_late()
+        paces = self._reports.paces.of_late()
         return {
             "step": self._list(latest, lambda report: report.step),
             "phase": self._list(latest, lambda report: report.phase),
-            "own_s": self._list(own_s, lambda seconds: float(f"{seconds:.4g}")),
+            "own_s": self._list(paces, lambda pace: float(f"{pace.own_s:.4g}")),
             "waited_s": self._list(latest, lambda report: report.waited_s),
+            "input_s": self._list(latest, lambda report: report.input_s),
             "rss_mb": self._list(usage, lambda taken: taken.rss_bytes >> 20),
             "cpu": self._list(usage, lambda taken: taken.cpu),
         }

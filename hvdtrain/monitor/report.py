@@ -26,7 +26,17 @@ from typing import Any
 
 from hvdtrain.config import LONGEST_WORD, REPORT_FD
 
-__all__ = ["during", "is_heard", "learned", "phase", "resumed", "saved", "step", "watch"]
+__all__ = [
+    "during",
+    "is_heard",
+    "learned",
+    "phase",
+    "resumed",
+    "saved",
+    "step",
+    "waited_for_input",
+    "watch",
+]
 
 INTERVAL_S = 1.0
 # What a pipe takes as a whole or not at all (PIPE_BUF).
@@ -54,6 +64,12 @@ def learned(samples: float, loss: float) -> None:
     reporter = _reporter or _begin()
     reporter.samples = samples
     reporter.loss = loss
+
+
+def waited_for_input(more_s: float) -> None:
+    """This rank's training has waited so many seconds more for its next batches."""
+    reporter = _reporter or _begin()
+    reporter.input_s = (reporter.input_s or 0.0) + more_s
 
 
 def phase(name: str) -> None:
@@ -124,6 +140,7 @@ class _Reporter:
         self.resumed: int | None = None
         self.samples: float | None = None
         self.loss: float | None = None
+        self.input_s: float | None = None
         self.waiting_in: Callable[[], str] = lambda: ""
         self.waited_s: Callable[[], float] | None = None
         self._file = file
@@ -159,11 +176,14 @@ class _Reporter:
                 value = getattr(self, name)
                 if value is not None:
                     state[name] = int(value)
-            for name, number in (("samples", self.samples), ("loss", self.loss)):
-                if number is not None and math.isfinite(number):
-                    state[name] = float(f"{number:.6g}") if name == "loss" else round(number)
+            if self.samples is not None and math.isfinite(self.samples):
+                state["samples"] = round(self.samples)
+            if self.loss is not None and math.isfinite(self.loss):
+                state["loss"] = float(f"{self.loss:.6g}")
             if (waited_s := self._waited()) is not None:
                 state["waited_s"] = waited_s
+            if self.input_s is not None and math.isfinite(self.input_s):
+                state["input_s"] = round(self.input_s, 3)
             state["phase"] = str(self.phase)[:LONGEST_WORD]
             state["waiting_in"] = self._waits()[:LONGEST_WORD]
             line = _line(state)

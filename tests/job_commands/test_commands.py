@@ -72,7 +72,7 @@ class Commands:
             time.sleep(0.1)
 
     def until_gone(self) -> None:
-        """Wait until no process of a job is left; its launcher ends just after it wrote its state."""
+        """Wait until no process of a job is left; its launcher ends just after its last word."""
         deadline = time.monotonic() + 60
         while left := marked(self.mark):
             assert time.monotonic() < deadline, left
@@ -196,12 +196,13 @@ def test_what_can_not_start_is_told_at_once(commands: Commands) -> None:
 _TRAINS = """
 from hvdtrain.monitor import report
 print("hello", rank)
-report.watch(lambda: "", lambda: done * (0.04 if rank == 0 else 0.0))
 done = 0
+report.watch(lambda: "", lambda: done * (0.04 if rank == 0 else 0.0))
 report.phase("training")
 while done < 60:
     time.sleep(0.05)
     done += 1
+    report.waited_for_input(0.03 if rank == 1 else 0.0)
     report.step(done, done // 30)
     report.learned(done * 32, 1 / done)
 """
@@ -212,6 +213,7 @@ def test_a_job_of_hvdtrain_run_is_listed_as_well(commands: Commands) -> None:
     said = commands.captured().err
     assert "hvdtrain run: 60 steps in " in said
     assert "most for rank 1 on " in said
+    assert "times as long as the others, most of it waiting for its input\n" in said
     [row] = [json.loads(row) for row in commands.run("jobs", "--json").splitlines()]
     assert (row["status"], row["ranks"], row["options"]) == ("done", 2, ["-np", "2"])
     log = commands.run("logs", row["name"], "--grep", "hello").splitlines()
@@ -222,5 +224,9 @@ def test_a_job_of_hvdtrain_run_is_listed_as_well(commands: Commands) -> None:
     assert seen["metrics"]["loss"] == pytest.approx(1 / 60, rel=0.01)
     shares = seen["events"][-1]
     assert shares["kind"] == "summary"
-    assert shares["kept"] > 0.3
+    assert min(shares["kept"], shares["waiting"], shares["input"]) > 0.05
+    parts = [share for name, share in shares.items() if name not in ("time", "kind")]
+    assert sum(parts) == pytest.approx(1, abs=0.001)
     assert "rank 1: a step takes it " in commands.run("show", row["name"])
+    told = commands.run("show", row["name"], "--ranks").splitlines()
+    assert "waited s  input s" in told[-3]
