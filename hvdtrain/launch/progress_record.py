@@ -66,6 +66,8 @@ class ProgressRecord:
         paces = reports.paces.of_late()
         if paces:
             now["own_s"] = round(statistics.median(pace.own_s for pace in paces.values()), 6)
+        if reduced := round(sum(pace.reduced_per_s for pace in paces.values())):
+            now["reduced_bytes_per_s"] = reduced
         if (slow := find_straggler(paces)) is not None:
             now |= {"slow": slow.rank, "slow_factor": round(slow.factor, 2)}
         now |= {"samples": reports.samples, "loss": reports.loss, "held_by": held or None}
@@ -81,6 +83,7 @@ class ProgressRecord:
             "own_s": self._list(paces, lambda pace: float(f"{pace.own_s:.4g}")),
             "waited_s": self._list(latest, lambda report: report.waited_s),
             "input_s": self._list(latest, lambda report: report.input_s),
+            "reduced_bytes": self._list(latest, lambda report: report.reduced_bytes),
             "rss_mb": self._list(usage, lambda taken: taken.rss_bytes >> 20),
             "cpu": self._list(usage, lambda taken: taken.cpu),
         }

@@ -29,6 +29,7 @@ class _Mark(NamedTuple):
     step: int
     waited_s: float
     input_s: float
+    reduced_bytes: int
 
 
 class Pace(NamedTuple):
@@ -37,10 +38,13 @@ class Pace(NamedTuple):
     Attributes:
         own_s: How long, in seconds.
         input_s: For how long of that it waits for its input; 0 also where it does not tell.
+        reduced_per_s: How many bytes it puts into allreduce in a second; 0 also where it does not
+            tell.
     """
 
     own_s: float
     input_s: float = 0.0
+    reduced_per_s: float = 0.0
 
 
 class RankPaces:
@@ -54,7 +58,13 @@ class RankPaces:
         """Take in a report; those before the first step, which compiles, don't count."""
         if report.step is None or report.waited_s is None or report.phase != "training":
             return
-        mark = _Mark(now, report.step, report.waited_s, report.input_s or 0.0)
+        mark = _Mark(
+            now,
+            report.step,
+            report.waited_s,
+            report.input_s or 0.0,
+            report.reduced_bytes or 0,
+        )
         self._first.setdefault(rank, mark)
         marks = self._recent.setdefault(rank, deque())
         marks.append(mark)
@@ -97,7 +107,7 @@ def find_straggler(paces: Mapping[int, Pace]) -> Straggler | None:
     if len(paces) < 2:
         return None
     slowest = max(paces, key=lambda rank: paces[rank].own_s)
-    own_s, input_s = paces[slowest]
+    own_s, input_s, _ = paces[slowest]
     # Of two ranks the other one is what is usual.
     median_s = max(statistics.median_low(pace.own_s for pace in paces.values()), 1e-6)
     found = Straggler(rank=slowest, own_s=own_s, median_s=median_s, is_starved=input_s > own_s / 2)
@@ -111,6 +121,9 @@ def _paces(first: Mapping[int, _Mark], recent: Mapping[int, deque[_Mark]]) -> di
         end = recent[rank][-1]
         steps = end.step - begin.step
         if steps > 0:
-            own_s = (end.at_s - begin.at_s) - (end.waited_s - begin.waited_s)
-            found[rank] = Pace(max(0.0, own_s) / steps, (end.input_s - begin.input_s) / steps)
+            taken_s = end.at_s - begin.at_s
+            own_s = max(0.0, taken_s - (end.waited_s - begin.waited_s))
+            input_s = end.input_s - begin.input_s
+            reduced = end.reduced_bytes - begin.reduced_bytes
+            found[rank] = Pace(own_s / steps, input_s / steps, max(0.0, reduced / taken_s))
     return found

@@ -27,6 +27,7 @@ def test_what_is_new_is_written_now_and_then(tmp_path: Path) -> None:
                     phase="training",
                     waited_s=waits * step,
                     input_s=None if rank == 0 else 0.1 * step,
+                    reduced_bytes=3000 * step,
                     saved=20 if step >= 20 else None,
                 )
                 reports.note(rank, told, now)
@@ -47,6 +48,9 @@ def test_what_is_new_is_written_now_and_then(tmp_path: Path) -> None:
     assert len(of_ranks) == 1 + int(20 / RANKS_INTERVAL_S) + 1 - 1
     assert of_ranks[-1]["step"] == [40, None, 40]
     assert of_ranks[-1]["own_s"] == [0.2, None, 0.5]
+    # Two ranks, each twice a second.
+    assert rows[-1]["reduced_bytes_per_s"] == 2 * 2 * 3000
+    assert of_ranks[-1]["reduced_bytes"] == [120_000, None, 120_000]
     assert of_ranks[-1]["input_s"] == [None, None, 4.0]
     assert of_ranks[-1]["rss_mb"] == [None, None, 300]
 

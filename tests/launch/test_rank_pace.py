@@ -28,6 +28,7 @@ def _train(
                 phase="training",
                 waited_s=waited,
                 input_s=input_s * step if input_s is not None and rank == 1 else None,
+                reduced_bytes=500 * step if rank == 1 else None,
             )
             paces.note(rank, report, now)
     return begin + steps * step_s
@@ -50,7 +51,8 @@ def test_what_a_rank_waits_for_its_input_is_its_own(
 ) -> None:
     paces = RankPaces()
     _train(paces, {0: 0.1, 1: 0.4}, 5.0, 20, first=1, input_s=input_s)
-    assert paces.in_all()[1] == pytest.approx(Pace(0.4, input_s or 0.0))
+    assert paces.in_all()[1] == pytest.approx(Pace(0.4, input_s or 0.0, 500 / 0.4))
+    assert paces.in_all()[0] == pytest.approx(Pace(0.1, 0.0, 0.0))
     found = find_straggler(paces.of_late())
     assert found is not None
     assert (found.rank, found.is_starved) == (1, is_starved)
