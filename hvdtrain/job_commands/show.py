@@ -74,7 +74,9 @@ def _slowest(now: Mapping[str, Any]) -> str:
         return f"no rank goes on: the others wait for rank {listing(held)}"
     if "slow" not in now:
         return ""
-    return f"rank {now['slow']}: a step takes it {now['slow_factor']} times as long as the others"
+    where = f" on {host}" if (host := now.get("slow_host")) else ""
+    factor = now["slow_factor"]
+    return f"rank {now['slow']}{where}: a step takes it {factor} times as long as the others"
 
 
 def _table_of_ranks(now: Mapping[str, Any]) -> str:

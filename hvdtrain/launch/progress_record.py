@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from hvdtrain.jobs.recorder import JobRecorder
+from hvdtrain.jobs.roll_up import spread
 from hvdtrain.launch.job_progress import JobProgress, held_by
 from hvdtrain.launch.rank_pace import find_straggler
 
@@ -29,12 +29,20 @@ class ProgressRecord:
         recorder: Writes it down.
         reports: The newest of each rank.
         ranks: How many ranks there are.
+        hosts: Tells the host of each that has begun.
     """
 
-    def __init__(self, recorder: JobRecorder, reports: JobProgress, ranks: int) -> None:
+    def __init__(
+        self,
+        recorder: JobRecorder,
+        reports: JobProgress,
+        ranks: int,
+        hosts: Callable[[], Mapping[int, str]],
+    ) -> None:
         self._recorder = recorder
         self._reports = reports
         self._ranks = ranks
+        self._hosts = hosts
         self._due_at = 0.0
         self._ranks_due_at = 0.0
         self._told: tuple[int | None, int | None, list[int]] = (None, None, [])
@@ -65,11 +73,13 @@ class ProgressRecord:
         now: dict[str, Any] = {"step": reports.step, "epoch": reports.epoch}
         paces = reports.paces.of_late()
         if paces:
-            now["own_s"] = round(statistics.median(pace.own_s for pace in paces.values()), 6)
+            own_s = spread("own_s", (round(pace.own_s, 6) for pace in paces.values()))
+            now |= own_s if len(paces) > 1 else {"own_s": own_s["own_s"]}
         if reduced := round(sum(pace.reduced_per_s for pace in paces.values())):
             now["reduced_bytes_per_s"] = reduced
         if (slow := find_straggler(paces)) is not None:
             now |= {"slow": slow.rank, "slow_factor": round(slow.factor, 2)}
+            now["slow_host"] = self._hosts().get(slow.rank)
         now |= {"samples": reports.samples, "loss": reports.loss, "held_by": held or None}
         return {name: value for name, value in now.items() if value is not None}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 import uuid
@@ -220,13 +221,15 @@ def test_a_job_of_hvdtrain_run_is_listed_as_well(commands: Commands) -> None:
     assert sorted(log) == ["[0] hello 0", "[1] hello 1"]
     seen = commands.show(row["name"])
     assert (seen["step"], seen["epoch"]) == (60, 2)
-    assert (seen["metrics"]["step"], seen["metrics"]["slow"]) == (60, 1)
+    host = socket.gethostname()
+    slow = [seen["metrics"][name] for name in ("step", "slow", "slow_host")]
+    assert slow == [60, 1, host]
     assert seen["metrics"]["loss"] == pytest.approx(1 / 60, rel=0.01)
     shares = seen["events"][-1]
     assert shares["kind"] == "summary"
     assert min(shares["kept"], shares["waiting"], shares["input"]) > 0.05
     parts = [share for name, share in shares.items() if name not in ("time", "kind")]
     assert sum(parts) == pytest.approx(1, abs=0.001)
-    assert "rank 1: a step takes it " in commands.run("show", row["name"])
+    assert f"rank 1 on {host}: a step takes it " in commands.run("show", row["name"])
     told = commands.run("show", row["name"], "--ranks").splitlines()
     assert "waited s  input s" in told[-3]
