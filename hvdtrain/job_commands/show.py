@@ -89,6 +89,8 @@ def _table_of_ranks(now: Mapping[str, Any]) -> str:
         "input_s": "input s",
         "rss_mb": "RSS MiB",
         "cpu": "cores",
+        "gpu": "GPU %",
+        "gpu_mb": "GPU MiB",
     }
     unknown = [None] * len(now.get("step", []))
     if not unknown:

@@ -18,6 +18,7 @@ HELD_S = 5.0
 # Rows that tell of each rank are long, and the longer the more ranks there are.
 RANKS_INTERVAL_S = 10.0
 _RANKS_PER_S = 10
+_SELDOM_KNOWN = ("input_s", "reduced_bytes", "gpu", "gpu_mb")
 
 _Value = TypeVar("_Value")
 
@@ -84,19 +85,34 @@ class ProgressRecord:
         return {name: value for name, value in now.items() if value is not None}
 
     def _of_ranks(self) -> Mapping[str, Any]:
-        """A list for each thing, with a value for each rank; None where it is not known."""
+        """A list for each thing, with a value for each rank; None where it is not known.
+
+        What is known of no rank, as GPUs often are, has no list.
+        """
         latest, usage = self._reports.latest, self._reports.usage
         paces = self._reports.paces.of_late()
-        return {
+        lists = {
             "step": self._list(latest, lambda report: report.step),
             "phase": self._list(latest, lambda report: report.phase),
             "own_s": self._list(paces, lambda pace: float(f"{pace.own_s:.4g}")),
             "waited_s": self._list(latest, lambda report: report.waited_s),
             "input_s": self._list(latest, lambda report: report.input_s),
             "reduced_bytes": self._list(latest, lambda report: report.reduced_bytes),
-            "rss_mb": self._list(usage, lambda taken: taken.rss_bytes >> 20),
+            "rss_mb": self._list(usage, lambda taken: _mebibytes(taken.rss_bytes)),
             "cpu": self._list(usage, lambda taken: taken.cpu),
+            "gpu": self._list(usage, lambda taken: taken.gpu),
+            "gpu_mb": self._list(usage, lambda taken: _mebibytes(taken.gpu_bytes)),
+        }
+        unknown = [None] * self._ranks
+        return {
+            name: values
+            for name, values in lists.items()
+            if name not in _SELDOM_KNOWN or values != unknown
         }
 
     def _list(self, of: Mapping[int, _Value], value: Callable[[_Value], Any]) -> list[Any]:
         return [value(of[rank]) if rank in of else None for rank in range(self._ranks)]
+
+
+def _mebibytes(size: int | None) -> int | None:
+    return None if size is None else size >> 20

@@ -33,7 +33,7 @@ def test_what_is_new_is_written_now_and_then(tmp_path: Path) -> None:
                     saved=20 if step >= 20 else None,
                 )
                 reports.note(rank, told, now)
-            reports.usage[2] = Usage(rss_bytes=300 << 20, cpu=1.5)
+            reports.usage[2] = Usage(rss_bytes=300 << 20, cpu=1.5, gpu_bytes=5 << 30)
             record.review(now)
         record.review(20.1, last=True)
     rows = list(read_json_lines(job.metrics))
@@ -58,6 +58,8 @@ def test_what_is_new_is_written_now_and_then(tmp_path: Path) -> None:
     assert of_ranks[-1]["reduced_bytes"] == [120_000, None, 120_000]
     assert of_ranks[-1]["input_s"] == [None, None, 4.0]
     assert of_ranks[-1]["rss_mb"] == [None, None, 300]
+    assert of_ranks[-1]["gpu_mb"] == [None, None, 5120]
+    assert "gpu" not in of_ranks[-1], "that is not known of any"
 
 
 def test_who_keeps_the_job_from_going_on_is_named(tmp_path: Path) -> None:
