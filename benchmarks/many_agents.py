@@ -57,9 +57,11 @@ class Agents:
         """What every rank tells once a second."""
         for rank in sorted(self.left):
             told = {"step": step, "epoch": 0, "phase": "training", "waited_s": 0.1 * step}
+            told |= {"input_s": 0.01 * step, "reduced_bytes": step << 27}
             self.send(rank, "report", pid=rank, **told)
             if step % 5 == rank % 5:
-                self.send(rank, "usage", rss_bytes=1 << 30, cpu=0.9)
+                taken = {"rss_bytes": 1 << 30, "cpu": 0.9, "gpu": 80.0, "gpu_bytes": 30 << 30}
+                self.send(rank, "usage", **taken)
             if step % LINE_EVERY == 0:
                 text = f"step {step} of rank {rank}"
                 self.send(rank, "line", stream="stdout", text=text)

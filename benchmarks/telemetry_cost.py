@@ -3,9 +3,9 @@
     hvdtrain run -np 2 -- python benchmarks/telemetry_cost.py
     hvdtrain run -np 2 -- python benchmarks/telemetry_cost.py --epochs 60 --batch-size 16
 
-LeNet on random images. Every other epoch the ranks are mute: they neither read the loss nor tell
-the launcher anything, so that both are measured in the same minute on the same machine. Medians of
-the epochs are compared; the first two, which compile, don't count.
+LeNet on random images. Every other epoch the ranks are mute: they neither read the loss, nor time
+their input, nor tell the launcher anything, so that both are measured in the same minute on the
+same machine. Medians of the epochs are compared; the first two, which compile, don't count.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from hvdtrain.agent.agent_environment import JOB, parse_addresses
 from hvdtrain.agent.child_guard import adopt_orphans, die_with_parent, run_guarded
 from hvdtrain.agent.cpu_share import take_cores
 from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode, signal_name
+from hvdtrain.agent.gpu_usage import GpuWatch, own_gpu
 from hvdtrain.agent.messages import Decoder, connect, encode, receive
 from hvdtrain.agent.oom import OomWatch
 from hvdtrain.agent.output_relay import OutputRelay
@@ -82,7 +83,8 @@ class Agent:
         self._was_signalled = False
         self._elastic = environ.get(variable_name("elastic")) == "1"
         self._oom = OomWatch()
-        self._usage = UsageWatch()
+        gpu = own_gpu(environ, topology.local_rank, topology.local_size)
+        self._usage = UsageWatch(GpuWatch(gpu))
         self._child: subprocess.Popen[bytes] | None = None
         self._report_pipe = ReportPipe()
         self._output = OutputRelay(self._selector, self._send)

@@ -28,6 +28,8 @@ class RankReport:
         resumed: Step of the checkpoint that it began from.
         waiting_in: The operation in which it waits for other ranks; empty for none.
         waited_s: How long it has waited for other ranks in all; None for unknown.
+        input_s: How long its training has waited for its own batches in all; None for unknown.
+        reduced_bytes: How much it has put into allreduce in all; None for unknown.
         samples: On how many samples all ranks have trained, in this run of the program.
         loss: Their loss of late.
     """
@@ -40,6 +42,8 @@ class RankReport:
     resumed: int | None = None
     waiting_in: str = ""
     waited_s: float | None = None
+    input_s: float | None = None
+    reduced_bytes: int | None = None
     samples: int | None = None
     loss: float | None = None
 
@@ -82,6 +86,7 @@ _FIELDS = {
     kind: tuple(entry.name for entry in fields(content))
     for kind, content in (("report", RankReport), ("failure", FailureRecord))
 }
+_WHOLE = ("pid", "step", "epoch", "saved", "resumed", "reduced_bytes", "samples")
 
 
 class ReportPipe:
@@ -134,10 +139,8 @@ class ReportPipe:
 
 def read_report(message: Mapping[str, Any]) -> RankReport | None:
     """The report in a message; None where it holds something else: a program may write anything."""
-    numbers: dict[str, Any] = {
-        name: message.get(name) for name in ("pid", "step", "epoch", "saved", "resumed", "samples")
-    }
-    measured: dict[str, Any] = {name: message.get(name) for name in ("waited_s", "loss")}
+    numbers: dict[str, Any] = {name: message.get(name) for name in _WHOLE}
+    measured: dict[str, Any] = {name: message.get(name) for name in ("waited_s", "input_s", "loss")}
     words = {name: message.get(name, "") for name in ("phase", "waiting_in")}
     if not all(value is None or type(value) is int for value in numbers.values()):
         return None

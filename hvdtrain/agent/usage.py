@@ -1,4 +1,4 @@
-"""What a rank's program takes of its host: memory and processor time of all its processes."""
+"""What a rank's program takes of its host: memory, processor time and GPUs of its processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 import time
 from dataclasses import dataclass
 from typing import Any
+
+from hvdtrain.agent.gpu_usage import GpuWatch
 
 __all__ = ["Usage", "UsageWatch", "read_usage"]
 
@@ -20,10 +22,14 @@ class Usage:
     Attributes:
         rss_bytes: Memory that is theirs, summed; what several of them share counts for each.
         cpu: Cores that they kept busy since the last time, such as 1.5.
+        gpu: For how much of the last moment their GPUs computed, in percent; None for unknown.
+        gpu_bytes: Memory that they take of GPUs; None for unknown.
     """
 
     rss_bytes: int
     cpu: float
+    gpu: float | None = None
+    gpu_bytes: int | None = None
 
 
 def read_usage(message: dict[str, Any]) -> Usage | None:
@@ -31,13 +37,24 @@ def read_usage(message: dict[str, Any]) -> Usage | None:
     rss, cpu = message.get("rss_bytes"), message.get("cpu")
     if type(rss) is not int or not isinstance(cpu, (int, float)):
         return None
-    return Usage(rss_bytes=rss, cpu=float(cpu))
+    gpu, gpu_bytes = message.get("gpu"), message.get("gpu_bytes")
+    return Usage(
+        rss_bytes=rss,
+        cpu=float(cpu),
+        gpu=float(gpu) if isinstance(gpu, (int, float)) else None,
+        gpu_bytes=gpu_bytes if type(gpu_bytes) is int else None,
+    )
 
 
 class UsageWatch:
-    """Looks at a program and its children now and then."""
+    """Looks at a program and its children now and then.
 
-    def __init__(self) -> None:
+    Args:
+        gpus: Asked for what these take of GPUs.
+    """
+
+    def __init__(self, gpus: GpuWatch) -> None:
+        self._gpus = gpus
         self._due_s = time.monotonic() + INTERVAL_S
         self._before: dict[int, float] = {}
         self._looked_s = time.monotonic()
@@ -66,4 +83,10 @@ class UsageWatch:
         # A process that has ended takes its time with it.
         spent_s = sum(max(0.0, s - self._before.get(one, 0.0)) for one, s in busy_s.items())
         since_s, self._looked_s, self._before = now_s - self._looked_s, now_s, busy_s
-        return Usage(rss_bytes=rss, cpu=round(spent_s / since_s, 3))
+        taken = self._gpus.look(busy_s.keys())
+        return Usage(
+            rss_bytes=rss,
+            cpu=round(spent_s / since_s, 3),
+            gpu=taken.gpu if taken is not None else None,
+            gpu_bytes=taken.gpu_bytes if taken is not None else None,
+        )

@@ -71,6 +71,8 @@ class Engine(RankState):
         self.kind = transport.kind
         self.observers: list[Callable[[FinishedOperation], None]] = []
         self._lock = threading.Lock()
+        self._parent = parent
+        self.reduced_bytes = 0
         if parent is not None:
             # MPI may take calls of one thread at a time.
             self._lock, self.observers = parent._lock, parent.observers
@@ -116,6 +118,7 @@ class Engine(RankState):
         check_reducible(dtype, op)
         attempt = functools.partial(self._exchange.reduce, call, arrays, op, require_finite, *form)
         outputs, finite = self._operate(call, attempt)
+        self._note_reduced(sum(array.nbytes for array in arrays))
         if finite is not None and not finite.passed:
             raise NonFiniteError(f"The result of {call.text} holds NaN or infinity.")
         return list(outputs)
@@ -304,10 +307,11 @@ class Engine(RankState):
                 self._remember(error)
                 raise
 
-    def end_external(self) -> None:
+    def end_external(self, reduced_bytes: int = 0) -> None:
         with self._lock:
             external, self._external = self._external, None
         if external is not None:
+            self._note_reduced(reduced_bytes)
             self._tell_observers(external.call, external.since_s, 0.0, "")
 
     def fail(self, reason: str) -> None:
@@ -346,6 +350,11 @@ class Engine(RankState):
     def waited_s(self) -> float:
         """How long this rank has waited for others in all, in seconds."""
         return self.transport.waited_s
+
+    def _note_reduced(self, nbytes: int) -> None:
+        self.reduced_bytes += nbytes
+        if self._parent is not None:
+            self._parent._note_reduced(nbytes)
 
     def _operate(self, call: Call, attempt: Callable[[], Result], source: int = -1) -> Result:
         """One operation at a time; none after an error that ranks may not all have had.

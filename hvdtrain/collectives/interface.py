@@ -110,6 +110,11 @@ class Collectives(Protocol):
         """How long this rank has waited for others in all, in seconds; short waits don't count."""
         ...
 
+    @property
+    def reduced_bytes(self) -> int:
+        """How much this rank has put into ``allreduce`` in all, also with some of the ranks."""
+        ...
+
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = "") -> np.ndarray:
         """Combine the arrays of all ranks element by element; same shape and type everywhere.
 
@@ -269,8 +274,12 @@ class Collectives(Protocol):
         """
         ...
 
-    def end_external(self) -> None:
-        """The operation that something else carried out is done."""
+    def end_external(self, reduced_bytes: int = 0) -> None:
+        """The operation that something else carried out is done.
+
+        Args:
+            reduced_bytes: How much this rank has put into it, if it was an allreduce.
+        """
         ...
 
     def fail(self, reason: str) -> None:

@@ -74,7 +74,9 @@ def _slowest(now: Mapping[str, Any]) -> str:
         return f"no rank goes on: the others wait for rank {listing(held)}"
     if "slow" not in now:
         return ""
-    return f"rank {now['slow']}: a step takes it {now['slow_factor']} times as long as the others"
+    where = f" on {host}" if (host := now.get("slow_host")) else ""
+    factor = now["slow_factor"]
+    return f"rank {now['slow']}{where}: a step takes it {factor} times as long as the others"
 
 
 def _table_of_ranks(now: Mapping[str, Any]) -> str:
@@ -84,17 +86,24 @@ def _table_of_ranks(now: Mapping[str, Any]) -> str:
         "phase": "phase",
         "own_s": "own s/step",
         "waited_s": "waited s",
+        "input_s": "input s",
         "rss_mb": "RSS MiB",
         "cpu": "cores",
+        "gpu": "GPU %",
+        "gpu_mb": "GPU MiB",
     }
-    columns = [now.get(name, []) for name in shown]
-    if not columns[0]:
+    unknown = [None] * len(now.get("step", []))
+    if not unknown:
         return "its ranks have reported nothing"
+    # What no rank tells, such as its input outside of Keras' fit, is no column.
+    columns = {name: now.get(name, unknown) for name in shown}
+    known = {name: column for name, column in columns.items() if column != unknown}
     rows = [
         [str(rank), *("" if value is None else str(value) for value in values)]
-        for rank, values in enumerate(zip(*columns))
+        for rank, values in enumerate(zip(*known.values()))
     ]
-    return format_table(["rank", *shown.values()], rows, left=(2,))
+    left = tuple(place for place, name in enumerate(known, 1) if name == "phase")
+    return format_table(["rank", *(shown[name] for name in known)], rows, left=left)
 
 
 def _event(event: dict[str, Any]) -> str:

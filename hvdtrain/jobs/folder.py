@@ -47,6 +47,7 @@ class JobFolder:
         path: The folder.
         events: What happened to the job, a line of JSON each.
         metrics: How far it was, a line of JSON at a time.
+        roll_ups: The same as a line for each span of so many seconds, the shortest first.
         ranks: How each of its ranks was, a line of JSON at a time.
         log: The folder of its log.
         words: What its launcher printed before and after it wrote the log.
@@ -56,6 +57,7 @@ class JobFolder:
         self.path = path
         self.events = path / "events.jsonl"
         self.metrics = path / "metrics.jsonl"
+        self.roll_ups = {10: path / "metrics-10s.jsonl", 60: path / "metrics-1min.jsonl"}
         self.ranks = path / "ranks.jsonl"
         self.log = path / "log"
         self.words = path / "launcher.txt"

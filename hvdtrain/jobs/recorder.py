@@ -24,6 +24,7 @@ from hvdtrain.jobs.json_lines import append_json_line
 from hvdtrain.jobs.log_format import LAUNCHER, LogLine
 from hvdtrain.jobs.log_writer import LogWriter
 from hvdtrain.jobs.process_identity import own_identity
+from hvdtrain.jobs.roll_up import RollUp
 from hvdtrain.jobs.state import JobState
 
 __all__ = ["JobRecorder"]
@@ -60,6 +61,8 @@ class JobRecorder:
         self._characters = 0
         self._dropped = 0
         self._records: deque[tuple[Path, Mapping[str, Any]]] = deque()
+        roll_ups = folder.roll_ups if folder is not None else {}
+        self._roll_ups = {path: RollUp(span_s) for span_s, path in roll_ups.items()}
         self._unwritten: JobState | None = None
         self._log: LogWriter | None = None
         self._closing = threading.Event()
@@ -103,9 +106,13 @@ class JobRecorder:
             self._record(self._folder.events, {"kind": kind, **fields})
 
     def metrics(self, **fields: Any) -> None:
-        """How far the job is."""
-        if self._folder is not None:
-            self._record(self._folder.metrics, fields)
+        """How far the job is; rolled up as well, of which a row is written once it is complete."""
+        if self._folder is None:
+            return
+        row = self._record(self._folder.metrics, fields)
+        for path, roll_up in self._roll_ups.items():
+            if (ended := roll_up.add(row)) is not None:
+                self._record(path, ended)
 
     def ranks(self, **fields: Any) -> None:
         """How each rank is: a list for each thing."""
@@ -122,14 +129,20 @@ class JobRecorder:
 
     def close(self) -> None:
         """Write what is left, for so long as that may take."""
+        for path, roll_up in self._roll_ups.items():
+            if (begun := roll_up.end()) is not None:
+                self._record(path, begun)
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout=CLOSE_TIMEOUT_S)
 
-    def _record(self, path: Path, content: Mapping[str, Any]) -> None:
+    def _record(self, path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Have a row written, with its time if it has none; returns it."""
+        row = {"time": round(time.time(), 3), **content}
         with self._lock:
             if len(self._records) < MOST_RECORDS:
-                self._records.append((path, {"time": round(time.time(), 3), **content}))
+                self._records.append((path, row))
+        return row
 
     def _write_often(self, folder: JobFolder) -> None:
         touched_at = time.monotonic()

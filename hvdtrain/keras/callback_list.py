@@ -139,10 +139,12 @@ class _Progress(keras.callbacks.Callback):
         self._compiled = True
         report.step(self._epochs.step, self._epoch)
         report.phase("training")
+        self._epochs.input_wait.tell_often()
         if self._learned.is_due() and report.is_heard() and world.is_chief():
             self._learned.tell(self.model, batch + 1, self._epochs.step)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._epochs.input_wait.tell()
         report.phase("end of an epoch")
 
 

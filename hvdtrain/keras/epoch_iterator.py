@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.sharded_input import Pass
+from hvdtrain.keras.input_wait import InputWait
 from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.private_api.keras import FitIterator, note_steps_seen, warn_of_interruption
 
@@ -101,6 +102,8 @@ class EpochIterator:
     ) -> None:
         self.sharded = sharded
         """This rank's share, another one after ranks were lost."""
+        self.input_wait = InputWait()
+        """How long its steps have waited for their batches."""
         self._membership = membership
         self._accumulates = accumulates
         self._unapplied: list[_Taken] = []  # steps whose gradients wait for those of others
@@ -287,7 +290,7 @@ class EpochIterator:
 
     def _read(self, begun: Pass) -> None:
         self._pass = begun
-        self._iterator = iter(begun.dataset)
+        self._iterator = iter(self.input_wait.timed(begun.dataset))
         self._done = 0
         self._ran_out = False
 

@@ -99,7 +99,11 @@ class ModelPatch:
             make_predict_function=loops.make_predict_function,
             **hooks,
         )
-        report.watch(lambda: collectives.waiting_in, lambda: collectives.waited_s)
+        report.watch(
+            lambda: collectives.waiting_in,
+            lambda: collectives.waited_s,
+            lambda: collectives.reduced_bytes,
+        )
         forget_functions(model)
         broadcast_model(model, collectives)
         reseed_by_rank(model, collectives)

@@ -6,13 +6,12 @@ answered whether its program is stopped.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvdtrain.agent.rank_report import RankReport
 from hvdtrain.agent.usage import Usage
 from hvdtrain.cluster.ranges import listing
-from hvdtrain.launch.phase_times import PhaseTimes
+from hvdtrain.launch.phase_times import PhaseTimes, TrainingWaits
 from hvdtrain.launch.rank_pace import RankPaces
 
 __all__ = ["JobProgress", "describe_hang", "hangs", "held_by", "missing", "stuck"]
@@ -33,6 +32,7 @@ class JobProgress:
         moved: When the step or the phase of each rank was last new.
         saved_at: When a checkpoint was last written; None for never.
         phases: Where the chief's time goes; the chief is the first rank that reports.
+        waits: What ranks have waited while they trained.
         paces: What each rank takes for a step itself.
         usage: What each rank takes of its host, as its agent told last.
     """
@@ -42,6 +42,7 @@ class JobProgress:
         self.moved: dict[int, float] = {}
         self.saved_at: float | None = None
         self.phases = PhaseTimes(began)
+        self.waits = TrainingWaits()
         self.paces = RankPaces()
         self.usage: dict[int, Usage] = {}
         self._first: int | None = None
@@ -52,6 +53,7 @@ class JobProgress:
         if (report.step, report.phase) != (before.step, before.phase) or rank not in self.latest:
             self.moved[rank] = now
         self.latest[rank] = report
+        self.waits.note(rank, before, report)
         self.paces.note(rank, report, now)
         if self._first is None or rank <= self._first:
             self._first = rank
@@ -89,13 +91,6 @@ class JobProgress:
         """The loss of late, which the chief tells."""
         found = [report.loss for report in self.latest.values() if report.loss is not None]
         return found[0] if found else None
-
-    def waited_share(self, training_s: float) -> float | None:
-        """The part of so much training for which ranks waited for each other; None for unknown."""
-        told = [r.waited_s for r in self.latest.values() if r.waited_s is not None]
-        if training_s <= 0 or not any(told):
-            return None
-        return min(1.0, statistics.mean(told) / training_s)
 
     @property
     def stepped(self) -> bool:

@@ -88,6 +88,7 @@ class Outcome:
         samples: On how many samples its ranks trained; None for unknown.
         phases: How long its chief was in each phase, in seconds.
         waited: The part of training for which ranks waited for each other; None for unknown.
+        starved: The part of training for which ranks waited for their input; None for unknown.
         straggler: The rank that held the others up; None for none.
         straggler_host: Where that ran.
         lost_hosts: Hosts where agents were lost without a word, or can't be started, as they are
@@ -105,6 +106,7 @@ class Outcome:
     samples: int | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
     waited: float | None = None
+    starved: float | None = None
     straggler: Straggler | None = None
     straggler_host: str = ""
     lost_hosts: tuple[str, ...] = ()
@@ -124,6 +126,7 @@ def classify(record: JobRecord) -> Outcome:
     lost = [end for end in record.ends if end.code is None]
     since = record.reports.saved_at or record.started_at
     phases = record.reports.phases.seconds(record.ended_at)
+    waited, starved = record.reports.waits.shares(phases.get("training", 0.0))
     straggler = find_straggler(record.reports.paces.in_all())
     return Outcome(
         code=code,
@@ -136,7 +139,8 @@ def classify(record: JobRecord) -> Outcome:
         resumed=record.reports.resumed,
         samples=record.reports.samples,
         phases=phases,
-        waited=record.reports.waited_share(phases.get("training", 0.0)),
+        waited=waited,
+        starved=starved,
         straggler=straggler,
         straggler_host=record.seen.get(straggler.rank, "") if straggler is not None else "",
         lost_hosts=tuple(dict.fromkeys([*(record.hosts[end.rank] for end in lost), *absent])),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from hvdtrain.jobs.recorder import JobRecorder
+from hvdtrain.jobs.roll_up import spread
 from hvdtrain.launch.job_progress import JobProgress, held_by
 from hvdtrain.launch.rank_pace import find_straggler
 
@@ -18,6 +18,7 @@ HELD_S = 5.0
 # Rows that tell of each rank are long, and the longer the more ranks there are.
 RANKS_INTERVAL_S = 10.0
 _RANKS_PER_S = 10
+_SELDOM_KNOWN = ("input_s", "reduced_bytes", "gpu", "gpu_mb")
 
 _Value = TypeVar("_Value")
 
@@ -29,12 +30,20 @@ class ProgressRecord:
         recorder: Writes it down.
         reports: The newest of each rank.
         ranks: How many ranks there are.
+        hosts: Tells the host of each that has begun.
     """
 
-    def __init__(self, recorder: JobRecorder, reports: JobProgress, ranks: int) -> None:
+    def __init__(
+        self,
+        recorder: JobRecorder,
+        reports: JobProgress,
+        ranks: int,
+        hosts: Callable[[], Mapping[int, str]],
+    ) -> None:
         self._recorder = recorder
         self._reports = reports
         self._ranks = ranks
+        self._hosts = hosts
         self._due_at = 0.0
         self._ranks_due_at = 0.0
         self._told: tuple[int | None, int | None, list[int]] = (None, None, [])
@@ -63,26 +72,47 @@ class ProgressRecord:
         """How far the job is, and which ranks keep it from going on."""
         reports = self._reports
         now: dict[str, Any] = {"step": reports.step, "epoch": reports.epoch}
-        own_s = reports.paces.of_late()
-        if own_s:
-            now["own_s"] = round(statistics.median(own_s.values()), 6)
-        if (slow := find_straggler(own_s)) is not None:
+        paces = reports.paces.of_late()
+        if paces:
+            own_s = spread("own_s", (round(pace.own_s, 6) for pace in paces.values()))
+            now |= own_s if len(paces) > 1 else {"own_s": own_s["own_s"]}
+        if reduced := round(sum(pace.reduced_per_s for pace in paces.values())):
+            now["reduced_bytes_per_s"] = reduced
+        if (slow := find_straggler(paces)) is not None:
             now |= {"slow": slow.rank, "slow_factor": round(slow.factor, 2)}
+            now["slow_host"] = self._hosts().get(slow.rank)
         now |= {"samples": reports.samples, "loss": reports.loss, "held_by": held or None}
         return {name: value for name, value in now.items() if value is not None}
 
     def _of_ranks(self) -> Mapping[str, Any]:
-        """A list for each thing, with a value for each rank; None where it is not known."""
+        """A list for each thing, with a value for each rank; None where it is not known.
+
+        What is known of no rank, as GPUs often are, has no list.
+        """
         latest, usage = self._reports.latest, self._reports.usage
-        own_s = self._reports.paces.of_late()
-        return {
+        paces = self._reports.paces.of_late()
+        lists = {
             "step": self._list(latest, lambda report: report.step),
             "phase": self._list(latest, lambda report: report.phase),
-            "own_s": self._list(own_s, lambda seconds: float(f"{seconds:.4g}")),
+            "own_s": self._list(paces, lambda pace: float(f"{pace.own_s:.4g}")),
             "waited_s": self._list(latest, lambda report: report.waited_s),
-            "rss_mb": self._list(usage, lambda taken: taken.rss_bytes >> 20),
+            "input_s": self._list(latest, lambda report: report.input_s),
+            "reduced_bytes": self._list(latest, lambda report: report.reduced_bytes),
+            "rss_mb": self._list(usage, lambda taken: _mebibytes(taken.rss_bytes)),
             "cpu": self._list(usage, lambda taken: taken.cpu),
+            "gpu": self._list(usage, lambda taken: taken.gpu),
+            "gpu_mb": self._list(usage, lambda taken: _mebibytes(taken.gpu_bytes)),
+        }
+        unknown = [None] * self._ranks
+        return {
+            name: values
+            for name, values in lists.items()
+            if name not in _SELDOM_KNOWN or values != unknown
         }
 
     def _list(self, of: Mapping[int, _Value], value: Callable[[_Value], Any]) -> list[Any]:
         return [value(of[rank]) if rank in of else None for rank in range(self._ranks)]
+
+
+def _mebibytes(size: int | None) -> int | None:
+    return None if size is None else size >> 20

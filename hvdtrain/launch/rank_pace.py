@@ -1,7 +1,8 @@
 """Which rank holds the others up: the one that takes long for a step and waits least.
 
 In synchronous training all ranks take the same time for a step, waiting included. What a rank
-takes itself is the rest: ``(time - waited) / steps``.
+takes itself is the rest: ``(time - waited) / steps``. What it waits for its input is part of that:
+others wait meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 from hvdtrain.agent.rank_report import RankReport
 
-__all__ = ["RankPaces", "Straggler", "find_straggler"]
+__all__ = ["Pace", "RankPaces", "Straggler", "find_straggler"]
 
 WINDOW_S = 20.0
 # Below this a difference is what ranks have by chance.
@@ -27,6 +28,23 @@ class _Mark(NamedTuple):
     at_s: float
     step: int
     waited_s: float
+    input_s: float
+    reduced_bytes: int
+
+
+class Pace(NamedTuple):
+    """What a rank takes for a step itself.
+
+    Attributes:
+        own_s: How long, in seconds.
+        input_s: For how long of that it waits for its input; 0 also where it does not tell.
+        reduced_per_s: How many bytes it puts into allreduce in a second; 0 also where it does not
+            tell.
+    """
+
+    own_s: float
+    input_s: float = 0.0
+    reduced_per_s: float = 0.0
 
 
 class RankPaces:
@@ -40,20 +58,26 @@ class RankPaces:
         """Take in a report; those before the first step, which compiles, don't count."""
         if report.step is None or report.waited_s is None or report.phase != "training":
             return
-        mark = _Mark(now, report.step, report.waited_s)
+        mark = _Mark(
+            now,
+            report.step,
+            report.waited_s,
+            report.input_s or 0.0,
+            report.reduced_bytes or 0,
+        )
         self._first.setdefault(rank, mark)
         marks = self._recent.setdefault(rank, deque())
         marks.append(mark)
         while now - marks[0].at_s > WINDOW_S and len(marks) > 2:
             marks.popleft()
 
-    def of_late(self) -> dict[int, float]:
-        """Seconds that each rank has taken itself for a step, of late."""
-        return _own({rank: marks[0] for rank, marks in self._recent.items()}, self._recent)
+    def of_late(self) -> dict[int, Pace]:
+        """What each rank has taken itself for a step, of late."""
+        return _paces({rank: marks[0] for rank, marks in self._recent.items()}, self._recent)
 
-    def in_all(self) -> dict[int, float]:
-        """Seconds that each rank has taken itself for a step, on the average."""
-        return _own(self._first, self._recent)
+    def in_all(self) -> dict[int, Pace]:
+        """What each rank has taken itself for a step, on the average."""
+        return _paces(self._first, self._recent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +88,13 @@ class Straggler:
         rank: Its number.
         own_s: What it takes for a step itself, in seconds.
         median_s: What the ranks take in the middle.
+        is_starved: Whether it waits for its input most of that time.
     """
 
     rank: int
     own_s: float
     median_s: float
+    is_starved: bool = False
 
     @property
     def factor(self) -> float:
@@ -76,23 +102,28 @@ class Straggler:
         return self.own_s / self.median_s
 
 
-def find_straggler(own_s: Mapping[int, float]) -> Straggler | None:
+def find_straggler(paces: Mapping[int, Pace]) -> Straggler | None:
     """The rank that takes longest for a step, if that is much longer than the others."""
-    if len(own_s) < 2:
+    if len(paces) < 2:
         return None
-    slowest = max(own_s, key=lambda rank: own_s[rank])
+    slowest = max(paces, key=lambda rank: paces[rank].own_s)
+    own_s, input_s, _ = paces[slowest]
     # Of two ranks the other one is what is usual.
-    median_s = max(statistics.median_low(own_s.values()), 1e-6)
-    found = Straggler(rank=slowest, own_s=own_s[slowest], median_s=median_s)
+    median_s = max(statistics.median_low(pace.own_s for pace in paces.values()), 1e-6)
+    found = Straggler(rank=slowest, own_s=own_s, median_s=median_s, is_starved=input_s > own_s / 2)
     is_one = found.factor >= LEAST_FACTOR and found.own_s - found.median_s >= LEAST_OWN_S
     return found if is_one else None
 
 
-def _own(first: Mapping[int, _Mark], recent: Mapping[int, deque[_Mark]]) -> dict[int, float]:
+def _paces(first: Mapping[int, _Mark], recent: Mapping[int, deque[_Mark]]) -> dict[int, Pace]:
     found = {}
     for rank, begin in first.items():
         end = recent[rank][-1]
-        if end.step > begin.step:
-            own_s = (end.at_s - begin.at_s) - (end.waited_s - begin.waited_s)
-            found[rank] = max(0.0, own_s) / (end.step - begin.step)
+        steps = end.step - begin.step
+        if steps > 0:
+            taken_s = end.at_s - begin.at_s
+            own_s = max(0.0, taken_s - (end.waited_s - begin.waited_s))
+            input_s = end.input_s - begin.input_s
+            reduced = end.reduced_bytes - begin.reduced_bytes
+            found[rank] = Pace(own_s / steps, input_s / steps, max(0.0, reduced / taken_s))
     return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 from hvdtrain.jobs.job_view import span
 from hvdtrain.launch.outcome import Outcome
@@ -17,20 +18,34 @@ def goodput(history: Sequence[Outcome], wall_s: float) -> dict[str, float]:
     """The parts of a job's time, which are 1 in all.
 
     ``kept`` is what went into steps that nothing undid: training without what came after the last
-    checkpoint of an attempt that failed, which is ``lost``. ``restarts`` is the time between
-    attempts.
+    checkpoint of an attempt that failed, which is ``lost``, and without what ranks waited
+    meanwhile, on the average: for each other, which is ``waiting``, and for their data, which is
+    ``input``. ``restarts`` is the time between attempts.
     """
-    seconds: dict[str, float] = {"kept": 0.0}
+    seconds: dict[str, float] = defaultdict(float, kept=0.0)
     for outcome in history:
         for kind, taken_s in outcome.phases.items():
-            seconds[kind] = seconds.get(kind, 0.0) + taken_s
-        if outcome.cause != "done" and (outcome.saved or 0) < (outcome.step or 0):
-            undone_s = min(outcome.lost_s, outcome.phases.get("training", 0.0))
-            seconds["lost"] = seconds.get("lost", 0.0) + undone_s
-    seconds["kept"] = max(0.0, seconds.pop("training", 0.0) - seconds.get("lost", 0.0))
+            if kind != "training":
+                seconds[kind] += taken_s
+        for kind, taken_s in _parts_of_training(outcome):
+            seconds[kind] += taken_s
     seconds["restarts"] = max(0.0, wall_s - sum(seconds.values()))
     total_s = max(sum(seconds.values()), 1e-9)
     return {kind: taken_s / total_s for kind, taken_s in seconds.items()}
+
+
+def _parts_of_training(outcome: Outcome) -> Iterator[tuple[str, float]]:
+    stands_s = outcome.phases.get("training", 0.0)
+    if outcome.cause != "done" and (outcome.saved or 0) < (outcome.step or 0):
+        undone_s = min(outcome.lost_s, stands_s)
+        yield "lost", undone_s
+        stands_s -= undone_s
+    rest = 1.0
+    for kind, share in (("waiting", outcome.waited), ("input", outcome.starved)):
+        if share is not None:
+            yield kind, share * stands_s
+            rest -= share
+    yield "kept", rest * stands_s
 
 
 def summarise(history: Sequence[Outcome], wall_s: float) -> list[str]:
@@ -61,7 +76,8 @@ def _about_waiting(last: Outcome) -> str:
     if last.straggler is None:
         return f"{waited}; none was much slower than the others"
     slow = last.straggler
+    why = ", most of it waiting for its input" if slow.is_starved else ""
     return (
         f"{waited}, most for rank {slow.rank} on {last.straggler_host}: a step takes it "
-        f"{slow.own_s:.3g} s, {slow.factor:.1f} times as long as the others"
+        f"{slow.own_s:.3g} s, {slow.factor:.1f} times as long as the others{why}"
     )

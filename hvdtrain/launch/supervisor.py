@@ -99,7 +99,7 @@ class Supervisor:
             started_at=time.monotonic(),
         )
         self._recorder = recorder or JobRecorder()
-        self._progress = ProgressRecord(self._recorder, server.reports, server.ranks)
+        self._progress = ProgressRecord(self._recorder, server.reports, server.ranks, server.hosts)
         self._acted_on = 0
         self._stop_at: float | None = None
         self._give_up_at: float | None = None

@@ -26,7 +26,17 @@ from typing import Any
 
 from hvdtrain.config import LONGEST_WORD, REPORT_FD
 
-__all__ = ["during", "is_heard", "learned", "phase", "resumed", "saved", "step", "watch"]
+__all__ = [
+    "during",
+    "is_heard",
+    "learned",
+    "phase",
+    "resumed",
+    "saved",
+    "step",
+    "waited_for_input",
+    "watch",
+]
 
 INTERVAL_S = 1.0
 # What a pipe takes as a whole or not at all (PIPE_BUF).
@@ -54,6 +64,12 @@ def learned(samples: float, loss: float) -> None:
     reporter = _reporter or _begin()
     reporter.samples = samples
     reporter.loss = loss
+
+
+def waited_for_input(more_s: float) -> None:
+    """This rank's training has waited so many seconds more for its next batches."""
+    reporter = _reporter or _begin()
+    reporter.input_s = (reporter.input_s or 0.0) + more_s
 
 
 def phase(name: str) -> None:
@@ -93,18 +109,24 @@ def resumed(step: int) -> None:
     reporter.tell()
 
 
-def watch(waiting_in: Callable[[], str], waited_s: Callable[[], float] | None = None) -> None:
-    """Ask about once a second what this rank waits for.
+def watch(
+    waiting_in: Callable[[], str],
+    waited_s: Callable[[], float] | None = None,
+    reduced_bytes: Callable[[], int] | None = None,
+) -> None:
+    """Ask about once a second what this rank waits for, and what it exchanges.
 
     Args:
         waiting_in: Which operation it waits in, ``""`` for none.
         waited_s: How long it has waited for other ranks in all, in seconds; None for unknown.
+        reduced_bytes: How much it has put into allreduce in all; None for unknown.
 
     They are called on a thread of its own. A later call replaces them.
     """
     reporter = _reporter or _begin()
     reporter.waiting_in = waiting_in
     reporter.waited_s = waited_s
+    reporter.reduced_bytes = reduced_bytes
 
 
 # Programs don't call it, so it is no public name: hvdtrain.init() sees to it.
@@ -124,8 +146,10 @@ class _Reporter:
         self.resumed: int | None = None
         self.samples: float | None = None
         self.loss: float | None = None
+        self.input_s: float | None = None
         self.waiting_in: Callable[[], str] = lambda: ""
         self.waited_s: Callable[[], float] | None = None
+        self.reduced_bytes: Callable[[], int] | None = None
         self._file = file
         self._pid: int | None = None
         self._told = b""
@@ -159,11 +183,16 @@ class _Reporter:
                 value = getattr(self, name)
                 if value is not None:
                     state[name] = int(value)
-            for name, number in (("samples", self.samples), ("loss", self.loss)):
-                if number is not None and math.isfinite(number):
-                    state[name] = float(f"{number:.6g}") if name == "loss" else round(number)
-            if (waited_s := self._waited()) is not None:
-                state["waited_s"] = waited_s
+            if self.samples is not None and math.isfinite(self.samples):
+                state["samples"] = round(self.samples)
+            if self.loss is not None and math.isfinite(self.loss):
+                state["loss"] = float(f"{self.loss:.6g}")
+            if (waited_s := self._asked(self.waited_s)) is not None:
+                state["waited_s"] = round(waited_s, 3)
+            if self.input_s is not None and math.isfinite(self.input_s):
+                state["input_s"] = round(self.input_s, 3)
+            if (reduced_bytes := self._asked(self.reduced_bytes)) is not None:
+                state["reduced_bytes"] = round(reduced_bytes)
             state["phase"] = str(self.phase)[:LONGEST_WORD]
             state["waiting_in"] = self._waits()[:LONGEST_WORD]
             line = _line(state)
@@ -208,11 +237,14 @@ class _Reporter:
         except Exception:
             return ""
 
-    def _waited(self) -> float | None:
+    @staticmethod
+    def _asked(ask: Callable[[], float] | None) -> float | None:
+        """What a function of the program's returns; None where that is no number."""
         try:
-            return None if self.waited_s is None else round(float(self.waited_s()), 3)
+            number = None if ask is None else float(ask())
         except Exception:
             return None
+        return number if number is not None and math.isfinite(number) else None
 
     def _tell_often(self) -> None:
         pause = threading.Event()

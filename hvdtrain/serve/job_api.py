@@ -23,6 +23,7 @@ from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import JobView
 from hvdtrain.jobs.json_lines import last_json_line, read_json_lines, sampled_json_lines
 from hvdtrain.jobs.log_reader import Found, log_end, read_before, read_log
+from hvdtrain.jobs.metrics_rows import metrics_rows
 from hvdtrain.jobs.naming import split_backend
 from hvdtrain.jobs.spec import JobSpec, make_spec, sbatch_of, with_changes
 from hvdtrain.jobs.submission import check_options, hand_over, submit_job
@@ -101,7 +102,7 @@ class JobApi:
         """How far a job was, over time: a list for each thing that was measured."""
         job = self._job(request)
         count = min(_number(request.query_params, "count", 600), MOST_POINTS)
-        rows = list(sampled_json_lines(job.metrics, count))
+        rows = list(metrics_rows(job, count))
         names = sorted({name for row in rows for name in row})
         return JSONResponse({name: [row.get(name) for row in rows] for name in names})
 

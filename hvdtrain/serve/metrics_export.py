@@ -19,6 +19,10 @@ _MEASURED = {
     "hvdtrain_job_loss": ("loss", "The loss of late."),
     "hvdtrain_job_samples": ("samples", "Samples that all ranks have trained on."),
     "hvdtrain_job_own_step_seconds": ("own_s", "What a step takes the rank in the middle itself."),
+    "hvdtrain_job_reduced_bytes_per_second": (
+        "reduced_bytes_per_s",
+        "What all ranks put into allreduce in a second.",
+    ),
     "hvdtrain_job_slow_rank": ("slow", "The rank that the others wait for."),
     "hvdtrain_job_slow_factor": ("slow_factor", "How many times as long a step takes that one."),
 }

@@ -144,8 +144,10 @@ class DeviceCollectives:
         except tf.errors.OpError as error:
             raise self.error_behind(error) or error from None
 
+        nbytes = sum(tensor.shape.num_elements() for tensor in tensors) * tensors[0].dtype.size
+
         def end(*flags: np.ndarray) -> Arrays:
-            self._end()
+            self._end(nbytes)
             if after is not None:
                 finite, which = flags
                 after(bool(finite), which)
@@ -225,9 +227,9 @@ class DeviceCollectives:
         self._busy.set()
         return np.array(self._keys[asked], np.int32)
 
-    def _end(self) -> None:
+    def _end(self, nbytes: int) -> None:
         self._busy.clear()
-        self._collectives.end_external()
+        self._collectives.end_external(nbytes)
 
     def _look(self) -> None:
         """See now and then whether the others can still come, while an operation is in work."""

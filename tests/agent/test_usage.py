@@ -3,11 +3,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 
 import psutil
 import pytest
 
 from hvdtrain.agent import usage
+from hvdtrain.agent.gpu_usage import GpuUsage, GpuWatch
 from hvdtrain.agent.usage import Usage, UsageWatch, read_usage
 
 # Keeps a core busy, holds 200 MiB, and has a child that does so, too.
@@ -26,6 +28,18 @@ while time.monotonic() < end and (child is None or child.poll() is None):
 """
 
 
+class Gpus(GpuWatch):
+    """A driver that answers at once."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.pids: set[int] = set()
+
+    def look(self, pids: Collection[int]) -> GpuUsage:
+        self.pids = set(pids)
+        return GpuUsage(gpu=50.0, gpu_bytes=7)
+
+
 def test_a_program_and_its_children_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "INTERVAL_S", 1.0)
     with subprocess.Popen(
@@ -34,12 +48,14 @@ def test_a_program_and_its_children_are_measured(monkeypatch: pytest.MonkeyPatch
         try:
             assert program.stdout is not None
             assert [program.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-            watch = UsageWatch()
+            gpus = Gpus()
+            watch = UsageWatch(gpus)
             assert watch.look(program.pid) is None, "it is not time"
             time.sleep(1.1)
             watch.look(program.pid)
             assert watch.look(program.pid) is None
             time.sleep(1.1)
+            children = {one.pid for one in psutil.Process(program.pid).children()}
             found = watch.look(program.pid)
         finally:
             for child in psutil.Process(program.pid).children():
@@ -49,22 +65,28 @@ def test_a_program_and_its_children_are_measured(monkeypatch: pytest.MonkeyPatch
     assert 400 << 20 <= found.rss_bytes < 700 << 20
     # However busy the machine is otherwise.
     assert 0.05 < found.cpu < 2.2
+    assert (found.gpu, found.gpu_bytes) == (50.0, 7)
+    assert gpus.pids == {program.pid, *children}
 
 
 def test_who_is_gone_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "INTERVAL_S", 0.0)
-    assert UsageWatch().look(2**22 + 1) == Usage(rss_bytes=0, cpu=0.0)
+    assert UsageWatch(GpuWatch("")).look(2**22 + 1) == Usage(rss_bytes=0, cpu=0.0)
 
 
 def test_a_host_without_psutil_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "INTERVAL_S", 0.0)
     monkeypatch.setitem(sys.modules, "psutil", None)
-    watch = UsageWatch()
+    watch = UsageWatch(GpuWatch(""))
     assert watch.look(1) is None
     assert watch.look(1) is None
 
 
 def test_messages_are_read_or_refused() -> None:
     assert read_usage({"rss_bytes": 7, "cpu": 1}) == Usage(rss_bytes=7, cpu=1.0)
+    known = {"rss_bytes": 7, "cpu": 1, "gpu": 30, "gpu_bytes": 9}
+    assert read_usage(known) == Usage(rss_bytes=7, cpu=1.0, gpu=30.0, gpu_bytes=9)
+    unknown = {"rss_bytes": 7, "cpu": 1, "gpu": "30", "gpu_bytes": 1.5}
+    assert read_usage(unknown) == Usage(rss_bytes=7, cpu=1.0)
     for message in ({}, {"rss_bytes": 1.5, "cpu": 1}, {"rss_bytes": 1, "cpu": "1"}):
         assert read_usage(message) is None

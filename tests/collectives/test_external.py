@@ -37,7 +37,9 @@ def test_it_is_one_operation_after_another(case: EngineCase) -> None:
     for step in range(3):
         engine.begin_external("copy", "weights", ("float32", (3,)))
         engine.check_external()
-        engine.end_external()
+        before = engine.reduced_bytes
+        engine.end_external(1000)
+        assert engine.reduced_bytes - before == 1000
         engine.check_external()
         assert engine.allreduce(np.full(3, step)).tolist() == [step * engine.size] * 3
     assert [done.title for done in seen] == ["copy(weights)", "copy(weights)", "allreduce"] * 3
@@ -52,6 +54,8 @@ def test_one_process_alone() -> None:
     with pytest.raises(CollectiveTimeoutError, match=r"in copy\(weights\)"):
         engine.check_external()
     engine.end_external()
+    engine.end_external(1000)
+    assert engine.reduced_bytes == 0, "that was none"
 
 
 @several

@@ -26,10 +26,13 @@ def test_every_operation(subject):
         inside = sorted(ranks)
         assert (part.rank, part.size) == (inside.index(rank), len(inside))
         large = np.arange(5000) + rank
+        before = engine.reduced_bytes
         np.testing.assert_array_equal(
             part.allreduce(large), len(inside) * np.arange(5000) + sum(inside)
         )
+        assert (part.reduced_bytes, engine.reduced_bytes) == (large.nbytes, before + large.nbytes)
         np.testing.assert_array_equal(part.allgather(np.array([rank])), inside)
+        assert part.reduced_bytes == large.nbytes, "nothing was reduced"
         np.testing.assert_array_equal(part.broadcast(np.array(rank), part.size - 1), inside[-1])
         rows = np.full((2 * part.size, 3), float(rank))
         np.testing.assert_array_equal(part.reduce_scatter(rows), np.full((2, 3), sum(inside)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 import uuid
@@ -196,12 +197,13 @@ def test_what_can_not_start_is_told_at_once(commands: Commands) -> None:
 _TRAINS = """
 from hvdtrain.monitor import report
 print("hello", rank)
-report.watch(lambda: "", lambda: done * (0.04 if rank == 0 else 0.0))
 done = 0
+report.watch(lambda: "", lambda: done * (0.04 if rank == 0 else 0.0))
 report.phase("training")
 while done < 60:
     time.sleep(0.05)
     done += 1
+    report.waited_for_input(0.03 if rank == 1 else 0.0)
     report.step(done, done // 30)
     report.learned(done * 32, 1 / done)
 """
@@ -212,15 +214,22 @@ def test_a_job_of_hvdtrain_run_is_listed_as_well(commands: Commands) -> None:
     said = commands.captured().err
     assert "hvdtrain run: 60 steps in " in said
     assert "most for rank 1 on " in said
+    assert "times as long as the others, most of it waiting for its input\n" in said
     [row] = [json.loads(row) for row in commands.run("jobs", "--json").splitlines()]
     assert (row["status"], row["ranks"], row["options"]) == ("done", 2, ["-np", "2"])
     log = commands.run("logs", row["name"], "--grep", "hello").splitlines()
     assert sorted(log) == ["[0] hello 0", "[1] hello 1"]
     seen = commands.show(row["name"])
     assert (seen["step"], seen["epoch"]) == (60, 2)
-    assert (seen["metrics"]["step"], seen["metrics"]["slow"]) == (60, 1)
+    host = socket.gethostname()
+    slow = [seen["metrics"][name] for name in ("step", "slow", "slow_host")]
+    assert slow == [60, 1, host]
     assert seen["metrics"]["loss"] == pytest.approx(1 / 60, rel=0.01)
     shares = seen["events"][-1]
     assert shares["kind"] == "summary"
-    assert shares["kept"] > 0.3
-    assert "rank 1: a step takes it " in commands.run("show", row["name"])
+    assert min(shares["kept"], shares["waiting"], shares["input"]) > 0.05
+    parts = [share for name, share in shares.items() if name not in ("time", "kind")]
+    assert sum(parts) == pytest.approx(1, abs=0.001)
+    assert f"rank 1 on {host}: a step takes it " in commands.run("show", row["name"])
+    told = commands.run("show", row["name"], "--ranks").splitlines()
+    assert "waited s  input s" in told[-3]

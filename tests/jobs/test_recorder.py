@@ -52,6 +52,25 @@ def test_what_is_told_is_in_the_folder_soon(tmp_path: Path) -> None:
     assert _lines(job)[-1] == "0 the last"
 
 
+def test_metrics_are_rolled_up_as_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JobFolder(tmp_path)
+    begin_s = 1_800_000_000.0
+    with contextlib.closing(JobRecorder(job)) as recorder:
+        for second in range(125):
+            monkeypatch.setattr(time, "time", lambda second=second: begin_s + second)
+            recorder.metrics(step=second, own_s=0.1 + second / 1000)
+            if second == 70:
+                _until(lambda: len(list(read_json_lines(job.roll_ups[10]))) == 7)
+    assert len(list(read_json_lines(job.metrics))) == 125
+    tens, minutes = (list(read_json_lines(job.roll_ups[span_s])) for span_s in (10, 60))
+    # What had begun at the end is there, too.
+    assert [row["time"] - begin_s for row in tens] == [4.5 + 10 * n for n in range(12)] + [122.0]
+    assert [row["time"] - begin_s for row in minutes] == [29.5, 89.5, 122.0]
+    assert (minutes[1]["own_s_min"], minutes[1]["own_s_max"]) == (0.16, 0.219)
+
+
 def test_a_job_that_starts_again_goes_on_counting(tmp_path: Path) -> None:
     job = JobFolder(tmp_path)
     with contextlib.closing(JobRecorder(job)) as recorder:

@@ -3,19 +3,33 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.agent.rank_report import RankReport
-from hvdtrain.launch.rank_pace import WINDOW_S, RankPaces, find_straggler
+from hvdtrain.launch.rank_pace import WINDOW_S, Pace, RankPaces, find_straggler
 
 
 def _train(
-    paces: RankPaces, own_s: dict[int, float], begin: float, steps: int, first: int
+    paces: RankPaces,
+    own_s: dict[int, float],
+    begin: float,
+    steps: int,
+    first: int,
+    input_s: float | None = None,
 ) -> float:
-    """Ranks take so long for each step themselves, and wait for the slowest; reports each step."""
+    """Ranks take so long for each step themselves, and wait for the slowest; reports each step.
+
+    Rank 1 tells that it waits ``input_s`` of each for its input.
+    """
     step_s = max(own_s.values())
     for step in range(steps):
         now = begin + step * step_s
         for rank, mine_s in own_s.items():
             waited = 100.0 + (first + step) * (step_s - mine_s)
-            report = RankReport(step=first + step, phase="training", waited_s=waited)
+            report = RankReport(
+                step=first + step,
+                phase="training",
+                waited_s=waited,
+                input_s=input_s * step if input_s is not None and rank == 1 else None,
+                reduced_bytes=500 * step if rank == 1 else None,
+            )
             paces.note(rank, report, now)
     return begin + steps * step_s
 
@@ -24,10 +38,24 @@ def test_what_a_rank_takes_itself_is_what_it_does_not_wait() -> None:
     paces = RankPaces()
     assert paces.in_all() == {}
     _train(paces, {0: 0.1, 1: 0.4, 2: 0.1}, 5.0, 20, first=1)
-    assert paces.in_all() == pytest.approx({0: 0.1, 1: 0.4, 2: 0.1})
+    own_s = {rank: pace.own_s for rank, pace in paces.in_all().items()}
+    assert own_s == pytest.approx({0: 0.1, 1: 0.4, 2: 0.1})
     found = find_straggler(paces.of_late())
     assert found is not None
     assert (found.rank, found.factor) == (1, pytest.approx(4.0))
+
+
+@pytest.mark.parametrize(("input_s", "is_starved"), [(0.3, True), (0.1, False), (None, False)])
+def test_what_a_rank_waits_for_its_input_is_its_own(
+    input_s: float | None, is_starved: bool
+) -> None:
+    paces = RankPaces()
+    _train(paces, {0: 0.1, 1: 0.4}, 5.0, 20, first=1, input_s=input_s)
+    assert paces.in_all()[1] == pytest.approx(Pace(0.4, input_s or 0.0, 500 / 0.4))
+    assert paces.in_all()[0] == pytest.approx(Pace(0.1, 0.0, 0.0))
+    found = find_straggler(paces.of_late())
+    assert found is not None
+    assert (found.rank, found.is_starved) == (1, is_starved)
 
 
 def test_of_late_is_not_in_all() -> None:
@@ -71,5 +99,5 @@ def test_reports_of_other_phases_and_without_waits_do_not_count() -> None:
     ],
 )
 def test_who_is_much_slower_than_the_others_is_named(own_s, slowest) -> None:
-    found = find_straggler(own_s)
+    found = find_straggler({rank: Pace(seconds) for rank, seconds in own_s.items()})
     assert (found and found.rank) == slowest

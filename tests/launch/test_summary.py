@@ -32,12 +32,42 @@ def test_all_time_is_somewhere() -> None:
     assert sum(parts.values()) == pytest.approx(1.0)
     assert parts == pytest.approx(
         {
-            "kept": (50 - 12 + 60) / 130,
+            "kept": (50 - 12 + 60 * 0.75) / 130,
+            "waiting": 60 * 0.25 / 130,
             "lost": 12 / 130,
             "start": 9 / 130,
             "checkpoints": 1 / 130,
             "validation": 2 / 130,
             "restarts": (130 - 122) / 130,
+        }
+    )
+
+
+def test_what_ranks_waited_is_not_kept() -> None:
+    history = [
+        Outcome(
+            code=1,
+            cause="exception",
+            step=100,
+            saved=80,
+            lost_s=10.0,
+            phases={"start": 5.0, "training": 50.0},
+            waited=0.5,
+            starved=0.25,
+        ),
+        Outcome(code=0, cause="done", phases={"training": 60.0}, waited=0.1),
+    ]
+    parts = goodput(history, 120.0)
+    assert sum(parts.values()) == pytest.approx(1.0)
+    # What was waited for steps that were lost is lost, and counts once.
+    assert parts == pytest.approx(
+        {
+            "kept": (40 / 4 + 60 * 0.9) / 120,
+            "waiting": (40 / 2 + 60 * 0.1) / 120,
+            "input": 40 / 4 / 120,
+            "lost": 10 / 120,
+            "start": 5 / 120,
+            "restarts": 5 / 120,
         }
     )
 
@@ -52,14 +82,17 @@ def test_no_more_is_lost_than_was_trained() -> None:
 def test_three_lines_say_it() -> None:
     assert summarise([FAILED, DONE], 130.0) == [
         "220 steps in 2 min 10 s; 2 steps/s, 128 samples/s in training",
-        "time: 75% in steps that were kept, 9% lost, 7% start, 6% restarts, 2% validation, "
-        "1% checkpoints",
+        "time: 64% in steps that were kept, 12% waiting, 9% lost, 7% start, 6% restarts, "
+        "2% validation, 1% checkpoints",
         "ranks waited 25% of training for each other; none was much slower than the others",
     ]
 
 
-def test_the_rank_that_others_wait_for_is_named() -> None:
-    slow = Straggler(rank=3, own_s=0.4, median_s=0.1)
+@pytest.mark.parametrize(
+    ("is_starved", "why"), [(False, ""), (True, ", most of it waiting for its input")]
+)
+def test_the_rank_that_others_wait_for_is_named(is_starved: bool, why: str) -> None:
+    slow = Straggler(rank=3, own_s=0.4, median_s=0.1, is_starved=is_starved)
     last = Outcome(
         code=0,
         cause="done",
@@ -71,7 +104,7 @@ def test_the_rank_that_others_wait_for_is_named() -> None:
     )
     assert summarise([last], 4.0)[-1] == (
         "ranks waited 60% of training for each other, most for rank 3 on node2: a step takes it "
-        "0.4 s, 4.0 times as long as the others"
+        f"0.4 s, 4.0 times as long as the others{why}"
     )
 
 

@@ -305,8 +305,9 @@ def test_the_launcher_reads_what_is_told(start, tmp_path: Path) -> None:
     from hvdtrain.agent.rank_report import RankReport, read_report
 
     program = start(f"""
-        report.watch(lambda: "", lambda: 1.23456)
+        report.watch(lambda: "", lambda: 1.23456, lambda: 7 << 40)
         report.learned(640.0, 0.123456789)
+        report.waited_for_input(1.5); report.waited_for_input(0.25)
         report.step(3, 1); report.phase('training'); report.saved(2)
         {WAIT}
     """)
@@ -318,6 +319,8 @@ def test_the_launcher_reads_what_is_told(start, tmp_path: Path) -> None:
         phase="training",
         saved=2,
         waited_s=1.235,
+        input_s=1.75,
+        reduced_bytes=7 << 40,
         samples=640,
         loss=0.123457,
     )
@@ -327,14 +330,22 @@ def test_what_is_no_number_is_not_told_and_not_read(start) -> None:
     from hvdtrain.agent.rank_report import read_report
 
     program = start(f"""
-        report.watch(lambda: "", lambda: float("nan") / 0)
+        report.watch(lambda: "", lambda: float("nan") / 0, lambda: float("inf"))
         report.learned(float("inf"), float("nan"))
+        report.waited_for_input(float("nan"))
         report.saved(2)
         {WAIT}
     """)
     program.until(lambda report: report.get("saved") == 2)
-    assert not {"loss", "samples", "waited_s"} & program.reports()[-1].keys()
-    for name, value in (("loss", float("nan")), ("waited_s", "1"), ("samples", 1.5)):
+    nonsense = {
+        "loss": float("nan"),
+        "waited_s": "1",
+        "input_s": True,
+        "reduced_bytes": 0.5,
+        "samples": 1.5,
+    }
+    assert not nonsense.keys() & program.reports()[-1].keys()
+    for name, value in nonsense.items():
         assert read_report({"kind": "report", name: value}) is None
 
 

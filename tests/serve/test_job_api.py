@@ -97,7 +97,8 @@ def test_prometheus_reads_how_far_jobs_are(jobs_dir: Path, page: TestClient) -> 
     for number, status in enumerate(("running", "ended", "running")):
         code = 0 if status == "ended" else None
         job = _job(jobs_dir, float(number), f'a"{number}.py', phase=status, code=code, ranks=4)
-        append_json_line(job.metrics, {"time": 1.0, "step": 10 + number, "loss": 0.5})
+        now = {"time": 1.0, "step": 10 + number, "loss": 0.5, "reduced_bytes_per_s": 7 << 20}
+        append_json_line(job.metrics, now)
     deadline = time.monotonic() + 10
     while _get(page, "/api/jobs")["found"] < 3:
         assert time.monotonic() < deadline
@@ -109,6 +110,8 @@ def test_prometheus_reads_how_far_jobs_are(jobs_dir: Path, page: TestClient) -> 
     steps = sorted(value for name, value in found.items() if name[0] == "hvdtrain_job_step")
     assert steps == [10, 12], "of those that run"
     assert sum(value for name, value in found.items() if name[0] == "hvdtrain_job_ranks") == 8
+    rates = [v for name, v in found.items() if name[0] == "hvdtrain_job_reduced_bytes_per_second"]
+    assert rates == [7 << 20] * 2
 
 
 @pytest.mark.parametrize(

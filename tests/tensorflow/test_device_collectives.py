@@ -67,10 +67,13 @@ numbers = np.random.default_rng(rank)
 given = [tf.constant(numbers.normal(size=s), t) for t in TYPES for s in SHAPES]
 names = [f"v{n}" for n in range(len(given))]
 in_graph = tf.function(lambda values: reducer.average(values, names))
+nbytes = sum(v.dtype.size * v.shape.num_elements() for v in given)
 wanted = tf.function(lambda values: host.average(values, names))(given)
 for average in (reducer.average, lambda values, _: in_graph(values)):
     for _ in range(3):
+        before = world.collectives().reduced_bytes
         found = average(given, names)
+        assert world.collectives().reduced_bytes - before == nbytes
     for one, other in zip(found, wanted):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         wide = [np.asarray(tf.cast(value, tf.float64)) for value in (one, other)]

@@ -1,0 +1,116 @@
+"""What a training waits for its batches is what it would be faster without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.keras import input_wait
+from hvdtrain.keras.data.dataset_options import untuned
+from hvdtrain.keras.input_wait import InputWait
+from tests.keras.features import X, Y, classifier
+
+STEPS, READ_S = 9, 0.1
+
+
+class Report:
+    """A launcher that listens, or nobody."""
+
+    INTERVAL_S = 0.2
+
+    def __init__(self, *, heard: bool = True) -> None:
+        self.is_heard = lambda: heard
+        self.told: list[float] = []
+        self.waited_for_input = self.told.append
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> Report:
+    report = Report()
+    monkeypatch.setattr(input_wait, "report", report)
+    return report
+
+
+def slow(tuned: bool) -> tf.data.Dataset:
+    """A pipeline of a reader that takes its time, one batch ahead of who asks."""
+
+    def read(number: np.ndarray) -> np.ndarray:
+        time.sleep(READ_S)
+        return number
+
+    dataset = tf.data.Dataset.range(STEPS)
+    dataset = dataset.map(lambda number: tf.numpy_function(read, [number], tf.int64)).prefetch(1)
+    return dataset if tuned else untuned(dataset)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_what_is_read_ahead_is_not_waited_for(report: Report, tuned: bool) -> None:
+    wait = InputWait()
+    iterator = iter(wait.timed(slow(tuned)))
+
+    @tf.function
+    def step(iterator: Any) -> tf.Tensor:
+        return next(iterator) + 1
+
+    idle_s = 0.0
+    step(iterator)
+    wait.tell()
+    for _ in range(STEPS - 1):
+        # The next one is on its way meanwhile.
+        time.sleep(0.5 * READ_S)
+        began_s = time.perf_counter()
+        step(iterator)
+        idle_s += time.perf_counter() - began_s
+        wait.tell_often()
+    wait.tell()
+    first_s, *rest_s = report.told
+    assert first_s >= 0.9 * READ_S
+    # Calling the function takes some time itself.
+    assert 0.2 * READ_S * (STEPS - 1) < sum(rest_s) <= idle_s
+    # About five times a second.
+    assert len(rest_s) <= 2 + (STEPS - 1) * 5 * READ_S
+
+
+def test_elements_are_the_same(report: Report) -> None:
+    elements = [({"a": np.ones(2), "b": np.float32(3)}, np.arange(n)) for n in (1, 2)]
+    spec = (
+        {"a": tf.TensorSpec(2, tf.float64), "b": tf.TensorSpec((), tf.float32)},
+        tf.TensorSpec(None, tf.int64),
+    )
+    dataset = tf.data.Dataset.from_generator(lambda: elements, output_signature=spec)
+    timed = InputWait().timed(dataset)
+    assert timed.element_spec == dataset.element_spec
+    assert [*map(str, timed.as_numpy_iterator())] == [*map(str, dataset.as_numpy_iterator())]
+
+
+def test_nothing_is_measured_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report(heard=False)
+    monkeypatch.setattr(input_wait, "report", report)
+    wait, dataset = InputWait(), tf.data.Dataset.range(3)
+    assert wait.timed(dataset) is dataset
+    wait.tell()
+    wait.tell_often()
+    assert report.told == []
+
+
+@pytest.mark.ranks(2)
+def test_fit_tells_what_it_waits_for(world, report: Report) -> None:
+    model = classifier()
+    world.distribute(model)
+
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for begin in range(0, 36, 6):
+            time.sleep(0.05)
+            yield X[begin : begin + 6], Y[begin : begin + 6]
+
+    signature = (tf.TensorSpec((None, *X.shape[1:])), tf.TensorSpec((None,), Y.dtype))
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    model.fit(dataset, epochs=2, verbose=0)
+    # Each rank reads all batches, and trains on some.
+    assert len(report.told) >= 2
+    assert sum(report.told) > 0.05
