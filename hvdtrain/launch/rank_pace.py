@@ -119,9 +119,9 @@ def _paces(first: Mapping[int, _Mark], recent: Mapping[int, deque[_Mark]]) -> di
     found = {}
     for rank, begin in first.items():
         end = recent[rank][-1]
-        steps = end.step - begin.step
-        if steps > 0:
-            taken_s = end.at_s - begin.at_s
+        steps, taken_s = end.step - begin.step, end.at_s - begin.at_s
+        # Reports that were held up may come at once.
+        if steps > 0 and taken_s > 0:
             own_s = max(0.0, taken_s - (end.waited_s - begin.waited_s))
             input_s = end.input_s - begin.input_s
             reduced = end.reduced_bytes - begin.reduced_bytes

@@ -101,3 +101,10 @@ def test_reports_of_other_phases_and_without_waits_do_not_count() -> None:
 def test_who_is_much_slower_than_the_others_is_named(own_s, slowest) -> None:
     found = find_straggler({rank: Pace(seconds) for rank, seconds in own_s.items()})
     assert (found and found.rank) == slowest
+
+
+def test_reports_that_come_at_once_tell_no_pace() -> None:
+    paces = RankPaces()
+    for step in (1, 9):
+        paces.note(0, RankReport(step=step, phase="training", waited_s=0.0), 7.0)
+    assert paces.in_all() == {}
