@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 
-from hvdtrain.errors import JobError
 from hvdtrain.job_commands.checked_ranks import checked_ranks
-from hvdtrain.jobs.job_view import view_job
 from hvdtrain.jobs.naming import add_changes, add_name, changes_of, named_job
 from hvdtrain.jobs.spec import with_changes
-from hvdtrain.jobs.submission import hand_over
+from hvdtrain.jobs.submission import start_again
 
 __all__ = ["add_arguments", "run"]
 
@@ -30,14 +28,11 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: The changes can't be made.
     """
     job = named_job(arguments)
-    view = view_job(job)
-    if not view.is_over:
-        where = " and may still run" if view.status == "silent" else ""
-        raise JobError(
-            f"{job.name} is {view.status}{where}; only what has ended starts again. "
-            f"hvdtrain stop {job.name} ends it, hvdtrain clone {job.name} makes another."
-        )
-    spec = with_changes(job.spec(), *changes_of(arguments))
-    hand_over(job, spec, os.environ, ranks=checked_ranks(spec, os.environ))
+    start_again(
+        job,
+        lambda spec: with_changes(spec, *changes_of(arguments)),
+        lambda spec: checked_ranks(spec, os.environ),
+        os.environ,
+    )
     print(job.name)
     return 0

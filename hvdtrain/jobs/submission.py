@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hvdtrain.agent.agent_environment import ATTEMPT, JOB, OUTPUT_DIR
 from hvdtrain.config import COLUMNS, LAUNCHER, REPORT_FD, Settings, variable_name
 from hvdtrain.errors import ConfigurationError, JobError
 from hvdtrain.jobs.folder import JobFolder, create_job
+from hvdtrain.jobs.job_view import view_job
 from hvdtrain.jobs.slurm import sbatch_argv, submit
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
 
-__all__ = ["JOB_FOLDER", "check_options", "hand_over", "submit_job"]
+__all__ = ["JOB_FOLDER", "check_options", "hand_over", "start_again", "submit_job"]
 
 # The folder of the job that a hvdtrain run is to run; it is queued there.
 JOB_FOLDER = "HVDTRAIN_JOB_FOLDER"
@@ -76,6 +77,34 @@ def submit_job(
         folder.discard()
         raise
     return folder
+
+
+def start_again(
+    folder: JobFolder,
+    changed: Callable[[JobSpec], JobSpec],
+    ranks_of: Callable[[JobSpec], int | None],
+    environ: Mapping[str, str],
+) -> None:
+    """Hand over a job that has ended, in the folder that it has.
+
+    Args:
+        folder: The job's folder.
+        changed: What is asked for now, made of what was asked for before.
+        ranks_of: How many ranks that has, if it can be started.
+        environ: This process's variables.
+
+    Raises:
+        JobError: It has not ended, or it can't be handed over.
+    """
+    view = view_job(folder)
+    if not view.is_over:
+        where = " and may still run" if view.status == "silent" else ""
+        raise JobError(
+            f"{folder.name} is {view.status}{where}; only what has ended starts again. "
+            f"hvdtrain stop {folder.name} ends it, hvdtrain clone {folder.name} makes another."
+        )
+    spec = changed(folder.spec())
+    hand_over(folder, spec, environ, ranks=ranks_of(spec))
 
 
 def hand_over(

@@ -5,6 +5,7 @@ It holds nothing that is not in the folders; only what has changed is read again
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -118,14 +119,20 @@ class JobIndex:
     def _scan(self) -> dict[str, int]:
         try:
             with os.scandir(self._directory) as entries:
-                # A state is renamed into place, which changes its folder.
-                return {
-                    entry.name: entry.stat().st_mtime_ns
+                found = [
+                    entry
                     for entry in entries
                     if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
-                }
+                ]
         except FileNotFoundError:
             return {}
+        changed = {}
+        for entry in found:
+            # A folder may be removed meanwhile, which is no matter of the others.
+            with contextlib.suppress(FileNotFoundError):
+                # A state is renamed into place, which changes its folder.
+                changed[entry.name] = entry.stat(follow_symlinks=False).st_mtime_ns
+        return changed
 
     def _is_job(self, name: str) -> bool:
         # Nothing that leads elsewhere: the names of jobs are words.

@@ -26,7 +26,7 @@ from hvdtrain.jobs.log_reader import Found, log_end, read_before, read_log
 from hvdtrain.jobs.metrics_rows import metrics_rows
 from hvdtrain.jobs.naming import split_backend
 from hvdtrain.jobs.spec import JobSpec, make_spec, sbatch_of, with_changes
-from hvdtrain.jobs.submission import check_options, hand_over, submit_job
+from hvdtrain.jobs.submission import check_options, start_again, submit_job
 from hvdtrain.serve.index import JobIndex, matching
 from hvdtrain.serve.policy import Policy
 
@@ -169,17 +169,17 @@ class JobApi:
     def restart(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Start a job that has ended again."""
         job = self._job(request)
-        view = self._index.view(job.name)
-        if view is None or not view.is_over:
-            raise JobError(f"{job.name} has not ended; stop it first.")
-        spec = self._changed(job, body)
-        ranks = checked_ranks(spec, self._environ)
-        hand_over(job, spec, self._environ, ranks=ranks)
+        start_again(
+            job,
+            lambda spec: self._changed(spec, body),
+            lambda spec: checked_ranks(spec, self._environ),
+            self._environ,
+        )
         return {"name": job.name}
 
     def clone(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Start a job like another one."""
-        return self._submit(self._changed(self._job(request), body))
+        return self._submit(self._changed(self._job(request).spec(), body))
 
     def _submit(self, spec: JobSpec) -> Mapping[str, Any]:
         ranks = checked_ranks(spec, self._environ)
@@ -199,10 +199,10 @@ class JobApi:
         self._policy.check(spec)
         return spec
 
-    def _changed(self, job: JobFolder, body: Mapping[str, Any]) -> JobSpec:
+    def _changed(self, spec: JobSpec, body: Mapping[str, Any]) -> JobSpec:
         options, backend = split_backend(_words(body, "options"))
         program = _words(body, "program")
-        spec = with_changes(job.spec(), [*options, *(["--", *program] if program else [])], backend)
+        spec = with_changes(spec, [*options, *(["--", *program] if program else [])], backend)
         self._policy.check(spec)
         return spec
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from hvdtrain.jobs.folder import JobFolder, create_job
@@ -58,6 +61,36 @@ def test_what_is_over_is_not_read_again(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("hvdtrain.serve.index.view_jobs", lambda jobs: read.extend(jobs) or [])
     index.refresh()
     assert read == []
+
+
+def test_a_folder_that_vanishes_meanwhile_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch
+) -> None:
+    jobs = [_job(tmp_path, float(number), "a.py") for number in range(3)]
+    index = JobIndex(tmp_path)
+    stat = os.stat_result((0,) * 10)
+
+    class Entry:
+        """As of os.scandir; one is gone when it is looked at."""
+
+        def __init__(self, job: JobFolder) -> None:
+            self.name = job.name
+
+        def is_dir(self, *, follow_symlinks: bool) -> bool:
+            return True
+
+        def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+            if self.name == jobs[1].name:
+                raise FileNotFoundError(self.name)
+            return stat
+
+    @contextlib.contextmanager
+    def scandir(path: Path) -> Iterator[list[Entry]]:
+        yield [Entry(job) for job in jobs]
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hvdtrain.serve.index.os.scandir", scandir)
+        assert list(_statuses(index)) == [jobs[2].name, jobs[0].name]
 
 
 def test_jobs_are_chosen_by_text_and_state(tmp_path: Path) -> None:
