@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hvdtrain.cluster.ranges import format_table, listing
+from hvdtrain.errors import JobError
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import JobView, span, view_job
 from hvdtrain.jobs.json_lines import last_json_line, read_json_lines
 from hvdtrain.jobs.naming import add_name, named_job
+from hvdtrain.jobs.progress import left_s
 
 __all__ = ["add_arguments", "run"]
 
@@ -57,8 +59,10 @@ def _describe(job: JobFolder, view: JobView) -> Iterator[str]:
         "program": shlex.join(view.program),
         "options": shlex.join(view.options),
         "in": view.folder,
+        "versions": _versions(job, view),
         "ranks": f"{view.ranks} on {listing(view.hosts, 'hosts')}" if view.ranks else "",
-        "step": "" if view.step is None else f"{view.step} (epoch {(view.epoch or 0) + 1})",
+        "step": "" if view.step is None else _step(view),
+        "left": "" if (left := left_s(job, view)) is None else f"about {span(left)}",
         "loss": "" if (loss := now.get("loss")) is None else f"{loss:.4g}",
         "slowest": _slowest(now),
         "checkpoint": "" if view.saved is None else f"of step {view.saved}",
@@ -67,6 +71,22 @@ def _describe(job: JobFolder, view: JobView) -> Iterator[str]:
         "why": view.verdict.replace("\n", "\n            "),
     }
     yield from (f"{name:<11} {text}" for name, text in facts.items() if text)
+
+
+def _versions(job: JobFolder, view: JobView) -> str:
+    try:
+        spec = job.spec()
+    except JobError:
+        return ""
+    named = [f"{name} {version}" for name, version in spec.versions.items()]
+    return ", ".join(
+        text for text in (spec.version and f"hvdtrain {spec.version}", *named, view.mpi) if text
+    )
+
+
+def _step(view: JobView) -> str:
+    of = "" if view.total_steps is None else f" of {view.total_steps}"
+    return f"{view.step}{of} (epoch {(view.epoch or 0) + 1})"
 
 
 def _slowest(now: Mapping[str, Any]) -> str:

@@ -17,7 +17,10 @@ __all__ = ["JobView", "span", "view_job", "view_jobs"]
 
 # What a view has as it stands in the files.
 _OF_SPEC = ("program", "options", "folder", "created_s", "slurm_job")
-_OF_STATE = ("attempt", "ranks", "hosts", "step", "epoch", "saved", "code", "verdict")
+_OF_STATE = (
+    *("attempt", "ranks", "hosts", "mpi"),
+    *("step", "epoch", "total_steps", "saved", "code", "verdict"),
+)
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -35,9 +38,11 @@ class JobView:
         ended_s: When it ended; None if it has not.
         attempt: How often its ranks were started.
         ranks: How many there are.
-        hosts: How many of them run on each host.
+        hosts: How many of them run on each host, in the order of their ranks.
+        mpi: What starts them; empty for not known.
         step: Optimizer steps that are complete; None for none.
         epoch: The epoch of the last step.
+        total_steps: The step with which its training ends; None where it does not say so.
         saved: Step of the newest checkpoint.
         code: The exit code, once it has ended.
         verdict: What was said of its end.
@@ -54,8 +59,10 @@ class JobView:
     attempt: int = 0
     ranks: int = 0
     hosts: Mapping[str, int] = field(default_factory=dict)
+    mpi: str = ""
     step: int | None = None
     epoch: int | None = None
+    total_steps: int | None = None
     saved: int | None = None
     code: int | None = None
     verdict: str = ""

@@ -13,6 +13,7 @@ __all__ = [
     "append_whole",
     "estimated_lines",
     "last_json_line",
+    "newest_json_lines",
     "read_json_lines",
     "sampled_json_lines",
 ]
@@ -82,20 +83,31 @@ def estimated_lines(path: Path) -> int:
 
 def last_json_line(path: Path) -> dict[str, Any]:
     """The last object in a file, without reading all of it; empty where there is none."""
+    return next(_backwards(path), {})
+
+
+def newest_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The last objects of a file, as many as 16 KiB hold, and at least one if there is any."""
+    return list(_backwards(path))[::-1]
+
+
+def _backwards(path: Path) -> Iterator[dict[str, Any]]:
     try:
         file = path.open("rb")
     except FileNotFoundError:
-        return {}
+        return
     with file:
         size = os.fstat(file.fileno()).st_size
         span = _LAST_BYTES
-        while True:
+        found = False
+        while not found:
             file.seek(max(0, size - span))
             for line in reversed(file.read(span).splitlines()):
-                if (found := _object(line)) is not None:
-                    return found
+                if (content := _object(line)) is not None:
+                    found = True
+                    yield content
             if span >= size:
-                return {}
+                return
             span *= 8
 
 

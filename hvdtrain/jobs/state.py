@@ -48,10 +48,12 @@ class JobState:
         launcher: The process of ``hvdtrain run``; None before there is one.
         attempt: The how manieth start of the ranks this is, from 1; 0 before the first.
         ranks: How many ranks there are in it.
-        hosts: How many of them run on each host.
+        hosts: How many of them run on each host, in the order of their ranks.
+        mpi: What starts them, as ``Open MPI 5.0.7``; empty for not known.
         since_s: When the phase began, in seconds since 1970.
         step: Optimizer steps that are complete; None for none.
         epoch: The epoch of the last step.
+        total_steps: The step with which the training ends; None where it does not say so.
         saved: Step of the newest checkpoint.
         code: The exit code, once it has ended.
         cause: Why it ended, as ``hvdtrain.launch.outcome`` names it.
@@ -63,9 +65,11 @@ class JobState:
     attempt: int = 0
     ranks: int = 0
     hosts: Mapping[str, int] = field(default_factory=dict)
+    mpi: str = ""
     since_s: float = 0.0
     step: int | None = None
     epoch: int | None = None
+    total_steps: int | None = None
     saved: int | None = None
     code: int | None = None
     cause: str = ""

@@ -25,10 +25,12 @@ from hvdtrain.jobs.json_lines import last_json_line, read_json_lines, sampled_js
 from hvdtrain.jobs.log_reader import Found, log_end, read_before, read_log
 from hvdtrain.jobs.metrics_rows import metrics_rows
 from hvdtrain.jobs.naming import split_backend
+from hvdtrain.jobs.progress import left_s
 from hvdtrain.jobs.spec import JobSpec, make_spec, sbatch_of, with_changes
 from hvdtrain.jobs.submission import check_options, start_again, submit_job
 from hvdtrain.serve.index import JobIndex, matching
 from hvdtrain.serve.policy import Policy
+from hvdtrain.serve.row_details import RowDetails
 
 __all__ = ["JobApi", "found_to_json", "view_to_json"]
 
@@ -54,6 +56,7 @@ class JobApi:
         self._index = index
         self._policy = policy
         self._environ = environ
+        self._details = RowDetails()
 
     def routes(self) -> list[Route]:
         """All routes, with the methods that they have."""
@@ -91,10 +94,12 @@ class JobApi:
             {
                 **view_to_json(view),
                 "metrics": last_json_line(job.metrics),
+                "left_s": left_s(job, view),
                 "ranks_now": last_json_line(job.ranks),
                 "events": list(read_json_lines(job.events)),
                 "log_end": log_end(job.log),
                 "path": str(job.path),
+                "environment": _environment(job),
             }
         )
 
@@ -207,9 +212,8 @@ class JobApi:
         return spec
 
     def _row(self, view: JobView) -> Mapping[str, Any]:
-        job = self._index.folder(view.name)
-        metrics = last_json_line(job.metrics) if job is not None else {}
-        return {**view_to_json(view), "metrics": metrics}
+        job = JobFolder(self._index.directory / view.name)
+        return {**view_to_json(view), **self._details.of(job, view)}
 
     def _job(self, request: Request) -> JobFolder:
         job = self._index.folder(request.path_params["name"])
@@ -245,6 +249,17 @@ def found_to_json(found: Found) -> list[Any]:
     if line is None:
         return [found.begin, found.end]
     return [found.begin, found.end, line.time_s, line.rank, line.stream, line.text]
+
+
+def _environment(job: JobFolder) -> Mapping[str, Any]:
+    """With what a job runs; what can't be read is left out."""
+    try:
+        spec = job.spec()
+    except JobError:
+        return {"versions": {}, "variables": {}}
+    # Values of secrets were never written.
+    own = {"hvdtrain": spec.version} if spec.version else {}
+    return {"versions": {**own, **spec.versions}, "variables": dict(spec.variables)}
 
 
 async def _body(request: Request) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.json_lines import last_json_line
 from hvdtrain.jobs.log_reader import log_end
+from hvdtrain.jobs.progress import left_s
 from hvdtrain.serve.index import JobIndex
 from hvdtrain.serve.job_api import view_to_json
 
@@ -78,6 +79,7 @@ class LiveApi:
         return {
             "view": None if view is None else view_to_json(view),
             "metrics": last_json_line(job.metrics),
+            "left_s": None if view is None else left_s(job, view),
             "log_end": log_end(job.log),
             "events": job.events.stat().st_size if job.events.exists() else 0,
         }

@@ -10,6 +10,7 @@ from hvdtrain.jobs.json_lines import (
     append_whole,
     estimated_lines,
     last_json_line,
+    newest_json_lines,
     read_json_lines,
     sampled_json_lines,
 )
@@ -50,8 +51,12 @@ def test_the_last_object_is_found_without_reading_all(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"number": 3000')
     assert last_json_line(path) == {"number": 2999}
+    newest = [line["number"] for line in newest_json_lines(path)]
+    assert newest == list(range(newest[0], 3000))
+    assert 500 < len(newest) < 1500
     append_json_line(path, {"long": "x" * 500_000})
     assert len(last_json_line(path)["long"]) == 500_000
+    assert "long" in newest_json_lines(path)[-1]
 
 
 def test_a_long_file_is_sampled(tmp_path: Path) -> None:

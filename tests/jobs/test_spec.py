@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
+import sys
 
 import pytest
 
@@ -32,6 +35,7 @@ BROKEN = {
     "line": {"options": [], "program": "rm -rf /"},
     "numbers": {"options": [], "program": [1]},
     "variables": {"options": [], "program": [], "variables": {"A": 1}},
+    "versions": {"options": [], "program": [], "versions": ["3.11"]},
     "folder": {"options": [], "program": [], "folder": 7},
     "time": {"options": [], "program": [], "created_s": "now"},
 }
@@ -72,6 +76,20 @@ def test_a_specification_holds_what_was_asked_for_alone() -> None:
     spec = make_spec(["-x", "HF_TOKEN=secret"], ["a"], environ, ["ASKED", "HF_TOKEN"])
     assert spec.variables == {"HVDTRAIN_MODE": "async-ps", "ASKED": "1"}
     assert "secret" not in json.dumps(spec.to_json())
+
+
+def test_a_specification_tells_versions_of_what_is_installed() -> None:
+    before = set(sys.modules)
+    spec = make_spec([], ["a"], {})
+    assert spec.versions["Python"] == platform.python_version()
+    assert spec.versions["Keras"] == importlib.metadata.version("keras")
+    assert "TensorFlow" in spec.versions
+    assert "tensorflow" not in set(sys.modules) - before
+    # Somebody may have installed others since a job ran.
+    older = JobSpec(**{**vars(spec), "version": "0.0.1", "versions": {"Python": "3.8"}})
+    assert with_changes(older, []).versions == spec.versions
+    other = JobSpec(**{**vars(older), "python": "/other/python"})
+    assert with_changes(other, []).versions == {"Python": "3.8"}
 
 
 def test_changes_come_last() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -37,13 +38,17 @@ def _get(page: TestClient, path: str, **query: Any) -> Any:
     return answer.json()
 
 
+def _until_listed(page: TestClient, jobs: int) -> None:
+    deadline = time.monotonic() + 10
+    while _get(page, "/api/jobs")["found"] < jobs:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_the_newest_jobs_come_first_a_part_at_a_time(jobs_dir: Path, page: TestClient) -> None:
     names = [_job(jobs_dir, float(n), "train.py", str(n)).name for n in range(7)]
     _job(jobs_dir, 100.0, *NASTY, phase="ended", code=1, cause="exception", verdict=NASTY[3])
-    deadline = time.monotonic() + 10
-    while _get(page, "/api/jobs")["found"] < 8:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    _until_listed(page, 8)
     told = _get(page, "/api/jobs", count=3)
     assert [row["status"] for row in told["jobs"]] == ["failed", "running", "running"]
     assert told["jobs"][0]["program"] == NASTY
@@ -67,6 +72,27 @@ def test_a_job_is_told_with_its_history(jobs_dir: Path, page: TestClient) -> Non
     assert (curves["step"][0], curves["step"][-1]) == (0, 99)
     assert 10 <= len(curves["step"]) <= 12
     assert page.get("/api/jobs/nothing").status_code == 404
+
+
+def test_a_job_is_told_with_what_it_ran_with_and_what_is_left(
+    jobs_dir: Path, page: TestClient
+) -> None:
+    job = _job(jobs_dir, 1.0, "a.py", step=20, total_steps=100, mpi="Open MPI 5.0.7")
+    spec = dataclasses.replace(job.spec(), version="1.2", versions={"Keras": "3.14"})
+    job.write_spec(dataclasses.replace(spec, variables={"OMP_NUM_THREADS": "1"}))
+    for step in (0, 10, 20):
+        append_json_line(job.metrics, {"time": step / 10, "step": step, "loss": 1.0})
+    told = _get(page, f"/api/jobs/{job.name}")
+    assert told["environment"] == {
+        "versions": {"hvdtrain": "1.2", "Keras": "3.14"},
+        "variables": {"OMP_NUM_THREADS": "1"},
+    }
+    assert (told["mpi"], told["total_steps"], told["left_s"]) == ("Open MPI 5.0.7", 100, 8)
+    _until_listed(page, 1)
+    [row] = _get(page, "/api/jobs")["jobs"]
+    assert (row["left_s"], row["goodput"], row["curve"]["of"]) == (8, None, "loss")
+    (job.path / "spec.json").write_text("{")
+    assert _get(page, f"/api/jobs/{job.name}")["environment"]["versions"] == {}
 
 
 def test_a_log_is_read_a_part_at_a_time(jobs_dir: Path, page: TestClient) -> None:
@@ -99,10 +125,7 @@ def test_prometheus_reads_how_far_jobs_are(jobs_dir: Path, page: TestClient) -> 
         job = _job(jobs_dir, float(number), f'a"{number}.py', phase=status, code=code, ranks=4)
         now = {"time": 1.0, "step": 10 + number, "loss": 0.5, "reduced_bytes_per_s": 7 << 20}
         append_json_line(job.metrics, now)
-    deadline = time.monotonic() + 10
-    while _get(page, "/api/jobs")["found"] < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    _until_listed(page, 3)
     families = text_string_to_metric_families(page.get("/metrics").text)
     found = {(s.name, *s.labels.values()): s.value for f in families for s in f.samples}
     assert found["hvdtrain_jobs", "running"] == 2

@@ -1,5 +1,5 @@
 // Curves, drawn by uPlot in the page's own colours.
-import { h, setText } from "./dom.js";
+import { colour, h, setText, svg } from "./dom.js";
 import { count, number, span } from "./format.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
@@ -8,8 +8,6 @@ const TIME_STEPS = [
   1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800,
 ];
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-
 export const curveColour = (at) => `--curve-${(at % 8) + 1}`;
 
 // Who can't tell the colours apart sees it by the dashes.
@@ -17,13 +15,7 @@ const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3], [14, 4], [4, 2], [1, 4], [9, 3
 
 // A piece of a curve, for a legend.
 export function swatch(at) {
-  const make = (tag, attributes) => {
-    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-    return element;
-  };
-  const svg = make("svg", { class: "swatch", viewBox: "0 0 26 8", "aria-hidden": "true" });
-  const line = make("line", {
+  const line = svg("line", {
     x1: 0,
     x2: 26,
     y1: 4,
@@ -32,8 +24,7 @@ export function swatch(at) {
     "stroke-dasharray": DASHES[at % 8].join(" "),
   });
   line.style.stroke = `var(${curveColour(at)})`;
-  svg.append(line);
-  return svg;
+  return svg("svg", { class: "swatch", viewBox: "0 0 26 8", "aria-hidden": "true" }, line);
 }
 
 // A figure with one or more curves over steps or seconds.

@@ -14,6 +14,23 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+export function svg(tag, attributes, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+// The colour that a custom property stands for in the theme that is shown, for a canvas.
+export function colour(name) {
+  const probe = h("i", { hidden: true });
+  probe.style.color = `var(${name})`;
+  document.body.append(probe);
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
+}
+
 // Leaves what is right already alone: a text that somebody selects stays selected.
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;

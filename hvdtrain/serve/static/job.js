@@ -2,7 +2,7 @@
 import { get, jobPath, listen, session } from "./api.js";
 import { h, setText, setVisible } from "./dom.js";
 import { JobCharts } from "./job_charts.js";
-import { Facts, Tiles } from "./job_facts.js";
+import { Environment, Facts, Tiles } from "./job_facts.js";
 import { JobHead } from "./job_head.js";
 import { LogView } from "./log_view.js";
 import { complain } from "./notices.js";
@@ -32,6 +32,7 @@ function fill(main, about, job, columns) {
   const ranks = new RanksView(name);
   const log = new LogView(name);
   const facts = new Facts();
+  const environment = new Environment(job);
   const timeline = new Timeline();
   const shares = new Shares();
   const verdict = h("pre", { tabindex: 0, role: "region", "aria-labelledby": "why" });
@@ -43,13 +44,19 @@ function fill(main, about, job, columns) {
     charts.element,
     ranks.element,
     log.element,
-    h("div", { class: "columns" }, facts.element, h("div", {}, timeline.element, shares.element)),
+    h(
+      "div",
+      { class: "columns" },
+      h("div", {}, facts.element, environment.element),
+      h("div", {}, timeline.element, shares.element),
+    ),
   );
 
   function draw() {
     head.update(job);
     tiles.update(job, series);
     facts.update(job);
+    environment.update(job);
     why.classList.toggle("bad", job.code !== 0);
     setText(
       why.firstElementChild,
@@ -79,6 +86,7 @@ function fill(main, about, job, columns) {
       job: async (news) => {
         if (news.view === null) return;
         Object.assign(job, news.view ?? {});
+        if (news.left_s !== undefined) job.left_s = news.left_s;
         if (series.add(news.metrics)) charts.update(series, job);
         if (news.log_end !== undefined) log.grow(news.log_end);
         // What it was at the first time is known.

@@ -1,15 +1,14 @@
 // How far a job is, in numbers, and what it was asked to do.
 import { now } from "./api.js";
-import { h, setText } from "./dom.js";
-import { NONE, count, date, number, seconds, span } from "./format.js";
+import { h, setText, setVisible } from "./dom.js";
+import { NONE, count, date, number, percent, seconds, span } from "./format.js";
+import { summaryOf } from "./shares.js";
 import { joinWords } from "./words.js";
-
-const HOSTS = 12;
 
 export class Tiles {
   constructor() {
     this.values = {};
-    const tiles = ["Step", "Epoch", "Loss", "Samples/s", "Step time", "Ranks", "Took"].map((name) => {
+    const tiles = ["Step", "Epoch", "Loss", "Samples/s", "Step time", "Ranks", "Took", "Left", "Goodput"].map((name) => {
       this.values[name] = h("dd");
       return h("div", { class: "tile" }, h("dt", {}, name), this.values[name]);
     });
@@ -20,6 +19,7 @@ export class Tiles {
     const { last } = series;
     const end_s = job.ended_s ?? (job.is_over ? null : now());
     const rate = last.rate ?? series.rows.findLast((row) => row.rate !== null)?.rate;
+    const { kept } = summaryOf(job.events) ?? {};
     const texts = {
       Step: count(job.step),
       Epoch: job.epoch === null ? NONE : String(job.epoch + 1),
@@ -28,46 +28,87 @@ export class Tiles {
       "Step time": seconds(last.own_s),
       Ranks: job.ranks ? count(job.ranks) : NONE,
       Took: end_s === null || !job.created_s ? NONE : span(end_s - job.created_s),
+      Left: job.left_s === null ? NONE : span(job.left_s),
+      Goodput: kept === undefined ? NONE : percent(kept),
     };
     for (const [name, text] of Object.entries(texts)) setText(this.values[name], text);
+    // What is left while it runs, what it was worth in the end.
+    setVisible(this.values.Left.parentElement, !job.is_over);
+    setVisible(this.values.Goodput.parentElement, job.is_over);
   }
 }
 
-export class Facts {
-  constructor() {
+// A list of names and what each is; a text is changed in place.
+class FactList {
+  constructor(heading) {
     this.list = h("dl", { class: "facts" });
-    this.element = h("section", { class: "card" }, h("h2", {}, "What was asked for"), this.list);
+    this.element = h("section", { class: "card" }, h("h2", {}, heading), this.list);
     this.values = new Map();
   }
 
-  update(job) {
-    this.#set("Program", joinWords(job.program) || NONE, true);
-    this.#set("Options", joinWords(job.options) || "none", true);
-    this.#set("Working directory", job.folder || NONE, true);
-    this.#set("Hosts", hosts(job.hosts));
-    this.#set("Attempts", String(job.attempt));
-    this.#set("Newest checkpoint", job.saved === null ? "none" : `step ${count(job.saved)}`);
-    this.#set("Began", date(job.created_s));
-    this.#set("Ended", job.ended_s === null ? NONE : date(job.ended_s));
-    this.#set("Exit code", job.code === null ? NONE : String(job.code));
-    if (job.slurm_job) this.#set("Slurm job", job.slurm_job);
-    this.#set("Job's folder", job.path, true);
-  }
-
-  #set(name, text, isCode = false) {
+  set(name, text, isCode = false) {
     if (!this.values.has(name)) {
       const value = isCode ? h("code") : h("span");
       this.values.set(name, value);
-      this.list.append(h("div", {}, h("dt", {}, name), h("dd", {}, value)));
+      this.append(name, value);
     }
     setText(this.values.get(name), text);
   }
+
+  append(name, value) {
+    this.list.append(h("div", {}, h("dt", {}, name), h("dd", {}, value)));
+  }
 }
 
-function hosts(ranks) {
-  const all = Object.entries(ranks);
-  if (!all.length) return NONE;
-  const words = all.slice(0, HOSTS).map(([host, number]) => `${host}: ${number}`);
-  if (all.length > HOSTS) words.push(`${all.length - HOSTS} more`);
-  return words.join(", ");
+export class Facts extends FactList {
+  constructor() {
+    super("What was asked for");
+  }
+
+  update(job) {
+    this.set("Program", joinWords(job.program) || NONE, true);
+    this.set("Options", joinWords(job.options) || "none", true);
+    this.set("Working directory", job.folder || NONE, true);
+    this.set("Attempts", String(job.attempt));
+    this.set("Newest checkpoint", job.saved === null ? "none" : `step ${count(job.saved)}`);
+    this.set("Began", date(job.created_s));
+    this.set("Ended", job.ended_s === null ? NONE : date(job.ended_s));
+    this.set("Exit code", job.code === null ? NONE : String(job.code));
+    if (job.slurm_job) this.set("Slurm job", job.slurm_job);
+    this.set("Job's folder", job.path, true);
+  }
+}
+
+// With what a job runs, and where.
+export class Environment extends FactList {
+  constructor({ environment }) {
+    super("Environment and plan");
+    for (const [name, version] of Object.entries(environment.versions)) this.set(name, version);
+    const variables = Object.entries(environment.variables);
+    this.set("Variables", variables.map(([name, value]) => `${name}=${value}`).join("\n") || "none", true);
+    this.places = h("ul");
+    this.append(
+      "Ranks on hosts",
+      h("div", { class: "places", tabindex: 0, role: "region", "aria-label": "Ranks on hosts" }, this.places),
+    );
+  }
+
+  update(job) {
+    if (job.mpi) this.set("MPI", job.mpi);
+    const lines = placesOf(job.hosts);
+    const text = lines.join("\n");
+    if (text === this.shown) return;
+    this.shown = text;
+    this.places.replaceChildren(...(lines.length ? lines : [NONE]).map((line) => h("li", {}, line)));
+  }
+}
+
+// The first host's slots are filled first, then the second's.
+function placesOf(hosts) {
+  let next = 0;
+  return Object.entries(hosts).map(([host, ranks]) => {
+    const first = next;
+    next += ranks;
+    return ranks === 1 ? `${host}: rank ${first}` : `${host}: ranks ${first} to ${next - 1}`;
+  });
 }

@@ -1,8 +1,9 @@
 // A row of the table of jobs, which is changed in place: what is selected or focused stays so.
 import { now } from "./api.js";
 import { h, setText } from "./dom.js";
-import { NONE, ago, count, date, number, span } from "./format.js";
+import { NONE, ago, count, date, number, percent, span } from "./format.js";
 import { jobLink } from "./router.js";
+import { Sparkline } from "./sparkline.js";
 import { setBadge } from "./status.js";
 import { joinWords, shortProgram } from "./words.js";
 
@@ -10,13 +11,14 @@ export const COLUMNS = [
   ["state", "State"],
   ["name", "Job"],
   ["ranks", "Ranks"],
-  ["progress", "Progress"],
+  ["progress", "Step"],
   ["loss", "Loss"],
+  ["goodput", "Goodput"],
   ["began", "Began"],
   ["took", "Took"],
   ["attempts", "Attempts"],
 ];
-const NUMERIC = ["ranks", "progress", "loss", "took", "attempts"];
+const NUMERIC = ["ranks", "progress", "loss", "goodput", "took", "attempts"];
 
 export function cellClass(column) {
   return NUMERIC.includes(column) ? `${column} numeric` : column;
@@ -32,6 +34,12 @@ export class JobRow {
     this.box.checked = selected;
     this.program = h("span", { class: "program" });
     this.time = h("time");
+    this.curve = new Sparkline();
+    this.loss = h("span");
+    this.took = h("span");
+    this.left = h("span", { class: "second" });
+    this.step = h("span");
+    this.epoch = h("span", { class: "second" });
     this.cells = Object.fromEntries(
       COLUMNS.map(([column, label]) => [
         column,
@@ -44,6 +52,10 @@ export class JobRow {
     );
     this.cells.name.append(h("a", { href: jobLink(name) }, name), this.program);
     this.cells.began.append(this.time);
+    this.cells.loss.append(this.curve.element, this.loss);
+    this.cells.took.append(this.took, this.left);
+    this.cells.progress.append(this.step, this.epoch);
+    this.cells.goodput.title = "The part of its time that went into steps that were kept";
     this.element = h(
       "tr",
       {},
@@ -59,24 +71,33 @@ export class JobRow {
     setText(this.program, shortProgram(job.program));
     this.program.title = joinWords(job.program);
     setText(cells.ranks, job.ranks ? count(job.ranks) : NONE);
-    setText(
-      cells.progress,
-      job.step === null
-        ? NONE
-        : `step ${count(job.step)}${job.epoch === null ? "" : ` · epoch ${job.epoch + 1}`}`,
-    );
-    setText(cells.loss, number(job.metrics.loss));
+    const of = job.total_steps === null ? "" : ` of ${count(job.total_steps)}`;
+    setText(this.step, job.step === null ? NONE : `${count(job.step)}${of}`);
+    setText(this.epoch, job.epoch === null ? "" : `epoch ${job.epoch + 1}`);
+    this.#drawCurve(job);
+    setText(cells.goodput, job.goodput === null ? NONE : percent(job.goodput));
     setText(cells.attempts, job.attempt ? String(job.attempt) : NONE);
     this.time.dateTime = new Date(job.created_s * 1000).toISOString();
     this.time.title = date(job.created_s);
     this.tick();
   }
 
+  #drawCurve({ metrics, curve }) {
+    const { values } = curve;
+    const isLoss = curve.of === "loss";
+    const last = isLoss ? metrics.loss : values.at(-1);
+    const what = isLoss ? "Loss" : "Samples per second";
+    this.cells.loss.title = values.length ? what : "";
+    this.curve.update(values, `${what} from ${number(values[0])} to ${number(values.at(-1))}`);
+    setText(this.loss, last === undefined ? NONE : `${number(last)}${isLoss ? "" : "/s"}`);
+  }
+
   // What changes by itself as time goes on.
   tick() {
-    const { created_s, ended_s, is_over } = this.job;
+    const { created_s, ended_s, is_over, left_s } = this.job;
     setText(this.time, created_s ? ago(now() - created_s) : NONE);
     const end_s = ended_s ?? (is_over ? null : now());
-    setText(this.cells.took, end_s === null || !created_s ? NONE : span(end_s - created_s));
+    setText(this.took, end_s === null || !created_s ? NONE : span(end_s - created_s));
+    setText(this.left, left_s === null ? "" : `${span(left_s)} left`);
   }
 }

@@ -22,6 +22,13 @@ export async function jobsView({ query }) {
   return (main) => show(main, asked, first, read_only);
 }
 
+const list = (names) =>
+  h(
+    "ul",
+    { class: "names" },
+    names.map((name) => h("li", {}, name)),
+  );
+
 function show(main, asked, first, read_only) {
   let wanted = PAGE;
   let rows = new Map();
@@ -57,12 +64,14 @@ function show(main, asked, first, read_only) {
     "Compare",
   );
   const stop = h("button", { type: "button", class: "danger", onclick: () => stopSelected() }, "Stop");
+  const clone = h("button", { type: "button", onclick: () => cloneSelected() }, "Clone");
   const none = h("button", { type: "button", class: "plain", onclick: () => unselect() }, "Select none");
   const bulk = h(
     "div",
     { class: "bulk", role: "group", "aria-label": "Selected jobs", hidden: true },
     picked,
     compare,
+    !read_only && clone,
     !read_only && stop,
     none,
   );
@@ -201,11 +210,7 @@ function show(main, asked, first, read_only) {
     ask({
       title: `Stop ${counted(names.length, "job")}?`,
       body: [
-        h(
-          "ul",
-          { class: "names" },
-          names.map((name) => h("li", {}, name)),
-        ),
+        list(names),
         h("p", {}, "Nothing more is saved. A job's own page can have it save a checkpoint first."),
       ],
       verb: "Stop",
@@ -214,6 +219,24 @@ function show(main, asked, first, read_only) {
         await Promise.all(names.map((name) => post(jobPath(name, "/stop"))));
         unselect();
         say(`${counted(names.length, "job")} told to stop.`);
+      },
+    });
+  }
+
+  function cloneSelected() {
+    const names = [...selected];
+    ask({
+      title: `Clone ${counted(names.length, "job")}?`,
+      body: [list(names), h("p", {}, "Each is submitted once more, as it was asked for.")],
+      verb: "Start the clones",
+      act: async () => {
+        for (const name of names) {
+          await post(jobPath(name, "/clone"));
+          // Where a later one is refused, this one is not started twice.
+          selected.delete(name);
+        }
+        unselect();
+        say(`${counted(names.length, "job")} submitted.`);
       },
     });
   }

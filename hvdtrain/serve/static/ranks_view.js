@@ -1,6 +1,6 @@
 // The ranks of a job: who takes how long for a step, over time and now.
 import { get, jobPath } from "./api.js";
-import { h, setText, setVisible } from "./dom.js";
+import { colour, h, setText, setVisible } from "./dom.js";
 import { NONE, bytes, clock, count, isNumber, number, seconds } from "./format.js";
 
 const ROWS = 240;
@@ -28,7 +28,7 @@ export class RanksView {
       { class: "card ranks", "aria-labelledby": "ranks", hidden: true },
       h("h2", { id: "ranks" }, "Ranks"),
       h("div", { class: "heat" }, this.canvas, this.times),
-      h("p", { class: "heat-legend hint" }, "A step takes the rank itself:", HEAT.toReversed().map(([from, colour]) => h("span", {}, h("i", { class: "dot", "data-heat": colour.slice(2) }), from ? `${from} times the median` : "as long as the others"))),
+      h("p", { class: "heat-legend hint" }, "A step takes the rank itself:", HEAT.toReversed().map(([from, name]) => h("span", {}, h("i", { class: "dot", "data-heat": name.slice(2) }), from ? `${from} times the median` : "as long as the others"))),
       h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Rank", ...COLUMNS.map(([label]) => label)].map((label) => h("th", { scope: "col", class: label === "Phase" ? "" : "numeric" }, label)))), this.body)),
       this.more,
     );
@@ -72,8 +72,7 @@ export class RanksView {
   }
 
   #paint(ranks) {
-    const style = getComputedStyle(document.documentElement);
-    const colours = HEAT.map(([from, colour]) => [from, style.getPropertyValue(colour)]);
+    const colours = HEAT.map(([from, name]) => [from, colour(name)]);
     const height = Math.max(1, Math.min(22, Math.floor(HEIGHT / ranks)));
     const width = Math.max(2, Math.min(24, Math.floor(960 / this.rows.length)));
     this.canvas.width = width * this.rows.length;

@@ -14,6 +14,12 @@ const NAMES = {
 };
 const LEAST = 0.001;
 
+// What the last start of a job came to; undefined where that is not known yet.
+export function summaryOf(events) {
+  const last = events.findLast(({ kind }) => kind === "summary" || kind === "began");
+  return last?.kind === "summary" ? last : undefined;
+}
+
 export class Shares {
   constructor() {
     this.bar = h("div", { class: "shares", "aria-hidden": "true" });
@@ -28,7 +34,7 @@ export class Shares {
   }
 
   update(events) {
-    const summary = events.findLast(({ kind }) => kind === "summary");
+    const summary = summaryOf(events);
     setVisible(this.element, summary !== undefined);
     if (!summary || summary === this.shown) return;
     this.shown = summary;
