@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "keras": {"parameter_server", "gradients", "checkpoint", *_RANKS},
     "horovod": {"keras", "gradients", *_RANKS},
     "migrate": {"errors"},
-    "serve": {"job_commands", "launch", "jobs", "cluster", *_BASE},
+    "serve": {"job_commands", "launch", "jobs", "agent", "cluster", *_BASE},
     "bench": {"keras", "gradients", "parameter_server", "launch", "jobs", "agent", *_RANKS},
     "check": {"bench", "launch", "remote", "agent", *_RANKS},
     "cli": {"check", "launch", "job_commands", "serve", "bench", "migrate", *_BASE},

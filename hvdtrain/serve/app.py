@@ -25,6 +25,9 @@ from hvdtrain.serve.live import LiveApi
 from hvdtrain.serve.metrics_export import export
 from hvdtrain.serve.policy import Policy
 from hvdtrain.serve.security import COOKIE, SESSION_S, Guard, Keys
+from hvdtrain.serve.tensorboard_api import TensorBoardApi
+from hvdtrain.serve.tensorboard_site import AtHost, TensorBoardSite
+from hvdtrain.serve.tensorboards import TensorBoards
 from hvdtrain.version import __version__
 
 __all__ = ["make_app"]
@@ -41,6 +44,7 @@ def make_app(
     hosts: Collection[str],
     scheme: str = "http",
     environ: Mapping[str, str] | None = None,
+    tensorboard_host: str = "",
 ) -> Starlette:
     """The application.
 
@@ -51,7 +55,11 @@ def make_app(
         hosts: What may stand in the header Host.
         scheme: http or https.
         environ: Variables for what is started; those of this process if not given.
+        tensorboard_host: The name, with the port, at which browsers find TensorBoards; empty where
+            they find none.
     """
+    boards = TensorBoards()
+    site = TensorBoardSite(boards, keys, f"{scheme}://{tensorboard_host}")
     closing = asyncio.Event()
 
     @asynccontextmanager
@@ -60,6 +68,7 @@ def make_app(
         yield
         closing.set()
         index.close()
+        await boards.close()
 
     session = _Session(keys, policy, secure=scheme == "https")
     jobs = JobApi(index, policy, os.environ if environ is None else environ)
@@ -73,10 +82,14 @@ def make_app(
             *session.routes(),
             *jobs.routes(),
             *LiveApi(index, closing).routes(),
+            *TensorBoardApi(index, policy, boards, site if tensorboard_host else None).routes(),
             Route("/metrics", metrics, methods=["GET"]),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
-        middleware=[Middleware(Guard, keys=keys, hosts=hosts, scheme=scheme)],
+        middleware=[
+            *([Middleware(AtHost, other=site, host=tensorboard_host)] if tensorboard_host else []),
+            Middleware(Guard, keys=keys, hosts=hosts, scheme=scheme),
+        ],
         lifespan=lifespan,
     )
 

@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     missing = [
         name
-        for name in ("starlette", "uvicorn", "prometheus_client")
+        for name in ("starlette", "uvicorn", "prometheus_client", "httpx2")
         if importlib.util.find_spec(name) is None
     ]
     if missing:
@@ -97,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdtrain.serve.app import make_app
     from hvdtrain.serve.index import JobIndex
     from hvdtrain.serve.security import Keys, allowed_hosts, read_token
+    from hvdtrain.serve.tensorboard_site import HOST as TENSORBOARD_HOST
 
     directory = directory_of(arguments)
     token = read_token(directory / TOKEN)
@@ -109,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
         _policy(arguments),
         hosts=allowed_hosts(arguments.host, port, arguments.name),
         scheme=scheme,
+        # No certificate is for that name.
+        tensorboard_host="" if tls else f"{TENSORBOARD_HOST}:{port}",
     )
     link = f"{scheme}://localhost:{port}/login?token={token}"
     logger.info(f"jobs of {directory} are at {scheme}://localhost:{port}/")

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from hvdtrain.cluster.ranges import parse_runs
-from hvdtrain.errors import HvdtrainError, JobError
+from hvdtrain.errors import JobError
 from hvdtrain.job_commands.checked_ranks import checked_ranks
 from hvdtrain.job_commands.stop import stop_job
 from hvdtrain.jobs.folder import JobFolder
@@ -30,6 +28,7 @@ from hvdtrain.jobs.spec import JobSpec, make_spec, sbatch_of, with_changes
 from hvdtrain.jobs.submission import check_options, start_again, submit_job
 from hvdtrain.serve.index import JobIndex, matching
 from hvdtrain.serve.policy import Policy
+from hvdtrain.serve.requests import acting, job_of
 from hvdtrain.serve.row_details import RowDetails
 
 __all__ = ["JobApi", "found_to_json", "view_to_json"]
@@ -40,7 +39,6 @@ MOST_POINTS = 2000
 MOST_RANK_ROWS = 300
 # How long a request may look through a log; it says where it stopped.
 SEARCH_S = 0.5
-_MOST_BODY = 1 << 20
 
 
 class JobApi:
@@ -62,15 +60,15 @@ class JobApi:
         """All routes, with the methods that they have."""
         return [
             Route("/api/jobs", self.list_jobs, methods=["GET"]),
-            Route("/api/jobs", self._acting(self.submit), methods=["POST"]),
-            Route("/api/plan", self._acting(self.plan), methods=["POST"]),
+            Route("/api/jobs", acting(self.submit), methods=["POST"]),
+            Route("/api/plan", acting(self.plan), methods=["POST"]),
             Route("/api/jobs/{name}", self.show, methods=["GET"]),
             Route("/api/jobs/{name}/metrics", self.metrics, methods=["GET"]),
             Route("/api/jobs/{name}/ranks", self.ranks, methods=["GET"]),
             Route("/api/jobs/{name}/log", self.log, methods=["GET"]),
-            Route("/api/jobs/{name}/stop", self._acting(self.stop), methods=["POST"]),
-            Route("/api/jobs/{name}/restart", self._acting(self.restart), methods=["POST"]),
-            Route("/api/jobs/{name}/clone", self._acting(self.clone), methods=["POST"]),
+            Route("/api/jobs/{name}/stop", acting(self.stop), methods=["POST"]),
+            Route("/api/jobs/{name}/restart", acting(self.restart), methods=["POST"]),
+            Route("/api/jobs/{name}/clone", acting(self.clone), methods=["POST"]),
         ]
 
     def list_jobs(self, request: Request) -> Response:
@@ -87,7 +85,7 @@ class JobApi:
 
     def show(self, request: Request) -> Response:
         """All that is known of a job."""
-        job = self._job(request)
+        job = job_of(self._index, request)
         view = self._index.view(job.name)
         assert view is not None
         return JSONResponse(
@@ -105,7 +103,7 @@ class JobApi:
 
     def metrics(self, request: Request) -> Response:
         """How far a job was, over time: a list for each thing that was measured."""
-        job = self._job(request)
+        job = job_of(self._index, request)
         count = min(_number(request.query_params, "count", 600), MOST_POINTS)
         rows = list(metrics_rows(job, count))
         names = sorted({name for row in rows for name in row})
@@ -113,7 +111,7 @@ class JobApi:
 
     def ranks(self, request: Request) -> Response:
         """How each rank was, over time: rows as ``ranks.jsonl`` has them."""
-        job = self._job(request)
+        job = job_of(self._index, request)
         count = min(_number(request.query_params, "count", 120), MOST_RANK_ROWS)
         return JSONResponse({"rows": list(sampled_json_lines(job.ranks, count))})
 
@@ -122,7 +120,7 @@ class JobApi:
 
         ``next`` is where the next part begins, ``begin`` before what earlier ones can be asked for.
         """
-        job, query = self._job(request), request.query_params
+        job, query = job_of(self._index, request), request.query_params
         count = min(_number(query, "count", 500), MOST_LINES)
         ranks, text = _ranks(query.get("ranks", "")), query.get("grep", "")
 
@@ -164,7 +162,7 @@ class JobApi:
         """Have a job end."""
         if not self._policy.allows_something:
             raise JobError("this page shows jobs only (--read-only)")
-        job = self._job(request)
+        job = job_of(self._index, request)
         view = self._index.view(job.name)
         assert view is not None
         if not view.is_over:
@@ -173,7 +171,7 @@ class JobApi:
 
     def restart(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Start a job that has ended again."""
-        job = self._job(request)
+        job = job_of(self._index, request)
         start_again(
             job,
             lambda spec: self._changed(spec, body),
@@ -184,7 +182,7 @@ class JobApi:
 
     def clone(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Start a job like another one."""
-        return self._submit(self._changed(self._job(request).spec(), body))
+        return self._submit(self._changed(job_of(self._index, request).spec(), body))
 
     def _submit(self, spec: JobSpec) -> Mapping[str, Any]:
         ranks = checked_ranks(spec, self._environ)
@@ -215,28 +213,6 @@ class JobApi:
         job = JobFolder(self._index.directory / view.name)
         return {**view_to_json(view), **self._details.of(job, view)}
 
-    def _job(self, request: Request) -> JobFolder:
-        job = self._index.folder(request.path_params["name"])
-        if job is None:
-            raise HTTPException(404, "There is no such job.")
-        return job
-
-    def _acting(
-        self, act: Callable[[Mapping[str, Any], Request], Mapping[str, Any]]
-    ) -> Callable[[Request], Any]:
-        """A route that reads JSON, acts, and answers with JSON, also where that can't be done."""
-
-        async def answer(request: Request) -> Response:
-            try:
-                body = await _body(request)
-                return JSONResponse(await run_in_threadpool(act, body, request))
-            except HvdtrainError as error:
-                return JSONResponse({"error": str(error)}, 400)
-            except SystemExit:
-                return JSONResponse({"error": "hvdtrain run has no such options."}, 400)
-
-        return answer
-
 
 def view_to_json(view: JobView) -> Mapping[str, Any]:
     """A job as the page takes it."""
@@ -260,23 +236,6 @@ def _environment(job: JobFolder) -> Mapping[str, Any]:
     # Values of secrets were never written.
     own = {"hvdtrain": spec.version} if spec.version else {}
     return {"versions": {**own, **spec.versions}, "variables": dict(spec.variables)}
-
-
-async def _body(request: Request) -> Mapping[str, Any]:
-    if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-        raise HTTPException(415, "Expected application/json.")
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > _MOST_BODY:
-            raise HTTPException(413, "That is too long.")
-    try:
-        body = json.loads(data or b"{}")
-    except (ValueError, RecursionError):
-        raise HTTPException(400, "Expected JSON.") from None
-    if not isinstance(body, dict):
-        raise HTTPException(400, "Expected a JSON object.")
-    return body
 
 
 def _words(body: Mapping[str, Any], name: str) -> list[str]:

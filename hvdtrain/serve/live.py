@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -19,6 +18,7 @@ from hvdtrain.jobs.log_reader import log_end
 from hvdtrain.jobs.progress import left_s
 from hvdtrain.serve.index import JobIndex
 from hvdtrain.serve.job_api import view_to_json
+from hvdtrain.serve.requests import job_of
 
 __all__ = ["LiveApi"]
 
@@ -52,9 +52,7 @@ class LiveApi:
 
     async def job(self, request: Request) -> Response:
         """Tell of one job: its state, its newest metrics, and how long its log is."""
-        job = await run_in_threadpool(self._index.folder, request.path_params["name"])
-        if job is None:
-            raise HTTPException(404, "There is no such job.")
+        job = await run_in_threadpool(job_of, self._index, request)
         return _stream(self._job(job))
 
     async def _jobs(self) -> AsyncIterator[str]:

@@ -25,16 +25,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["COOKIE", "CSRF_HEADER", "Guard", "Keys", "allowed_hosts", "read_token"]
+__all__ = ["COOKIE", "CSRF_HEADER", "READING", "Guard", "Keys", "allowed_hosts", "read_token"]
 
 COOKIE = "hvdtrain_session"
 CSRF_HEADER = "x-csrf-token"
 SESSION_S = 30 * 86400
+READING = ("GET", "HEAD")
 # Reached without a cookie: where one is given out, and what the page that asks for it looks like.
 _OPEN = ("/login", "/favicon.ico")
 _STATIC = "/static/"
-_READING = ("GET", "HEAD")
-_METHODS = (*_READING, "POST")
+_METHODS = (*READING, "POST")
 _HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'; object-src 'none'",
@@ -91,13 +91,21 @@ class Keys:
 
     def session(self, now_s: float) -> str:
         """A new cookie."""
-        until = f"{int(now_s + SESSION_S)}-{secrets.token_hex(8)}"
-        return f"{until}.{self._sign(f'session {until}')}"
+        return self.sealed("session", now_s + SESSION_S)
 
     def is_session(self, cookie: str, now_s: float) -> bool:
         """Whether it is a cookie of ``session`` whose time is not over."""
-        until, _, signature = cookie.partition(".")
-        if not hmac.compare_digest(signature.encode(), self._sign(f"session {until}").encode()):
+        return self.is_sealed("session", cookie, now_s)
+
+    def sealed(self, purpose: str, until_s: float) -> str:
+        """A word that this server alone can make, good for one purpose until then."""
+        until = f"{int(until_s)}-{secrets.token_hex(8)}"
+        return f"{until}.{self._sign(f'{purpose} {until}')}"
+
+    def is_sealed(self, purpose: str, word: str, now_s: float) -> bool:
+        """Whether it is a word of ``sealed`` for that purpose whose time is not over."""
+        until, _, signature = word.partition(".")
+        if not hmac.compare_digest(signature.encode(), self._sign(f"{purpose} {until}").encode()):
             return False
         return int(until.partition("-")[0]) > now_s
 
@@ -171,7 +179,7 @@ class Guard:
         if not self._keys.is_session(cookie, time.time()):
             wants_page = scope["method"] == "GET" and "text/html" in headers.get("accept", "")
             return RedirectResponse("/login", 303) if wants_page else _refuse("Log in first.", 401)
-        if scope["method"] not in _READING:
+        if scope["method"] not in READING:
             given = headers.get(CSRF_HEADER, "")
             if not hmac.compare_digest(given.encode(), self._keys.csrf(cookie).encode()):
                 return _refuse("This was not asked by a page from here; load it again.", 403)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -19,33 +15,7 @@ from hvdtrain.jobs.folder import JobFolder, create_job
 from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
-from tests.harness.jobs import clean_environment
-
-SERVE = [sys.executable, "-m", "hvdtrain", "serve", "--port", "0"]
-
-
-class Server:
-    """The process, and what it says."""
-
-    def __init__(self, jobs_dir: Path) -> None:
-        self.process = subprocess.Popen(
-            [*SERVE, "--jobs-dir", str(jobs_dir)],
-            env=clean_environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stderr is not None
-        found = re.search(r"are at (http://localhost:\d+)/", self.process.stderr.readline())
-        assert found is not None
-        self.url = found[1]
-        self._token = (jobs_dir / ".serve-token").read_text().strip()
-
-    def get(self, path: str) -> urllib.request.addinfourl:
-        """An answer, to somebody who has the token."""
-        asked = urllib.request.Request(
-            self.url + path, headers={"authorization": f"Bearer {self._token}"}
-        )
-        return urllib.request.urlopen(asked, timeout=20)
+from tests.serve.server import Server
 
 
 @pytest.fixture
@@ -68,8 +38,7 @@ def test_it_may_be_killed_at_any_time(tmp_path: Path, job: JobFolder) -> None:
             lines = [told.readline() for _ in range(3)]
             assert json.loads(lines[2].removeprefix(b"data: "))["view"]["step"] == 2
     finally:
-        server.process.kill()
-        server.process.communicate(timeout=20)
+        server.kill()
     # What is there is what is in the folders.
     again = Server(tmp_path)
     with again.get("/api/jobs") as answer:

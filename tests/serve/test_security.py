@@ -21,6 +21,7 @@ from hvdtrain.serve.security import COOKIE, CSRF_HEADER, Keys, allowed_hosts, re
 
 TOKEN = "a-token-of-the-tests"
 BASE = "http://localhost:8264"
+WAYS = ("/stop", "/restart", "/clone", "/tensorboard")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")
 
 
@@ -89,8 +90,8 @@ def test_only_three_methods_are_known(logged_in: TestClient) -> None:
 
 
 def test_what_changes_something_needs_the_word_of_a_page_from_here(logged_in: TestClient) -> None:
-    acting = [path for path in _paths(logged_in) if path.endswith(("/stop", "/restart", "/clone"))]
-    assert len(acting) == 3
+    acting = {path for path in _paths(logged_in) if path.endswith(WAYS)}
+    assert len(acting) == len(WAYS)
     for path in [*acting, "/api/jobs", "/api/plan", "/logout"]:
         assert logged_in.post(path, json={}).status_code == 403
         wrong = logged_in.post(path, json={}, headers={CSRF_HEADER: "0" * 64})

@@ -1,0 +1,118 @@
+"""The routes by which the page opens the TensorBoard of a job."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from hvdtrain.errors import JobError
+from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.serve.event_files import find_event_folder
+from hvdtrain.serve.index import JobIndex
+from hvdtrain.serve.policy import Policy
+from hvdtrain.serve.requests import acting, job_of
+from hvdtrain.serve.tensorboard_site import TensorBoardSite
+from hvdtrain.serve.tensorboards import TensorBoards
+
+__all__ = ["TensorBoardApi"]
+
+_MISSING = (
+    "TensorBoard is not installed beside the Python of hvdtrain serve: "
+    "python -m pip install tensorboard"
+)
+_NO_NAME = (
+    "TensorBoard is shown where the page is at localhost alone, not over TLS: reach it by "
+    "ssh -L, as hvdtrain serve --help tells."
+)
+
+
+class TensorBoardApi:
+    """Opens TensorBoards.
+
+    Args:
+        index: All jobs.
+        policy: Below which folders others than a job's own may be shown.
+        boards: Those that run.
+        site: Where they are shown; None where they can't be.
+    """
+
+    def __init__(
+        self,
+        index: JobIndex,
+        policy: Policy,
+        boards: TensorBoards,
+        site: TensorBoardSite | None,
+    ) -> None:
+        self._index = index
+        self._policy = policy
+        self._boards = boards
+        self._site = site
+
+    def routes(self) -> list[Route]:
+        """All routes, with the methods that they have."""
+        path = "/api/jobs/{name}/tensorboard"
+        return [
+            Route(path, self.look, methods=["GET"]),
+            Route(path, acting(self.open), methods=["POST"]),
+        ]
+
+    async def look(self, request: Request) -> Response:
+        """Which folder would be shown, and why none can be; both may be empty."""
+        job = await run_in_threadpool(job_of, self._index, request)
+        found = await run_in_threadpool(self._found, job)
+        why = self._why_not()
+        if not why and found is None:
+            why = "No event files were found that this job wrote. Name their folder."
+        return JSONResponse({"folder": str(found or ""), "why": why})
+
+    async def open(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
+        """Start it, and give the link that leads there."""
+        why = self._why_not()
+        if why or self._site is None:
+            raise JobError(why)
+        job = await run_in_threadpool(job_of, self._index, request)
+        folder = await run_in_threadpool(self._named, job, body.get("folder"))
+        try:
+            await self._boards.start(job.name, folder)
+        except OSError as error:
+            raise JobError(f"TensorBoard can't be started: {error}") from None
+        return {"url": self._site.link(job.name)}
+
+    def _why_not(self) -> str:
+        if self._site is None:
+            return _NO_NAME
+        if not self._policy.allows_something:
+            return "This page starts nothing (--read-only), and so no TensorBoard."
+        return "" if importlib.util.find_spec("tensorboard") else _MISSING
+
+    def _found(self, job: JobFolder) -> Path | None:
+        view = self._index.view(job.name)
+        if view is None or not view.folder:
+            return None
+        return find_event_folder(view.folder, view.program, view.created_s, view.ended_s)
+
+    def _named(self, job: JobFolder, given: object) -> Path:
+        """The folder that is asked for, if it may be shown."""
+        if not isinstance(given, str) or not given or "\0" in given:
+            raise JobError(f"folder is {given!r}; expected one with event files.")
+        own = job.spec().folder
+        real = Path(os.path.realpath(Path(own, given)))
+        if not real.is_dir():
+            raise JobError(f"there is no folder {real}")
+        allowed = [own, *map(str, self._policy.folders)]
+        is_below = any(real.is_relative_to(os.path.realpath(one)) for one in allowed)
+        found = None if is_below else self._found(job)
+        if not is_below and (found is None or str(real) != os.path.realpath(found)):
+            raise JobError(
+                f"the folder {given!r} may not be shown from the page; allowed, and all below: "
+                f"{', '.join(allowed)} (--allow-folder adds one)"
+            )
+        return real
