@@ -23,7 +23,7 @@ __all__ = ["Found", "Part", "fits", "log_end", "read_before", "read_last", "read
 
 _MORE_EACH_TIME = 8
 # What is looked through before the clock is looked at again.
-_MOST_SPAN = 4 << 20
+_MOST_SPAN = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -15,9 +15,8 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
 
 from hvdtrain.serve.index import JobIndex
 from hvdtrain.serve.job_api import JobApi
@@ -25,6 +24,7 @@ from hvdtrain.serve.live import LiveApi
 from hvdtrain.serve.metrics_export import export
 from hvdtrain.serve.policy import Policy
 from hvdtrain.serve.security import COOKIE, SESSION_S, Guard, Keys
+from hvdtrain.serve.static_files import StaticFiles
 from hvdtrain.serve.tensorboard_api import TensorBoardApi
 from hvdtrain.serve.tensorboard_site import AtHost, TensorBoardSite
 from hvdtrain.serve.tensorboards import TensorBoards
@@ -70,21 +70,25 @@ def make_app(
         index.close()
         await boards.close()
 
-    session = _Session(keys, policy, secure=scheme == "https")
+    files = StaticFiles(STATIC)
+    session = _Session(keys, policy, files, secure=scheme == "https")
     jobs = JobApi(index, policy, os.environ if environ is None else environ)
+
+    async def index_page(_: Request) -> Response:
+        return files.page("index.html")
 
     async def metrics(_: Request) -> Response:
         return Response(await run_in_threadpool(export, index), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(
         routes=[
-            Route("/", _page("index.html"), methods=["GET"]),
+            Route("/", index_page, methods=["GET"]),
             *session.routes(),
             *jobs.routes(),
             *LiveApi(index, closing).routes(),
             *TensorBoardApi(index, policy, boards, site if tensorboard_host else None).routes(),
             Route("/metrics", metrics, methods=["GET"]),
-            Mount("/static", StaticFiles(directory=STATIC)),
+            Route("/static/{path:path}", files.answer, methods=["GET"]),
         ],
         middleware=[
             *([Middleware(AtHost, other=site, host=tensorboard_host)] if tensorboard_host else []),
@@ -97,8 +101,9 @@ def make_app(
 class _Session:
     """Logging in and out."""
 
-    def __init__(self, keys: Keys, policy: Policy, *, secure: bool) -> None:
+    def __init__(self, keys: Keys, policy: Policy, files: StaticFiles, *, secure: bool) -> None:
         self._keys = keys
+        self._files = files
         self._policy = policy
         self._secure = secure
 
@@ -130,7 +135,7 @@ class _Session:
                 secure=self._secure,
             )
             return answer
-        return FileResponse(STATIC / "login.html", 403 if given else 200)
+        return self._files.page("login.html", 403 if given else 200)
 
     async def logout(self, _: Request) -> Response:
         """Forget the cookie."""
@@ -152,10 +157,3 @@ class _Session:
                 "read_only": not policy.allows_something,
             }
         )
-
-
-def _page(name: str) -> Callable[[Request], Awaitable[Response]]:
-    async def page(_: Request) -> Response:
-        return FileResponse(STATIC / name)
-
-    return page

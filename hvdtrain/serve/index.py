@@ -20,6 +20,11 @@ __all__ = ["JobIndex", "matching"]
 INTERVAL_S = 1.0
 # Slurm is asked about what only it knows, which costs it something.
 SLURM_INTERVAL_S = 15.0
+# Jobs that are read at once: first the newest, which fill the first page of the list.
+FIRST = 200
+BATCH = 1000
+# Looking for changes may take one core for at most this part of its time.
+_LOOKING_SHARE = 0.05
 
 
 class JobIndex:
@@ -40,10 +45,11 @@ class JobIndex:
         self._slurm_at = 0.0
         self._closing = threading.Event()
         self._version = 0
-        self.refresh()
+        self._pause_s = INTERVAL_S
+        self._refresh(FIRST)
 
     def start(self) -> None:
-        """Look for changes about once a second, on a thread."""
+        """Read the rest, and look for changes about once a second, on a thread."""
         threading.Thread(target=self._refresh_often, name="jobs", daemon=True).start()
 
     def close(self) -> None:
@@ -78,23 +84,28 @@ class JobIndex:
         return JobFolder(self._directory / name) if self._is_job(name) else None
 
     def refresh(self) -> None:
-        """Read what has changed since the last time."""
+        """Read what has changed since the last time, the newest first, and not more than BATCH."""
         with self._refreshing:
-            self._refresh()
+            self._refresh(BATCH)
 
-    def _refresh(self) -> None:
+    def _refresh(self, most: int) -> None:
+        began = time.monotonic()
         changed = self._scan()
         slurm = time.monotonic() - self._slurm_at > SLURM_INTERVAL_S
         if slurm:
             self._slurm_at = time.monotonic()
         with self._lock:
             gone = self._views.keys() - changed.keys()
+            new = [name for name, at in changed.items() if self._changed.get(name) != at]
             # What is not over may be so without a change: its launcher may be gone.
             again = [
-                name
-                for name, at in changed.items()
-                if self._changed.get(name) != at or self._may_change(name, slurm=slurm)
+                name for name in changed.keys() - set(new) if self._may_change(name, slurm=slurm)
             ]
+        new.sort(key=changed.__getitem__, reverse=True)
+        again += new[:most]
+        # What is left for the next time is as it was then.
+        left = new[most:]
+        seen = changed | {name: self._changed.get(name, -1) for name in left}
         views = view_jobs([JobFolder(self._directory / name) for name in again])
         with self._lock:
             differs = bool(gone)
@@ -103,12 +114,14 @@ class JobIndex:
             for view in views:
                 differs = differs or self._views.get(view.name) != view
                 self._views[view.name] = view
-            self._changed = changed
+            self._changed = seen
             if differs:
                 views = list(self._views.values())
                 views.sort(key=lambda view: (view.created_s, view.name), reverse=True)
                 self._newest = views
             self._version += differs
+        took_s = time.monotonic() - began
+        self._pause_s = 0.0 if left else max(INTERVAL_S, took_s / _LOOKING_SHARE)
 
     def _may_change(self, name: str, *, slurm: bool) -> bool:
         view = self._views.get(name)
@@ -142,7 +155,7 @@ class JobIndex:
         return os.path.isdir(path) and not os.path.islink(path)
 
     def _refresh_often(self) -> None:
-        while not self._closing.wait(INTERVAL_S):
+        while not self._closing.wait(self._pause_s):
             self.refresh()
 
 

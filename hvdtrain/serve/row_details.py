@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class RowDetails:
         return {
             "metrics": kept.metrics,
             "curve": kept.curve,
-            "goodput": kept.goodput if view.is_over else None,
+            "goodput": kept.goodput,
             "left_s": left_s(job, view),
         }
 
@@ -63,14 +63,18 @@ class RowDetails:
         if kept is not None and kept.files == files:
             return kept
         now = time.monotonic()
-        fresh = kept is None or is_over or now - kept.read_at > CURVE_INTERVAL_S
-        read = _Kept(
-            files=files,
-            read_at=now if kept is None or fresh else kept.read_at,
-            curve=_curve(job.metrics) if kept is None or fresh else kept.curve,
-            goodput=goodput(job),
-            metrics=last_json_line(job.metrics),
-        )
+        if kept is None or is_over or now - kept.read_at > CURVE_INTERVAL_S:
+            rows = list(sampled_json_lines(job.metrics, POINTS))
+            last = rows[-1] if rows else {}
+            read = _Kept(
+                files=files,
+                read_at=now,
+                curve=_curve(rows),
+                goodput=goodput(job) if is_over else None,
+                metrics=last,
+            )
+        else:
+            read = replace(kept, files=files, metrics=last_json_line(job.metrics))
         with self._lock:
             self._kept[job.name] = read
             self._kept.move_to_end(job.name)
@@ -79,8 +83,7 @@ class RowDetails:
         return read
 
 
-def _curve(path: Path) -> Mapping[str, Any]:
-    rows = list(sampled_json_lines(path, POINTS))
+def _curve(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     losses = [row["loss"] for row in rows if isinstance(row.get("loss"), (int, float))]
     if losses:
         return {"of": "loss", "values": losses}

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 from hvdtrain.jobs.folder import JobFolder, create_job
 from hvdtrain.jobs.process_identity import ProcessIdentity, own_identity
@@ -68,7 +69,6 @@ def test_a_folder_that_vanishes_meanwhile_takes_no_other_with_it(
 ) -> None:
     jobs = [_job(tmp_path, float(number), "a.py") for number in range(3)]
     index = JobIndex(tmp_path)
-    stat = os.stat_result((0,) * 10)
 
     class Entry:
         """As of os.scandir; one is gone when it is looked at."""
@@ -79,10 +79,10 @@ def test_a_folder_that_vanishes_meanwhile_takes_no_other_with_it(
         def is_dir(self, *, follow_symlinks: bool) -> bool:
             return True
 
-        def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        def stat(self, *, follow_symlinks: bool = True) -> SimpleNamespace:
             if self.name == jobs[1].name:
                 raise FileNotFoundError(self.name)
-            return stat
+            return SimpleNamespace(st_mtime_ns=1)
 
     @contextlib.contextmanager
     def scandir(path: Path) -> Iterator[list[Entry]]:
@@ -91,6 +91,29 @@ def test_a_folder_that_vanishes_meanwhile_takes_no_other_with_it(
     with monkeypatch.context() as patched:
         patched.setattr("hvdtrain.serve.index.os.scandir", scandir)
         assert list(_statuses(index)) == [jobs[2].name, jobs[0].name]
+
+
+def test_of_many_jobs_the_newest_are_there_first(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("hvdtrain.serve.index.FIRST", 2)
+    monkeypatch.setattr("hvdtrain.serve.index.BATCH", 3)
+    names = []
+    for number in range(7):
+        names.append(_job(tmp_path, float(number), "a.py").name)
+        os.utime(tmp_path / names[-1], (number, number))
+    index = JobIndex(tmp_path)
+    for there in (2, 5, 7, 7):
+        assert [view.name for view in index.views()] == names[::-1][:there]
+        index.refresh()
+    # By the thread as well, without the pauses that it makes later.
+    index = JobIndex(tmp_path)
+    index.start()
+    try:
+        deadline = time.monotonic() + 10
+        while len(index.views()) < 7:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        index.close()
 
 
 def test_jobs_are_chosen_by_text_and_state(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,3 +94,19 @@ def test_a_list_tells_the_newest_numbers_of_each_job(open_page: Open, job: JobFo
     [row] = open_page(NOTHING).get("/api/jobs").json()["jobs"]
     assert row["metrics"]["loss"] == 0.5
     assert not row["is_over"]
+
+
+def test_of_many_ranks_fewer_rows_are_told(open_page: Open, job: JobFolder, monkeypatch) -> None:
+    client = open_page(NOTHING)
+    path = f"/api/jobs/{job.name}/ranks"
+    assert client.get(path).json() == {"rows": [], "now": {}}
+    with job.ranks.open("w") as file:
+        for number in range(100):
+            row = {"time": float(number), "step": [number] * 4, "own_s": [0.1, 0.2, None, 0.4]}
+            file.write(json.dumps(row) + "\n")
+    told = client.get(path, params={"count": 50}).json()
+    assert told["now"] == row
+    assert told["rows"][0] == {"time": 0.0, "own_s": [0.1, 0.2, None, 0.4]}
+    assert 40 <= len(told["rows"]) <= 52
+    monkeypatch.setattr("hvdtrain.serve.job_api.MOST_RANK_CELLS", 40)
+    assert 5 <= len(client.get(path, params={"count": 50}).json()["rows"]) <= 12

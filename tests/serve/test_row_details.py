@@ -46,7 +46,7 @@ def test_what_has_not_changed_is_not_read_again(job: JobFolder, monkeypatch) -> 
     append_json_line(job.metrics, {"time": 1.0, "step": 1, "loss": 2.0})
     read = []
     monkeypatch.setattr(
-        row_details, "_curve", lambda path: read.append(path) or {"of": "loss", "values": []}
+        row_details, "_curve", lambda rows: read.append(rows) or {"of": "loss", "values": []}
     )
     details = RowDetails()
     for _ in range(3):

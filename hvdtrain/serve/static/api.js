@@ -11,11 +11,18 @@ export class ApiError extends Error {
 let known = null;
 let clock_ahead_s = 0;
 
-export async function session() {
-  if (!known) {
-    known = await ask("/api/session");
-    clock_ahead_s = known.now - Date.now() / 1000;
-  }
+// Asked for once, by however many.
+export function session() {
+  known ??= ask("/api/session").then(
+    (about) => {
+      clock_ahead_s = about.now - Date.now() / 1000;
+      return about;
+    },
+    (error) => {
+      known = null;
+      throw error;
+    },
+  );
   return known;
 }
 

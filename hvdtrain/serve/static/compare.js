@@ -1,5 +1,5 @@
 // Two to eight jobs beside each other: their curves, and in what their settings differ.
-import { get, jobPath, now } from "./api.js";
+import { get, jobPath, now, session } from "./api.js";
 import { Chart, join, swatch } from "./charts.js";
 import { field, h, newId } from "./dom.js";
 import { NONE, count, isNumber, number, span } from "./format.js";
@@ -28,6 +28,8 @@ export async function compareView({ query }) {
       }
     }),
   );
+  // Until then nobody knows what time it is there.
+  await session();
   return (main) =>
     fill(
       main,

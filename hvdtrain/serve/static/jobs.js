@@ -10,7 +10,7 @@ import { STATES, sign } from "./status.js";
 
 const PAGE = 50;
 // What the API gives at once.
-const MOST = 500;
+const MOST = 100;
 // While something runs there is a change each second.
 const PAUSE_MS = 1500;
 const TICK_MS = 5000;

@@ -40,13 +40,13 @@ addEventListener("unhandledrejection", (event) => complain(event.reason));
 
 session().then(({ version, read_only }) => {
   document.getElementById("version").textContent = `hvdtrain ${version}${read_only ? " · read only" : ""}`;
-  start(
-    [
-      [/^\/$/, async () => (await import("./jobs.js")).jobsView],
-      [/^\/jobs\/([^/]+)$/, async () => (await import("./job.js")).jobView],
-      [/^\/submit$/, async () => (await import("./submit.js")).submitView],
-      [/^\/compare$/, async () => (await import("./compare.js")).compareView],
-    ],
-    main,
-  );
 }, complain);
+start(
+  [
+    [/^\/$/, async () => (await import("./jobs.js")).jobsView],
+    [/^\/jobs\/([^/]+)$/, async () => (await import("./job.js")).jobView],
+    [/^\/submit$/, async () => (await import("./submit.js")).submitView],
+    [/^\/compare$/, async () => (await import("./compare.js")).compareView],
+  ],
+  main,
+);

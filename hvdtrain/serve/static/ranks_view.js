@@ -44,8 +44,9 @@ export class RanksView {
   }
 
   async #load() {
-    const { rows } = await get(jobPath(this.name, "/ranks"), { count: ROWS });
+    const { rows, now } = await get(jobPath(this.name, "/ranks"), { count: ROWS });
     this.rows = rows;
+    this.now = now;
     setVisible(this.element, rows.length > 0);
     if (rows.length) this.#draw();
   }
@@ -56,7 +57,7 @@ export class RanksView {
   }
 
   #draw() {
-    const last = this.rows.at(-1);
+    const last = this.now;
     const ranks = last.step.map((_, rank) => rank);
     // The slowest first, where not all are shown.
     const own = (rank) => last.own_s[rank] ?? 0;
