@@ -45,6 +45,7 @@ def make_app(
     scheme: str = "http",
     environ: Mapping[str, str] | None = None,
     tensorboard_host: str = "",
+    rank_metrics: bool = False,
 ) -> Starlette:
     """The application.
 
@@ -57,6 +58,7 @@ def make_app(
         environ: Variables for what is started; those of this process if not given.
         tensorboard_host: The name, with the port, at which browsers find TensorBoards; empty where
             they find none.
+        rank_metrics: Whether Prometheus is told of each rank, too.
     """
     boards = TensorBoards()
     site = TensorBoardSite(boards, keys, f"{scheme}://{tensorboard_host}")
@@ -78,7 +80,8 @@ def make_app(
         return files.page("index.html")
 
     async def metrics(_: Request) -> Response:
-        return Response(await run_in_threadpool(export, index), media_type=CONTENT_TYPE_LATEST)
+        text = await run_in_threadpool(export, index, with_ranks=rank_metrics)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(
         routes=[

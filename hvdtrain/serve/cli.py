@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--tls-cert", metavar="FILE", help="certificate, for other hosts than this")
     where.add_argument("--tls-key", metavar="FILE", help="its private key")
+    parser.add_argument(
+        "--rank-metrics",
+        action="store_true",
+        help="tell Prometheus of each rank as well: five series a rank of each job that runs",
+    )
     may = parser.add_argument_group("what may be started from the page")
     may.add_argument(
         "--allow-folder",
@@ -111,6 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         hosts=allowed_hosts(arguments.host, port, arguments.name),
         scheme=scheme,
         # No certificate is for that name.
+        rank_metrics=arguments.rank_metrics,
         tensorboard_host="" if tls else f"{TENSORBOARD_HOST}:{port}",
     )
     link = f"{scheme}://localhost:{port}/login?token={token}"

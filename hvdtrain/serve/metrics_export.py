@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -26,6 +26,15 @@ _MEASURED = {
     "hvdtrain_job_slow_rank": ("slow", "The rank that the others wait for."),
     "hvdtrain_job_slow_factor": ("slow_factor", "How many times as long a step takes that one."),
 }
+# Of each rank: what it is called in ranks.jsonl, what it means, and how many of Prometheus' units one
+# of those is.
+_OF_RANKS = {
+    "hvdtrain_rank_step": ("step", "Optimizer steps that are complete.", 1),
+    "hvdtrain_rank_own_step_seconds": ("own_s", "What a step takes the rank itself.", 1),
+    "hvdtrain_rank_waited_seconds": ("waited_s", "What it has waited for others in all.", 1),
+    "hvdtrain_rank_memory_bytes": ("rss_mb", "Memory that it holds.", 1 << 20),
+    "hvdtrain_rank_cores": ("cpu", "Cores that it keeps busy.", 1),
+}
 # Prometheus has a label "job" of its own, for whom it asks.
 _LABEL = "hvdtrain_job"
 _RUNS = ("running", "restarting", "silent")
@@ -34,8 +43,9 @@ _RUNS = ("running", "restarting", "silent")
 class _Jobs:
     """What prometheus_client asks for metrics."""
 
-    def __init__(self, index: JobIndex) -> None:
+    def __init__(self, index: JobIndex, *, with_ranks: bool) -> None:
         self._index = index
+        self._with_ranks = with_ranks
 
     def collect(self) -> Iterator[Metric]:
         """How many jobs there are of each state, and how far those are that run."""
@@ -60,10 +70,27 @@ class _Jobs:
                 if isinstance(now.get(field), (int, float)):
                     family.add_metric([view.name], now[field])
         yield from (ranks, attempts, *families.values())
+        if self._with_ranks:
+            yield from self._of_ranks([view.name for view in running])
+
+    def _of_ranks(self, names: Sequence[str]) -> Iterator[Metric]:
+        families = {
+            field: (GaugeMetricFamily(name, text, labels=[_LABEL, "rank"]), scale)
+            for name, (field, text, scale) in _OF_RANKS.items()
+        }
+        for name in names:
+            folder = self._index.folder(name)
+            now = last_json_line(folder.ranks) if folder is not None else {}
+            for field, (family, scale) in families.items():
+                for rank, value in enumerate(now.get(field, [])):
+                    if isinstance(value, (int, float)):
+                        family.add_metric([name, str(rank)], value * scale)
+        for family, _ in families.values():
+            yield family
 
 
-def export(index: JobIndex) -> bytes:
-    """The text of ``/metrics``."""
+def export(index: JobIndex, *, with_ranks: bool = False) -> bytes:
+    """The text of ``/metrics``; with five series of each rank of each job that runs if wanted."""
     registry = CollectorRegistry()
-    registry.register(_Jobs(index))
+    registry.register(_Jobs(index, with_ranks=with_ranks))
     return generate_latest(registry)

@@ -135,6 +135,7 @@ def test_prometheus_reads_how_far_jobs_are(jobs_dir: Path, page: TestClient) -> 
     assert sum(value for name, value in found.items() if name[0] == "hvdtrain_job_ranks") == 8
     rates = [v for name, v in found.items() if name[0] == "hvdtrain_job_reduced_bytes_per_second"]
     assert rates == [7 << 20] * 2
+    assert not [name for name in found if name[0].startswith("hvdtrain_rank")]
 
 
 @pytest.mark.parametrize(
