@@ -26,8 +26,8 @@ _MEASURED = {
     "hvdtrain_job_slow_rank": ("slow", "The rank that the others wait for."),
     "hvdtrain_job_slow_factor": ("slow_factor", "How many times as long a step takes that one."),
 }
-# Of each rank: what it is called in ranks.jsonl, what it means, and how many of Prometheus' units one
-# of those is.
+# Of each rank: what it is called in ranks.jsonl, what it means, and how many of Prometheus' units
+# one of those is.
 _OF_RANKS = {
     "hvdtrain_rank_step": ("step", "Optimizer steps that are complete.", 1),
     "hvdtrain_rank_own_step_seconds": ("own_s", "What a step takes the rank itself.", 1),

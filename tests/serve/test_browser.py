@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,16 @@ for step in range(1, steps + 1):
     if rank == 0:
         report.learned(64.0 * step, 2 / step)
         print("step", step, flush=True)
+"""
+# What a script gets for an address.
+_ASK = """
+async (address) => {
+  try {
+    return String((await fetch(address, { credentials: "include" })).status);
+  } catch (error) {
+    return error.name;
+  }
+}
 """
 
 
@@ -112,6 +123,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     if chromium is None:
         do_without("browser", "there is no chromium on PATH")
     (tmp_path / "train.py").write_text(_PROGRAM)
+    (tmp_path / "logs").mkdir()
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         site = Site(tmp_path, browser.new_page(viewport={"width": 1280, "height": 900}))
@@ -176,6 +188,23 @@ def test_a_job_is_submitted_watched_stopped_started_again_and_compared(site: Sit
     site.state("done")
     second = page.locator("h1").inner_text()
     site.see("40 steps in ")
+    site.see("localhost: ranks 0 to 1")
+    versions = page.locator("section", has_text="Environment and plan")
+    assert platform.python_version() in versions.inner_text()
+
+    page.get_by_role("button", name="TensorBoard").click()
+    site.see("No event files were found")
+    site.check()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Folder of event files").fill("logs")
+    with page.context.expect_page() as opened:
+        dialog.get_by_role("button", name="Open").click()
+    board = opened.value
+    board.locator("tb-webapp").wait_for(state="attached", timeout=60e3)
+    # What it shows could run scripts, and these read nothing of the page.
+    assert board.evaluate(_ASK, f"{site.url}/api/session") == "TypeError"
+    assert board.evaluate(_ASK, "data/environment") == "200"
+    board.close()
 
     site.open(f"#/jobs/{first}")
     page.get_by_role("button", name="Restart").click()
@@ -190,6 +219,13 @@ def test_a_job_is_submitted_watched_stopped_started_again_and_compared(site: Sit
     site.check()
     site.open("#/")
     page.locator("tbody tr").nth(1).wait_for(timeout=60e3)
+    page.locator(".sparkline").first.wait_for(timeout=60e3)
+    for name in (first, second):
+        page.get_by_label(f"Select {name}").check()
     site.check()
+    page.get_by_role("button", name="Clone").click()
+    page.get_by_role("dialog").get_by_role("button", name="Start the clones").click()
+    site.see("2 jobs submitted")
+    page.locator("tbody tr").nth(3).wait_for(timeout=60e3)
     assert not (site.folder / "pwned").exists()
     assert [error for error in site.errors if "ERR_" not in error] == []

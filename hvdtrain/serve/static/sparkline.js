@@ -1,5 +1,5 @@
 // A curve as small as a word.
-import { setVisible, svg } from "./dom.js";
+import { svg } from "./dom.js";
 
 const WIDTH = 64;
 const HEIGHT = 20;
@@ -27,6 +27,6 @@ export class Sparkline {
     const text = points.join(" ");
     if (this.line.getAttribute("points") !== text) this.line.setAttribute("points", text);
     this.element.setAttribute("aria-label", words);
-    setVisible(this.element, values.length > 1);
+    this.element.toggleAttribute("hidden", values.length < 2);
   }
 }

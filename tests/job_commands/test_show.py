@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli import main
+from hvdtrain.jobs.folder import create_job
+from hvdtrain.jobs.json_lines import append_json_line
+from hvdtrain.jobs.process_identity import own_identity
+from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import JobState
+
+
+def test_what_is_left_and_what_it_runs_with_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = JobSpec(
+        options=(),
+        program=("a.py",),
+        folder="/",
+        version="1.2",
+        versions={"Python": "3.11.7", "Keras": "3.14"},
+        created_s=1.0,
+    )
+    job = create_job(tmp_path, spec)
+    state = JobState(
+        phase="running", launcher=own_identity(), step=20, epoch=1, total_steps=620, mpi="MPICH 4.1"
+    )
+    job.write_state(state)
+    for step in (0, 10, 20):
+        append_json_line(job.metrics, {"time": float(step), "step": step})
+    assert main(["show", job.name, "--jobs-dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "step        20 of 620 (epoch 2)" in lines
+    assert "left        about 10 min" in lines
+    assert "versions    hvdtrain 1.2, Python 3.11.7, Keras 3.14, MPICH 4.1" in lines
