@@ -23,6 +23,7 @@ class RankReport:
         pid: The process that prints its stacks at SIGQUIT; None for none.
         step: Optimizer steps that are complete; None before the first.
         epoch: The epoch of the last step.
+        total_steps: The step with which training is to end; None for unknown.
         phase: The part of the program that runs; steps come in ``"training"`` alone.
         saved: Step of the newest checkpoint that this run of the program wrote.
         resumed: Step of the checkpoint that it began from.
@@ -37,6 +38,7 @@ class RankReport:
     pid: int | None = None
     step: int | None = None
     epoch: int | None = None
+    total_steps: int | None = None
     phase: str = ""
     saved: int | None = None
     resumed: int | None = None
@@ -86,7 +88,10 @@ _FIELDS = {
     kind: tuple(entry.name for entry in fields(content))
     for kind, content in (("report", RankReport), ("failure", FailureRecord))
 }
-_WHOLE = ("pid", "step", "epoch", "saved", "resumed", "reduced_bytes", "samples")
+_WHOLE = (
+    *("pid", "step", "epoch", "total_steps", "saved", "resumed"),
+    *("reduced_bytes", "samples"),
+)
 
 
 class ReportPipe:

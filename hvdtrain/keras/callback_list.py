@@ -138,6 +138,7 @@ class _Progress(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._compiled = True
         report.step(self._epochs.step, self._epoch)
+        report.planned(self._total_steps(batch + 1))
         report.phase("training")
         self._epochs.input_wait.tell_often()
         if self._learned.is_due() and report.is_heard() and world.is_chief():
@@ -146,6 +147,14 @@ class _Progress(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._epochs.input_wait.tell()
         report.phase("end of an epoch")
+
+    def _total_steps(self, done: int) -> int | None:
+        """The step with which ``fit`` ends unless it ends early; ``done`` are of this epoch."""
+        steps = self._epochs.steps_per_epoch
+        if steps is None or self.params is None:
+            return None
+        epochs_left = self.params["epochs"] - self._epoch
+        return self._epochs.step - done + epochs_left * steps
 
 
 class _Learned:

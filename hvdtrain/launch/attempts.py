@@ -281,7 +281,14 @@ class _Attempts:
                 "ranks": len(plan.places),
                 "hosts": plan.hosts,
             }
-            self._recorder.state(phase="running", code=None, cause="", verdict="", **began)
+            self._recorder.state(
+                phase="running",
+                mpi=self._site.mpirun.name,
+                code=None,
+                cause="",
+                verdict="",
+                **began,
+            )
             self._recorder.event("began", **began)
             supervisor = Supervisor(
                 command,

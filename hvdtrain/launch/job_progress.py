@@ -77,6 +77,11 @@ class JobProgress:
         return self._most(report.epoch for report in self.latest.values())
 
     @property
+    def total_steps(self) -> int | None:
+        """The step with which the training of all ranks is to end."""
+        return self._most(report.total_steps for report in self.latest.values())
+
+    @property
     def resumed(self) -> int | None:
         """Step of the checkpoint that this run of the program began from."""
         return self._most(report.resumed for report in self.latest.values())

@@ -62,7 +62,9 @@ class ProgressRecord:
         held = held_by(reports, now, HELD_S)
         if (told := (reports.step, reports.epoch, held)) != self._told:
             self._told = told
-            self._recorder.state(step=reports.step, epoch=reports.epoch)
+            self._recorder.state(
+                step=reports.step, epoch=reports.epoch, total_steps=reports.total_steps
+            )
             self._recorder.metrics(**self._now(held))
         if reports.latest and (now >= self._ranks_due_at or last):
             self._ranks_due_at = now + max(RANKS_INTERVAL_S, self._ranks / _RANKS_PER_S)

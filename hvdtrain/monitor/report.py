@@ -31,6 +31,7 @@ __all__ = [
     "is_heard",
     "learned",
     "phase",
+    "planned",
     "resumed",
     "saved",
     "step",
@@ -64,6 +65,12 @@ def learned(samples: float, loss: float) -> None:
     reporter = _reporter or _begin()
     reporter.samples = samples
     reporter.loss = loss
+
+
+def planned(total_steps: int | None) -> None:
+    """Training is to end after ``total_steps`` optimizer steps in all; None for unknown."""
+    reporter = _reporter or _begin()
+    reporter.total_steps = total_steps
 
 
 def waited_for_input(more_s: float) -> None:
@@ -142,6 +149,7 @@ class _Reporter:
         self.step: int | None = None
         self.epoch: int | None = None
         self.phase = ""
+        self.total_steps: int | None = None
         self.saved: int | None = None
         self.resumed: int | None = None
         self.samples: float | None = None
@@ -179,7 +187,7 @@ class _Reporter:
             return
         with contextlib.suppress(Exception), self._lock:
             state: dict[str, Any] = {"kind": "report", "pid": self._pid}
-            for name in ("step", "epoch", "saved", "resumed"):
+            for name in ("step", "epoch", "total_steps", "saved", "resumed"):
                 value = getattr(self, name)
                 if value is not None:
                     state[name] = int(value)

@@ -32,8 +32,12 @@ _OF_RANKS = {
     "hvdtrain_rank_step": ("step", "Optimizer steps that are complete.", 1),
     "hvdtrain_rank_own_step_seconds": ("own_s", "What a step takes the rank itself.", 1),
     "hvdtrain_rank_waited_seconds": ("waited_s", "What it has waited for others in all.", 1),
+    "hvdtrain_rank_input_seconds": ("input_s", "What it has waited for its batches in all.", 1),
+    "hvdtrain_rank_reduced_bytes": ("reduced_bytes", "What it has put into allreduce in all.", 1),
     "hvdtrain_rank_memory_bytes": ("rss_mb", "Memory that it holds.", 1 << 20),
     "hvdtrain_rank_cores": ("cpu", "Cores that it keeps busy.", 1),
+    "hvdtrain_rank_gpu_percent": ("gpu", "For how much of the time its GPUs compute.", 1),
+    "hvdtrain_rank_gpu_memory_bytes": ("gpu_mb", "Memory that it takes of GPUs.", 1 << 20),
 }
 # Prometheus has a label "job" of its own, for whom it asks.
 _LABEL = "hvdtrain_job"
@@ -90,7 +94,7 @@ class _Jobs:
 
 
 def export(index: JobIndex, *, with_ranks: bool = False) -> bytes:
-    """The text of ``/metrics``; with five series of each rank of each job that runs if wanted."""
+    """The text of ``/metrics``; with series of each rank of each job that runs if wanted."""
     registry = CollectorRegistry()
     registry.register(_Jobs(index, with_ranks=with_ranks))
     return generate_latest(registry)

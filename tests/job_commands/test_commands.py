@@ -199,6 +199,7 @@ from hvdtrain.monitor import report
 print("hello", rank)
 done = 0
 report.watch(lambda: "", lambda: done * (0.04 if rank == 0 else 0.0))
+report.planned(60)
 report.phase("training")
 while done < 60:
     time.sleep(0.05)
@@ -220,7 +221,8 @@ def test_a_job_of_hvdtrain_run_is_listed_as_well(commands: Commands) -> None:
     log = commands.run("logs", row["name"], "--grep", "hello").splitlines()
     assert sorted(log) == ["[0] hello 0", "[1] hello 1"]
     seen = commands.show(row["name"])
-    assert (seen["step"], seen["epoch"]) == (60, 2)
+    assert (seen["step"], seen["epoch"], seen["total_steps"]) == (60, 2, 60)
+    assert seen["mpi"].startswith("Open MPI 5.")
     host = socket.gethostname()
     slow = [seen["metrics"][name] for name in ("step", "slow", "slow_host")]
     assert slow == [60, 1, host]

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from hvdtrain import world as state
+from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
+from hvdtrain.monitor import report
 from tests.keras.equivalence import alike
 from tests.keras.features import X, Y, classifier
+from tests.keras.saving import runs
 
 
 class StopOn(keras.callbacks.Callback):
@@ -107,3 +110,21 @@ def test_logs_of_an_own_train_step_are_averaged_over_samples(world):
     # The last step has 3 samples on rank 0 and 2 on rank 1.
     history = model.fit(X[:17], np.zeros(17), batch_size=6, verbose=0)
     assert history.history["rank"] == [2 / 5]
+
+
+@pytest.mark.ranks(2)
+def test_the_last_step_is_told_from_the_first(world, monkeypatch, tmp_path):
+    """Also where training goes on in the middle of an epoch; three have six steps each."""
+    told = []
+    monkeypatch.setattr(report, "planned", told.append)
+
+    def fit(*callbacks: Any) -> Any:
+        saving = [Checkpoint(tmp_path, every_steps=2), *callbacks]
+        options = {"batch_size": 6, "epochs": 3, "verbose": 0, "callbacks": saving}
+        return lambda model: model.fit(runs.X, runs.Y, **options)
+
+    with pytest.raises(runs.Stop):
+        runs.run(world, lambda: runs.model_of([]), fit(runs.StopAfter(9)), seed=1)
+    runs.run(world, lambda: runs.model_of([]), fit(), seed=1)
+    assert set(told) == {18}
+    assert len(told) >= 18

@@ -79,10 +79,11 @@ export class JobCharts {
   }
 }
 
-function whoHoldsUp({ held_by, slow, slow_factor }, job) {
+function whoHoldsUp({ held_by, slow, slow_factor, slow_host }, job) {
   if (held_by?.length && !job.is_over) return `No rank goes on: the others wait for rank ${held_by.slice(0, 8).join(", ")}${held_by.length > 8 ? ", ..." : ""}.`;
   if (slow === undefined || slow === null) return "";
-  return `Rank ${slow} ${job.is_over ? "was" : "is"} the slowest: a step takes it ${slow_factor} times as long as the others, which wait for it.`;
+  const where = slow_host ? ` on ${slow_host}` : "";
+  return `Rank ${slow}${where} ${job.is_over ? "was" : "is"} the slowest: a step takes it ${slow_factor} times as long as the others, which wait for it.`;
 }
 
 const least = (numbers) => numbers.reduce((a, b) => Math.min(a, b), Infinity);

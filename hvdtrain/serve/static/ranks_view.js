@@ -12,8 +12,15 @@ const HEAT = [[2, "--red"], [1.3, "--amber-line"], [1.1, "--heat-2"], [0, "--hea
 const COLUMNS = [
   ["Step", "step", count], ["Phase", "phase", (word) => word || NONE],
   ["Own time for a step", "own_s", seconds], ["Waited in all", "waited_s", seconds],
-  ["Memory", "rss_mb", (mb) => (isNumber(mb) ? bytes(mb * 2 ** 20) : NONE)], ["Cores", "cpu", number],
+  ["Waited for input", "input_s", seconds], ["Memory", "rss_mb", mebibytes], ["Cores", "cpu", number],
+  ["GPU, percent", "gpu", number], ["GPU memory", "gpu_mb", mebibytes],
 ];
+// What is not known of any rank, such as GPUs where there are none, has no column.
+const SELDOM_KNOWN = ["input_s", "gpu", "gpu_mb"];
+
+function mebibytes(mb) {
+  return isNumber(mb) ? bytes(mb * 2 ** 20) : NONE;
+}
 
 export class RanksView {
   constructor(name) {
@@ -21,6 +28,7 @@ export class RanksView {
     this.all = false;
     this.canvas = h("canvas", { role: "img" });
     this.times = h("p", { class: "heat-times hint" }, h("span"), h("span"));
+    this.head = h("thead");
     this.body = h("tbody");
     this.more = h("button", { type: "button", class: "plain", onclick: () => this.#toggle() });
     this.element = h(
@@ -29,7 +37,7 @@ export class RanksView {
       h("h2", { id: "ranks" }, "Ranks"),
       h("div", { class: "heat" }, this.canvas, this.times),
       h("p", { class: "heat-legend hint" }, "A step takes the rank itself:", HEAT.toReversed().map(([from, name]) => h("span", {}, h("i", { class: "dot", "data-heat": name.slice(2) }), from ? `${from} times the median` : "as long as the others"))),
-      h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Rank", ...COLUMNS.map(([label]) => label)].map((label) => h("th", { scope: "col", class: label === "Phase" ? "" : "numeric" }, label)))), this.body)),
+      h("div", { class: "scroll" }, h("table", {}, this.head, this.body)),
       this.more,
     );
   }
@@ -62,9 +70,11 @@ export class RanksView {
     // The slowest first, where not all are shown.
     const own = (rank) => last.own_s[rank] ?? 0;
     const listed = this.all || ranks.length <= SHOWN ? ranks : ranks.toSorted((a, b) => own(b) - own(a)).slice(0, SHOWN);
+    const columns = COLUMNS.filter(([, field]) => last[field] || !SELDOM_KNOWN.includes(field));
+    this.head.replaceChildren(h("tr", {}, ["Rank", ...columns.map(([label]) => label)].map((label) => h("th", { scope: "col", class: label === "Phase" ? "" : "numeric" }, label))));
     this.body.replaceChildren(
       ...listed.map((rank) =>
-        h("tr", {}, h("th", { scope: "row", class: "numeric" }, String(rank)), COLUMNS.map(([, field, format]) => h("td", { class: field === "phase" ? "" : "numeric" }, format(last[field]?.[rank])))),
+        h("tr", {}, h("th", { scope: "row", class: "numeric" }, String(rank)), columns.map(([, field, format]) => h("td", { class: field === "phase" ? "" : "numeric" }, format(last[field]?.[rank])))),
       ),
     );
     setVisible(this.more, ranks.length > SHOWN);

@@ -5,6 +5,8 @@ import { percent } from "./format.js";
 const NAMES = {
   kept: "steps that were kept",
   lost: "steps that were lost",
+  waiting: "waiting for other ranks",
+  input: "waiting for input",
   start: "start",
   validation: "validation",
   checkpoints: "checkpoints",
