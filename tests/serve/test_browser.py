@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ here = Path(sys.argv[2])
 here.mkdir(exist_ok=True)
 waits = False
 report.watch(lambda: "allreduce(gradients)" if waits else "", lambda: 0.0)
+report.planned(steps)
 report.phase("training")
 print("<script>document.title = 'pwned'</script> $(id)", sys.argv[3:], flush=True)
 for step in range(1, steps + 1):
@@ -176,6 +178,7 @@ def test_a_job_is_submitted_watched_stopped_started_again_and_compared(site: Sit
     site.server = site._serve()
     site.open(f"#/jobs/{first}")
     site.state("running")
+    page.locator(".tiles > div", has_text=re.compile(r"Left\s*\d")).wait_for(timeout=60e3)
     page.get_by_role("button", name="Stop", exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name="Stop", exact=True).click()
     site.state("stopped")
