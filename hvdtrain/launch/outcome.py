@@ -113,8 +113,13 @@ class Outcome:
 
 
 def preempted(ends: Sequence[RankExit]) -> bool:
-    """Whether ranks left with the code that asks for the same job again, before any failed."""
-    first = _first_unsignalled(ends)
+    """Whether ranks left with the code that asks for the same job again, before any failed.
+
+    They do so together. A rank that is on its way out catches no signals any longer, and one that
+    comes once more, by another way, ends it: that is no failure.
+    """
+    died = {128 + number for number in PREEMPTING}
+    first = _first_unsignalled([end for end in ends if end.code not in died])
     return first is not None and first.code == ExitCode.PREEMPTED
 
 
