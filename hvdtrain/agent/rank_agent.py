@@ -81,6 +81,7 @@ class Agent:
         self._deadline: float | None = None
         self._dismissed = False
         self._was_signalled = False
+        self._passed_on: set[int] = set()
         self._elastic = environ.get(variable_name("elastic")) == "1"
         self._oom = OomWatch()
         gpu = own_gpu(environ, topology.local_rank, topology.local_size)
@@ -216,17 +217,26 @@ class Agent:
         self._was_signalled = True
         if self._child is None or self._child.poll() is not None:
             return
-        # Before a preemption the program is to save what it has: its own workers, which would die
-        # of the signal, are needed for that.
-        pid = self._reporting() if number in PREEMPTING else None
-        with contextlib.suppress(ProcessLookupError):
-            if pid is None:
-                os.killpg(self._child.pid, number)
-            else:
-                os.kill(pid, number)
+        # One that says that time is nearly over comes by several ways: from Slurm, and from the
+        # launcher, which hears of it. A program that is ending by then may catch it no more.
+        if number not in self._passed_on:
+            self._pass_on(number, self._child.pid)
         if grace_s is not None:
             deadline = time.monotonic() + grace_s
             self._deadline = min(self._deadline or deadline, deadline)
+
+    def _pass_on(self, number: int, program: int) -> None:
+        pid = None
+        if number in PREEMPTING:
+            self._passed_on.add(number)
+            # The program is to save what it has before: its own workers, which would die of the
+            # signal, are needed for that.
+            pid = self._reporting()
+        with contextlib.suppress(ProcessLookupError):
+            if pid is None:
+                os.killpg(program, number)
+            else:
+                os.kill(pid, number)
 
     def _finish(self) -> int:
         """Take in what is left of the output, end what the program left behind, report."""

@@ -60,6 +60,9 @@ class Standin:
             if stop or done % self.arguments.every == 0:
                 self.save(done)
             if stop:
+                # It may come again, when Python is ending and catches it no more.
+                for number in (signal.SIGUSR1, signal.SIGUSR2):
+                    signal.signal(number, signal.SIG_IGN)
                 self.finalize()
                 sys.exit(PREEMPTED)
         self.finalize()

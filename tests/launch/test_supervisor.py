@@ -211,6 +211,37 @@ def test_a_signal_ends_the_ranks(tmp_path: Path, number: int, code: int) -> None
 
 
 @pytest.mark.slow
+def test_a_warning_that_comes_twice_is_passed_on_once(tmp_path: Path) -> None:
+    """The second would find programs that are ending, and no longer catch it."""
+    program = f"""
+import signal
+told = []
+signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
+open(os.path.join({str(tmp_path)!r}, str(rank)), "w").close()
+while not told:
+    time.sleep(0.02)
+time.sleep(2)
+print("told", len(told))
+sys.exit(75)
+"""
+
+    def send() -> None:
+        deadline = time.monotonic() + 30
+        while len(os.listdir(tmp_path)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.3)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    done = run(*python(BOTH + "[rank.wait() for rank in ranks]", RANK + program))
+    sender.join(timeout=40)
+    assert done.code == 75
+    assert done.out.count("told 1\n") == 2, done
+
+
+@pytest.mark.slow
 def test_ranks_that_do_not_listen_are_killed_after_the_grace() -> None:
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     program = RANK + deaf + "time.sleep(1)\nif rank == 0: sys.exit(3)\ntime.sleep(60)"

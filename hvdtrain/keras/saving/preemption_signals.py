@@ -11,6 +11,8 @@ from typing import Any
 __all__ = ["PreemptionSignals"]
 
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# What says no more than that time is nearly over, and may say so again.
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class PreemptionSignals:
@@ -29,9 +31,15 @@ class PreemptionSignals:
             self._previous = {number: signal.signal(number, self._note) for number in _CAUGHT}
 
     def release(self, *, handled: bool) -> None:
-        """Let signals do what they did before; one that came and was not handled does it now."""
+        """Let signals do what they did before; one that came and was not handled does it now.
+
+        Where it was handled the program is about to end. Another warning, which comes by several
+        ways where Slurm and a launcher both tell, must not kill it before it has said how.
+        """
         for number, previous in self._previous.items():
-            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+            after = signal.SIG_DFL if previous is None else previous
+            is_over = handled and number in _WARNINGS and after == signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if is_over else after)
         self._previous = {}
         if self.received and not handled:
             os.kill(os.getpid(), self.received)

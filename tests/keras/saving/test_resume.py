@@ -370,7 +370,9 @@ def test_a_signal_to_one_rank_saves_and_ends_all(world, tmp_path):
         with pytest.raises(world.Preempted) as ended:
             run(world, dropout, fit, seed=1)
         assert (ended.value.code, ended.value.signal) == (75, number)
-        assert signal.getsignal(number) == before
+        # Of a warning that comes again nobody dies on the way out.
+        is_over = number != signal.SIGTERM and before == signal.SIG_DFL
+        assert signal.getsignal(number) == (signal.SIG_IGN if is_over else before)
         if world.is_chief():
             steps = -(-ROWS // (6 * world.size()))
             assert Store(folder).steps()[-1] == steps + 1
