@@ -17,7 +17,7 @@ LONGEST_PAUSE_S = 100e-6
 # Who has waited for long sleeps for longer: it costs a hundredth of the wait at most, and leaves
 # the cores to those that trace or load data meanwhile.
 PAUSE_PER_WAITED = 0.01
-LAST_PAUSE_S = 2e-3
+LAST_PAUSE_S = 10e-3
 CHECK_INTERVAL_S = 5e-3
 
 
