@@ -34,12 +34,17 @@ class InputWait:
                 self._seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
         seconds = self._seconds
 
+        @tf.autograph.experimental.do_not_convert
+        def clock(_: tf.Tensor) -> tf.Tensor:
+            return tf.timestamp()
+
+        @tf.autograph.experimental.do_not_convert
         def note(asked_s: tf.Tensor, element: Any) -> Any:
             seconds.assign_add(tf.timestamp() - asked_s)
             return element
 
         # What is zipped is asked for in this order.
-        now = tf.data.Dataset.from_tensors(0).repeat().map(lambda _: tf.timestamp())
+        now = tf.data.Dataset.from_tensors(0).repeat().map(clock)
         options = tf.data.Options()
         # Otherwise a pipeline that is tuned gets a buffer behind this, whose thread never waits.
         options.experimental_optimization.inject_prefetch = False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,7 +78,10 @@ def test_what_is_read_ahead_is_not_waited_for(report: Report, tuned: bool) -> No
     assert len(rest_s) <= 2 + (STEPS - 1) * 5 * READ_S
 
 
-def test_elements_are_the_same(report: Report) -> None:
+def test_elements_are_the_same(
+    report: Report, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     elements = [({"a": np.ones(2), "b": np.float32(3)}, np.arange(n)) for n in (1, 2)]
     spec = (
         {"a": tf.TensorSpec(2, tf.float64), "b": tf.TensorSpec((), tf.float32)},
@@ -86,6 +91,8 @@ def test_elements_are_the_same(report: Report) -> None:
     timed = InputWait().timed(dataset)
     assert timed.element_spec == dataset.element_spec
     assert [*map(str, timed.as_numpy_iterator())] == [*map(str, dataset.as_numpy_iterator())]
+    # AutoGraph writes what it converts into files, which a rank that is killed would leave behind.
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_measured_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:

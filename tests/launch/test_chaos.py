@@ -131,7 +131,5 @@ def _on_hosts(cluster: Cluster) -> set[str]:
     }
     for host in cluster.hosts:
         for place in ("tmp", "dev/shm"):
-            paths = (cluster.root(host) / place).iterdir()
-            # Python compiles what TensorFlow generates in /tmp, and leaves that there.
-            found |= {f"{host}: {path}" for path in paths if path.name != "__pycache__"}
+            found |= {f"{host}: {path}" for path in (cluster.root(host) / place).iterdir()}
     return found
