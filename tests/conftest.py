@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -29,3 +30,13 @@ def log() -> Iterator[None]:
     show("info")
     yield
     LOGGER.handlers.clear()
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A training that a warning has ended ignores more of them; what comes after it here must not."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)

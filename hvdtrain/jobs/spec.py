@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import importlib.metadata
 import os
 import platform
 import re
@@ -160,11 +159,14 @@ def with_changes(spec: JobSpec, words: Sequence[str], backend: Backend | None = 
 
 def _versions() -> dict[str, str]:
     """Asks for what is installed, and imports none of it: that would take seconds."""
+    # Only here: every command of hvdtrain's loads this module.
+    from importlib import metadata
+
     found = {"Python": platform.python_version()}
     for name, packages in _PACKAGES.items():
         for package in packages:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found[name] = importlib.metadata.version(package)
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found[name] = metadata.version(package)
     return found
 
 
