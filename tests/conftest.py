@@ -34,7 +34,7 @@ def log() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
-    """A training that a warning has ended ignores more of them; what comes after it here must not."""
+    """A training that a warning has ended ignores further ones; tests after it must not."""
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
     yield
     for number, handler in before.items():
