@@ -22,6 +22,10 @@ class InputWait:
 
     def __init__(self) -> None:
         self._seconds: tf.Variable | None = None
+        self._clock: tf.data.Dataset | None = None
+        # Of the last pass: where the next one has the same dataset, it is traced once.
+        self._dataset: tf.data.Dataset | None = None
+        self._timed: tf.data.Dataset | None = None
         self._told_s = 0.0
         self._due_s = 0.0
 
@@ -29,26 +33,28 @@ class InputWait:
         """The same elements; the dataset itself where nobody listens."""
         if not report.is_heard():
             return dataset
+        if self._timed is None or dataset is not self._dataset:
+            self._dataset, self._timed = dataset, self._time(dataset)
+        return self._timed
+
+    def _time(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         if self._seconds is None:
             with tf.device("CPU:0"):
                 self._seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+        if self._clock is None:
+            self._clock = tf.data.Dataset.from_tensors(0).repeat().map(_now)
         seconds = self._seconds
-
-        @tf.autograph.experimental.do_not_convert
-        def clock(_: tf.Tensor) -> tf.Tensor:
-            return tf.timestamp()
 
         @tf.autograph.experimental.do_not_convert
         def note(asked_s: tf.Tensor, element: Any) -> Any:
             seconds.assign_add(tf.timestamp() - asked_s)
             return element
 
-        # What is zipped is asked for in this order.
-        now = tf.data.Dataset.from_tensors(0).repeat().map(clock)
         options = tf.data.Options()
         # Otherwise a pipeline that is tuned gets a buffer behind this, whose thread never waits.
         options.experimental_optimization.inject_prefetch = False
-        return tf.data.Dataset.zip((now, dataset)).map(note).with_options(options)
+        # What is zipped is asked for in this order.
+        return tf.data.Dataset.zip((self._clock, dataset)).map(note).with_options(options)
 
     def tell_often(self) -> None:
         """Report it, about once a second; costs next to nothing otherwise."""
@@ -63,3 +69,8 @@ class InputWait:
         seconds = float(self._seconds.numpy())
         report.waited_for_input(seconds - self._told_s)
         self._told_s = seconds
+
+
+@tf.autograph.experimental.do_not_convert
+def _now(_: tf.Tensor) -> tf.Tensor:
+    return tf.timestamp()

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rank-metrics",
         action="store_true",
-        help="tell Prometheus of each rank as well: five series a rank of each job that runs",
+        help="tell Prometheus of each rank of jobs that run as well: some series for each",
     )
     may = parser.add_argument_group("what may be started from the page")
     may.add_argument(
