@@ -24,6 +24,7 @@ WIDTH = 1280
 COLOURS = 128
 # Long enough for curves and several columns of the heat map.
 STEPS = 100
+JOB_TIMEOUT_S = 1800.0
 _ENDED = (
     ["--epochs", "3", "--run-dir", "runs/slow", "--learning-rate", "0.0005"],
     ["--epochs", "3", "--run-dir", "runs/fast", "--learning-rate", "0.002"],
@@ -108,7 +109,7 @@ def main() -> None:
             time.sleep(2.0)
         *ending, running = started
         for job in ending:
-            job.wait()
+            job.wait(timeout=JOB_TIMEOUT_S)
         server = Server(jobs.folder)
         try:
             with sync_playwright() as playwright:
