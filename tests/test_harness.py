@@ -317,6 +317,30 @@ def test_a_fork_is_like_any_program_but_has_imported(launch) -> None:
         assert one != other
 
 
+@pytest.mark.parametrize(
+    "ending", ["", "sys.exit(259)", "sys.exit('why')", "1 / 0", "raise KeyboardInterrupt"]
+)
+def test_a_fork_ends_like_any_program(launch, ending: str) -> None:
+    """What is due at the end is done: other threads, functions, texts that were not written yet."""
+    program = f"""
+        import atexit, sys, threading, time
+
+        atexit.register(print, "at exit")
+        def late():
+            time.sleep(0.2)
+            print("late", end=" ")
+        threading.Thread(target=late).start()
+        print("begun", end=" ")
+        {ending}
+    """
+    told = []
+    for fresh in (True, False):
+        done = launch(None, program, fresh=fresh)
+        told.append((done.returncode, done.stdout, done.stderr.splitlines()[-1:]))
+    assert told[0] == told[1]
+    assert told[0][1] == "begun late at exit\n"
+
+
 def test_what_python_reads_when_it_starts_is_not_ignored(launch) -> None:
     done = launch(None, "import sys; print(sys.flags.dev_mode)", env={"PYTHONDEVMODE": "1"})
     assert done.stdout == "True\n", done

@@ -76,7 +76,10 @@ class RankSessions:
         self._count += 1
         folder.mkdir()
         config = self._config
-        arguments = ["-p", "no:cacheprovider", "-p", "no:terminal", "--capture=no"]
+        arguments = ["--capture=no"]
+        # Of no use on a rank; each takes its time to load.
+        for plugin in ("cacheprovider", "terminal", "anyio", "xdist", "xdist.looponfail"):
+            arguments += ["-p", f"no:{plugin}"]
         # The project's own options may belong to the terminal plugin.
         arguments += ["-o", "addopts=--import-mode=importlib --strict-markers"]
         arguments += [f"--rootdir={config.rootpath}"]
