@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,17 @@ pytest_plugins = (
     "tests.testbed.plugin",
     "pytester",
 )
+
+
+# Here a test on ranks takes some seconds of each: `make test` runs those that are essential.
+TRAINING = tuple(Path(__file__).with_name(name) for name in ("horovod", "keras"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(folder in item.path.parents for folder in TRAINING):
+            item.add_marker("training")
 
 
 @pytest.fixture(autouse=True)

@@ -53,6 +53,7 @@ def refused(op: Any, dtype: np.dtype) -> bool:
     return dtype.kind == "b" and op in (Sum, Average)
 
 
+@pytest.mark.essential
 @several
 @WAYS
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

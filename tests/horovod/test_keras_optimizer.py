@@ -55,7 +55,12 @@ def alike(found, expected, tolerance=1e-5) -> None:
 @several
 @pytest.mark.parametrize(
     "options",
-    [{}, {"gradient_predivide_factor": 2.0}, {"groups": 2}, {"sparse_as_dense": True}],
+    [
+        pytest.param({}, marks=pytest.mark.essential),
+        {"gradient_predivide_factor": 2.0},
+        {"groups": 2},
+        {"sparse_as_dense": True},
+    ],
     ids=str,
 )
 def test_ranks_train_as_one_process_on_the_joint_batch(world, options):

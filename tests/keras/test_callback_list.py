@@ -58,6 +58,7 @@ def test_a_stop_on_one_rank_stops_all(world):
     assert history.epoch == [0]
 
 
+@pytest.mark.essential
 @pytest.mark.ranks(2)
 def test_early_stopping_and_plateaus_decide_alike(world):
     model = classifier(optimizer=keras.optimizers.SGD(0.5))

@@ -33,7 +33,7 @@ def test_training_equals_one_process(world, optimizer, case):
     ("optimizer", "case"),
     [
         pytest.param("adamw", "even", marks=pytest.mark.more),
-        ("adam", "uneven"),
+        pytest.param("adam", "uneven", marks=pytest.mark.essential),
         ("momentum", "sample_weight"),
         ("sgd", "accumulation"),
         ("adamw", "steps_per_execution"),

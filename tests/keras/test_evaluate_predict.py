@@ -21,6 +21,7 @@ def plain_and_distributed(hvdtrain: Any) -> tuple[keras.Model, keras.Model]:
     return alone, together
 
 
+@pytest.mark.essential
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("rows", [1, 2, 7, 53])
 def test_evaluate_is_exact_over_uneven_shards(world, rows):
@@ -81,6 +82,7 @@ def test_validation_split_takes_the_same_rows_as_one_process(world):
         assert joint[name] == pytest.approx(values, rel=1e-5)
 
 
+@pytest.mark.essential
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("rows", [1, 5, 53])
 @pytest.mark.parametrize("kind", ["array", "tf.data"])

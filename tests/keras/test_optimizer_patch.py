@@ -20,6 +20,7 @@ from tests.keras.features import (
 )
 
 
+@pytest.mark.essential
 @pytest.mark.ranks(2)
 def test_gradients_are_averaged_and_not_only_when_the_batches_are_alike(world):
     """One step of SGD from zero, by hand: the weight is minus the mean of all ranks' gradients."""
@@ -33,6 +34,7 @@ def test_gradients_are_averaged_and_not_only_when_the_batches_are_alike(world):
     assert model.layers[-1].kernel.numpy() == pytest.approx(-4.0)
 
 
+@pytest.mark.essential
 @pytest.mark.ranks(2)
 def test_without_the_reducer_ranks_would_drift_apart(world, monkeypatch):
     """The check that ranks are alike can fail: it does when nothing is averaged."""

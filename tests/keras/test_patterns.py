@@ -183,6 +183,7 @@ def test_what_compute_metrics_adds_is_seen(world):
     assert told["val_root"] == pytest.approx(np.sqrt(told["val_mse"]), rel=0.05)
 
 
+@pytest.mark.essential
 @pytest.mark.ranks(2)
 def test_a_step_that_lets_ranks_drift_apart_is_an_error(world):
     optimizer = keras.optimizers.SGD(0.1)

@@ -184,6 +184,7 @@ def test_rounds_of_one_step_are_synchronous_training(world, local_sgd, case):
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
 
 
+@pytest.mark.essential
 @pytest.mark.ranks(2)
 def test_rounds_are_what_the_paper_says(local_sgd):
     """DiLoCo of two ranks, Adam within and Nesterov momentum between, done again by hand."""

@@ -45,7 +45,7 @@ class Pattern(NamedTuple):
         guide: Where Keras shows it.
         make: The model, compiled.
         train: Takes the model and a batch size; returns what the user sees of it.
-        often: Whether ``make test`` runs it.
+        often: Whether ``make test-keras`` runs it, and not ``make test-all`` alone.
         since: The first Keras that has what it shows.
     """
 

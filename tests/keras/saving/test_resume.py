@@ -87,7 +87,13 @@ def exact(world: Any, make: Any, fit: Any, tmp_path: Any, stop: int) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("make", "stop"), [(accumulating, 8), (averaged, 3), (scaled_loss, 8), (several_steps, 3)]
+    ("make", "stop"),
+    [
+        (accumulating, 8),
+        pytest.param(averaged, 3, marks=pytest.mark.essential),
+        (scaled_loss, 8),
+        (several_steps, 3),
+    ],
 )
 def test_resuming_is_exact(world, make, stop, tmp_path):
     """In the first and in the second epoch, which have six steps."""
