@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdtrain import world as state
 
-__all__ = ["CASES", "OPTIMIZERS", "alike", "distance", "from_chief", "train_both", "weights"]
+__all__ = ["alike", "distance", "from_chief", "train_both", "weights"]
 
 JOINT_BATCH = 12  # rows of all ranks together: divides by 2, 3 and 4
 STEPS = 20
@@ -24,9 +24,6 @@ if REFERENCES not in os.environ:
     # Made by the process that collects the tests; those of its MPI jobs inherit it.
     _folder = tempfile.TemporaryDirectory(prefix="hvdtrain-references-")
     os.environ[REFERENCES] = _folder.name
-
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
-CASES = ("even", "uneven", "sample_weight", "accumulation", "steps_per_execution", "jit")
 
 
 def branches(case: str) -> tuple[str, ...]:

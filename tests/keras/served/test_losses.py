@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,21 +127,21 @@ ANY_MOMENT = program("""
 """)
 
 
-@pytest.mark.parametrize(
-    ("mode", "settings", "saves"),
-    [
-        ("async-ps", {}, True),
-        ("async-ps", {"staleness_bound": 1}, False),
-        ("sync-ps", {}, True),
-        ("sync-ps", {"backup_workers": 1}, False),
-        ("easgd", {}, False),
-    ],
-)
-def test_any_moment(start, tmp_path, mode, settings, saves):
+# Ways of each mode, of which one is drawn.
+MODES = {
+    "async-ps": [({}, True), ({"staleness_bound": 1}, False)],
+    "sync-ps": [({}, True), ({"backup_workers": 1}, False)],
+    "easgd": [({}, False)],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_any_moment(start, tmp_path, mode):
     """Also while weights travel, a snapshot is taken, all evaluate, or the last has ended."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)
+    settings, saves = chance.choice(MODES[mode])
     folder = str(tmp_path / "checkpoints") if saves else ""
     who, after_s = chance.choice([1, 2]), chance.uniform(0, 2)
     done = start(ANY_MOMENT, mode, 5, str(who), str(after_s), folder, count=2, **settings)
@@ -179,15 +180,18 @@ LEFT_OUT = program(
 )
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_resuming_makes_up_for_what_was_left_out(start, ranks):
+def test_resuming_makes_up_for_what_was_left_out(start, tmp_path):
     """With the two workers that were left, or three again."""
     done = start(LEFT_OUT, "async-ps", 4)
     assert done.returncode == 0, done
     assert facts(done, "seen") == [{"rank": rank, "counts": [1.0, 2.0, 3.0]} for rank in (0, 2, 3)]
-    done = start(LEFT_OUT, "async-ps", ranks)
-    assert done.returncode == 0, done
-    assert facts(done, "seen") == [{"rank": rank, "counts": [3.0]} for rank in range(ranks)]
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "kept")
+    for ranks in (3, 4):
+        done = start(LEFT_OUT, "async-ps", ranks)
+        assert done.returncode == 0, done
+        assert facts(done, "seen") == [{"rank": rank, "counts": [3.0]} for rank in range(ranks)]
+        shutil.rmtree(tmp_path / "checkpoints")
+        shutil.copytree(tmp_path / "kept", tmp_path / "checkpoints")
 
 
 VITAL = program("""
@@ -223,8 +227,9 @@ VITAL = program("""
 """)
 
 
-@pytest.mark.parametrize(("who", "what"), [(3, "a parameter server"), (0, "the chief")])
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize(
+    ("who", "what", "restarts"), [(3, "a parameter server", 0), (0, "the chief", 1)]
+)
 def test_who_can_not_be_done_without(run_command, forked_python, tmp_path, who, what, restarts):
     """The job ends with the documented code, and says how it goes on; or it does so by itself."""
     script, folder = tmp_path / "program.py", tmp_path / "checkpoints"
