@@ -191,6 +191,11 @@ class ShardedArrays(ShardedInput):
     def __init__(self, source: ArraySource, steps: int) -> None:
         self._arrays = source
         self._epoch = 0
+        # Passes of as many rows share a dataset, which asks where it begins: making one takes as
+        # long as some steps of a small model.
+        self._position = Position(epoch=0)
+        self._size: tuple[int, int] | None = None
+        self._dataset: tf.data.Dataset | None = None
         super().__init__(
             source,
             lambda: source.dataset(lambda: Position(epoch=self._epoch), source.units, steps),
@@ -207,8 +212,12 @@ class ShardedArrays(ShardedInput):
                 "presharded=True and steps_per_epoch alone, every rank has another batch size. "
                 "Pass batch_size as well."
             )
-        rows = position.left_of(self._arrays.units)
-        return self._arrays.dataset(lambda: position, rows, steps or 0)
+        self._position = position
+        size = position.left_of(self._arrays.units), steps or 0
+        if self._dataset is None or self._size != size:
+            self._size = size
+            self._dataset = self._arrays.dataset(lambda: self._position, *size)
+        return self._dataset
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Set the epoch whose order the next pass has."""

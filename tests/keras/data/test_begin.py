@@ -202,6 +202,25 @@ def _shard(collectives, make, options) -> ShardedInput:
     return shard_input(*arguments, plan=plan)
 
 
+def test_passes_over_arrays_are_made_once_where_as_much_is_left() -> None:
+    """And each has the order of its own epoch and position."""
+
+    def share() -> ShardedInput:
+        return shard_on_ranks(1, _arrays, batch_size=4, shuffle=True)[0]
+
+    kept = share()
+    positions = [Position(epoch=0), Position(epoch=1), Position(epoch=1, start=8)]
+    positions += [Position(epoch=2, start=8), Position(epoch=3)]
+    datasets, orders = [], []
+    for position in positions:
+        begun = kept.begin(position)
+        datasets.append(begun.dataset)
+        orders.append([step.ids for step in read(begun)])
+        assert orders[-1] == [step.ids for step in read(share().begin(position))]
+    assert [one is other for one, other in zip(datasets, datasets[1:])] == [1, 0, 1, 0]
+    assert orders[0] != orders[1] != orders[4]
+
+
 def test_units_are_samples_of_arrays_and_else_batches() -> None:
     assert shard_on_ranks(1, _arrays, batch_size=4)[0].unit == "samples"
     assert shard_on_ranks(1, _pipeline)[0].unit == "batches"
