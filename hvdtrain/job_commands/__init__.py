@@ -1,1 +1,1 @@
-"""What people do with jobs from the command line."""
+"""Commands on jobs: ``hvdtrain submit``, ``jobs``, ``show``, ``logs``, ``stop`` and the like."""

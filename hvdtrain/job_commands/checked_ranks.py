@@ -1,4 +1,4 @@
-"""Whether a job can be started as it is described, and on how many ranks."""
+"""The check that a job can be started as it is described, and the number of its ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["checked_ranks"]
 
 
 def checked_ranks(spec: JobSpec, environ: Mapping[str, str]) -> int | None:
-    """How many ranks a job asks for; None where it takes what there is.
+    """Check a job, and return how many ranks it asks for; None where it takes what there is.
 
     Raises:
         ConfigurationError: It can't be started as it is described.

@@ -100,7 +100,7 @@ def _slowest(now: Mapping[str, Any]) -> str:
 
 
 def _table_of_ranks(now: Mapping[str, Any]) -> str:
-    """What each rank did when that was written last; what is not known is left empty."""
+    """Format what each rank did when that was written last; what is not known is left empty."""
     shown = {
         "step": "step",
         "phase": "phase",

@@ -1,4 +1,4 @@
-"""Where jobs lie, and what is in the folder of each."""
+"""Folders of jobs: where they lie, and what is in each."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ class JobFolder:
         return self.path.name
 
     def created_s(self) -> float:
-        """When it was asked for, in seconds since 1970; 0 where that can't be told."""
+        """Return when it was asked for, in seconds since 1970; 0 where that can't be told."""
         return _changed_s(self._spec)
 
     def heard_s(self) -> float:
-        """When its launcher was heard of last, in seconds since 1970; 0 for never."""
+        """Return when its launcher was heard of last, in seconds since 1970; 0 for never."""
         return _changed_s(self._state)
 
     def last_words(self) -> str:
-        """What its launcher printed last where nobody saw it, such as a traceback."""
+        """Return what its launcher printed last where nobody saw it, such as a traceback."""
         try:
             with self.words.open("rb") as file:
                 file.seek(max(0, self.words.stat().st_size - _LAST_WORDS_BYTES))
@@ -88,7 +88,7 @@ class JobFolder:
             return ""
 
     def spec(self) -> JobSpec:
-        """What was asked for.
+        """Read the specification: what was asked for.
 
         Raises:
             JobError: It can't be read.
@@ -96,14 +96,14 @@ class JobFolder:
         return _read(self._spec, spec_from_json)
 
     def state(self) -> JobState | None:
-        """What the launcher wrote last; None where that can't be read."""
+        """Read the state that was written last; None where that can't be read."""
         try:
             return _read(self._state, state_from_json)
         except JobError:
             return None
 
     def status(self, state: JobState | None, slurm: str | None = None) -> Status:
-        """What is true of the job, whose ``state`` was read before; ``slurm`` as ``status_of``."""
+        """Decide the job's status from its ``state``, read before; ``slurm`` as ``status_of``."""
         quiet_s = time.time() - self.heard_s()
         alive = is_alive(state.launcher) if state is not None and state.launcher else None
         return status_of(state, alive=alive, quiet_s=quiet_s, patience_s=PATIENCE_S, slurm=slurm)
@@ -149,7 +149,7 @@ class JobFolder:
         self._stop.touch(mode=0o600)
 
     def take_stop(self) -> bool:
-        """Whether somebody left word that the job is to stop; asked by its launcher.
+        """Take the word to stop the job, if there is one, and return whether; for its launcher.
 
         Raises:
             OSError: That can't be told.
@@ -161,7 +161,7 @@ class JobFolder:
 
 
 def jobs_directory(environ: Mapping[str, str]) -> Path | None:
-    """Where the folders of jobs lie: what JOBS_DIR says, or the user's place for such; or None."""
+    """Return where the folders of jobs lie: in JOBS_DIR, or the user's place for such; or None."""
     if (named := environ.get(JOBS_DIR)) is not None:
         return Path(named).absolute() if named else None
     if base := environ.get("XDG_STATE_HOME"):
@@ -171,7 +171,7 @@ def jobs_directory(environ: Mapping[str, str]) -> Path | None:
 
 
 def create_job(directory: Path, spec: JobSpec) -> JobFolder:
-    """A folder for a job, with a name that is its alone, and ``spec`` in it.
+    """Make a folder for a job, with a name that is its alone, and ``spec`` in it.
 
     A job of Slurm's that is queued again keeps the folder that it had.
 
@@ -238,7 +238,7 @@ def find_job(directory: Path, name: str) -> JobFolder:
 
 
 def _are_close(name: str, known: str) -> bool:
-    """Whether one may be a misspelling of the other, or of the word that that begins with."""
+    """Whether ``name`` may be a misspelling of ``known``, or of the beginning of it."""
     return any(
         difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio() > _CLOSE
         for other in (known, known[: len(name)], known.partition("-")[0])
@@ -246,7 +246,7 @@ def _are_close(name: str, known: str) -> bool:
 
 
 def _word(program: Sequence[str]) -> str:
-    """What to call a program: train for ``python -u train.py --epochs 3``."""
+    """Return a short name for a program: train for ``python -u train.py --epochs 3``."""
     scripts = [word for word in program if word.endswith(".py")]
     modules = [after for word, after in itertools.pairwise(program) if word == "-m"]
     name = Path([*scripts, *modules, *program[:1], "job"][0]).name.removesuffix(".py")

@@ -1,4 +1,4 @@
-"""What there is to show of a job, read from its folder."""
+"""Views of jobs: what there is to show of each, read from its folder."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ class JobView:
         return self.status not in ("queued", "running", "restarting", "silent")
 
     def to_json(self) -> Mapping[str, Any]:
-        """For programs."""
+        """Return it for programs, as JSON can hold it."""
         return asdict(self)
 
 
 def view_job(job: JobFolder) -> JobView:
-    """What there is to show of a job; what can't be read is left out."""
+    """Read what there is to show of a job; what can't be read is left out."""
     return view_jobs([job])[0]
 
 
 def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
-    """What there is to show of each; Slurm is asked once, about those that only it knows of."""
+    """Read what there is to show of each; ask Slurm once, about those that only it knows of."""
     found = [(job, job.state(), _spec(job)) for job in jobs]
     asked = {
         spec.slurm_job

@@ -1,4 +1,4 @@
-"""How a job's log lies on the disk.
+"""The format of a job's log on the disk.
 
 ``log/`` holds segments, each named by the position of its first byte in the whole log
 (``00000000000004194304.log``), and beside each an index (``.idx``). A line of a segment is::
@@ -75,14 +75,14 @@ class Block:
     ranks: Sequence[range]
 
     def to_json(self) -> dict[str, object]:
-        """For the index."""
+        """Return it as the index holds it."""
         ranks = [rank for run in self.ranks for rank in run if rank != LAUNCHER]
         words = number_runs(ranks) + (["-"] if any(LAUNCHER in run for run in self.ranks) else [])
         return {"begin": self.begin, "end": self.end, "time": self.time_s, "ranks": ",".join(words)}
 
 
 def block_from_json(content: dict[str, object]) -> Block | None:
-    """What ``Block.to_json`` made; None for something else."""
+    """Read what ``Block.to_json`` made; None for something else."""
     begin, end, time_s = content.get("begin"), content.get("end"), content.get("time")
     words = str(content.get("ranks")).split(",")
     if not isinstance(begin, int) or not isinstance(end, int) or not isinstance(time_s, float):
@@ -104,7 +104,7 @@ def format_line(line: LogLine) -> bytes:
 
 
 def parse_line(data: bytes) -> LogLine | None:
-    """What ``format_line`` wrote, with or without its end; None for something else."""
+    """Parse what ``format_line`` wrote, with or without its end; None for something else."""
     found = _LINE.fullmatch(data.removesuffix(b"\n"))
     if found is None:
         return None
@@ -123,7 +123,7 @@ def segment_path(folder: Path, begin: int) -> Path:
 
 
 def segments(folder: Path) -> list[int]:
-    """Where the segments that are there begin, in their order."""
+    """Return where the segments that are there begin, in their order."""
     try:
         return sorted(int(path.stem) for path in folder.iterdir() if path.suffix == ".log")
     except FileNotFoundError:

@@ -43,7 +43,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What was found in a part of a log.
+    """The lines that were found in a part of a log.
 
     Attributes:
         found: The lines that fit, and what is missing.
@@ -64,7 +64,7 @@ def read_log(
     ranks: Sequence[range] | None = None,
     wanted: Callable[[str], bool] | None = None,
 ) -> Iterator[Found]:
-    """What is in a log from a position on, up to the last whole line that there is now.
+    """Yield what is in a log from a position on, up to the last whole line that there is now.
 
     Args:
         folder: Where its segments lie.
@@ -158,7 +158,7 @@ def log_end(folder: Path) -> int:
 
 
 def _line_from(folder: Path, position: int) -> int:
-    """Where the first line begins that begins at a position or later, or what is missing there."""
+    """Return where the first line at a position or later begins, or what is missing there."""
     known = [start for start in segments(folder) if start < position]
     if not known:
         return 0

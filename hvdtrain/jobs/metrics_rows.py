@@ -1,4 +1,4 @@
-"""How far a job was over time, read at the resolution that is asked for."""
+"""Metrics of a job over time, read at the resolution that is asked for."""
 
 from __future__ import annotations
 

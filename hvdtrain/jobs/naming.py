@@ -90,7 +90,7 @@ def split_backend(words: Sequence[str]) -> tuple[list[str], Backend | None]:
 
 
 def changes_of(arguments: argparse.Namespace) -> tuple[list[str], Backend | None]:
-    """What is to be different, as ``split_backend`` tells it."""
+    """Return the changes that are asked for, as ``split_backend`` returns them."""
     words: list[str] = arguments.changes
     before = arguments.argv[: len(arguments.argv) - len(words)]
     # argparse takes it away where it stands first.
@@ -98,10 +98,10 @@ def changes_of(arguments: argparse.Namespace) -> tuple[list[str], Backend | None
 
 
 def directory_of(arguments: argparse.Namespace) -> Path:
-    """Where jobs are.
+    """Return the directory of the folders of jobs.
 
     Raises:
-        JobError: Nowhere.
+        JobError: Jobs have no folders here.
     """
     given = {} if arguments.jobs_dir is None else {JOBS_DIR: arguments.jobs_dir}
     directory = jobs_directory({**os.environ, **given})

@@ -1,4 +1,4 @@
-"""Which process a number means: the same one, or another that got its number later."""
+"""The identity of a process, which tells it from another that got its number later."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def is_alive(process: ProcessIdentity) -> bool | None:
 
 
 def send_signal(process: ProcessIdentity, number: int) -> bool:
-    """Send it a signal, and no other process that may have its number now; whether it was there.
+    """Send it a signal, and no other with its number now; return whether it was there.
 
     Raises:
         PermissionError: It is another user's.

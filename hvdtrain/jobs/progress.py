@@ -1,4 +1,4 @@
-"""How fast a job goes, how long it will take, and how much of its time was worth it."""
+"""The pace of a job, the time that is left, and the part of its time that was worth it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OF_LATE_S = 60.0
 
 
 def steps_per_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """How many steps a second brought of late; None where that can't be told.
+    """Return the steps per second of late; None where that can't be told.
 
     Args:
         rows: Rows of ``metrics.jsonl``, the newest last.
@@ -39,7 +39,7 @@ def steps_per_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def left_s(job: JobFolder, view: JobView) -> float | None:
-    """How long a job that runs will take at the pace of late; None where nobody knows."""
+    """Return how many seconds a job that runs will take at the pace of late; None for unknown."""
     if view.status != "running" or view.total_steps is None or view.step is None:
         return None
     pace = steps_per_s(newest_json_lines(job.metrics))

@@ -81,11 +81,11 @@ class JobRecorder:
 
     @property
     def attempts(self) -> int:
-        """How many attempts there have been, those of earlier starts among them."""
+        """The number of attempts so far, those of earlier starts among them."""
         return self._state.attempt
 
     def line(self, rank: int, stream: str, text: str) -> None:
-        """A line of a rank, or of the launcher as ``LAUNCHER``."""
+        """Record a line of a rank, or of the launcher as ``LAUNCHER``."""
         if self._folder is None:
             return
         with self._lock:
@@ -96,17 +96,17 @@ class JobRecorder:
                 self._characters += len(text)
 
     def notice(self, text: str) -> None:
-        """The launcher's own words."""
+        """Record the launcher's own words."""
         for line in text.splitlines():
             self.line(LAUNCHER, "stderr", line)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something that happened to the job."""
+        """Record something that happened to the job."""
         if self._folder is not None:
             self._record(self._folder.events, {"kind": kind, **fields})
 
     def metrics(self, **fields: Any) -> None:
-        """How far the job is; rolled up as well, of which a row is written once it is complete."""
+        """Record how far the job is; also rolled up, where a row is written once it is complete."""
         if self._folder is None:
             return
         row = self._record(self._folder.metrics, fields)
@@ -115,12 +115,12 @@ class JobRecorder:
                 self._record(path, ended)
 
     def ranks(self, **fields: Any) -> None:
-        """How each rank is: a list for each thing."""
+        """Record how each rank is: a list for each thing."""
         if self._folder is not None:
             self._record(self._folder.ranks, fields)
 
     def state(self, **changes: Any) -> None:
-        """How the job is from now on: those fields of ``JobState`` that are others now."""
+        """Record how the job is from now on: those fields of ``JobState`` that have changed."""
         if changes.get("phase", self._state.phase) != self._state.phase:
             changes = {"since_s": time.time(), **changes}
         self._state = dataclasses.replace(self._state, **changes)

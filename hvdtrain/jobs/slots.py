@@ -50,7 +50,7 @@ class Turn:
             raise JobError(f"the queue in {directory} can't be used: {error.strerror}") from None
 
     def has_come(self) -> bool:
-        """Whether it is this job's turn, and its slots are taken; to be asked often until it is.
+        """Take this job's slots if it is its turn; return whether it has all. Ask often until then.
 
         Raises:
             JobError: The queue can't be used.

@@ -55,7 +55,7 @@ def sbatch_argv(name: str, folder: Path, spec: JobSpec, *, ranks: int | None) ->
 
 
 def submit(argv: Sequence[str], environ: Mapping[str, str], folder: str) -> str:
-    """Run sbatch in a folder, where the job is to run; the number of the Slurm job.
+    """Run sbatch in a folder, where the job is to run; return the number of the Slurm job.
 
     Raises:
         JobError: It could not be handed over; the message has Slurm's reason.

@@ -1,4 +1,4 @@
-"""What a job was asked to do: enough to do it again."""
+"""The specification of a job: what it was asked to do, enough to do it again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PACKAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What was asked for, as it was said.
+    """The specification of a job: what was asked for, as it was said.
 
     Attributes:
         options: The options of ``hvdtrain run``.
@@ -77,7 +77,7 @@ class JobSpec:
     slurm_restarts: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """For the file."""
+        """Return it as the file holds it."""
         return asdict(self)
 
 
@@ -87,7 +87,7 @@ def make_spec(
     environ: Mapping[str, str],
     asked_for: Iterable[str] = (),
 ) -> JobSpec:
-    """What this process was asked for.
+    """Make the specification of what this process was asked for.
 
     Args:
         options: The options of ``hvdtrain run``.
@@ -179,7 +179,7 @@ def _user() -> str:
 
 
 def spec_from_json(content: Mapping[str, Any]) -> JobSpec:
-    """What ``JobSpec.to_json`` made.
+    """Read what ``JobSpec.to_json`` made.
 
     Raises:
         JobError: Something else.

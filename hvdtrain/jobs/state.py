@@ -1,4 +1,4 @@
-"""How a job is, as its launcher wrote it, and what that is worth when somebody reads it."""
+"""The state of a job, as its launcher wrote it, and the status that a reader makes of it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OF_CAUSES: Mapping[str, Status] = {"done": "done", "ordered": "stopped", "preem
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """How a job is.
+    """The state of a job: its phase, its ranks, its progress and its end.
 
     Attributes:
         phase: What its launcher does.
@@ -76,12 +76,12 @@ class JobState:
     verdict: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """For the file."""
+        """Return it as the file holds it."""
         return asdict(self)
 
 
 def state_from_json(content: Mapping[str, Any]) -> JobState:
-    """What ``JobState.to_json`` made.
+    """Read what ``JobState.to_json`` made.
 
     Raises:
         JobError: Something else.
@@ -107,7 +107,7 @@ def status_of(
     patience_s: float,
     slurm: str | None = None,
 ) -> Status:
-    """What is true of a job now.
+    """Decide the status of a job by its state and what is known of its launcher.
 
     Args:
         state: What was written last; None where that can't be read.
@@ -135,7 +135,7 @@ def status_of(
 
 
 def _by_slurm(word: str, *, taken_up: bool) -> Status:
-    """What Slurm's word makes of a job that says nothing itself."""
+    """Decide by Slurm's word the status of a job that says nothing itself."""
     if word in _SLURM_RUNS:
         return "silent" if taken_up else "queued"
     if word == NO_ANSWER:

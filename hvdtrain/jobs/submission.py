@@ -152,7 +152,7 @@ def _start_detached(folder: JobFolder, spec: JobSpec, environ: Mapping[str, str]
 
 
 def _environment(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the job gets: the caller's variables, with settings of the job alone.
+    """Return the job's environment: the caller's variables, with settings of the job alone.
 
     A caller that is itself a rank of a job leaves nothing of that.
     """

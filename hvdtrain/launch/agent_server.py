@@ -33,7 +33,7 @@ OTHER_FILES = 200
 
 @dataclass
 class _Rank:
-    """What is known of one rank."""
+    """The launcher's record of one rank: connection to its agent, last lines of stderr, end."""
 
     number: int
     host: str

@@ -97,7 +97,7 @@ def run_job(job: Job, environ: Mapping[str, str], spec: JobSpec | None = None) -
 
 
 def _plan(job: Job, environ: Mapping[str, str]) -> tuple[Resources, Plan]:
-    """Where the job can run, and which rank runs where; raises as ``run_job``."""
+    """Find where the job can run, and plan which rank runs where; raises as ``run_job``."""
     site = find_resources(job, environ)
     plan = make_plan(job, site, site.hosts, job.ranks)
     if (least := job.settings.min_np) > len(plan.places):
@@ -128,7 +128,7 @@ def caught_signals() -> Iterator[list[int]]:
 
 
 def pause(delay_s: float, received: Sequence[int]) -> bool:
-    """Wait, unless a signal is received; whether none was."""
+    """Wait, unless a signal is received; return whether none was."""
     until = time.monotonic() + delay_s
     while not received and time.monotonic() < until:
         time.sleep(STEP_S)
@@ -235,7 +235,7 @@ class _Attempts:
         )
 
     def _attempt(self, plan: Plan) -> Outcome | None:
-        """One start of the job; None where only the plan is wanted."""
+        """Run one attempt at the job; return its outcome, None where only the plan is wanted."""
         job = self._job
         console = self._console = Console(
             *self._screen,
@@ -331,7 +331,7 @@ class _Attempts:
             )
 
     def _over(self) -> int:
-        """The exit code, after a last word on what was lost and what is left."""
+        """Return the exit code, after a last word on what was lost and what is left."""
         wall_s = time.monotonic() - self._began
         # What hvdtrain bench and check start is theirs to tell of.
         summary = summarise(self._history, wall_s) if self._is_users else []
@@ -351,7 +351,7 @@ class _Attempts:
 
 
 def _end_waiting(recorder: JobRecorder, number: int) -> int:
-    """The exit code of a job that a signal ended before its turn."""
+    """Record that a signal ended a job before its turn; return its exit code."""
     code = _code_of(number)
     verdict = f"the job was ended by {signal.Signals(number).name} before its turn"
     recorder.state(phase="ended", code=code, cause="ordered", verdict=verdict)

@@ -125,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def arguments_of_file(arguments: argparse.Namespace) -> list[str]:
-    """What stands in the files that ``--config-file`` and ``--config`` name, as arguments.
+    """Read the files that ``--config-file`` and ``--config`` name; return them as arguments.
 
     Raises:
         ConfigurationError: One can't be read.
@@ -196,7 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def spec_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
-    """What ``arguments`` ask for, to be asked for again.
+    """Make the specification of the job that ``arguments`` ask for, to be asked for again.
 
     Raises:
         ConfigurationError: No program was named.
@@ -225,7 +225,7 @@ def program_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) -> None:
-    """One setting as a flag; most values stay text, on their way into the environment."""
+    """Declare one setting as a flag; most values stay text, on their way into the environment."""
     flag = flag_name(entry.name)
     summary = entry.metadata["help"]
     if entry.metadata["is_switch"]:

@@ -1,4 +1,4 @@
-"""What to start, decided without starting it: from a plan to argv and environment."""
+"""Commands that start a job, made from a plan without starting anything: argv and environment."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def critical(self) -> dict[int, str]:
-        """What those ranks are whose place no other can take; none where there are no servers."""
+        """Roles of the ranks whose place no other can take; empty where there are no servers."""
         if all(place.role != "ps" for place in self.places):
             return {}
         names = {"ps": "a parameter server", "chief": "the chief"}
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What to start: the program with its arguments, and its whole environment."""
+    """A command to start: the program with its arguments, and its whole environment."""
 
     argv: tuple[str, ...]
     environ: Mapping[str, str]

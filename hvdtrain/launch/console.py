@@ -1,4 +1,4 @@
-"""What the person who started the job sees: the ranks' lines, each with its rank."""
+"""The launcher's output, for whoever started the job: the ranks' lines, each with its rank."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Console:
         self._chief_only = False
 
     def leave_behind(self, rank: int) -> None:
-        """The others go on without this rank; the first that is left is the chief."""
+        """Note that the others go on without this rank; the first that is left is the chief."""
         if rank == self._chief:
             self.status(rank, "")
         self._lost.add(rank)
@@ -80,7 +80,7 @@ class Console:
         return next(rank for rank in itertools.count() if rank not in self._lost)
 
     def line(self, rank: int, host: str, stream: str, text: str) -> None:
-        """One line of a rank."""
+        """Show one line of a rank."""
         if self._chief_only:
             if rank == self._chief:
                 self._print(stream, text)
@@ -101,20 +101,20 @@ class Console:
             self._print_groups(self._collapse.take_all())
 
     def notice(self, text: str) -> None:
-        """The launcher's own words."""
+        """Show the launcher's own words."""
         self.flush()
         for line in text.splitlines():
             self._print("stderr", f"hvdtrain run: {line}")
 
     def status(self, rank: int, text: str) -> None:
-        """What a rank draws over and over; the chief's is shown, on a terminal."""
+        """Show what a rank draws over and over: the chief's alone, and only on a terminal."""
         if rank == self._chief and self._redrawn["stdout"]:
             # A line that wraps could not be erased; the window may be another by now.
             self._status = text[: _columns(self._streams["stdout"]) - 1]
             self._write("stdout", _ERASE + self._status)
 
     def _tag(self, hosts: Mapping[int, str], stream: str) -> str:
-        """In front of a line of the ranks in ``hosts``."""
+        """Return the tag that stands in front of a line of the ranks in ``hosts``."""
         tag = f"{describe_ranks(list(hosts)):>{self._width}}"
         if self._with_host and len(names := set(hosts.values())) == 1:
             tag += f" {names.pop()}"

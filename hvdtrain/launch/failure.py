@@ -1,4 +1,4 @@
-"""Which rank failed first, and what to say about it; pure functions of what the agents reported."""
+"""The first failure of a job, and what to say about it; pure functions of the agents' reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["RankExit", "describe", "describe_loss", "exit_code", "first_failure"
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """How one rank ended.
+    """The end of one rank: its exit code, its last words, and whether it was told to end.
 
     Attributes:
         rank: Its number.
@@ -43,7 +43,7 @@ class RankExit:
 
     @functools.cached_property
     def failure(self) -> FailureRecord | None:
-        """Why it failed: as its program told, else as its last lines say; None for no reason."""
+        """Its failure, as its program told it, else as its last lines say; None for no reason."""
         if self.told is None and (name := exception_name(self.stderr)):
             return FailureRecord(exception=name)
         return self.told
@@ -96,7 +96,7 @@ def first_failure(ends: Sequence[RankExit]) -> RankExit | None:
 
 
 def exit_code(first: RankExit | None) -> int:
-    """What ``hvdtrain run`` exits with after ``first``."""
+    """Return the exit code of ``hvdtrain run`` after the failure ``first``; 0 for None."""
     if first is None:
         return 0
     if first.hung:
@@ -105,7 +105,7 @@ def exit_code(first: RankExit | None) -> int:
 
 
 def describe(first: RankExit, what: str = "") -> str:
-    """What went wrong first; ``what`` is the rank's role, where no other can take its place."""
+    """Tell what went wrong first; ``what`` is the rank's role, if no other can take its place."""
     comma = f", {what}," if what else ""
     lines = [f"rank {first.rank} on {first.host}{comma} failed first: {_how(first)}"]
     lines += _about_memory(first)
@@ -146,7 +146,7 @@ def _how(end: RankExit) -> str:
 
 
 def _about_memory(end: RankExit) -> list[str]:
-    """What there is to know and to do where the kernel killed something for lack of memory."""
+    """Tell what to know and to do where the kernel killed something for lack of memory."""
     kills = end.kills or OomKills()
     if end.code == _KILLED:
         return [_MORE_MEMORY] if kills.in_group or kills.on_host else []
@@ -165,7 +165,7 @@ def _room(kills: OomKills) -> str:
 
 
 def _who_killed(kills: OomKills) -> str:
-    """Whether it was the kernel, for lack of memory."""
+    """Tell whether it was the kernel, for lack of memory, or somebody else, as far as is known."""
     if kills.in_group:
         return f": killed by the kernel for lack of memory ({_room(kills)})"
     if kills.on_host:

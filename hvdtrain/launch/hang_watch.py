@@ -18,7 +18,7 @@ LOOK_S = 2.0
 
 
 class HangWatch:
-    """What is done about ranks that make no steps; call ``review`` often while the job runs.
+    """A watch that acts on ranks that make no steps; call ``review`` often while the job runs.
 
     Args:
         timeout_s: How long a step may take; 0 for no limit.
@@ -44,7 +44,7 @@ class HangWatch:
         self._killed: set[int] = set()
 
     def review(self, now: float) -> str:
-        """Says who hangs, where the job has to end for that; else empty."""
+        """Act on ranks that hang; return who hangs if the job has to end for that, else empty."""
         reports, running = self._server.reports, self._server.running
         # Without servers all ranks are in step, and wait for the one that hangs.
         can_do_without = bool(self._critical) and self._goes_on()
@@ -65,7 +65,7 @@ class HangWatch:
         return ""
 
     def _kill_missing(self) -> bool:
-        """Kill those that all others wait for, where none is critical; whether that was so."""
+        """Kill those that all others wait for, if none is critical; return whether that was so."""
         absent = missing(self._server.reports, self._server.running, self._server.stopped)
         if absent.keys() & (self._critical.keys() | self._killed):
             return False

@@ -45,7 +45,7 @@ class HorovodFlag:
     declared: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, values: Sequence[str]) -> list[str]:
-        """What hvdtrain run is told instead; nothing where this changes nothing."""
+        """Return the arguments that hvdtrain run gets instead; none where this changes nothing."""
         if self.fate != "becomes" or list(values) == [self.void]:
             return []
         return [self.becomes.format(*values)]
@@ -71,7 +71,7 @@ def add_horovod_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def note_on(unneeded: Sequence[str]) -> str:
-    """What to tell about flags that were given and change nothing; a line for each reason."""
+    """Tell why flags that were given change nothing; a line for each reason."""
     reasons = {name: flag.reason for flag in HOROVOD_FLAGS for name in flag.names}
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(unneeded):

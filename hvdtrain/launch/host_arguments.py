@@ -1,4 +1,4 @@
-"""Which hosts and tasks the command line names, and how ssh is to reach them."""
+"""Arguments of the command line that name hosts and tasks, and the hosts that they name."""
 
 from __future__ import annotations
 

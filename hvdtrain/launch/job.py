@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What was asked for.
+    """A job to run, as it was asked for: its program, its ranks and hosts, and its settings.
 
     Attributes:
         program: The program that every rank runs, with its arguments.
@@ -86,7 +86,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Where a job can run, and what starts its ranks.
+    """The hosts and GPUs that a job can have, and what starts its ranks.
 
     Attributes:
         hosts: The hosts that were named, or Slurm's, or this one.
@@ -152,7 +152,7 @@ def make_plan(
     *,
     more_before: Plan | None = None,
 ) -> Plan:
-    """Which rank of ``job`` runs where, and as what, on those ``hosts`` of the site that are left.
+    """Plan which rank of ``job`` runs where, and as what, on those ``hosts`` that are left.
 
     Args:
         ranks: How many ranks to place; None for as many as there are slots.
@@ -193,7 +193,7 @@ def make_plan(
 def make_command(
     job: Job, site: Resources, plan: Plan, environ: Mapping[str, str], hostfile: Path
 ) -> Command:
-    """What starts the ranks of ``plan``; ``hostfile`` is written for it.
+    """Make the command that starts the ranks of ``plan``, and write ``hostfile`` for it.
 
     Raises:
         ConfigurationError: A host that mpirun can't be told, or words for it where there is none.
@@ -251,7 +251,7 @@ def agent_variables(
 
 
 def describe_plan(plan: Plan, command: Command, extra: Sequence[str]) -> str:
-    """Which rank would run where, and what would be started."""
+    """Describe which rank would run where, and what would be started."""
     names = ", ".join(forwarded(command.environ, extra))
     return (
         f"{table(plan.places)}\n\n{shlex.join(command.argv)}\n\n"

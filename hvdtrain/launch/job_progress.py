@@ -1,4 +1,4 @@
-"""How far a job is and whether it hangs, as its ranks report; no input and no output here.
+"""The progress and hangs of a job, as its ranks report; no input and no output here.
 
 ``running`` are always the ranks that have not ended, and ``stopped`` says of each whose agent has
 answered whether its program is stopped.
@@ -63,7 +63,7 @@ class JobProgress:
 
     @property
     def moved_at(self) -> float | None:
-        """When a step, a phase or a rank was last new; None where nothing was reported."""
+        """The time when a step, a phase or a rank was last new; None where nothing was reported."""
         return max(self.moved.values(), default=None)
 
     @property
@@ -88,7 +88,7 @@ class JobProgress:
 
     @property
     def samples(self) -> int | None:
-        """On how many samples all ranks have trained in this run of the program."""
+        """Samples that all ranks have trained on in this run of the program; None for unknown."""
         return self._most(report.samples for report in self.latest.values())
 
     @property
@@ -138,7 +138,7 @@ def hangs(reports: JobProgress, running: Sequence[int], now: float, timeout_s: f
 def stuck(
     reports: JobProgress, running: Sequence[int], now: float, timeout_s: float
 ) -> dict[int, float]:
-    """For how long ranks that should have done a step did none, where others go on or wait."""
+    """Find ranks that are late with a step while others go on or wait, and for how many seconds."""
     latest = {rank: reports.latest[rank] for rank in running if rank in reports.latest}
     states = {rank: state for rank, state in latest.items() if state.phase != SERVING}
     late = {}
@@ -154,7 +154,7 @@ def stuck(
 def missing(
     reports: JobProgress, running: Sequence[int], stopped: Mapping[int, bool]
 ) -> dict[int, str]:
-    """Whom the other ranks wait for in a job that hangs, and why."""
+    """Find the ranks that the others wait for in a job that hangs, and tell why."""
     latest = {rank: reports.latest.get(rank, RankReport()) for rank in running}
     absent = {r: "it waits for no other rank" for r, s in latest.items() if not s.waiting_in}
     silent = {rank: "its agent does not answer" for rank in running if rank not in stopped}
@@ -173,7 +173,7 @@ def held_by(reports: JobProgress, now: float, after_s: float) -> list[int]:
 def describe_hang(
     reports: JobProgress, hosts: Mapping[int, str], stopped: Mapping[int, bool], quiet_s: float
 ) -> str:
-    """What is known of a hang in which no rank has done a step for ``quiet_s``.
+    """Describe a hang in which no rank has done a step for ``quiet_s``.
 
     It names who is missing, and where the others wait; ``hosts`` has the ranks that run.
     """

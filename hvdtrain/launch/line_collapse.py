@@ -1,4 +1,4 @@
-"""Which lines of several ranks are one: decided without printing.
+"""Lines that several ranks write alike, put together into one; nothing is printed here.
 
 Ranks of a job say much the same, each in its own time. What several of them write within moments
 of one another is shown once. Each rank's own lines stay in their order: lines wait in groups, and
@@ -59,7 +59,7 @@ class LineCollapse:
         self._newest: dict[int, Group] = {}
 
     def add(self, rank: int, host: str, stream: str, text: str, now: float) -> None:
-        """A line of a rank."""
+        """Take in a line of a rank."""
         newest = self._newest.get(rank)
         key = (stream, _TIME.sub("", text, count=1))
         alike = self._alike.setdefault(key, [])
@@ -77,7 +77,7 @@ class LineCollapse:
         self._newest[rank] = group
 
     def take(self, now: float) -> list[Group]:
-        """The groups that have waited long enough, and those that stand before them."""
+        """Take out the groups that have waited long enough, and those that stand before them."""
         count = max(0, len(self._waiting) - MOST_WAITING)
         for number, group in enumerate(self._waiting, 1):
             if now - group.since >= WINDOW_S:
@@ -87,7 +87,7 @@ class LineCollapse:
         return self._release(count)
 
     def take_all(self) -> list[Group]:
-        """All groups, now."""
+        """Take out all groups, now."""
         return self._release(len(self._waiting))
 
     def _release(self, count: int) -> list[Group]:
@@ -131,7 +131,7 @@ def _bound_to(group: Group) -> set[Group]:
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Like 0-7 or 0,3 or 0-3,7; of a long list the beginning, and how many they are."""
+    """Write ranks as 0-7 or 0,3 or 0-3,7; of a long list the beginning, and how many they are."""
     words = number_runs(ranks)
     text = ",".join(words)
     if len(text) <= _MOST_CHARACTERS:

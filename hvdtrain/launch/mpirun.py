@@ -1,4 +1,4 @@
-"""Which mpirun there is, and what it can do."""
+"""The mpirun that a job starts with: where it is, of which MPI, and what it can do."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def find_mpirun(python_folder: Path, environ: Mapping[str, str]) -> Mpirun:
 
 
 def recognise(path: Path, version_text: str) -> Mpirun:
-    """Which family an mpirun belongs to, by what it prints for ``--version``.
+    """Recognise the family of an mpirun by what it prints for ``--version``.
 
     Raises:
         LaunchError: None of those that hvdtrain can speak to.
@@ -77,7 +77,7 @@ def recognise(path: Path, version_text: str) -> Mpirun:
 
 
 def why_not_start_elastic(mpirun: Mpirun, *, in_slurm: bool) -> str:
-    """Why ranks can't go on without a lost one; empty where they can."""
+    """Tell why ranks can't go on without a lost one; empty where they can."""
     if in_slurm:
         return "ranks that srun starts end together"
     if mpirun.family != "openmpi5":

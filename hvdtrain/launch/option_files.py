@@ -84,7 +84,7 @@ def _toml_arguments(path: Path, key: str, value: Any) -> list[str]:
 
 
 def read_horovod_file(path: Path) -> list[str]:
-    """What the file says as arguments: ``params: {cycle_time_ms: 5}`` as ``--cycle-time-ms=5``.
+    """Read the file as arguments: ``params: {cycle_time_ms: 5}`` as ``--cycle-time-ms=5``.
 
     Raises:
         ConfigurationError: It can't be read, or is none of horovodrun's files.

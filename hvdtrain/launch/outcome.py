@@ -1,4 +1,4 @@
-"""How a job ended, why, and what to say about it; pure functions of what the launcher saw."""
+"""The outcome of a job: how and why it ended; pure functions of what the launcher saw."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class JobRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What an attempt to run the job came to.
+    """The outcome of one attempt to run the job.
 
     Attributes:
         code: The code that ``hvdtrain run`` exits with.
@@ -124,7 +124,7 @@ def preempted(ends: Sequence[RankExit]) -> bool:
 
 
 def classify(record: JobRecord) -> Outcome:
-    """Why the job ended, with which code, and what to say."""
+    """Decide why the job ended, with which code, and what to say."""
     code, cause, words, absent = _why(record)
     first = first_failure(record.ends)
     failed = record.reports.latest.get(first.rank) if first is not None else None
@@ -176,7 +176,7 @@ def _why(record: JobRecord) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
 
 
 def _ordered(record: JobRecord) -> tuple[int, Cause, Sequence[str]]:
-    """After a signal at ``hvdtrain run``."""
+    """Return code, cause and words of a job that ends after a signal at ``hvdtrain run``."""
     number = record.received[0]
     told = f"the job was ended by {signal.Signals(number).name}"
     saved = any(end.code == ExitCode.PREEMPTED for end in record.ends)
@@ -237,7 +237,7 @@ def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[st
 
 
 def _said(record: JobRecord) -> list[str]:
-    """What mpirun or srun printed, without blank lines, rules, and what it says for each host."""
+    """Return what mpirun or srun printed, without blank lines, rules and repeats; cut if long."""
     lines = list(dict.fromkeys(line for line in record.words if line.strip(" -=*")))
     left = len(lines) - _SHOWN_LINES
     return lines if left <= 0 else [*lines[:_SHOWN_LINES], f"... and {left} lines more"]

@@ -1,4 +1,4 @@
-"""Where the time of an attempt goes: its phases, and what ranks wait for while they train."""
+"""The time of an attempt in parts: its phases, and what ranks wait for while they train."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class PhaseTimes:
         self._since = began
 
     def note(self, phase: str, now: float) -> None:
-        """The chief is in a phase now."""
+        """Note that the chief is in a phase now."""
         kind = _KINDS.get(phase, "other")
         if kind != self._kind:
             self._add(now)
             self._kind = kind
 
     def seconds(self, now: float) -> Mapping[str, float]:
-        """How long each has taken up to now: start, training, validation, ..., other."""
+        """Return how long each has taken up to now: start, training, validation, ..., other."""
         self._add(now)
         return dict(self._seconds)
 

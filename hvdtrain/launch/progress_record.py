@@ -1,4 +1,4 @@
-"""What ranks and agents report of a job, written into its folder now and then."""
+"""The record of a job's progress: reports of ranks and agents, written into its folder."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ProgressRecord:
             self._recorder.ranks(**self._of_ranks())
 
     def _now(self, held: list[int]) -> Mapping[str, Any]:
-        """How far the job is, and which ranks keep it from going on."""
+        """Return how far the job is, and which ranks keep it from going on."""
         reports = self._reports
         now: dict[str, Any] = {"step": reports.step, "epoch": reports.epoch}
         paces = reports.paces.of_late()

@@ -1,4 +1,4 @@
-"""Which rank holds the others up: the one that takes long for a step and waits least.
+"""The straggler that holds a job up: the rank that takes long for a step and waits least.
 
 In synchronous training all ranks take the same time for a step, waiting included. What a rank
 takes itself is the rest: ``(time - waited) / steps``. What it waits for its input is part of that:
@@ -33,7 +33,7 @@ class _Mark(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """What a rank takes for a step itself.
+    """The time that a rank takes for a step itself, without what it waits for others.
 
     Attributes:
         own_s: How long, in seconds.
@@ -48,7 +48,7 @@ class Pace(NamedTuple):
 
 
 class RankPaces:
-    """What each rank takes for a step itself, from its reports; times are the caller's clock."""
+    """Each rank's own time for a step, from its reports; times are the caller's clock."""
 
     def __init__(self) -> None:
         self._first: dict[int, _Mark] = {}
@@ -72,11 +72,11 @@ class RankPaces:
             marks.popleft()
 
     def of_late(self) -> dict[int, Pace]:
-        """What each rank has taken itself for a step, of late."""
+        """Return what each rank has taken itself for a step, of late."""
         return _paces({rank: marks[0] for rank, marks in self._recent.items()}, self._recent)
 
     def in_all(self) -> dict[int, Pace]:
-        """What each rank has taken itself for a step, on the average."""
+        """Return what each rank has taken itself for a step, on the average."""
         return _paces(self._first, self._recent)
 
 
@@ -98,7 +98,7 @@ class Straggler:
 
     @property
     def factor(self) -> float:
-        """How many times as long it takes."""
+        """Its time for a step, as a multiple of the median."""
         return self.own_s / self.median_s
 
 

@@ -1,4 +1,4 @@
-"""Which variables ranks find in their environment; pure functions."""
+"""The environment variables of ranks; pure functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FORWARDED = re.compile(
 
 
 def rank_environment(environ: Mapping[str, str], folders: Sequence[Path]) -> dict[str, str]:
-    """What every rank finds: ``environ``, with ``folders`` first on PATH.
+    """Return the environment of every rank: ``environ``, with ``folders`` first on PATH.
 
     So ``python`` is the Python that runs hvdtrain, even when its environment isn't activated.
     What a rank prints must not wait in a buffer until it is killed, and a crash must say where.

@@ -1,4 +1,4 @@
-"""Whether a job that ended is started again, when, and on which hosts; pure functions."""
+"""Restarts of a job that ended: whether there is one, when, and on which hosts; pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPREAD = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What follows an attempt.
+    """The decision on what follows an attempt.
 
     Attributes:
         again: Whether there is another one.
@@ -36,7 +36,7 @@ class Decision:
 def decide(
     history: Sequence[Outcome], max_restarts: int, *, in_slurm: bool, chance: float
 ) -> Decision:
-    """What follows the last attempt of ``history``.
+    """Decide what follows the last attempt of ``history``.
 
     With ``in_slurm`` a job that was preempted is not started again here: Slurm preempts the job
     around it as a whole. ``chance``, from 0 to 1, varies the delay.
@@ -66,7 +66,7 @@ def announce(
     hosts: Sequence[str],
     ranks: int,
 ) -> str:
-    """What is to come, and what the last attempt lost."""
+    """Tell what is to come, and what the last attempt lost."""
     most = max_restarts + 1 + len(history) - _counting(history)
     number = len(history) + 1
     on = f"on {listing(hosts, 'hosts')} ({counted(ranks, 'rank')})"
@@ -74,7 +74,7 @@ def announce(
 
 
 def account(history: Sequence[Outcome]) -> str:
-    """What all attempts lost; empty where there was one."""
+    """Tell what all attempts lost; empty where there was one."""
     if len(history) < 2:
         return ""
     failed = [outcome for outcome in history if outcome.cause != "done"]
@@ -84,7 +84,7 @@ def account(history: Sequence[Outcome]) -> str:
 
 
 def remains(history: Sequence[Outcome]) -> str:
-    """What a job that failed leaves to go on from; empty where nothing, or where it is told."""
+    """Tell what a failed job leaves to go on from; empty for nothing, or where it is told."""
     if history[-1].cause in ("done", "ordered", "preempted") or not (newest := _newest(history)):
         return ""
     return f"the newest checkpoint is of step {newest}; the next start goes on from it"
@@ -97,7 +97,7 @@ def without(hosts: Sequence[Host], gone: Collection[str]) -> list[Host]:
 
 
 def fitting(hosts: Sequence[Host], ranks: int, *, oversubscribe: bool) -> int:
-    """How many of ``ranks`` the hosts take."""
+    """Return how many of ``ranks`` the hosts take."""
     most = most_ranks(hosts, oversubscribe=oversubscribe)
     return ranks if most is None else min(ranks, most)
 
@@ -141,7 +141,7 @@ def _lost_steps(outcome: Outcome) -> int:
 
 
 def _lost(history: Sequence[Outcome]) -> str:
-    """What the last attempt lost."""
+    """Tell what the last attempt lost."""
     outcome = history[-1]
     if outcome.saved is not None:
         since = f"the checkpoint of step {outcome.saved}"

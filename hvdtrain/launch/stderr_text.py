@@ -1,4 +1,4 @@
-"""What lines of stderr say: for programs that tell the launcher nothing, or can't any more."""
+"""The meaning of lines of stderr, for programs that tell the launcher nothing, or no more."""
 
 from __future__ import annotations
 

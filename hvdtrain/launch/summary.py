@@ -1,4 +1,4 @@
-"""What a job came to, in three lines; pure functions of its attempts."""
+"""The summary of a job in three lines; pure functions of its attempts."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ KEPT_LINES = 40_000
 
 @dataclass(frozen=True, kw_only=True)
 class TimeLimits:
-    """How long starting, ending and a step may take.
+    """Limits on how long starting, ending and a step may take.
 
     Attributes:
         start_s: Until all agents have reported.
@@ -156,7 +156,7 @@ class Supervisor:
         return starter
 
     def _read_starter(self, pipe: IO[bytes], splitter: LineSplitter) -> None:
-        """What mpirun or srun says by itself: shown unless it only comments on a failed rank."""
+        """Read what mpirun or srun says; show it unless it only comments on a failed rank."""
         data = os.read(pipe.fileno(), 1 << 16)
         for line in splitter.feed(data, final=not data):
             self._record.words.append(line)

@@ -1,4 +1,4 @@
-"""Which tracebacks are shown: not those that only follow from an order to end, or another failure.
+"""A filter of tracebacks: hides those that only follow from an order to end or another failure.
 
 A rank that is told to end by Ctrl-C dies of KeyboardInterrupt, and when one fails the others
 complain about it. On many ranks that would bury the one thing that matters. Nothing is lost: the
@@ -104,7 +104,7 @@ class TracebackFilter:
         self._failing: tuple[int, float] | None = None
 
     def take(self, author: Author, line: str) -> bool:
-        """Whether ``line`` belongs to a traceback; if not, show it now."""
+        """Take ``line`` if it belongs to a traceback, and return whether; if not, show it now."""
         now = self._clock()
         block = self._open.get(author.number)
         if block is not None and not block.takes(line):
@@ -119,7 +119,7 @@ class TracebackFilter:
         return True
 
     def note_failure(self, number: int) -> None:
-        """A rank has told that it fails of itself; it may take longer than that to end."""
+        """Note that a rank told of a failure of its own; it may end later than ``hold_s`` after."""
         self._failed.add(number)
 
     def review(self) -> None:
@@ -172,7 +172,7 @@ class TracebackFilter:
 
 
 def _wraps_interrupt(lines: Sequence[str]) -> bool:
-    """Whether the last exception speaks of it: TensorFlow turns it into errors of its own."""
+    """Whether the last exception tells of KeyboardInterrupt: TensorFlow wraps it in its own."""
     last = max((number for number, line in enumerate(lines) if _begins(line)), default=0)
     return any(_INTERRUPT in line for line in lines[last:])
 

@@ -20,7 +20,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def slots_of(hosts: Sequence[Host], gpus: int) -> dict[str, int]:
-    """How many ranks may run at a time on each host.
+    """Return how many ranks may run at a time on each host.
 
     As many as were named; on this host one for each GPU, or where it has none each core.
     """
@@ -71,7 +71,7 @@ def _key(host: str) -> str:
 def gpu_variables(
     environ: Mapping[str, str], taken: Mapping[str, Sequence[int]], gpus: int
 ) -> dict[str, str]:
-    """What lets a job see the GPUs of this host alone whose slots it has; nothing without GPUs.
+    """Return variables that show a job only the GPUs of its slots on this host; empty without such.
 
     On other hosts ranks see what their hosts give them.
     """

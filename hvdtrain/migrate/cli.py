@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _migrations(paths: Sequence[Path]) -> dict[Path, Migration]:
-    """What becomes of each file; a file that is named twice is one.
+    """Migrate each file in memory, and write nothing; a file that is named twice is one.
 
     Raises:
         ConfigurationError: Some can't be used; all of those are named.

@@ -278,7 +278,7 @@ HOROVOD: dict[str, str] = {
 
 
 def why_gone(name: str) -> str | None:
-    """What to say of a dotted name such as ``tensorflow.train.AdamOptimizer``.
+    """Tell why a dotted name such as ``tensorflow.train.AdamOptimizer`` is gone, and what to use.
 
     Args:
         name: The full name, which begins with the package that it is imported from.

@@ -1,4 +1,4 @@
-"""Where ``horovod`` becomes ``hvdtrain``: its imports, and dotted names that begin with it."""
+"""Places where ``horovod`` becomes ``hvdtrain``: imports, and dotted names that begin with it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _PINNING = {
 
 @dataclass(frozen=True)
 class _Script:
-    """What the checks know of the whole script.
+    """The whole script, as far as the checks know it.
 
     Args:
         names: The meanings of its names.
@@ -44,7 +44,7 @@ _Check = Callable[[ast.AST, _Script], Iterator[Finding]]
 
 
 def judge_calls(tree: ast.Module, names: Names) -> list[Finding]:
-    """What is known to be wrong with calls of Keras and TensorFlow, or needless."""
+    """Find calls of Keras and TensorFlow that are known to be wrong, or needless."""
     if not names.imports_from("keras", "tensorflow", "horovod", "hvdtrain"):
         return []
     script = _Script(names, frozenset(_optimizers(tree, names)))

@@ -20,7 +20,7 @@ _NO_LINE_END = b"\\ No newline at end of file\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Migration:
-    """What becomes of a script.
+    """A script as it is and as it is to be, with remarks on its lines.
 
     Args:
         old: The script's bytes.
@@ -34,12 +34,12 @@ class Migration:
 
     @property
     def changed_lines(self) -> int:
-        """How many lines are to be others; none comes or goes."""
+        """The number of lines that change; none comes or goes."""
         return sum(old != new for old, new in zip(_lines(self.old), _lines(self.new)))
 
     @property
     def left(self) -> int:
-        """How many edits are left to do by hand."""
+        """The number of edits that are left to do by hand."""
         return sum(not finding.note for finding in self.findings)
 
     def diff(self, name: bytes) -> bytes:

@@ -27,7 +27,7 @@ def read(path: Path) -> bytes:
 
 
 def _original_of(path: Path) -> Path:
-    """Where the original is kept; beside the file itself where the path is a link to it."""
+    """Return where the original is kept; beside the file itself where the path is a link to it."""
     path = Path(os.path.realpath(path))
     return path.with_name(f"{path.name}.orig")
 

@@ -1,4 +1,4 @@
-"""What the names in a script stand for, as far as its imports tell."""
+"""Meanings of the names in a script, as far as its imports tell."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Use:
 
     @property
     def line(self) -> int:
-        """Where it begins."""
+        """The line where it begins."""
         return self.root.lineno
 
     @property
@@ -52,7 +52,7 @@ class Names:
         return any(meaning.partition(".")[0] in packages for meaning in meanings)
 
     def roots(self, name: str) -> list[str]:
-        """What an imported name may stand for; nothing if that isn't sure."""
+        """Return what an imported name may stand for; empty if that isn't sure."""
         return self._imported.get(name, [])
 
     def meanings(self, node: ast.expr) -> list[str]:

@@ -1,1 +1,1 @@
-"""What a run tells about itself while it goes on."""
+"""Progress reports, timeline and terminal output of a run while it goes on."""

@@ -14,7 +14,7 @@ _DECAY = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class EpochProgress:
-    """How far an epoch is.
+    """The progress of an epoch.
 
     Attributes:
         epoch: From 1.
@@ -36,7 +36,7 @@ class EpochProgress:
 
 
 class Pace:
-    """How fast training is, by the last steps above all.
+    """The speed of training, by the last steps above all.
 
     The first measurement of all counts until there is another one: it compiles.
     """
@@ -46,7 +46,7 @@ class Pace:
         self._steps = self._samples = self._seconds = 0.0
 
     def add(self, steps: int, samples: float, seconds: float) -> None:
-        """So many ``steps`` of ``samples`` in all took ``seconds``."""
+        """Note that so many ``steps`` of ``samples`` in all took ``seconds``."""
         decay = 0.0 if self._measured == 1 else _DECAY
         self._measured += 1
         self._steps = decay * self._steps + steps
@@ -65,7 +65,7 @@ class Pace:
 
 
 def draw(progress: EpochProgress, columns: int) -> str:
-    """``progress`` in less than ``columns`` characters; the least important is left out first."""
+    """Draw ``progress`` in less than ``columns`` characters; the least important goes first."""
     head = f"epoch {progress.epoch}/{progress.epochs}"
     count = f"{progress.done}/{progress.steps}" if progress.steps else f"step {progress.done}"
     words = _words(progress)
@@ -80,7 +80,7 @@ def draw(progress: EpochProgress, columns: int) -> str:
 
 
 def _words(progress: EpochProgress) -> list[str]:
-    """What there is to say, the most important first."""
+    """Return what there is to say, the most important first."""
     words = []
     if not math.isnan(progress.loss):
         words.append(f"loss = {progress.loss:.2f}")
@@ -93,7 +93,7 @@ def _words(progress: EpochProgress) -> list[str]:
 
 
 def _duration(seconds: float) -> str:
-    """Like 59 s, 4:07 min or 1:02:03 h."""
+    """Write a duration as 59 s, 4:07 min or 1:02:03 h."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

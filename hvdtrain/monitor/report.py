@@ -80,7 +80,7 @@ def waited_for_input(more_s: float) -> None:
 
 
 def phase(name: str) -> None:
-    """What the program does from now on.
+    """Report what the program does from now on.
 
     Steps are expected in ``"training"`` alone: no other phase (``"compiling"``, ``"validation"``,
     ``"checkpoint"``, ...) counts as a hang, however long it takes. Say so before something long.
@@ -227,7 +227,7 @@ class _Reporter:
             self._send(_line(record | {"traceback": "\n".join(lines)}))
 
     def _send(self, line: bytes) -> bool:
-        """Write a line as a whole or not at all; whether that was possible."""
+        """Write a line as a whole or not at all; return whether that was possible."""
         if self._file is None or len(line) > MOST_BYTES:
             return False
         try:
@@ -247,7 +247,7 @@ class _Reporter:
 
     @staticmethod
     def _asked(ask: Callable[[], float] | None) -> float | None:
-        """What a function of the program's returns; None where that is no number."""
+        """Ask a function of the program's for a number; None where it gives none."""
         try:
             number = None if ask is None else float(ask())
         except Exception:
@@ -261,7 +261,7 @@ class _Reporter:
             self.tell()
 
     def _fall_silent(self) -> None:
-        """In a child of this process: the rank is its parent, and whoever held the lock is gone."""
+        """Report nothing in a forked child: its parent is the rank; who held the lock is gone."""
         self._file = None
 
 

@@ -1,4 +1,4 @@
-"""When this rank was in which operation between ranks: a trace for Perfetto or chrome://tracing.
+"""The timeline of this rank's operations between ranks, for Perfetto or chrome://tracing.
 
 The format is that of Chrome's traces, an array of events of which the end may be missing:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -63,7 +63,7 @@ class Timeline:
 
 
 def file_of(pattern: str, rank: int) -> Path | None:
-    """Where a rank writes: each one where ``{rank}`` stands in the name, else rank 0 alone."""
+    """Return a rank's file: each has one where ``{rank}`` is in the name, else rank 0 alone."""
     if "{rank}" in pattern:
         return Path(pattern.replace("{rank}", str(rank)))
     return Path(pattern) if rank == 0 else None

@@ -47,7 +47,7 @@ def make_app(
     tensorboard_host: str = "",
     rank_metrics: bool = False,
 ) -> Starlette:
-    """The application.
+    """Make the ASGI application of the page and its API.
 
     Args:
         index: All jobs.
@@ -147,7 +147,7 @@ class _Session:
         return answer
 
     async def about(self, request: Request) -> Response:
-        """What a page needs to know to ask for more."""
+        """Answer with what a page needs to know to ask for more."""
         policy = self._policy
         return JSONResponse(
             {

@@ -1,4 +1,4 @@
-"""Where a job's event files for TensorBoard lie; nobody says so, but there are signs."""
+"""The search for a job's event files for TensorBoard; nobody says where, but there are signs."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def find_event_folder(
 
 
 class _Budget:
-    """How much may still be looked at."""
+    """The budget of a search: how many entries may still be looked at, and until when."""
 
     def __init__(self) -> None:
         self._entries = MOST_ENTRIES
         self._until = time.monotonic() + MOST_S
 
     def take(self) -> bool:
-        """Whether one more may be."""
+        """Take one entry off the budget; return whether it may still be looked at."""
         self._entries -= 1
         return self._entries >= 0 and time.monotonic() < self._until
 

@@ -58,7 +58,7 @@ class JobIndex:
 
     @property
     def directory(self) -> Path:
-        """Where the folders of jobs are."""
+        """The directory of the folders of jobs."""
         return self._directory
 
     @property
@@ -160,7 +160,7 @@ class JobIndex:
 
 
 def matching(views: Sequence[JobView], text: str, status: str) -> list[JobView]:
-    """Those whose name or program holds a text, and that are so; empty for any."""
+    """Return the jobs whose name or program holds ``text`` and whose status fits; empty for any."""
     text = text.lower()
     return [
         view

@@ -74,7 +74,7 @@ class JobApi:
         ]
 
     def list_jobs(self, request: Request) -> Response:
-        """The newest jobs that fit, and how many there are of each state."""
+        """Answer with the newest jobs that fit, and how many there are of each state."""
         query = request.query_params
         views = self._index.views()
         found = matching(views, query.get("q", ""), query.get("status", ""))
@@ -86,7 +86,7 @@ class JobApi:
         return JSONResponse({"jobs": rows, "found": len(found), "counts": counts})
 
     def show(self, request: Request) -> Response:
-        """All that is known of a job."""
+        """Answer with all that is known of a job."""
         job = job_of(self._index, request)
         view = self._index.view(job.name)
         assert view is not None
@@ -104,7 +104,7 @@ class JobApi:
         )
 
     def metrics(self, request: Request) -> Response:
-        """How far a job was, over time: a list for each thing that was measured."""
+        """Answer with how far a job was, over time: a list for each thing that was measured."""
         job = job_of(self._index, request)
         count = min(_number(request.query_params, "count", 600), MOST_POINTS)
         rows = list(metrics_rows(job, count))
@@ -112,7 +112,7 @@ class JobApi:
         return JSONResponse({name: [row.get(name) for row in rows] for name in names})
 
     def ranks(self, request: Request) -> Response:
-        """What a step took each rank itself, over time, and all that is known of them ``now``."""
+        """Answer with each rank's own time for a step, over time, and all known of them ``now``."""
         job = job_of(self._index, request)
         now = last_json_line(job.ranks)
         ranks = max(1, len(now.get("own_s", [])))
@@ -122,7 +122,7 @@ class JobApi:
         return JSONResponse({"rows": rows, "now": now})
 
     def log(self, request: Request) -> Response:
-        """A part of a log: from ``begin`` on, or the last lines, or the last ``before`` a position.
+        """Answer with lines of a log: from ``begin`` on, the last, or those ``before`` a position.
 
         ``next`` is where the next part begins, ``begin`` before what earlier ones can be asked for.
         """
@@ -157,7 +157,7 @@ class JobApi:
         return JSONResponse({"lines": lines, "next": position, "complete": complete})
 
     def plan(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
-        """What would be started."""
+        """Answer with the plan of what would be started."""
         return {"plan": check_options(self._asked(body), self._environ)}
 
     def submit(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
@@ -234,7 +234,7 @@ def found_to_json(found: Found) -> list[Any]:
 
 
 def _environment(job: JobFolder) -> Mapping[str, Any]:
-    """With what a job runs; what can't be read is left out."""
+    """Return the versions and variables that a job runs with; what can't be read is left out."""
     try:
         spec = job.spec()
     except JobError:

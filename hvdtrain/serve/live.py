@@ -28,7 +28,7 @@ BEAT_S = 15.0
 
 
 class LiveApi:
-    """What the page listens to.
+    """The routes of server-sent events, to which the page listens.
 
     Args:
         index: All jobs.

@@ -45,14 +45,14 @@ _RUNS = ("running", "restarting", "silent")
 
 
 class _Jobs:
-    """What prometheus_client asks for metrics."""
+    """The collector that prometheus_client asks for metrics."""
 
     def __init__(self, index: JobIndex, *, with_ranks: bool) -> None:
         self._index = index
         self._with_ranks = with_ranks
 
     def collect(self) -> Iterator[Metric]:
-        """How many jobs there are of each state, and how far those are that run."""
+        """Yield how many jobs there are of each state, and how far those are that run."""
         views = self._index.views()
         counts = GaugeMetricFamily("hvdtrain_jobs", "Jobs, by their state.", labels=["state"])
         for status in sorted({view.status for view in views}):

@@ -1,4 +1,4 @@
-"""What may be started from the page: a list of folders, programs and backends."""
+"""The policy on what may be started from the page: lists of folders, programs and backends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Policy"]
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What may be started; empty lists allow nothing.
+    """The policy on what may be started; empty lists allow nothing.
 
     Attributes:
         folders: Working directories, and all below them.

@@ -1,4 +1,4 @@
-"""What the routes of the page share: the job that is named, and JSON in and out."""
+"""Helpers that the routes of the page share: the job that is named, and JSON in and out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the list shows of a job beside its state, kept until the job's files are others."""
+"""Details that the list shows of a job beside its state, kept until the job's files change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_KEPT = 5000
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """What was read of a job, and of which files."""
+    """Details that were read of a job, and of which files."""
 
     files: tuple[int, ...]
     read_at: float
@@ -101,7 +101,7 @@ def _rates(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """What is different once a file has become longer or another; zeros for none."""
+    """Return what is different once a file has become longer or another; zeros for none."""
     try:
         found = path.stat()
     except OSError:

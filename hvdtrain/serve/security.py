@@ -1,4 +1,4 @@
-"""Who may talk to the page: checks before any route is reached, on every method.
+"""Access to the page: checks of who may talk to it, before any route, on every method.
 
 What a browser is told by another page, or by a name that leads here, is refused: Host and Origin
 must be among those that are allowed. Who shows the token gets a cookie that no script can read and
@@ -72,7 +72,7 @@ def read_token(path: Path) -> str:
 
 
 def allowed_hosts(host: str, port: int, names: Collection[str] = ()) -> frozenset[str]:
-    """What may stand in the header Host: the addresses that are listened on, with the port."""
+    """Return what the header Host may hold: what is listened on or in ``names``, with the port."""
     own = {"127.0.0.1", "localhost", "[::1]"}
     if host not in ("0.0.0.0", "::"):
         own.add(f"[{host}]" if ":" in host else host)
@@ -156,7 +156,7 @@ class Guard:
         await (refusal or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Why somebody is not let in; None for somebody who is."""
+        """Return the answer to somebody who is not let in; None for somebody who is."""
         headers = Headers(scope=scope)
         if headers.get("host", "").lower() not in self._hosts:
             return _refuse("This name is not one of those that hvdtrain serve answers to.", 421)

@@ -65,7 +65,7 @@ class TensorBoardApi:
         ]
 
     async def look(self, request: Request) -> Response:
-        """Which folder would be shown, and why none can be; both may be empty."""
+        """Answer with the folder that would be shown, and why none can be; either may be empty."""
         job = await run_in_threadpool(job_of, self._index, request)
         found = await run_in_threadpool(self._found, job)
         why = self._why_not()

@@ -43,7 +43,7 @@ def main() -> None:
     from werkzeug.serving import make_server
 
     class OnSocket:
-        """What TensorBoard takes for the server of its application."""
+        """The server that TensorBoard runs its application in, on a socket of the file system."""
 
         def __init__(self, app: Any, flags: Any) -> None:
             self._server = make_server(f"unix://{path}", 0, app, threaded=True, fd=int(listener))
@@ -53,7 +53,7 @@ def main() -> None:
             self._server.serve_forever()
 
         def get_url(self) -> str:
-            """What it would print."""
+            """Return what TensorBoard would print as its address."""
             return path
 
     board = program.TensorBoard(server_class=OnSocket)

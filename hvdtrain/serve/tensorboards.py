@@ -70,7 +70,7 @@ class TensorBoards:
             self._tidying = self._tidying or asyncio.create_task(self._tidy())
 
     def client(self, name: str) -> httpx2.AsyncClient | None:
-        """Asks the TensorBoard of a job; None where there is none."""
+        """Return a client that asks the TensorBoard of a job; None where there is none."""
         board = self._boards.get(name)
         if board is None:
             return None
@@ -78,7 +78,7 @@ class TensorBoards:
         return board.client
 
     def last_words(self, name: str) -> str:
-        """What a TensorBoard that does not answer said last."""
+        """Return what a TensorBoard that does not answer said last; empty for nothing."""
         board = self._boards.get(name)
         if board is None:
             return ""
