@@ -112,7 +112,7 @@ def _joint_moments(
 def _unless_empty(
     layer: Any, total: tf.Tensor, joint: tuple[tf.Tensor, tf.Tensor]
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The moments; the moving ones, which they then leave as they are, of a batch without rows.
+    """Return the moments; without rows in the batch the moving ones, which then stay as they are.
 
     The ranks that had the rows of a step may be lost in it.
     """
@@ -124,7 +124,7 @@ def _unless_empty(
 
 
 def _count(layer: Any, inputs: tf.Tensor, mask: Any, dtype: Any) -> tf.Tensor:
-    """How many values each of this rank's moments is made of."""
+    """Count the values that each of this rank's moments is made of."""
     if mask is not None:
         return tf.reduce_sum(tf.cast(mask, dtype))
     sizes = [tf.shape(inputs)[axis] for axis in reduction_axes(layer)]
@@ -132,17 +132,17 @@ def _count(layer: Any, inputs: tf.Tensor, mask: Any, dtype: Any) -> tf.Tensor:
 
 
 class RowFlag:
-    """Whether the batch in work counts; a rank without rows in a step must not sway the moments."""
+    """A flag whether the batch in work counts: a rank without rows in a step sways no moments."""
 
     def __init__(self) -> None:
         self._rows: tf.Tensor | None = None
 
     def set(self, rows: tf.Tensor | None) -> None:
-        """Called by the training step while it is traced."""
+        """Note the rows that count, None between steps; the training step calls it while traced."""
         self._rows = rows
 
     def current(self, dtype: Any) -> tf.Tensor:
-        """1 if the batch in work counts, else 0."""
+        """Return 1 if the batch in work counts, else 0."""
         if self._rows is None:
             return tf.ones([], dtype)
         return tf.cast(self._rows > 0, dtype)

@@ -1,4 +1,4 @@
-"""What happens around Keras' loops: input hooks, who is there, what all ranks must agree on."""
+"""Callbacks around the user's: input hooks, membership, and what all ranks must agree on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def wrap_callbacks(
 
 
 class MeetAtEnd(keras.callbacks.Callback):
-    """First in the list of ``predict``: the end of the last rank is that of all.
+    """The first callback of ``predict``: a barrier, so that all ranks end when the last one does.
 
     What each has predicted is put together after the callbacks; then nobody waits for that.
     """
@@ -73,7 +73,7 @@ class MeetAtEnd(keras.callbacks.Callback):
 
 
 class _Before(keras.callbacks.Callback):
-    """First in the list: what must have happened before the user's callbacks see it."""
+    """The first callback of ``fit``: does what has to come before the user's callbacks."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class _Progress(keras.callbacks.Callback):
 
 
 class _Learned:
-    """On how many samples the ranks have trained, and with which loss, read about once a second.
+    """The samples that the ranks have trained on, and their loss, read about once a second.
 
     Reading waits for the device. Samples are the chief's times the number of ranks.
     """
@@ -175,7 +175,7 @@ class _Learned:
         return time.monotonic() >= self._due_s
 
     def begin_epoch(self, step: int) -> None:
-        """Keras' metric begins anew; what it said last of the epoch before was not read."""
+        """Begin anew with Keras' metric; what it said last of the epoch before was not read."""
         self._count(step)
         self._before = LossSoFar()
 
@@ -199,7 +199,7 @@ class _Learned:
 
 
 class _After(keras.callbacks.Callback):
-    """Last in the list: makes alike what the user's callbacks may have decided on one rank."""
+    """The callback after the user's: makes alike what they may have decided on one rank."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class _After(keras.callbacks.Callback):
 
 
 class _EndIfTooFew(keras.callbacks.Callback):
-    """After the checkpoints: ends the training when fewer ranks are left than there have to be."""
+    """The last callback, after checkpoints: ends training if fewer ranks are left than must be."""
 
     def __init__(self, membership: Membership) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ _HOOKS = (
 
 
 class ChiefFailover:
-    """Who runs the callbacks of the chief."""
+    """Lets the chief's callbacks run on the chief alone, and on the next chief when it is lost."""
 
     def __init__(
         self,

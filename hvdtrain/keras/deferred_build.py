@@ -31,7 +31,7 @@ def is_built(model: keras.Model) -> bool:
 
 
 def check_built(model: keras.Model) -> None:
-    """See that there are variables to broadcast.
+    """Check that there are variables to broadcast.
 
     Raises:
         ModelError: Names the layers that have none yet.
@@ -109,7 +109,7 @@ def _build(model: keras.Model, x: Any) -> None:
 
 
 def _symbols(x: Any) -> Any:
-    """What a batch of ``x`` looks like, as Keras' symbolic tensors."""
+    """Return Keras' symbolic tensors for the inputs of a batch of ``x``."""
     if isinstance(x, tf.data.Dataset):
         return _of_batch(x.element_spec)
     if isinstance(x, keras.utils.PyDataset):

@@ -28,7 +28,7 @@ _GONE = -1  # stands for a member that was lost
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlace:
-    """Where in its data a training stands after a step.
+    """The place of a training in its data after a step.
 
     Attributes:
         position: Within a pass; None where the next epoch begins one of its own.
@@ -63,7 +63,7 @@ class EpochPlace:
 
 
 class _Taken(NamedTuple):
-    """What the members took in one step, in the order of their ranks: places in the pass's order.
+    """The places in the pass's order that members took in one step, in the order of their ranks.
 
     As a step and the pass that it belongs to, of which few are ever needed.
     """
@@ -73,7 +73,7 @@ class _Taken(NamedTuple):
     members: tuple[int, ...]
 
     def places_of(self, lost: Collection[int]) -> list[int]:
-        """What those took who are in ``lost``."""
+        """Return the places that the members in ``lost`` took."""
         return [
             place
             for rank, member in enumerate(self.members)
@@ -83,7 +83,7 @@ class _Taken(NamedTuple):
 
 
 class EpochIterator:
-    """Where ``fit`` stands in its data.
+    """The iterator over the steps of ``fit``, with its place in the data.
 
     Args:
         steps_per_epoch: Steps after which an epoch ends; None for as many as a pass has.
@@ -103,7 +103,7 @@ class EpochIterator:
         self.sharded = sharded
         """This rank's share, another one after ranks were lost."""
         self.input_wait = InputWait()
-        """How long its steps have waited for their batches."""
+        """The time that its steps have waited for their batches."""
         self._membership = membership
         self._accumulates = accumulates
         self._unapplied: list[_Taken] = []  # steps whose gradients wait for those of others
@@ -117,7 +117,7 @@ class EpochIterator:
         self._passes = 0  # begun
         self._resumed: EpochPlace | None = None
         self.begins: dict[int, Position] = {}
-        """By epoch, where passes begin that don't begin at their start."""
+        """The positions, by epoch, at which passes begin that don't begin at their start."""
         self._pass: Pass | None = None
         self._iterator: Any = None
         self._done = 0  # steps of the pass, the block in work included
@@ -126,7 +126,7 @@ class EpochIterator:
         self._ran_out = False  # the pass had fewer steps than it could tell
 
     def place(self, *, epoch_step: int) -> EpochPlace:
-        """Where the data stands after the block of steps in work.
+        """Return the place in the data after the block of steps in work.
 
         Args:
             epoch_step: Steps of this epoch that are done; 0 where the block was its last.
@@ -134,7 +134,7 @@ class EpochIterator:
         return self._place(self._done, epoch_step, epoch_ends=not epoch_step, pass_ends=self.ended)
 
     def place_within(self, left: int) -> tuple[int, EpochPlace]:
-        """The epoch, and as ``place``, while a block of steps is in work.
+        """Return the epoch, and the place as ``place`` does, while a block of steps is in work.
 
         Args:
             left: Steps of the block that are not done.
@@ -203,12 +203,12 @@ class EpochIterator:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """How many steps the epochs have that begin now; None where that isn't known."""
+        """The number of steps of the epochs that begin now; None where that isn't known."""
         return self._steps_per_epoch or self.sharded.steps
 
     @property
     def steps_left(self) -> int | None:
-        """How many steps are left of an epoch that ends with its pass; None where unknown."""
+        """The steps left of an epoch that ends with its pass; None for others or where unknown."""
         if self._steps_per_epoch is not None or self._pass is None or self._pass.steps is None:
             return None
         return self._pass.steps - self._done
@@ -244,7 +244,7 @@ class EpochIterator:
         keras_iterator.hvdtrain_epochs = self
 
     def steps(self, keras_iterator: Any) -> Iterator[tuple[int, int, Any]]:
-        """First and last step of each block, and the iterator that it takes its batches from."""
+        """Yield first and last step of each block, and the iterator that it takes batches from."""
         goes_on = self._steps_per_epoch is not None and not self.ended
         step = 0 if goes_on else self._begin_pass()
         assert self._pass is not None
@@ -295,7 +295,7 @@ class EpochIterator:
         self._ran_out = False
 
     def _steps_before(self, resumed: EpochPlace, left: int | None) -> int:
-        """What Keras is to count as done, with the number of ranks that there is now."""
+        """Return the steps for Keras to count as done, by the number of ranks there is now."""
         if not resumed.epoch_step:
             return 0
         if self._steps_per_epoch is None and self.sharded.steps is not None:

@@ -1,4 +1,4 @@
-"""What ``fit``, ``evaluate`` and ``predict`` are given, shared out among the ranks there are."""
+"""The inputs of ``fit``, ``evaluate`` and ``predict``, shared out among the ranks there are."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FitInputs:
         return sharded
 
     def check_repeatable(self, sharded: ShardedInput) -> None:
-        """See that the rest of a pass can be shared out anew, where ranks may be lost.
+        """Check that the rest of a pass can be shared out anew, where ranks may be lost.
 
         Raises:
             DataError: It can't.
@@ -78,7 +78,7 @@ class FitInputs:
             )
 
     def whole_pass(self, sharded: ShardedInput, run: Callable[[tf.data.Dataset], Result]) -> Result:
-        """What ``run`` makes of all of an input, on all ranks; again where one was lost meanwhile.
+        """Return what ``run`` makes of a whole input, on all ranks; anew if one was lost meanwhile.
 
         Args:
             sharded: This rank's share, perhaps from when there were more ranks.

@@ -60,7 +60,7 @@ def _refuse_own(model: keras.Model, own: Mapping[str, Any]) -> None:
 
 
 class FitLoop:
-    """What takes the place of a model's own methods; those stay underneath.
+    """The methods that take the place of a model's own, such as ``fit``; those stay underneath.
 
     Args:
         reducer: Averages the gradients; keeps the errors that TensorFlow hides.
@@ -286,7 +286,7 @@ class FitLoop:
             return self._whole.whole_pass(sharded, run)
 
     def make_predict_function(self, force: bool = False) -> None:
-        """Keras' own, but that callbacks see the model's outputs and no more."""
+        """Make Keras' predict function, but let callbacks see the model's outputs and no more."""
         model = self._model
         if model.predict_function is None or force:
             self._make_predict_function(force)
@@ -309,7 +309,7 @@ class FitLoop:
         return join_logs(logs, rows, results_of_metrics(model), results, collectives)
 
     def adopt(self, iterator: Any = None, data_batch: Any = None) -> None:
-        """Keras' own, which is where ``fit`` shows its iterator over an epoch's steps."""
+        """Run Keras' symbolic build; take over the iterator over an epoch that ``fit`` shows it."""
         self._symbolic_build(iterator=iterator, data_batch=data_batch)
         if iterator is not None and self._epochs is not None:
             epochs, self._epochs = self._epochs, None  # not the validation's
@@ -350,7 +350,7 @@ class FitLoop:
                 raise
 
     def check_still_ours(self) -> None:
-        """See that the model was not compiled since.
+        """Check that the model was not compiled since it was distributed.
 
         Raises:
             ModelError: It was.

@@ -1,4 +1,4 @@
-"""How long training waits for its next batch, where somebody listens."""
+"""The time that training waits for its next batch, measured where somebody listens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class InputWait:
         self._due_s = 0.0
 
     def timed(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """The same elements; the dataset itself where nobody listens."""
+        """Return a timed dataset of the same elements; the dataset itself where nobody listens."""
         if not report.is_heard():
             return dataset
         if self._timed is None or dataset is not self._dataset:

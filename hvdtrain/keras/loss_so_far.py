@@ -1,4 +1,4 @@
-"""How many rows a rank has trained on, and with which loss, by Keras' own metric."""
+"""The rows that a rank has trained on in an epoch, and their loss, by Keras' own metric."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LossSoFar", "number_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class LossSoFar:
-    """What this rank has gone through in this epoch, by Keras' own loss metric."""
+    """This rank's steps, rows and sum of losses in this epoch so far, by Keras' own loss metric."""
 
     steps: int = 0
     rows: float = 0.0
@@ -23,7 +23,7 @@ class LossSoFar:
 
     @classmethod
     def of(cls, model: keras.Model, steps: int) -> LossSoFar:
-        """What a model's metric says after so many steps of an epoch; waits for the device."""
+        """Read a model's metric after so many steps of an epoch; waits for the device."""
         # The mean of the losses, weighted by rows: the only place where Keras keeps the rows.
         tracker = loss_tracker(model)
         if tracker is None:
@@ -31,7 +31,7 @@ class LossSoFar:
         return cls(steps=steps, rows=number_of(tracker.count), loss_sum=number_of(tracker.total))
 
     def loss(self, logs: Any) -> float:
-        """The average; in a train_step of the user's that keeps none, what it reports, if any."""
+        """Return the average; where a user's train_step keeps none, what it reports, or NaN."""
         return (
             self.loss_sum / self.rows
             if self.rows > 0

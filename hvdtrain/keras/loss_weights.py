@@ -1,4 +1,4 @@
-"""What a rank's loss counts for in the joint batch.
+"""The weight of a rank's loss in the joint batch.
 
 The gradients of N ranks are averaged with equal weights, so a rank's loss is multiplied by a
 weight w_r that makes (1/N) sum(w_r L_r) the loss of the joint batch:
@@ -32,7 +32,7 @@ _MEANS = ("sum_over_batch_size", "mean")
 
 
 def reduction_of(model: keras.Model) -> str:
-    """How the model's losses are reduced over a batch: ``mean``, ``weights`` or ``sum``.
+    """Return how the model's losses are reduced over a batch: ``mean``, ``weights`` or ``sum``.
 
     Raises:
         ModelError: Some losses are means and others sums: no one weight fits both.
@@ -61,7 +61,7 @@ def _kind(loss: Any) -> str:
 
 
 def contribution(kind: str, rows: tf.Tensor, sample_weight: Any = None) -> tf.Tensor:
-    """What a batch counts for beside others of the joint batch; a float32 scalar.
+    """Return what a batch counts for beside others of the joint batch; a float32 scalar.
 
     ``rows`` are those of the batch, or its unmasked values.
     """
@@ -78,7 +78,7 @@ def contribution(kind: str, rows: tf.Tensor, sample_weight: Any = None) -> tf.Te
 
 
 class LossWeights:
-    """w_r of this rank, step by step."""
+    """The weight w_r of this rank's loss, step by step."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
@@ -92,7 +92,7 @@ class LossWeights:
         joint_rows: tf.Tensor | None = None,
         sample_weight: Any = None,
     ) -> tf.Tensor:
-        """w_r as a float32 scalar; communicates where the others' part is not known.
+        """Return w_r as a float32 scalar; communicates where the others' part is not known.
 
         Args:
             kind: From ``reduction_of``.
@@ -119,7 +119,7 @@ class LossWeights:
         rows: tf.Tensor,
         joint_rows: tf.Tensor | None,
     ) -> tf.Tensor:
-        """By what a rank's loss is multiplied for Keras' tracker, which takes means over rows.
+        """Return the factor of a rank's loss for Keras' tracker, which takes means over rows.
 
         The joint batch's loss is to come out of the ranks' trackers together: its rows times
         (1/N) sum(w_r L_r). For a mean over rows that is 1.
@@ -136,7 +136,7 @@ class LossWeights:
         return tf.cast(joint_rows, tf.float32)
 
     def weighting(self, kind: str, weight: tf.Tensor, factor: tf.Tensor | None) -> Weighting:
-        """How an optimizer turns gradients of a weighted loss into those of the joint batch.
+        """Return how an optimizer turns gradients of a weighted loss into those of the joint batch.
 
         ``factor`` is the number that the optimizer still multiplies gradients with; None for none.
         """
@@ -148,7 +148,7 @@ class LossWeights:
 
 
 def valid_values(outputs: Any) -> tf.Tensor | None:
-    """Unmasked values of the outputs, or None where nothing is masked."""
+    """Count the unmasked values of the outputs; None where nothing is masked."""
     masks = [mask_of(output) for output in keras.tree.flatten(outputs)]
     counts = [tf.reduce_sum(tf.cast(mask, tf.float32)) for mask in masks if mask is not None]
     if not counts:

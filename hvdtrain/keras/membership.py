@@ -1,4 +1,4 @@
-"""Who trains: the ranks that are there, as all of them know it together.
+"""The membership: the ranks that are there, as all of them know it together.
 
 Where ranks may be lost, the engine's own numbers change on each rank within some operation, and on
 one rank earlier than on another. What all must do alike, sharing out the data above all, goes by
@@ -20,14 +20,14 @@ __all__ = ["Change", "Follower", "Membership"]
 
 
 class Change(NamedTuple):
-    """Ranks by their first numbers, in order: who was there before, and who is there now."""
+    """A change of membership: the ranks before and now, by their first numbers, in order."""
 
     before: tuple[int, ...]
     now: tuple[int, ...]
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Who is no longer there."""
+        """The ranks that are no longer there."""
         return tuple(member for member in self.before if member not in self.now)
 
     @property
@@ -53,7 +53,7 @@ class Membership:
         self._collectives = collectives
         self._min_np = min_np
         self.members = collectives.members
-        """Their first numbers, in order."""
+        """The first numbers of the ranks that are there, in order."""
         self._me = self.members[collectives.rank]
         self._generation = collectives.generation
         self._followers = list(followers)
@@ -70,7 +70,7 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """How many are there."""
+        """The number of ranks that are there."""
         return len(self.members)
 
     @property
@@ -80,7 +80,7 @@ class Membership:
 
     @property
     def too_few(self) -> TooFewRanksError | None:
-        """What to raise when all has been saved, if fewer are left than there have to be."""
+        """The error to raise when all has been saved, if fewer are left than there have to be."""
         return self._collectives.too_few if self.size < self._min_np else None
 
     @contextmanager
@@ -99,7 +99,7 @@ class Membership:
         return Change(before, self.members).of_chief
 
     def renew(self) -> bool:
-        """See whether ranks were lost since the last time; collective where that can be.
+        """Find out whether ranks were lost since the last time; collective where that can be.
 
         Returns:
             Whether some were; the followers have been called then. Alike on all ranks.

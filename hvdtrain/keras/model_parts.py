@@ -1,4 +1,4 @@
-"""What a model is made of beside Keras' own: steps, optimizers, what its layers hold.
+"""The parts of a model beside Keras' own: steps, optimizers, what its layers hold.
 
 A model has one optimizer as a rule, several where a ``train_step`` of its own applies them. Keras
 knows of ``model.optimizer`` alone. A GAN holds one for each of its networks as an attribute, builds
@@ -54,7 +54,7 @@ def _within(value: Any, kind: type[Kind], seen: set[int]) -> Iterator[Kind]:
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """Those that may update the model's variables, ``model.optimizer`` first if there is one.
+    """List the optimizers that may update the model, ``model.optimizer`` first if there is one.
 
     Where the model has a ``train_step`` of its own: all that are attributes of the model, or of
     models and layers in it, also in lists and dicts.
@@ -68,7 +68,7 @@ def optimizers_of(model: keras.Model) -> list[Any]:
 
 
 def plain_optimizers_of(model: keras.Model) -> list[Any]:
-    """Those within ``optimizers_of`` that update weights."""
+    """List the optimizers within ``optimizers_of`` that update weights."""
     return [leaf for outer in optimizers_of(model) for leaf in plain_optimizers(outer)]
 
 
@@ -78,7 +78,7 @@ def state_of_optimizers(model: keras.Model) -> list[Any]:
 
 
 def built_for(model: keras.Model) -> list[list[int]]:
-    """For each optimizer which of ``model.variables`` it has state for; none if not built."""
+    """Return by optimizer which of ``model.variables`` it has state for; none if not built."""
     places = {id(variable): place for place, variable in enumerate(model.variables)}
     return [
         [

@@ -1,4 +1,4 @@
-"""What ``distribute`` puts into a model."""
+"""The model patch, which ``distribute`` puts into a model."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class ModelPatch:
         reseed_by_rank(model, collectives)
 
     def wait_for_checkpoint(self) -> None:
-        """On the only rank leave the model as it is, until a ``fit`` is to be saved or resumed."""
+        """Leave the model on the only rank as it is, until a ``fit`` is to be saved or resumed."""
         self._remove_earlier()
         plain_fit = self._model.fit
 

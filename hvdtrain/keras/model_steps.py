@@ -64,13 +64,13 @@ class ModelSteps:
         self._plain_train_step = model.train_step
         self.joint_rows_known = False
         self.samples = keras.Variable(0, dtype="int64", trainable=False, name="samples")
-        """How many samples this rank has trained on."""
+        """The number of samples that this rank has trained on."""
         self.ran = keras.Variable(0, dtype="int64", trainable=False, name="ran")
-        """How many training steps ran in this process, the one in work included."""
+        """The number of training steps that ran in this process, the one in work included."""
         self.predicted_rows: list[Any] = []
         """``Predicted.rows`` of each step of a prediction."""
         self.rows = keras.Variable(0, dtype="int64", trainable=False, name="rows")
-        """How many samples counted in the last step, of training or of a test."""
+        """The number of samples that counted in the last step, of training or of a test."""
 
     def train(self, data: Any) -> Any:
         """``train_step`` on an element of a sharded dataset, or on a batch of this rank."""
@@ -114,7 +114,7 @@ class ModelSteps:
         return Predicted(outputs, counts[tf.newaxis])
 
     def _train_plain(self, share: _Share) -> Any:
-        """What ``keras.Model.train_step`` does, with the loss weighted for the joint batch."""
+        """Train as ``keras.Model.train_step`` does, with the loss weighted for the joint batch."""
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(share.batch)
         kind = reduction_of(model)
@@ -140,7 +140,7 @@ class ModelSteps:
         return {name: results.get(name, value) for name, value in told.items()}
 
     def _train_own(self, share: _Share) -> Any:
-        """A ``train_step`` of the user's: its gradients are weighted when they are applied."""
+        """Run a ``train_step`` of the user's; its gradients are weighted when they are applied."""
         kind = reduction_of(self._model)
         self._check_reduction(kind)
         _, _, given = keras.utils.unpack_x_y_sample_weight(share.batch)
@@ -150,7 +150,7 @@ class ModelSteps:
             return self._plain_train_step(share.batch)
 
     def _kind_to_track(self, data: Any) -> str | None:
-        """How the loss of a test is reduced, if its tracker has to be told; None if not."""
+        """Return how the loss of a test is reduced, if its tracker has to be told; None if not."""
         kinds = reductions_of(self._model) - {"mean"}
         # A rank may call test_on_batch alone.
         if has_own(self._model, "test_step") or len(kinds) != 1 or not _is_share(data):
@@ -159,7 +159,7 @@ class ModelSteps:
         return kind if self._weights.are_tracked(kind) else None
 
     def _loss_so_far(self) -> tf.Tensor | None:
-        """What the tracker of the loss has added up."""
+        """Return what the tracker of the loss has added up; None without a tracker."""
         tracker = loss_tracker(self._model)
         return None if tracker is None else tf.identity(tracker.total.value)
 
@@ -200,7 +200,10 @@ class ModelSteps:
 
     @property
     def _watched_variables(self) -> list[Any]:
-        """What may not change: with a step of the user's own it says itself what it trains."""
+        """The variables that may not change: the trainable ones; all with a step of the user's own.
+
+        Such a step says itself what it trains.
+        """
         own = has_own(self._model, "train_step")
         return list(self._model.variables if own else self._model.trainable_variables)
 

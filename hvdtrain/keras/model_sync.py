@@ -103,7 +103,7 @@ def _without_names(config: Any) -> Any:
 
 
 def _plain(loss: Any) -> Any:
-    """What ``compile`` took as loss, without memory addresses, which differ between processes."""
+    """Describe ``compile``'s loss without memory addresses, which differ between processes."""
     if isinstance(loss, dict):
         return {key: _plain(entry) for key, entry in loss.items()}
     if isinstance(loss, (list, tuple)):
@@ -156,7 +156,7 @@ def draw_seed(collectives: Collectives) -> int:
 
 
 def check_alike(model: keras.Model, variables: Sequence[Any], collectives: Collectives) -> None:
-    """See that variables are the same on all ranks, to the bit; collective.
+    """Check that variables are the same on all ranks, to the bit; collective.
 
     Raises:
         ModelError: On every rank, where they are not; names the first that differs.
@@ -219,14 +219,14 @@ def _of_tensorflow(model: keras.Model) -> list[tf.Variable]:
 
 
 def recurrent_states(model: keras.Model) -> list[Any]:
-    """What stateful recurrent layers carry over from batch to batch, which are no weights."""
+    """Return the states, no weights, that stateful recurrent layers carry from batch to batch."""
     layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
     states = [keras.tree.flatten(getattr(layer, "states", None)) for layer in layers]
     return [state for entry in states for state in entry if isinstance(state, keras.Variable)]
 
 
 def check_can_be_averaged(model: keras.Model, mode: str) -> None:
-    """See that the weights are numbers of which there is a mean, as ``mode`` asks for.
+    """Check that the weights are numbers of which there is a mean, as ``mode`` asks for.
 
     Raises:
         ModelError: Some are not.

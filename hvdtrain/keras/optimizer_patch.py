@@ -42,7 +42,7 @@ _MARK = "_hvdtrain_reducer"
 
 
 class Weighting(NamedTuple):
-    """What becomes of the gradients of one step on their way into the optimizer.
+    """The treatment of the gradients of one step on their way into the optimizer.
 
     Attributes:
         factor: Multiplies them before they are accumulated; None for 1.
@@ -57,7 +57,7 @@ class Weighting(NamedTuple):
 
 
 class KeepsWeights:
-    """Knows what gradients count for, those that are accumulated, too, after ``keep_weights``."""
+    """A mixin that knows what gradients count for, accumulated ones too after ``keep_weights``."""
 
     _hvdtrain_weighting = Weighting()
     # The sum of the weights of accumulated gradients.
@@ -87,7 +87,7 @@ def keep_weights(optimizer: Any, dtype: str) -> None:
 
 
 class AveragesGradients(KeepsWeights):
-    """Mixed into the class of a plain optimizer; saved as the plain class."""
+    """A mixin: a plain optimizer averages gradients over all ranks; saved as the plain class."""
 
     _hvdtrain_reducer: GradientReducer
     _hvdtrain_missing: Sequence[Any]
@@ -126,7 +126,7 @@ class AveragesGradients(KeepsWeights):
 
 
 class AgreesOnFinite:
-    """Mixed into ``LossScaleOptimizer``: an overflow on one rank skips the step on all."""
+    """A mixin of ``LossScaleOptimizer``: an overflow on one rank skips the step on all."""
 
     _hvdtrain_reducer: GradientReducer
 
@@ -188,13 +188,13 @@ def accumulates(optimizer: Any) -> bool:
 
 
 def accumulators(optimizer: Any) -> list[Any]:
-    """What a plain optimizer keeps of gradients that wait for those of later steps."""
+    """Return a plain optimizer's variables for gradients that wait for those of later steps."""
     waiting = getattr(optimizer, "_hvdtrain_waiting", None)
     return [*accumulated_gradients(optimizer), *([] if waiting is None else [waiting])]
 
 
 def plain_optimizers(optimizer: Any) -> list[Any]:
-    """Those that update weights, within a ``LossScaleOptimizer`` or a ``MultiOptimizer``."""
+    """List those that update weights, within a ``LossScaleOptimizer`` or a ``MultiOptimizer``."""
     outer = getattr(optimizer, "inner_optimizer", optimizer)
     return _inner_optimizers(outer) or [outer]
 
@@ -229,7 +229,7 @@ def mark(optimizer: Any, way: Any) -> None:
 
 
 def check_parts_known(optimizer: Any) -> None:
-    """See that a ``MultiOptimizer`` has its optimizers: a function makes them for each variable.
+    """Check that a ``MultiOptimizer`` has optimizers: a function makes them for each variable.
 
     Raises:
         ModelError: It doesn't; it would average nothing.
@@ -243,6 +243,6 @@ def check_parts_known(optimizer: Any) -> None:
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:
-    """Those of a ``MultiOptimizer``."""
+    """List the optimizers of a ``MultiOptimizer``; empty for any other."""
     inner = getattr(optimizer, "optimizers", None)
     return list(inner) if isinstance(inner, (list, tuple)) else []

@@ -21,7 +21,7 @@ class OwnLossWeights(LossWeights):
     def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(reducer)
         self.contribution = tf.constant(0.0, tf.float64)
-        """What the step in work counts for beside those of other ranks, as ``contribution``."""
+        """The weight of the step in work beside those of other ranks, as from ``contribution``."""
         self._of_joint = self.contribution
 
     def weight(
@@ -64,7 +64,7 @@ class WeighsSteps(KeepsWeights):
 
 
 class UpdatesAlone(WeighsSteps):
-    """Mixed into the class of a plain optimizer; saved as the plain class.
+    """A mixin: a plain optimizer updates from this rank's gradients; saved as the plain class.
 
     A step in which this rank has no samples, as others may have some, changes no weight.
     """

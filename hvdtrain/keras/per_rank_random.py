@@ -26,7 +26,7 @@ __all__ = ["drawn_by"]
 
 @contextmanager
 def drawn_by(member: int) -> Iterator[None]:
-    """What is put into a graph within the block draws this rank's numbers; the chief's stay.
+    """Within the block let what is put into a graph draw this rank's numbers; the chief's stay.
 
     Run eagerly, ``tf.random`` has one order of numbers for the whole program, which is left alone.
     """
@@ -49,7 +49,7 @@ def drawn_by(member: int) -> Iterator[None]:
 
 
 class _OfMember:
-    """Goes on with the generator of the process, whose state is saved, in other numbers."""
+    """The random generator of the process, whose state is saved, with this rank's numbers."""
 
     def __init__(self, shared: Any, member: int) -> None:
         self.shared = shared

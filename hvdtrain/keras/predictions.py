@@ -15,7 +15,7 @@ __all__ = ["Predicted", "join_predictions", "noting_rows"]
 
 
 class Predicted(NamedTuple):
-    """What a step of this rank's share gives.
+    """The result of a prediction step on this rank's share.
 
     Attributes:
         outputs: The model's.
@@ -75,7 +75,7 @@ def join_predictions(
 
 
 def _order(rows: np.ndarray, steps_per_rank: np.ndarray) -> np.ndarray:
-    """For each row of the input its place in the rows of rank 0, then rank 1, and so on."""
+    """Return for each row of the input its place in the rows of rank 0, then rank 1, and so on."""
     steps = int(steps_per_rank[0])
     by_rank = rows.reshape(len(steps_per_rank), steps)
     ends = np.cumsum(by_rank.reshape(-1)).reshape(by_rank.shape)

@@ -149,7 +149,7 @@ class StepLog(keras.callbacks.Callback):
 
 
 class _Interval:
-    """What happened since the last line."""
+    """The steps, examples, loss and seconds since the last line."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -177,7 +177,7 @@ class _Interval:
 
 
 def _is_chief() -> bool:
-    """In an elastic job another rank may be it from some step on."""
+    """Whether this rank is the chief; in an elastic job another may be it from some step on."""
     return not world.is_initialized() or world.is_chief()
 
 

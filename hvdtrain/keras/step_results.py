@@ -45,7 +45,7 @@ def joint_metrics(model: keras.Model, collectives: Collectives) -> Iterator[None
 
 
 def reduction_of_metric(variable: Any) -> Literal["sum", "average"] | None:
-    """How a metric's variable adds up, by what Keras notes for its own distribution."""
+    """Return how a metric's variable adds up, by what Keras notes for its own distribution."""
     aggregation = getattr(variable, "aggregation", "sum")
     if aggregation == "sum":
         return "sum"
@@ -53,7 +53,7 @@ def reduction_of_metric(variable: Any) -> Literal["sum", "average"] | None:
 
 
 def results_of_metrics(model: keras.Model) -> dict[str, np.ndarray]:
-    """What each metric of the model says now, those within others too, by its name."""
+    """Return the present results of the model's metrics, those within others too, by name."""
     results = {metric.name: metric.result() for metric in model.metrics}
     return {
         "/".join(map(str, path)): value
@@ -120,7 +120,7 @@ def _alike(value: np.ndarray, path: tuple[Any, ...], own: dict[str, np.ndarray])
 
 
 def _numbers(leaf: Any) -> np.ndarray | None:
-    """In float64; None for what is no number and no array of numbers."""
+    """Convert to float64; None for what is no number and no array of numbers."""
     if isinstance(leaf, (str, bytes)) or leaf is None:
         return None
     try:

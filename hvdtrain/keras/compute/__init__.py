@@ -1,4 +1,4 @@
-"""What a rank computes of a batch: on one device, or on several, a part of the batch on each."""
+"""Computing a rank's batch: on one device, or on several, a part of the batch on each."""
 
 from hvdtrain.keras.compute.interface import Compute
 from hvdtrain.keras.compute.one_device import OneDevice

@@ -1,4 +1,4 @@
-"""What the steps of training, evaluation and prediction need from the devices of a rank."""
+"""The contract of a rank's devices with the steps of training, evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Compute(Protocol):
     def differentiate(
         self, x: Any, y: Any, sample_weight: Any, weight: tf.Tensor
     ) -> tuple[list[Any], tf.Tensor | None, dict[str, Any]]:
-        """Forward and backward pass, and metrics.
+        """Run the forward and backward pass, and compute the metrics.
 
         Args:
             x: The inputs of a batch, nested as the model takes them.
@@ -61,6 +61,6 @@ def scaled_loss(
 
 
 def rows_of(structure: Any) -> tf.Tensor:
-    """How many samples a batch has; an int32 scalar."""
+    """Return the number of samples in a batch; an int32 scalar."""
     first = next(leaf for leaf in keras.tree.flatten(structure) if leaf is not None)
     return tf.shape(first)[0]

@@ -38,7 +38,7 @@ _HOST = "/device:CPU:0"
 
 
 class _Part(NamedTuple):
-    """Where in a batch a tower's samples are.
+    """The part of a batch that a tower computes.
 
     Attributes:
         first: The first one.
@@ -52,7 +52,7 @@ class _Part(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """What came of a tower's forward pass.
+    """The result of a tower's forward pass.
 
     Attributes:
         device: Where it ran.
@@ -85,7 +85,7 @@ class Towers:
         self._own_predict = model.predict_step if has_own(model, "predict_step") else None
 
     def differentiate(self, x: Any, y: Any, sample_weight: Any, weight: tf.Tensor) -> Any:
-        """Forward and backward pass on all devices; see ``Compute``."""
+        """Run the forward and backward pass on all devices; see ``Compute``."""
         model = self._model
         parts = self._cut(x)
         statistics = _Statistics(model, parts)
@@ -182,7 +182,7 @@ class Towers:
 
 
 class _Statistics:
-    """What layers track of their batches, such as BatchNorm's moving moments, tower by tower.
+    """Statistics that layers keep of their batches, such as BatchNorm's moving moments, by tower.
 
     Each tower begins with what there was before the step, and the mean of what they make of it is
     kept, as between ranks. Of whole numbers, which have no mean, the first tower's are kept.
@@ -195,12 +195,12 @@ class _Statistics:
         self._after: list[list[tf.Tensor]] = []
 
     def take(self) -> None:
-        """Called after each tower's pass."""
+        """Keep the values after a tower's pass and put back those before; called after each."""
         self._after.append(self._values())
         self._assign(self._before)
 
     def join(self) -> None:
-        """Called when all towers had theirs."""
+        """Assign the towers' joint values; called when all towers had their pass."""
         self._assign([self._joined(*column) for column in zip(self._before, *self._after)])
 
     def _joined(self, before: tf.Tensor, *after: tf.Tensor) -> tf.Tensor:
@@ -239,7 +239,7 @@ def _check_fits(model: keras.Model) -> None:
 def _backward(
     passes: Sequence[_Pass], inward: Sequence[Any], weights: Sequence[Any]
 ) -> list[list[Any]]:
-    """For each tower the gradients of all weights.
+    """Return for each tower the gradients of all weights.
 
     Args:
         inward: The loss's gradients, one for each of ``_float_leaves``; None where it has none.
@@ -279,7 +279,7 @@ def _add_up(weight: Any, *gradients: Any) -> Any:
 
 
 def _float_leaves(passes: Sequence[_Pass]) -> list[tf.Tensor]:
-    """What a gradient can go back through into the towers, in their order."""
+    """Return the tensors through which gradients go back into the towers, in the towers' order."""
     leaves = [
         leaf for entry in passes for leaf in (*keras.tree.flatten(entry.outputs), *entry.losses)
     ]
@@ -287,7 +287,7 @@ def _float_leaves(passes: Sequence[_Pass]) -> list[tf.Tensor]:
 
 
 def _added_losses(model: keras.Model) -> list[tf.Tensor]:
-    """What layers added to the loss in the last forward pass; regularization is none of it."""
+    """Return the losses that layers added in the last forward pass; not regularization."""
     layers = [model, *flatten_layers(model, include_self=False)]
     losses = [tf.convert_to_tensor(loss) for layer in layers for loss in own_losses(layer)]
     for loss in losses:

@@ -177,7 +177,7 @@ class ArraySource:
             return untuned(dataset.with_options(options)).prefetch(tf.data.AUTOTUNE)
 
     def _nothing(self, steps: int) -> tf.data.Dataset:
-        """A rank without a row among others that have some; or the end of a pass."""
+        """Make steps without rows, for a rank without any among others or for the end of a pass."""
         leaves = batch_structure.present(self._gather(tf.zeros([0], tf.int64)))
         blanks = [batch_structure.blank(tf.type_spec_from_value(leaf)) for leaf in leaves]
         batch = batch_structure.refill(self._batch, blanks)

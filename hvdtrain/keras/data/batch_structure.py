@@ -84,7 +84,7 @@ def row_text(spec: tf.TypeSpec) -> str:
 
 
 def signature(batch_spec: tuple[Any, ...]) -> dict[str, str]:
-    """Leaf names to what a row of each is, for comparing between ranks."""
+    """Map leaf names to type and shape of a row of each, for comparing between ranks."""
     leaves = keras.tree.flatten(batch_spec)
     return {
         name: "None" if is_absent(leaf) else row_text(leaf)

@@ -1,4 +1,4 @@
-"""Where in the data training stands, whatever the number of ranks: pure arithmetic."""
+"""The position of training in the data, whatever the number of ranks: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Position:
         )
 
     def places(self, units: Iterable[int]) -> list[int]:
-        """Where in the pass's order these units lie, counted in what is left here."""
+        """Turn units, counted in what is left here, into places in the pass's order."""
         behind = len(self.missed)
         return [
             self.missed[unit] if unit < behind else self.start + unit - behind for unit in units
@@ -81,7 +81,7 @@ class Position:
         return dataclasses.replace(self, missed=tuple(sorted({*self.missed, *places})))
 
     def left_of(self, units: int) -> int:
-        """How many are left of a pass of ``units``."""
+        """Return the number of units that are left of a pass of ``units``."""
         before = bisect.bisect_left(self.missed, units)
         return before + max(0, units - self.start)
 

@@ -1,4 +1,4 @@
-"""How tf.data runs the datasets that enter Keras' loops."""
+"""Options with which tf.data runs the datasets that enter Keras' loops."""
 
 from __future__ import annotations
 

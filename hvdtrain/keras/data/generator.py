@@ -84,7 +84,7 @@ class ShardedGenerator(ShardedInput):
     def _dataset_from(
         self, position: Position, steps: int | None, repeatable: bool
     ) -> tf.data.Dataset:
-        """Where training is resumed the generator begins anew: it is read up to there first."""
+        """Read up to ``position`` first: where training is resumed the generator begins anew."""
         queue = self._generator.queue
         while queue.taken < position.start and queue.take() is not None:
             pass
@@ -92,7 +92,7 @@ class ShardedGenerator(ShardedInput):
         return self._elements(endless=False)
 
     def agree_on_steps(self, block: int) -> int:
-        """How many of the next ``block`` steps some rank has a batch for; collective."""
+        """Return how many of the next ``block`` steps some rank has a batch for; collective."""
         mine = np.array(self._generator.queue.available(block), np.int64)
         steps = int(self._generator.plan.collectives.allreduce(mine, "max", name="batches left"))
         self._agreed += steps
@@ -125,13 +125,13 @@ class _Queue:
         self._next: Future[Batch | None] | None = None
 
     def available(self, most: int) -> int:
-        """How many batches there are, ``most`` at most."""
+        """Return the number of batches that there are, ``most`` at most."""
         while len(self._waiting) < most and self._look():
             pass
         return min(len(self._waiting), most)
 
     def take(self) -> Batch | None:
-        """The next one; None where there is none."""
+        """Take the next batch; None where there is none."""
         if not self.available(1):
             return None
         self.taken += 1

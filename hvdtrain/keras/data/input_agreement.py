@@ -1,4 +1,4 @@
-"""Do all ranks feed the same input? A difference is an error on every rank that says where."""
+"""Comparing the ranks' inputs: a difference is an error on every rank that says where."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def differences(facts: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """For example ``rank 3``, or ``ranks 0, 1, 2 and 9 more``."""
+    """Name ranks in words, for example ``rank 3``, or ``ranks 0, 1, 2 and 9 more``."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"

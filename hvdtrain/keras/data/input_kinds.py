@@ -75,7 +75,7 @@ def _source(x: Any, y: Any, sample_weight: Any, plan: ShardPlan) -> Source:
 
 
 def _refusal(x: Any) -> str:
-    """Why an input is none of those that can be shared out, and what to use instead."""
+    """Say why an input is none of those that can be shared out, and what to use instead."""
     kind = type(x)
     if x is None:
         return "No input was given: x is None. Expected arrays, a tf.data.Dataset or a PyDataset."

@@ -51,7 +51,7 @@ def join_steps(
 
 @functools.lru_cache(maxsize=32)
 def _follow(rank: int, size: int, padded: bool, element_spec: Any) -> Callable[..., Any]:
-    """What becomes of the state with the next batch, as a graph.
+    """Make the function from the state and the next batch to the next state, as a graph.
 
     ``Dataset.scan`` traces it twice in each ``fit``, which takes a tenth of a second: it is kept.
     """

@@ -1,4 +1,4 @@
-"""What is left of the data when ranks that trained apart go on together: pure arithmetic."""
+"""The rest of the data when ranks that trained apart go on together: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def leftovers(
     units: int | None,
     begins: Mapping[int, Position],
 ) -> list[Position]:
-    """Where all of them together are in each pass, from the slowest rank's to the fastest's.
+    """Return the ranks' joint position in each pass, from the slowest rank's to the fastest's.
 
     Args:
         positions: The position of each rank, which took its own share of every joint step before.

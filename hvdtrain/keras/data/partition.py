@@ -1,4 +1,4 @@
-"""Which sample goes to which rank at which step: pure arithmetic on indices.
+"""The partition of samples among ranks and steps: pure arithmetic on indices.
 
 The rule, for ``rows`` samples, ``batch_size`` samples per rank and ``size`` ranks:
 
@@ -65,7 +65,7 @@ def epoch_order(
 
 
 def units_left(order: np.ndarray, position: Position) -> np.ndarray:
-    """What is left of an epoch's ``order`` at ``position``: what was missed, then the rest."""
+    """Return an epoch's ``order`` from ``position`` on: what was missed, then the rest."""
     if not position.missed:
         return order[position.start :]
     missed = np.asarray(position.missed, np.int64)
@@ -74,7 +74,7 @@ def units_left(order: np.ndarray, position: Position) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class JointSteps:
-    """How the units that are left of a pass fall into joint steps and to ranks.
+    """The joint steps of the units that are left of a pass, and each rank's share of them.
 
     Attributes:
         units: How many are left; None where that is unknown, or endless.
@@ -88,7 +88,7 @@ class JointSteps:
 
     @property
     def steps(self) -> int | None:
-        """How many joint steps there are; None where unknown or endless."""
+        """The number of joint steps; None where unknown or endless."""
         return None if self.units is None else joint_steps(self.units, self.each, self.size)
 
     def units_in(self, first_step: int, steps: int) -> int:
@@ -99,7 +99,7 @@ class JointSteps:
         return self._before(first_step + steps) - self._before(first_step)
 
     def share(self, step: int, rank: int) -> range:
-        """Which of the units that were left when the pass began ``rank`` takes in ``step``."""
+        """Return ``rank``'s units in ``step``, counted in those left when the pass began."""
         first, end = self._before(step), self._before(step + 1)
         if end - first == self.each * self.size:
             return range(first + rank * self.each, first + (rank + 1) * self.each)
@@ -113,7 +113,7 @@ class JointSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """What one rank takes from an epoch's order.
+    """The share of one rank in an epoch's order.
 
     Attributes:
         whole: Indices for the whole joint steps, int64 of shape (steps, batch_size).

@@ -50,7 +50,7 @@ _undecorated = tf.autograph.experimental.do_not_convert
 
 @dataclass(frozen=True, kw_only=True)
 class Reshuffling:
-    """How the order of a pipeline changes from pass to pass.
+    """The changes of a pipeline's order from pass to pass.
 
     Attributes:
         changes: It may change at all.
@@ -83,7 +83,7 @@ def shuffles(dataset: Any) -> bool:
 
 
 def _look(dataset: Any, above: frozenset[str]) -> list[frozenset[str]]:
-    """For each part that may change the order, the kinds of datasets that lie above it."""
+    """Return for each part that may change the order the kinds of datasets that lie above it."""
     kind = type(dataset).__name__
     through = above | {kind}
     found = []
@@ -216,7 +216,7 @@ _REMEDY = (
 
 
 def _elements_of(iterator: Any) -> tf.data.Dataset:
-    """What is left in an iterator, as a dataset; in the graph, so without the cost of Python."""
+    """Make a dataset of the rest of an iterator; in the graph, so without the cost of Python."""
     turns = tf.data.Dataset.range(1).repeat()
     elements = turns.map(_undecorated(lambda _: iterator.get_next_as_optional()))
     elements = elements.take_while(_undecorated(lambda element: element.has_value()))

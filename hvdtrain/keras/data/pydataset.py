@@ -86,7 +86,7 @@ class PyDatasetSource:
         return standardize(batch, self.plan.class_weight, "PyDataset.__getitem__()")
 
     def indices(self, position: Position, steps: int | None) -> Iterator[tuple[int, bool]]:
-        """For each step of a pass the index of this rank's batch, and whether it counts."""
+        """Yield for each step of a pass the index of this rank's batch, and whether it counts."""
         rank, size = self.plan.shard, self.plan.shards
         if self.units is None or steps is None:
             endless = itertools.chain(position.missed, itertools.count(position.start))
@@ -150,7 +150,7 @@ class ShardedPyDataset(ShardedInput):
             self._batches.dataset.on_epoch_end()
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Tell the user's object, then see that it still has the same order on all ranks.
+        """Tell the user's object, then check that it still has the same order on all ranks.
 
         Raises:
             DataError: It has not, or its number of batches changed; on every rank.

@@ -17,7 +17,7 @@ from hvdtrain.private_api import keras as private_keras
 __all__ = ["EXAMINED_BATCHES", "signature_of", "standardize", "to_dataset"]
 
 EXAMINED_BATCHES = 2
-"""How many batches Keras looks at to learn types and shapes."""
+"""The number of batches that Keras looks at to learn types and shapes."""
 
 
 def standardize(batch: Any, class_weight: Any, maker: str) -> tuple[Any, ...]:
@@ -46,7 +46,7 @@ def standardize(batch: Any, class_weight: Any, maker: str) -> tuple[Any, ...]:
 
 
 def signature_of(example: tuple[Any, ...], specs: Sequence[tf.TypeSpec]) -> dict[str, Any]:
-    """What ranks compare of the structure of their batches; ``specs`` are those of all leaves."""
+    """Return the structure of batches, for ranks to compare; ``specs`` are those of all leaves."""
     return batch_structure.signature(batch_structure.refill(example, specs))
 
 

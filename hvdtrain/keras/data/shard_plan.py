@@ -1,4 +1,4 @@
-"""How an input is to be shared out, and what the ranks tell each other about it before."""
+"""The plan for sharing out an input, and the ranks' reports to each other about it before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["InputReport", "ShardPlan"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """How an input is to be shared out.
+    """The plan for sharing out an input among ranks.
 
     ``size``, ``seed``, ``steps``, ``presharded`` and ``trains`` are alike on all ranks.
 
@@ -51,13 +51,13 @@ class ShardPlan:
 
     @property
     def shard(self) -> int:
-        """Which of the parts is this rank's."""
+        """The number of this rank's part, from 0."""
         return 0 if self.presharded else self.rank
 
 
 @dataclass(kw_only=True)
 class InputReport:
-    """What a rank tells the others about its input; all of it fits into JSON.
+    """A rank's report to the others about its input; all of it fits into JSON.
 
     Attributes:
         structure: Names and values that must be equal even where each rank passes its own data.

@@ -27,7 +27,7 @@ JOINT_ROWS_UNKNOWN = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What is left of a pass over the data, for this rank.
+    """The rest of a pass over the data, for this rank.
 
     Attributes:
         steps: Joint steps that are left; None where unknown or endless.
@@ -57,7 +57,7 @@ class Pass:
         return self.position.after(self.joint.units_in(0, steps))
 
     def share(self, step: int, rank: int) -> range:
-        """Which units ``rank`` takes in joint ``step``, counted in what was left at the start.
+        """Return the units ``rank`` takes in joint ``step``, counted in what was left at the start.
 
         Raises:
             DataError: Every rank has its own data, or there is no such rank.
@@ -247,7 +247,7 @@ class ShardedInput:
             )
 
     def agree_on_steps(self, block: int) -> int:
-        """How many of the next ``block`` steps there are in a pass of unknown length; collective.
+        """Return how many of the next ``block`` steps a pass of unknown length has; collective.
 
         Call before each block in a pass whose ``steps`` are None, where that is not for Keras to
         find out, by the end of the dataset.

@@ -46,7 +46,7 @@ class StreamRecord:
         self.whole: str | None = None
 
     def note(self, stream: np.ndarray, step: np.ndarray, last: np.ndarray) -> None:
-        """Called by the pipeline before the first and before the last step of a pass.
+        """Note a digest; the pipeline calls it before the first and before the last step of a pass.
 
         Args:
             stream: A digest of the stream so far.
@@ -130,7 +130,7 @@ class TfDataSource:
     def pass_from(
         self, position: Position, steps: int | None, record: StreamRecord, *, repeatable: bool
     ) -> tf.data.Dataset | None:
-        """What is left of a pass at ``position``; the pipeline runs from its start.
+        """Return the rest of a pass from ``position`` on; the pipeline runs from its start.
 
         None where that is the whole pass, in the order that the pipeline has next.
         """

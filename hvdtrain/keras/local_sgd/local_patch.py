@@ -1,4 +1,4 @@
-"""What ``distribute`` puts into a model whose ranks average weights in place of gradients."""
+"""The patch that ``distribute`` puts into a model whose ranks average weights, not gradients."""
 
 from __future__ import annotations
 

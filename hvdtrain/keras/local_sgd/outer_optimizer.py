@@ -1,4 +1,4 @@
-"""What becomes of the average of all ranks' weights: the outer optimizer of local SGD."""
+"""The outer optimizer of local SGD: moves weights towards the average of all ranks' weights."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class WeightAveraging:
         self._counts = keras.Variable(0.0, dtype="float64", trainable=False, name="counts")
         self._anchors = [] if outer.takes_average else self._like_variables("anchor")
         self.velocities = self._like_variables("outer_velocity") if outer.momentum else []
-        """What the outer optimizer keeps from round to round; alike on all ranks."""
+        """The velocities that the outer optimizer keeps from round to round; alike on all ranks."""
 
     def begin_step(self) -> None:
         """Call before each step of this rank, as part of it."""
@@ -86,7 +86,7 @@ class WeightAveraging:
         return self._reducer.collectives.members if members is None else members
 
     def averages_of_weights(self) -> list[Any]:
-        """What optimizers with ``use_ema`` keep of this rank's weights."""
+        """Return the averages that optimizers with ``use_ema`` keep of this rank's weights."""
         leaves = [leaf for leaf in plain_optimizers_of(self._model) if leaf.use_ema and leaf.built]
         return [v for leaf in leaves for v in moving_averages(leaf) if v is not None]
 
@@ -136,7 +136,7 @@ def _averaged_variables(model: keras.Model) -> list[Any]:
 
 
 def _share(counts: tf.Tensor, reducer: GradientReducer) -> tf.Tensor:
-    """What this rank's weights are multiplied with before they are averaged; communicates.
+    """Return what to multiply this rank's weights with before they are averaged; communicates.
 
     Equal counts give 1, which leaves a plain average.
     """

@@ -1,4 +1,4 @@
-"""When ranks meet to decide about a checkpoint, and when one is due; no clock, no ranks.
+"""The schedule of checkpoints: when ranks meet to decide, when one is due; no clock, no ranks.
 
 Steps are counted alike on all ranks, seconds are not: the chief's clock decides, and a signal may
 reach any rank. So the ranks exchange a word, but not after every step: the chief says after how
@@ -63,7 +63,7 @@ class CheckpointSchedule:
         return self._overdue
 
     def steps_ahead(self, step: int, now_s: float) -> int:
-        """After how many steps to meet again, as fast as those since the last time were.
+        """Return after how many steps to meet again, as fast as those since the last time were.
 
         For the chief, each time that the ranks meet.
         """

@@ -52,7 +52,7 @@ class CheckpointSession:
     """
 
     _epochs: EpochIterator
-    """Where ``fit`` stands in its data; given as ``running`` begins."""
+    """The iterator that knows ``fit``'s place in its data; given as ``running`` begins."""
     _seed: int
     """The seed of the data's orders; given as ``running`` begins."""
 
@@ -77,7 +77,7 @@ class CheckpointSession:
         self._schedule = CheckpointSchedule(options.every_steps, options.every_s)
         self.writer = BackgroundWriter(store, report.saved)
         self.paused_s: list[float] = []
-        """For how long each checkpoint kept training from going on; on the chief."""
+        """The seconds that each checkpoint kept training from going on; on the chief."""
         self._complained_after: int | None = None  # so many checkpoints that were written
         self._signals = PreemptionSignals()
         self._preempted = False
@@ -373,7 +373,7 @@ class CheckpointSession:
         return self._signals.received
 
     def _others(self) -> Sequence[WorkerPosition]:
-        """On the chief where the others stand; called before it copies the model."""
+        """Return on the chief where the others stand; called before it copies the model."""
         return ()
 
     def _wait_for_others(self, *, stop: bool) -> None:

@@ -16,7 +16,7 @@ _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class PreemptionSignals:
-    """From ``catch`` to ``release`` notes them, so that a step can be finished and saved.
+    """Notes such signals from ``catch`` to ``release``, so that a step can be finished and saved.
 
     Only the main thread may change what a signal does; in another one nothing is caught.
     """

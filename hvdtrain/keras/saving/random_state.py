@@ -63,7 +63,7 @@ def _keras_state() -> np.ndarray:
 
 
 def _pack_python(state: Any) -> np.ndarray:
-    """Version, words and the second half of a pair of Gaussian numbers, as uint64."""
+    """Pack version, words and the second half of a pair of Gaussian numbers, as uint64."""
     version, words, gauss = state
     bits = np.array([np.nan if gauss is None else gauss], np.float64).view(np.uint64)
     return np.concatenate([np.array([version, *words], np.uint64), bits])
@@ -76,7 +76,7 @@ def _unpack_python(packed: np.ndarray) -> Any:
 
 
 def _pack_numpy(state: Any) -> np.ndarray:
-    """Key, position and the second half of a Gaussian pair; zeros for another bit generator."""
+    """Pack key, position and second half of a Gaussian pair; zeros for another bit generator."""
     if state["bit_generator"] != "MT19937":
         return np.zeros(627, np.uint64)
     rest = np.array([state["state"]["pos"], state["has_gauss"]], np.uint64)

@@ -1,4 +1,4 @@
-"""How a training goes on where its newest checkpoint was taken; all ranks together."""
+"""Resuming a training where its newest checkpoint was taken; all ranks together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a training has come: what a checkpoint says beside its arrays."""
+"""The progress of a training: what a checkpoint says beside its arrays."""
 
 from __future__ import annotations
 

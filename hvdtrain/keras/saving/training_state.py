@@ -130,7 +130,7 @@ class TrainingState:
         }
 
     def check(self, saved: Mapping[str, np.ndarray]) -> None:
-        """See that the arrays that ``shared`` returned once belong to this model and optimizer.
+        """Check that the arrays that ``shared`` returned once belong to this model and optimizer.
 
         Raises:
             CheckpointError: It doesn't; says which variable.
@@ -233,14 +233,14 @@ class TrainingState:
             restore_random_state(random)
 
     def _shared_variables(self) -> dict[str, Any]:
-        """By kind and number: Keras counts names on in a process that makes several models."""
+        """List shared ones by kind and number: Keras counts names on from model to model."""
         own = self._own_variables(accumulated=True, optimizers=False).values()
         optimizers = state_of_optimizers(self.model)
         kinds = {"weights": self.model.variables, "optimizer": optimizers, "outer": self._outer}
         return _numbered(kinds, without=own)
 
     def _by_place(self, saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """What is for this training, without the names, which are there for people."""
+        """Select what is for this training, without the names, which are there for people."""
         kinds = ("weights", "optimizer", *(("outer",) if self._outer else ()))
         return {
             "/".join(key.split("/")[:2]): array
@@ -249,7 +249,7 @@ class TrainingState:
         }
 
     def _own_variables(self, *, accumulated: bool, optimizers: bool) -> dict[str, Any]:
-        """Those that differ by rank, by kind and number.
+        """List the variables that differ by rank, by kind and number.
 
         Args:
             accumulated: Whether gradients that wait for an update are among them.
@@ -276,7 +276,7 @@ class TrainingState:
         return found
 
     def _own_values(self, *, accumulated: bool, optimizers: bool = True) -> dict[str, np.ndarray]:
-        """This rank's own, as arrays; the arguments are those of ``_own_variables``."""
+        """Return this rank's own values as arrays; arguments are those of ``_own_variables``."""
         variables = self._own_variables(accumulated=accumulated, optimizers=optimizers)
         values = {key: _view(variable) for key, variable in variables.items()}
         values.update({_RANDOM + key: array for key, array in random_state().items()})

@@ -1,4 +1,4 @@
-"""Where a rank stands in its training, where not all ranks are after the same step."""
+"""The position of a rank in its training, where not all ranks are after the same step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NONE = -1
 
 @dataclass(frozen=True)
 class WorkerPosition:
-    """Where one rank stands.
+    """The position of one rank in its training.
 
     Attributes:
         epoch: The epoch in work, or the next one where no step of one is done; from 0.
@@ -29,7 +29,7 @@ class WorkerPosition:
     samples: int
 
     def to_numbers(self) -> tuple[int, ...]:
-        """Nine numbers, for ``from_numbers``."""
+        """Return nine numbers, for ``from_numbers``."""
         place, position = self.place, self.place.position
         counts = (self.epoch, self.samples, place.epoch_step, place.epochs, place.passes)
         if position is None:

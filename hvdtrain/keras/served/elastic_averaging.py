@@ -26,7 +26,7 @@ DEFAULT_FORCE = 0.9
 
 
 class _AveragesElastically(AveragesElsewhere, UpdatesAlone):
-    """Mixed into the class of a plain optimizer; saved as the plain class."""
+    """A mixin: a plain optimizer also exchanges with the servers; saved as the plain class."""
 
     _hvdtrain_reducer: ElasticExchange
 

@@ -29,7 +29,7 @@ Take = Callable[..., tuple[list[Gradient] | None, float]]
 
 
 class _LeavesUpdates(AveragesElsewhere, WeighsSteps):
-    """Mixed into the class of a plain optimizer; saved as the plain class."""
+    """A mixin: a plain optimizer leaves updates to the servers; saved as the plain class."""
 
     _hvdtrain_reducer: GradientExchange
 
@@ -53,7 +53,7 @@ class _LeavesUpdates(AveragesElsewhere, WeighsSteps):
 
 
 class _CountsOverflows:
-    """Mixed into ``LossScaleOptimizer``: servers are told of a step whose gradients overflowed."""
+    """A mixin of ``LossScaleOptimizer``: tells servers of a step whose gradients overflowed."""
 
     _hvdtrain_reducer: GradientExchange
 

@@ -46,7 +46,7 @@ logger = logging.getLogger(__package__)
 
 @dataclass(frozen=True, kw_only=True)
 class ServedJob:
-    """What a rank has for a ``fit`` of workers and servers, and what all of them do alike.
+    """A rank's side of a ``fit`` of workers and servers: what it has, and what all do alike.
 
     Attributes:
         collectives: Those between all ranks.
@@ -93,7 +93,7 @@ class ServedJob:
             raise Preempted(number)
 
     def end(self, pushed: int, counts: StalenessStats | None, history: Any) -> None:
-        """See that no gradient was lost, and leave all ranks alike; collective.
+        """Check that no gradient was lost, and leave all ranks alike; collective.
 
         Args:
             pushed: How many this rank has sent.

@@ -1,4 +1,4 @@
-"""What ``distribute`` puts into a model that trains through parameter servers."""
+"""The patch that ``distribute`` puts into a model that trains through parameter servers."""
 
 from __future__ import annotations
 

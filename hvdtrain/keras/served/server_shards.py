@@ -1,4 +1,4 @@
-"""How servers hold a model: its variables in shards, and what their optimizers know.
+"""A model on its servers: its variables in shards, and what the servers' optimizers know.
 
 What they know goes to the model of the chief and back. Part of it are the moving averages of an
 optimizer with ``use_ema``: of the servers' weights, which are those that count.
@@ -31,7 +31,7 @@ __all__ = ["ServerOptimizerState", "ServerShards", "center_optimizer", "shard_mo
 
 @dataclass(frozen=True, kw_only=True)
 class ServerShards:
-    """Which server holds what."""
+    """The shards of a model, the servers that hold them, their memory and optimizer state."""
 
     roles: Roles
     specs: Sequence[Spec]

@@ -132,7 +132,7 @@ class WorkerSession(CheckpointSession):
             self._export()
 
     def _own_part(self, saved: TrainingProgress, epochs: EpochIterator) -> TrainingProgress:
-        """What this worker goes on from; ``epochs`` learns where later passes begin."""
+        """Return what this worker goes on from; ``epochs`` learns where later passes begin."""
         begins = {position.epoch: position for position in saved.begins}
         size, rank = self._membership.size, self._membership.rank
         self._starts, epochs.begins = _begin_at(saved, begins, epochs, size)

@@ -1,4 +1,4 @@
-"""What a worker's model has to do with the servers, whatever it is that travels between them.
+"""The exchange of a worker's model with the servers, whatever it is that travels between them.
 
 A worker's optimizer leaves something to the servers: the update of the variables, or to keep the
 workers together. What each step counts for is told to it beside the gradients.
