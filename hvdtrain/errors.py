@@ -58,7 +58,7 @@ class NotInitializedError(HvdtrainError):
 
 
 class LaunchError(HvdtrainError):
-    """What the launcher, MPI and the devices say about this process can't all be true."""
+    """Launcher, MPI or devices contradict each other, or what a job needs to start is missing."""
 
 
 class ModelError(HvdtrainError):

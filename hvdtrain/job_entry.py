@@ -1,4 +1,4 @@
-"""How a process enters its job: it finds out who it is, reaches the other ranks, and takes GPUs."""
+"""The entry of a process into its job: it finds its rank, reaches the others, and takes GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["World", "enter_job"]
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What a process knows of its job; ``hvdtrain.world`` has a function for each."""
+    """The state of a process in its job; ``hvdtrain.world`` has a function for each field."""
 
     topology: Topology
     settings: Settings
@@ -108,7 +108,7 @@ def _on_devices(
     means: Sequence[DeviceCapabilities],
     hosts: Sequence[int],
 ) -> tuple[Choice, DeviceCollectives | None]:
-    """What combines gradients in the end, and what does it where they are, if anything does."""
+    """Settle the backend, and connect the devices; None where these don't combine gradients."""
     if collectives.size == 1 or choice.backend != "mpi":
         return choice, None
     choice = choose_for_devices(

@@ -1,4 +1,4 @@
-"""What hvdtrain says of itself, through Python's ``logging``: a logger for each package of it.
+"""The log of hvdtrain, through Python's ``logging``: a logger for each package of it.
 
 The logger ``hvdtrain`` has no handler until ``hvdtrain.init()`` or the command gives it the one
 below, so importing configures nothing. A program that has given it a handler of its own keeps that

@@ -89,7 +89,7 @@ def topology() -> Topology:
 
 
 def roles() -> Roles:
-    """Which ranks train, and which are parameter servers."""
+    """Return the roles of the ranks: which train, and which are parameter servers."""
     return _entered().roles
 
 
@@ -104,7 +104,7 @@ def collectives() -> Collectives:
 
 
 def device_collectives() -> DeviceCollectives | None:
-    """What combines tensors of all ranks where they are, without the engine; None where it does."""
+    """Return what combines tensors of all ranks where they are; None where the engine does it."""
     return _entered().on_devices
 
 

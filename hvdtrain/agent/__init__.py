@@ -1,1 +1,1 @@
-"""What runs beside each rank's program, and what the launcher and it say to each other."""
+"""The agent beside each rank's program, and the messages between it and the launcher."""

@@ -1,4 +1,4 @@
-"""How the launcher tells its agents what they need to know: variables that are theirs alone."""
+"""Environment variables in which the launcher tells agents what they need; theirs alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ATTEMPT = "HVDTRAIN_ATTEMPT"
 
 
 def format_addresses(hosts: Sequence[str], port: int) -> str:
-    """The value of ``config.LAUNCHER``."""
+    """Return the value of ``config.LAUNCHER``."""
     return " ".join([*hosts, str(port)])
 
 

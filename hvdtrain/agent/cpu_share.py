@@ -1,4 +1,4 @@
-"""How many cores there are to share, and the share of one rank."""
+"""The number of cores that ranks share, and the share of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's program takes of its host's GPUs, as NVIDIA's driver tells it (NVML)."""
+"""GPU usage of a rank's program on its host, as NVIDIA's driver tells it (NVML)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuUsage:
-    """What a rank takes of its GPUs.
+    """GPU usage of one rank.
 
     Attributes:
         gpu: For how much of the time they computed, in percent; None for unknown.
@@ -60,7 +60,7 @@ def own_gpu(environ: Mapping[str, str], local_rank: int, local_size: int) -> str
 
 
 def gpus_of(gpus: Sequence[Gpu], pids: Collection[int], own: str) -> GpuUsage | None:
-    """What the processes ``pids`` take; None where that is nothing, or can't be told.
+    """Return the GPU usage of processes ``pids``; None where there is none, or it can't be told.
 
     Within a container the driver may call processes by other numbers than they have there. Then
     what all take of the GPU counts that is the rank's ``own``; by its number, unless GPUs of
@@ -98,7 +98,7 @@ class GpuWatch:
         self._absent = False
 
     def look(self, pids: Collection[int]) -> GpuUsage | None:
-        """What these processes take now; None where that can't be told, or not soon."""
+        """Return the GPU usage of these processes now; None where it can't be told, or not soon."""
         if self._absent or (self._thread is not None and self._thread.is_alive()):
             return None
         self._found = None

@@ -1,4 +1,4 @@
-"""What launcher and agents tell each other: one JSON object a line over TCP.
+"""The protocol between launcher and agents: one JSON object a line over TCP.
 
 An agent begins with ``hello``; then it sends ``line``, ``status``, ``report``, ``failure`` and
 ``told`` as they come, and at last ``end``, with what the kernel killed where the program failed.

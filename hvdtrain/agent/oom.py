@@ -79,7 +79,7 @@ def group_of(memberships: str, mounts: str) -> ControlGroup | None:
 
 
 def _mounts(text: str, version: str) -> Iterator[tuple[Path, str]]:
-    """Where hierarchies with memory are mounted, and which of their groups is mounted there."""
+    """Yield where hierarchies with memory are mounted, and which of their groups is there."""
     for root, mount, kind, options in _MOUNT.findall(text):
         if kind == version and (kind == "cgroup2" or "memory" in options.split(",")):
             yield Path(_unescaped(mount)), _unescaped(root)
@@ -112,7 +112,7 @@ def _read(path: Path) -> str:
 
 
 def _kills_of(group: ControlGroup) -> int | None:
-    """What the group counted, or the nearest around it that counts."""
+    """Return the kills that the group or the nearest around it counts; None where none counts."""
     for folder in group.upwards():
         for name in _COUNTS:
             if (count := count_in(_read(folder / name))) is not None:
@@ -155,7 +155,7 @@ class OomWatch:
             self._group, self._before = group, _kills_of(group)
 
     def kills(self) -> OomKills:
-        """What was killed since."""
+        """Return the kills since the program's start."""
         after = _kills_of(self._group) if self._group else None
         return OomKills(
             in_group=_rise(self._before, after),

@@ -51,5 +51,5 @@ class LineSplitter:
 
 
 def _visible(line: str) -> str:
-    """What is left to see of a line after its carriage returns."""
+    """Return what is left to see of a line after its carriage returns."""
     return line.rstrip("\r").rpartition("\r")[2].replace(_ERASE, "")

@@ -1,4 +1,4 @@
-"""What a rank's program writes, on its way to the launcher and into a file."""
+"""The output of a rank's program, on its way to the launcher and into a file."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def process_state(pid: int) -> str:
 
 
 def start_ticks(pid: int) -> int:
-    """When it started, in the kernel's ticks since the host did; 0 where there is none."""
+    """Return a process's start, in the kernel's ticks since the host's; 0 where there is none."""
     try:
         return int(_fields(Path(f"/proc/{pid}/stat"))[19])
     except OSError:

@@ -1,4 +1,4 @@
-"""What the program of a rank tells through a pipe: how far it is, and why it failed."""
+"""Reports of a rank's program through a pipe: how far it is, and why it failed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """Why the program of one rank failed; the error file of torchelastic is the model.
+    """The failure of one rank's program; the error file of torchelastic is the model.
 
     Attributes:
         exception: Name of the class of the exception that ended the program, or of the error
@@ -118,7 +118,7 @@ class ReportPipe:
         return self._reader
 
     def handed_over(self) -> None:
-        """The program has been started, and has its end."""
+        """Close the program's end here; the program has been started, and has it."""
         os.close(self._writer)
 
     def read(self) -> list[dict[str, Any]] | None:

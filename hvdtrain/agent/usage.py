@@ -1,4 +1,4 @@
-"""What a rank's program takes of its host: memory, processor time and GPUs of its processes."""
+"""Resource usage of a rank's program: memory, processor time and GPUs of its processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERVAL_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What the processes of a rank take.
+    """Resource usage of the processes of a rank.
 
     Attributes:
         rss_bytes: Memory that is theirs, summed; what several of them share counts for each.
@@ -33,7 +33,7 @@ class Usage:
 
 
 def read_usage(message: dict[str, Any]) -> Usage | None:
-    """What is in a message; None for something else."""
+    """Return the usage in a message; None where it holds something else."""
     rss, cpu = message.get("rss_bytes"), message.get("cpu")
     if type(rss) is not int or not isinstance(cpu, (int, float)):
         return None
@@ -60,7 +60,7 @@ class UsageWatch:
         self._looked_s = time.monotonic()
 
     def look(self, pid: int) -> Usage | None:
-        """What the program with this number and its children take; None while it is not time."""
+        """Return usage of process ``pid`` and its children; None if not due or without psutil."""
         now_s = time.monotonic()
         if now_s < self._due_s:
             return None

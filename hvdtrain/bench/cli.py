@@ -111,7 +111,7 @@ def measure_here(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_recovery(ranks: int) -> None:
-    """See whether ranks that are started here can die without ending the job.
+    """Check that ranks that are started here can die without ending the job.
 
     Raises:
         ConfigurationError: They can't.

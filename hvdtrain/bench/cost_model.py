@@ -1,4 +1,4 @@
-"""How long a training step takes on a cluster, from what its parts cost; pure.
+"""A model of how long a training step takes on a cluster, from the costs of its parts; pure.
 
 A step computes for a set time, in whose last part gradients come one after the other. They are
 combined in buckets, each as soon as it is complete and the one before it is done. An allreduce
@@ -34,7 +34,7 @@ Limit = Literal["computing", "the link", "memory", "a core", "calls"]
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What the parts of an allreduce cost on machines of one kind.
+    """Costs of the parts of an allreduce on machines of one kind.
 
     ``benchmarks/scaling.py`` measures them; these are of two cores of an Intel Xeon.
 
@@ -54,7 +54,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Where a training runs.
+    """The hosts, ranks and links that a training runs on.
 
     Attributes:
         hosts: How many.
@@ -72,13 +72,13 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """How many in all."""
+        """The number of ranks on all hosts."""
         return self.hosts * self.ranks_per_host
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What each rank does in a step.
+    """The work of each rank in a step.
 
     Attributes:
         compute_s: How long it computes.
@@ -102,7 +102,7 @@ class Allreduce(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """How long a step takes, and for what.
+    """The time that a step takes, and for what.
 
     Attributes:
         seconds: The time of the whole step.
@@ -118,7 +118,7 @@ class StepTime(NamedTuple):
 
 
 def predict_allreduce(costs: Costs, cluster: Cluster, nbytes: int) -> Allreduce:
-    """How long ranks take to combine arrays of ``nbytes`` in all on each."""
+    """Predict how long ranks take to combine arrays of ``nbytes`` in all on each."""
     if cluster.ranks == 1:
         return Allreduce(0.0, "calls")
     hosts, inside = cluster.hosts, cluster.ranks_per_host
@@ -142,7 +142,7 @@ def predict_allreduce(costs: Costs, cluster: Cluster, nbytes: int) -> Allreduce:
 
 
 def predict_step(costs: Costs, cluster: Cluster, step: Step) -> StepTime:
-    """How long a step takes whose gradients are combined while others are computed."""
+    """Predict how long a step takes whose gradients are combined while others are computed."""
     waiting_s = step.compute_s * step.spread * _most_deviations(cluster.ranks)
     compute_s = step.compute_s + waiting_s
     limit: Limit = "computing"
@@ -164,7 +164,7 @@ def predict_step(costs: Costs, cluster: Cluster, step: Step) -> StepTime:
 def failure_overhead(
     *, mean_s: float, checkpoint_s: float, restart_s: float
 ) -> tuple[float, float]:
-    """What failures cost with checkpoints as seldom as is best, and how far these are apart.
+    """Predict the cost of failures at the best interval of checkpoints, and that interval.
 
     Source: Young 1974, "A first order approximation to the optimum checkpoint interval":
     ``sqrt(2 c m)`` for checkpoints that take c and failures that are m apart.
@@ -183,7 +183,7 @@ def failure_overhead(
 
 
 def _messages(cluster: Cluster, nbytes: int) -> int:
-    """How many a rank sends in one allreduce."""
+    """Return how many messages a rank sends to other hosts in one allreduce."""
     share = min(nbytes, cluster.chunk_bytes) / cluster.ranks_per_host / cluster.hosts
     segments = math.ceil(share / choose_segment_bytes(cluster.link.bytes_per_s, cluster.hosts))
     return math.ceil(nbytes / cluster.chunk_bytes) * 2 * (cluster.hosts - 1) * segments

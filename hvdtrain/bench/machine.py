@@ -1,4 +1,4 @@
-"""What was measured on: the machine, its load and the libraries, for the head of a report."""
+"""The machine that is measured on, its load and the libraries, for the head of a report."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def peak_resident_bytes() -> int:
 
 
 def resident_shared_bytes() -> int:
-    """How much of ``resident_bytes`` is memory that processes share (Linux; elsewhere 0)."""
+    """Return how much of ``resident_bytes`` is memory that processes share (Linux; elsewhere 0)."""
     return _memory_of_this_process("RssShmem")
 
 

@@ -1,4 +1,4 @@
-"""What one more call of ``fit`` costs: short ones of a small model that has been traced."""
+"""The cost of one more call of ``fit``: short ones of a small model that has been traced."""
 
 from __future__ import annotations
 

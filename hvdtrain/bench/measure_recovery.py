@@ -42,7 +42,7 @@ STEPS_AFTER = 3
 
 
 class StepEnd(NamedTuple):
-    """When a step had ended, in seconds of the host's clock, and the ranks that there were then."""
+    """The end of a step, in seconds of the host's clock, and the ranks that there were then."""
 
     end_s: float
     members: tuple[int, ...]
@@ -50,7 +50,7 @@ class StepEnd(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What one killed rank cost the others.
+    """One killed rank, and the time that its death cost the others.
 
     Attributes:
         rank: Its first number.
@@ -72,12 +72,12 @@ class Loss:
 
     @property
     def beyond_s(self) -> float:
-        """By how much the next step came later than it would have at the latest."""
+        """The time by which the next step came later than it would have at the latest."""
         return self.next_step_s - self.normal_step_s
 
     @property
     def after_beyond_s(self) -> float:
-        """By how much the step after that was longer, which begins with new data."""
+        """The time by which the step after that was longer, which begins with new data."""
         return self.step_after_s - self.normal_step_s
 
 
@@ -145,7 +145,7 @@ def measure(options: RecoveryOptions) -> None:
 
 
 def find_losses(steps: Sequence[StepEnd], killed_s: Mapping[int, float]) -> list[Loss]:
-    """What each killed rank cost, in the order of their deaths.
+    """Return what each killed rank cost, in the order of their deaths.
 
     Args:
         steps: All of them, as a rank saw them that was left.
@@ -181,7 +181,7 @@ def rows_needed(ranks: int, batch_size: int, between_steps: int) -> int:
 
 
 def _check_elastic() -> None:
-    """See whether ranks may be lost here, before anything is set up.
+    """Check that ranks may be lost here, before anything is set up.
 
     Raises:
         ConfigurationError: They may not.

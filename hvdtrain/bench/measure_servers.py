@@ -49,7 +49,7 @@ COPIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """What was found with some of the workers; one entry for each run.
+    """The measurements with some of the workers; one entry for each run.
 
     Attributes:
         workers: How many.

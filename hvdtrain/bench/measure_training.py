@@ -133,7 +133,7 @@ def _measure_growth(model: keras.Model, options: TrainingOptions, collectives: C
 
 
 def _fit(model: keras.Model, batch_size: int, steps: int, ranks: int, clock: _StepClock) -> float:
-    """How long the call of ``fit`` took, in seconds."""
+    """Call ``fit`` and return how long that took, in seconds."""
     x, y = synthetic_data(model, batch_size * steps * ranks)
     begin_s = time.perf_counter()
     model.fit(x, y, batch_size=batch_size, epochs=1, verbose=0, callbacks=[clock])

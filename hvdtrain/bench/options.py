@@ -75,7 +75,7 @@ def _option(default: Any, **how: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every benchmark can be told.
+    """Options of every benchmark.
 
     Attributes:
         summary: What it measures.
@@ -89,7 +89,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class AllreduceOptions(Options):
-    """What ``hvdtrain bench allreduce`` can be told."""
+    """Options of ``hvdtrain bench allreduce``."""
 
     summary = "time and bandwidth of allreduce, by size"
     engine: str = _option(
@@ -104,7 +104,7 @@ class AllreduceOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(Options):
-    """What ``hvdtrain bench training`` can be told."""
+    """Options of ``hvdtrain bench training``."""
 
     summary = "samples a second of one rank and of all"
     models: str = _option(
@@ -126,7 +126,7 @@ class TrainingOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointBenchOptions(Options):
-    """What ``hvdtrain bench checkpoint`` can be told."""
+    """Options of ``hvdtrain bench checkpoint``."""
 
     summary = "how long a checkpoint keeps training waiting"
     directory: str = _option(
@@ -141,7 +141,7 @@ class CheckpointBenchOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryOptions(Options):
-    """What ``hvdtrain bench recovery`` can be told."""
+    """Options of ``hvdtrain bench recovery``."""
 
     summary = "how long ranks that die keep the others"
     usual_ranks = 3  # two losses: the chief's, and that of another rank
@@ -152,7 +152,7 @@ class RecoveryOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ServersOptions(Options):
-    """What ``hvdtrain bench servers`` can be told."""
+    """Options of ``hvdtrain bench servers``."""
 
     summary = "updates a second of a parameter server, and its memory"
     usual_ranks = 3  # two workers and a server
@@ -162,7 +162,7 @@ class ServersOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class StartupOptions(Options):
-    """What ``hvdtrain bench startup`` can be told.
+    """Options of ``hvdtrain bench startup``.
 
     Attributes:
         ranks: How many to start each time; ``-np`` says it.
@@ -175,7 +175,7 @@ class StartupOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(Options):
-    """What ``hvdtrain bench predict`` can be told: by default, ResNet-50 on a usual cluster."""
+    """Options of ``hvdtrain bench predict``: by default, ResNet-50 on a usual cluster."""
 
     summary = "how a training would scale to more hosts than there are, by a model of its costs"
     usual_ranks = 0

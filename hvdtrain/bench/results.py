@@ -1,4 +1,4 @@
-"""How results are shown: tables for people, one JSON object for programs."""
+"""Reports of results: tables for people, one JSON object for programs."""
 
 from __future__ import annotations
 

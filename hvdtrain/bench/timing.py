@@ -91,7 +91,7 @@ def algorithm_bandwidth(nbytes: int, seconds: float) -> float:
 
 
 def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
-    """What the hardware had to carry for an allreduce, in bytes a second.
+    """Return the bus bandwidth of an allreduce: what the hardware had to carry, in bytes a second.
 
     Each of the n ranks must send and receive at least 2 (n - 1) / n times its array, whatever the
     algorithm; so this can be held against the speed of the memory or of the network, and

@@ -1,4 +1,4 @@
-"""What the allreduce of ``hvdtrain check`` found; pure functions."""
+"""The result of the allreduce of ``hvdtrain check``, judged and shown; pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_LINES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredAllreduce:
-    """How an allreduce went.
+    """The outcome and speed of an allreduce.
 
     Attributes:
         code: Exit code of the job that it was.
@@ -44,7 +44,7 @@ class MeasuredAllreduce:
 
 
 def show_allreduce(measured: MeasuredAllreduce) -> str:
-    """One line for a good one."""
+    """Format an allreduce that is right as one line."""
     return (
         f"allreduce over {measured.ranks} ranks ({measured.engine}): "
         f"{measured.nbytes / 1e6:.1f} MB in {format_seconds(measured.best_s)}, "
@@ -55,7 +55,7 @@ def show_allreduce(measured: MeasuredAllreduce) -> str:
 
 
 def judge_allreduce(measured: MeasuredAllreduce, answers: Sequence[Answer]) -> Problem | None:
-    """What is wrong with it, if anything."""
+    """Return what is wrong with the allreduce; None if nothing is."""
     if measured.code == 0 and measured.right:
         return None
     if measured.code == 0:

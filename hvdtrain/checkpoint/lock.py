@@ -126,7 +126,7 @@ class WriteLock:
 
 
 def _forget() -> None:
-    """In a child that was forked: it doesn't write, and must not hold the lock on its own."""
+    """Forget all locks in a forked child: it doesn't write, and must not hold them on its own."""
     global _guard
     _guard = threading.Lock()
     for lock in list(_held.values()):

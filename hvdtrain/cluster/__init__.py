@@ -1,1 +1,1 @@
-"""Who and where this process is: pure functions and frozen values, no TensorFlow, no MPI."""
+"""Hosts, placement, roles and topology: pure functions and frozen values, no TensorFlow, no MPI."""

@@ -1,4 +1,4 @@
-"""What combines gradients: decided from who started the ranks, what they have, and what was asked.
+"""The choice of the backend, from who started the ranks, what they have, and what was asked.
 
 ``choose_backend`` finds the engine, by which ranks then tell each other what ``choose_for_devices``
 needs to know.
@@ -24,7 +24,7 @@ class Choice(NamedTuple):
 
 
 class DeviceCapabilities(NamedTuple):
-    """What a rank has for combining gradients where they are.
+    """A rank's capabilities for combining gradients on its device, where they are.
 
     Attributes:
         gpu: The id of the first GPU that it owns; empty where it computes on the CPU.
@@ -103,7 +103,7 @@ def choose_for_devices(
 
 
 def _obstacle(means: Sequence[DeviceCapabilities], *, needs_gpus: bool) -> str:
-    """Why the ranks can't reduce on their devices, or empty."""
+    """Return why the ranks can't reduce on their devices; empty where they can."""
     without = [rank for rank, mine in enumerate(means) if not mine.gpu]
     if len(without) == len(means):
         if needs_gpus:

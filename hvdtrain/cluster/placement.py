@@ -1,4 +1,4 @@
-"""Which rank runs where: from hosts and a number of ranks to a place for each rank."""
+"""Placement of ranks: from hosts and a number of ranks to a place for each rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Role = Literal["chief", "worker", "ps"]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one rank is to run.
+    """The place of one rank: the host, GPUs and cores that it is to run on.
 
     Attributes:
         rank: Number of the process in the job, from 0.
@@ -201,7 +201,7 @@ def _check_gpus(
 
 
 def _gpus(turn: int, each: int, gpus: int) -> tuple[int, ...]:
-    """Those of the rank whose turn it is, of so many on its host."""
+    """Return the GPUs of the rank whose turn it is, out of ``gpus`` on its host."""
     first = turn * each
     return tuple(sorted({number % gpus for number in range(first, first + each)} if gpus else ()))
 

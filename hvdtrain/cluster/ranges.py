@@ -11,12 +11,12 @@ _LISTED = 8
 
 
 def counted(number: int, thing: str) -> str:
-    """So many of a thing: "1 rank", "2 ranks"."""
+    """Format a number of things: "1 rank", "2 ranks"."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def listing(things: Iterable[object], what: str = "") -> str:
-    """Some of them, and how many more.
+    """List the first of some things, and say how many more there are.
 
     Args:
         things: The things to list, as ``str`` gives them.
@@ -42,7 +42,7 @@ def number_runs(numbers: Iterable[int]) -> list[str]:
 
 
 def parse_runs(text: str) -> list[range]:
-    """What ``number_runs`` wrote, joined by commas: ``0-3,5,6``.
+    """Read what ``number_runs`` wrote, joined by commas: ``0-3,5,6``.
 
     Raises:
         ValueError: It is something else.

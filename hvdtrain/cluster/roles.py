@@ -1,4 +1,4 @@
-"""Which ranks train, and which hold the variables for them."""
+"""Roles of ranks: workers train, and parameter servers hold the variables for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Roles", "assign_roles", "remaining"]
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """Which ranks train and which hold the variables.
+    """The ranks that train, and those that hold the variables.
 
     Attributes:
         workers: By rank; worker 0 is the chief, and is rank 0.
@@ -30,7 +30,7 @@ class Roles:
 
 
 def assign_roles(size: int, settings: Settings) -> Roles:
-    """Who is what among ``size`` ranks, the same on every rank and in the launcher.
+    """Give each of ``size`` ranks its role, the same on every rank and in the launcher.
 
     Raises:
         ConfigurationError: The ranks don't suffice for the settings; the message has the numbers.
@@ -62,7 +62,7 @@ def assign_roles(size: int, settings: Settings) -> Roles:
 def remaining(
     before: Sequence[Place], hosts: Sequence[Host], ranks: int | None, *, oversubscribe: bool
 ) -> ClassicCluster:
-    """Who is what, on which host, after hosts were lost and fewer ranks are left.
+    """Decide the roles on each host after hosts were lost and fewer ranks are left.
 
     Servers that were put on certain hosts stay there, though their ranks have other numbers then;
     all other ranks are workers.

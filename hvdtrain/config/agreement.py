@@ -1,4 +1,4 @@
-"""Sees to it that all ranks were told the same settings, where they must be."""
+"""The check that all ranks were told the same settings, where they must be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["check_in_common"]
 
 
 def check_in_common(everyone: Sequence[Mapping[str, str]]) -> None:
-    """See that all ranks were told the same; alike on all of them.
+    """Check that all ranks were told the same; with the same result on all of them.
 
     Args:
         everyone: ``Settings.in_common`` of each rank, in their order.

@@ -1,4 +1,4 @@
-"""What a setting is: its default, how it is read from text, and what it means."""
+"""Declarations of settings: their defaults, how they are read from text, and what they mean."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def count(text: str) -> int:
 
 
 def count_or(word: str) -> Callable[[str], int | None]:
-    """What reads a whole number, 0 or more, or None for a word."""
+    """Return a reader of whole numbers, 0 or more, that takes ``word`` for None."""
 
     def parse(text: str) -> int | None:
         _expect(text == word or text.isdecimal(), f"a whole number, 0 or more, or {word}")
@@ -131,7 +131,7 @@ def count_or(word: str) -> Callable[[str], int | None]:
 
 
 def path_or_none(what: str) -> Callable[[str], str | None]:
-    """What reads a path, or none."""
+    """Return a reader of paths, that takes ``none`` for None."""
 
     def parse(text: str) -> str | None:
         _expect(bool(text), f"a {what}, or none")
@@ -167,7 +167,7 @@ def flag_or_auto(text: str) -> bool | None:
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """What reads one of some words."""
+    """Return a reader of one of some words."""
 
     def parse(text: str) -> str:
         _expect(text in choices, "one of " + ", ".join(choices))

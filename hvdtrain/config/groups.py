@@ -39,7 +39,7 @@ _OF_LOCAL_SGD = ("sync_every", "outer_learning_rate", "outer_momentum")
 
 @dataclass(frozen=True, kw_only=True)
 class ModeSettings:
-    """How ranks train together, and what parameter servers and their workers do."""
+    """Settings of how ranks train together, and of parameter servers and their workers."""
 
     mode: str = setting(
         "allreduce",
@@ -103,7 +103,7 @@ class ModeSettings:
 
     @property
     def towers(self) -> int:
-        """On how many devices a rank that trains computes."""
+        """The number of devices that a rank that trains computes on."""
         return self.devices_per_rank if self.mode == "towers" else 1
 
     @property
@@ -113,7 +113,7 @@ class ModeSettings:
 
     @property
     def in_common(self) -> dict[str, str]:
-        """What ranks that train without servers can't have each in another way, as variables."""
+        """The settings that ranks that train without servers must have in common, as variables."""
         names = ("mode", *_OF_LOCAL_SGD)
         return {variable_name(name): f"{getattr(self, name)}" for name in names}
 
@@ -128,7 +128,7 @@ class ModeSettings:
         return self.has_servers and not self.gathers
 
     def gradients_in_update(self, workers: int) -> int:
-        """How many ranks' gradients one update of the weights is made of, of so many workers."""
+        """Return how many ranks' gradients make one update of the weights, of so many workers."""
         if not self.has_servers:
             return workers
         if not self.gathers:
@@ -202,7 +202,7 @@ class ModeSettings:
             )
 
     def _why_no_overlap(self) -> str:
-        """Why workers have to wait for the answer to a gradient; empty where they needn't."""
+        """Return why workers must wait for the answer to a gradient; empty where they needn't."""
         if self.mode != "async-ps":
             return f"in mode {self.mode} there is nothing that it could go on without"
         if self.staleness_bound == 0:

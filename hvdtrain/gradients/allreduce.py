@@ -133,7 +133,7 @@ def _differentiable_allreduce(
 def _share_of(
     op: TensorOp, upstream: np.ndarray, value: np.ndarray, name: str, collectives: Collectives
 ) -> np.ndarray:
-    """What this rank's value has to do with a minimum, maximum or product, times ``upstream``.
+    """Return the gradient of a min, max or product with respect to this rank's value; collective.
 
     Ranks whose values are alike share what a minimum or maximum is worth.
 

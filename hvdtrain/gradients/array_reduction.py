@@ -1,4 +1,4 @@
-"""What reductions of arrays offer beyond the engines' own.
+"""Reductions of arrays beyond the engines' own.
 
 That is factors, averages of whole numbers, arrays of several types in one go, and Adasum.
 """
@@ -16,7 +16,7 @@ from hvdtrain.collectives.kernels import is_floating, widen
 __all__ = ["TensorOp", "adasum", "by_type", "reduce_arrays", "scale"]
 
 TensorOp = ReduceOp | Literal["adasum"]
-"""How tensors can be combined: as the engines do, or by Adasum."""
+"""The operations that combine tensors: those of the engines, and Adasum."""
 
 
 def by_type(values: Sequence[Any]) -> list[list[int]]:

@@ -8,7 +8,7 @@ __all__ = ["Compression", "Compressor"]
 
 
 class Compressor:
-    """How a tensor is made smaller before it is reduced, and what it was afterwards."""
+    """The cast of a tensor to a smaller type before it is reduced, and back afterwards."""
 
     dtype: tf.DType | None = None
     """The floating type to travel in; None for the tensor's own."""
@@ -34,7 +34,7 @@ class _BFloat16(Compressor):
 
 
 class Compression:
-    """What can be passed as ``compression``.
+    """The compressors that can be passed as ``compression``.
 
     Attributes:
         none: Tensors travel as they are.

@@ -39,7 +39,7 @@ class KeptArray:
 
 
 class Kept(NamedTuple):
-    """What is kept for one variable.
+    """The arrays that are kept for one variable.
 
     Attributes:
         unsent: What this rank has not sent of its gradients.
@@ -73,7 +73,7 @@ class ErrorFeedback:
         )
 
     def keep(self, variable: Any) -> Kept:
-        """What is kept for a variable, from now on if there is nothing yet."""
+        """Return what is kept for a variable; zeros from now on if there is nothing yet."""
         key = id(variable)
         if key not in self._kept:
             shape = tuple(variable.shape)
@@ -106,7 +106,7 @@ class ErrorFeedback:
         require_finite: bool,
         name: str,
     ) -> tuple[list[np.ndarray], float]:
-        """What was sent of gradients and of what was left of earlier ones; collective.
+        """Average what is sent of gradients and of what was left of earlier ones; collective.
 
         Args:
             collectives: The engine of the ranks.

@@ -48,7 +48,7 @@ def pack_rows(values: np.ndarray, indices: np.ndarray, weight: np.ndarray) -> np
 def unpack_rows(
     joined: np.ndarray, values: np.ndarray, indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What several ranks packed, one after another.
+    """Unpack what several ranks packed, one after another.
 
     Args:
         joined: Bytes of shape (rows, m).

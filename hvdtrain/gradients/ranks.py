@@ -1,4 +1,4 @@
-"""Which ranks combine tensors, and by what."""
+"""The ranks that combine tensors, and what they combine them by."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Ranks(Protocol):
         """Whether this rank is one of them."""
 
     def collectives(self) -> Collectives:
-        """Their engine of now."""
+        """Return their current engine."""
 
     def device_collectives(self) -> DeviceCollectives | None:
-        """What combines their tensors where those are, if anything does."""
+        """Return what combines their tensors where those are; None where nothing does."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ class GradientReducer:
         self._options = options or ReduceOptions()
         compressor = self._options.compressor
         self.feedback = None if compressor is None else ErrorFeedback(compressor)
-        """What is left of gradients of which a part is sent."""
+        """The error feedback, for gradients of which a part is sent; None where all is sent."""
         self._local: dict[int, Any] = {}
         self._signatures = Signatures()
         self._goes_on = False
@@ -59,7 +59,7 @@ class GradientReducer:
 
     @classmethod
     def of_job(cls, what: str = "gradient") -> GradientReducer:
-        """One over all ranks of the job, by its settings; ``what`` as in ``ReduceOptions``."""
+        """Make one over all ranks of the job, by its settings; ``what`` as in ``ReduceOptions``."""
         ranks = EngineRanks(world.collectives(), world.device_collectives())
         settings = world.settings()
         options = ReduceOptions(
@@ -169,7 +169,7 @@ class GradientReducer:
             self._goes_on = False
 
     def take_error(self, error: tf.errors.OpError) -> HvdtrainError | None:
-        """What TensorFlow has turned into an error of its own, if that came up between ranks."""
+        """Return, once, the error between ranks behind TensorFlow's own; None if there is none."""
         found, self.error = self.error, None
         on_devices = self._ranks.device_collectives()
         if found is None and on_devices is not None:
@@ -200,7 +200,7 @@ class GradientReducer:
         return shared
 
     def _bucket_bytes(self) -> int:
-        """How much to combine at a time; eagerly all gradients are there at once."""
+        """Return the bytes to combine at a time; 0 for all, which eagerly are there at once."""
         on_devices = self._ranks.device_collectives() is not None
         # Of a part of them there is little to hide, and each bucket would take rounds of its own.
         if on_devices or self.feedback is not None or tf.executing_eagerly():
@@ -208,7 +208,7 @@ class GradientReducer:
         return self.collectives.bucket_bytes
 
     def _agree(self, signature: Signature) -> Arrays:
-        """See that all ranks come with the same gradients; an operation without results."""
+        """Check that all ranks come with the same gradients; an operation without results."""
         with self.remember_error():
             self._signatures.agree(self.collectives, signature)
         return []

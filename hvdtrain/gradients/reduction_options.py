@@ -1,4 +1,4 @@
-"""How gradients are combined, beyond what every job does."""
+"""Options of how gradients are combined, beyond what every job does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Groups = int | Sequence[Sequence[Any]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
-    """How ``gradients.allreduce.exchange`` combines tensors.
+    """Options of ``gradients.allreduce.exchange``.
 
     Attributes:
         op: How they are combined.
@@ -39,7 +39,7 @@ class ExchangeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceOptions:
-    """How a ``GradientReducer`` works.
+    """Options of a ``GradientReducer``.
 
     Attributes:
         non_finite: ``"error"`` raises on every rank when a gradient holds NaN or infinity and

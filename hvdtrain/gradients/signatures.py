@@ -1,4 +1,4 @@
-"""What the ranks must agree on before they average gradients: names, shapes, types, and None."""
+"""The agreement of ranks before they average gradients: on names, shapes, types, and None."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NONE = "None"
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What the ranks must agree on for all gradients of a step.
+    """The description of all gradients of a step that the ranks must agree on.
 
     Attributes:
         names: What errors call their variables, counted anew: names that don't differ by rank.
@@ -43,11 +43,11 @@ class Signature:
         return f"None for {', '.join(names[:5])}" if names else ""
 
     def call_name(self, what: str) -> str:
-        """What errors call the reduction of these gradients, or whatever ``what`` they are."""
+        """Return what errors call the reduction of these gradients, or whatever ``what`` is."""
         return f"{what}s, {self.lacking}" if self.lacking else f"{what}s"
 
     def texts(self) -> dict[str, str]:
-        """What the gradients are, by names that are told apart."""
+        """Return the kinds of the gradients, by names that are told apart."""
         found: dict[str, str] = {}
         met: Counter[str] = Counter()
         for name, kind in zip(self.names, self.kinds):
@@ -63,7 +63,7 @@ class Signatures:
         self._agreed: set[Signature] = set()
 
     def agree(self, collectives: Collectives, signature: Signature) -> None:
-        """See that all ranks come with the same gradients as this one.
+        """Check that all ranks come with the same gradients as this one.
 
         Raises:
             MismatchError: Another rank comes with something else.

@@ -93,7 +93,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
 
 
 def check_mode(what: str, *, gradients: bool = True) -> None:
-    """See that all ranks train and can average among themselves; ``what`` is the name called.
+    """Check that all ranks train and can average among themselves; ``what`` is the name called.
 
     ``gradients`` is whether they are what is averaged.
 

@@ -13,7 +13,7 @@ __all__ = ["scale_without_lost", "without_lost"]
 def without_lost(
     averages: Sequence[np.ndarray], mean_weight: float, dtype: tf.DType
 ) -> list[np.ndarray]:
-    """Means of weighted gradients, made those over the ranks that had a part in them."""
+    """Make means of weighted gradients those over the ranks that had a part in them."""
     scale = scale_without_lost(mean_weight, dtype)
     if scale == 1.0:
         return list(averages)
@@ -21,7 +21,7 @@ def without_lost(
 
 
 def scale_without_lost(mean_weight: float, dtype: tf.DType) -> float:
-    """What makes a mean of weighted gradients one over the ranks that had a part in it.
+    """Return the factor from a mean of weighted gradients to one over the ranks with a part in it.
 
     Rounding alone is not made up for: it would change what no rank was missing from.
     """

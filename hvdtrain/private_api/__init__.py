@@ -9,7 +9,7 @@ __all__ = ["lacks", "missing_hooks"]
 
 
 def lacks(library: str, version: str, seen: tuple[str, str], what: str) -> str:
-    """What an error says of a library that lacks something, and which versions have it."""
+    """Return the text of an error: what a library lacks, and which versions have it."""
     oldest, newest = seen
     return (
         f"{library} {version} lacks {what}, which hvdtrain needs. It was tested with {library} "

@@ -144,16 +144,16 @@ RESULTS = "_get_metrics_result_or_logs"
 SYMBOLIC_BUILD = "_maybe_symbolic_build"
 """The method of a model to which ``fit`` shows its iterator, as ``iterator``."""
 NOT_STATE = {"_trainable_variables", "_variables", "_accumulated_gradients"}
-"""What an optimizer holds beside its state: the model's variables, a list of all, waiting sums."""
+"""An optimizer's attributes beside state: the model's variables, a list of all, waiting sums."""
 RATE = "_get_current_learning_rate"
 """The method of an optimizer that computes the learning rate of a step."""
 
 FitIterator: type[Any] = TFEpochIterator
-"""What ``fit`` iterates over the steps of its epochs with."""
+"""The class of the iterator that ``fit`` uses for the steps of its epochs."""
 
 
 def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
-    """See that this Keras has all that hvdtrain needs of it, given a compiled model.
+    """Check that this Keras has all that hvdtrain needs of it, given a compiled model.
 
     ``optimizers`` are the plain ones that it applies.
 
@@ -195,7 +195,7 @@ def own_non_trainable_variables(layer: Any) -> list[Any]:
 
 
 def own_losses(layer: Any) -> list[Any]:
-    """What ``add_loss`` of a layer was given, without that of its parts."""
+    """Return the losses that ``add_loss`` of a layer was given, without those of its parts."""
     return list(layer._get_own_losses())
 
 
@@ -215,12 +215,12 @@ def compute_loss(model: keras.Model, **arguments: Any) -> Any:
 
 
 def compiled_loss(model: keras.Model) -> Any:
-    """What ``compile`` made of the losses."""
+    """Return what ``compile`` made of the losses."""
     return model._compile_loss
 
 
 def flat_losses(model: keras.Model) -> list[Any]:
-    """What ``compile`` made of each single loss, once it is built."""
+    """Return what ``compile`` made of each single loss; empty before it is built."""
     return list(getattr(compiled_loss(model), "_flat_losses", None) or [])
 
 
@@ -286,7 +286,7 @@ def reduction_axes(layer: Any) -> list[int]:
 
 
 def rate_of(optimizer: Any) -> Any:
-    """What a plain optimizer holds as its learning rate: a variable, a schedule or a function."""
+    """Return a plain optimizer's learning rate as it holds it: a variable, schedule or function."""
     return optimizer._learning_rate
 
 
@@ -411,7 +411,7 @@ def gather(column: Any, indices: Any) -> Any:
 
 
 def specs_of_batches(batches: list[Any]) -> list[tf.TypeSpec]:
-    """What several flat batches (lists of arrays) have in common, entry by entry."""
+    """Return the specs that several flat batches (lists of arrays) share, entry by entry."""
     merged = data_adapter_utils.get_tensor_spec([tuple(batch) for batch in batches])
     return list(merged)
 

@@ -90,7 +90,7 @@ _connected = False
 
 
 def check() -> None:
-    """See that this TensorFlow has all that hvdtrain needs of it.
+    """Check that this TensorFlow has all that hvdtrain needs of it.
 
     Raises:
         LaunchError: Something is missing; names it, and the versions of TensorFlow that have it.

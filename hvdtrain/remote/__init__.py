@@ -1,1 +1,1 @@
-"""How other hosts are reached, and what to do where they are not."""
+"""Ways to reach other hosts, and remedies where they can't be reached."""

@@ -1,4 +1,4 @@
-"""What ``hvdtrain check`` asks a host, and what it learns from the answer."""
+"""The question that ``hvdtrain check`` asks a host, and the facts in the answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARK = "hvdtrain-check "
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a host has to know to answer.
+    """A question to a host: what it has to know to answer.
 
     Attributes:
         names: The names of all hosts, to be resolved.
@@ -37,7 +37,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a host says of itself; None and empty where it could not find out.
+    """Facts that a host tells of itself; None and empty where it could not find out.
 
     Attributes:
         machine: The same for two names of one host, and different for two hosts.

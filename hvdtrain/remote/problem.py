@@ -1,4 +1,4 @@
-"""What hvdtrain check says of what is not as it should be, and what to do; pure functions."""
+"""Problems that ``hvdtrain check`` finds, and what to do about them; pure functions."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def remedies_for(answers: Sequence[Answer], *, way: Way, python: str) -> Iterato
 
 
 def _advice(kind: FailureKind, host: str, way: Way, python: str) -> tuple[str, str]:
-    """What should be, and what to do, with ``host`` as the example."""
+    """Return what should be, and what to do, with ``host`` as the example."""
     if kind == "no Python":
         return (
             f"{python}, at the same path on every host",

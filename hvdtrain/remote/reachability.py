@@ -1,4 +1,4 @@
-"""Which hosts can still be reached, asked before a job is started again on them."""
+"""The check for hosts that can't be reached any more, before a job is started again on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the probe of ``hvdtrain check`` is started on a host, and why it was not; pure functions."""
+"""Commands that start the probe of ``hvdtrain check``, and how it went; pure functions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _SSH_WORDS: tuple[tuple[str, FailureKind], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a host gave no answer.
+    """The reason why a host gave no answer.
 
     Attributes:
         kind: The kind of failure, which decides what is advised.
@@ -69,7 +69,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came of asking one host.
+    """The outcome of asking one host: its facts, or a failure.
 
     Attributes:
         host: Its name, as it was spelled; empty for the launcher, where no host is meant.
@@ -89,7 +89,7 @@ class Answer:
 
 
 def clock_offset_s(answer: Answer) -> tuple[float, float]:
-    """How far a host's clock is ahead of the launcher's, and by how much that may be wrong.
+    """Return how far a host's clock is ahead of the launcher's, and by how much that may be wrong.
 
     As NTP does it: what the host spent on its answer doesn't count, the rest is taken for two
     ways of equal length. Source: RFC 5905, section 8.
@@ -126,7 +126,7 @@ def srun_probe(host: str, program: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_answer(way: Way, code: int | None, stdout: str, stderr: str) -> Facts | Failure:
-    """What a probe's end means; ``code`` is None if it was ended for want of time."""
+    """Read the facts or the failure from a probe's end; ``code`` is None if it ran out of time."""
     facts = read_facts(stdout)
     if facts is not None:
         return facts
@@ -156,7 +156,7 @@ def read_answer(way: Way, code: int | None, stdout: str, stderr: str) -> Facts |
 
 
 def ssh_failure(line: str) -> FailureKind | None:
-    """What kept ssh from a host, out of a line that it wrote in the C locale."""
+    """Return what kept ssh from a host, by a line of it in the C locale; None for other lines."""
     for pattern, kind in _SSH_WORDS:
         if re.search(pattern, line):
             return kind

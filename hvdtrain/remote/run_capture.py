@@ -13,7 +13,7 @@ __all__ = ["CapturedOutput", "run_capture"]
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedOutput:
-    """What a program printed, and its exit code: negative where a signal ended it."""
+    """The output of a program, and its exit code: negative where a signal ended it."""
 
     code: int
     stdout: str

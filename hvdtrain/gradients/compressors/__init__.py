@@ -14,7 +14,7 @@ __all__ = ["GradientCompressor", "choose_compressor", "choose_wire"]
 def choose_compressor(
     compression: str, hosts: Sequence[int], *, elastic: bool = False
 ) -> GradientCompressor | None:
-    """What ``--compression`` asks for, where that is to leave out a part of gradients.
+    """Return the compressor that ``--compression`` asks for, where a part of gradients is left out.
 
     Args:
         compression: As the settings have it: ``powersgd:RANK``, ``topk:SHARE``, or another.

@@ -14,7 +14,7 @@ __all__ = ["GradientCompressor", "SentMeans"]
 
 
 class SentMeans(NamedTuple):
-    """What has come of some arrays of all ranks.
+    """The result of averaging some arrays of all ranks.
 
     Attributes:
         means: The means of what was sent, the same on all ranks, to the bit.

@@ -7,8 +7,8 @@ The rule, for ``rows`` samples, ``batch_size`` samples per rank and ``size`` ran
   ``r``-th part of them, so that N ranks see what one process with N times the batch would see;
 - the last joint step may hold fewer samples; they are shared out as evenly as possible.
 
-A position in the data (see ``data_position.py``) therefore names no rank and survives a change of their
-number. Batches are shared out by the same rule, as samples of which each rank takes one.
+A position in the data (see ``data_position.py``) therefore names no rank and survives a change of
+their number. Batches are shared out by the same rule, as samples of which each rank takes one.
 """
 
 from __future__ import annotations
