@@ -1,4 +1,4 @@
-"""Where the results of a host's ranks lie, so that each rank can write its share to all of them."""
+"""Shared memory for the results of a host's ranks: each rank can write its share to all of them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Arena:
         self._file.release(window_rank * self._part_bytes, self._part_bytes)
 
     def place(self, array: np.ndarray) -> int:
-        """Where in this rank's part an array begins, in bytes; -1 if it lies elsewhere."""
+        """Return at which byte of this rank's part an array begins; -1 if it lies elsewhere."""
         place = array.ctypes.data - self._address
         return place if 0 <= place < self._part_bytes else -1
 

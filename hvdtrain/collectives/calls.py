@@ -81,7 +81,7 @@ def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def check_splits(rows: int, splits: Sequence[int] | None, size: int) -> list[int]:
-    """How many of ``rows`` go to each of ``size`` ranks; without ``splits`` as many to each."""
+    """Return how many of ``rows`` go to each of ``size`` ranks; evenly without ``splits``."""
     if splits is None:
         if rows % size:
             raise ConfigurationError(

@@ -35,13 +35,13 @@ SCATTER, GATHER = 1, 2
 
 
 def chunks_ahead(ranks: int, chunk_bytes: int, segment_bytes: int) -> int:
-    """How many chunks to start before the first of them is finished, to keep links busy."""
+    """Return how many chunks to start before the first of them is finished, to keep links busy."""
     segments = max(1, chunk_bytes // ranks // segment_bytes)
     return -(-2 * _segments_ahead(ranks) // segments)
 
 
 def _segments_ahead(ranks: int) -> int:
-    """How many segments are on their way to their owners at a time."""
+    """Return how many segments are on their way to their owners at a time."""
     return min(MOST_AHEAD, max(2, MESSAGES_AHEAD // max(1, ranks - 1)))
 
 
@@ -71,7 +71,7 @@ class Transfer:
         return self.left == 0
 
     def encode(self, values: np.ndarray) -> np.ndarray:
-        """Values as they cross: the same memory, where they cross as they are."""
+        """Return values as the bytes that cross: the same memory, where they cross as they are."""
         if self.wire is None:
             return values.view(np.uint8)
         data = np.empty(self.wire.nbytes(values.size), np.uint8)
@@ -163,7 +163,7 @@ class DirectAllreduce:
             self._scatter(self._waiting.popleft(), self._slots.popleft())
 
     def _has_come(self, segment: _Segment) -> bool:
-        """Whether its messages are over; then what they have brought is where it belongs."""
+        """Whether a segment's messages are over; if so, puts in place what they have brought."""
         if not self._mpi.Request.Testall(segment.requests):
             return False
         for data, values in segment.coming:

@@ -100,7 +100,7 @@ class DirectExchange:
             self._swap([sent], to, [received], source)
 
     def _broadcast_in_tree(self, buffer: np.ndarray, root: int, place: int) -> None:
-        """From each rank that has it to one that hasn't, in rounds; ``place`` 0 is the root."""
+        """Pass it from ranks that have it to others, in rounds; ``place`` 0 is the root."""
         if not buffer.size:
             return
         reach = 1
@@ -112,7 +112,7 @@ class DirectExchange:
             reach *= 2
 
     def _broadcast_in_chain(self, buffer: np.ndarray, place: int) -> None:
-        """From each rank to the next, which passes a segment on while it receives another."""
+        """Pass it from rank to rank, each of which sends a segment on while it receives another."""
         before, after = (self._rank - 1) % self._size, (self._rank + 1) % self._size
         nbytes = self._segment_bytes
         segments = [buffer[start : start + nbytes] for start in range(0, buffer.size, nbytes)]

@@ -348,7 +348,7 @@ class Engine(RankState):
 
     @property
     def waited_s(self) -> float:
-        """How long this rank has waited for others in all, in seconds."""
+        """The time that this rank has waited for others in all, in seconds."""
         return self.transport.waited_s
 
     def _note_reduced(self, nbytes: int) -> None:
@@ -357,7 +357,7 @@ class Engine(RankState):
             self._parent._note_reduced(nbytes)
 
     def _operate(self, call: Call, attempt: Callable[[], Result], source: int = -1) -> Result:
-        """One operation at a time; none after an error that ranks may not all have had.
+        """Carry out one operation at a time; none after an error that ranks may not all have had.
 
         Args:
             call: For errors, and for whoever asks what this rank waits in.

@@ -1,4 +1,4 @@
-"""What ranks exchange once each of them is in an operation: their calls first, then data."""
+"""The exchange between ranks once each of them is in an operation: calls first, then data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which exit code this program is about to end with, for functions that run at its end."""
+"""The exit code that this program is about to end with, for functions that run at its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ExitCodeWatch:
         raise _Exit(self, status)
 
     def note(self, code: object) -> None:
-        """The interpreter has asked; what is no number it prints, and ends with 1."""
+        """Note the code the interpreter asks for; what is no number it prints, and ends with 1."""
         self.code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
 
 

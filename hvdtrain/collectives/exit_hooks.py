@@ -1,4 +1,4 @@
-"""How a rank ends: well, together with the others; or badly, and then they hear of it at once."""
+"""Hooks for a rank's end: it waits for the others, or tells them at once if it fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks learn that one of them can't go on, while they wait for something else.
+"""A failure detector: ranks learn that one can't go on, while they wait for something else.
 
 Messages travel on a communicator of their own. A rank that waits in a collective looks for them
 every few milliseconds; nothing is sent while all is well. Where ranks may be lost, this is also
@@ -303,7 +303,7 @@ class FailureDetector:
         return self._stopped.get(rank, -1) >= self._generation
 
     def _wait_for(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Whether ``done`` came true within the time."""
+        """Wait until ``done`` is true; returns whether it came true within the time."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self._receive("the end of the program")

@@ -1,4 +1,4 @@
-"""How several arrays become one flat sequence, and how that is cut into chunks."""
+"""Fusion of several arrays into one flat sequence, which is cut into chunks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FusedArray:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What travels at a time; ``shares[r]`` are the pieces that rank ``r`` combines."""
+    """The part that travels at a time; ``shares[r]`` are the pieces that rank ``r`` combines."""
 
     items: int
     shares: tuple[tuple[FusedArray, ...], ...]
@@ -181,7 +181,7 @@ def join_bytes(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def split_bytes(row: np.ndarray, like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What ``join_bytes`` made of arrays like these."""
+    """Split what ``join_bytes`` returned into views of the shapes and types in ``like``."""
     parts = {}
     start = 0
     for key, array in like.items():

@@ -1,4 +1,4 @@
-"""Which ranks work together on which level; pure."""
+"""The two levels on which ranks work together: inside a host, and between hosts; pure."""
 
 from __future__ import annotations
 

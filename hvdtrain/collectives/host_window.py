@@ -74,7 +74,7 @@ class Window:
         host.Barrier()
 
     def sync(self) -> None:
-        """What was written before is seen before what is written after, and so for reading."""
+        """Set a memory barrier: earlier writes are seen before later ones, and so for reading."""
         if self._window is not None:
             self._window.Sync()
 
@@ -94,7 +94,7 @@ class Window:
 
 
 def _choose_slots(host: Any, chunk_bytes: int) -> int:
-    """How many slots each rank of this host owns; its first rank decides."""
+    """Return how many slots each rank of this host owns; its first rank decides; collective."""
     slots = np.array([ring_slots(host.Get_size(), chunk_bytes, free_bytes())], np.int64)
     host.Bcast(slots)
     return int(slots[0])

@@ -107,12 +107,12 @@ class Collectives(Protocol):
 
     @property
     def waited_s(self) -> float:
-        """How long this rank has waited for others in all, in seconds; short waits don't count."""
+        """The time this rank has waited for others in all, in seconds; short waits don't count."""
         ...
 
     @property
     def reduced_bytes(self) -> int:
-        """How much this rank has put into ``allreduce`` in all, also with some of the ranks."""
+        """The bytes this rank has put into ``allreduce`` in all, also with some of the ranks."""
         ...
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = "") -> np.ndarray:
@@ -266,7 +266,7 @@ class Collectives(Protocol):
         ...
 
     def check_external(self) -> None:
-        """See whether the other ranks can still come to it; called again and again by a thread.
+        """Check that the other ranks can still come to it; called again and again by a thread.
 
         Raises:
             PeerFailedError: One has failed, or has ended its program.
@@ -275,7 +275,7 @@ class Collectives(Protocol):
         ...
 
     def end_external(self, reduced_bytes: int = 0) -> None:
-        """The operation that something else carried out is done.
+        """Note that the operation that something else carried out is done.
 
         Args:
             reduced_bytes: How much this rank has put into it, if it was an allreduce.

@@ -1,4 +1,4 @@
-"""What a rank that has joined does while others go on: it adds what changes no result."""
+"""Join: a rank without data takes part while others go on, and adds what changes no result."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_call(data: np.ndarray, calls: Calls) -> Call:
 
 
 def check_can_join(call: Call, ranks: Sequence[int]) -> None:
-    """See that an operation can be done without some ranks.
+    """Check that an operation can be done without some ranks.
 
     Args:
         call: The operation.

@@ -119,7 +119,7 @@ def finish(out: np.ndarray, op: ReduceOp, size: int) -> None:
 
 
 def combined(contributions: Sequence[np.ndarray], op: ReduceOp, size: int) -> np.ndarray:
-    """What ``combine`` and ``finish`` make of flat arrays; of the accumulator type."""
+    """Return what ``combine`` and ``finish`` make of flat arrays; of the accumulator type."""
     wide = accumulator_dtype(contributions[0].dtype)
     total = np.empty(contributions[0].size, wide)
     combine(contributions, op, total, np.empty_like(total))

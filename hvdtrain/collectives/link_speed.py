@@ -1,4 +1,4 @@
-"""How fast a rank exchanges bytes with its neighbours, for choosing how they are sent."""
+"""Latency and bandwidth between neighbouring ranks, for choosing how bytes are sent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TAG = 4
 
 
 class Link(NamedTuple):
-    """What a rank sends to another while it receives as much, where that takes longest.
+    """The slowest link between neighbours, while a rank receives as much as it sends.
 
     Attributes:
         latency_s: How long a message of some bytes takes.
@@ -44,7 +44,7 @@ class Link(NamedTuple):
 
 
 def choose_segment_bytes(bytes_per_s: float, ranks: int) -> int:
-    """How much each of so many ranks sends at a time over a link of this speed: a power of two."""
+    """Choose how much each of ``ranks`` sends at a time on a link of this speed: a power of two."""
     wanted = bytes_per_s * SEGMENT_S
     segment_bytes = LEAST_SEGMENT_BYTES if ranks < MANY_RANKS else LEAST_SEGMENT_BYTES_OF_MANY
     while segment_bytes * 2 <= min(wanted, MOST_SEGMENT_BYTES):
@@ -53,7 +53,7 @@ def choose_segment_bytes(bytes_per_s: float, ranks: int) -> int:
 
 
 def choose_bucket_bytes(link: Link) -> int:
-    """How much to combine at a time of what comes bit by bit, as gradients do.
+    """Choose how many bytes to combine at a time of what comes bit by bit, as gradients do.
 
     The less it is the sooner it begins, and the less is left when the last has come; but each
     allreduce costs something of itself. It sends nearly everything twice.

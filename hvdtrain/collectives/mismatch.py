@@ -1,4 +1,4 @@
-"""What to say of ranks that make different calls: what each called, and where that differs."""
+"""The error of ranks that make different calls: what each called, and where that differs."""
 
 from __future__ import annotations
 

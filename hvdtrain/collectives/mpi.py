@@ -121,7 +121,7 @@ class MpiTransport(Transport):
 
     @property
     def _parties(self) -> int:
-        """Among how many arrays are exchanged over a link."""
+        """The number of parties that exchange arrays over links: here each rank is one."""
         return self.ranks.size
 
     def _say_how_arrays_cross(self) -> None:
@@ -231,7 +231,7 @@ class MpiTransport(Transport):
         self._watchdog.close()
 
     def _inside_mpi(self) -> tuple[float, str] | None:
-        """Since when this rank is in an operation without waiting for others to come."""
+        """Return since when this rank is inside MPI, and in what; None outside, or in a wait."""
         inside = self.ranks.inside
         waits = self._spin_wait, self._data_wait
         if inside is None or any(wait.waits for wait in waits):

@@ -91,7 +91,7 @@ def _ending_after(timeout_s: float | None) -> Iterator[None]:
 
 
 def why_not_elastic(mpi: ModuleType, environ: Mapping[str, str]) -> str:
-    """Why this MPI doesn't tell the others of a rank that dies; empty where it does.
+    """Return why this MPI doesn't tell the others of a rank that dies; empty where it does.
 
     Open MPI 5 does if its mpirun was asked to, which it tells the ranks in their environment.
     """

@@ -17,7 +17,7 @@ __all__ = ["fence"]
 
 
 class _Data(ctypes.Union):
-    """What a value can be; more than this one are left out, as only its beginning is read."""
+    """The union in ``pmix_value_t``; most members are left out, as only its beginning is read."""
 
     _fields_ = [("flag", ctypes.c_bool), ("longest", ctypes.c_uint64 * 4)]
 

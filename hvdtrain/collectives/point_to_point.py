@@ -64,7 +64,7 @@ class PointToPoint:
 
     @property
     def waiting_in(self) -> str:
-        """What this rank waits for, if it does; another thread may ask."""
+        """The text of what this rank waits for, or ""; another thread may ask."""
         return self._inside
 
     @property
@@ -180,7 +180,7 @@ class PointToPoint:
         return [PendingMessage(request, rank) for request in requests]
 
     def _are_over(self, pending: list[PendingMessage], waiting_in: str) -> bool:
-        """Whether none is left of them; takes away those that are done."""
+        """Take away those that are done, from the last on; returns whether none is left."""
         while pending:
             request, rank = pending[-1]
             try:

@@ -1,4 +1,4 @@
-"""What an engine and its transport both know of the ranks."""
+"""The state of the ranks, which an engine and its transport share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG_S = 0.01
 
 
 class RankState:
-    """What an engine and its transport both know: which ranks there are, and where this one is.
+    """The state that an engine and its transport share: which ranks there are, where this one is.
 
     The transport writes who the ranks are, the engine where this one is. Attributes without a
     description here are those of ``hvdtrain.collectives.interface.Collectives``.

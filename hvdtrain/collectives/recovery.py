@@ -53,7 +53,7 @@ Result = TypeVar("Result")
 
 
 class RecoveryState(NamedTuple):
-    """Where a rank was when it stopped.
+    """The state of a rank when it stopped: where it was, and which result it held.
 
     ``member`` is its first number; ``operation`` the one that it is in, or was in last; ``held``
     the last one whose result it holds; ``source`` the member without which the operation can't
@@ -67,7 +67,7 @@ class RecoveryState(NamedTuple):
 
 
 class RecoveryDecision(NamedTuple):
-    """What becomes of the operations.
+    """The decision on what becomes of the operations that a loss has interrupted.
 
     Up to ``complete`` every rank has its result. ``orphaned`` is the operation, if it is not 0,
     that can't be done any more.
@@ -96,7 +96,7 @@ def decide_recovery(states: Sequence[RecoveryState]) -> RecoveryDecision:
 
 
 class Survivor(Protocol):
-    """What recovery needs of a transport."""
+    """The part of a transport that recovery needs."""
 
     comm: Any
     ranks: RankState

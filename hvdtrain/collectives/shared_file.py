@@ -26,7 +26,7 @@ MAP_FIXED = 0x10  # of mmap(2), on Linux
 
 
 def free_bytes() -> int | None:
-    """What is free of the file system that backs shared memory; None if unknown."""
+    """Return the free bytes of the file system that backs shared memory; None if unknown."""
     if not os.path.isdir(SHARED_MEMORY):
         return None
     space = os.statvfs(SHARED_MEMORY)
@@ -74,7 +74,7 @@ class SharedFile:
 
     @property
     def held_bytes(self) -> int:
-        """How much of it has its space."""
+        """The bytes of it that have space in memory."""
         return os.fstat(self._descriptor).st_blocks * 512
 
     def array(self, start: int, nbytes: int) -> np.ndarray:

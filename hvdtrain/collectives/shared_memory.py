@@ -150,7 +150,7 @@ class SharedMemoryTransport(MpiTransport):
         return DirectAllreduce(self._mpi, cross, self.segment_bytes) if crosses else None
 
     def _chunks_ahead(self) -> int:
-        """How many chunks are to be on their way between hosts, as far as there are slots."""
+        """Return how many chunks to have on their way between hosts, as far as there are slots."""
         share_bytes = self.chunk_bytes // self._cross_groups
         wanted = chunks_ahead(self._hosts, share_bytes, self.segment_bytes)
         return min(wanted, self._window.slots - 4)
@@ -158,7 +158,7 @@ class SharedMemoryTransport(MpiTransport):
     def _slot_views(
         self, dtype: np.dtype
     ) -> tuple[list[list[np.ndarray]], list[np.ndarray], np.ndarray]:
-        """Per local rank and slot the window as ``dtype``; the result slots; a scratch array."""
+        """Return the window as ``dtype`` per local rank and slot; result slots; a scratch array."""
         views = self._views.get(dtype.name)
         if views is None:
             wide = accumulator_dtype(dtype)

@@ -1,4 +1,4 @@
-"""How ranks agree on what they call, and combine a small array with their first messages.
+"""Agreement of ranks on what they call, and allreduce of a small array along with it.
 
 Up to some bytes every rank sends all of the array to every other, and combines all ("one-shot" in
 NCCL's and vLLM's terms); above them it sends each the part that this one combines, and then the sum
@@ -39,7 +39,7 @@ def most_small_bytes(ranks: int) -> int:
 
 
 def choose_one_shot_bytes(ranks: int, link: Link) -> int:
-    """Up to how many bytes one round is quicker than two.
+    """Return up to how many bytes one round is quicker than two.
 
     With n ranks it sends ``n - 1`` times the array, and two rounds ``2 (n - 1) / n`` times.
     """
@@ -169,7 +169,7 @@ class _Round:
 
     @property
     def digests(self) -> list[int]:
-        """What each rank has sent, this one too."""
+        """The digests that all ranks have sent, this one too."""
         return list(self._words.tolist())
 
     def array(self, rank: int, like: np.ndarray) -> np.ndarray:

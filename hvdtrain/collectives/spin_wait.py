@@ -22,7 +22,7 @@ CHECK_INTERVAL_S = 5e-3
 
 
 class SpinWait:
-    """How long and in which way this rank waits.
+    """Waits for other ranks: spins, then sleeps and looks for failures, up to a time-out.
 
     Args:
         detector: Looked at while waiting is long.
@@ -41,9 +41,9 @@ class SpinWait:
         self.waits = False
         """Whether this rank waits here, and will give up by itself."""
         self.waited_until_s = 0.0
-        """When what it waited for last was there, by the monotonic clock."""
+        """The time at which the last wait ended, by the monotonic clock."""
         self.waited_s = 0.0
-        """How long in all."""
+        """The time waited in all, in seconds, but for waits that spinning was enough for."""
         self._spin_s = SPIN_S if local_size <= (os.cpu_count() or 1) else 0.0
 
     def until(self, ready: Callable[[], bool], waiting_in: str) -> None:

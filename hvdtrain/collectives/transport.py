@@ -78,7 +78,7 @@ class Transport(ABC):
 
     @property
     def waited_s(self) -> float:
-        """How long this rank has waited for others in all."""
+        """The time that this rank has waited for others in all, in seconds."""
         return 0.0
 
     @abstractmethod

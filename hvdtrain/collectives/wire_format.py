@@ -20,7 +20,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def nbytes(self, items: int) -> int:
-        """How many bytes so many values take."""
+        """Return how many bytes so many values take."""
 
     @abstractmethod
     def encode(self, values: np.ndarray, out: np.ndarray) -> None:
@@ -93,7 +93,7 @@ class _Int8(WireFormat):
         return -(-items // self._BLOCK)
 
     def _spread(self, of_blocks: np.ndarray, items: int) -> np.ndarray:
-        """For each value what belongs to its block."""
+        """Return for each value what belongs to its block."""
         return np.repeat(of_blocks, self._BLOCK)[:items]
 
     def _chances_for(self, values: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What Horovod's users ask about the job and about what there is, under its names."""
+"""Queries about the job and about what this installation can do, under Horovod's names."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ __all__ = [
 
 
 def cross_rank() -> int:
-    """How many hosts before this one have a rank with this rank's local rank."""
+    """Return how many hosts before this one have a rank with this rank's local rank."""
     mine = world.topology().rank
     return ranks_across(world.hosts(), mine).index(mine)
 
 
 def cross_size() -> int:
-    """How many hosts have a rank with this rank's local rank."""
+    """Return how many hosts have a rank with this rank's local rank."""
     return len(ranks_across(world.hosts(), world.topology().rank))
 
 
@@ -54,22 +54,22 @@ def is_homogeneous() -> bool:
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """``rank()`` when the graph runs, int32."""
+    """Return a tensor with ``rank()`` when the graph runs, int32."""
     return _asked(world.rank, name)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """``local_rank()`` when the graph runs, int32."""
+    """Return a tensor with ``local_rank()`` when the graph runs, int32."""
     return _asked(world.local_rank, name)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """How many ranks a process set has when the graph runs, int32."""
+    """Return a tensor with the number of ranks of a process set when the graph runs, int32."""
     return _asked(lambda: len(find_process_set(process_set_id).ranks), name)
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """``local_size()`` when the graph runs, int32."""
+    """Return a tensor with ``local_size()`` when the graph runs, int32."""
     return _asked(world.local_size, name)
 
 

@@ -74,7 +74,7 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """``save``, then ``check_host_updates``; collective."""
+        """Call ``save``, then ``check_host_updates``; collective."""
         self.save()
         self.check_host_updates()
 
@@ -113,7 +113,7 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """For classes of yours: called after ranks were lost."""
+        """Do what is due after ranks were lost; nothing here, for classes of yours to override."""
 
 
 class ObjectState(State):

@@ -51,7 +51,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """``allgather`` of each."""
+    """Do ``allgather`` with each of several tensors, one after the other."""
     return [
         allgather(tensor, member_name(name, n), process_set=process_set)
         for n, tensor in enumerate(tensors)

@@ -24,7 +24,7 @@ __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 
 class _HorovodTape(tape.DistributedGradientTape):
-    """Takes what Horovod's tapes take."""
+    """A distributed tape whose methods take what those of Horovod's tapes take."""
 
     def __init__(self, gradtape: tf.GradientTape, reducer: GradientReducer) -> None:
         self._hvdtrain_reducer = reducer

@@ -29,7 +29,7 @@ __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
 
 
 class _HorovodOptimizer(AveragesGradients):
-    """Mixed into the class of a plain optimizer; saved as the plain class."""
+    """A mixin for the class of a plain optimizer; saved as the plain class."""
 
     _hvdtrain_sums = False
 

@@ -92,7 +92,7 @@ class Accumulation:
         return tf.convert_to_tensor(gradient)
 
     def _make_variables(self, gradients: Sequence[tf.Tensor]) -> None:
-        """Once for all functions, and once in each graph of TensorFlow 1."""
+        """Make the variables once for all functions, and once in each graph of TensorFlow 1."""
         with tf.init_scope():
             place = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
             if self._count is not None and place is self._place:
@@ -113,7 +113,7 @@ def _local_variable(shape: Any, dtype: tf.DType, what: str) -> Any:
 
 
 def _in_graph(things: Sequence[Any]) -> list[Any]:
-    """What can be waited for: eagerly all is done already."""
+    """Return what can be waited for: nothing where it is eager, as all is done already."""
     return [] if tf.executing_eagerly() else [thing for thing in things if thing is not None]
 
 

@@ -1,4 +1,4 @@
-"""How values can be combined, under Horovod's names."""
+"""The reduction operations (Average, Sum, ...), under Horovod's names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class ReduceOp(enum.IntEnum):
-    """How values are combined; the numbers are Horovod's."""
+    """A reduction operation, by which values are combined; the numbers are Horovod's."""
 
     Average = 0
     Sum = 1
@@ -31,7 +31,7 @@ class ReduceOp(enum.IntEnum):
 
     @property
     def of_tensors(self) -> TensorOp:
-        """What everything below Horovod's names calls it."""
+        """The name that everything below Horovod's names has for it."""
         return cast("TensorOp", self.name.lower())
 
 
@@ -44,7 +44,7 @@ Product = ReduceOp.Product
 
 
 def choose_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceOp:
-    """What is meant by ``op`` and by the older ``average``; Average if neither is given.
+    """Return the operation that ``op`` or the older ``average`` means; Average if neither is given.
 
     Raises:
         ValueError: Both are, or ``op`` is none.

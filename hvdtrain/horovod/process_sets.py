@@ -56,7 +56,7 @@ class ProcessSet:
         return list(self._ranks)
 
     def size(self) -> int | None:
-        """How many ranks it has; None if it can't be used."""
+        """Return how many ranks it has; None if it can't be used."""
         return len(self.ranks) if self._usable else None
 
     def rank(self) -> int | None:
@@ -95,7 +95,7 @@ class ProcessSet:
         return self._part
 
     def device_collectives(self) -> DeviceCollectives | None:
-        """What combines its ranks' tensors where they are, if anything does."""
+        """Return what combines its ranks' tensors where they are; None if nothing does."""
         return None
 
     def place_of(self, rank: int) -> int:

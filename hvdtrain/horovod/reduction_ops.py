@@ -172,7 +172,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
-    """``reducescatter`` of each."""
+    """Do ``reducescatter`` with each of several tensors, one after the other."""
     return [
         reducescatter(
             tensor,

@@ -79,7 +79,7 @@ def DistributedOptimizer(
 
 
 class _CombinesGradients:
-    """Mixed into the class of a plain optimizer."""
+    """A mixin for the class of a plain optimizer: combines the gradients of all ranks."""
 
     _hvdtrain_reducer: GradientReducer
     _hvdtrain_accumulation: Accumulation | None

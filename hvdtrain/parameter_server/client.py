@@ -62,19 +62,19 @@ class Client:
         self._came: PendingRequest | None = None  # of it, with weights that are not used yet
         self._closed = Event()
         self.pushed = 0
-        """How many gradients went to the servers."""
+        """The number of gradients that went to the servers."""
         self.stopped = False
         """Whether another worker has ended the training."""
         self.learning_rate = math.nan
-        """What the servers use next; NaN where they don't tell."""
+        """The learning rate that the servers use next; NaN where they don't tell."""
         self.own_signal = 0
         """A signal that came to this worker, to be told with each request; see ``Request``."""
         self.signal = 0
-        """What the servers know of signals; see ``Reply``."""
+        """The signal that the servers told of, 0 for none; see ``Reply``."""
         self.training = 0
-        """How many workers may still send gradients; known after any answer."""
+        """The number of workers that may still send gradients; known after any answer."""
         self.heard_s = 0.0
-        """When the last answer came, on the monotonic clock."""
+        """The time at which the last answer came, on the monotonic clock."""
 
     def load(self, weights: Sequence[np.ndarray], states: Sequence[np.ndarray]) -> None:
         """Give the servers all weights, and each its optimizer's flat state; the chief does."""
@@ -169,7 +169,7 @@ class Client:
         return self._ask(Kind.END, more=[[state] for state in states or ()], stop=stop)
 
     def look(self) -> None:
-        """See how things are: ``signal``, ``training``, ``stopped``."""
+        """Ask the servers how things are: ``signal``, ``training``, ``stopped``."""
         self._ask(Kind.LOOK)
 
     def leave(self, *, stop: bool = False) -> None:

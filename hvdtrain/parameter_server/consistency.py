@@ -1,4 +1,4 @@
-"""Who may go on when, and which gradients count; pure bookkeeping of one server.
+"""Consistency models: who may go on when, which gradients count; pure bookkeeping of one server.
 
 ``Asynchronous`` applies each gradient as it comes. With a bound it is stale synchronous parallel
 (Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter server").
@@ -29,7 +29,7 @@ class Consistency(ABC):
 
     def __init__(self, workers: Collection[int]) -> None:
         self.active = set(workers)
-        """Whose gradients are waited for."""
+        """The workers whose gradients are waited for."""
 
     @abstractmethod
     def push(self, worker: int, step: int) -> bool:
@@ -151,7 +151,7 @@ class Synchronous(Consistency):
 
 
 class WorkerLiveness:
-    """Who may still send something.
+    """The liveness of workers: which of them may still send something.
 
     A worker that has an answer is expected to speak again. One that takes longer than ``silence_s``
     is silent until it does, but for the chief: it validates and saves in between, and without it
@@ -162,9 +162,9 @@ class WorkerLiveness:
         self._chief = workers[0]
         self._silence_s = silence_s
         self.there = set(workers)
-        """Who has not said that it is done."""
+        """The workers that have neither said that they are done, nor died."""
         self.training = set(workers)
-        """Who may still send gradients."""
+        """The workers that may still send gradients."""
         self._stepped: set[int] = set()
         self._expected: dict[int, float] = {}  # since when; infinity for those that are silent
 
@@ -192,7 +192,7 @@ class WorkerLiveness:
 
     @property
     def next_silence(self) -> float:
-        """When the next worker falls silent, if it says nothing."""
+        """The time at which the next worker falls silent, if it says nothing; infinity for none."""
         return min(self._expected.values(), default=math.inf) + self._silence_s
 
     def fall_silent(self, now: float) -> list[int]:
@@ -248,7 +248,7 @@ class ConsistentSnapshot:
 
     @property
     def may_advance(self) -> bool:
-        """Whether a step may be completed that no request completes, but who is missing."""
+        """Whether a step may be completed, also one that waited only for who is missing."""
         return not self._frozen or (self._limit is not None and not self.reached)
 
     def end(self) -> None:

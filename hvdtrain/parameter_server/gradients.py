@@ -107,7 +107,7 @@ class ShardGradients:
 
     @property
     def header(self) -> np.ndarray:
-        """What is sent first: the slot, and which gradient each piece has."""
+        """The numbers that are sent first: the slot, and which gradient each piece has."""
         sparse = {number: len(rows.indices) for number, rows in self.rows.items()}
         kinds = {**sparse, **dict.fromkeys(self.missing, _NONE)}
         return np.array(
@@ -183,7 +183,7 @@ class GradientSum:
     def __init__(self) -> None:
         self._totals: list[Gradient] = []
         self.steps = 0
-        """How often ``add`` was called since the sums were taken."""
+        """The number of calls of ``add`` since the sums were taken."""
 
     def add(self, gradients: Sequence[Gradient] | None, weight: float | None = None) -> None:
         """Add a step's gradients of all variables, or None where it has none.

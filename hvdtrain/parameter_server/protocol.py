@@ -1,4 +1,4 @@
-"""What workers and parameter servers say to each other, and how it travels.
+"""The protocol of workers and parameter servers: requests and replies, and how they travel.
 
 A worker sends a request to every server, with what belongs to it, and each server answers when it
 may go on. All are a few numbers of fixed size; weights, gradients and optimizer states follow as
@@ -73,7 +73,7 @@ class Kind(enum.IntEnum):
 
 
 class Request(NamedTuple):
-    """What a worker asks of a server.
+    """A worker's request to a server; what belongs to it comes after it.
 
     Attributes:
         kind: Which request it is.
@@ -171,16 +171,16 @@ _WEIGHTS: dict[Kind, Weights] = {
 
 @dataclass
 class ServerHandle:
-    """What a worker knows of a server."""
+    """A server, as a worker knows it."""
 
     rank: int
     shard: Shard
     published: PublishedWeights | None
-    """Where its weights are read; None where it sends them."""
+    """The memory that its weights are read from; None where it sends them."""
     step: int = 0
     """The number of this worker's next step there."""
     version: int = 0
-    """How many updates went into the weights that this worker has."""
+    """The number of updates that went into the weights that this worker has."""
 
 
 @dataclass(eq=False)

@@ -104,7 +104,7 @@ class PublishedWeights:
 
 
 class SharedMemory(NamedTuple):
-    """What this rank shares with others of its host.
+    """The memory that this rank shares with others of its host.
 
     Attributes:
         published: By server, where its weights are put; of the servers that this rank sees, and

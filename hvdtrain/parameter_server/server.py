@@ -238,7 +238,7 @@ class Server:
             )
 
     def _answer(self) -> None:
-        """Let go on who may."""
+        """Answer the workers that may go on."""
         if not self._loaded:
             return
         if self._snapshot.reached:

@@ -1,4 +1,4 @@
-"""Which optimizers can work on shards of variables, and the one that a shard gets."""
+"""Optimizers for shards of variables: which ones can do it, and the one that a shard gets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad",
 
 
 class _AppliesAlone:
-    """Mixed into a shard's optimizer: its learning rate is another one for the step at hand.
+    """A mixin for a shard's optimizer: its learning rate is another one for the step at hand.
 
     And it is alone: what Keras wraps around gradients for tf.distribute would keep every step that
     is traced, with its variables, in TensorFlow's memory for ever.

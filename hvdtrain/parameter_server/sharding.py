@@ -1,4 +1,4 @@
-"""How a model's variables are shared out among parameter servers, and how a share lies in memory.
+"""Sharding of a model's variables among parameter servers, and a shard's layout in memory.
 
 All variables, one after another, are cut into as many ranges as there are servers, of nearly the
 same number of bytes. A range is a shard: pieces of variables in one flat buffer, which travels as
@@ -35,7 +35,7 @@ _LARGEST_ROW = 0.02
 
 
 class Spec(NamedTuple):
-    """What has to be known of a trainable variable; ``dtype`` is a name such as ``bfloat16``."""
+    """Path, shape and type of a trainable variable; ``dtype`` is a name such as ``bfloat16``."""
 
     path: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Spec(NamedTuple):
 
     @property
     def row(self) -> int:
-        """How many elements a row has; one for a vector or a scalar."""
+        """The number of elements in a row; one for a vector or a scalar."""
         return math.prod(self.shape[1:])
 
     @property
@@ -84,7 +84,7 @@ class VariableSlice:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one server holds; ``nbytes`` is the size of its buffer.
+    """The part of the variables that one server holds; ``nbytes`` is the size of its buffer.
 
     Variables without elements are part of no shard.
     """

@@ -27,7 +27,7 @@ __all__ = ["DelayCompensation", "GradientMean", "Origin", "ShardUpdates", "Stale
 
 
 class Origin(NamedTuple):
-    """Where a gradient comes from.
+    """The origin of a gradient: its worker, and the weights it was computed with.
 
     Attributes:
         worker: The rank that sent it.
@@ -44,7 +44,7 @@ class Origin(NamedTuple):
 
 @dataclass(kw_only=True)
 class StalenessStats:
-    """What became of the gradients that workers sent to one server, and how stale they were.
+    """Statistics of the gradients that workers sent to one server: how many were used, how stale.
 
     Attributes:
         pushed: Gradients that came, by the worker's rank.
@@ -61,7 +61,7 @@ class StalenessStats:
 
     @property
     def updates(self) -> int:
-        """How often the variables changed."""
+        """The number of updates of the variables."""
         return self.staleness.total()
 
     @property

@@ -46,7 +46,7 @@ OF_JOB = {
     "hvdtrain.horovod.op_constants": ("Average", "Sum"),
     "hvdtrain.gradients.compression": ("Compression",),
 }
-"""What the modules for Keras have as well."""
+"""The names that the modules for Keras have as well."""
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

@@ -84,7 +84,7 @@ class DeviceCollectives:
         self._keys: dict[Any, int] = {}
         self._busy = threading.Event()
         self.error: HvdtrainError | None = None
-        """Why operations were ended, in place of what TensorFlow says of it."""
+        """The error that ended operations, in place of what TensorFlow says of it; or None."""
         threading.Thread(target=self._look, name="hvdtrain devices", daemon=True).start()
 
     def takes(self, tensors: Sequence[tf.Tensor]) -> bool:
@@ -160,7 +160,7 @@ class DeviceCollectives:
             return [tf.identity(result) for result in results]
 
     def error_behind(self, error: tf.errors.OpError) -> HvdtrainError | None:
-        """What has happened between the ranks when TensorFlow raised an error of its own; or None.
+        """Return the error between ranks that one of TensorFlow's own stands for; None without any.
 
         An operation that ends because of another rank may do so before the news of it is here.
         """
@@ -232,7 +232,7 @@ class DeviceCollectives:
         self._collectives.end_external(nbytes)
 
     def _look(self) -> None:
-        """See now and then whether the others can still come, while an operation is in work."""
+        """Check now and then that the others can still come, while an operation is in work."""
         while True:
             self._busy.wait()
             time.sleep(LOOK_S)
@@ -245,7 +245,7 @@ class DeviceCollectives:
 
 
 def _exchange_addresses(collectives: Collectives, hosts: Sequence[int], port: int) -> list[str]:
-    """Where each rank's server is: by the host's name, where all others know it."""
+    """Return each rank's server, by its host's name where all others know it; collective."""
     mine = socket.gethostname()
     if len(set(hosts)) == 1:
         places = ["127.0.0.1"] * len(hosts)
@@ -287,7 +287,7 @@ def _address_of_this_host() -> str:
 
 
 def _divide(counts: Sequence[int], dtype: tf.DType) -> list[list[int]]:
-    """Which tensors share a bucket; none of those without elements is in any.
+    """Decide which tensors share a bucket; none of those without elements is in any.
 
     The last come first: gradients are ready in that order.
     """
@@ -306,7 +306,7 @@ def _divide(counts: Sequence[int], dtype: tf.DType) -> list[list[int]]:
 
 
 def _not_finite(tensors: Sequence[tf.Tensor], results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Whether all results are finite, and where not, which of ``tensors`` hold NaN or infinity."""
+    """Return whether all results are finite; if not, which of ``tensors`` hold NaN or infinity."""
     finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(result)) for result in results])
 
     def none() -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Which GPU each process owns, or which GPUs, and where TensorFlow computes.
+"""The GPUs that each process owns, one or more, and the devices that TensorFlow computes on.
 
 Launchers disagree about what a process sees. Under mpirun every rank of a host sees all GPUs;
 under ``srun --gpus-per-task=1`` each sees one of its own, which all of them call number 0, and

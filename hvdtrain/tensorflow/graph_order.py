@@ -1,4 +1,4 @@
-"""Which operations of a graph are between ranks; in functions, also their order.
+"""The operations of a graph that are between ranks; in functions, also their order.
 
 All ranks must meet in the same operations in the same order. A tf.function runs what has effects
 in the order in which it was made ("automatic control dependencies"), but for branches, loops and
@@ -20,10 +20,10 @@ from hvdtrain.private_api.tensorflow import add_control_input, function_graph
 __all__ = ["MARK", "calls_between_ranks", "put_in_order"]
 
 MARK = "hvdtrain"
-"""What the names of operations between ranks begin with."""
+"""The prefix of the names of operations between ranks."""
 
 _function_attributes: dict[str, list[tuple[str, bool]]] = {}
-"""By type of operation the attributes that name functions, and whether they name several."""
+"""The attributes that name functions, by type of operation, and whether they name several."""
 
 
 def calls_between_ranks(op: tf.Operation) -> bool:

@@ -32,7 +32,7 @@ _TOP_BIT = np.uint64(1 << 63)
 
 
 def _load_horovod() -> ModuleType:
-    """``horovod.tensorflow``.
+    """Import ``horovod.tensorflow``.
 
     Raises:
         LaunchError: It can't be imported.
@@ -146,7 +146,7 @@ def _needs_mpi(what: str) -> ConfigurationError:
 
 
 def _packed(array: np.ndarray, op: ReduceOp) -> tf.Tensor:
-    """In a type that Horovod reduces; half types in float32, as by all engines."""
+    """Return an array in a type that Horovod reduces; half types in float32, as by all engines."""
     values = widen(array)
     if values.dtype == np.uint64:
         # In the order of signed numbers where that matters; sums and products wrap alike.
@@ -155,7 +155,7 @@ def _packed(array: np.ndarray, op: ReduceOp) -> tf.Tensor:
 
 
 def _unpacked(result: tf.Tensor, dtype: np.dtype, op: ReduceOp) -> np.ndarray:
-    """What ``_packed`` made of arrays of ``dtype``, reduced; half types in float32."""
+    """Undo ``_packed`` on the result for an array of ``dtype``; half types stay in float32."""
     values = np.array(result)
     if dtype == np.uint64:
         values = values.view(np.uint64)

@@ -1,4 +1,4 @@
-"""In which order a session runs the operations between ranks of a graph: as they were made.
+"""The order in which a session runs a graph's operations between ranks: as they were made.
 
 A session runs what its caller fetches and what that needs, each as soon as it can. All ranks must
 meet in the same operations in the same order, so these are chained; but what nobody fetches must
@@ -42,7 +42,7 @@ class _Link(NamedTuple):
     operation: tf.Operation
     done: tf.Tensor
     gate: tf.Tensor
-    """The one after it."""
+    """The gate after the operation."""
 
 
 class SessionOrder:
@@ -65,7 +65,7 @@ class SessionOrder:
 
     @classmethod
     def of(cls, graph: Any) -> SessionOrder:
-        """That of a graph, with which it is kept."""
+        """Return the order of a graph, which is made once and kept with it."""
         order = getattr(graph, _ATTRIBUTE, None)
         if order is None:
             order = cls(graph)
@@ -97,7 +97,7 @@ class SessionOrder:
     def left_out(
         self, targets: Sequence[Any], fetches: Sequence[Any], feeds: Mapping[Any, Any]
     ) -> dict[Any, Any]:
-        """What to feed to a run, so that it does no operation but those that it needs.
+        """Return what to feed to a run, so that it does no operation but those that it needs.
 
         Args:
             targets: Operations that it is to run.
@@ -208,7 +208,7 @@ def _after_branch(operations: list[tf.Operation], context: Any) -> tf.Operation:
 def _needed(
     asked: Iterable[tf.Operation], fed: set[str], borders: set[tf.Operation]
 ) -> set[tf.Operation]:
-    """What operations need in order to run, themselves among it; nothing beyond the borders."""
+    """Return all operations that some need in order to run, these too; none beyond the borders."""
     found: set[tf.Operation] = set()
     ahead = list(asked)
     while ahead:

@@ -36,7 +36,7 @@ _TOLD = re.compile(rf"^({'|'.join(_BOTH)}): (.*?)\nTraceback ", re.MULTILINE | r
 
 
 def refusal(message: str) -> ConfigurationError:
-    """For an argument that can't be used."""
+    """Return the error for an argument that can't be used."""
     return _Configuration(message)
 
 

@@ -26,7 +26,7 @@ _PART = re.compile(r"([^/:]+?)(?:_(\d+))?(?=[/:]|$)")
 
 
 def variable_name(variable: Any) -> str:
-    """What an error calls a variable: Keras' path, or TensorFlow's name; a text as it is."""
+    """Return what an error calls a variable: Keras' path, or TensorFlow's name; a text as it is."""
     if isinstance(variable, str):
         return variable
     return str(getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor")
@@ -43,7 +43,7 @@ def member_name(name: str | None, which: int | str) -> str | None:
 
 
 def operation_label(what: str, name: str | None, tensors: Sequence[tf.Tensor]) -> str:
-    """What an error calls an operation of the kind ``what``: the name that it was given.
+    """Return what an error calls an operation of the kind ``what``: the name that it was given.
 
     Without one, in a graph, the names of what it takes stand for it.
     """

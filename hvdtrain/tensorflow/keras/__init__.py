@@ -1,4 +1,4 @@
-"""What ``hvdtrain.keras`` offers, under Horovod's other path.
+"""The names of ``hvdtrain.keras``, under Horovod's other path.
 
 ::
 
