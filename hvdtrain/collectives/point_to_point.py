@@ -216,5 +216,7 @@ class PointToPoint:
 
     def _wait_until(self, ready: Callable[[], bool], spin_wait: SpinWait, waiting_in: str) -> None:
         self._inside = waiting_in
-        spin_wait.until(ready, waiting_in)
-        self._inside = ""
+        try:
+            spin_wait.until(ready, waiting_in)
+        finally:
+            self._inside = ""

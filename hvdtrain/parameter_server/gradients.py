@@ -197,15 +197,19 @@ class GradientSum:
         for number, gradient in enumerate(gradients):
             total = self._totals[number]
             if isinstance(gradient, Rows):
-                several = [total] if isinstance(total, Rows) else []
-                several.append(Rows(gradient.indices, _weighted(gradient.values, weight)))
-                self._totals[number] = merge_rows(several)
+                rows = Rows(gradient.indices, _weighted(gradient.values, weight))
+                if isinstance(total, np.ndarray):
+                    np.add.at(total, rows.indices, rows.values)
+                else:
+                    self._totals[number] = merge_rows([rows] if total is None else [total, rows])
             elif gradient is not None:
                 values = _weighted(gradient, weight)
-                if total is None or isinstance(total, Rows):
-                    self._totals[number] = values.astype(accumulator_dtype(gradient.dtype))
-                else:
+                if isinstance(total, np.ndarray):
                     total += values
+                    continue
+                self._totals[number] = values.astype(accumulator_dtype(gradient.dtype))
+                if total is not None:
+                    np.add.at(self._totals[number], total.indices, total.values)
 
     def take(self) -> list[Gradient]:
         """Returns the sums, in the type that they were made in, and begins anew.

@@ -229,6 +229,18 @@ def test_the_sum_of_some_steps():
     assert [gradient is None for gradient in accrued.take()] == [True, False, True, True]
 
 
+@pytest.mark.parametrize("dense_first", [True, False])
+def test_sums_of_dense_and_sparse_gradients_are_dense(dense_first):
+    accrued = GradientSum()
+    dense = np.ones((4, 2), "float32")
+    gradients = [dense, given_rows([3, 0, 3], [1, 2], [3, 4], [5, 6])]
+    for gradient in gradients if dense_first else reversed(gradients):
+        accrued.add([gradient])
+    (total,) = accrued.take()
+    assert total.tolist() == [[4, 5], [1, 1], [1, 1], [7, 9]]
+    assert dense.tolist() == [[1, 1]] * 4
+
+
 def test_steps_without_gradients():
     accrued = GradientSum()
     accrued.add(None)

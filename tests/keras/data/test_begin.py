@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -217,7 +218,8 @@ def test_passes_over_arrays_are_made_once_where_as_much_is_left() -> None:
         datasets.append(begun.dataset)
         orders.append([step.ids for step in read(begun)])
         assert orders[-1] == [step.ids for step in read(share().begin(position))]
-    assert [one is other for one, other in zip(datasets, datasets[1:])] == [1, 0, 1, 0]
+    shared = [one is other for one, other in itertools.pairwise(datasets)]
+    assert shared == [True, False, True, False]
     assert orders[0] != orders[1] != orders[4]
 
 
