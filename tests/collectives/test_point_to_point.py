@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
 from typing import Any
 
@@ -243,12 +242,12 @@ DEATH = """
 
 
 @pytest.fixture
-def survivors(run_command, mpirun):
+def survivors(run_command, mpirun, forked_python):
     """Run a program in which rank 2 of three dies; what ranks 0 and 1 said, by rank."""
 
     def run(body: str) -> dict[int, str]:
         script = START + textwrap.dedent(DEATH) + textwrap.dedent(body)
-        argv = mpirun(3, [sys.executable, "-c", script])
+        argv = mpirun(3, [*forked_python, "-c", script])
         environment = {"HVDTRAIN_ELASTIC": "1"}
         argv = [argv[0], "--with-ft", "ulfm", *argv[1:]]
         done = run_command(argv, timeout_s=90, env=environment)

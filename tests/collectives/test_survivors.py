@@ -29,12 +29,14 @@ ENGINES = [
 
 
 @pytest.fixture
-def survive(run_command, mpirun, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def survive(
+    run_command, mpirun, forked_python: list[str], tmp_path: Path
+) -> Callable[..., list[dict[str, Any]]]:
     """Run a plan; returns what the ranks that came to the end said, after the common checks."""
 
     def run(**asked: Any) -> list[dict[str, Any]]:
         plan = Plan(folder=str(tmp_path), **asked)
-        module = [sys.executable, "-m", "tests.collectives.survivors", plan.to_json()]
+        module = [*forked_python, "-m", "tests.collectives.survivors", plan.to_json()]
         argv = mpirun(len(plan.hosts), module)
         done = run_command([argv[0], "--with-ft", "ulfm", *argv[1:]], timeout_s=90)
         assert done.returncode == 0, done
