@@ -207,9 +207,9 @@ class GradientSum:
                 if isinstance(total, np.ndarray):
                     total += values
                     continue
-                self._totals[number] = values.astype(accumulator_dtype(gradient.dtype))
+                self._totals[number] = sums = values.astype(accumulator_dtype(gradient.dtype))
                 if total is not None:
-                    np.add.at(self._totals[number], total.indices, total.values)
+                    np.add.at(sums, total.indices, total.values)
 
     def take(self) -> list[Gradient]:
         """Returns the sums, in the type that they were made in, and begins anew.
