@@ -5,7 +5,7 @@
     HvdtrainError
     ├── ConfigurationError        a flag, variable or argument with an unusable value
     ├── NotInitializedError       hvdtrain.init() has not been called
-    ├── LaunchError               the launcher, MPI or the GPUs contradict each other
+    ├── LaunchError               what starts the ranks, MPI or GPUs don't fit together
     ├── ModelError                a model that can't be distributed as it is
     ├── DataError                 an input that can't be shared out among ranks
     ├── CheckpointError           a checkpoint can't be written or read

@@ -14,7 +14,7 @@ JOB = "HVDTRAIN_JOB"
 # 0 leaves the ranks to the scheduler, on all cores.
 BIND = "HVDTRAIN_BIND"
 OUTPUT_DIR = "HVDTRAIN_OUTPUT_DIR"
-# The how manieth start of the job by one hvdtrain run this is, from 1.
+# The number of this start of the job by one hvdtrain run, from 1.
 ATTEMPT = "HVDTRAIN_ATTEMPT"
 
 

@@ -145,7 +145,7 @@ def measure(options: RecoveryOptions) -> None:
 
 
 def find_losses(steps: Sequence[StepEnd], killed_s: Mapping[int, float]) -> list[Loss]:
-    """Return what each killed rank cost, in the order of their deaths.
+    """Return what each killed rank cost, in the order of their deaths, as far as steps tell.
 
     Args:
         steps: All of them, as a rank saw them that was left.

@@ -348,7 +348,7 @@ class Engine(RankState):
 
     @property
     def waited_s(self) -> float:
-        """The time that this rank has waited for others in all, in seconds."""
+        """The time this rank has waited for others in all, in seconds; short waits don't count."""
         return self.transport.waited_s
 
     def _note_reduced(self, nbytes: int) -> None:

@@ -226,7 +226,7 @@ class FailureDetector:
         return self._wait_for(heard, timeout_s) and not self._silent
 
     def tell_failure(self, reason: str) -> bool:
-        """Tell all ranks, or the one that failed first that this one knows; returns whether so."""
+        """Tell all ranks; where one has failed before, tell that one alone, and return True."""
         self._failed_myself = True
         self._receive("")
         if self._failure is not None:

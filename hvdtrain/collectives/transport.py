@@ -78,7 +78,7 @@ class Transport(ABC):
 
     @property
     def waited_s(self) -> float:
-        """The time that this rank has waited for others in all, in seconds."""
+        """The time this rank has waited for others in all, in seconds; short waits don't count."""
         return 0.0
 
     @abstractmethod

@@ -63,7 +63,7 @@ class Signatures:
         self._agreed: set[Signature] = set()
 
     def agree(self, collectives: Collectives, signature: Signature) -> None:
-        """Check that all ranks come with the same gradients as this one.
+        """Check that all ranks come with the same gradients; collective, once for each signature.
 
         Raises:
             MismatchError: Another rank comes with something else.

@@ -18,6 +18,7 @@ def checked_ranks(spec: JobSpec, environ: Mapping[str, str]) -> int | None:
     Raises:
         ConfigurationError: It can't be started as it is described.
         JobError: That can't be told.
+        SystemExit: Options that hvdtrain run does not know.
     """
     parser = argparse.ArgumentParser(prog="hvdtrain run", allow_abbrev=False)
     launch.add_arguments(parser)

@@ -71,11 +71,11 @@ class JobFolder:
         return self.path.name
 
     def created_s(self) -> float:
-        """Return when it was asked for, in seconds since 1970; 0 where that can't be told."""
+        """Return when it was asked for last, in seconds since 1970; 0 where that can't be told."""
         return _changed_s(self._spec)
 
     def heard_s(self) -> float:
-        """Return when its launcher was heard of last, in seconds since 1970; 0 for never."""
+        """Return when its state was written or touched last, in seconds since 1970; 0 for never."""
         return _changed_s(self._state)
 
     def last_words(self) -> str:

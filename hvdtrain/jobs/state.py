@@ -46,7 +46,7 @@ class JobState:
     Attributes:
         phase: What its launcher does.
         launcher: The process of ``hvdtrain run``; None before there is one.
-        attempt: The how manieth start of the ranks this is, from 1; 0 before the first.
+        attempt: The number of this start of the ranks, from 1; 0 before the first.
         ranks: How many ranks there are in it.
         hosts: How many of them run on each host, in the order of their ranks.
         mpi: What starts them, as ``Open MPI 5.0.7``; empty for not known.

@@ -26,9 +26,10 @@ __all__ = ["drawn_by"]
 
 @contextmanager
 def drawn_by(member: int) -> Iterator[None]:
-    """Within the block let what is put into a graph draw this rank's numbers; the chief's stay.
+    """Within the block draw numbers of this member; those of member 0 are the program's own.
 
-    Run eagerly, ``tf.random`` has one order of numbers for the whole program, which is left alone.
+    In a graph, what is put into it draws them. Run eagerly, ``tf.random`` has one order of numbers
+    for the whole program, which is left alone.
     """
     if member == 0:
         yield

@@ -45,7 +45,7 @@ def joint_metrics(model: keras.Model, collectives: Collectives) -> Iterator[None
 
 
 def reduction_of_metric(variable: Any) -> Literal["sum", "average"] | None:
-    """Return how a metric's variable adds up, by what Keras notes for its own distribution."""
+    """Return how a metric's variable adds up, as Keras notes for distributions; None for not."""
     aggregation = getattr(variable, "aggregation", "sum")
     if aggregation == "sum":
         return "sum"

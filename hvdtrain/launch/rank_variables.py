@@ -65,6 +65,6 @@ def network_variables(interfaces: Sequence[str], *, over_tcp: bool) -> dict[str,
 
 
 def hides_information(environ: Mapping[str, str]) -> bool:
-    """Whether ranks with ``environ`` show none of TensorFlow's information, alike from all."""
+    """Whether ranks with ``environ`` print no messages of TensorFlow's of the level INFO."""
     level = environ.get(_LEVEL, _WITHOUT_INFORMATION)
     return level.isdecimal() and int(level) >= int(_WITHOUT_INFORMATION)

@@ -104,7 +104,7 @@ class Checkpoint(keras.callbacks.Callback):
 
 
 def find_checkpoint_callback(callbacks: Sequence[Any]) -> Checkpoint | None:
-    """The ``Checkpoint`` among the callbacks.
+    """Return the ``Checkpoint`` among the callbacks; None where there is none.
 
     Raises:
         ModelError: There are several.
