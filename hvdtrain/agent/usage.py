@@ -1,4 +1,7 @@
-"""Resource usage of a rank's program: memory, processor time and GPUs of its processes."""
+"""Resource usage of a rank's program: memory, processor time and GPUs of its processes.
+
+In passing it is seen whether one of them is stopped.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,14 @@ class Usage:
         cpu: Cores that they kept busy since the last time, such as 1.5.
         gpu: For how much of the last moment their GPUs computed, in percent; None for unknown.
         gpu_bytes: Memory that they take of GPUs; None for unknown.
+        stopped: Whether one of them is, as by SIGSTOP or a debugger, so that it does nothing.
     """
 
     rss_bytes: int
     cpu: float
     gpu: float | None = None
     gpu_bytes: int | None = None
+    stopped: bool = False
 
 
 def read_usage(message: dict[str, Any]) -> Usage | None:
@@ -43,6 +48,7 @@ def read_usage(message: dict[str, Any]) -> Usage | None:
         cpu=float(cpu),
         gpu=float(gpu) if isinstance(gpu, (int, float)) else None,
         gpu_bytes=gpu_bytes if type(gpu_bytes) is int else None,
+        stopped=message.get("stopped") is True,
     )
 
 
@@ -72,7 +78,8 @@ class UsageWatch:
             # A host whose environment is older; what is only shown ends no job.
             self._due_s = math.inf
             return None
-        rss, busy_s = 0, {}
+        rss, busy_s, stopped = 0, {}, False
+        halted = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         with contextlib.suppress(psutil.Error):
             program = psutil.Process(pid)
             for process in [program, *program.children(recursive=True)]:
@@ -80,6 +87,7 @@ class UsageWatch:
                     times = process.cpu_times()
                     busy_s[process.pid] = times.user + times.system
                     rss += process.memory_info().rss
+                    stopped |= process.status() in halted
         # A process that has ended takes its time with it.
         spent_s = sum(max(0.0, s - self._before.get(one, 0.0)) for one, s in busy_s.items())
         since_s, self._looked_s, self._before = now_s - self._looked_s, now_s, busy_s
@@ -89,4 +97,5 @@ class UsageWatch:
             cpu=round(spent_s / since_s, 3),
             gpu=taken.gpu if taken is not None else None,
             gpu_bytes=taken.gpu_bytes if taken is not None else None,
+            stopped=stopped,
         )

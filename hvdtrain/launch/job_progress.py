@@ -6,7 +6,7 @@ answered whether its program is stopped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from hvdtrain.agent.rank_report import RankReport
 from hvdtrain.agent.usage import Usage
@@ -162,12 +162,17 @@ def missing(
     return {**(absent if len(absent) < len(latest) else {}), **silent, **halted}
 
 
-def held_by(reports: JobProgress, now: float, after_s: float) -> list[int]:
+def held_by(
+    reports: JobProgress, running: Collection[int], now: float, after_s: float
+) -> list[int]:
     """Ranks that others wait for, where none has done a step for ``after_s``; none for none."""
     if reports.moved_at is None or now - reports.moved_at < after_s:
         return []
-    waiting = {rank for rank, report in reports.latest.items() if report.waiting_in}
-    return sorted(reports.latest.keys() - waiting) if waiting else []
+    latest = {rank: reports.latest[rank] for rank in running if rank in reports.latest}
+    waiting = {rank for rank, report in latest.items() if report.waiting_in}
+    # Its last word may be that it waits, as for an operation that has long been done.
+    stopped = {rank for rank in latest if rank in reports.usage and reports.usage[rank].stopped}
+    return sorted(latest.keys() - waiting | stopped) if waiting else []
 
 
 def describe_hang(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from hvdtrain.jobs.recorder import JobRecorder
@@ -31,6 +31,7 @@ class ProgressRecord:
         reports: The newest of each rank.
         ranks: How many ranks there are.
         hosts: Tells the host of each that has begun.
+        running: Tells which have begun and not ended.
     """
 
     def __init__(
@@ -38,12 +39,15 @@ class ProgressRecord:
         recorder: JobRecorder,
         reports: JobProgress,
         ranks: int,
+        *,
         hosts: Callable[[], Mapping[int, str]],
+        running: Callable[[], Collection[int]],
     ) -> None:
         self._recorder = recorder
         self._reports = reports
         self._ranks = ranks
         self._hosts = hosts
+        self._running = running
         self._due_at = 0.0
         self._ranks_due_at = 0.0
         self._told: tuple[int | None, int | None, list[int]] = (None, None, [])
@@ -59,7 +63,7 @@ class ProgressRecord:
             self._saved = reports.saved
             self._recorder.event("checkpoint", step=reports.saved)
             self._recorder.state(saved=reports.saved)
-        held = held_by(reports, now, HELD_S)
+        held = held_by(reports, self._running(), now, HELD_S)
         if (told := (reports.step, reports.epoch, held)) != self._told:
             self._told = told
             self._recorder.state(

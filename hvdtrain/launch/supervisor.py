@@ -99,7 +99,13 @@ class Supervisor:
             started_at=time.monotonic(),
         )
         self._recorder = recorder or JobRecorder()
-        self._progress = ProgressRecord(self._recorder, server.reports, server.ranks, server.hosts)
+        self._progress = ProgressRecord(
+            self._recorder,
+            server.reports,
+            server.ranks,
+            hosts=server.hosts,
+            running=lambda: server.running,
+        )
         self._acted_on = 0
         self._stop_at: float | None = None
         self._give_up_at: float | None = None

@@ -69,6 +69,27 @@ def test_a_program_and_its_children_are_measured(monkeypatch: pytest.MonkeyPatch
     assert gpus.pids == {program.pid, *children}
 
 
+def test_a_stopped_program_is_told_from_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "INTERVAL_S", 0.0)
+    watch = UsageWatch(GpuWatch(""))
+    # The child of a program that waits for it, as where a shell starts Python.
+    with subprocess.Popen(["sh", "-c", "sleep 60; true"]) as program:
+        try:
+            deadline = time.monotonic() + 30
+            while not (children := psutil.Process(program.pid).children()):
+                assert time.monotonic() < deadline
+            seen = []
+            for act in (lambda: None, children[0].suspend, children[0].resume):
+                act()
+                time.sleep(0.1)
+                found = watch.look(program.pid)
+                seen.append(found is not None and found.stopped)
+        finally:
+            program.kill()
+            children[0].kill()
+    assert seen == [False, True, False]
+
+
 def test_who_is_gone_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "INTERVAL_S", 0.0)
     assert UsageWatch(GpuWatch("")).look(2**22 + 1) == Usage(rss_bytes=0, cpu=0.0)
@@ -84,9 +105,9 @@ def test_a_host_without_psutil_is_not_measured(monkeypatch: pytest.MonkeyPatch) 
 
 def test_messages_are_read_or_refused() -> None:
     assert read_usage({"rss_bytes": 7, "cpu": 1}) == Usage(rss_bytes=7, cpu=1.0)
-    known = {"rss_bytes": 7, "cpu": 1, "gpu": 30, "gpu_bytes": 9}
-    assert read_usage(known) == Usage(rss_bytes=7, cpu=1.0, gpu=30.0, gpu_bytes=9)
-    unknown = {"rss_bytes": 7, "cpu": 1, "gpu": "30", "gpu_bytes": 1.5}
+    known = {"rss_bytes": 7, "cpu": 1, "gpu": 30, "gpu_bytes": 9, "stopped": True}
+    assert read_usage(known) == Usage(rss_bytes=7, cpu=1.0, gpu=30.0, gpu_bytes=9, stopped=True)
+    unknown = {"rss_bytes": 7, "cpu": 1, "gpu": "30", "gpu_bytes": 1.5, "stopped": 1}
     assert read_usage(unknown) == Usage(rss_bytes=7, cpu=1.0)
     for message in ({}, {"rss_bytes": 1.5, "cpu": 1}, {"rss_bytes": 1, "cpu": "1"}):
         assert read_usage(message) is None

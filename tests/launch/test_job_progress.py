@@ -15,8 +15,16 @@ from hvdtrain.agent.rank_report import (
     read_failure,
     read_report,
 )
+from hvdtrain.agent.usage import Usage
 from hvdtrain.config import REPORT_FD
-from hvdtrain.launch.job_progress import FIRST_STEP_FACTOR, JobProgress, describe_hang, hangs, stuck
+from hvdtrain.launch.job_progress import (
+    FIRST_STEP_FACTOR,
+    JobProgress,
+    describe_hang,
+    hangs,
+    held_by,
+    stuck,
+)
 
 
 def test_a_report_is_read() -> None:
@@ -258,6 +266,19 @@ def test_ranks_in_different_operations() -> None:
     assert lines[0] == OTHERS
     assert lines[1] == "rank 1 waits in barrier of step 6"
     assert "the program differs" in lines[2]
+
+
+def test_who_holds_up_the_others() -> None:
+    reports = noted(waits(), BUSY, waits())
+    for rank in range(3):
+        reports.usage[rank] = Usage(rss_bytes=1, cpu=0.0)
+    assert held_by(reports, [2, 0, 1], 104.0, 5.0) == [], "a step may take as long"
+    assert held_by(reports, [2, 0, 1], 106.0, 5.0) == [1]
+    assert held_by(reports, [2, 0], 106.0, 5.0) == [], "it has ended"
+    # Its last word is that it waits, for an operation that has long been done.
+    reports.usage[2] = Usage(rss_bytes=1, cpu=0.0, stopped=True)
+    assert held_by(reports, [2, 0], 106.0, 5.0) == [2]
+    assert held_by(noted(BUSY, BUSY), [0, 1], 106.0, 5.0) == [], "nobody waits"
 
 
 def test_ranks_are_listed_in_order_though_agents_connect_in_any() -> None:

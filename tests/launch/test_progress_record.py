@@ -18,7 +18,9 @@ def test_what_is_new_is_written_now_and_then(tmp_path: Path) -> None:
     job = JobFolder(tmp_path)
     with contextlib.closing(JobRecorder(job)) as recorder:
         reports = JobProgress(0.0)
-        record = ProgressRecord(recorder, reports, 3, lambda: {2: "node1"})
+        record = ProgressRecord(
+            recorder, reports, 3, hosts=lambda: {2: "node1"}, running=lambda: [0, 2]
+        )
         record.review(0.0)
         for step in range(1, 41):
             now = step * 0.5
@@ -66,7 +68,7 @@ def test_who_keeps_the_job_from_going_on_is_named(tmp_path: Path) -> None:
     job = JobFolder(tmp_path)
     with contextlib.closing(JobRecorder(job)) as recorder:
         reports = JobProgress(0.0)
-        record = ProgressRecord(recorder, reports, 3, dict)
+        record = ProgressRecord(recorder, reports, 3, hosts=dict, running=lambda: [0, 1, 2])
         for rank in range(3):
             waiting_in = "" if rank == 1 else "allreduce(gradients)"
             reports.note(rank, RankReport(step=7, phase="training", waiting_in=waiting_in), 10.0)
