@@ -45,25 +45,53 @@ class JobFolder:
 
     Attributes:
         path: The folder.
-        events: What happened to the job, a line of JSON each.
-        metrics: How far it was, a line of JSON at a time.
-        roll_ups: The same as a line for each span of so many seconds, the shortest first.
-        ranks: How each of its ranks was, a line of JSON at a time.
-        log: The folder of its log.
-        words: What its launcher printed before and after it wrote the log.
     """
 
     def __init__(self, path: Path) -> None:
+        # No more: who lists ten thousand jobs wants one path of most.
         self.path = path
-        self.events = path / "events.jsonl"
-        self.metrics = path / "metrics.jsonl"
-        self.roll_ups = {10: path / "metrics-10s.jsonl", 60: path / "metrics-1min.jsonl"}
-        self.ranks = path / "ranks.jsonl"
-        self.log = path / "log"
-        self.words = path / "launcher.txt"
-        self._spec = path / "spec.json"
-        self._state = path / "state.json"
-        self._stop = path / "stop"
+
+    @property
+    def events(self) -> Path:
+        """What happened to the job, a line of JSON each."""
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """How far it was, a line of JSON at a time."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def roll_ups(self) -> dict[int, Path]:
+        """The same as a line for each span of so many seconds, the shortest first."""
+        return {10: self.path / "metrics-10s.jsonl", 60: self.path / "metrics-1min.jsonl"}
+
+    @property
+    def ranks(self) -> Path:
+        """How each of its ranks was, a line of JSON at a time."""
+        return self.path / "ranks.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """The folder of its log."""
+        return self.path / "log"
+
+    @property
+    def words(self) -> Path:
+        """What its launcher printed before and after it wrote the log."""
+        return self.path / "launcher.txt"
+
+    @property
+    def _spec(self) -> Path:
+        return self.path / "spec.json"
+
+    @property
+    def _state(self) -> Path:
+        return self.path / "state.json"
+
+    @property
+    def _stop(self) -> Path:
+        return self.path / "stop"
 
     @property
     def name(self) -> str:
