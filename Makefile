@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NP ?= 2
+# Tests start thousands of Pythons, which would compile hvdtrain each.
+unexport PYTHONDONTWRITEBYTECODE
 # Processes that run tests side by side, each with jobs of its own.
 WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)

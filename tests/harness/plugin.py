@@ -111,6 +111,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Look for garbage among what tests make: there is much that they have imported."""
     gc.freeze()
+    # The programs of tests read the bytecode of these modules. AutoGraph would leave its own in
+    # /tmp, where tests look for what is left behind.
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 
 @pytest.fixture

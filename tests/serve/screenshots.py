@@ -90,6 +90,7 @@ def show(folder: Path, server: Server, browser: Any) -> None:
     _save(page, folder / "page-jobs.png", 440)
     page.goto(f"{server.url}/#/compare?jobs={names[3]},{names[2]}")
     page.locator("canvas").first.wait_for()
+    page.get_by_role("table", name="Settings of each job").wait_for()
     _save(page, folder / "page-compare.png", 845)
 
 
