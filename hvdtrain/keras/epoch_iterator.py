@@ -99,10 +99,11 @@ class EpochIterator:
         steps_per_epoch: int | None,
         steps_per_execution: int,
         accumulates: bool,
+        input_wait: InputWait,
     ) -> None:
         self.sharded = sharded
         """This rank's share, another one after ranks were lost."""
-        self.input_wait = InputWait()
+        self.input_wait = input_wait
         """The time that its steps have waited for their batches."""
         self._membership = membership
         self._accumulates = accumulates

@@ -18,6 +18,7 @@ from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.batch_structure import is_absent
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.fit_inputs import FitInputs
+from hvdtrain.keras.input_wait import InputWait
 from hvdtrain.keras.learning_rate import WarmUp
 from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Follower, Membership
@@ -99,6 +100,7 @@ class FitLoop:
         self._make_predict_function = model.make_predict_function
         self._results = getattr(model, RESULTS)
         self._symbolic_build = getattr(model, SYMBOLIC_BUILD)
+        self._input_wait = InputWait()
         self._validation: ShardedInput | None = None
         self._epochs: EpochIterator | None = None
         self._running: EpochIterator | None = None  # within fit
@@ -178,6 +180,7 @@ class FitLoop:
             steps_per_epoch=steps_per_epoch,
             steps_per_execution=self._model.steps_per_execution,
             accumulates=self._averaging is not None or any(map(accumulates, self._optimizers)),
+            input_wait=self._input_wait,
         )
         self._validation = validation
         failover = ChiefFailover(listed, self._collectives, self._membership, verbose)
@@ -213,6 +216,7 @@ class FitLoop:
             report.phase("after fit")
             self._validation = None
             self._epochs = self._running = None
+            self._input_wait.forget_dataset()
             if checkpoint is not None:
                 checkpoint.session = None
 

@@ -21,6 +21,7 @@ class InputWait:
     """
 
     def __init__(self) -> None:
+        # Made once for all calls of fit, as tracing takes longer than some of them.
         self._seconds: tf.Variable | None = None
         self._clock: tf.data.Dataset | None = None
         # Of the last pass: where the next one has the same dataset, it is traced once.
@@ -55,6 +56,10 @@ class InputWait:
         options.experimental_optimization.inject_prefetch = False
         # What is zipped is asked for in this order.
         return tf.data.Dataset.zip((self._clock, dataset)).map(note).with_options(options)
+
+    def forget_dataset(self) -> None:
+        """Let go of the last pass's dataset, with the data that it may hold."""
+        self._dataset = self._timed = None
 
     def tell_often(self) -> None:
         """Report it, about once a second; costs next to nothing otherwise."""

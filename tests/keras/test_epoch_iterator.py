@@ -8,6 +8,7 @@ from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.partition import JointSteps
 from hvdtrain.keras.data.sharded_input import Pass
 from hvdtrain.keras.epoch_iterator import EpochIterator
+from hvdtrain.keras.input_wait import InputWait
 from hvdtrain.keras.membership import Change
 
 UNITS, EACH = 24, 2
@@ -48,7 +49,12 @@ class Share:
 
 def iterator(ranks: Any, share: Any) -> tuple[EpochIterator, Any]:
     epochs = EpochIterator(
-        share, ranks, steps_per_epoch=None, steps_per_execution=1, accumulates=True
+        share,
+        ranks,
+        steps_per_epoch=None,
+        steps_per_execution=1,
+        accumulates=True,
+        input_wait=InputWait(),
     )
     return epochs, epochs.steps(type("Keras", (), {})())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,18 @@ def test_nothing_is_measured_where_nobody_listens(monkeypatch: pytest.MonkeyPatc
     wait.tell()
     wait.tell_often()
     assert report.told == []
+
+
+def test_a_pass_over_the_same_dataset_is_timed_as_the_one_before(report: Report) -> None:
+    wait, dataset = InputWait(), tf.data.Dataset.range(3)
+    timed = wait.timed(dataset)
+    assert wait.timed(dataset) is timed
+    seen = weakref.ref(dataset)
+    del dataset, timed
+    # It may hold the data of a training that has ended.
+    wait.forget_dataset()
+    gc.collect()
+    assert seen() is None
 
 
 @pytest.mark.ranks(2)
