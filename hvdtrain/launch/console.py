@@ -80,7 +80,7 @@ class Console:
         return next(rank for rank in itertools.count() if rank not in self._lost)
 
     def line(self, rank: int, host: str, stream: str, text: str) -> None:
-        """Show one line of a rank."""
+        """Show one line of a rank; where lines are collapsed, ``review`` does."""
         if self._chief_only:
             if rank == self._chief:
                 self._print(stream, text)
@@ -88,7 +88,6 @@ class Console:
             self._print(stream, f"{self._tag({rank: host}, stream)} {text}")
         else:
             self._collapse.add(rank, host, stream, text, time.monotonic())
-            self.review()
 
     def review(self) -> None:
         """Print lines that have waited long enough for the same of other ranks."""

@@ -32,6 +32,7 @@ __all__ = ["Supervisor", "TimeLimits"]
 logger = logging.getLogger(__package__)
 
 STEP_S = 0.05
+PAUSE_PER_RANK_S = 2e-5
 # After a rank has failed the others, which learn of it from each other, may end by themselves.
 SETTLE_S = 0.5
 # mpirun and srun tidy up after the last rank.
@@ -176,9 +177,14 @@ class Supervisor:
         return any(end.code != 0 for end in self._server.ends)
 
     def _watch(self, starter: subprocess.Popen[bytes]) -> None:
+        # Each look at all ranks takes longer the more there are, and something comes all the time.
+        pause_s, due_at = PAUSE_PER_RANK_S * self._server.ranks, 0.0
         while True:
             self._server.step(STEP_S)
             now = time.monotonic()
+            if now < due_at:
+                continue
+            due_at = now + pause_s
             self._act_on_signals(now)
             self._act_on_ends(now)
             self._progress.review(now)
@@ -222,6 +228,7 @@ class Supervisor:
 
     def _act_on_ends(self, now: float) -> None:
         """Decide how long the other ranks may go on after one has ended."""
+        left_early: bool | None = None
         for end in [end for end in self._server.ends if end.rank not in self._handled]:
             self._handled.add(end.rank)
             others_s = SETTLE_S
@@ -230,7 +237,9 @@ class Supervisor:
                 if self._note_loss(end):
                     continue
                 self._too_few = True
-            if self._too_few or preempted(self._server.ends):
+            if left_early is None:
+                left_early = preempted(self._server.ends)
+            if self._too_few or left_early:
                 # They learn of it, and save what they have; some sooner than others.
                 others_s = self._time_limits.preempt_grace_s
             if end.code != 0:
@@ -239,8 +248,10 @@ class Supervisor:
     @property
     def _elastic(self) -> bool:
         """Whether ranks go on without one that is lost: not before all have come to MPI's start."""
+        if self._min_np is None:
+            return False
         there = set(range(self._server.ranks)).difference(self._server.dropped)
-        return self._min_np is not None and there <= self._server.reports.latest.keys()
+        return there <= self._server.reports.latest.keys()
 
     def _note_loss(self, end: RankExit) -> bool:
         """Tell of a rank that died, and whether the others go on."""

@@ -165,6 +165,7 @@ def test_what_several_ranks_print_is_shown_once() -> None:
     for rank in (3, 0):
         console.line(rank, "node0", "stderr", "careful")
     console.line(3, "node0", "stderr", "alone")
+    console.review()
     assert (out.screen(), err.getvalue()) == (["[0-11] hello", ""], ""), "the others may come"
     console.notice("the end")
     assert err.getvalue().splitlines() == [
