@@ -163,6 +163,7 @@ def nvmlDeviceGetComputeRunningProcesses(handle):
 """
 
 
+@pytest.mark.slow
 def test_an_agent_tells_the_gpus_of_its_rank(tmp_path: Path) -> None:
     """A real agent with a rank; as there is no GPU here, NVIDIA's package is a stand-in."""
     (tmp_path / "pynvml.py").write_text(_PYNVML)

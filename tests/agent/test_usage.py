@@ -40,6 +40,7 @@ class Gpus(GpuWatch):
         return GpuUsage(gpu=50.0, gpu_bytes=7)
 
 
+@pytest.mark.slow
 def test_a_program_and_its_children_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "INTERVAL_S", 1.0)
     with subprocess.Popen(

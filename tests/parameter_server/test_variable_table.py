@@ -102,6 +102,7 @@ def test_the_learning_rate_is_the_current_one_and_can_be_set():
         VariableTable(opt.SGD(RATES), shard, variables).learning_rate = 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("Adafactor", "Lamb", "Muon")])
 def test_rows_do_as_whole_gradients_that_are_zero_elsewhere(name):
     """Any number of rows, also of the same index, and none at all."""

@@ -26,6 +26,7 @@ def job(tmp_path: Path) -> JobFolder:
     return job
 
 
+@pytest.mark.slow
 def test_it_may_be_killed_at_any_time(tmp_path: Path, job: JobFolder) -> None:
     server = Server(tmp_path)
     try:

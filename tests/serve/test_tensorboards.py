@@ -61,6 +61,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
+@pytest.mark.slow
 def test_one_answers_at_its_own_name_and_dies_with_the_server(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     _write_loss(logs)

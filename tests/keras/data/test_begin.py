@@ -18,6 +18,9 @@ from hvdtrain.keras.data.sharded_input import Pass
 from tests.keras.data.ranks import flat, joint, on_ranks, read, shard_on_ranks
 from tests.keras.data.test_pydataset import Batches
 
+# Reading takes tenths of a second in each.
+pytestmark = pytest.mark.slow
+
 ROWS = 47
 EPOCH = 2
 

@@ -15,6 +15,9 @@ from hvdtrain.errors import DataError
 from hvdtrain.keras.data.pipeline_passes import PipelinePasses, reshuffling
 from tests.harness.jobs import REPOSITORY
 
+# Pipelines take tenths of a second each.
+pytestmark = pytest.mark.slow
+
 Dataset = tf.data.Dataset
 EPOCH = 2
 ROWS = 30

@@ -9,6 +9,9 @@ from hvdtrain.errors import DataError
 from hvdtrain.keras.data.data_position import Position
 from tests.keras.data.ranks import flat, joint, on_ranks, read, shard_on_ranks
 
+# Pipelines take tenths of a second each.
+pytestmark = pytest.mark.slow
+
 Dataset = tf.data.Dataset
 
 
@@ -22,7 +25,7 @@ def _joined(batches: list[list[int]], size: int) -> list[list[int]]:
     return [flat(batches[start : start + size]) for start in range(0, len(batches), size)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("rows", [1, 23, 24])
 def test_joint_step_is_the_next_batches(size: int, rows: int) -> None:
     batches = [list(range(start, min(start + 4, rows))) for start in range(0, rows, 4)]
