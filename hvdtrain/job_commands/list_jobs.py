@@ -8,7 +8,7 @@ import time
 
 from hvdtrain.cluster.ranges import counted, format_table
 from hvdtrain.jobs.folder import JobFolder, all_jobs
-from hvdtrain.jobs.job_view import JobView, span, view_jobs
+from hvdtrain.jobs.job_view import JobView, command_line, span, view_jobs
 from hvdtrain.jobs.naming import add_jobs_dir, directory_of
 
 __all__ = ["add_arguments", "run"]
@@ -60,7 +60,7 @@ def _began(job: JobFolder) -> float:
 
 def _row(view: JobView, now: float) -> tuple[str, ...]:
     ends = now if view.ended_s is None else view.ended_s
-    program = " ".join(view.program)
+    program = command_line(view.program)
     short = program if len(program) <= _LONGEST_PROGRAM else program[: _LONGEST_PROGRAM - 3] + "..."
     return (
         view.name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from hvdtrain.cluster.ranges import format_table, listing
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.job_view import JobView, span, view_job
+from hvdtrain.jobs.job_view import JobView, command_line, span, view_job
 from hvdtrain.jobs.json_lines import last_json_line, read_json_lines
 from hvdtrain.jobs.naming import add_name, named_job
 from hvdtrain.jobs.progress import left_s
@@ -56,8 +55,8 @@ def _describe(job: JobFolder, view: JobView) -> Iterator[str]:
     facts = {
         "job": view.name,
         "state": f"{view.status}{code}, after {span(ends - view.created_s)}",
-        "program": shlex.join(view.program),
-        "options": shlex.join(view.options),
+        "program": command_line(view.program),
+        "options": command_line(view.options),
         "in": view.folder,
         "versions": _versions(job, view),
         "ranks": f"{view.ranks} on {listing(view.hosts, 'hosts')}" if view.ranks else "",

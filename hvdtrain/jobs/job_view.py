@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from hvdtrain.jobs.slurm import slurm_states
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import GONE, NO_ANSWER, JobState, Status
 
-__all__ = ["JobView", "span", "view_job", "view_jobs"]
+__all__ = ["JobView", "command_line", "span", "view_job", "view_jobs"]
 
 # What a view has as it stands in the files.
 _OF_SPEC = ("program", "options", "folder", "created_s", "slurm_job")
@@ -145,6 +146,14 @@ def _lost(job: JobFolder, slurm: str | None) -> str:
         said = f"Slurm ended it, or its node went down, before it could leave a word ({slurm})"
     words = job.last_words()
     return f"{said}\nits last words:\n{words}" if words else said
+
+
+def command_line(program: Sequence[str]) -> str:
+    """Format a command as a shell takes it, on one line: what can't be shown is escaped."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in shlex.join(program)
+    )
 
 
 def span(seconds: float) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.jobs.folder import JobFolder, create_job
-from hvdtrain.jobs.job_view import span, view_job
+from hvdtrain.jobs.job_view import command_line, span, view_job
 from hvdtrain.jobs.process_identity import ProcessIdentity, own_identity
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
@@ -65,3 +65,8 @@ def test_what_can_not_be_read_is_unknown(tmp_path: Path) -> None:
     (job.path / "spec.json").write_bytes(b"\0" * 100)
     (job.path / "state.json").write_bytes(b"")
     assert view_job(job).status == "unknown"
+
+
+def test_a_command_is_shown_on_one_line_and_draws_nothing() -> None:
+    shown = command_line(["python", "train.py", "$(id)", "a'b\nc", "\x1b[2J", "größer"])
+    assert shown == r"""python train.py '$(id)' 'a'"'"'b\nc' '\x1b[2J' 'größer'"""
