@@ -89,6 +89,7 @@ class EpochIterator:
         steps_per_epoch: Steps after which an epoch ends; None for as many as a pass has.
         steps_per_execution: How many steps Keras runs in one go.
         accumulates: Whether the gradients of several steps are applied together.
+        input_wait: Times how long steps wait for their batches.
     """
 
     def __init__(
