@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import tempfile
 import time
 from asyncio.subprocess import DEVNULL, Process
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import httpx2
 
+from hvdtrain.serve.private_folder import PrivateFolder
 from hvdtrain.serve.tensorboard_child import child_argv
 
 __all__ = ["TensorBoards", "prefix_of"]
@@ -46,7 +46,7 @@ class TensorBoards:
 
     def __init__(self) -> None:
         self._boards: dict[str, _Board] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: PrivateFolder | None = None
         self._started = 0
         self._tidying: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
@@ -92,13 +92,12 @@ class TensorBoards:
         for name in list(self._boards):
             await self._end(name)
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
 
     async def _launch(self, name: str, logdir: Path) -> _Board:
-        # Its mode lets its user in alone.
-        self._folder = self._folder or tempfile.TemporaryDirectory(prefix="hvdtrain-tensorboard-")
+        self._folder = self._folder or PrivateFolder("hvdtrain-tensorboard-")
         self._started += 1
-        path = Path(self._folder.name, f"{self._started}.socket")
+        path = self._folder.path / f"{self._started}.socket"
         words = path.with_suffix(".txt")
         # Who connects to it before the child is ready waits; once the child is gone nobody does.
         with socket.socket(socket.AF_UNIX) as listener, words.open("wb") as said:
