@@ -11,6 +11,7 @@ from pathlib import Path
 
 __all__ = [
     "descendants",
+    "is_stopped",
     "kill_all",
     "kill_descendants",
     "process_state",
@@ -61,6 +62,11 @@ def process_state(pid: int) -> str:
         return _fields(Path(f"/proc/{pid}/stat"))[0]
     except OSError:
         return ""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process does nothing, as by SIGSTOP or under a debugger."""
+    return process_state(pid) in ("t", "T")
 
 
 def start_ticks(pid: int) -> int:

@@ -30,7 +30,7 @@ from hvdtrain.agent.gpu_usage import GpuWatch, own_gpu
 from hvdtrain.agent.messages import Decoder, connect, encode, receive
 from hvdtrain.agent.oom import OomWatch
 from hvdtrain.agent.output_relay import OutputRelay
-from hvdtrain.agent.process_tree import descendants, kill_descendants, process_state, shell_code
+from hvdtrain.agent.process_tree import descendants, is_stopped, kill_descendants, shell_code
 from hvdtrain.agent.rank_report import ReportPipe
 from hvdtrain.agent.usage import UsageWatch
 from hvdtrain.cluster.topology import Topology, read_topology
@@ -195,8 +195,8 @@ class Agent:
         """For a rank that hangs: whether it is stopped, and the stacks of its threads."""
         assert self._child is not None
         pid = self._reporting()
-        states = {process_state(one) for one in (self._child.pid, pid) if one is not None}
-        self._send("looked", stopped=not states.isdisjoint("tT"))
+        stopped = any(is_stopped(one) for one in (self._child.pid, pid) if one is not None)
+        self._send("looked", stopped=stopped)
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGQUIT)

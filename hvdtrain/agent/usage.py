@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.agent.gpu_usage import GpuWatch
+from hvdtrain.agent.process_tree import is_stopped
 
 __all__ = ["Usage", "UsageWatch", "read_usage"]
 
@@ -79,7 +80,6 @@ class UsageWatch:
             self._due_s = math.inf
             return None
         rss, busy_s, stopped = 0, {}, False
-        halted = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         with contextlib.suppress(psutil.Error):
             program = psutil.Process(pid)
             for process in [program, *program.children(recursive=True)]:
@@ -87,7 +87,7 @@ class UsageWatch:
                     times = process.cpu_times()
                     busy_s[process.pid] = times.user + times.system
                     rss += process.memory_info().rss
-                    stopped |= process.status() in halted
+                    stopped |= is_stopped(process.pid)
         # A process that has ended takes its time with it.
         spent_s = sum(max(0.0, s - self._before.get(one, 0.0)) for one, s in busy_s.items())
         since_s, self._looked_s, self._before = now_s - self._looked_s, now_s, busy_s
