@@ -4,9 +4,11 @@
     python benchmarks/between_hosts.py --call broadcast --bytes 104857600
     python benchmarks/between_hosts.py --hosts 2 --ranks-per-host 2 --rate 1gbit --queue-ms 5
     python benchmarks/between_hosts.py --bytes 4 1024 16384 65536 --horovod
+    python benchmarks/between_hosts.py --bytes 4 4096 65536 --round-trip-ms 1
 
 Hosts are those of the tests, on this machine: it needs root, and the packages of
-tests/testbed/packages.txt. Links are shaped by tbf in both directions. Each way takes its turn,
+tests/testbed/packages.txt. Links are shaped by tbf in both directions, and on request a program
+keeps what is sent for half a round trip. Each way takes its turn,
 with float32 of so many bytes as a result, above 1 MiB in 40 arrays; TCP moves as many bytes as
 leave a host at least, 2 (n - 1) / n of them for an allreduce of n hosts, (n - 1) / n for an
 allgather and all for a broadcast, to the next host and from the one before at the same time.
@@ -41,6 +43,9 @@ def main() -> None:
     parser.add_argument("--rate", default="200mbit", help="of each link; default %(default)s")
     parser.add_argument("--queue-ms", type=int, default=20, help="before it; default %(default)s")
     parser.add_argument(
+        "--round-trip-ms", type=float, default=0, help="that links add; for small arrays; default 0"
+    )
+    parser.add_argument(
         "--bytes", type=int, nargs="+", default=[64 << 20], help="of arrays; default %(default)s"
     )
     parser.add_argument(
@@ -60,7 +65,8 @@ def main() -> None:
     found = run(asked)
     print(
         f"{asked.call}: {asked.hosts} hosts, {asked.ranks_per_host} ranks each, "
-        f"links of {asked.rate}, queues of {asked.queue_ms} ms"
+        f"links of {asked.rate}, queues of {asked.queue_ms} ms, "
+        f"{asked.round_trip_ms:g} ms added to a round trip"
     )
     for size in asked.bytes:
         print_table(size, {way: times[size] for way, times in found.items() if size in times})
@@ -88,7 +94,8 @@ def run(asked: argparse.Namespace) -> Found:
     job = json.dumps({name: getattr(asked, name) for name in names})
     libraries = [HVDTRAIN, HOROVOD] if asked.horovod else [HVDTRAIN]
     found: Found = {}
-    with shaped_hosts(asked.hosts, asked.ranks_per_host, asked.rate, asked.queue_ms) as hosts:
+    links = (asked.rate, asked.queue_ms, asked.round_trip_ms)
+    with shaped_hosts(asked.hosts, asked.ranks_per_host, *links) as hosts:
         for library in libraries * asked.jobs:
             for way, by_size in hosts.run(library, [WORKER, library, job]).items():
                 for size, times in by_size.items():

@@ -86,15 +86,17 @@ class Hosts:
 
 
 @contextmanager
-def shaped_hosts(count: int, ranks_per_host: int, rate: str, queue_ms: int) -> Iterator[Hosts]:
+def shaped_hosts(
+    count: int, ranks_per_host: int, rate: str, queue_ms: int, round_trip_ms: float = 0
+) -> Iterator[Hosts]:
     """Hosts with links of this rate, as tc writes it; they are gone after the block."""
-    with shaped_cluster(count, rate, queue_ms) as (cluster, environ):
+    with shaped_cluster(count, rate, queue_ms, round_trip_ms) as (cluster, environ):
         yield Hosts(cluster, environ, ranks_per_host)
 
 
 @contextmanager
 def shaped_cluster(
-    count: int, rate: str, queue_ms: int
+    count: int, rate: str, queue_ms: int, round_trip_ms: float = 0
 ) -> Iterator[tuple[Any, dict[str, str | None]]]:
     """The cluster of the tests, and what programs are to have in their environment there."""
     sys.path.insert(0, str(REPOSITORY))
@@ -102,5 +104,7 @@ def shaped_cluster(
     from tests.testbed.cluster import Cluster
 
     with Cluster(size=count) as cluster:
+        if round_trip_ms:
+            cluster.delay(round_trip_ms / 2)
         cluster.shape(rate, queue_ms)
         yield cluster, {**ON_CLUSTER, "OMPI_MCA_osc": "^ucx", "TF_CPP_MIN_LOG_LEVEL": "2"}

@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import socket
+import statistics
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ import numpy as np
 TCP_PORT = 45454
 # For one read or write of a socket, and for the other host to connect.
 LINK_TIMEOUT_S = 60.0
+ROUND_TRIPS = 50
 # Above, as gradients come: in several arrays.
 ONE_ARRAY_BYTES = 1 << 20
 ARRAYS = 40
@@ -69,6 +71,9 @@ def measure_hvdtrain(job: dict[str, Any]) -> Found:
     engine: Any = create(topology, read_settings(os.environ))
     link = Link(world, topology.local_rank, topology.local_size, hosts)
     found: Found = {}
+    round_trip_s = link.round_trip_s()
+    if engine.rank == 0:
+        print(f"a byte to the next host and one back: {round_trip_s * 1e3:.3f} ms", flush=True)
     for size in job["bytes"]:
         pair = Pair(call, size, world, engine)
         ways: dict[str, Way] = {
@@ -220,9 +225,23 @@ class Link:
         if not self._idle:
             following = names[(world.Get_rank() + local_size) % (hosts * local_size)]
             self._out = socket.create_connection((following, TCP_PORT), LINK_TIMEOUT_S)
+            self._out.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._in, _ = listener.accept()
             self._in.settimeout(LINK_TIMEOUT_S)
             listener.close()
+
+    def round_trip_s(self) -> float:
+        """The time of a byte to the next host and of an answer: of two such steps around the ring."""
+        if self._idle:
+            return 0.0
+        times = []
+        for _ in range(ROUND_TRIPS):
+            begun_s = time.perf_counter()
+            for _ in range(2):
+                self._out.sendall(b"?")
+                self._in.recv(1)
+            times.append(time.perf_counter() - begun_s)
+        return statistics.median(times)
 
     def move(self, nbytes: int) -> None:
         """Send so many bytes, and receive as many."""

@@ -204,6 +204,16 @@ class Cluster:
         for host in self.hosts:
             network.shape_link(self._machines[_HEAD], self._machines[host], rate, queue_ms)
 
+    def delay(self, ms: float) -> None:
+        """Let whatever a host sends arrive so many milliseconds later; before links are shaped."""
+        head, *hosts = self._machines.values()
+        keepers = [str(host.keeper.pid) for host in hosts]
+        argv = [sys.executable, "-m", "tests.testbed.delay_line", str(ms), *keepers]
+        self._start_daemon("delay_line", head, argv, cwd=REPOSITORY)
+        said = self._log(f"delay_line.{_HEAD}")
+        self._wait_for("delay line", lambda: "ready" in said.read_text())
+        network.delay_links(head, hosts)
+
     @contextlib.contextmanager
     def without_controller(self) -> Iterator[None]:
         """Within the block Slurm's controller answers nobody."""
@@ -300,7 +310,9 @@ class Cluster:
         done = self.run(["sinfo", "--noheader", "--Node", "--format=%t"], timeout_s=10)
         return done.stdout.split() == ["idle"] * len(self.hosts)
 
-    def _start_daemon(self, name: str, host: Host, argv: Sequence[str]) -> None:
+    def _start_daemon(
+        self, name: str, host: Host, argv: Sequence[str], cwd: PathLike = "/"
+    ) -> None:
         with self._log(f"{name}.{host.name}").open("ab") as log:
             self._daemons[f"{name}.{host.name}"] = subprocess.Popen(
                 host.entering(argv),
@@ -308,7 +320,7 @@ class Cluster:
                 stdout=log,
                 stderr=log,
                 env=self._environment(),
-                cwd="/",
+                cwd=cwd,
                 start_new_session=True,
             )
 

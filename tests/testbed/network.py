@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from tests.testbed.delay_line import BACK, OUT
 from tests.testbed.hosts import Host
 
-__all__ = ["addresses", "connect", "hosts_text", "set_link", "shape_link"]
+__all__ = ["addresses", "connect", "delay_links", "hosts_text", "set_link", "shape_link"]
 
 # The head has a network of its own as well: nothing of this is visible to the machine, so that
 # numbers and names are free, whatever else runs here.
@@ -57,6 +58,23 @@ def shape_link(head: Host, host: Host, rate: str, queue_ms: int) -> None:
     shaper = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", f"{queue_ms}ms")
     host.do("tc", "qdisc", "replace", "dev", "eth0", *shaper)
     head.do("tc", "qdisc", "replace", "dev", host.name, *shaper)
+
+
+def delay_links(head: Host, hosts: Sequence[Host]) -> None:
+    """Let what hosts send go through the devices of a delay line, which is there already.
+
+    What they receive still comes in where it did, by a link that is called ``in0`` now.
+    """
+    for host in (head, *hosts):
+        # What comes in is from where nothing would be sent back to.
+        host.do("tee", "/proc/sys/net/ipv4/conf/all/rp_filter", input="0")
+    head.do("tee", "/proc/sys/net/ipv4/ip_forward", input="1")
+    _ip(head, [f"link set {BACK} up"])
+    names = addresses([host.name for host in hosts])
+    for host in hosts:
+        steps = ["link set eth0 down", "addr flush dev eth0", "link set eth0 name in0"]
+        steps += ["link set in0 up", f"link set {OUT} name eth0", f"addr add {names[host.name]}/24 dev eth0"]
+        _ip(host, [*steps, "link set eth0 up"])
 
 
 def _ip(host: Host, steps: Sequence[str]) -> None:
