@@ -231,7 +231,7 @@ class Link:
             listener.close()
 
     def round_trip_s(self) -> float:
-        """The time of a byte to the next host and of an answer: of two such steps around the ring."""
+        """The time of a byte to the next host and an answer, by two such steps around the ring."""
         if self._idle:
             return 0.0
         times = []

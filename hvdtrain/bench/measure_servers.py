@@ -200,7 +200,7 @@ def _show(report: BenchReport, rows: Sequence[_Row], nbytes: int) -> None:
         "server's memory: its own after the runs, Python and TensorFlow included, and not what\n"
         "workers share with it: each the buffer of its own gradient."
     )
-    report.add(rows=[dataclasses.asdict(row) for row in rows])
+    report.add(rows=[dataclasses.asdict(row) for row in rows], nbytes=nbytes)
     *_, percent = rows[0].speeds(min)
     what = "2 workers: updates a second over what copies allow, best"
     report.hold_against(what, percent, "at least", LEAST_SHARE_PERCENT, "%")

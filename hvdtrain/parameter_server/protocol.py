@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from hvdtrain.collectives.fusion import BufferPool
 from hvdtrain.collectives.point_to_point import PendingMessage, PointToPoint
 from hvdtrain.errors import CollectiveError, MismatchError, NonFiniteError, PeerLostError
 from hvdtrain.parameter_server.published_weights import PublishedWeights
@@ -44,6 +45,9 @@ REPLY_DATA = 4
 
 # What a request may be refused with.
 REFUSALS: tuple[type[CollectiveError], ...] = (MismatchError, NonFiniteError)
+
+# Answers with data that are on their way at a time: one that goes out, and the next.
+MOST_UNTAKEN = 2
 
 # Small enough to arrive without anybody waiting for it.
 REFUSAL_BYTES = 800
@@ -259,40 +263,49 @@ class PendingRequest:
 class ReplySender:
     """Sends each worker one answer after another.
 
-    A worker that has died gets none, which is no error: who is lost is seen elsewhere, for all of
-    them together.
+    What comes with an answer is copied, and on its way while the server receives the next
+    gradient: so both directions of its link are busy. A worker that has died gets none, which is no
+    error: who is lost is seen elsewhere, for all of them together.
     """
 
     def __init__(self, messages: PointToPoint) -> None:
         self._messages = messages
-        # By worker; MPI reads what is sent until it is taken.
-        self._untaken: dict[int, tuple[np.ndarray, Sequence[PendingMessage]]] = {}
+        # By worker, the oldest first; MPI reads what is sent until it is taken.
+        self._untaken: dict[int, tuple[Sequence[np.ndarray], Sequence[PendingMessage]]] = {}
+        self._pool = BufferPool(max_idle=MOST_UNTAKEN)
 
     def send(self, worker: int, reply: Reply, data: Sequence[np.ndarray]) -> None:
-        """Send an answer; return when data that come with it are taken, and at once without any.
+        """Send an answer, and what comes with it; return without waiting until that is taken.
 
-        A worker that says nothing any more would keep the others waiting otherwise.
+        Only of ``MOST_UNTAKEN`` with data the oldest is waited for, as each is a copy.
         """
-        packed = reply.pack()
+        # Taken long ago, but MPI keeps what belongs to a message until somebody has asked.
+        self._await_taken(worker)
+        if data:
+            with_data = [other for other, (parts, _) in self._untaken.items() if len(parts) > 1]
+            for other in with_data[: 1 - MOST_UNTAKEN]:
+                self._await_taken(other)
+        parts = [reply.pack(), *map(self._copy, data)]
         with contextlib.suppress(PeerLostError):
-            # Taken long ago, but MPI keeps what belongs to a message until somebody has asked.
-            self._await_taken(worker)
-            pending = self._messages.start_send(packed, worker, REPLY)
-            for part in data:
+            pending = self._messages.start_send(parts[0], worker, REPLY)
+            for part in parts[1:]:
                 pending += self._messages.start_send(part, worker, REPLY_DATA)
-            self._untaken[worker] = packed, pending
-            if data:
-                self._await_taken(worker)
+            self._untaken[worker] = parts, pending
 
     def finish(self) -> None:
         """Return when every answer is taken."""
         for worker in tuple(self._untaken):
-            with contextlib.suppress(PeerLostError):
-                self._await_taken(worker)
+            self._await_taken(worker)
+
+    def _copy(self, part: np.ndarray) -> np.ndarray:
+        buffer = self._pool.take(part.nbytes)
+        np.copyto(buffer, part.reshape(-1).view(np.uint8))
+        return buffer
 
     def _await_taken(self, worker: int) -> None:
-        _, pending = self._untaken.pop(worker, (None, ()))
-        self._messages.wait(pending, f"parameter server, for rank {worker} to take its answer")
+        _, pending = self._untaken.pop(worker, ((), ()))
+        with contextlib.suppress(PeerLostError):
+            self._messages.wait(pending, f"parameter server, for rank {worker} to take its answer")
 
 
 def _pack(form: str, *values: object) -> np.ndarray:

@@ -72,9 +72,12 @@ def delay_links(head: Host, hosts: Sequence[Host]) -> None:
     _ip(head, [f"link set {BACK} up"])
     names = addresses([host.name for host in hosts])
     for host in hosts:
-        steps = ["link set eth0 down", "addr flush dev eth0", "link set eth0 name in0"]
-        steps += ["link set in0 up", f"link set {OUT} name eth0", f"addr add {names[host.name]}/24 dev eth0"]
-        _ip(host, [*steps, "link set eth0 up"])
+        steps = [
+            *("link set eth0 down", "addr flush dev eth0", "link set eth0 name in0"),
+            *("link set in0 up", f"link set {OUT} name eth0"),
+            *(f"addr add {names[host.name]}/24 dev eth0", "link set eth0 up"),
+        ]
+        _ip(host, steps)
 
 
 def _ip(host: Host, steps: Sequence[str]) -> None:
