@@ -5,7 +5,17 @@ import math
 import numpy as np
 import pytest
 
-from hvdtrain.parameter_server.protocol import POSITION_NUMBERS, Kind, Reply, Request
+import hvdtrain
+from hvdtrain import world as state
+from hvdtrain.parameter_server.protocol import (
+    POSITION_NUMBERS,
+    REPLY,
+    REPLY_DATA,
+    Kind,
+    Reply,
+    ReplySender,
+    Request,
+)
 
 
 def arrived(message):
@@ -48,3 +58,30 @@ def test_refusal_that_is_too_long():
 def test_refusal_that_is_cut_within_a_character():
     """266 characters of three bytes, and the first two of the next one."""
     assert arrived(Reply(0, 0, refusal="不" * 500)).refusal == "不" * 266 + "\ufffd"
+
+
+@pytest.mark.ranks(3)
+def test_answers_go_out_while_the_server_does_something_else():
+    """Both workers take theirs only once the server has sent both and changed its weights."""
+    hvdtrain.init()
+    collectives = state.collectives()
+    messages, signals = collectives.messages(), collectives.messages()
+    weights = np.zeros(2 << 20, np.float32)
+    if collectives.rank == 2:
+        sender = ReplySender(messages)
+        for worker in (0, 1):
+            weights[:] = worker + 1
+            sender.send(worker, Reply(step=worker, version=7), [weights])
+        weights[:] = -1
+        for worker in (0, 1):
+            signals.wait(signals.start_send(np.ones(1), worker, 1), "the test")
+        sender.finish()
+    else:
+        signals.wait(signals.start_receive(np.ones(1), 2, 1), "the test")
+        packed = Reply.buffer()
+        pending = messages.start_receive(packed, 2, REPLY)
+        pending += messages.start_receive(weights, 2, REPLY_DATA)
+        messages.wait(pending, "the test")
+        assert Reply.unpack(packed).step == collectives.rank
+        assert (weights == collectives.rank + 1).all()
+    collectives.barrier(name="all have theirs")
