@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from peers.ways import MEASURES, Way
+from peers.ways import MEASURES, ON_CLUSTER, Way
 
 __all__ = ["MODELS_OF_TORCH", "Sizes", "Task", "full_sizes", "make_plan", "quick_sizes"]
 
@@ -26,12 +26,14 @@ class Sizes:
         cases: Of allreduce: bytes and number of arrays, by name.
         runs: Of each case in a job.
         models: Batch of a rank and steps of the ``fit`` that counts, by name.
+        cluster_models: The same of what trains on the cluster.
         warmup_steps: Of the ``fit`` before it.
     """
 
     cases: Mapping[str, tuple[int, int]]
     runs: int
     models: Mapping[str, tuple[int, int]]
+    cluster_models: Mapping[str, tuple[int, int]]
     warmup_steps: int
 
 
@@ -47,6 +49,7 @@ def full_sizes() -> Sizes:
         },
         runs=7,
         models={"lenet": (64, 60), "mlp": (64, 20), "resnet50": (4, 10)},
+        cluster_models={"lenet": (64, 30)},
         warmup_steps=3,
     )
 
@@ -57,6 +60,7 @@ def quick_sizes() -> Sizes:
         cases={"4 B": (4, 1), "1 MiB": (1 << 20, 1), "4 MiB in 40 arrays": (4 << 20, 40)},
         runs=2,
         models={"lenet": (64, 5), "mlp": (64, 3), "resnet50": (2, 2)},
+        cluster_models={"lenet": (64, 3)},
         warmup_steps=2,
     )
 
@@ -97,8 +101,8 @@ def make_plan(
 ) -> list[Task]:
     """All jobs; ways take turns, so that whatever else the machine does meets all of them alike.
 
-    Memory is that of the jobs that train, which run once for both. On the cluster only allreduce is
-    compared.
+    Memory is that of the jobs that train, which run once for both. On the cluster allreduce and
+    training are compared, of what runs on several hosts.
 
     Args:
         whats: Names of ``MEASURES``.
@@ -109,11 +113,11 @@ def make_plan(
     """
     plan: list[Task] = []
     for what in dict.fromkeys("training" if what == "memory" else what for what in whats):
-        for where in _places(what, wheres):
+        for where in _places(what, whats, wheres):
             jobs = [
-                (ways[name], _job(what, ways[name], whats, sizes))
+                (ways[name], _job(what, where, ways[name], whats, sizes))
                 for name in MEASURES[what]
-                if name in ways
+                if name in ways and (where == "host" or ways[name].launcher != "alone")
             ]
             plan += [
                 Task(
@@ -130,14 +134,15 @@ def make_plan(
     return plan
 
 
-def _places(what: str, wheres: Sequence[str]) -> Iterable[Where]:
+def _places(what: str, whats: Sequence[str], wheres: Sequence[str]) -> Iterable[Where]:
     if "host" in wheres:
         yield "host"
-    if "cluster" in wheres and what == "allreduce":
+    # The jobs that train may be there for their memory alone.
+    if "cluster" in wheres and what in ON_CLUSTER and what in whats:
         yield "cluster"
 
 
-def _job(what: str, way: Way, whats: Sequence[str], sizes: Sizes) -> dict[str, Any]:
+def _job(what: str, where: Where, way: Way, whats: Sequence[str], sizes: Sizes) -> dict[str, Any]:
     """What ranks of a way are told; ``environ`` and ``result`` come with the place it runs at."""
     job: dict[str, Any] = {"program": "allreduce", "library": way.library}
     if what == "allreduce":
@@ -148,7 +153,7 @@ def _job(what: str, way: Way, whats: Sequence[str], sizes: Sizes) -> dict[str, A
         "torch": "torch_loop",
     }.get(way.library, "keras_fit")
     if what == "training":
-        models = dict(sizes.models)
+        models = dict(sizes.models if where == "host" else sizes.cluster_models)
         if "training" not in whats:
             models = {"lenet": models["lenet"]}
         if way.library == "torch":

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.bench.results import format_seconds
 from peers.plan import Sizes
-from peers.ways import MEASURES, NOT_MEASURED, Way
+from peers.ways import MEASURES, NOT_MEASURED, ON_CLUSTER, Way
 
 __all__ = ["collect", "report", "show_values", "table"]
 
@@ -125,12 +125,15 @@ def report(
         source = "training" if what == "memory" else what
         for where in wheres:
             values = collect(entries, source, where)
-            if not values:
+            if not values or (where == "cluster" and what not in ON_CLUSTER):
                 continue
             if what == "training":
                 values = with_efficiency(values, ways, ranks)
             place = f"{ranks} ranks on one host" if where == "host" else links
-            shown = table(labels, values, columns_of(what, sizes))
+            columns = columns_of(what, sizes)
+            # On the cluster there is not all of it.
+            there = [one for one in columns if any(one.figure in row for row in values.values())]
+            shown = table(labels, values, there or columns[:1])
             missing = [not_there[name] for name in MEASURES[what] if name in not_there]
             missing += NOT_MEASURED.get(what, ())
             notes = [NOTES[what], *(f"Not measured: {reason}" for reason in missing)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["MEASURES", "NOT_MEASURED", "WAYS", "Way", "find_ways"]
+__all__ = ["MEASURES", "NOT_MEASURED", "ON_CLUSTER", "WAYS", "Way", "find_ways"]
 
 Launcher = Literal["alone", "hvdtrain", "mpirun", "horovodrun", "torchrun"]
 HOROVODS = ("horovod-optimised", "horovod")
@@ -135,6 +135,8 @@ MEASURES: Mapping[str, tuple[str, ...]] = {
     "memory": _TRAINING,
     "recovery": ("elastic", "restart", "torch-restart"),
 }
+# Which are compared on the cluster as well.
+ON_CLUSTER = ("allreduce", "training")
 # What is not compared, and why.
 NOT_MEASURED: Mapping[str, tuple[str, ...]] = {
     "recovery": (

@@ -121,15 +121,23 @@ def test_ways_take_turns() -> None:
 
 def test_memory_is_that_of_the_jobs_that_train() -> None:
     ways = {name: WAYS[name] for name in ("hvdtrain", "torch")}
-    both = make_plan(["training", "memory"], ["host", "cluster"], ways, 1, full_sizes())
+    both = make_plan(["training", "memory"], ["host"], ways, 1, full_sizes())
     assert [list(task.job["models"]) for task in both] == [
         ["lenet", "mlp", "resnet50"],
         ["lenet", "mlp"],
     ]
-    memory = make_plan(["memory"], ["host"], ways, 1, full_sizes())
+    memory = make_plan(["memory"], ["host", "cluster"], ways, 1, full_sizes())
     assert [(task.what, list(task.job["models"])) for task in memory] == [
         ("training", ["lenet"]),
         ("training", ["lenet"]),
+    ]
+
+
+def test_what_trains_alone_is_not_on_the_cluster() -> None:
+    ways = {name: WAYS[name] for name in ("hvdtrain", "keras")}
+    plan = make_plan(["training", "startup"], ["cluster"], ways, 1, full_sizes())
+    assert [(task.what, task.way.name, list(task.job["models"])) for task in plan] == [
+        ("training", "hvdtrain", ["lenet"])
     ]
 
 
