@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -70,13 +71,17 @@ class Signatures:
         """
         if signature in self._agreed:
             return
+        texts = signature.texts()
+        # A thousand ranks with hundreds of variables each have megabytes to say, and few bytes do.
+        digest = hashlib.sha256(repr(list(texts.items())).encode()).hexdigest()
         # With run_eagerly a rank may come here at a later step, when the others do not.
-        everyone = collectives.allgather_object(
-            signature.texts(), name="gradient signatures", note=signature.lacking
+        digests = collectives.allgather_object(
+            digest, name="gradient signatures", note=signature.lacking
         )
-        for rank, theirs in enumerate(everyone):
-            if list(theirs.items()) != list(everyone[0].items()):
-                raise MismatchError(_explain(everyone[0], rank, theirs))
+        if len(set(digests)) > 1:
+            everyone = collectives.allgather_object(texts, name="gradients that differ")
+            rank = next(rank for rank, theirs in enumerate(digests) if theirs != digests[0])
+            raise MismatchError(_explain(everyone[0], rank, everyone[rank]))
         self._agreed.add(signature)
 
 
