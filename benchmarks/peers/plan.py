@@ -158,7 +158,14 @@ def _job(what: str, where: Where, way: Way, whats: Sequence[str], sizes: Sizes) 
             models = {"lenet": models["lenet"]}
         if way.library == "torch":
             models = {name: models[name] for name in models if name in MODELS_OF_TORCH}
-        return {**job, "models": models, "warmup_steps": sizes.warmup_steps}
+        # On several hosts what is combined can hide behind other operations; TensorFlow has 2 here.
+        threads = 1 if where == "host" else 2
+        return {
+            **job,
+            "models": models,
+            "warmup_steps": sizes.warmup_steps,
+            "inter_op_threads": threads,
+        }
     if what == "startup":
         return {**job, "models": {"small": (64, 1)}, "warmup_steps": 1}
     if what == "recovery" and way.library == "bench":

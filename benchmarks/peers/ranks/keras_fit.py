@@ -29,7 +29,7 @@ class _Steps(keras.callbacks.Callback):
 def measure(job: dict[str, Any]) -> dict[str, Any] | None:
     """Samples a second by the clock around ``fit``, and memory; after some steps that trace."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(job.get("inter_op_threads", 1))
     rank, size = 0, 1
     together = job["library"] != "keras"
     if together:

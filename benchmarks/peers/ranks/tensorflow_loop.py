@@ -19,7 +19,7 @@ __all__ = ["measure"]
 def measure(job: dict[str, Any]) -> dict[str, Any] | None:
     """Samples a second by the clock around the loop, and memory; after some steps that trace."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(job.get("inter_op_threads", 1))
     hvd: Any = None
     rank, size = 0, 1
     versions = {"tensorflow": tf.__version__, "keras": keras.__version__}
