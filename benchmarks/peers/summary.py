@@ -29,8 +29,8 @@ NOTES = {
     "array; Horovod, hvdtrain.tensorflow and the ring add up tensors of TensorFlow.",
     "training": "Efficiency is that over the same number of single processes of the same "
     "framework, each with one thread. Keras trains by `fit`, with its metrics; Horovod in a loop "
-    "over a tf.function; torch in a loop over the same layers written in torch. On four hosts TensorFlow has two "
-    "threads for operations beside each other, and one elsewhere.",
+    "over a tf.function; torch in a loop over the same layers written in torch. On four hosts "
+    "TensorFlow has two threads for operations beside each other, and one elsewhere.",
     "startup": "A model that computes next to nothing; imports, tracing and all else included.",
     "memory": "The largest resident set (VmHWM), memory that ranks share included.",
     "recovery": "With a restart all ranks begin anew, without a checkpoint here.",
