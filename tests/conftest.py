@@ -19,6 +19,7 @@ pytest_plugins = (
     "tests.environments.plugin",
     "tests.harness.plugin",
     "tests.harness.times",
+    "tests.kubernetes.plugin",
     "tests.testbed.plugin",
     "pytester",
 )

@@ -9,6 +9,8 @@ project's own environment. Those with Horovod have nothing of that and take minu
 the user's cache, for all checkouts, under names that tell what they are made of.
 
 ``horovod-optimised`` and ``torch`` are for benchmarks (``make bench``), and made when named.
+``kubernetes`` is no environment of Python's but programs, which ``kubernetes.py`` builds; it is in
+the user's cache as well.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ __all__ = [
     "HOROVODS",
     "HOROVODS_PYTHON",
     "KERAS",
+    "KUBERNETES",
     "PEERS",
     "SAME",
     "build_of",
@@ -49,6 +52,7 @@ SAME = {"horovod-optimised": "horovod"}
 HOROVODS = ("horovod", *SAME, *BELOW)
 # What hvdtrain is compared with; no test needs it.
 PEERS = (*SAME, "torch")
+KUBERNETES = "kubernetes"
 # The ends of what pyproject.toml allows.
 KERAS = ("keras-oldest", "keras-newest")
 # The last Python that the TensorFlow which Horovod builds against runs on.
@@ -69,7 +73,7 @@ _SYSTEM_MPIRUN = "/usr/bin/mpirun"
 
 def folder_of(name: str) -> Path:
     """Where the environment is, or will be."""
-    if name in HOROVODS:
+    if name in (*HOROVODS, KUBERNETES):
         return CACHE / f"{name}-{_digest(name)[:16]}"
     return REPOSITORY / ".venvs" / name
 
@@ -93,6 +97,8 @@ def stamp_of(name: str) -> tuple[Path, str]:
 @functools.cache
 def _digest(name: str) -> str:
     """Of what it is made of."""
+    if name == KUBERNETES:
+        return hashlib.sha256((HERE / "kubernetes.py").read_bytes()).hexdigest()
     layers = [requirements_of(layer) for layer in (name, BELOW.get(name)) if layer]
     if name in HOROVODS:
         python = os.path.realpath(shutil.which(HOROVODS_PYTHON) or "")

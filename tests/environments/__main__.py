@@ -19,12 +19,14 @@ from tests.environments import (
     HOROVODS,
     HOROVODS_PYTHON,
     KERAS,
+    KUBERNETES,
     PEERS,
     build_of,
     folder_of,
     requirements_of,
     stamp_of,
 )
+from tests.environments.kubernetes import build_kubernetes
 
 LIGHT = sorted({path.stem for path in HERE.glob("*.txt")} - {"packages", *HOROVODS, *PEERS})
 PIP = ("--disable-pip-version-check", "--quiet")
@@ -32,7 +34,7 @@ PIP = ("--disable-pip-version-check", "--quiet")
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.environments", description=__doc__)
-    known = [*LIGHT, *dict.fromkeys([*HOROVODS, *PEERS])]
+    known = [*LIGHT, *dict.fromkeys([*HOROVODS, *PEERS, KUBERNETES])]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     names = parser.parse_args().names or LIGHT
     if unknown := set(names) - set(known):
@@ -51,7 +53,10 @@ def main() -> None:
 
 def make(name: str) -> None:
     print(f"making {folder_of(name)}", flush=True)
-    if name in BELOW:
+    if name == KUBERNETES:
+        print("building Kubernetes, which takes some minutes", flush=True)
+        build_kubernetes(folder_of(name))
+    elif name in BELOW:
         make_over_horovod(name)
     elif name in HOROVODS:
         make_horovod(name)
