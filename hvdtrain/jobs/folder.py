@@ -21,6 +21,7 @@ from hvdtrain.jobs.state import JobState, Status, state_from_json, status_of
 __all__ = [
     "HEARTBEAT_S",
     "JOBS_DIR",
+    "JOB_FOLDER",
     "JobFolder",
     "all_jobs",
     "create_job",
@@ -30,6 +31,8 @@ __all__ = [
 
 # Where the folders of jobs lie; empty for nowhere.
 JOBS_DIR = "HVDTRAIN_JOBS_DIR"
+# The folder of the job that a hvdtrain run is to run; it is queued there.
+JOB_FOLDER = "HVDTRAIN_JOB_FOLDER"
 # A launcher touches its state this often, in seconds; others give up on it after PATIENCE_S.
 HEARTBEAT_S = 15.0
 PATIENCE_S = 4 * HEARTBEAT_S
@@ -130,11 +133,11 @@ class JobFolder:
         except JobError:
             return None
 
-    def status(self, state: JobState | None, slurm: str | None = None) -> Status:
-        """Decide the job's status from its ``state``, read before; ``slurm`` as ``status_of``."""
+    def status(self, state: JobState | None, queue: str | None = None) -> Status:
+        """Decide the job's status from its ``state``, read before; ``queue`` as ``status_of``."""
         quiet_s = time.time() - self.heard_s()
         alive = is_alive(state.launcher) if state is not None and state.launcher else None
-        return status_of(state, alive=alive, quiet_s=quiet_s, patience_s=PATIENCE_S, slurm=slurm)
+        return status_of(state, alive=alive, quiet_s=quiet_s, patience_s=PATIENCE_S, queue=queue)
 
     def discard(self) -> None:
         """Remove the folder of a job that could not be handed over."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.kubernetes.pod_submission import pod_state
 from hvdtrain.jobs.slurm import slurm_states
-from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.spec import BackendKind, JobSpec
 from hvdtrain.jobs.state import GONE, NO_ANSWER, JobState, Status
 
 __all__ = ["JobView", "command_line", "span", "view_job", "view_jobs"]
@@ -48,6 +49,7 @@ class JobView:
         code: The exit code, once it has ended.
         verdict: What was said of its end.
         slurm_job: The number of the Slurm job that it runs in; empty for none.
+        on: Who runs it: ``local``, ``slurm`` or ``kubernetes``.
     """
 
     name: str
@@ -68,6 +70,7 @@ class JobView:
     code: int | None = None
     verdict: str = ""
     slurm_job: str = ""
+    on: BackendKind = "local"
 
     @property
     def is_over(self) -> bool:
@@ -79,28 +82,41 @@ class JobView:
         return asdict(self)
 
 
+class _Answer(NamedTuple):
+    """What a queue says of a job: which queue, its state, and the reason for that."""
+
+    queue: str
+    word: str
+    why: str
+
+
 def view_job(job: JobFolder) -> JobView:
     """Read what there is to show of a job; what can't be read is left out."""
     return view_jobs([job])[0]
 
 
 def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
-    """Read what there is to show of each; ask Slurm once, about those that only it knows of."""
+    """Read what there is to show of each; ask its queue about one that only that knows of."""
     found = [(job, job.state(), _spec(job)) for job in jobs]
     asked = {
-        spec.slurm_job
-        for job, state, spec in found
-        if spec is not None and spec.slurm_job and _is_slurms(job, state)
+        job.name: spec for job, state, spec in found if spec is not None and _is_queues(job, state)
     }
-    answers = slurm_states(asked) if asked else {}
-    views = []
-    for job, state, spec in found:
-        number = spec.slurm_job if spec is not None else ""
-        slurm, why = None, ""
-        if number in asked:
-            slurm, why = (NO_ANSWER, "") if answers is None else answers.get(number, (GONE, ""))
-        views.append(_view(job, state, spec, slurm, why))
-    return views
+    answers = _ask_queues(asked)
+    return [_view(job, state, spec, answers.get(job.name)) for job, state, spec in found]
+
+
+def _ask_queues(asked: Mapping[str, JobSpec]) -> dict[str, _Answer]:
+    """What Slurm, once, and Kubernetes say of jobs; nothing of those that are none of theirs."""
+    answers = {}
+    numbers = {name: spec.slurm_job for name, spec in asked.items() if spec.slurm_job}
+    said = slurm_states(numbers.values()) if numbers else {}
+    for name, number in numbers.items():
+        word, why = (NO_ANSWER, "") if said is None else said.get(number, (GONE, ""))
+        answers[name] = _Answer("Slurm", word, why)
+    for name, spec in asked.items():
+        if spec.backend.kind == "kubernetes":
+            answers[name] = _Answer("Kubernetes", *pod_state(name, spec))
+    return answers
 
 
 def _spec(job: JobFolder) -> JobSpec | None:
@@ -110,8 +126,8 @@ def _spec(job: JobFolder) -> JobSpec | None:
         return None
 
 
-def _is_slurms(job: JobFolder, state: JobState | None) -> bool:
-    """Whether Slurm may know more of a job of its own than its folder tells."""
+def _is_queues(job: JobFolder, state: JobState | None) -> bool:
+    """Whether a queue may know more of a job of its own than its folder tells."""
     if state is None:
         return False
     if state.phase == "ended":
@@ -121,29 +137,34 @@ def _is_slurms(job: JobFolder, state: JobState | None) -> bool:
 
 
 def _view(
-    job: JobFolder, state: JobState | None, spec: JobSpec | None, slurm: str | None, why: str
+    job: JobFolder, state: JobState | None, spec: JobSpec | None, answer: _Answer | None
 ) -> JobView:
-    status = job.status(state, slurm)
+    status = job.status(state, answer.word if answer is not None else None)
     known: dict[str, Any] = {"name": job.name, "status": status, "created_s": job.created_s()}
     if spec is not None:
         known |= {name: getattr(spec, name) for name in _OF_SPEC}
+        known["on"] = spec.backend.kind
     if state is not None:
         known |= {name: getattr(state, name) for name in _OF_STATE}
         if state.phase == "ended" and status != "queued":
             known["ended_s"] = state.since_s
         elif status in ("lost", "stopped"):
-            known |= {"ended_s": job.heard_s(), "verdict": _lost(job, slurm)}
-    if status == "queued" and slurm is not None:
-        known["verdict"] = f"it waits for Slurm: {why}" if why not in ("", "None") else ""
-    if slurm == NO_ANSWER:
-        known["verdict"] = "Slurm does not answer, and the job has not been heard of"
+            known |= {"ended_s": job.heard_s(), "verdict": _lost(job, answer)}
+    if answer is not None and status == "queued":
+        waits = f"it waits for {answer.queue}: {answer.why}"
+        known["verdict"] = waits if answer.why not in ("", "None") else ""
+    if answer is not None and answer.word == NO_ANSWER:
+        known["verdict"] = f"{answer.queue} does not answer, and the job has not been heard of"
     return JobView(**known)
 
 
-def _lost(job: JobFolder, slurm: str | None) -> str:
+def _lost(job: JobFolder, answer: _Answer | None) -> str:
     said = "its hvdtrain run is gone and left no word: it was killed, or its host went down"
-    if slurm is not None:
-        said = f"Slurm ended it, or its node went down, before it could leave a word ({slurm})"
+    if answer is not None:
+        why = f"{answer.word}: {answer.why}" if answer.why not in ("", "None") else answer.word
+        said = (
+            f"{answer.queue} ended it, or its node went down, before it could leave a word ({why})"
+        )
     words = job.last_words()
     return f"{said}\nits last words:\n{words}" if words else said
 

@@ -6,10 +6,12 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.folder import JOBS_DIR, JobFolder, all_jobs, find_job, jobs_directory
-from hvdtrain.jobs.spec import Backend
+from hvdtrain.jobs.kubernetes.pod_options import add_pod_options
+from hvdtrain.jobs.spec import LOCAL, Backend, BackendKind
 
 __all__ = [
     "add_backend",
@@ -67,8 +69,8 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that say who runs a job."""
     parser.add_argument(
         "--on",
-        choices=("local", "slurm"),
-        help="this machine's queue, or Slurm's; default local",
+        choices=get_args(BackendKind),
+        help="this machine's queue, Slurm's, or pods of Kubernetes; default local",
     )
     parser.add_argument(
         "--sbatch",
@@ -76,6 +78,7 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
         metavar="OPTION",
         help="an option of sbatch, as --sbatch=--partition=gpu; may be repeated",
     )
+    add_pod_options(parser.add_argument_group("with --on kubernetes (docs/kubernetes.md)"))
 
 
 def split_backend(words: Sequence[str]) -> tuple[list[str], Backend | None]:
@@ -84,8 +87,11 @@ def split_backend(words: Sequence[str]) -> tuple[list[str], Backend | None]:
     add_backend(parser)
     at = list(words).index("--") if "--" in words else len(words)
     found, rest = parser.parse_known_args(words[:at])
-    on_slurm = found.on == "slurm" or found.sbatch
-    backend: Backend | None = tuple(found.sbatch or ()) if on_slurm else found.on
+    backend = None if found.on is None else LOCAL
+    if found.on == "slurm" or found.sbatch:
+        backend = Backend("slurm", tuple(found.sbatch or ()))
+    elif found.on == "kubernetes" or found.pod_words:
+        backend = Backend("kubernetes", tuple(found.pod_words or ()))
     return [*rest, *words[at:]], backend
 
 

@@ -46,7 +46,7 @@ def sbatch_argv(name: str, folder: Path, spec: JobSpec, *, ranks: int | None) ->
         f"--job-name={name}",
         f"--output={folder / 'slurm.txt'}",
         *([] if ranks is None else [f"--ntasks={ranks}"]),
-        *(spec.sbatch or ()),
+        *spec.backend.options,
         str(script_path()),
         *spec.options,
         "--",

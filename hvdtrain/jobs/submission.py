@@ -11,16 +11,15 @@ from pathlib import Path
 from hvdtrain.agent.agent_environment import ATTEMPT, JOB, OUTPUT_DIR
 from hvdtrain.config import COLUMNS, LAUNCHER, REPORT_FD, Settings, variable_name
 from hvdtrain.errors import ConfigurationError, JobError
-from hvdtrain.jobs.folder import JobFolder, create_job
+from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder, create_job
 from hvdtrain.jobs.job_view import view_job
+from hvdtrain.jobs.kubernetes.pod_submission import create, pod_job
 from hvdtrain.jobs.slurm import sbatch_argv, submit
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
 
-__all__ = ["JOB_FOLDER", "check_options", "hand_over", "start_again", "submit_job"]
+__all__ = ["check_options", "hand_over", "start_again", "submit_job"]
 
-# The folder of the job that a hvdtrain run is to run; it is queued there.
-JOB_FOLDER = "HVDTRAIN_JOB_FOLDER"
 _OF_RANKS = {ATTEMPT, COLUMNS, JOB, LAUNCHER, OUTPUT_DIR, REPORT_FD}
 CHECK_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 30.0
@@ -126,8 +125,10 @@ def hand_over(
         before = folder.state() or JobState(phase="queued")
         folder.write_state(dataclasses.replace(before, phase="queued", launcher=None))
         variables = {**_environment(spec, environ), JOB_FOLDER: str(folder.path)}
-        if spec.sbatch is None:
+        if spec.backend.kind == "local":
             _start_detached(folder, spec, variables)
+        elif spec.backend.kind == "kubernetes":
+            create(pod_job(folder.path, spec, environ, ranks=ranks))
         else:
             argv = sbatch_argv(folder.name, folder.path, spec, ranks=ranks)
             number = submit(argv, {**variables, "PYTHON": spec.python}, spec.folder)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.errors import HvdtrainError, LaunchError
-from hvdtrain.jobs.folder import JobFolder, create_job, jobs_directory
+from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder, create_job, jobs_directory
 from hvdtrain.jobs.recorder import JobRecorder
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.submission import JOB_FOLDER
 
 __all__ = ["new_recorder", "submitted_recorder"]
 

@@ -24,7 +24,7 @@ from hvdtrain.jobs.log_reader import Found, log_end, read_before, read_log
 from hvdtrain.jobs.metrics_rows import metrics_rows
 from hvdtrain.jobs.naming import split_backend
 from hvdtrain.jobs.progress import left_s
-from hvdtrain.jobs.spec import JobSpec, make_spec, sbatch_of, with_changes
+from hvdtrain.jobs.spec import LOCAL, JobSpec, make_spec, with_changes
 from hvdtrain.jobs.submission import check_options, start_again, submit_job
 from hvdtrain.serve.index import JobIndex, matching
 from hvdtrain.serve.policy import Policy
@@ -204,7 +204,7 @@ class JobApi:
             raise JobError(f"folder is {folder!r}; expected one that is there.")
         rest, backend = split_backend(options)
         spec = make_spec(rest, program, {})
-        spec = dataclasses.replace(spec, folder=folder, sbatch=sbatch_of(backend))
+        spec = dataclasses.replace(spec, folder=folder, backend=backend or LOCAL)
         self._policy.check(spec)
         return spec
 

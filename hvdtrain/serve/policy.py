@@ -38,7 +38,7 @@ class Policy:
         Raises:
             JobError: It may not; the message says what may.
         """
-        backend = "local" if spec.sbatch is None else "slurm"
+        backend = spec.backend.kind
         if backend not in self.backends:
             raise JobError(_refusal("backend", backend, self.backends, "--allow-backend"))
         folder = Path(os.path.realpath(spec.folder))

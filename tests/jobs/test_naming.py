@@ -3,14 +3,15 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.jobs.naming import split_backend
+from hvdtrain.jobs.spec import LOCAL, Backend
 
 SAID = {
     "nothing": (["-np", "2"], (["-np", "2"], None)),
-    "local": (["--on", "local", "-np", "2"], (["-np", "2"], "local")),
-    "slurm": (["-np", "2", "--on=slurm"], (["-np", "2"], ())),
+    "local": (["--on", "local", "-np", "2"], (["-np", "2"], LOCAL)),
+    "slurm": (["-np", "2", "--on=slurm"], (["-np", "2"], Backend("slurm"))),
     "sbatch": (
         ["--sbatch=--time=5", "-x", "A=--on", "--sbatch=-p gpu"],
-        (["-x", "A=--on"], ("--time=5", "-p gpu")),
+        (["-x", "A=--on"], Backend("slurm", ("--time=5", "-p gpu"))),
     ),
     "program": (["-np", "2", "--", "a", "--on", "x"], (["-np", "2", "--", "a", "--on", "x"], None)),
 }

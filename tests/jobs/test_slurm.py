@@ -6,13 +6,13 @@ import pytest
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.slurm import cancel, sbatch_argv, script_path, slurm_states, submit
-from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.spec import Backend, JobSpec
 
 SPEC = JobSpec(
     options=("-np", "4", "--max-restarts", "2"),
     program=("python", "a b.py", "$(id)"),
     folder="/work",
-    sbatch=("--partition=gpu",),
+    backend=Backend("slurm", ("--partition=gpu",)),
 )
 
 

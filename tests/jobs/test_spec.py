@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import platform
@@ -9,6 +10,8 @@ import pytest
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.spec import (
+    LOCAL,
+    Backend,
     JobSpec,
     is_secret,
     make_spec,
@@ -22,6 +25,8 @@ NASTY = ["--name", "$(id)", "a b", "'\"", "line\nline", "<script>", "", "é"]
 
 def test_words_come_back_as_they_were() -> None:
     spec = JobSpec(options=("-np", "2"), program=tuple(NASTY), folder="/a b", created_s=1.5)
+    assert spec_from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    spec = dataclasses.replace(spec, backend=Backend("slurm", tuple(NASTY)))
     assert spec_from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 
@@ -37,6 +42,8 @@ BROKEN = {
     "variables": {"options": [], "program": [], "variables": {"A": 1}},
     "versions": {"options": [], "program": [], "versions": ["3.11"]},
     "folder": {"options": [], "program": [], "folder": 7},
+    "backend": {"options": [], "program": [], "backend": {"kind": "cloud", "options": []}},
+    "backends options": {"options": [], "program": [], "backend": {"kind": "slurm"}},
     "time": {"options": [], "program": [], "created_s": "now"},
 }
 
@@ -101,14 +108,17 @@ def test_changes_come_last() -> None:
     changed = with_changes(spec, ["--", "c", "--", "d"])
     assert (changed.options, changed.program) == (("-np", "2"), ("c", "--", "d"))
     assert with_changes(spec, []).program == ("a", "b")
-    assert with_changes(spec, [], ("--time=5",)).sbatch == ("--time=5",)
-    assert with_changes(JobSpec(**{**vars(spec), "sbatch": ("-n2",)}), []).sbatch == ("-n2",)
-    assert with_changes(JobSpec(**{**vars(spec), "sbatch": ("-n2",)}), [], "local").sbatch is None
+    slurms = Backend("slurm", ("--time=5",))
+    assert with_changes(spec, [], slurms).backend == slurms
+    on_slurm = JobSpec(**{**vars(spec), "backend": slurms})
+    assert with_changes(on_slurm, []).backend == slurms
+    assert with_changes(on_slurm, [], LOCAL).backend == LOCAL
+    assert with_changes(on_slurm, [], Backend("slurm")).backend.options == ()
 
 
 def test_what_ran_in_somebodys_slurm_job_is_not_started_just_anywhere() -> None:
     spec = JobSpec(options=(), program=("a",), folder="/", slurm_job="7")
     with pytest.raises(JobError, match="ran in Slurm job 7"):
         with_changes(spec, [])
-    assert with_changes(spec, [], "local").slurm_job == ""
-    assert with_changes(spec, [], ()).sbatch == ()
+    assert with_changes(spec, [], LOCAL).slurm_job == ""
+    assert with_changes(spec, [], Backend("slurm")).backend.kind == "slurm"

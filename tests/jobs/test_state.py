@@ -77,7 +77,7 @@ OF_SLURM = {
 
 @pytest.mark.parametrize(("state", "quiet_s", "slurm", "told"), OF_SLURM.values(), ids=OF_SLURM)
 def test_what_is_true_of_a_job_of_slurms(state, quiet_s, slurm, told) -> None:
-    assert status_of(state, alive=None, quiet_s=quiet_s, patience_s=60, slurm=slurm) == told
+    assert status_of(state, alive=None, quiet_s=quiet_s, patience_s=60, queue=slurm) == told
 
 
 @pytest.mark.parametrize(("state", "alive", "quiet_s", "told"), TRUTH.values(), ids=TRUTH)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.spec import Backend, JobSpec
 from hvdtrain.serve.policy import Policy
 
 
@@ -30,7 +30,7 @@ def test_only_what_is_listed_may_be_started(tmp_path: Path) -> None:
         with pytest.raises(JobError, match=r"program .* allowed: python \(--allow-program"):
             policy.check(dataclasses.replace(spec, program=program))
     with pytest.raises(JobError, match="backend 'slurm' may not be used"):
-        policy.check(dataclasses.replace(spec, sbatch=()))
+        policy.check(dataclasses.replace(spec, backend=Backend("slurm")))
 
 
 def test_without_a_list_nothing_may() -> None:

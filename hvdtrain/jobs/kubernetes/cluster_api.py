@@ -1,0 +1,261 @@
+"""What is asked of a cluster's API server, by its official client; each answer is plain data."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import JobError
+from hvdtrain.jobs.kubernetes.manifests import JOB_LABEL, Object
+
+__all__ = ["ClusterApi"]
+
+TIMEOUT_S = 20.0
+DELETE_TIMEOUT_S = 180.0
+POLL_S = 0.5
+_OWNERS = {"Job": "batch/v1", "MPIJob": "kubeflow.org/v2beta1"}
+# What it owns goes first, so that nothing of it is left once it is gone itself.
+_WITH_ALL = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_MERGE = "application/merge-patch+json"
+
+
+class ClusterApi:
+    """One namespace of a cluster.
+
+    Args:
+        client: A ``DynamicClient`` of the package kubernetes.
+        namespace: Where objects are.
+    """
+
+    def __init__(self, client: Any, namespace: str) -> None:
+        self._client = client
+        self.namespace = namespace
+
+    @classmethod
+    def of_context(cls, context: str, namespace: str) -> ClusterApi:
+        """The cluster that kubectl's configuration names; empty words stand for its defaults.
+
+        Raises:
+            JobError: There is no such configuration.
+        """
+        kubernetes = _package()
+        try:
+            client = kubernetes.config.new_client_from_config(context=context or None)
+            known, active = kubernetes.config.list_kube_config_contexts()
+        except (kubernetes.config.ConfigException, OSError) as error:
+            raise JobError(
+                f"no cluster is known: {error}. Does kubectl get pods work here?"
+            ) from None
+        (used,) = [one for one in known if one["name"] == (context or active["name"])]
+        namespace = namespace or used["context"].get("namespace") or "default"
+        with _as_job_error("GET", "what there is", namespace):
+            return cls(kubernetes.dynamic.DynamicClient(client), namespace)
+
+    @classmethod
+    def of_pod(cls) -> ClusterApi:
+        """The cluster that this process runs in a pod of.
+
+        Raises:
+            JobError: It runs in none, or with no account.
+        """
+        kubernetes = _package()
+        try:
+            kubernetes.config.load_incluster_config()
+            namespace = _NAMESPACE_FILE.read_text().strip()
+        except (kubernetes.config.ConfigException, OSError) as error:
+            raise JobError(f"this pod may not ask its cluster: {error}") from None
+        with _as_job_error("GET", "what there is", namespace):
+            client = kubernetes.client.ApiClient()
+            return cls(kubernetes.dynamic.DynamicClient(client), namespace)
+
+    def create(self, objects: Sequence[Object]) -> None:
+        """Create all of them; the first owns the others, and goes again where one can't be.
+
+        Raises:
+            JobError: The cluster refuses one; the message says which and why.
+        """
+        owner, *others = objects
+        made = self._send("POST", _collection(owner, self.namespace), owner, _named(owner))
+        reference = {
+            "apiVersion": owner["apiVersion"],
+            "kind": owner["kind"],
+            "name": owner["metadata"]["name"],
+            "uid": made["metadata"]["uid"],
+            "blockOwnerDeletion": True,
+        }
+        try:
+            for one in others:
+                owned = {**one, "metadata": {**one["metadata"], "ownerReferences": [reference]}}
+                self._send("POST", _collection(one, self.namespace), owned, _named(one))
+        except JobError:
+            with contextlib.suppress(JobError):
+                self.delete(owner["kind"], owner["metadata"]["name"])
+            raise
+
+    def delete(self, kind: str, name: str) -> None:
+        """Delete a Job or MPIJob, and what it owns; that goes on after this has returned.
+
+        Raises:
+            JobError: The cluster refuses.
+        """
+        self._send("DELETE", self._path(kind, name), _WITH_ALL, f"{kind} {name}")
+
+    def replace_old(self, kind: str, name: str) -> None:
+        """See that there is no such object, which an earlier run of the same job may have left.
+
+        Raises:
+            JobError: The cluster refuses, or takes too long.
+        """
+        if not self.has(kind, name):
+            return
+        self.delete(kind, name)
+        deadline = time.monotonic() + DELETE_TIMEOUT_S
+        while self.has(kind, name):
+            if time.monotonic() > deadline:
+                raise JobError(
+                    f"{kind} {name} is still there {DELETE_TIMEOUT_S:g} s after it was deleted: "
+                    f"kubectl -n {self.namespace} describe {kind.lower()} {name} says why."
+                )
+            time.sleep(POLL_S)
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether there is such a Job or MPIJob.
+
+        Raises:
+            JobError: The cluster does not say.
+        """
+        query = [("fieldSelector", f"metadata.name={name}")]
+        found = self._send("GET", self._path(kind), None, f"{kind}s", query)
+        return bool(found["items"])
+
+    def _path(self, kind: str, name: str = "") -> str:
+        collection = f"/apis/{_OWNERS[kind]}/namespaces/{self.namespace}/{_plural(kind)}"
+        return f"{collection}/{name}" if name else collection
+
+    def pods(self, name: str) -> list[Object]:
+        """The pods of a job.
+
+        Raises:
+            JobError: The cluster does not say.
+        """
+        path = f"/api/v1/namespaces/{self.namespace}/pods"
+        query = [("labelSelector", f"{JOB_LABEL}={name}")]
+        found = self._send("GET", path, None, "its pods", query)
+        return list(found["items"])
+
+    def scale_workers(self, name: str, workers: int) -> None:
+        """Have so many workers.
+
+        Raises:
+            JobError: The cluster refuses.
+        """
+        path = f"/apis/apps/v1/namespaces/{self.namespace}/statefulsets/{name}-worker/scale"
+        self._send("PATCH", path, {"spec": {"replicas": workers}}, f"StatefulSet {name}-worker")
+
+    def give_up(self, name: str) -> None:
+        """Start no launcher again that ends with a failure.
+
+        Raises:
+            JobError: The cluster refuses.
+        """
+        self._send("PATCH", self._path("Job", name), {"spec": {"backoffLimit": 0}}, f"Job {name}")
+
+    def refused_rights(self, objects: Sequence[Object]) -> list[str]:
+        """What this user may not create of them, as ``create jobs.batch``.
+
+        Raises:
+            JobError: The cluster does not say.
+        """
+        refused = []
+        for one in objects:
+            group, _, _ = one["apiVersion"].rpartition("/")
+            resource = _plural(one["kind"])
+            wanted = {
+                "namespace": self.namespace,
+                "verb": "create",
+                "group": group,
+                "resource": resource,
+            }
+            review = {
+                "apiVersion": "authorization.k8s.io/v1",
+                "kind": "SelfSubjectAccessReview",
+                "spec": {"resourceAttributes": wanted},
+            }
+            path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+            answer = self._send("POST", path, review, "what this user may do")
+            if not answer["status"]["allowed"]:
+                refused.append(f"create {resource}{f'.{group}' if group else ''}")
+        return refused
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        content: Object | None,
+        what: str,
+        query: Sequence[tuple[str, str]] = (),
+    ) -> Any:
+        with _as_job_error(method, what, self.namespace):
+            answer = self._client.request(
+                method,
+                path,
+                body=content,
+                query_params=list(query),
+                content_type=_MERGE if method == "PATCH" else "application/json",
+                serialize=False,
+                _request_timeout=TIMEOUT_S,
+            )
+            return json.loads(answer.data)
+
+
+_DOES = {"POST": "created", "DELETE": "deleted", "PATCH": "changed", "GET": "read"}
+
+
+@contextlib.contextmanager
+def _as_job_error(method: str, what: str, namespace: str) -> Iterator[None]:
+    kubernetes = _package()
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield
+    except kubernetes.client.ApiException as error:
+        try:
+            said = json.loads(error.body)["message"]
+        except (TypeError, ValueError, KeyError):
+            said = error.reason
+        raise JobError(
+            f"{what} can't be {_DOES[method]} in namespace {namespace}: {said}"
+        ) from None
+    except (HTTPError, OSError) as error:
+        raise JobError(f"the cluster does not answer: {error}") from None
+
+
+def _package() -> Any:
+    try:
+        import kubernetes.client
+        import kubernetes.config
+        import kubernetes.dynamic
+    except ImportError:
+        raise JobError(
+            "jobs on Kubernetes need its client: pip install 'hvdtrain[kubernetes]'"
+        ) from None
+    return kubernetes
+
+
+def _plural(kind: str) -> str:
+    return f"{kind.lower()}s"
+
+
+def _collection(one: Object, namespace: str) -> str:
+    version = one["apiVersion"]
+    root = "/apis" if "/" in version else "/api"
+    return f"{root}/{version}/namespaces/{namespace}/{_plural(one['kind'])}"
+
+
+def _named(one: Object) -> str:
+    return f"{one['kind']} {one['metadata']['name']}"

@@ -1,0 +1,396 @@
+"""The objects of a job on Kubernetes, made of what was asked for; nothing is created here.
+
+Launcher and workers are pods of the same image. A Job has the launcher, and starts it again where
+its pod is lost; it owns everything else, so that deleting it leaves nothing. A StatefulSet has the
+workers, whose names a headless Service makes known: sshd runs in them, as an ordinary user on a
+high port, with keys that a Secret has for this job alone. A ConfigMap has the hostfile. The
+launcher may look at the job's pods and scale its workers, and nothing else; workers may do nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.jobs.kubernetes.pod_options import PodOptions, Toleration
+from hvdtrain.jobs.kubernetes.ssh_keys import HOST_ALIAS, KEY_FILES, SshKeys
+
+__all__ = [
+    "JOB_LABEL",
+    "ROLE_LABEL",
+    "SSH_PORT",
+    "PodJob",
+    "job_objects",
+    "mpijob_objects",
+    "worker_names",
+]
+
+JOB_LABEL = "hvdtrain/job"
+ROLE_LABEL = "hvdtrain/role"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+GPU = "nvidia.com/gpu"
+SSH_PORT = 2222
+OPERATORS_HOSTFILE = "/etc/mpi/hostfile"
+# Where pods find their hostfile and their keys.
+FOLDER = "/etc/hvdtrain"
+KEYS_FOLDER = "/etc/hvdtrain-keys"
+SSH_FOLDER = "/tmp/hvdtrain-ssh"
+# Where an image's ssh reads more of its configuration.
+SSH_CONFIG = "/etc/ssh/ssh_config.d/hvdtrain.conf"
+# How often the launcher's pod may be lost.
+MOST_LAUNCHERS = 100
+# How long the objects of a job that has ended are kept, with the logs of its pods.
+KEPT_S = 7 * 24 * 3600
+# For a checkpoint, once a pod is told to end.
+GRACE_S = 60
+_KEY_MODE = 0o440
+POD_MODULES = "hvdtrain.jobs.kubernetes"
+_CONTAINER = "hvdtrain"
+_SHM = "/dev/shm"
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodJob:
+    """A job that is to run in pods.
+
+    Attributes:
+        name: Its name, which its objects have.
+        ranks: How many there are.
+        options: The options of ``hvdtrain run``.
+        program: What each rank runs.
+        variables: What the launcher has in its environment.
+        secrets: The same, of what is kept in a Secret.
+        pods: What its pods are to be.
+    """
+
+    name: str
+    ranks: int
+    options: tuple[str, ...]
+    program: tuple[str, ...]
+    variables: Mapping[str, str]
+    secrets: Mapping[str, str]
+    pods: PodOptions
+
+    @property
+    def workers(self) -> int:
+        """How many pods have ranks."""
+        return -(-self.ranks // self.pods.ranks_per_pod)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of all that belongs to it."""
+        return {"app.kubernetes.io/managed-by": "hvdtrain", JOB_LABEL: self.name}
+
+
+def worker_names(name: str, workers: int) -> list[str]:
+    """The names of workers, as the others reach them."""
+    return [f"{name}-worker-{number}.{name}" for number in range(workers)]
+
+
+def hostfile_text(job: PodJob) -> str:
+    """The workers and their ranks, as ``hvdtrain run --hostfile`` reads them."""
+    slots = job.pods.ranks_per_pod
+    return "".join(f"{host} slots={slots}\n" for host in worker_names(job.name, job.workers))
+
+
+def ssh_config_text(job: PodJob) -> str:
+    """What ssh has to know to reach the workers, and that they are no others."""
+    lines = [
+        f"Host *.{job.name}",
+        f"Port {SSH_PORT}",
+        # Copied there by the launcher: ssh refuses a key that more than its owner may read.
+        f"IdentityFile {SSH_FOLDER}/id_ed25519",
+        "IdentitiesOnly yes",
+        f"UserKnownHostsFile {KEYS_FOLDER}/known_hosts",
+        # One key for all of them, as pods and their addresses come and go.
+        f"HostKeyAlias {HOST_ALIAS}",
+        "StrictHostKeyChecking yes",
+        "BatchMode yes",
+    ]
+    return "\n    ".join(lines) + "\n"
+
+
+def job_objects(job: PodJob, keys: SshKeys) -> list[Object]:
+    """All objects of a job, in the order in which they are to be created; the first owns the rest.
+
+    Args:
+        job: The job.
+        keys: Those with which its launcher reaches its workers.
+    """
+    return [
+        _launcher_job(job),
+        *([] if job.pods.service_account else _rights(job)),
+        _secret(job, {**keys.files(), **job.secrets}),
+        _config_map(job),
+        _service(job),
+        _workers(job),
+    ]
+
+
+def mpijob_objects(job: PodJob) -> list[Object]:
+    """The same for the MPI operator, which makes keys, hostfile, launcher and workers itself.
+
+    The image has what the operator expects of one: sshd that a worker can start, and an ssh that
+    asks nothing of hosts that it meets first.
+    """
+    run = ("run", "-np", str(job.ranks), "--hostfile", OPERATORS_HOSTFILE, *job.options)
+    launcher = _launcher_pod(job, ["hvdtrain", *run, "--", *job.program])
+    worker = _worker_pod(job)
+    operated = _object(
+        job,
+        "kubeflow.org/v2beta1",
+        "MPIJob",
+        job.name,
+        spec={
+            "slotsPerWorker": job.pods.ranks_per_pod,
+            "mpiImplementation": job.pods.mpijob,
+            "launcherCreationPolicy": "WaitForWorkersReady",
+            "runPolicy": {
+                "cleanPodPolicy": "Running",
+                "backoffLimit": MOST_LAUNCHERS,
+                "ttlSecondsAfterFinished": KEPT_S,
+                "suspend": bool(job.pods.queue),
+            },
+            "mpiReplicaSpecs": {
+                "Launcher": {"replicas": 1, "template": launcher},
+                "Worker": {"replicas": job.workers, "template": worker},
+            },
+        },
+        labels=_queue(job),
+    )
+    return [operated, *([_secret(job, job.secrets)] if job.secrets else [])]
+
+
+def _queue(job: PodJob) -> dict[str, str]:
+    return {QUEUE_LABEL: job.pods.queue} if job.pods.queue else {}
+
+
+def _launcher_job(job: PodJob) -> Object:
+    run = ("run", "-np", str(job.ranks), "--hostfile", f"{FOLDER}/hostfile", *job.options)
+    words = [f"{POD_MODULES}.launcher", job.name, "--", *run, "--", *job.program]
+    pod = _launcher_pod(job, words)
+    pod["spec"]["serviceAccountName"] = job.pods.service_account or job.name
+    _wire(pod, job)
+    return _object(
+        job,
+        "batch/v1",
+        "Job",
+        job.name,
+        spec={
+            "backoffLimit": MOST_LAUNCHERS,
+            "ttlSecondsAfterFinished": KEPT_S,
+            "template": pod,
+            **({"suspend": True} if job.pods.queue else {}),
+        },
+        labels=_queue(job),
+    )
+
+
+def _workers(job: PodJob) -> Object:
+    pod = _worker_pod(job)
+    container = _container(pod)
+    container["command"] = [job.pods.python, "-m", f"{POD_MODULES}.worker"]
+    container["ports"] = [{"name": "ssh", "containerPort": SSH_PORT}]
+    container["readinessProbe"] = {"tcpSocket": {"port": "ssh"}, "periodSeconds": 5}
+    _wire(pod, job)
+    return _object(
+        job,
+        "apps/v1",
+        "StatefulSet",
+        f"{job.name}-worker",
+        spec={
+            "replicas": job.workers,
+            "serviceName": job.name,
+            # None waits for the one before it.
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": _selector(job, "worker")},
+            "template": pod,
+        },
+    )
+
+
+def _service(job: PodJob) -> Object:
+    return _object(
+        job,
+        "v1",
+        "Service",
+        job.name,
+        spec={
+            "clusterIP": "None",
+            # Names are there before sshd is: who waits for a name sees who is still missing.
+            "publishNotReadyAddresses": True,
+            "selector": _selector(job, "worker"),
+            "ports": [{"name": "ssh", "port": SSH_PORT}],
+        },
+    )
+
+
+def _config_map(job: PodJob) -> Object:
+    data = {"hostfile": hostfile_text(job), "ssh_config": ssh_config_text(job)}
+    return {**_object(job, "v1", "ConfigMap", job.name), "data": data}
+
+
+def _secret(job: PodJob, files: Mapping[str, str]) -> Object:
+    return {**_object(job, "v1", "Secret", job.name), "stringData": dict(files)}
+
+
+def _rights(job: PodJob) -> list[Object]:
+    """An account for the launcher, that may see the job's pods, and scale and end the job's own."""
+    rules = [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
+        {
+            "apiGroups": ["apps"],
+            "resources": ["statefulsets", "statefulsets/scale"],
+            "resourceNames": [f"{job.name}-worker"],
+            "verbs": ["get", "patch"],
+        },
+        {
+            "apiGroups": ["batch"],
+            "resources": ["jobs"],
+            "resourceNames": [job.name],
+            "verbs": ["get", "patch"],
+        },
+    ]
+    group = "rbac.authorization.k8s.io"
+    return [
+        _object(job, "v1", "ServiceAccount", job.name),
+        {**_object(job, f"{group}/v1", "Role", job.name), "rules": rules},
+        {
+            **_object(job, f"{group}/v1", "RoleBinding", job.name),
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": job.name},
+            "subjects": [{"kind": "ServiceAccount", "name": job.name}],
+        },
+    ]
+
+
+def _object(
+    job: PodJob,
+    version: str,
+    kind: str,
+    name: str,
+    *,
+    spec: Mapping[str, Any] | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> Object:
+    metadata = {"name": name, "labels": {**job.labels, **(labels or {})}}
+    if job.pods.namespace:
+        metadata["namespace"] = job.pods.namespace
+    return {
+        "apiVersion": version,
+        "kind": kind,
+        "metadata": metadata,
+        **({} if spec is None else {"spec": dict(spec)}),
+    }
+
+
+def _selector(job: PodJob, role: str) -> dict[str, str]:
+    return {JOB_LABEL: job.name, ROLE_LABEL: role}
+
+
+def _launcher_pod(job: PodJob, words: Sequence[str]) -> Object:
+    """A pod that runs a module of hvdtrain's with arguments; it takes no part in the training."""
+    pod = _pod(job, "launcher")
+    # Whatever it is started again for, a new pod does it, and the log of this one is kept.
+    pod["spec"]["restartPolicy"] = "Never"
+    container = _container(pod)
+    container["command"] = [job.pods.python, "-m", *words]
+    container["env"] = [*(container.get("env") or ()), *_variables(job)]
+    # The last lines stay in what is said of the pod, as long as it is there.
+    container["terminationMessagePolicy"] = "FallbackToLogsOnError"
+    return pod
+
+
+def _worker_pod(job: PodJob) -> Object:
+    """A pod in which ranks are started, and which has what they need."""
+    pod = _pod(job, "worker")
+    pod["spec"]["automountServiceAccountToken"] = False
+    wanted = dict(job.pods.resources)
+    if job.pods.gpus_per_rank:
+        wanted[GPU] = str(job.pods.gpus_per_rank * job.pods.ranks_per_pod)
+    container = _container(pod)
+    if wanted:
+        container["resources"] = {"requests": wanted, "limits": dict(wanted)}
+    mounts = container.get("volumeMounts") or ()
+    if all(mount.get("mountPath") != _SHM for mount in mounts):
+        # Ranks of a pod add up there, and a container's own has 64 MiB.
+        _mount(pod, "hvdtrain-shm", {"emptyDir": {"medium": "Memory"}}, _SHM)
+    return pod
+
+
+def _pod(job: PodJob, role: str) -> Object:
+    """A pod as the template has it, with what was asked for."""
+    pods = job.pods
+    given = copy.deepcopy(dict(pods.template))
+    about = given.get("metadata") or {}
+    labels = {**(about.get("labels") or {}), **job.labels, **_selector(job, role)}
+    pod: Object = {"metadata": {"labels": labels}, "spec": given.get("spec") or {}}
+    if about.get("annotations"):
+        pod["metadata"]["annotations"] = about["annotations"]
+    spec = pod["spec"]
+    spec.setdefault("terminationGracePeriodSeconds", GRACE_S)
+    if pods.node_selector:
+        spec["nodeSelector"] = {**(spec.get("nodeSelector") or {}), **pods.node_selector}
+    for taint in pods.tolerations:
+        _add(spec, "tolerations", _toleration(taint))
+    for name in pods.pull_secrets:
+        _add(spec, "imagePullSecrets", {"name": name})
+    container = _container(pod)
+    container["image"] = pods.image
+    if pods.folder:
+        container["workingDir"] = pods.folder
+    for number, volume in enumerate(pods.volumes):
+        claim = {"claimName": volume.claim, "readOnly": volume.read_only}
+        source = {"persistentVolumeClaim": claim}
+        _mount(pod, f"volume-{number}", source, volume.path, readOnly=volume.read_only)
+    return pod
+
+
+def _wire(pod: Object, job: PodJob) -> None:
+    """Let a pod find the others, and let it in there."""
+    _mount(pod, "hvdtrain", {"configMap": {"name": job.name}}, FOLDER)
+    _mount(pod, "hvdtrain", None, SSH_CONFIG, subPath="ssh_config")
+    items = [{"key": name, "path": name} for name in KEY_FILES]
+    secret = {"secretName": job.name, "defaultMode": _KEY_MODE, "items": items}
+    _mount(pod, "hvdtrain-keys", {"secret": secret}, KEYS_FOLDER)
+
+
+def _container(pod: Object) -> Object:
+    """The container that hvdtrain runs in: of a template the one of that name, or the first."""
+    containers: list[Object] = pod["spec"].setdefault("containers", [])
+    if not containers:
+        containers.append({"name": _CONTAINER})
+    for container in containers:
+        if container.get("name") == _CONTAINER:
+            return container
+    return containers[0]
+
+
+def _mount(pod: Object, name: str, source: Object | None, path: str, **more: Any) -> None:
+    if source is not None:
+        _add(pod["spec"], "volumes", {"name": name, **source})
+    _add(_container(pod), "volumeMounts", {"name": name, "mountPath": path, **more})
+
+
+def _toleration(taint: Toleration) -> Object:
+    found: Object = {"operator": "Equal" if taint.value else "Exists"}
+    for name in ("key", "value", "effect"):
+        if text := getattr(taint, name):
+            found[name] = text
+    return found
+
+
+def _add(content: Object, name: str, value: Object) -> None:
+    content[name] = [*(content.get(name) or ()), value]
+
+
+def _variables(job: PodJob) -> list[Object]:
+    plain: list[Object] = [{"name": name, "value": text} for name, text in job.variables.items()]
+    kept = [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": job.name, "key": name}}}
+        for name in job.secrets
+    ]
+    return plain + kept

@@ -1,0 +1,89 @@
+"""Runs in a worker's pod: sshd, for the launcher of this job alone, as whoever the pod runs as.
+
+What ranks are started with by ssh is not what the container has in its environment: sshd gives it
+to them, as an image says there where its libraries are.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdtrain.jobs.kubernetes.manifests import KEYS_FOLDER, SSH_PORT
+
+__all__ = ["main", "sshd_config"]
+
+FOLDER = Path("/tmp/hvdtrain-sshd")
+# Set by sshd for each session, or of this process alone.
+_OWN = {"HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "TERM", "USER", "_"}
+
+
+def sshd_config(folder: Path, environ: Mapping[str, str]) -> str:
+    """The configuration of sshd.
+
+    Args:
+        folder: Where its files are, which nobody else may read.
+        environ: What those who come in have in their environment.
+    """
+    variables = [
+        _quoted(f"{name}={value}")
+        for name, value in environ.items()
+        if name not in _OWN and "\n" not in value
+    ]
+    lines = [
+        f"Port {SSH_PORT}",
+        f"HostKey {folder}/ssh_host_ed25519_key",
+        f"AuthorizedKeysFile {folder}/authorized_keys",
+        "AuthenticationMethods publickey",
+        "PermitRootLogin prohibit-password",
+        "UsePAM no",
+        # A home of an image may belong to another user.
+        "StrictModes no",
+        "PidFile none",
+        "X11Forwarding no",
+        "AllowTcpForwarding no",
+        "PrintMotd no",
+        # All ranks of a job may come at once.
+        "MaxStartups 1000",
+        # A launcher that is gone with its node is noticed.
+        "ClientAliveInterval 15",
+        "ClientAliveCountMax 4",
+        # Of several such lines sshd takes the first.
+        *([f"SetEnv {' '.join(variables)}"] if variables else []),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def main() -> None:
+    """Become sshd."""
+    sshd = shutil.which("sshd", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+    if sshd is None:
+        sys.exit("hvdtrain: this image has no sshd; install openssh-server in it.")
+    FOLDER.mkdir(mode=0o700, exist_ok=True)
+    for name in ("ssh_host_ed25519_key", "authorized_keys"):
+        copy = FOLDER / name
+        copy.unlink(missing_ok=True)
+        with open(copy, "wb", opener=_private) as file:
+            file.write((Path(KEYS_FOLDER) / name).read_bytes())
+    config = FOLDER / "sshd_config"
+    config.write_text(sshd_config(FOLDER, os.environ))
+    if os.geteuid() == 0:
+        # Where it shuts itself in before it knows who comes.
+        os.makedirs("/run/sshd", mode=0o755, exist_ok=True)
+    os.execv(sshd, [sshd, "-D", "-e", "-f", str(config)])
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+if __name__ == "__main__":
+    main()
