@@ -133,7 +133,11 @@ class KubernetesCluster:
         argv += [] if content is None else ["--data-binary", "@-"]
         text = None if content is None else json.dumps(content)
         done = self.run([*argv, f"https://{API_ADDRESS}{path}"], input=text)
-        return json.loads(done.stdout)
+        try:
+            return json.loads(done.stdout)
+        except ValueError:
+            # What it does not know at all it refuses in plain words.
+            return {"kind": "Status", "message": done.stdout}
 
     def pod_template(self) -> dict[str, Any]:
         """A pod into which the machine's programs are mounted; its image has none."""
