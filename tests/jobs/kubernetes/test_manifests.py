@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hvdtrain.jobs.kubernetes.pod_options import PodOptions, Toleration, Volume
 from hvdtrain.jobs.kubernetes.pod_submission import as_yaml, object_name, objects_of, pod_job
 from hvdtrain.jobs.kubernetes.ssh_keys import make_keys
 from hvdtrain.jobs.spec import Backend, JobSpec
+from tests.harness.required import do_without
 
 NASTY = ("python", "a b.py", "$(touch x)", "'\"", "line\nline", "{{ x }}", "- a: b", "é")
 
@@ -175,6 +177,8 @@ def test_objects_have_names_that_kubernetes_takes(name: str, found: str) -> None
 
 
 def test_keys_are_a_jobs_own(tmp_path: Path) -> None:
+    if shutil.which("ssh-keygen") is None:
+        do_without("cluster", "ssh-keygen is not installed")
     objects = objects_of(_job())
     files = _by_kind(objects)["Secret"]["stringData"]
     assert files["id_ed25519"] != _by_kind(objects_of(_job()))["Secret"]["stringData"]["id_ed25519"]

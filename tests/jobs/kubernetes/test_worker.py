@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.jobs.kubernetes.worker import sshd_config
+from tests.harness.required import do_without
 from tests.testbed.requirements import find_command
 
 
@@ -25,9 +26,13 @@ def separation() -> Iterator[None]:
 
 def test_sshd_takes_the_configuration_and_any_environment(tmp_path: Path) -> None:
     """A real sshd reads it, and says what it would set for those who come in."""
+    try:
+        sshd, keygen = find_command("sshd"), find_command("ssh-keygen")
+    except FileNotFoundError as error:
+        do_without("cluster", str(error))
     key = tmp_path / "ssh_host_ed25519_key"
     subprocess.run(
-        [find_command("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", key],
+        [keygen, "-q", "-t", "ed25519", "-N", "", "-f", key],
         check=True,
         timeout=20,
     )
@@ -40,9 +45,7 @@ def test_sshd_takes_the_configuration_and_any_environment(tmp_path: Path) -> Non
     }
     config = tmp_path / "config"
     config.write_text(sshd_config(tmp_path, environ))
-    done = subprocess.run(
-        [find_command("sshd"), "-T", "-f", config], capture_output=True, text=True, timeout=20
-    )
+    done = subprocess.run([sshd, "-T", "-f", config], capture_output=True, text=True, timeout=20)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert "port 2222" in said
