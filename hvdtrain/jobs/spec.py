@@ -22,6 +22,7 @@ __all__ = [
     "Backend",
     "BackendKind",
     "JobSpec",
+    "asked_for",
     "is_secret",
     "make_spec",
     "spec_from_json",
@@ -234,12 +235,24 @@ def without_secrets(options: Sequence[str]) -> tuple[str, ...]:
     return tuple(map(_without_value, options, ("", *options)))
 
 
+def asked_for(options: Sequence[str]) -> list[str]:
+    """The names of the variables that ``-x`` and ``--env`` ask for."""
+    found = map(_variable_in, options, ("", *options))
+    return [text.partition("=")[0] for _, text in filter(None, found)]
+
+
+def _variable_in(word: str, before: str) -> tuple[str, str] | None:
+    """The flag within a word, if it has one, and the variable behind it; None for another word."""
+    if before in ("-x", "--env"):
+        return "", word
+    lead = next((flag for flag in ("--env=", "-x") if word.startswith(flag) and word != flag), None)
+    return None if lead is None else (lead, word.removeprefix(lead))
+
+
 def _without_value(word: str, before: str) -> str:
-    lead = next((flag for flag in ("--env=", "-x") if word.startswith(flag) and word != flag), "")
-    if before not in ("-x", "--env"):
-        if not lead:
-            return word
-    else:
-        lead = ""
-    name, equals, _ = word[len(lead) :].partition("=")
+    found = _variable_in(word, before)
+    if found is None:
+        return word
+    lead, text = found
+    name, equals, _ = text.partition("=")
     return f"{lead}{name}" if equals and is_secret(name) else word

@@ -21,7 +21,6 @@ from tests.testbed.requirements import find_command
 
 __all__ = ["KubernetesCluster"]
 
-START_TIMEOUT_S = 90.0
 _POLL_S = 0.2
 
 
@@ -124,9 +123,9 @@ class KubernetesCluster:
             timed_out=False,
         )
 
-    def ask(self, path: str, content: Any = None, *, method: str = "") -> Any:
+    def ask(self, path: str, content: Any = None) -> Any:
         """Ask the API server; with ``content`` something is created."""
-        method = method or ("GET" if content is None else "POST")
+        method = "GET" if content is None else "POST"
         argv = ["curl", "--silent", "--insecure", "--max-time", "20", "--request", method]
         argv += ["--header", f"Authorization: Bearer {TOKEN}"]
         argv += ["--header", "Content-Type: application/json"]

@@ -1,4 +1,4 @@
-"""The node of the tests' Kubernetes: ``python -m tests.kubernetes.node FOLDER PROGRAMS LOG``.
+"""The node of the tests' Kubernetes: ``python -m tests.kubernetes.node FOLDER PROGRAMS``.
 
 It is the first process in namespaces of its own (network, mounts, processes, names), starts all
 that a cluster is made of, says ``ready`` and waits for the end of its standard input, which also
@@ -263,8 +263,8 @@ def _listens(port: int) -> bool:
 def main(arguments: Sequence[str]) -> None:
     """Be the node until nobody wants it any more."""
     node = Node(Path(arguments[0]), Path(arguments[1]))
-    # Whose parent is gone becomes this process's child, and is to be taken note of.
     node.start()
+    # Whose parent is gone becomes this process's child, and is to be taken note of.
     signal.signal(signal.SIGCHLD, lambda *_: _reap(node))
     print("ready", flush=True)
     while os.read(0, 1):

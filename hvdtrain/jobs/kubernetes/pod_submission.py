@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -15,7 +15,7 @@ from hvdtrain.jobs.kubernetes.manifests import Object, PodJob, job_objects, mpij
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, read_pod_options
 from hvdtrain.jobs.kubernetes.pod_states import state_of
 from hvdtrain.jobs.kubernetes.ssh_keys import make_keys
-from hvdtrain.jobs.spec import JobSpec, is_secret
+from hvdtrain.jobs.spec import JobSpec, asked_for, is_secret
 from hvdtrain.jobs.state import GONE, NO_ANSWER
 
 __all__ = ["as_yaml", "create", "delete", "object_name", "objects_of", "pod_job", "pod_state"]
@@ -56,7 +56,7 @@ def pod_job(
             f"{named[0]} names hosts; on Kubernetes they are the job's own pods. Leave it out."
         )
     secrets = {}
-    for variable in _asked_for(spec.options):
+    for variable in asked_for(spec.options):
         if is_secret(variable):
             if variable not in environ:
                 raise ConfigurationError(
@@ -74,16 +74,6 @@ def pod_job(
         secrets=secrets,
         pods=pods,
     )
-
-
-def _asked_for(options: Sequence[str]) -> Iterator[str]:
-    """The names of variables that ranks are to get."""
-    for before, word in zip(("", *options), options, strict=False):
-        lead = next((flag for flag in ("--env=", "-x") if word.startswith(flag)), None)
-        if before in ("-x", "--env"):
-            yield word.partition("=")[0]
-        elif lead and word != lead:
-            yield word.removeprefix(lead).partition("=")[0]
 
 
 def objects_of(job: PodJob) -> list[Object]:
