@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from hvdtrain.job_commands.checked_ranks import checked_ranks
+from hvdtrain.job_commands.planned import planned
 from hvdtrain.jobs.naming import add_changes, add_name, changes_of, directory_of, named_job
 from hvdtrain.jobs.spec import with_changes
 from hvdtrain.jobs.submission import submit_job
@@ -28,7 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: The changes can't be made.
     """
     spec = with_changes(named_job(arguments).spec(), *changes_of(arguments))
-    ranks = checked_ranks(spec, os.environ)
-    job = submit_job(directory_of(arguments), spec, os.environ, ranks=ranks)
+    directory = directory_of(arguments)
+    ranks = planned(directory / "NAME", spec, os.environ).ranks
+    job = submit_job(directory, spec, os.environ, ranks=ranks)
     print(job.name)
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from hvdtrain.job_commands.checked_ranks import checked_ranks
+from hvdtrain.job_commands.planned import planned
 from hvdtrain.jobs.naming import add_changes, add_name, changes_of, named_job
 from hvdtrain.jobs.spec import with_changes
 from hvdtrain.jobs.submission import start_again
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     start_again(
         job,
         lambda spec: with_changes(spec, *changes_of(arguments)),
-        lambda spec: checked_ranks(spec, os.environ),
+        lambda spec: planned(job.path, spec, os.environ).ranks,
         os.environ,
     )
     print(job.name)

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hvdtrain.errors import JobError
+from hvdtrain.jobs.backends import keeper_of
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import JobView, view_job
-from hvdtrain.jobs.kubernetes.pod_submission import delete
 from hvdtrain.jobs.naming import add_name, named_job
-from hvdtrain.jobs.process_identity import send_signal
-from hvdtrain.jobs.slurm import cancel
+from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import JobState
 
 __all__ = ["add_arguments", "run", "stop_job"]
 
@@ -67,19 +67,11 @@ def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
     Raises:
         JobError: It can't be told.
     """
-    state = job.state()
-    is_in_a_queue = bool(view.slurm_job or view.on == "kubernetes") and view.status == "queued"
-    number = signal.SIGUSR1 if save else signal.SIGTERM
+    waits = view.status == "queued"
     try:
-        if view.slurm_job:
-            cancel(view.slurm_job, save=save)
-        elif is_in_a_queue:
-            delete(job.name, job.spec())
-        elif state is None or not state.launcher or not send_signal(state.launcher, number):
-            # It runs on another host, or is about to start: it will find this.
-            job.request_stop()
-        if state is not None and is_in_a_queue:
-            # There is nobody yet who would say so.
+        spec = _spec(job)
+        if keeper_of(spec).stop(job, spec, waits=waits, save=save):
+            state = job.state() or JobState(phase="queued")
             verdict = "the job was cancelled before its turn"
             code = 128 + signal.SIGTERM
             job.write_state(
@@ -87,6 +79,14 @@ def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
             )
     except OSError as error:
         raise JobError(f"{job.name} can't be stopped: {error.strerror}") from None
+
+
+def _spec(job: JobFolder) -> JobSpec:
+    """What was asked for; where that can't be read, nothing, which a launcher here can end."""
+    try:
+        return job.spec()
+    except JobError:
+        return JobSpec(options=(), program=(), folder="")
 
 
 def _await_ends(jobs: Sequence[JobFolder], timeout_s: float) -> list[JobFolder]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import shlex
 
-from hvdtrain.jobs.kubernetes.pod_submission import as_yaml, objects_of, pod_job
+from hvdtrain.job_commands.planned import planned
 from hvdtrain.jobs.naming import add_backend, directory_of, split_backend
-from hvdtrain.jobs.slurm import sbatch_argv
 from hvdtrain.jobs.spec import LOCAL
-from hvdtrain.jobs.submission import check_options, submit_job
+from hvdtrain.jobs.submission import submit_job
 from hvdtrain.launch import cli as launch
 
 __all__ = ["add_arguments", "arguments_of_file", "run"]
@@ -44,18 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     options = [word for word in options if word != "--dry-run"]
     spec = dataclasses.replace(spec, options=tuple(options), backend=backend or LOCAL)
     directory = directory_of(arguments)
-    if spec.backend == LOCAL:
-        plan = check_options(spec, os.environ)
-    elif spec.backend.kind == "kubernetes":
-        planned = pod_job(directory / "name", spec, os.environ, ranks=arguments.num_proc)
-        plan = as_yaml(objects_of(planned)) if arguments.dry_run else ""
-    else:
-        # Which hosts there will be only Slurm knows.
-        argv = sbatch_argv("NAME", directory / "NAME", spec, ranks=arguments.num_proc)
-        plan = f"{shlex.join(argv)}\n"
+    ranks, plan = planned(directory / "NAME", spec, os.environ)
     if arguments.dry_run:
         print(plan, end="")
         return 0
-    job = submit_job(directory, spec, os.environ, ranks=arguments.num_proc)
+    job = submit_job(directory, spec, os.environ, ranks=ranks)
     print(job.name)
     return 0

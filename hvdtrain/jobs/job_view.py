@@ -5,15 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.errors import JobError
+from hvdtrain.jobs.backend import Answer, JobBackend
+from hvdtrain.jobs.backends import keeper_of
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.kubernetes.pod_submission import pod_state
-from hvdtrain.jobs.slurm import slurm_states
 from hvdtrain.jobs.spec import BackendKind, JobSpec
-from hvdtrain.jobs.state import GONE, NO_ANSWER, JobState, Status
+from hvdtrain.jobs.state import NO_ANSWER, JobState, Status
 
 __all__ = ["JobView", "command_line", "span", "view_job", "view_jobs"]
 
@@ -82,14 +82,6 @@ class JobView:
         return asdict(self)
 
 
-class _Answer(NamedTuple):
-    """What a queue says of a job: which queue, its state, and the reason for that."""
-
-    queue: str
-    word: str
-    why: str
-
-
 def view_job(job: JobFolder) -> JobView:
     """Read what there is to show of a job; what can't be read is left out."""
     return view_jobs([job])[0]
@@ -97,26 +89,24 @@ def view_job(job: JobFolder) -> JobView:
 
 def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
     """Read what there is to show of each; ask its queue about one that only that knows of."""
-    found = [(job, job.state(), _spec(job)) for job in jobs]
-    asked = {
-        job.name: spec for job, state, spec in found if spec is not None and _is_queues(job, state)
-    }
-    answers = _ask_queues(asked)
+    found = [(job, *_read(job)) for job in jobs]
+    asked: dict[JobBackend, dict[str, JobSpec]] = {}
+    for job, state, spec in found:
+        if spec is not None and _is_queues(job, state):
+            asked.setdefault(keeper_of(spec), {})[job.name] = spec
+    answers: dict[str, Answer] = {}
+    for backend, specs in asked.items():
+        answers |= backend.ask(specs)
     return [_view(job, state, spec, answers.get(job.name)) for job, state, spec in found]
 
 
-def _ask_queues(asked: Mapping[str, JobSpec]) -> dict[str, _Answer]:
-    """What Slurm, once, and Kubernetes say of jobs; nothing of those that are none of theirs."""
-    answers = {}
-    numbers = {name: spec.slurm_job for name, spec in asked.items() if spec.slurm_job}
-    said = slurm_states(numbers.values()) if numbers else {}
-    for name, number in numbers.items():
-        word, why = (NO_ANSWER, "") if said is None else said.get(number, (GONE, ""))
-        answers[name] = _Answer("Slurm", word, why)
-    for name, spec in asked.items():
-        if spec.backend.kind == "kubernetes":
-            answers[name] = _Answer("Kubernetes", *pod_state(name, spec))
-    return answers
+def _read(job: JobFolder) -> tuple[JobState | None, JobSpec | None]:
+    """State and specification as they are now, wherever the launcher writes; None for unknown."""
+    state, spec = job.state(), _spec(job)
+    if spec is not None and state is not None and state.phase != "ended":
+        keeper_of(spec).fetch(job, spec)
+        state = job.state()
+    return state, spec
 
 
 def _spec(job: JobFolder) -> JobSpec | None:
@@ -137,7 +127,7 @@ def _is_queues(job: JobFolder, state: JobState | None) -> bool:
 
 
 def _view(
-    job: JobFolder, state: JobState | None, spec: JobSpec | None, answer: _Answer | None
+    job: JobFolder, state: JobState | None, spec: JobSpec | None, answer: Answer | None
 ) -> JobView:
     status = job.status(state, answer.word if answer is not None else None)
     known: dict[str, Any] = {"name": job.name, "status": status, "created_s": job.created_s()}
@@ -158,7 +148,7 @@ def _view(
     return JobView(**known)
 
 
-def _lost(job: JobFolder, answer: _Answer | None) -> str:
+def _lost(job: JobFolder, answer: Answer | None) -> str:
     said = "its hvdtrain run is gone and left no word: it was killed, or its host went down"
     if answer is not None:
         why = f"{answer.word}: {answer.why}" if answer.why not in ("", "None") else answer.word

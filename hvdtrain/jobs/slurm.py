@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import shlex
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.errors import JobError
+from hvdtrain.jobs.backend import Answer
+from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder
+from hvdtrain.jobs.local_queue import job_environment
 from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import GONE, NO_ANSWER
 
-__all__ = ["cancel", "sbatch_argv", "script_path", "slurm_states", "submit"]
+__all__ = ["SlurmQueue", "cancel", "sbatch_argv", "script_path", "slurm_states", "submit"]
 
 # What a controller that is down takes to say so is its own affair.
 TIMEOUT_S = 20.0
 # Longer than any argv may be.
 _MOST_IDS = 1000
+
+
+class SlurmQueue:
+    """The cluster that this is a login or compute node of."""
+
+    def plan(
+        self, folder: Path, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
+    ) -> str:
+        """The command that hands the job over; which hosts there will be only Slurm knows."""
+        return f"{shlex.join(sbatch_argv(folder.name, folder, spec, ranks=ranks))}\n"
+
+    def hand_over(
+        self, job: JobFolder, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
+    ) -> None:
+        """Run sbatch, and note the number of the Slurm job; see ``JobBackend``."""
+        argv = sbatch_argv(job.name, job.path, spec, ranks=ranks)
+        own = {JOB_FOLDER: str(job.path), "PYTHON": spec.python}
+        number = submit(argv, {**job_environment(spec, environ), **own}, spec.folder)
+        job.write_spec(dataclasses.replace(spec, slurm_job=number))
+
+    def ask(self, jobs: Mapping[str, JobSpec]) -> Mapping[str, Answer]:
+        """What squeue says of them, asked once; see ``JobBackend``."""
+        said = slurm_states(spec.slurm_job for spec in jobs.values())
+        no_answer = (NO_ANSWER, "")
+        return {
+            name: Answer("Slurm", *(no_answer if said is None else said.get(number, (GONE, ""))))
+            for name, number in ((name, spec.slurm_job) for name, spec in jobs.items())
+        }
+
+    def fetch(self, job: JobFolder, spec: JobSpec) -> None:
+        """Nothing: the launcher writes into the job's folder itself."""
+
+    def stop(self, job: JobFolder, spec: JobSpec, *, waits: bool, save: bool) -> bool:
+        """Run scancel; see ``JobBackend``."""
+        cancel(spec.slurm_job, save=save)
+        return waits
 
 
 def script_path() -> Path:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from hvdtrain.cluster.ranges import parse_runs
 from hvdtrain.errors import JobError
-from hvdtrain.job_commands.checked_ranks import checked_ranks
+from hvdtrain.job_commands.planned import Planned, planned
 from hvdtrain.job_commands.stop import stop_job
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import JobView
@@ -25,7 +25,7 @@ from hvdtrain.jobs.metrics_rows import metrics_rows
 from hvdtrain.jobs.naming import split_backend
 from hvdtrain.jobs.progress import left_s
 from hvdtrain.jobs.spec import LOCAL, JobSpec, make_spec, with_changes
-from hvdtrain.jobs.submission import check_options, start_again, submit_job
+from hvdtrain.jobs.submission import start_again, submit_job
 from hvdtrain.serve.index import JobIndex, matching
 from hvdtrain.serve.policy import Policy
 from hvdtrain.serve.requests import acting, job_of
@@ -158,7 +158,7 @@ class JobApi:
 
     def plan(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Answer with the plan of what would be started."""
-        return {"plan": check_options(self._asked(body), self._environ)}
+        return {"plan": self._planned(self._asked(body)).plan}
 
     def submit(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Start a job."""
@@ -181,7 +181,7 @@ class JobApi:
         start_again(
             job,
             lambda spec: self._changed(spec, body),
-            lambda spec: checked_ranks(spec, self._environ),
+            lambda spec: planned(job.path, spec, self._environ).ranks,
             self._environ,
         )
         return {"name": job.name}
@@ -191,10 +191,13 @@ class JobApi:
         return self._submit(self._changed(job_of(self._index, request).spec(), body))
 
     def _submit(self, spec: JobSpec) -> Mapping[str, Any]:
-        ranks = checked_ranks(spec, self._environ)
+        ranks = self._planned(spec).ranks
         job = submit_job(self._index.directory, spec, self._environ, ranks=ranks)
         self._index.refresh()
         return {"name": job.name}
+
+    def _planned(self, spec: JobSpec) -> Planned:
+        return planned(self._index.directory / "NAME", spec, self._environ)
 
     def _asked(self, body: Mapping[str, Any]) -> JobSpec:
         """The job that is asked for, if it may be started."""

@@ -6,50 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.errors import ConfigurationError, JobError
+from hvdtrain.errors import JobError
 from hvdtrain.jobs.folder import all_jobs, create_job
 from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
-from hvdtrain.jobs.submission import check_options, start_again, submit_job
+from hvdtrain.jobs.submission import start_again, submit_job
 
 
 def _spec(tmp_path: Path, *options: str, **fields: str) -> JobSpec:
     known = {"folder": str(tmp_path), "python": sys.executable, **fields}
     return JobSpec(options=options, program=("true",), **known)  # type: ignore[arg-type]
-
-
-def test_a_job_has_its_own_settings_and_the_callers_other_variables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The program of this job is what hvdtrain run is started by."""
-    seen = tmp_path / "seen"
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nenv >{seen}\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    spec = _spec(tmp_path, "-np", "1", python=str(python))
-    spec = JobSpec(**{**vars(spec), "variables": {"HVDTRAIN_MODE": "allreduce", "ASKED": "1"}})
-    environ = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(tmp_path),
-        "HVDTRAIN_MODE": "easgd",
-        "HVDTRAIN_TIMEOUT_S": "7",
-        "HVDTRAIN_LAUNCHER": "10.0.0.1 4711",
-        "HVDTRAIN_OTHER": "kept",
-    }
-    assert "np 1" in check_options(spec, environ)
-    lines = seen.read_text().splitlines()
-    assert {"HVDTRAIN_MODE=allreduce", "ASKED=1", "HVDTRAIN_OTHER=kept"} <= set(lines)
-    assert not [line for line in lines if line.startswith(("HVDTRAIN_TIME", "HVDTRAIN_LAUNCH"))]
-
-
-def test_what_can_not_be_planned_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="got 'x', expected a whole number"):
-        check_options(_spec(tmp_path, "-np", "x"), {"PATH": "/usr/bin:/bin"})
-    with pytest.raises(JobError, match="can't plan the job"):
-        check_options(_spec(tmp_path, python="/nowhere/python"), {})
-    with pytest.raises(JobError, match="can't plan the job"):
-        check_options(_spec(tmp_path, folder="/nowhere"), {})
 
 
 def test_what_can_not_be_handed_over_leaves_no_folder(tmp_path: Path) -> None:

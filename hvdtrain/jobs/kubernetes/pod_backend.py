@@ -9,7 +9,8 @@ from pathlib import Path
 import yaml
 
 from hvdtrain.errors import ConfigurationError, JobError
-from hvdtrain.jobs.folder import JOB_FOLDER
+from hvdtrain.jobs.backend import Answer
+from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder
 from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi
 from hvdtrain.jobs.kubernetes.manifests import Object, PodJob, job_objects, mpijob_objects
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, read_pod_options
@@ -18,7 +19,7 @@ from hvdtrain.jobs.kubernetes.ssh_keys import make_keys
 from hvdtrain.jobs.spec import JobSpec, asked_for, is_secret
 from hvdtrain.jobs.state import GONE, NO_ANSWER
 
-__all__ = ["as_yaml", "create", "delete", "object_name", "objects_of", "pod_job", "pod_state"]
+__all__ = ["PodBackend", "as_yaml", "object_name", "objects_of", "pod_job"]
 
 # A StatefulSet's pods have a label with its name, a hyphen and a hash, of at most 63 letters.
 _MOST_LETTERS = 45
@@ -87,11 +88,60 @@ def as_yaml(objects: Sequence[Object]) -> str:
     return (_HAS_A_KEY if keeps else "") + yaml.safe_dump_all(objects, sort_keys=False)
 
 
-def pod_state(name: str, spec: JobSpec) -> tuple[str, str]:
+class PodBackend:
+    """Clusters of Kubernetes, each as the job's own options name it."""
+
+    def plan(
+        self, folder: Path, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
+    ) -> str:
+        """The job's objects as YAML; see ``JobBackend``."""
+        return as_yaml(objects_of(pod_job(folder, spec, environ, ranks=ranks)))
+
+    def hand_over(
+        self, job: JobFolder, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
+    ) -> None:
+        """Create the job's objects; see ``JobBackend``.
+
+        Nothing of the job is there where its pods don't see its folder, this user may not, or the
+        cluster refuses.
+        """
+        wanted = pod_job(job.path, spec, environ, ranks=ranks)
+        if JOB_FOLDER not in wanted.variables:
+            raise JobError(
+                "its folder is on no volume that its pods may write to. Name one with "
+                "--volume CLAIM:/PATH, and a folder below it with --jobs-dir."
+            )
+        objects = objects_of(wanted)
+        api = ClusterApi.of_context(wanted.pods.context, wanted.pods.namespace)
+        if refused := api.refused_rights(objects):
+            raise JobError(
+                f"you may not {', '.join(refused)} in namespace {api.namespace}. Ask for a role "
+                "that may, or name an account of the launcher's with --service-account."
+            )
+        api.replace_old(objects[0]["kind"], wanted.name)
+        api.create(objects)
+
+    def ask(self, jobs: Mapping[str, JobSpec]) -> Mapping[str, Answer]:
+        """What the state of each job's pods is; see ``JobBackend``."""
+        return {name: Answer("Kubernetes", *_state(name, spec)) for name, spec in jobs.items()}
+
+    def fetch(self, job: JobFolder, spec: JobSpec) -> None:
+        """Nothing: the launcher writes into the job's folder itself."""
+
+    def stop(self, job: JobFolder, spec: JobSpec, *, waits: bool, save: bool) -> bool:
+        """Delete what waits; leave word for what runs; see ``JobBackend``."""
+        if not waits:
+            job.request_stop()
+            return False
+        pods, api = _of_job(spec)
+        api.delete(_owner(pods), object_name(job.name))
+        return True
+
+
+def _state(name: str, spec: JobSpec) -> tuple[str, str]:
     """What the cluster says of a job, as ``state_of``; ``NO_ANSWER`` where it says nothing."""
-    pods = read_pod_options(spec.backend.options)
     try:
-        api = ClusterApi.of_context(pods.context, pods.namespace)
+        pods, api = _of_job(spec)
         if not api.has(_owner(pods), object_name(name)):
             return GONE, ""
         return state_of(api.pods(object_name(name)))
@@ -99,40 +149,12 @@ def pod_state(name: str, spec: JobSpec) -> tuple[str, str]:
         return NO_ANSWER, str(error)
 
 
-def delete(name: str, spec: JobSpec) -> None:
-    """Delete a job's objects.
-
-    Raises:
-        JobError: The cluster refuses.
-    """
+def _of_job(spec: JobSpec) -> tuple[PodOptions, ClusterApi]:
+    """What was asked for of a job's pods, and their cluster."""
     pods = read_pod_options(spec.backend.options)
-    api = ClusterApi.of_context(pods.context, pods.namespace)
-    api.delete(_owner(pods), object_name(name))
+    return pods, ClusterApi.of_context(pods.context, pods.namespace)
 
 
 def _owner(pods: PodOptions) -> str:
     """The kind of the object that owns the others."""
     return "MPIJob" if pods.mpijob else "Job"
-
-
-def create(job: PodJob) -> None:
-    """Create a job's objects on its cluster.
-
-    Raises:
-        JobError: Its pods don't see its folder, this user may not, or the cluster refuses; nothing
-            of the job is there then.
-    """
-    if JOB_FOLDER not in job.variables:
-        raise JobError(
-            "its folder is on no volume that its pods may write to. Name one with "
-            "--volume CLAIM:/PATH, and a folder below it with --jobs-dir."
-        )
-    objects = objects_of(job)
-    api = ClusterApi.of_context(job.pods.context, job.pods.namespace)
-    if refused := api.refused_rights(objects):
-        raise JobError(
-            f"you may not {', '.join(refused)} in namespace {api.namespace}. Ask for a role that "
-            "may, or name an account of the launcher's with --service-account."
-        )
-    api.replace_old(objects[0]["kind"], job.name)
-    api.create(objects)

@@ -1,0 +1,53 @@
+"""The check that a job can be started as it is described: its plan, and the number of its ranks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from hvdtrain.errors import ConfigurationError
+from hvdtrain.jobs.backends import backend_of
+from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.launch import cli as launch
+
+__all__ = ["Planned", "planned"]
+
+
+class Planned(NamedTuple):
+    """A job that could be started.
+
+    Attributes:
+        ranks: How many ranks it asks for; None where it takes what there is.
+        plan: What would be started, as ``JobBackend.plan`` says it.
+    """
+
+    ranks: int | None
+    plan: str
+
+
+class _Parser(argparse.ArgumentParser):
+    """One that does not end the process, which may be a page's."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong."""
+        raise ConfigurationError(message)
+
+
+def planned(folder: Path, spec: JobSpec, environ: Mapping[str, str]) -> Planned:
+    """Check a job, which is not started.
+
+    Args:
+        folder: The folder that it has, or would have.
+        spec: What is asked for.
+        environ: This process's variables.
+
+    Raises:
+        ConfigurationError: It can't be started as it is described.
+        JobError: That can't be told.
+    """
+    parser = _Parser(prog="hvdtrain run", allow_abbrev=False)
+    launch.add_arguments(parser)
+    ranks = parser.parse_args([*spec.options, "--", *spec.program]).num_proc
+    return Planned(ranks, backend_of(spec).plan(folder, spec, environ, ranks=ranks))
