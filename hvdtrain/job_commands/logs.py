@@ -12,7 +12,7 @@ from hvdtrain.cluster.ranges import parse_runs
 from hvdtrain.config.fields import argument, count
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.job_view import view_job
+from hvdtrain.jobs.job_view import catch_up, view_job
 from hvdtrain.jobs.log_format import LAUNCHER, LogLine
 from hvdtrain.jobs.log_reader import Found, fits, log_end, read_last, read_log
 from hvdtrain.jobs.naming import add_name, named_job
@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     ranks, wanted = arguments.rank, _wanted(arguments.grep, arguments.regex)
     job = named_job(arguments)
+    catch_up(job)
     begin = 0
     found: Iterable[Found] = ()
     if arguments.lines is None:

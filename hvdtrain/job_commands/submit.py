@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from collections.abc import Sequence
 
+from hvdtrain.errors import ConfigurationError
 from hvdtrain.job_commands.planned import planned
 from hvdtrain.jobs.naming import add_backend, directory_of, split_backend
 from hvdtrain.jobs.spec import LOCAL
@@ -18,7 +20,8 @@ arguments_of_file = launch.arguments_of_file
 _EPILOG = """\
 The job waits until as many slots are free as it has ranks: a GPU each, or where there is none a
 core. It runs in the background, whatever becomes of this terminal; hvdtrain jobs, show, logs -f,
-stop, restart and clone see and steer it. With --on slurm it waits in Slurm's queue instead.
+stop, restart and clone see and steer it. With --on slurm it waits in Slurm's queue instead, with
+--on kubernetes for room on a cluster (docs/kubernetes.md).
 """
 
 
@@ -26,8 +29,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``hvdtrain submit``: those of ``hvdtrain run``, and its own."""
     launch.add_arguments(parser)
     add_backend(parser)
-    parser.usage = "hvdtrain submit [--on slurm] [options of hvdtrain run] [--] program [...]"
+    _add_output(parser)
+    parser.usage = (
+        "hvdtrain submit [--on slurm|kubernetes] [options of hvdtrain run] [--] program ..."
+    )
     parser.epilog = _EPILOG
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        *("-o", "--output"),
+        choices=["yaml"],
+        help="with --on kubernetes: print its objects, and create nothing",
+    )
+
+
+def _of_job(options: Sequence[str]) -> tuple[str, ...]:
+    """The options without those that only ask for the plan."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_output(parser)
+    _, rest = parser.parse_known_args(options)
+    return tuple(word for word in rest if word != "--dry-run")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,11 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
     """
     spec = launch.spec_of(arguments, os.environ)
     options, backend = split_backend(spec.options)
-    options = [word for word in options if word != "--dry-run"]
-    spec = dataclasses.replace(spec, options=tuple(options), backend=backend or LOCAL)
+    spec = dataclasses.replace(spec, options=_of_job(options), backend=backend or LOCAL)
     directory = directory_of(arguments)
+    if arguments.output and spec.backend.kind != "kubernetes":
+        raise ConfigurationError(
+            f"-o {arguments.output} prints objects of Kubernetes; say --on kubernetes, or "
+            "--dry-run for the plan of another job."
+        )
     ranks, plan = planned(directory / "NAME", spec, os.environ)
-    if arguments.dry_run:
+    if arguments.dry_run or arguments.output:
         print(plan, end="")
         return 0
     job = submit_job(directory, spec, os.environ, ranks=ranks)

@@ -163,13 +163,13 @@ class JobFolder:
         """
         _write(self._state, state.to_json())
 
-    def touch_state(self) -> None:
-        """Say that what was said last still holds.
+    def touch_state(self, heard_s: float | None = None) -> None:
+        """Say that what was said last still holds, or did so at a time in seconds since 1970.
 
         Raises:
             OSError: That can't be said.
         """
-        os.utime(self._state)
+        os.utime(self._state, None if heard_s is None else (heard_s, heard_s))
 
     def request_stop(self) -> None:
         """Leave word that the job is to stop, for a launcher on any host.

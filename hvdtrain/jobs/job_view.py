@@ -15,7 +15,7 @@ from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.spec import BackendKind, JobSpec
 from hvdtrain.jobs.state import NO_ANSWER, JobState, Status
 
-__all__ = ["JobView", "command_line", "span", "view_job", "view_jobs"]
+__all__ = ["JobView", "catch_up", "command_line", "span", "view_job", "view_jobs"]
 
 # What a view has as it stands in the files.
 _OF_SPEC = ("program", "options", "folder", "created_s", "slurm_job")
@@ -98,6 +98,11 @@ def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
     for backend, specs in asked.items():
         answers |= backend.ask(specs)
     return [_view(job, state, spec, answers.get(job.name)) for job, state, spec in found]
+
+
+def catch_up(job: JobFolder) -> None:
+    """Bring a job's folder up to date, where its launcher writes into another."""
+    _read(job)
 
 
 def _read(job: JobFolder) -> tuple[JobState | None, JobSpec | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import random
@@ -23,6 +24,7 @@ from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Plan
 from hvdtrain.launch.console import Console
+from hvdtrain.launch.host_watch import HostWatch
 from hvdtrain.launch.job import (
     Job,
     Resources,
@@ -155,6 +157,12 @@ class _Attempts:
         self._environ = environ
         self._received = received
         self._history: list[Outcome] = []
+        self._watch = HostWatch(
+            environ,
+            ranks=job.ranks or sum(host.slots for host in site.hosts),
+            slots=sum(host.slots for host in site.hosts),
+            may_grow=bool(job.settings.elastic),
+        )
         self._began = time.monotonic()
         self._screen = screen
         self._is_users = is_users
@@ -173,10 +181,17 @@ class _Attempts:
         hosts: Sequence[Host] = self._site.hosts
         if self._site.remark:
             logger.warning(self._site.remark)
+        if self._watch.is_managed and not self._job.dry_run:
+            # Since the job was submitted there may have come more, or fewer.
+            hosts, fits = self._watch.await_hosts(self._job.settings.min_np, self._received)
+            if self._received:
+                return _end_waiting(self._recorder, self._received[0])
+            plan = make_plan(self._job, self._site, hosts, fits)
         while True:
             outcome = self._attempt(plan)
             if outcome is None:
                 return 0
+            outcome = self._with_news(outcome)
             self._history.append(outcome)
             self._record(outcome)
             level = logging.WARNING if outcome.cause in ("ordered", "preempted") else logging.ERROR
@@ -187,13 +202,15 @@ class _Attempts:
                 self._job.max_restarts,
                 in_slurm=self._site.in_slurm,
                 chance=random.random(),
+                hosts_return=self._watch.is_managed,
             )
             if not decision.again:
                 if decision.why_not:
                     logger.error(decision.why_not)
                 return self._over()
-            hosts = self._left(hosts, outcome)
-            fits = fitting(hosts, ranks, oversubscribe=self._job.oversubscribe)
+            hosts, fits = self._room(hosts, outcome, ranks)
+            if self._received:
+                return self._over()
             try:
                 self._check_enough(hosts, fits)
                 # With fewer hosts a rank may lack a GPU, or the job its last worker.
@@ -201,8 +218,6 @@ class _Attempts:
                 plan = make_plan(self._job, self._site, hosts, fits, more_before=more_before)
             except ConfigurationError as error:
                 logger.error(f"the job is not started again: {error}")
-                return self._over()
-            if self._received:
                 return self._over()
             logger.warning(
                 announce(
@@ -290,6 +305,7 @@ class _Attempts:
                 **began,
             )
             self._recorder.event("began", **began)
+            self._watch.begin(plan.hosts, len(plan.places))
             supervisor = Supervisor(
                 command,
                 server,
@@ -298,10 +314,33 @@ class _Attempts:
                 time_limits=job.time_limits,
                 received=self._received,
                 recorder=self._recorder,
+                host_watch=self._watch,
                 min_np=job.settings.min_np if plan.elastic else None,
                 critical=plan.critical,
             )
             return supervisor.run()
+
+    def _with_news(self, outcome: Outcome) -> Outcome:
+        """The outcome, seen with what is known of hosts: to take them away is a preemption."""
+        if outcome.cause in ("done", "ordered", "preempted") or not self._watch.is_managed:
+            return outcome
+        taken = self._watch.taken()
+        if not taken:
+            return outcome
+        words = [f"{name} was taken away: {why}" for name, why in taken.items()]
+        return dataclasses.replace(
+            outcome, code=ExitCode.PREEMPTED, cause="preempted", words=(*words, *outcome.words)
+        )
+
+    def _room(
+        self, hosts: Sequence[Host], outcome: Outcome, ranks: int
+    ) -> tuple[Sequence[Host], int]:
+        """The hosts that the next attempt has, and how many of ``ranks`` they take, or more."""
+        if self._watch.is_managed:
+            self._recorder.state(phase="restarting")
+            return self._watch.await_hosts(self._job.settings.min_np, self._received)
+        left = self._left(hosts, outcome)
+        return left, fitting(left, ranks, oversubscribe=self._job.oversubscribe)
 
     def _left(self, hosts: Sequence[Host], outcome: Outcome) -> Sequence[Host]:
         """The hosts without those that were lost, or can't be reached any more."""

@@ -34,14 +34,24 @@ class Decision:
 
 
 def decide(
-    history: Sequence[Outcome], max_restarts: int, *, in_slurm: bool, chance: float
+    history: Sequence[Outcome],
+    max_restarts: int,
+    *,
+    in_slurm: bool,
+    chance: float,
+    hosts_return: bool = False,
 ) -> Decision:
     """Decide what follows the last attempt of ``history``.
 
     With ``in_slurm`` a job that was preempted is not started again here: Slurm preempts the job
-    around it as a whole. ``chance``, from 0 to 1, varies the delay.
+    around it as a whole. With ``hosts_return`` it always is: who took its hosts gives it others.
+    ``chance``, from 0 to 1, varies the delay.
     """
     last = history[-1]
+    delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(_idle_attempts(history), 10))
+    later = Decision(again=True, delay_s=delay_s * (1 - SPREAD * chance))
+    if last.cause == "preempted" and hosts_return:
+        return later
     if last.cause in ("done", "ordered") or max_restarts == 0:
         return Decision(again=False)
     if last.cause == "preempted" and in_slurm:
@@ -54,8 +64,7 @@ def decide(
         return _over(f"the program raised an exception {after} before, too")
     if _counting(history) > max_restarts:
         return _over(f"--max-restarts {max_restarts} are used up")
-    delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(_idle_attempts(history), 10))
-    return Decision(again=True, delay_s=delay_s * (1 - SPREAD * chance))
+    return later
 
 
 def announce(
@@ -67,8 +76,8 @@ def announce(
     ranks: int,
 ) -> str:
     """Tell what is to come, and what the last attempt lost."""
-    most = max_restarts + 1 + len(history) - _counting(history)
     number = len(history) + 1
+    most = max(number, max_restarts + number - _counting(history))
     on = f"on {listing(hosts, 'hosts')} ({counted(ranks, 'rank')})"
     return f"attempt {number} of {most} starts in {delay_s:.0f} s {on}; {_lost(history)}"
 

@@ -24,6 +24,7 @@ from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import RankExit, describe_loss
 from hvdtrain.launch.hang_watch import HangWatch
+from hvdtrain.launch.host_watch import HostWatch
 from hvdtrain.launch.outcome import JobRecord, Outcome, classify, preempted
 from hvdtrain.launch.progress_record import ProgressRecord
 
@@ -66,6 +67,7 @@ class Supervisor:
         hosts: The host of each rank, as planned.
         received: Signals as they arrive, noted by somebody else.
         recorder: Writes down what happens.
+        host_watch: Tells when ranks are to leave their hosts; None for never.
         min_np: Ranks that go on without those that are lost, at least; None for all.
         critical: Roles of the ranks without which the others don't go on.
     """
@@ -80,6 +82,7 @@ class Supervisor:
         time_limits: TimeLimits,
         received: Sequence[int],
         recorder: JobRecorder | None = None,
+        host_watch: HostWatch | None = None,
         min_np: int | None = None,
         critical: Mapping[int, str] | None = None,
     ) -> None:
@@ -87,6 +90,7 @@ class Supervisor:
         self._server = server
         self._console = console
         self._time_limits = time_limits
+        self._host_watch = host_watch
         self._min_np = min_np
         self._record = JobRecord(
             hosts=hosts,
@@ -192,6 +196,7 @@ class Supervisor:
                 self._record.hang = hang
                 logger.error(hang)
                 self._stop(signal.SIGTERM, self._time_limits.grace_s, now)
+            self._leave_if_told(now)
             started = self._server.connected == self._server.ranks
             if not started and now - self._record.started_at > self._time_limits.start_s:
                 self._record.late = True
@@ -207,6 +212,14 @@ class Supervisor:
                 return
             if not self._failed:
                 self._server.dismiss()
+
+    def _leave_if_told(self, now: float) -> None:
+        """Have ranks save and end where hosts go, or where more have come."""
+        if self._host_watch is None or self._stop_at is not None:
+            return
+        if why := self._host_watch.why_leave(now, self._server.reports.saved_at):
+            logger.warning(why)
+            self._stop(signal.SIGUSR1, self._time_limits.preempt_grace_s, now)
 
     def _stop(self, number: int, grace_s: float, now: float) -> None:
         """Have all ranks end, in ``grace_s`` at the latest."""

@@ -12,9 +12,11 @@ import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.jobs.naming import add_jobs_dir, directory_of
+from hvdtrain.jobs.spec import BackendKind
 from hvdtrain.serve.policy import Policy
 
 __all__ = ["add_arguments", "run"]
@@ -68,8 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     may.add_argument(
         "--allow-backend",
         action="append",
-        choices=("local", "slurm"),
-        help="who may run jobs; may be repeated; default: those that are here",
+        choices=get_args(BackendKind),
+        help="who may run jobs; may be repeated; default: local, and slurm where sbatch is; "
+        "kubernetes lets whoever has the token run any image with your rights there",
     )
     may.add_argument("--read-only", action="store_true", help="nothing")
 

@@ -20,7 +20,7 @@ class Policy:
     Attributes:
         folders: Working directories, and all below them.
         programs: Programs, as they are written.
-        backends: ``local``, ``slurm`` or both.
+        backends: Who may run them, as ``BackendKind`` names it.
     """
 
     folders: Sequence[Path] = ()

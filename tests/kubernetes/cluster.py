@@ -123,12 +123,13 @@ class KubernetesCluster:
             timed_out=False,
         )
 
-    def ask(self, path: str, content: Any = None) -> Any:
-        """Ask the API server; with ``content`` something is created."""
-        method = "GET" if content is None else "POST"
+    def ask(self, path: str, content: Any = None, *, method: str = "") -> Any:
+        """Ask the API server; with ``content`` something is created, unless ``method`` is given."""
+        method = method or ("GET" if content is None else "POST")
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         argv = ["curl", "--silent", "--insecure", "--max-time", "20", "--request", method]
         argv += ["--header", f"Authorization: Bearer {TOKEN}"]
-        argv += ["--header", "Content-Type: application/json"]
+        argv += ["--header", f"Content-Type: {kind}"]
         argv += [] if content is None else ["--data-binary", "@-"]
         text = None if content is None else json.dumps(content)
         done = self.run([*argv, f"https://{API_ADDRESS}{path}"], input=text)

@@ -50,6 +50,16 @@ def test_nothing_is_unless_asked_for() -> None:
         assert again(after(cause), max_restarts=0) is False
 
 
+def test_a_job_whose_hosts_were_taken_waits_for_others() -> None:
+    """However often that happens, and unasked: it was not the job's doing."""
+    taken = after("preempted", 75)
+    for history in ([taken], [taken] * 50):
+        decision = decide(history, 0, in_slurm=False, chance=0.0, hosts_return=True)
+        assert decision.again
+    assert decision.delay_s == LONGEST_DELAY_S, "none of them has saved anything new"
+    assert not decide([LOST], 0, in_slurm=False, chance=0.0, hosts_return=True).again
+
+
 def test_the_budget() -> None:
     assert again(LOST, LOST, LOST) is True
     assert "--max-restarts 3 are used up" in str(again(LOST, LOST, LOST, LOST))

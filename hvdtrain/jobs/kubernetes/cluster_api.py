@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.kubernetes.manifests import JOB_LABEL, Object
+from hvdtrain.jobs.kubernetes.manifests import JOB_LABEL, STOP, Object
 
 __all__ = ["ClusterApi"]
 
@@ -129,13 +129,10 @@ class ClusterApi:
         Raises:
             JobError: The cluster does not say.
         """
-        query = [("fieldSelector", f"metadata.name={name}")]
-        found = self._send("GET", self._path(kind), None, f"{kind}s", query)
-        return bool(found["items"])
+        return self.job(kind, name) is not None
 
-    def _path(self, kind: str, name: str = "") -> str:
-        collection = f"/apis/{_OWNERS[kind]}/namespaces/{self.namespace}/{_plural(kind)}"
-        return f"{collection}/{name}" if name else collection
+    def _path(self, kind: str, name: str) -> str:
+        return f"/apis/{_OWNERS[kind]}/namespaces/{self.namespace}/{_plural(kind)}/{name}"
 
     def pods(self, name: str) -> list[Object]:
         """The pods of a job.
@@ -147,6 +144,66 @@ class ClusterApi:
         query = [("labelSelector", f"{JOB_LABEL}={name}")]
         found = self._send("GET", path, None, "its pods", query)
         return list(found["items"])
+
+    def log(self, pod: str, container: str, since: str) -> str:
+        """What a container has printed, each line behind the node's time.
+
+        Args:
+            pod: The name of its pod.
+            container: Its name there.
+            since: Such a time, before which nothing is wanted; empty for the beginning.
+
+        Raises:
+            JobError: The cluster does not say.
+        """
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log"
+        query = [("container", container), ("timestamps", "true")]
+        query += [("sinceTime", since)] if since else []
+        data: bytes = self._send_raw("GET", path, None, f"the log of {pod}", query)
+        return data.decode(errors="replace")
+
+    def workers(self, name: str) -> int:
+        """How many workers a job is to have.
+
+        Raises:
+            JobError: The cluster does not say.
+        """
+        path = f"/apis/apps/v1/namespaces/{self.namespace}/statefulsets/{name}-worker"
+        found = self._send("GET", path, None, f"StatefulSet {name}-worker")
+        return int(found["spec"]["replicas"])
+
+    def job(self, kind: str, name: str) -> Object | None:
+        """A Job or MPIJob; None where there is none.
+
+        Raises:
+            JobError: The cluster does not say.
+        """
+        try:
+            found: Object = self._send("GET", self._path(kind, name), None, f"{kind} {name}")
+        except _NotFoundError:
+            return None
+        return found
+
+    def ask_to_stop(self, name: str, how: str) -> None:
+        """Leave word with a Job that runs, which its launcher takes.
+
+        Raises:
+            JobError: The cluster refuses.
+        """
+        word = {"metadata": {"annotations": {STOP: how}}}
+        self._send("PATCH", self._path("Job", name), word, f"Job {name}")
+
+    def why_not_created(self, name: str) -> str:
+        """Why pods of a job can't even be created, in the cluster's words; empty for not known."""
+        path = f"/api/v1/namespaces/{self.namespace}/events"
+        query = [("fieldSelector", "reason=FailedCreate")]
+        try:
+            events = self._send("GET", path, None, "what happened", query)["items"]
+        except JobError:
+            return ""
+        ours = (name, f"{name}-worker")
+        said = [e.get("message", "") for e in events if e["involvedObject"].get("name") in ours]
+        return said[-1] if said else ""
 
     def scale_workers(self, name: str, workers: int) -> None:
         """Have so many workers.
@@ -200,6 +257,16 @@ class ClusterApi:
         what: str,
         query: Sequence[tuple[str, str]] = (),
     ) -> Any:
+        return json.loads(self._send_raw(method, path, content, what, query))
+
+    def _send_raw(
+        self,
+        method: str,
+        path: str,
+        content: Object | None,
+        what: str,
+        query: Sequence[tuple[str, str]],
+    ) -> bytes:
         with _as_job_error(method, what, self.namespace):
             answer = self._client.request(
                 method,
@@ -210,7 +277,12 @@ class ClusterApi:
                 serialize=False,
                 _request_timeout=TIMEOUT_S,
             )
-            return json.loads(answer.data)
+            data: bytes = answer.data
+            return data
+
+
+class _NotFoundError(JobError):
+    """There is no such object, or the cluster knows no objects of that kind."""
 
 
 _DOES = {"POST": "created", "DELETE": "deleted", "PATCH": "changed", "GET": "read"}
@@ -228,9 +300,8 @@ def _as_job_error(method: str, what: str, namespace: str) -> Iterator[None]:
             said = json.loads(error.body)["message"]
         except (TypeError, ValueError, KeyError):
             said = error.reason
-        raise JobError(
-            f"{what} can't be {_DOES[method]} in namespace {namespace}: {said}"
-        ) from None
+        kind = _NotFoundError if error.status == 404 else JobError
+        raise kind(f"{what} can't be {_DOES[method]} in namespace {namespace}: {said}") from None
     except (HTTPError, OSError) as error:
         raise JobError(f"the cluster does not answer: {error}") from None
 

@@ -11,18 +11,25 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from hvdtrain.agent.exit_codes import ExitCode
+from hvdtrain.cluster.hosts import parse_hostfile
+from hvdtrain.cluster.managed_hosts import MANAGED_HOSTS
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.folder import JOB_FOLDER
 from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi
-from hvdtrain.jobs.kubernetes.manifests import FOLDER, KEYS_FOLDER, SSH_FOLDER, SSH_PORT
+from hvdtrain.jobs.kubernetes.manifests import (
+    FOLDER,
+    KEYS_FOLDER,
+    SSH_FOLDER,
+    SSH_PORT,
+)
+from hvdtrain.jobs.kubernetes.records import hold_own
+from hvdtrain.jobs.kubernetes.run_child import RunChild
+from hvdtrain.jobs.kubernetes.worker_watch import WorkerWatch
 
 __all__ = ["await_workers", "main"]
 
@@ -30,24 +37,48 @@ POLL_S = 0.5
 # How often it is said for whom it waits, where that does not change.
 SAY_EVERY_S = 60.0
 _CONNECT_TIMEOUT_S = 2.0
-_RECORDS = Path("/tmp/hvdtrain-jobs")
+_HOSTS = Path("/tmp/hvdtrain-hosts.json")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job, and return its exit code."""
-    name, at = arguments[0], list(arguments).index("--")
-    command = [sys.executable, "-m", "hvdtrain", *arguments[at + 1 :]]
-    ordered: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda got, _frame: ordered.append(got))
+    name, words = arguments[0], arguments[list(arguments).index("--") + 1 :]
+    child = RunChild()
+    _held = hold_own(os.environ)
     _take_keys()
-    hosts = [line.split()[0] for line in Path(FOLDER, "hostfile").read_text().splitlines()]
-    if not await_workers(hosts, lambda: bool(ordered)):
+    listed = Path(FOLDER, "hostfile")
+    hosts = parse_hostfile(listed.read_text(), str(listed))
+    watch = _watch(name, hosts[0].slots, child)
+    workers = watch.addresses if watch is not None else [host.name for host in hosts]
+    if not await_workers(workers, lambda: child.is_ordered):
         return 128 + signal.SIGTERM
-    code = _run(command, ordered, name)
-    if code != ExitCode.PREEMPTED:
-        _free_workers(name, has_failed=code != 0)
+    if watch is None:
+        return child.run(words, os.environ)
+    with watch:
+        code = child.run(words, {**os.environ, MANAGED_HOSTS: str(_HOSTS)})
+    if code != ExitCode.PREEMPTED or watch.was_stopped:
+        watch.free_workers(has_failed=code != 0)
     return code
+
+
+def _watch(name: str, slots: int, child: RunChild) -> WorkerWatch | None:
+    """Who looks after the workers; None where the launcher's account may not."""
+    try:
+        return WorkerWatch(
+            ClusterApi.of_pod(),
+            name,
+            slots=slots,
+            path=_HOSTS,
+            on_stop=lambda word: child.stop(save=word == "save"),
+        )
+    except JobError as error:
+        print(
+            "hvdtrain: workers that are lost or added won't be noticed, and keep their resources "
+            f"at the end: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return None
 
 
 def await_workers(hosts: Sequence[str], is_ordered: Callable[[], bool]) -> bool:
@@ -91,39 +122,6 @@ def _take_keys() -> None:
     descriptor = os.open(key, os.O_WRONLY | os.O_CREAT, 0o600)
     with open(descriptor, "wb") as file:
         file.write(Path(KEYS_FOLDER, key.name).read_bytes())
-
-
-def _run(command: Sequence[str], ordered: list[int], name: str) -> int:
-    """Run hvdtrain run, and hand on that this pod is to end: ranks save what they have then."""
-    environ = dict(os.environ)
-    if JOB_FOLDER not in environ:
-        folder = _RECORDS / name
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        environ[JOB_FOLDER] = str(folder)
-    child = subprocess.Popen(list(command), env=environ, stdin=subprocess.DEVNULL)
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        # The first time there is still time to save.
-        child.send_signal(signal.SIGTERM if ordered else signal.SIGUSR1)
-        ordered.append(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
-    if ordered:
-        child.send_signal(signal.SIGTERM)
-    code = child.wait()
-    return 128 - code if code < 0 else code
-
-
-def _free_workers(name: str, *, has_failed: bool) -> None:
-    """Give the workers' resources back, and see that a job that has failed stays so."""
-    try:
-        api = ClusterApi.of_pod()
-        api.scale_workers(name, 0)
-        if has_failed:
-            api.give_up(name)
-    except JobError as error:
-        print(f"hvdtrain: the workers still take their resources: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,30 +5,38 @@ its pod is lost; it owns everything else, so that deleting it leaves nothing. A 
 workers, whose names a headless Service makes known: sshd runs in them, as an ordinary user on a
 high port, with keys that a Secret has for this job alone. A ConfigMap has the hostfile. The
 launcher may look at the job's pods and scale its workers, and nothing else; workers may do nothing.
+Where the job's folder is on no volume, a second container beside the launcher prints what is
+written there, so that it can be read as the log of that container.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hvdtrain.jobs.folder import JOB_FOLDER
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, Toleration
 from hvdtrain.jobs.kubernetes.ssh_keys import HOST_ALIAS, KEY_FILES, SshKeys
 
 __all__ = [
     "JOB_LABEL",
+    "RECORDS",
+    "RECORDS_FOLDER",
     "ROLE_LABEL",
     "SSH_PORT",
+    "STOP",
     "PodJob",
     "job_objects",
     "mpijob_objects",
-    "worker_names",
+    "worker_addresses",
 ]
 
 JOB_LABEL = "hvdtrain/job"
 ROLE_LABEL = "hvdtrain/role"
+# What is asked of a Job that runs: to stop, "now" or once its ranks have saved what they have.
+STOP = "hvdtrain/stop"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 GPU = "nvidia.com/gpu"
 SSH_PORT = 2222
@@ -37,6 +45,9 @@ OPERATORS_HOSTFILE = "/etc/mpi/hostfile"
 FOLDER = "/etc/hvdtrain"
 KEYS_FOLDER = "/etc/hvdtrain-keys"
 SSH_FOLDER = "/tmp/hvdtrain-ssh"
+# The container that prints what is written in a job's folder, and where that is then.
+RECORDS = "hvdtrain-records"
+RECORDS_FOLDER = "/tmp/hvdtrain-records"
 # Where an image's ssh reads more of its configuration.
 SSH_CONFIG = "/etc/ssh/ssh_config.d/hvdtrain.conf"
 # How often the launcher's pod may be lost.
@@ -62,6 +73,7 @@ class PodJob:
         ranks: How many there are.
         options: The options of ``hvdtrain run``.
         program: What each rank runs.
+        folder: Where its folder is for its pods; empty where they see none.
         variables: What the launcher has in its environment.
         secrets: The same, of what is kept in a Secret.
         pods: What its pods are to be.
@@ -71,6 +83,7 @@ class PodJob:
     ranks: int
     options: tuple[str, ...]
     program: tuple[str, ...]
+    folder: str
     variables: Mapping[str, str]
     secrets: Mapping[str, str]
     pods: PodOptions
@@ -86,15 +99,16 @@ class PodJob:
         return {"app.kubernetes.io/managed-by": "hvdtrain", JOB_LABEL: self.name}
 
 
-def worker_names(name: str, workers: int) -> list[str]:
-    """The names of workers, as the others reach them."""
-    return [f"{name}-worker-{number}.{name}" for number in range(workers)]
+def worker_addresses(name: str, workers: int) -> dict[str, str]:
+    """The names by which workers are reached, by the names of their pods."""
+    pods = [f"{name}-worker-{number}" for number in range(workers)]
+    return {pod: f"{pod}.{name}" for pod in pods}
 
 
 def hostfile_text(job: PodJob) -> str:
     """The workers and their ranks, as ``hvdtrain run --hostfile`` reads them."""
-    slots = job.pods.ranks_per_pod
-    return "".join(f"{host} slots={slots}\n" for host in worker_names(job.name, job.workers))
+    slots, hosts = job.pods.ranks_per_pod, worker_addresses(job.name, job.workers).values()
+    return "".join(f"{host} slots={slots}\n" for host in hosts)
 
 
 def ssh_config_text(job: PodJob) -> str:
@@ -137,8 +151,7 @@ def mpijob_objects(job: PodJob) -> list[Object]:
     The image has what the operator expects of one: sshd that a worker can start, and an ssh that
     asks nothing of hosts that it meets first.
     """
-    run = ("run", "-np", str(job.ranks), "--hostfile", OPERATORS_HOSTFILE, *job.options)
-    launcher = _launcher_pod(job, ["hvdtrain", *run, "--", *job.program])
+    launcher = _launcher_pod(job, f"{POD_MODULES}.operated_launcher", OPERATORS_HOSTFILE)
     worker = _worker_pod(job)
     operated = _object(
         job,
@@ -170,9 +183,7 @@ def _queue(job: PodJob) -> dict[str, str]:
 
 
 def _launcher_job(job: PodJob) -> Object:
-    run = ("run", "-np", str(job.ranks), "--hostfile", f"{FOLDER}/hostfile", *job.options)
-    words = [f"{POD_MODULES}.launcher", job.name, "--", *run, "--", *job.program]
-    pod = _launcher_pod(job, words)
+    pod = _launcher_pod(job, f"{POD_MODULES}.launcher", f"{FOLDER}/hostfile")
     pod["spec"]["serviceAccountName"] = job.pods.service_account or job.name
     _wire(pod, job)
     return _object(
@@ -195,7 +206,10 @@ def _workers(job: PodJob) -> Object:
     container = _container(pod)
     container["command"] = [job.pods.python, "-m", f"{POD_MODULES}.worker"]
     container["ports"] = [{"name": "ssh", "containerPort": SSH_PORT}]
-    container["readinessProbe"] = {"tcpSocket": {"port": "ssh"}, "periodSeconds": 5}
+    container["readinessProbe"] = {"tcpSocket": {"port": "ssh"}, "periodSeconds": 2}
+    # A pod that is to end does so once its ranks have saved what they have.
+    drain = {"command": [job.pods.python, "-m", f"{POD_MODULES}.drain"]}
+    container["lifecycle"] = {**(container.get("lifecycle") or {}), "preStop": {"exec": drain}}
     _wire(pod, job)
     return _object(
         job,
@@ -291,8 +305,10 @@ def _selector(job: PodJob, role: str) -> dict[str, str]:
     return {JOB_LABEL: job.name, ROLE_LABEL: role}
 
 
-def _launcher_pod(job: PodJob, words: Sequence[str]) -> Object:
-    """A pod that runs a module of hvdtrain's with arguments; it takes no part in the training."""
+def _launcher_pod(job: PodJob, module: str, hostfile: str) -> Object:
+    """A pod that runs a module of hvdtrain's; it takes no part in the training."""
+    run = ["run", "-np", str(job.ranks), "--hostfile", hostfile, *job.options]
+    words = [module, job.name, "--", *run, "--", *job.program]
     pod = _pod(job, "launcher")
     # Whatever it is started again for, a new pod does it, and the log of this one is kept.
     pod["spec"]["restartPolicy"] = "Never"
@@ -301,7 +317,20 @@ def _launcher_pod(job: PodJob, words: Sequence[str]) -> Object:
     container["env"] = [*(container.get("env") or ()), *_variables(job)]
     # The last lines stay in what is said of the pod, as long as it is there.
     container["terminationMessagePolicy"] = "FallbackToLogsOnError"
+    if not job.folder:
+        _mount(pod, "hvdtrain-records", {"emptyDir": {}}, RECORDS_FOLDER)
+        pod["spec"]["containers"].append(_records(job, container))
     return pod
+
+
+def _records(job: PodJob, launcher: Object) -> Object:
+    """A container that prints what the launcher writes; it sees what that sees."""
+    seen = ("image", "imagePullPolicy", "env", "envFrom", "volumeMounts", "securityContext")
+    return {
+        "name": RECORDS,
+        "command": [job.pods.python, "-m", f"{POD_MODULES}.records", RECORDS_FOLDER],
+        **{name: copy.deepcopy(launcher[name]) for name in seen if name in launcher},
+    }
 
 
 def _worker_pod(job: PodJob) -> Object:
@@ -388,7 +417,8 @@ def _add(content: Object, name: str, value: Object) -> None:
 
 
 def _variables(job: PodJob) -> list[Object]:
-    plain: list[Object] = [{"name": name, "value": text} for name, text in job.variables.items()]
+    variables = {**job.variables, JOB_FOLDER: job.folder or RECORDS_FOLDER}
+    plain: list[Object] = [{"name": name, "value": text} for name, text in variables.items()]
     kept = [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": job.name, "key": name}}}
         for name in job.secrets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +11,12 @@ import yaml
 
 from hvdtrain.errors import ConfigurationError, JobError
 from hvdtrain.jobs.backend import Answer
-from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder
+from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi
-from hvdtrain.jobs.kubernetes.manifests import Object, PodJob, job_objects, mpijob_objects
+from hvdtrain.jobs.kubernetes.manifests import RECORDS, Object, PodJob, job_objects, mpijob_objects
+from hvdtrain.jobs.kubernetes.mirror import opened
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, read_pod_options
-from hvdtrain.jobs.kubernetes.pod_states import state_of
+from hvdtrain.jobs.kubernetes.pod_states import launchers_of, state_of, workers_of
 from hvdtrain.jobs.kubernetes.ssh_keys import make_keys
 from hvdtrain.jobs.spec import JobSpec, asked_for, is_secret
 from hvdtrain.jobs.state import GONE, NO_ANSWER
@@ -65,13 +67,13 @@ def pod_job(
                 )
             secrets[variable] = environ[variable]
     pods = read_pod_options(spec.backend.options)
-    shared = any(folder.is_relative_to(path) for path in pods.shared_paths())
     return PodJob(
         name=object_name(folder.name),
         ranks=ranks,
         options=spec.options,
         program=spec.program,
-        variables={**spec.variables, **({JOB_FOLDER: str(folder)} if shared else {})},
+        folder=str(folder) if _is_shared(folder, pods) else "",
+        variables=spec.variables,
         secrets=secrets,
         pods=pods,
     )
@@ -102,15 +104,9 @@ class PodBackend:
     ) -> None:
         """Create the job's objects; see ``JobBackend``.
 
-        Nothing of the job is there where its pods don't see its folder, this user may not, or the
-        cluster refuses.
+        Nothing of the job is there where this user may not, or the cluster refuses.
         """
         wanted = pod_job(job.path, spec, environ, ranks=ranks)
-        if JOB_FOLDER not in wanted.variables:
-            raise JobError(
-                "its folder is on no volume that its pods may write to. Name one with "
-                "--volume CLAIM:/PATH, and a folder below it with --jobs-dir."
-            )
         objects = objects_of(wanted)
         api = ClusterApi.of_context(wanted.pods.context, wanted.pods.namespace)
         if refused := api.refused_rights(objects):
@@ -126,25 +122,52 @@ class PodBackend:
         return {name: Answer("Kubernetes", *_state(name, spec)) for name, spec in jobs.items()}
 
     def fetch(self, job: JobFolder, spec: JobSpec) -> None:
-        """Nothing: the launcher writes into the job's folder itself."""
+        """Write what its pods have said since, where they don't see the folder."""
+        if _is_shared(job.path, read_pod_options(spec.backend.options)):
+            return
+        with contextlib.suppress(JobError, OSError), opened(job) as mirror:
+            if mirror is None:
+                return
+            _, api = _of_job(spec)
+            launchers = launchers_of(api.pods(object_name(job.name)))
+            uids = [pod["metadata"]["uid"] for pod in launchers]
+            known = mirror.position.pod
+            # Of those before, all is there.
+            for pod in launchers[uids.index(known) if known in uids else 0 :]:
+                uid, name = pod["metadata"]["uid"], pod["metadata"]["name"]
+                since = mirror.position.since if uid == known else ""
+                mirror.write(uid, api.log(name, RECORDS, since))
 
     def stop(self, job: JobFolder, spec: JobSpec, *, waits: bool, save: bool) -> bool:
         """Delete what waits; leave word for what runs; see ``JobBackend``."""
-        if not waits:
-            job.request_stop()
-            return False
         pods, api = _of_job(spec)
-        api.delete(_owner(pods), object_name(job.name))
-        return True
+        name = object_name(job.name)
+        if waits:
+            api.delete(_owner(pods), name)
+        elif not pods.mpijob:
+            api.ask_to_stop(name, "save" if save else "now")
+        elif save:
+            raise JobError(
+                "the MPI operator ends workers at once: they can't save anything before. Without "
+                "--save the job goes on from its last checkpoint when it is started again."
+            )
+        else:
+            api.delete(_owner(pods), name)
+        return waits
 
 
 def _state(name: str, spec: JobSpec) -> tuple[str, str]:
     """What the cluster says of a job, as ``state_of``; ``NO_ANSWER`` where it says nothing."""
     try:
         pods, api = _of_job(spec)
-        if not api.has(_owner(pods), object_name(name)):
+        found = api.job(_owner(pods), object_name(name))
+        if found is None:
             return GONE, ""
-        return state_of(api.pods(object_name(name)))
+        listed = api.pods(object_name(name))
+        word, why = state_of(found, listed)
+        if not why and not (launchers_of(listed) and workers_of(listed)):
+            why = api.why_not_created(object_name(name))
+        return word, why
     except JobError as error:
         return NO_ANSWER, str(error)
 
@@ -153,6 +176,11 @@ def _of_job(spec: JobSpec) -> tuple[PodOptions, ClusterApi]:
     """What was asked for of a job's pods, and their cluster."""
     pods = read_pod_options(spec.backend.options)
     return pods, ClusterApi.of_context(pods.context, pods.namespace)
+
+
+def _is_shared(folder: Path, pods: PodOptions) -> bool:
+    """Whether pods see a folder that they may write into."""
+    return any(folder.is_relative_to(path) for path in pods.shared_paths())
 
 
 def _owner(pods: PodOptions) -> str:

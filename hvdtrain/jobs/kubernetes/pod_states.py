@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from hvdtrain.cluster.managed_hosts import HostState, ManagedHost
 from hvdtrain.jobs.kubernetes.manifests import ROLE_LABEL, Object
 
-__all__ = ["state_of", "troubles_of"]
+__all__ = ["hosts_of", "launchers_of", "state_of", "troubles_of", "workers_of"]
 
 _CANT_START = {
     "ErrImagePull": "its image can't be pulled",
@@ -21,15 +22,78 @@ _CANT_START = {
 _MOST_TOLD = 3
 
 
-def state_of(pods: Sequence[Object]) -> tuple[str, str]:
-    """The state of a job by its pods, as Slurm names such states, and the reason for it."""
-    phases = [pod["status"].get("phase") for pod in pods if _role(pod) == "launcher"]
+def state_of(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
+    """The state of a job by its pods, as Slurm names such states, and the reason for it.
+
+    Args:
+        job: The Job or MPIJob.
+        pods: Its pods.
+    """
+    phases = [pod["status"].get("phase") for pod in launchers_of(pods)]
     why = "; ".join([*troubles_of(pods)][:_MOST_TOLD])
     if "Running" in phases:
         return "RUNNING", why
     if not phases or "Pending" in phases:
         return "PENDING", why
-    return ("COMPLETED" if "Succeeded" in phases else "FAILED"), why
+    if "Succeeded" in phases:
+        return "COMPLETED", why
+    # Unless the cluster has given up, another launcher is to come.
+    return ("FAILED" if _is(job.get("status") or {}, "Failed", "True") else "REQUEUED"), why
+
+
+def launchers_of(pods: Sequence[Object]) -> list[Object]:
+    """The pods that are or were launchers, the oldest first."""
+    found = [pod for pod in pods if _role(pod) == "launcher"]
+    return sorted(found, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
+
+
+def workers_of(pods: Sequence[Object]) -> list[Object]:
+    """The pods that have ranks."""
+    return [pod for pod in pods if _role(pod) == "worker"]
+
+
+def hosts_of(
+    pods: Sequence[Object], addresses: Mapping[str, str], *, slots: int
+) -> tuple[ManagedHost, ...]:
+    """How the hosts are that a job's workers are.
+
+    Args:
+        pods: The job's pods.
+        addresses: The name by which each worker is reached, by the name of its pod.
+        slots: Ranks that each takes.
+    """
+    known = {pod["metadata"]["name"]: pod for pod in workers_of(pods)}
+    return tuple(
+        _host(known.get(name), address, slots=slots) for name, address in addresses.items()
+    )
+
+
+def _host(pod: Object | None, address: str, *, slots: int) -> ManagedHost:
+    if pod is None:
+        return ManagedHost(name=address, slots=slots, state="missing", why="its pod is to come")
+    status = pod["status"]
+    is_ready = _is(status, "Ready", "True")
+    state: HostState = "there" if is_ready else "missing"
+    why = "" if is_ready else _trouble(status) or "its pod starts"
+    if pod["metadata"].get("deletionTimestamp"):
+        # Its ranks may save what they have, where it is not just a name any more.
+        runs = status.get("phase") == "Running"
+        state, why = "going" if runs else "missing", _why_deleted(status)
+    uid = str(pod["metadata"]["uid"])
+    return ManagedHost(name=address, slots=slots, state=state, generation=uid, why=why)
+
+
+def _why_deleted(status: Object) -> str:
+    for condition in status.get("conditions") or ():
+        # Kubernetes 1.26 and later say who does it.
+        if (condition["type"], condition["status"]) == ("DisruptionTarget", "True"):
+            return f"{condition.get('reason')}: {condition.get('message', '')}".rstrip(": ")
+    return "its pod is deleted"
+
+
+def _is(status: Object, kind: str, word: str) -> bool:
+    conditions = status.get("conditions") or ()
+    return any((one["type"], one["status"]) == (kind, word) for one in conditions)
 
 
 def troubles_of(pods: Sequence[Object]) -> Iterator[str]:

@@ -47,6 +47,8 @@ function refuse(main) {
   );
 }
 
+const BACKENDS = { local: "this machine's queue", slurm: "Slurm", kubernetes: "Kubernetes" };
+
 function fill(main, { folders, programs, backends }) {
   const text = (more = {}) =>
     h("input", { type: "text", spellcheck: "false", autocapitalize: "off", autocomplete: "off", ...more });
@@ -70,7 +72,7 @@ function fill(main, { folders, programs, backends }) {
   const backend = h(
     "select",
     {},
-    backends.map((name) => h("option", { value: name }, name === "local" ? "this machine's queue" : "Slurm")),
+    backends.map((name) => h("option", { value: name }, BACKENDS[name])),
   );
   const mode = h(
     "select",
@@ -81,6 +83,10 @@ function fill(main, { folders, programs, backends }) {
   const sbatch = text({ placeholder: "--partition=gpu --time=1:00:00" });
   const options = text({ placeholder: "-x NAME=VALUE --hang-timeout-s 60" });
   const forSlurm = field("Options of sbatch", sbatch);
+  const image = text({ placeholder: "registry.example/train:1" });
+  const forImage = field("Image of its pods", image);
+  const pods = text({ placeholder: "--gpus-per-rank 1 --volume data:/data --namespace train" });
+  const forPods = field("More options of pods", pods);
   const more = field("Further options of hvdtrain run", options);
   more.classList.add("wide");
   const command = h("ol", { class: "words", "aria-label": "The command, word by word" });
@@ -131,6 +137,8 @@ function fill(main, { folders, programs, backends }) {
         field("Restarts after failures, at most", restarts),
         field("How ranks train together", mode),
         forSlurm,
+        forImage,
+        forPods,
         more,
       ),
     ),
@@ -154,8 +162,9 @@ function fill(main, { folders, programs, backends }) {
     if (restarts.value) words.push("--max-restarts", restarts.value);
     if (mode.value !== "allreduce") words.push("--mode", mode.value);
     words.push(...splitWords(options.value));
-    if (backend.value !== "local")
-      words.push("--on", backend.value, ...splitWords(sbatch.value).map((word) => `--sbatch=${word}`));
+    if (backend.value !== "local") words.push("--on", backend.value);
+    if (backend.value === "slurm") words.push(...splitWords(sbatch.value).map((word) => `--sbatch=${word}`));
+    if (backend.value === "kubernetes") words.push("--image", image.value.trim(), ...splitWords(pods.value));
     return { program: splitWords(program.value), options: words, folder: folder.value.trim() };
   }
 
@@ -163,6 +172,7 @@ function fill(main, { folders, programs, backends }) {
   function changed() {
     changes += 1;
     forSlurm.hidden = backend.value !== "slurm";
+    forImage.hidden = forPods.hidden = backend.value !== "kubernetes";
     if (!start.disabled) setText(state, "It was changed: look at the plan again.");
     start.disabled = true;
     plan.className = "primary";

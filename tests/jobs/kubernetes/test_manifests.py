@@ -9,7 +9,13 @@ import pytest
 import yaml
 
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.jobs.kubernetes.manifests import PodJob, job_objects, mpijob_objects
+from hvdtrain.jobs.kubernetes.manifests import (
+    RECORDS,
+    RECORDS_FOLDER,
+    PodJob,
+    job_objects,
+    mpijob_objects,
+)
 from hvdtrain.jobs.kubernetes.pod_backend import as_yaml, object_name, objects_of, pod_job
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, Toleration, Volume
 from hvdtrain.jobs.kubernetes.ssh_keys import make_keys
@@ -26,6 +32,7 @@ def _job(**changes: Any) -> PodJob:
         "ranks": 5,
         "options": ("--max-restarts", "2"),
         "program": NASTY,
+        "folder": "/jobs/train-1",
         "variables": {"HVDTRAIN_MODE": "async-ps"},
         "secrets": {"HF_TOKEN": "secret"},
     }
@@ -54,6 +61,7 @@ def test_a_job_is_objects_of_any_cluster() -> None:
     assert hostfile.splitlines()[-1] == "train-1-worker-2.train-1 slots=2"
     assert launcher["env"] == [
         {"name": "HVDTRAIN_MODE", "value": "async-ps"},
+        {"name": "HVDTRAIN_JOB_FOLDER", "value": "/jobs/train-1"},
         {
             "name": "HF_TOKEN",
             "valueFrom": {"secretKeyRef": {"name": "train-1", "key": "HF_TOKEN"}},
@@ -150,10 +158,22 @@ def test_secrets_come_from_who_submits() -> None:
 
 def test_a_folder_that_pods_see_is_theirs() -> None:
     spec = _spec(pods=("--image=i", "--volume=data:/jobs"))
-    assert pod_job(Path("/jobs/a"), spec, {}, ranks=2).variables == {
-        "HVDTRAIN_JOB_FOLDER": "/jobs/a"
-    }
-    assert pod_job(Path("/other/a"), spec, {}, ranks=2).variables == {}
+    assert pod_job(Path("/jobs/a"), spec, {}, ranks=2).folder == "/jobs/a"
+    assert pod_job(Path("/other/a"), spec, {}, ranks=2).folder == ""
+
+
+def test_what_no_volume_has_is_printed_by_a_container_beside_the_launcher() -> None:
+    template = {"spec": {"containers": [{"name": "c", "resources": {"limits": {"cpu": "8"}}}]}}
+    pods = {"template": template, "volumes": (Volume("data", "/data"),)}
+    found = _by_kind(job_objects(_job(folder="", pods=pods), make_keys()))
+    launcher, records = found["Job"]["spec"]["template"]["spec"]["containers"]
+    assert (records["name"], records["command"][-1]) == (RECORDS, RECORDS_FOLDER)
+    mounted = [mount["mountPath"] for mount in records["volumeMounts"]]
+    assert mounted == ["/data", RECORDS_FOLDER], "it needs no keys"
+    assert {"name": "HVDTRAIN_JOB_FOLDER", "value": RECORDS_FOLDER} in launcher["env"]
+    assert (records["env"], records["image"]) == (launcher["env"], "i")
+    assert "resources" not in records, "it computes nothing"
+    _container(found["StatefulSet"]["spec"]["template"])
 
 
 def test_what_pods_can_not_do_is_refused() -> None:

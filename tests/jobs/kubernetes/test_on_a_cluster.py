@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.kubernetes.cluster import KubernetesCluster
 from tests.kubernetes.image import IMAGE
 
 CRD = "HVDTRAIN_TEST_MPIJOB_CRD"
+TRAINING = Path(__file__).with_name("pod_training.py")
 PODS = "/api/v1/namespaces/default/pods"
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.more]
@@ -25,9 +27,10 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.more]
 class Commands:
     """hvdtrain's commands as a user of the cluster has them."""
 
-    def __init__(self, cluster: KubernetesCluster) -> None:
+    def __init__(self, cluster: KubernetesCluster, jobs: Path | None = None) -> None:
         self.cluster = cluster
-        self.jobs = cluster.folder / "jobs"
+        # Which pods see, unless another is named.
+        self.jobs = jobs or cluster.folder / "jobs"
         self._template = cluster.folder / "pod.json"
         self._template.write_text(json.dumps(cluster.pod_template()))
 
@@ -40,7 +43,14 @@ class Commands:
         assert done.returncode == code, done
         return done
 
-    def submit(self, *words: str, ranks: int, pods: tuple[str, ...] = (), code: int = 0) -> str:
+    def submit(
+        self,
+        *words: str,
+        ranks: int,
+        options: tuple[str, ...] = (),
+        pods: tuple[str, ...] = (),
+        code: int = 0,
+    ) -> str:
         """Submit a job; returns its name, or what was said."""
         where = [
             "--image",
@@ -51,7 +61,8 @@ class Commands:
             sys.executable,
         ]
         where += ["--pod-folder", str(self.cluster.folder)]
-        argv = ["submit", "--on", "kubernetes", "-np", str(ranks), *where, *pods, "--", *words]
+        argv = ["submit", "--on", "kubernetes", "-np", str(ranks), *options]
+        argv += [*where, *pods, "--", *words]
         done = self.run(*argv, code=code)
         return done.stdout.strip() if code == 0 else done.stderr
 
@@ -68,6 +79,41 @@ class Commands:
             assert time.monotonic() < deadline, (view, self.cluster.ask(PODS))
             time.sleep(0.5)
         return view
+
+    def wait_until(self, name: str, what: str, ready: Any, timeout_s: float = 120) -> Any:
+        """Wait until the state that a job's launcher has written is as ``ready`` says."""
+        path = self.jobs / name / "state.json"
+        deadline = time.monotonic() + timeout_s
+        while not ready(state := json.loads(path.read_text())):
+            log = self.run("logs", name).stdout[-3000:] if time.monotonic() > deadline else ""
+            assert time.monotonic() < deadline, (what, state, log)
+            time.sleep(0.3)
+        return state
+
+    def events(self, name: str, kind: str) -> list[dict[str, Any]]:
+        """What happened to a job."""
+        found = map(json.loads, (self.jobs / name / "events.jsonl").read_text().splitlines())
+        return [event for event in found if event["kind"] == kind]
+
+    def pods(self, name: str, role: str) -> list[dict[str, Any]]:
+        """The pods of a job."""
+        labels = f"hvdtrain/job={objects_named(name)},hvdtrain/role={role}"
+        return list(self.cluster.ask(f"{PODS}?labelSelector={labels}")["items"])
+
+    def delete_pod(self, pod: str) -> None:
+        """As somebody does who wants its node for something else."""
+        assert self.cluster.ask(f"{PODS}/{pod}", method="DELETE")["metadata"]["name"] == pod
+
+    def scale(self, name: str, workers: int) -> None:
+        """As ``kubectl scale`` does."""
+        path = f"/apis/apps/v1/namespaces/default/statefulsets/{objects_named(name)}-worker/scale"
+        done = self.cluster.ask(path, {"spec": {"replicas": workers}}, method="PATCH")
+        assert done["spec"]["replicas"] == workers
+
+
+def objects_named(name: str) -> str:
+    """The name that a job's objects have."""
+    return name.replace("_", "-")
 
 
 @pytest.fixture
@@ -138,3 +184,114 @@ def test_what_has_no_room_says_so_and_can_be_stopped(commands: Commands) -> None
     commands.run("stop", name)
     assert commands.view(name)["status"] == "stopped"
     commands.cluster.wait_for("end of its pods", log, lambda found: not found["items"])
+
+
+@pytest.mark.timeout(600)
+def test_pods_come_and_go_and_no_step_is_lost(commands: Commands) -> None:
+    """Taken, added, and taken for good; the launcher's, too; and a stop that saves."""
+    folder = commands.cluster.folder / "steady"
+    program = (sys.executable, str(TRAINING), str(folder), "4000", "0.05", "20")
+    name = commands.submit(*program, ranks=2, options=("--elastic", "--preempt-grace-s", "50"))
+
+    def advances(attempt: int, ranks: int) -> None:
+        """Wait until this attempt has done steps of its own."""
+        began = commands.wait_until(
+            name,
+            f"attempt {attempt}",
+            lambda state: (state["attempt"], state["phase"]) == (attempt, "running"),
+        )
+        commands.wait_until(
+            name, "a step", lambda state: (state["step"] or 0) > (began["step"] or 0) + 5
+        )
+        assert began["ranks"] == ranks
+
+    advances(1, 2)
+    worker = f"{objects_named(name)}-worker-1"
+    commands.delete_pod(worker)
+    advances(2, 2)
+    commands.scale(name, 3)
+    advances(3, 3)
+    (launcher,) = commands.pods(name, "launcher")
+    commands.delete_pod(launcher["metadata"]["name"])
+    advances(4, 3)
+    commands.scale(name, 1)
+    advances(5, 1)
+    ended = commands.events(name, "ended")
+    assert [event["saved"] for event in ended] == [event["step"] for event in ended]
+    causes = [event["cause"] for event in ended]
+    assert causes == ["preempted", "preempted", "ordered", "preempted"], ended
+    log = commands.run("logs", name).stdout
+    assert f"{worker}.{objects_named(name)} (its pod is deleted); ranks save what they have" in log
+    assert "a checkpoint is written, and 1 rank more can take part now" in log
+    commands.run("stop", "--save", name)
+    view = commands.view(name)
+    assert (view["status"], view["saved"]) == ("stopped", view["step"])
+    commands.cluster.wait_for(
+        "freed workers",
+        f"{PODS}?labelSelector=hvdtrain/job={objects_named(name)},hvdtrain/role=worker",
+        lambda found: not found["items"],
+    )
+    commands.run("restart", name)
+    advances(6, 2)
+    commands.run("stop", name)
+    assert commands.events(name, "ended")[-1]["step"] > view["step"]
+
+
+def test_weights_are_those_of_a_run_elsewhere_and_jobs_run_side_by_side(
+    commands: Commands, tmp_path: Path
+) -> None:
+    def program(folder: Path) -> tuple[str, ...]:
+        return (sys.executable, str(TRAINING), str(folder), "24", "0", "100")
+
+    trained = commands.submit(*program(commands.cluster.folder / "equal"), ranks=2)
+    outside = Commands(commands.cluster, tmp_path / "jobs")
+    said = "import hvdtrain; hvdtrain.init(); print('rank', hvdtrain.rank(), 'of', hvdtrain.size())"
+    other = outside.submit(sys.executable, "-c", said, ranks=2)
+    alone = commands.run("run", "-np", "2", "--", *program(tmp_path), timeout_s=200).stdout
+    (weights,) = re.findall(r"weights .*", alone)
+    assert weights in commands.run("logs", "-f", trained, timeout_s=200).stdout
+    # What no volume has is read through the cluster, and stays when the pods are gone.
+    followed = outside.run("logs", "-f", other, timeout_s=200).stdout
+    assert "[0] rank 0 of 2" in followed
+    assert "[1] rank 1 of 2" in followed
+    assert (outside.view(other)["status"], commands.view(trained)["status"]) == ("done", "done")
+    commands.cluster.ask(
+        f"/apis/batch/v1/namespaces/default/jobs/{objects_named(other)}", method="DELETE"
+    )
+    assert "rank 1 of 2" in outside.run("logs", other).stdout
+
+
+def test_what_no_volume_has_is_stopped_and_started_again(
+    commands: Commands, tmp_path: Path
+) -> None:
+    outside = Commands(commands.cluster, tmp_path / "jobs")
+    program = "import hvdtrain, time; hvdtrain.init(); print('here', flush=True); time.sleep(600)"
+    name = outside.submit(sys.executable, "-c", program, ranks=1)
+    for _ in range(2):
+        outside.wait_for(name, "running")
+        deadline = time.monotonic() + 60
+        while "[0] here" not in outside.run("logs", "-n", "1", name).stdout:
+            assert time.monotonic() < deadline
+        outside.run("stop", name)
+        assert outside.view(name)["status"] == "stopped"
+        if _ == 0:
+            outside.run("restart", name)
+    assert outside.run("logs", name).stdout.count("[0] here") == 2
+
+
+def test_what_the_cluster_refuses_is_said(commands: Commands) -> None:
+    nothing = (sys.executable, "-c", "pass")
+    name = commands.submit(*nothing, ranks=1, pods=("--image", "localhost/nothing:1"))
+    deadline = time.monotonic() + 60
+    while "its image is not on the node" not in (verdict := commands.view(name)["verdict"]):
+        assert time.monotonic() < deadline, verdict
+    commands.run("stop", name)
+    commands.cluster.ask("/api/v1/namespaces", {"metadata": {"name": "small"}})
+    quota = {"metadata": {"name": "one"}, "spec": {"hard": {"pods": "1"}}}
+    commands.cluster.ask("/api/v1/namespaces/small/resourcequotas", quota)
+    name = commands.submit(*nothing, ranks=2, pods=("--namespace", "small"))
+    while "exceeded quota: one" not in (verdict := commands.view(name)["verdict"]):
+        assert time.monotonic() < deadline + 60, verdict
+    commands.run("stop", name)
+    said = commands.submit(*nothing, ranks=2, pods=("--namespace", "nowhere"), code=1)
+    assert 'namespaces "nowhere" not found' in said

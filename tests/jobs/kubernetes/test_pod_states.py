@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.jobs.kubernetes.pod_states import state_of
+from hvdtrain.jobs.kubernetes.pod_states import hosts_of, state_of
 
 
 def _pod(role: str = "launcher", **status: Any) -> dict[str, Any]:
@@ -50,10 +50,53 @@ STATES = {
         ("PENDING", "launcher: Evicted: The node was low on memory."),
     ),
     "done": ([_pod(phase="Succeeded")], ("COMPLETED", "")),
-    "failed": ([_pod(phase="Failed")], ("FAILED", "")),
+    "another launcher is to come": ([_pod(phase="Failed")], ("REQUEUED", "")),
 }
 
 
 @pytest.mark.parametrize(("pods", "state"), STATES.values(), ids=STATES)
 def test_pods_tell_how_a_job_is(pods, state) -> None:
-    assert state_of(pods) == state
+    assert state_of({}, pods) == state
+
+
+def test_a_job_that_was_given_up_has_failed() -> None:
+    over = {"status": {"conditions": [{"type": "Failed", "status": "True"}]}}
+    assert state_of(over, [_pod(phase="Failed")]) == ("FAILED", "")
+
+
+def _worker(name: str, *, is_deleted: bool = False, **status: Any) -> dict[str, Any]:
+    metadata = {"name": name, "uid": f"uid-{name}", "labels": {"hvdtrain/role": "worker"}}
+    if is_deleted:
+        metadata["deletionTimestamp"] = "2026-11-27T11:07:23Z"
+    return {"metadata": metadata, "status": status}
+
+
+def test_workers_are_hosts() -> None:
+    ready = [{"type": "Ready", "status": "True"}]
+    disrupted = {
+        "type": "DisruptionTarget",
+        "status": "True",
+        "reason": "PreemptionByScheduler",
+        "message": "for a pod of higher priority",
+    }
+    pods = [
+        _worker("there", phase="Running", conditions=ready),
+        _worker("starts", phase="Running", conditions=[{"type": "Ready", "status": "False"}]),
+        _worker("deleted", is_deleted=True, phase="Running", conditions=ready),
+        _worker("moved", is_deleted=True, phase="Running", conditions=[*ready, disrupted]),
+        _worker("gone", is_deleted=True, phase="Pending"),
+        _worker("evicted", phase="Failed", reason="Evicted", message="low on memory"),
+    ]
+    names = [pod["metadata"]["name"] for pod in pods] + ["absent"]
+    hosts = hosts_of([_pod(phase="Running"), *pods], {name: f"{name}.a" for name in names}, slots=2)
+    assert [host.name for host in hosts] == [f"{name}.a" for name in names]
+    assert {host.name.partition(".")[0]: (host.state, host.why) for host in hosts} == {
+        "there": ("there", ""),
+        "starts": ("missing", "its pod starts"),
+        "deleted": ("going", "its pod is deleted"),
+        "moved": ("going", "PreemptionByScheduler: for a pod of higher priority"),
+        "gone": ("missing", "its pod is deleted"),
+        "evicted": ("missing", "Evicted: low on memory"),
+        "absent": ("missing", "its pod is to come"),
+    }
+    assert (hosts[0].slots, hosts[0].generation) == (2, "uid-there")

@@ -1,0 +1,103 @@
+"""Looks at a job's pods from its launcher's, and tells ``hvdtrain run`` how its hosts are."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from hvdtrain.cluster.managed_hosts import ManagedHost, managed_hosts_text
+from hvdtrain.errors import JobError
+from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi
+from hvdtrain.jobs.kubernetes.manifests import STOP, worker_addresses
+from hvdtrain.jobs.kubernetes.pod_states import hosts_of
+
+__all__ = ["WorkerWatch"]
+
+INTERVAL_S = 1.0
+
+
+class WorkerWatch:
+    """Keeps the file that ``MANAGED_HOSTS`` names, on a thread; a context manager.
+
+    Args:
+        api: The cluster, as the launcher may see it.
+        name: The name of the job's objects.
+        slots: Ranks that each worker takes.
+        path: The file; it is written before this returns.
+        on_stop: Called once, where the job is asked to stop, with "now" or "save".
+
+    Raises:
+        JobError: The launcher may not look at its job.
+    """
+
+    def __init__(
+        self,
+        api: ClusterApi,
+        name: str,
+        *,
+        slots: int,
+        path: Path,
+        on_stop: Callable[[str], None],
+    ) -> None:
+        self._api, self._name, self._slots, self._path = api, name, slots, path
+        self._on_stop = on_stop
+        self._written: tuple[ManagedHost, ...] = ()
+        self._closing = threading.Event()
+        self._stop_word = ""
+        self._look()
+        self._thread = threading.Thread(target=self._look_often, name="workers", daemon=True)
+
+    def __enter__(self) -> WorkerWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    @property
+    def addresses(self) -> list[str]:
+        """The names of the workers that there are to be, as they are reached."""
+        return [host.name for host in self._written]
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the job was asked to stop."""
+        return bool(self._stop_word)
+
+    def free_workers(self, *, has_failed: bool) -> None:
+        """Give the workers' resources back, and see that a job that has failed stays so."""
+        try:
+            self._api.scale_workers(self._name, 0)
+            if has_failed:
+                self._api.give_up(self._name)
+        except JobError as error:
+            print(f"hvdtrain: the workers still take their resources: {error}", file=sys.stderr)
+
+    def _look_often(self) -> None:
+        said = ""
+        while not self._closing.wait(INTERVAL_S):
+            try:
+                self._look()
+                said = ""
+            except JobError as error:
+                # The cluster is busy, or its control plane starts again: pods go on.
+                if str(error) != said:
+                    said = str(error)
+                    print(f"hvdtrain: {said}", file=sys.stderr, flush=True)
+
+    def _look(self) -> None:
+        addresses = worker_addresses(self._name, self._api.workers(self._name))
+        hosts = hosts_of(self._api.pods(self._name), addresses, slots=self._slots)
+        if hosts != self._written:
+            draft = self._path.with_suffix(".new")
+            draft.write_text(managed_hosts_text(hosts))
+            draft.replace(self._path)
+            self._written = hosts
+        job = self._api.job("Job", self._name)
+        annotations = (job["metadata"].get("annotations") if job is not None else None) or {}
+        if (word := annotations.get(STOP, "")) and not self._stop_word:
+            self._stop_word = word
+            self._on_stop(word)
