@@ -152,7 +152,12 @@ class KubernetesCluster:
         volumes = [{"name": name, "hostPath": {"path": path}} for name, path in shared.items()]
         mounts.append({"name": "shared", "mountPath": str(self.folder)})
         volumes.append({"name": "shared", "hostPath": {"path": str(self.folder)}})
-        environ = [{"name": "PYTHONPATH", "value": str(REPOSITORY)}]
+        variables = {
+            "PYTHONPATH": str(REPOSITORY),
+            # A new pod need not look at all fonts again.
+            "MPLCONFIGDIR": str(self.folder / "matplotlib"),
+        }
+        environ = [{"name": name, "value": value} for name, value in variables.items()]
         container = {
             "name": "hvdtrain",
             "image": IMAGE,
