@@ -56,7 +56,8 @@ MOST_LAUNCHERS = 100
 KEPT_S = 7 * 24 * 3600
 # For a checkpoint, once a pod is told to end.
 GRACE_S = 60
-_KEY_MODE = 0o440
+# Whoever an image's user is reads them, and makes a copy of his own; nobody else is in the pod.
+_KEY_MODE = 0o444
 POD_MODULES = "hvdtrain.jobs.kubernetes"
 _CONTAINER = "hvdtrain"
 _SHM = "/dev/shm"

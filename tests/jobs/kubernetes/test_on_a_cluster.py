@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.environments import folder_of, missing_environment
 from tests.harness.jobs import REPOSITORY, Completed
+from tests.harness.required import do_without
 from tests.kubernetes.cluster import KubernetesCluster
-from tests.kubernetes.image import IMAGE
+from tests.kubernetes.image import IMAGE, USER_ID
 
 CRD = "HVDTRAIN_TEST_MPIJOB_CRD"
 TRAINING = Path(__file__).with_name("pod_training.py")
@@ -300,3 +302,36 @@ def test_what_the_cluster_refuses_is_said(commands: Commands) -> None:
     commands.run("stop", name)
     said = commands.submit(*nothing, ranks=2, pods=("--namespace", "nowhere"), code=1)
     assert 'namespaces "nowhere" not found' in said
+
+
+_SUM = """
+import os
+import hvdtrain
+from mpi4py import MPI
+
+hvdtrain.init()
+print("sum", MPI.COMM_WORLD.allreduce(1), "of user", os.getuid())
+"""
+
+
+def test_pods_of_another_user_than_root(commands: Commands, tmp_path: Path) -> None:
+    template = commands.cluster.pod_template()
+    template["spec"]["securityContext"] = {"runAsUser": USER_ID, "runAsNonRoot": True}
+    file = tmp_path / "pod.json"
+    file.write_text(json.dumps(template))
+    outside = Commands(commands.cluster, tmp_path / "jobs")
+    pods = ("--template", str(file))
+    name = outside.submit(sys.executable, "-c", _SUM, ranks=2, pods=pods)
+    log = outside.run("logs", "-f", name, timeout_s=300).stdout
+    assert log.count(f"sum 2 of user {USER_ID}") == 2, log
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "intel-mpi"])
+def test_other_mpis(commands: Commands, mpi: str) -> None:
+    if reason := missing_environment(mpi):
+        do_without(mpi, reason)
+    python = str(folder_of(mpi) / "bin" / "python")
+    name = commands.submit(python, "-c", _SUM, ranks=2, pods=("--pod-python", python))
+    log = commands.run("logs", "-f", name, timeout_s=300).stdout
+    assert log.count("sum 2 of user 0") == 2, log
+    assert commands.view(name)["mpi"].startswith(("MPICH", "Intel"))
