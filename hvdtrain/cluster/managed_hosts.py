@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 MANAGED_HOSTS = "HVDTRAIN_MANAGED_HOSTS"
+_TAKEN_OUT = "it is taken out of the job"
 
 HostState = Literal[
     "there",  # ranks can be started on it
@@ -83,15 +84,23 @@ def taken_away(
     for name in (host.name for host in before if host.name in used):
         host = newest.get(name)
         if host is None:
-            found[name] = "it was taken out of the job"
+            found[name] = _TAKEN_OUT
         elif host.state != "there" or host.generation != known[name]:
             found[name] = host.why or "it was replaced"
     return found
 
 
 def going(now: Sequence[ManagedHost], used: Collection[str]) -> Mapping[str, str]:
-    """The hosts that ranks run on and that end soon, and why."""
-    return {host.name: host.why for host in now if host.state == "going" and host.name in used}
+    """The hosts that ranks run on and that end soon, as they say or are named no more; and why."""
+    named = {host.name: host for host in now}
+    found = {}
+    for name in used if named else ():
+        host = named.get(name)
+        if host is None:
+            found[name] = _TAKEN_OUT
+        elif host.state == "going":
+            found[name] = host.why
+    return found
 
 
 def ranks_for(hosts: Sequence[ManagedHost], *, ranks: int, slots: int) -> int:

@@ -28,6 +28,8 @@ LOOK_S = 0.5
 STEP_S = 0.2
 # From the end of a rank to when it is known that its host was taken away.
 NEWS_S = 5.0
+# For so long a job that could go on with fewer hosts waits for all: to start twice takes longer.
+PATIENCE_S = 15.0
 # For so long it waits without a word: what has just come may not be known yet.
 QUIET_S = 3.0
 # How often it is said for which hosts the job waits, where that does not change.
@@ -107,15 +109,17 @@ class HostWatch:
     def await_hosts(self, least: int, received: Sequence[int]) -> tuple[list[Host], int]:
         """Wait until ranks can be started again; returns hosts that are there, and how many ranks.
 
-        A job that may grow begins as soon as ``least`` ranks have room, and others wait for all
-        hosts, however long that takes. A signal that is received ends the waiting.
+        A job that may grow begins before long if ``least`` ranks have room, and others wait for
+        all hosts, however long that takes. A signal that is received ends the waiting.
         """
         said, say_at = "", time.monotonic() + QUIET_S
+        patient_until = time.monotonic() + PATIENCE_S
         while True:
             self._look()
             missing = {one.name: one.why for one in self._now if one.state != "there"}
             there = [Host(name=h.name, slots=h.slots) for h in self._now if h.name not in missing]
-            enough = self._may_grow and self._wanted() >= least
+            is_patient = not self._may_grow or time.monotonic() < patient_until
+            enough = not is_patient and self._wanted() >= least
             if received or (there and (enough or not missing)):
                 return there, self._wanted()
             text = f"waits for {_listed(missing)}"

@@ -49,10 +49,12 @@ def test_what_was_taken_away_is_told_of_hosts_with_ranks() -> None:
         "b": "Evicted: no memory",
         "c": "it was replaced",
         "d": "its pod is deleted",
-        "e": "it was taken out of the job",
+        "e": "it is taken out of the job",
     }
     assert going(now, used="abd") == {"d": "its pod is deleted"}
     assert going(now, used="ab") == {}
+    assert going(now, used="ae") == {"e": "it is taken out of the job"}
+    assert going([], used="ae") == {}, "nobody has told anything yet"
 
 
 def test_each_new_slot_takes_a_rank() -> None:

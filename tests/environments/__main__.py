@@ -23,6 +23,7 @@ from tests.environments import (
     PEERS,
     build_of,
     folder_of,
+    missing_environment,
     requirements_of,
     stamp_of,
 )
@@ -36,9 +37,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.environments", description=__doc__)
     known = [*LIGHT, *dict.fromkeys([*HOROVODS, *PEERS, KUBERNETES])]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
-    names = parser.parse_args().names or LIGHT
+    parser.add_argument("--check", action="store_true", help="only say which miss, and make none")
+    arguments = parser.parse_args()
+    names = arguments.names or LIGHT
     if unknown := set(names) - set(known):
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+    if arguments.check:
+        reasons = [reason for name in names if (reason := missing_environment(name))]
+        sys.exit("\n".join(reasons) or None)
     CACHE.mkdir(parents=True, exist_ok=True)
     # Other checkouts make theirs in the same place.
     with (CACHE / "lock").open("w") as lock:

@@ -79,6 +79,7 @@ def test_others_wait_for_all_and_what_grows_begins(
     manager: Manager, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_watch, "QUIET_S", 0.0)
+    monkeypatch.setattr(host_watch, "PATIENCE_S", 0.0)
     caplog.set_level(logging.WARNING)
     manager.tell(a="there", b="missing")
     one = [Host(name="a", slots=1)]
@@ -92,7 +93,13 @@ def test_others_wait_for_all_and_what_grows_begins(
     assert "waits for b (b is so)" in caplog.text
     back = threading.Timer(0.5, lambda: manager.tell(a="there", b="there"))
     back.start()
-    assert manager.watch(may_grow=True).await_hosts(2, []) == ([*one, Host(name="b", slots=1)], 2)
+    both = [*one, Host(name="b", slots=1)]
+    assert manager.watch(may_grow=True).await_hosts(2, []) == (both, 2)
+    manager.tell(a="there", b="missing")
+    monkeypatch.setattr(host_watch, "PATIENCE_S", 60.0)
+    back = threading.Timer(0.5, lambda: manager.tell(a="there", b="there"))
+    back.start()
+    assert manager.watch(may_grow=True).await_hosts(1, []) == (both, 2), "it comes back at once"
 
 
 def test_a_file_that_can_not_be_read_changes_nothing(manager: Manager) -> None:

@@ -39,7 +39,7 @@ INTERRUPTED: dict[str, tuple[str, list[str]]] = {
 
 def interrupt(job: StartedJob, folder: Path, number: int = signal.SIGINT) -> list[str]:
     """What is printed to the end, once both ranks have begun."""
-    job.wait_for(2, folder, timeout_s=60)
+    job.wait_for(2, folder, timeout_s=150)
     job.process.send_signal(number)
     output, _ = job.process.communicate(timeout=30)
     assert job.process.returncode == 128 + number, output

@@ -111,7 +111,7 @@ class Site:
 
     def state(self, state: str) -> None:
         """Wait until the job that is shown is so."""
-        self.page.locator(".title .state", has_text=state).wait_for(timeout=60e3)
+        self.page.locator(".title .state", has_text=state).wait_for(timeout=150e3)
 
     def check(self) -> None:
         """Nobody is kept out by how the view that is shown is made."""

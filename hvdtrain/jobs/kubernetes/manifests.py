@@ -141,7 +141,9 @@ def job_objects(job: PodJob, keys: SshKeys) -> list[Object]:
         *([] if job.pods.service_account else _rights(job)),
         _secret(job, {**keys.files(), **job.secrets}),
         _config_map(job),
-        _service(job),
+        _service(job, job.name, "worker"),
+        # Workers of Intel MPI and MPICH come back to the launcher by the name that it has itself.
+        _service(job, _launcher_name(job), "launcher"),
         _workers(job),
     ]
 
@@ -185,6 +187,7 @@ def _queue(job: PodJob) -> dict[str, str]:
 
 def _launcher_job(job: PodJob) -> Object:
     pod = _launcher_pod(job, f"{POD_MODULES}.launcher", f"{FOLDER}/hostfile")
+    pod["spec"]["hostname"] = _launcher_name(job)
     pod["spec"]["serviceAccountName"] = job.pods.service_account or job.name
     _wire(pod, job)
     return _object(
@@ -228,17 +231,22 @@ def _workers(job: PodJob) -> Object:
     )
 
 
-def _service(job: PodJob) -> Object:
+def _launcher_name(job: PodJob) -> str:
+    return f"{job.name}-launcher"
+
+
+def _service(job: PodJob, name: str, role: str) -> Object:
+    """A headless Service, by which pods of that role have names."""
     return _object(
         job,
         "v1",
         "Service",
-        job.name,
+        name,
         spec={
             "clusterIP": "None",
             # Names are there before sshd is: who waits for a name sees who is still missing.
             "publishNotReadyAddresses": True,
-            "selector": _selector(job, "worker"),
+            "selector": _selector(job, role),
             "ports": [{"name": "ssh", "port": SSH_PORT}],
         },
     )

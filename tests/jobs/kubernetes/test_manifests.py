@@ -40,7 +40,11 @@ def _job(**changes: Any) -> PodJob:
 
 
 def _by_kind(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {one["kind"]: one for one in objects}
+    """The objects; of several of a kind the first."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in objects:
+        found.setdefault(one["kind"], one)
+    return found
 
 
 def _container(pod: dict[str, Any]) -> dict[str, Any]:
