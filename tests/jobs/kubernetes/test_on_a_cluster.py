@@ -106,9 +106,10 @@ class Commands:
         labels = f"hvdtrain/job={objects_named(name)},hvdtrain/role={role}"
         return list(self.cluster.ask(f"{PODS}?labelSelector={labels}")["items"])
 
-    def delete_pod(self, pod: str) -> None:
-        """As somebody does who wants its node for something else."""
-        assert self.cluster.ask(f"{PODS}/{pod}", method="DELETE")["metadata"]["name"] == pod
+    def delete_pod(self, pod: str, *, warned: bool = True) -> None:
+        """As somebody does who wants its node for something else; or at once, as a crash does."""
+        how = "" if warned else "?gracePeriodSeconds=0"
+        assert self.cluster.ask(f"{PODS}/{pod}{how}", method="DELETE")["metadata"]["name"] == pod
 
     def scale(self, name: str, workers: int) -> None:
         """As ``kubectl scale`` does."""
@@ -236,6 +237,15 @@ def test_pods_come_and_go_and_no_step_is_lost(commands: Commands) -> None:
     ended = commands.events(name, "ended")
     assert [event["saved"] for event in ended] == [event["step"] for event in ended], ended
     assert {event["cause"] for event in ended} == {"preempted", "ordered"}, ended
+    # Without a warning it goes on from the last checkpoint.
+    commands.scale(name, 2)
+    advances(2)
+    commands.delete_pod(worker, warned=False)
+    advances(2)
+    *_, last = commands.events(name, "ended")
+    assert last["cause"] == "preempted"
+    assert last["step"] - 20 <= last["saved"] <= last["step"]
+    assert f"{worker}.{objects_named(name)} was taken away: " in last["words"]
     log = commands.run("logs", name).stdout
     assert f"{worker}.{objects_named(name)} (its pod is deleted); ranks save what they have" in log
     assert "a checkpoint is written, and 1 rank more can take part now" in log
