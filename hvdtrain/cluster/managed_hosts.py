@@ -85,8 +85,10 @@ def taken_away(
         host = newest.get(name)
         if host is None:
             found[name] = _TAKEN_OUT
-        elif host.state != "there" or host.generation != known[name]:
-            found[name] = host.why or "it was replaced"
+        elif host.generation != known[name]:
+            found[name] = "it was replaced" if host.generation else "it is gone"
+        elif host.state != "there":
+            found[name] = host.why
     return found
 
 

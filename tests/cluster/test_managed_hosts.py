@@ -37,19 +37,23 @@ def test_something_else_is_refused(text: str) -> None:
 
 
 def test_what_was_taken_away_is_told_of_hosts_with_ranks() -> None:
-    before = [_host(name) for name in "abcdef"]
+    before = [_host(name) for name in "abcdefgh"]
     now = [
         _host("a"),
         _host("b", "missing", why="Evicted: no memory"),
         _host("c", generation="2"),
         _host("d", "going", why="its pod is deleted"),
         _host("f", "missing", why="nobody is there"),
+        _host("g", "missing", generation="2", why="its pod starts"),
+        _host("h", "missing", generation="", why="its pod is to come"),
     ]
-    assert taken_away(before, now, used="abcde") == {
+    assert taken_away(before, now, used="abcdegh") == {
         "b": "Evicted: no memory",
         "c": "it was replaced",
         "d": "its pod is deleted",
         "e": "it is taken out of the job",
+        "g": "it was replaced",
+        "h": "it is gone",
     }
     assert going(now, used="abd") == {"d": "its pod is deleted"}
     assert going(now, used="ab") == {}
