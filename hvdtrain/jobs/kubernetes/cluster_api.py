@@ -53,8 +53,7 @@ class ClusterApi:
             ) from None
         (used,) = [one for one in known if one["name"] == (context or active["name"])]
         namespace = namespace or used["context"].get("namespace") or "default"
-        with _as_job_error("GET", "what there is", namespace):
-            return cls(kubernetes.dynamic.DynamicClient(client), namespace)
+        return cls(_by_paths(client), namespace)
 
     @classmethod
     def of_pod(cls) -> ClusterApi:
@@ -69,9 +68,7 @@ class ClusterApi:
             namespace = _NAMESPACE_FILE.read_text().strip()
         except (kubernetes.config.ConfigException, OSError) as error:
             raise JobError(f"this pod may not ask its cluster: {error}") from None
-        with _as_job_error("GET", "what there is", namespace):
-            client = kubernetes.client.ApiClient()
-            return cls(kubernetes.dynamic.DynamicClient(client), namespace)
+        return cls(_by_paths(kubernetes.client.ApiClient()), namespace)
 
     def create(self, objects: Sequence[Object]) -> None:
         """Create all of them; the first owns the others, and goes again where one can't be.
@@ -304,6 +301,14 @@ def _as_job_error(method: str, what: str, namespace: str) -> Iterator[None]:
         raise kind(f"{what} can't be {_DOES[method]} in namespace {namespace}: {said}") from None
     except (HTTPError, OSError) as error:
         raise JobError(f"the cluster does not answer: {error}") from None
+
+
+def _by_paths(client: Any) -> Any:
+    """A client that is asked by paths alone.
+
+    It need not find out before what there is, for which it would wait without end.
+    """
+    return _package().dynamic.DynamicClient(client, discoverer=lambda _client, _cache: None)
 
 
 def _package() -> Any:
