@@ -49,7 +49,7 @@ class ClusterApi:
             known, active = kubernetes.config.list_kube_config_contexts()
         except (kubernetes.config.ConfigException, OSError) as error:
             raise JobError(
-                f"no cluster is known: {error}. Does kubectl get pods work here?"
+                f"no cluster is known: {str(error).rstrip('.')}. Does kubectl get pods work here?"
             ) from None
         (used,) = [one for one in known if one["name"] == (context or active["name"])]
         namespace = namespace or used["context"].get("namespace") or "default"
@@ -229,22 +229,54 @@ class ClusterApi:
         for one in objects:
             group, _, _ = one["apiVersion"].rpartition("/")
             resource = _plural(one["kind"])
-            wanted = {
-                "namespace": self.namespace,
-                "verb": "create",
-                "group": group,
-                "resource": resource,
-            }
-            review = {
-                "apiVersion": "authorization.k8s.io/v1",
-                "kind": "SelfSubjectAccessReview",
-                "spec": {"resourceAttributes": wanted},
-            }
-            path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-            answer = self._send("POST", path, review, "what this user may do")
-            if not answer["status"]["allowed"]:
+            if not self.may("create", resource, group):
                 refused.append(f"create {resource}{f'.{group}' if group else ''}")
         return refused
+
+    def may(self, verb: str, resource: str, group: str = "", *, everywhere: bool = False) -> bool:
+        """Whether this user has a right.
+
+        Args:
+            verb: What is to be done, as ``create``.
+            resource: To what, as ``jobs`` or ``pods/log``.
+            group: The API group of that; empty for the core's.
+            everywhere: In the whole cluster, not in this namespace.
+
+        Raises:
+            JobError: The cluster does not say.
+        """
+        name, _, part = resource.partition("/")
+        wanted = {"verb": verb, "group": group, "resource": name, "subresource": part}
+        if not everywhere:
+            wanted["namespace"] = self.namespace
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": wanted},
+        }
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        answer = self._send("POST", path, review, "what this user may do")
+        return bool(answer["status"]["allowed"])
+
+    def read(self, path: str) -> Object | None:
+        """What the cluster has at a path of its API; None where there is nothing.
+
+        Raises:
+            JobError: This user may not see it, or the cluster does not answer.
+        """
+        try:
+            return dict(self._send("GET", path, None, path))
+        except _NotFoundError:
+            return None
+
+    def try_to_create(self, one: Object) -> Object:
+        """An object as it would be in the cluster; it is not created (a dry run).
+
+        Raises:
+            JobError: The cluster would refuse it; the message says why.
+        """
+        query = [("dryRun", "All")]
+        return dict(self._send("POST", _collection(one, self.namespace), one, one["kind"], query))
 
     def _send(
         self,
