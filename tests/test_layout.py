@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "migrate": {"errors"},
     "serve": {"job_commands", "launch", "jobs", "agent", "cluster", *_BASE},
     "bench": {"keras", "gradients", "parameter_server", "launch", "jobs", "agent", *_RANKS},
-    "check": {"bench", "launch", "remote", "agent", *_RANKS},
+    "check": {"bench", "launch", "jobs", "remote", "agent", *_RANKS},
     "cli": {"check", "launch", "job_commands", "serve", "bench", "migrate", *_BASE},
     "__main__": {"cli"},
     "faces": {"horovod", "keras", "gradients", "lazy", *_RANKS},

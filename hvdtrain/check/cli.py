@@ -15,7 +15,8 @@ from hvdtrain.check.check_report import format_report, make_report
 from hvdtrain.cluster.hosts import Host, slurm_hosts
 from hvdtrain.cluster.placement import place
 from hvdtrain.cluster.ranges import counted, listing
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import ConfigurationError, LaunchError
+from hvdtrain.jobs.kubernetes.pod_options import add_pod_options
 from hvdtrain.launch.host_arguments import add_where, named_hosts
 from hvdtrain.remote.problem import Problem, show_problem
 from hvdtrain.remote.remote_probe import Answer, Way
@@ -33,28 +34,41 @@ examples:
   hvdtrain check                       this host
   hvdtrain check -H a:4,b:4            over ssh
   hvdtrain check                       in a Slurm job: all its hosts, through srun
+  hvdtrain check --on kubernetes -np 8 --gpus-per-rank 1 --volume training:/training
+                                       a namespace, for jobs that hvdtrain submit is told so
 
 exit codes: 0 fit to train (warnings may have been printed), 1 not, 2 unusable arguments.
-docs/check.md tells what is looked at.
+docs/check.md tells what is looked at, docs/kubernetes.md what of a namespace.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``hvdtrain check``; they mean what they mean to ``run``."""
-    parser.usage = "hvdtrain check [-np N] [-H a:4,b:4 | --hostfile FILE] [--no-allreduce]"
+    parser.usage = (
+        "hvdtrain check [-np N] [-H a:4,b:4 | --hostfile FILE] [--no-allreduce]\n"
+        "       hvdtrain check --on kubernetes [-np N] [--namespace NAME] [options of its pods]"
+    )
     parser.epilog = _EPILOG
     add_where(parser)
     parser.add_argument(
         "--no-allreduce", action="store_true", help="only look; start no ranks at the end"
     )
+    parser.add_argument(
+        "--on", choices=("kubernetes",), help="look at a namespace of a cluster, not at hosts"
+    )
+    add_pod_options(
+        parser.add_argument_group("with --on kubernetes, as hvdtrain submit takes them")
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the hosts that ``arguments`` name, print what was found, and return the exit code.
+    """Check what ``arguments`` name, print what was found, and return the exit code.
 
     Raises:
-        ConfigurationError: Hosts can't be read, or the ranks don't fit on them.
+        ConfigurationError: Arguments can't be read, or the ranks don't fit on the hosts.
     """
+    if arguments.on or arguments.pod_words:
+        return _check_namespace(arguments)
     way, hosts = _hosts(arguments, os.environ)
     ranks = _ranks(hosts, arguments.num_proc)
     try:
@@ -62,6 +76,17 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         logger.warning("interrupted")
         return 128 + signal.SIGINT
+
+
+def _check_namespace(arguments: argparse.Namespace) -> int:
+    from hvdtrain.check.namespace_report import check_namespace
+
+    if arguments.hosts is not None or arguments.hostfile is not None:
+        flag = "--hostfile" if arguments.hosts is None else "-H"
+        raise ConfigurationError(
+            f"{flag} names hosts, and --on kubernetes looks at a namespace; give one of them."
+        )
+    return _conclude(check_namespace(arguments.pod_words or (), arguments.num_proc))
 
 
 def _run(arguments: argparse.Namespace, way: Way, ranks: Mapping[str, int]) -> int:

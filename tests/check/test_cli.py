@@ -72,6 +72,9 @@ USAGE_ERRORS = {
     "ranks": (["-np", "0"], "got '0'"),
     "too many": (["-np", "5", "-H", "a:2,b:2"], "5 ranks don't fit"),
     "unknown": (["--colour"], "--colour"),
+    "hosts and pods": (["--on", "kubernetes", "-H", "a"], "-H names hosts"),
+    "volume": (["--volume", "data"], "expected CLAIM:/PATH"),
+    "on": (["--on", "slurm"], "invalid choice: 'slurm'"),
 }
 
 
@@ -83,6 +86,33 @@ def test_usage_errors_exit_2(
     captured = capsys.readouterr()
     assert told in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("argv", [["--on", "kubernetes"], ["--gpus-per-rank", "1"]])
+def test_no_cluster_is_a_problem(
+    argv: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("kubernetes")
+    empty = {"apiVersion": "v1", "kind": "Config", "clusters": [], "users": [], "contexts": []}
+    (config := tmp_path / "config").write_text(json.dumps(empty))
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(config))
+    assert main(["check", *argv]) == 1
+    shown = capsys.readouterr().out
+    assert "problem: no cluster is known" in shown
+    assert shown.endswith("\nnot fit to train: 1 problem\n")
+
+
+def test_packages_that_miss_are_a_problem(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvdtrain.check.namespace_survey.find_spec", lambda name: None)
+    assert main(["check", "--on", "kubernetes"]) == 1
+    shown = capsys.readouterr().out
+    assert "problem: not installed here: kubernetes, cryptography\n" in shown
+    assert "-m pip install 'hvdtrain[kubernetes]'" in shown
 
 
 def test_the_probe_starts_quickly_and_never_raises(tmp_path: Path) -> None:

@@ -21,12 +21,14 @@ from pathlib import Path
 
 from tests.kubernetes.image import IMAGE, write_image
 
-__all__ = ["API_ADDRESS", "NODE", "TOKEN"]
+__all__ = ["API_ADDRESS", "GUEST", "NODE", "TOKEN"]
 
 NODE = "node-1"
 # The address of the service `kubernetes`, by which pods ask the API server; here it is the node's.
 API_ADDRESS = "10.78.0.1"
 TOKEN = "test"
+# A user without rights, and the context in which clients are that user.
+GUEST = "guest"
 _PODS = "10.79.0.0/24"
 _GATEWAY = "10.79.0.1"
 _ETCD = "http://127.0.0.1:2379"
@@ -82,7 +84,8 @@ class Node:
         )
 
     def _start_control_plane(self) -> None:
-        tokens = self._write("tokens.csv", f"{TOKEN},admin,1,system:masters\n")
+        users = f"{TOKEN},admin,1,system:masters\n{GUEST},{GUEST},2\n"
+        tokens = self._write("tokens.csv", users)
         key = self.folder / "service-accounts.key"
         _do("openssl", "genrsa", "-out", str(key), "2048")
         self._await("etcd", lambda: _listens(2379))
@@ -203,8 +206,14 @@ conf_dir = "{self.folder}/cni"
             "apiVersion": "v1",
             "kind": "Config",
             "clusters": [{"name": "test", "cluster": cluster}],
-            "users": [{"name": "admin", "user": {"token": TOKEN}}],
-            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "admin"}}],
+            "users": [
+                {"name": "admin", "user": {"token": TOKEN}},
+                {"name": GUEST, "user": {"token": GUEST}},
+            ],
+            "contexts": [
+                {"name": "test", "context": {"cluster": "test", "user": "admin"}},
+                {"name": GUEST, "context": {"cluster": "test", "user": GUEST}},
+            ],
             "current-context": "test",
         }
         return self._write("kubeconfig", json.dumps(config))

@@ -49,12 +49,11 @@ class ClusterApi:
             known, active = kubernetes.config.list_kube_config_contexts()
         except (kubernetes.config.ConfigException, OSError) as error:
             raise JobError(
-                f"no cluster is known: {error}. Does kubectl get pods work here?"
+                f"no cluster is known: {str(error).rstrip('.')}. Does kubectl get pods work here?"
             ) from None
         (used,) = [one for one in known if one["name"] == (context or active["name"])]
         namespace = namespace or used["context"].get("namespace") or "default"
-        with _as_job_error("GET", "what there is", namespace):
-            return cls(kubernetes.dynamic.DynamicClient(client), namespace)
+        return cls(_by_paths(client), namespace)
 
     @classmethod
     def of_pod(cls) -> ClusterApi:
@@ -69,9 +68,7 @@ class ClusterApi:
             namespace = _NAMESPACE_FILE.read_text().strip()
         except (kubernetes.config.ConfigException, OSError) as error:
             raise JobError(f"this pod may not ask its cluster: {error}") from None
-        with _as_job_error("GET", "what there is", namespace):
-            client = kubernetes.client.ApiClient()
-            return cls(kubernetes.dynamic.DynamicClient(client), namespace)
+        return cls(_by_paths(kubernetes.client.ApiClient()), namespace)
 
     def create(self, objects: Sequence[Object]) -> None:
         """Create all of them; the first owns the others, and goes again where one can't be.
@@ -232,22 +229,54 @@ class ClusterApi:
         for one in objects:
             group, _, _ = one["apiVersion"].rpartition("/")
             resource = _plural(one["kind"])
-            wanted = {
-                "namespace": self.namespace,
-                "verb": "create",
-                "group": group,
-                "resource": resource,
-            }
-            review = {
-                "apiVersion": "authorization.k8s.io/v1",
-                "kind": "SelfSubjectAccessReview",
-                "spec": {"resourceAttributes": wanted},
-            }
-            path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-            answer = self._send("POST", path, review, "what this user may do")
-            if not answer["status"]["allowed"]:
+            if not self.may("create", resource, group):
                 refused.append(f"create {resource}{f'.{group}' if group else ''}")
         return refused
+
+    def may(self, verb: str, resource: str, group: str = "", *, everywhere: bool = False) -> bool:
+        """Whether this user has a right.
+
+        Args:
+            verb: What is to be done, as ``create``.
+            resource: To what, as ``jobs`` or ``pods/log``.
+            group: The API group of that; empty for the core's.
+            everywhere: In the whole cluster, not in this namespace.
+
+        Raises:
+            JobError: The cluster does not say.
+        """
+        name, _, part = resource.partition("/")
+        wanted = {"verb": verb, "group": group, "resource": name, "subresource": part}
+        if not everywhere:
+            wanted["namespace"] = self.namespace
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": wanted},
+        }
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        answer = self._send("POST", path, review, "what this user may do")
+        return bool(answer["status"]["allowed"])
+
+    def read(self, path: str) -> Object | None:
+        """What the cluster has at a path of its API; None where there is nothing.
+
+        Raises:
+            JobError: This user may not see it, or the cluster does not answer.
+        """
+        try:
+            return dict(self._send("GET", path, None, path))
+        except _NotFoundError:
+            return None
+
+    def try_to_create(self, one: Object) -> Object:
+        """An object as it would be in the cluster; it is not created (a dry run).
+
+        Raises:
+            JobError: The cluster would refuse it; the message says why.
+        """
+        query = [("dryRun", "All")]
+        return dict(self._send("POST", _collection(one, self.namespace), one, one["kind"], query))
 
     def _send(
         self,
@@ -304,6 +333,14 @@ def _as_job_error(method: str, what: str, namespace: str) -> Iterator[None]:
         raise kind(f"{what} can't be {_DOES[method]} in namespace {namespace}: {said}") from None
     except (HTTPError, OSError) as error:
         raise JobError(f"the cluster does not answer: {error}") from None
+
+
+def _by_paths(client: Any) -> Any:
+    """A client that is asked by paths alone.
+
+    It need not find out before what there is, for which it would wait without end.
+    """
+    return _package().dynamic.DynamicClient(client, discoverer=lambda _client, _cache: None)
 
 
 def _package() -> Any:

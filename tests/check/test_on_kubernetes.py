@@ -1,0 +1,162 @@
+"""hvdtrain check of namespaces of a real Kubernetes."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.harness.jobs import Completed
+from tests.kubernetes.cluster import KubernetesCluster
+from tests.kubernetes.node import GUEST
+
+NAMESPACES = "/api/v1/namespaces"
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.more]
+
+
+def check(cluster: KubernetesCluster, *words: str) -> Completed:
+    argv = [sys.executable, "-m", "hvdtrain", "check", "--on", "kubernetes", *words]
+    done = cluster.run(argv, timeout_s=80)
+    print(" ".join(words), done.stdout, done.stderr, sep="\n")
+    return done
+
+
+def states(done: Completed) -> dict[str, str]:
+    """The state of each thing, out of the table."""
+    lines = done.stdout.partition("\n\n")[0].splitlines()
+    start, end = lines[0].index("state"), lines[0].index("found")
+    return {line[:start].strip(): line[start:end].strip() for line in lines[1:]}
+
+
+def make_namespace(cluster: KubernetesCluster, name: str) -> str:
+    """A namespace, once pods can be in it."""
+    cluster.ask(NAMESPACES, {"metadata": {"name": name}})
+    account = f"{NAMESPACES}/{name}/serviceaccounts/default"
+    cluster.wait_for("default account", account, lambda found: found.get("secrets"))
+    return name
+
+
+def make_claim(cluster: KubernetesCluster, namespace: str, name: str, mode: str) -> None:
+    """A claim, and a volume that it is bound to."""
+    size = {"storage": "1Gi"}
+    volume = {
+        "metadata": {"name": f"{namespace}-{name}"},
+        "spec": {
+            "capacity": size,
+            "accessModes": [mode],
+            "hostPath": {"path": str(cluster.folder)},
+            "claimRef": {"namespace": namespace, "name": name},
+        },
+    }
+    cluster.ask("/api/v1/persistentvolumes", volume)
+    spec = {"accessModes": [mode], "storageClassName": "", "resources": {"requests": size}}
+    claims = f"{NAMESPACES}/{namespace}/persistentvolumeclaims"
+    cluster.ask(claims, {"metadata": {"name": name}, "spec": spec})
+    cluster.wait_for(
+        "bound claim", f"{claims}/{name}", lambda found: found["status"].get("phase") == "Bound"
+    )
+
+
+def test_a_namespace_that_is_fit(kubernetes: KubernetesCluster) -> None:
+    make_namespace(kubernetes, "fit")
+    make_claim(kubernetes, "fit", "data", "ReadWriteMany")
+    done = check(kubernetes, "--namespace", "fit", "-np", "3", "--volume", "data:/data")
+    assert done.returncode == 0, done
+    assert states(done) == {
+        "cluster": "ok",
+        "namespace fit": "ok",
+        "rights": "ok",
+        "pods": "ok",
+        "nodes": "ok",
+        "volume data": "ok",
+    }
+    assert done.stdout.endswith("\n\nfit to train\n")
+    pods = kubernetes.ask(f"{NAMESPACES}/fit/pods")
+    assert not pods["items"], "nothing is created"
+
+
+def test_a_namespace_that_is_not_there(kubernetes: KubernetesCluster) -> None:
+    done = check(kubernetes, "--namespace", "elsewhere")
+    assert done.returncode == 1, done
+    assert "problem: there is no namespace elsewhere" in done.stdout
+    assert "not fit to train: 1 problem" in done.stdout
+
+
+def test_users_with_few_rights(kubernetes: KubernetesCluster) -> None:
+    guest = ("--context", GUEST, "--namespace", make_namespace(kubernetes, "of-others"))
+    done = check(kubernetes, *guest)
+    assert done.returncode == 1, done
+    assert "problem: you may not create jobs.batch, " in done.stdout
+    assert "warning: you may not create pods, list resourcequotas, list nodes" in done.stdout
+    assert "not fit to train: 1 problem (1 warning)" in done.stdout
+    # Who may edit may do all but give the launcher's account its rights.
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "edit"}
+    binding = {
+        "metadata": {"name": GUEST},
+        "roleRef": role,
+        "subjects": [{**role, "kind": "User", "name": GUEST}],
+    }
+    kubernetes.ask(f"{RBAC}/namespaces/of-others/rolebindings", binding)
+    done = check(kubernetes, *guest)
+    assert done.returncode == 1, done
+    group = "rbac.authorization.k8s.io"
+    refused = f"you may not create roles.{group}, rolebindings.{group} in namespace of-others"
+    assert refused in done.stdout
+    done = check(kubernetes, *guest, "--service-account", "default")
+    assert done.returncode == 0, done
+    assert states(done)["account default"] == "ok"
+
+
+def test_what_there_is_no_room_for(kubernetes: KubernetesCluster) -> None:
+    namespace = make_namespace(kubernetes, "small")
+    hard = {"pods": "2", "requests.cpu": "4", "requests.memory": "1Gi"}
+    quota = {"metadata": {"name": "few"}, "spec": {"hard": hard}}
+    kubernetes.ask(f"{NAMESPACES}/small/resourcequotas", quota)
+    most = {"type": "Container", "max": {"cpu": "1"}, "default": {"cpu": "1", "memory": "1Mi"}}
+    limits = {"metadata": {"name": "most"}, "spec": {"limits": [most]}}
+    kubernetes.ask(f"{NAMESPACES}/small/limitranges", limits)
+    kubernetes.wait_for(
+        "quota",
+        f"{NAMESPACES}/small/resourcequotas/few",
+        lambda found: "used" in found.get("status", {}),
+    )
+    done = check(
+        kubernetes, "--namespace", namespace, "-np", "3", "--resources", "cpu=2,memory=1Mi"
+    )
+    assert done.returncode == 1, done
+    assert states(done)["quota few"] == "problem"
+    told = "quota few allows pods 2, where 4 are asked for; requests.cpu 4, where "
+    assert told in done.stdout
+    assert "maximum cpu usage per Container is 1" in done.stdout
+
+
+def test_gpus_that_nobody_has(kubernetes: KubernetesCluster) -> None:
+    done = check(kubernetes, "--gpus-per-rank", "1")
+    assert done.returncode == 1, done
+    told = "no node has what one worker asks for: nvidia.com/gpu 1, where 0 is the most"
+    assert told in done.stdout
+    done = check(kubernetes, "--node-selector", "gpu=h100")
+    assert "none of 1 node takes its pods: 1 without the label gpu=h100" in done.stdout
+
+
+def test_what_is_named_and_not_there(kubernetes: KubernetesCluster) -> None:
+    make_namespace(kubernetes, "empty")
+    make_claim(kubernetes, "empty", "own", "ReadWriteOnce")
+    words = ("--namespace", "empty", "--volume", "data:/data", "--volume", "own:/own")
+    named = ("--pull-secret", "registry", "--service-account", "me", "--queue", "all")
+    done = check(kubernetes, *words, *named, "--mpijob")
+    assert done.returncode == 1, done
+    assert "problem: there is no claim data in namespace empty" in done.stdout
+    assert "warning: claim own is ReadWriteOnce: for pods of one node alone" in done.stdout
+    assert "problem: there is no pull secret registry" in done.stdout
+    assert "problem: there is no account me" in done.stdout
+    assert "problem: Kueue is not installed here" in done.stdout
+    assert "problem: MPIJobs v2beta1 are unknown here" in done.stdout
+
+
+def test_a_context_that_is_not_there(kubernetes: KubernetesCluster) -> None:
+    done = check(kubernetes, "--context", "elsewhere")
+    assert done.returncode == 1, done
+    assert "problem: no cluster is known" in done.stdout

@@ -1,0 +1,38 @@
+"""What is asked of a cluster, where there is none."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import JobError
+from hvdtrain.jobs.kubernetes import cluster_api
+
+pytest.importorskip("kubernetes")
+
+
+def test_a_cluster_that_says_nothing_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = {"server": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "silent", "cluster": server}],
+            "users": [{"name": "me", "user": {"token": "x"}}],
+            "contexts": [{"name": "here", "context": {"cluster": "silent", "user": "me"}}],
+            "current-context": "here",
+        }
+        (path := tmp_path / "config").write_text(json.dumps(config))
+        default = "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION"
+        monkeypatch.setattr(default, str(path))
+        monkeypatch.setattr(cluster_api, "TIMEOUT_S", 0.2)
+        begun = time.monotonic()
+        with pytest.raises(JobError, match="the cluster does not answer"):
+            cluster_api.ClusterApi.of_context("", "").has("Job", "train")
+        assert time.monotonic() - begun < 10
