@@ -190,7 +190,7 @@ def test_defaults_that_documents_tell_are_those_that_hold() -> None:
     assert found >= 4
 
 
-# Of sbatch and srun, mpirun, docker, pip and TensorBoard.
+# Of sbatch and srun, mpirun, docker, pip, TensorBoard and kubectl.
 FOREIGN_FLAGS = {
     *("--batch", "--cpus-per-task", "--gpus-per-task", "--mem", "--mem-per-cpu", "--nodes"),
     *(
@@ -202,7 +202,7 @@ FOREIGN_FLAGS = {
         "--map-by",
         "--with-ft",
     ),
-    *("--shm-size", "--no-deps", "--logdir"),
+    *("--shm-size", "--no-deps", "--logdir", "--replicas"),
 }
 
 

@@ -243,7 +243,7 @@ def quotas_of(*items: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_quotas_that_have_room() -> None:
-    hard = {"requests.nvidia.com/gpu": "8", "limits.cpu": "16", "memory": "128Gi", "services": "1"}
+    hard = {"requests.nvidia.com/gpu": "8", "limits.cpu": "16", "memory": "128Gi", "services": "2"}
     (found,) = [
         one
         for one in judge(needs(*EIGHT_GPUS), quotas_of(quota({**hard, "count/x.test": "0"})))
@@ -252,7 +252,7 @@ def test_quotas_that_have_room() -> None:
     assert not found.problems
     assert found.found == (
         "requests.nvidia.com/gpu 8 of 8 left, limits.cpu 16 of 16 left, "
-        "memory 128Gi of 128Gi left, services 1 of 1 left"
+        "memory 128Gi of 128Gi left, services 2 of 2 left"
     )
 
 

@@ -175,11 +175,7 @@ class ClusterApi:
         Raises:
             JobError: The cluster does not say.
         """
-        try:
-            found: Object = self._send("GET", self._path(kind, name), None, f"{kind} {name}")
-        except _NotFoundError:
-            return None
-        return found
+        return self.read(self._path(kind, name))
 
     def ask_to_stop(self, name: str, how: str) -> None:
         """Leave word with a Job that runs, which its launcher takes.
