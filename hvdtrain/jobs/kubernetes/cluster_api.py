@@ -45,7 +45,9 @@ class ClusterApi:
         """
         kubernetes = _package()
         try:
-            client = kubernetes.config.new_client_from_config(context=context or None)
+            client = kubernetes.config.new_client_from_config(
+                context=context or None, client_configuration=_configuration()
+            )
             known, active = kubernetes.config.list_kube_config_contexts()
         except (kubernetes.config.ConfigException, OSError) as error:
             raise JobError(
@@ -64,11 +66,12 @@ class ClusterApi:
         """
         kubernetes = _package()
         try:
-            kubernetes.config.load_incluster_config()
+            configuration = _configuration()
+            kubernetes.config.load_incluster_config(configuration)
             namespace = _NAMESPACE_FILE.read_text().strip()
         except (kubernetes.config.ConfigException, OSError) as error:
             raise JobError(f"this pod may not ask its cluster: {error}") from None
-        return cls(_by_paths(kubernetes.client.ApiClient()), namespace)
+        return cls(_by_paths(kubernetes.client.ApiClient(configuration)), namespace)
 
     def create(self, objects: Sequence[Object]) -> None:
         """Create all of them; the first owns the others, and goes again where one can't be.
@@ -329,6 +332,14 @@ def _as_job_error(method: str, what: str, namespace: str) -> Iterator[None]:
         raise kind(f"{what} can't be {_DOES[method]} in namespace {namespace}: {said}") from None
     except (HTTPError, OSError) as error:
         raise JobError(f"the cluster does not answer: {error}") from None
+
+
+def _configuration() -> Any:
+    """What clients have in common."""
+    configuration = _package().client.Configuration()
+    # Who asks again waits four times as long for a cluster that says nothing.
+    configuration.retries = False
+    return configuration
 
 
 def _by_paths(client: Any) -> Any:

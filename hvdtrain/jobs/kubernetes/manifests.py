@@ -164,6 +164,7 @@ def mpijob_objects(job: PodJob) -> list[Object]:
         spec={
             "slotsPerWorker": job.pods.ranks_per_pod,
             "mpiImplementation": job.pods.mpijob,
+            **({"sshAuthMountPath": job.pods.ssh_mount} if job.pods.ssh_mount else {}),
             "launcherCreationPolicy": "WaitForWorkersReady",
             "runPolicy": {
                 "cleanPodPolicy": "Running",
@@ -324,8 +325,6 @@ def _launcher_pod(job: PodJob, module: str, hostfile: str) -> Object:
     container = _container(pod)
     container["command"] = [job.pods.python, "-m", *words]
     container["env"] = [*(container.get("env") or ()), *_variables(job)]
-    # The last lines stay in what is said of the pod, as long as it is there.
-    container["terminationMessagePolicy"] = "FallbackToLogsOnError"
     if not job.folder:
         _mount(pod, "hvdtrain-records", {"emptyDir": {}}, RECORDS_FOLDER)
         pod["spec"]["containers"].append(_records(job, container))
@@ -378,6 +377,8 @@ def _pod(job: PodJob, role: str) -> Object:
         _add(spec, "imagePullSecrets", {"name": name})
     container = _container(pod)
     container["image"] = pods.image
+    # The last lines stay in what is said of the pod, as long as it is there.
+    container["terminationMessagePolicy"] = "FallbackToLogsOnError"
     if pods.folder:
         container["workingDir"] = pods.folder
     for number, volume in enumerate(pods.volumes):

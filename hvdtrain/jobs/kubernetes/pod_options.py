@@ -61,6 +61,7 @@ class PodOptions:
         folder: The working directory; empty for the image's.
         python: The Python of the image that has hvdtrain.
         template: A pod, as YAML has it, into which all of this is put.
+        ssh_mount: Where the MPI operator puts its keys; empty for its default.
         mpijob: Whether the MPI operator runs the job; which MPI the image has, as that names it.
     """
 
@@ -79,6 +80,7 @@ class PodOptions:
     folder: str = ""
     python: str = "python3"
     template: Mapping[str, Any] = field(default_factory=dict)
+    ssh_mount: str = ""
     mpijob: str = ""
 
     def shared_paths(self) -> list[str]:
@@ -190,6 +192,10 @@ _FLAGS = (
     _Flag(
         *("--template", "template", _template, "FILE"),
         "a pod as YAML, for whatever else pods need; the flags here win",
+    ),
+    _Flag(
+        *("--ssh-auth-mount-path", "ssh_mount", str, "PATH"),
+        "with --mpijob: where the image's user has its keys; default /root/.ssh",
     ),
     _Flag(
         *("--mpijob", "mpijob", _mpi, "MPI"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.cluster.managed_hosts import HostState, ManagedHost
 from hvdtrain.jobs.kubernetes.manifests import ROLE_LABEL, Object
 
@@ -112,11 +113,23 @@ def _trouble(status: Object) -> str:
         if (condition["type"], condition["status"]) == ("PodScheduled", "False"):
             return f"it has no node: {condition.get('message') or condition.get('reason')}"
     for container in status.get("containerStatuses") or ():
-        waiting = (container.get("state") or {}).get("waiting") or {}
+        state = container.get("state") or {}
+        waiting = state.get("waiting") or {}
         if (reason := waiting.get("reason")) in _CANT_START:
-            said = waiting.get("message") or reason
+            before = (container.get("lastState") or {}).get("terminated")
+            said = _last_words(before) or waiting.get("message") or reason
             return f"{_CANT_START[reason]}: {said}"
+        if said := _last_words(state.get("terminated")):
+            return f"its container ended: {said}"
     return ""
+
+
+def _last_words(terminated: Object | None) -> str:
+    """What a container said last that has ended with a failure; empty for another."""
+    if not terminated or terminated.get("exitCode") in (0, ExitCode.PREEMPTED):
+        return ""
+    *_, last = str(terminated.get("message") or "").strip().splitlines() or [""]
+    return last or f"exit code {terminated.get('exitCode')}"
 
 
 def _role(pod: Object) -> str:

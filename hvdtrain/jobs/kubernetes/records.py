@@ -29,6 +29,9 @@ from hvdtrain.jobs.log_reader import read_log
 __all__ = ["Records", "hold_own", "main"]
 
 POLL_S = 0.5
+# The launcher's container starts beside this one. Where it has not come by then it never will, as
+# one without hvdtrain; and as long as this one runs, Kubernetes takes the pod for running.
+START_S = 120.0
 # Of the rows that tell of each rank one is printed in this time: they are long.
 RANKS_INTERVAL_S = 10.0
 _LOCK = "launcher.lock"
@@ -66,6 +69,16 @@ def _is_over(folder: Path) -> bool:
         return False
     finally:
         os.close(lock)
+    return True
+
+
+def _has_begun(folder: Path) -> bool:
+    """Wait for a launcher; return whether there is or was one."""
+    until = time.monotonic() + START_S
+    while not (folder / _LOCK).exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(POLL_S)
     return True
 
 
@@ -137,6 +150,8 @@ def main(arguments: Sequence[str]) -> None:
     # The pod is told to end: who has something to say yet is the launcher.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder = Path(arguments[0])
+    if not _has_begun(folder):
+        sys.exit(f"hvdtrain: no launcher came within {START_S:g} s; its own log says why.")
     records = Records(JobFolder(folder))
     is_over = False
     while not is_over:

@@ -132,10 +132,12 @@ def test_flags_win_over_the_template() -> None:
 
 
 def test_the_operators_job_is_one_object() -> None:
-    operated, secret = mpijob_objects(_job(pods={"mpijob": "Intel", "queue": "q"}))
+    mpijob = {"mpijob": "Intel", "queue": "q", "ssh_mount": "/home/train/.ssh"}
+    operated, secret = mpijob_objects(_job(pods=mpijob))
     assert (operated["apiVersion"], operated["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
     spec = operated["spec"]
     assert spec["mpiImplementation"] == "Intel"
+    assert spec["sshAuthMountPath"] == "/home/train/.ssh"
     assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
     assert spec["runPolicy"]["suspend"] is True
     replicas = spec["mpiReplicaSpecs"]

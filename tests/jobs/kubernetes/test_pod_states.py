@@ -16,6 +16,11 @@ def _waits(reason: str, message: str = "") -> dict[str, Any]:
     return {"phase": "Pending", "containerStatuses": [{"state": {"waiting": waiting}}]}
 
 
+def _ended(code: int, message: str) -> dict[str, Any]:
+    terminated = {"exitCode": code, "message": message}
+    return {"phase": "Failed", "containerStatuses": [{"state": {"terminated": terminated}}]}
+
+
 _UNSCHEDULABLE = {
     "phase": "Pending",
     "conditions": [
@@ -41,6 +46,18 @@ STATES = {
         [_pod(**_waits("ImagePullBackOff", 'Back-off pulling image "x"'))],
         ("PENDING", 'launcher: its image can\'t be pulled: Back-off pulling image "x"'),
     ),
+    "its container has no hvdtrain": (
+        [_pod(**_ended(1, "Traceback ...\nModuleNotFoundError: No module named 'hvdtrain'\n"))],
+        (
+            "REQUEUED",
+            "launcher: its container ended: ModuleNotFoundError: No module named 'hvdtrain'",
+        ),
+    ),
+    "it was killed": (
+        [_pod(**_ended(137, ""))],
+        ("REQUEUED", "launcher: its container ended: exit code 137"),
+    ),
+    "it goes on elsewhere": ([_pod(**_ended(75, "preempted"))], ("REQUEUED", "")),
     "image is being pulled": ([_pod(**_waits("ContainerCreating"))], ("PENDING", "")),
     "evicted": (
         [

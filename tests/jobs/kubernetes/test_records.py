@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from hvdtrain.jobs.folder import JobFolder, create_job
 from hvdtrain.jobs.json_lines import append_json_line, read_json_lines
-from hvdtrain.jobs.kubernetes import mirror
+from hvdtrain.jobs.kubernetes import mirror, records
 from hvdtrain.jobs.kubernetes.mirror import opened
 from hvdtrain.jobs.kubernetes.records import Records
 from hvdtrain.jobs.log_format import LogLine
@@ -145,6 +146,15 @@ def test_rows_of_ranks_are_thinned(tmp_path: Path) -> None:
 def _to(printed: Iterable[str], name: str) -> list[Any]:
     records = [json.loads(line.partition(" ")[2]) for line in printed]
     return [record for record in records if record.get("to") == name]
+
+
+def test_a_launcher_that_never_comes_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "START_S", 0.1)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit, match="no launcher came within"):
+        records.main([str(tmp_path)])
 
 
 def test_it_is_printed_until_the_launcher_is_gone_however_that_ends(tmp_path: Path) -> None:
