@@ -304,10 +304,10 @@ def test_what_the_cluster_refuses_is_said(commands: Commands) -> None:
     while "its image is not on the node" not in (verdict := commands.view(name)["verdict"]):
         assert time.monotonic() < deadline, verdict
     commands.run("stop", name)
-    commands.cluster.ask("/api/v1/namespaces", {"metadata": {"name": "small"}})
+    commands.cluster.ask("/api/v1/namespaces", {"metadata": {"name": "narrow"}})
     quota = {"metadata": {"name": "one"}, "spec": {"hard": {"pods": "1"}}}
-    commands.cluster.ask("/api/v1/namespaces/small/resourcequotas", quota)
-    name = commands.submit(*nothing, ranks=2, pods=("--namespace", "small"))
+    commands.cluster.ask("/api/v1/namespaces/narrow/resourcequotas", quota)
+    name = commands.submit(*nothing, ranks=2, pods=("--namespace", "narrow"))
     while "exceeded quota: one" not in (verdict := commands.view(name)["verdict"]):
         assert time.monotonic() < deadline + 60, verdict
     commands.run("stop", name)
