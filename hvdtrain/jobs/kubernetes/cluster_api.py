@@ -225,9 +225,9 @@ class ClusterApi:
             JobError: The cluster does not say.
         """
         refused = []
-        for one in objects:
-            group, _, _ = one["apiVersion"].rpartition("/")
-            resource = _plural(one["kind"])
+        kinds = dict.fromkeys((one["apiVersion"], _plural(one["kind"])) for one in objects)
+        for version, resource in kinds:
+            group, _, _ = version.rpartition("/")
             if not self.may("create", resource, group):
                 refused.append(f"create {resource}{f'.{group}' if group else ''}")
         return refused
