@@ -18,8 +18,8 @@ from hvdtrain.jobs.job_view import JobView, view_jobs
 __all__ = ["JobIndex", "matching"]
 
 INTERVAL_S = 1.0
-# Slurm is asked about what only it knows, which costs it something.
-SLURM_INTERVAL_S = 15.0
+# Slurm and Kubernetes are asked about what only they know, which costs them something.
+QUEUES_INTERVAL_S = 15.0
 # Jobs that are read at once: first the newest, which fill the first page of the list.
 FIRST = 200
 BATCH = 1000
@@ -42,7 +42,7 @@ class JobIndex:
         self._views: dict[str, JobView] = {}
         self._newest: list[JobView] = []
         self._changed: dict[str, int] = {}
-        self._slurm_at = 0.0
+        self._queues_at = 0.0
         self._closing = threading.Event()
         self._version = 0
         self._pause_s = INTERVAL_S
@@ -91,15 +91,15 @@ class JobIndex:
     def _refresh(self, most: int) -> None:
         began = time.monotonic()
         changed = self._scan()
-        slurm = time.monotonic() - self._slurm_at > SLURM_INTERVAL_S
-        if slurm:
-            self._slurm_at = time.monotonic()
+        queues = time.monotonic() - self._queues_at > QUEUES_INTERVAL_S
+        if queues:
+            self._queues_at = time.monotonic()
         with self._lock:
             gone = self._views.keys() - changed.keys()
             new = [name for name, at in changed.items() if self._changed.get(name) != at]
             # What is not over may be so without a change: its launcher may be gone.
             again = [
-                name for name in changed.keys() - set(new) if self._may_change(name, slurm=slurm)
+                name for name in changed.keys() - set(new) if self._may_change(name, queues=queues)
             ]
         new.sort(key=changed.__getitem__, reverse=True)
         again += new[:most]
@@ -123,11 +123,15 @@ class JobIndex:
         took_s = time.monotonic() - began
         self._pause_s = 0.0 if left else max(INTERVAL_S, took_s / _LOOKING_SHARE)
 
-    def _may_change(self, name: str, *, slurm: bool) -> bool:
+    def _may_change(self, name: str, *, queues: bool) -> bool:
         view = self._views.get(name)
         if view is None:
             return True
-        return not view.is_over and (slurm or not view.slurm_job or view.status == "running")
+        if view.is_over or queues:
+            return not view.is_over
+        # What pods see on no volume is read through the cluster.
+        is_read_here = view.on != "kubernetes"
+        return is_read_here and (not view.slurm_job or view.status == "running")
 
     def _scan(self) -> dict[str, int]:
         try:
