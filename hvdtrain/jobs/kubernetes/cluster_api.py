@@ -12,7 +12,7 @@ from typing import Any
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.kubernetes.manifests import JOB_LABEL, STOP, Object
 
-__all__ = ["ClusterApi"]
+__all__ = ["ClusterApi", "SilentClusterError"]
 
 TIMEOUT_S = 20.0
 DELETE_TIMEOUT_S = 180.0
@@ -309,6 +309,10 @@ class ClusterApi:
             return data
 
 
+class SilentClusterError(JobError):
+    """The cluster does not answer, or can't be reached."""
+
+
 class _NotFoundError(JobError):
     """There is no such object, or the cluster knows no objects of that kind."""
 
@@ -331,7 +335,7 @@ def _as_job_error(method: str, what: str, namespace: str) -> Iterator[None]:
         kind = _NotFoundError if error.status == 404 else JobError
         raise kind(f"{what} can't be {_DOES[method]} in namespace {namespace}: {said}") from None
     except (HTTPError, OSError) as error:
-        raise JobError(f"the cluster does not answer: {error}") from None
+        raise SilentClusterError(f"the cluster does not answer: {error}") from None
 
 
 def _configuration() -> Any:

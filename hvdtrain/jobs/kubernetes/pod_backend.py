@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -12,7 +13,7 @@ import yaml
 from hvdtrain.errors import ConfigurationError, JobError
 from hvdtrain.jobs.backend import Answer
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi
+from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi, SilentClusterError
 from hvdtrain.jobs.kubernetes.manifests import RECORDS, Object, PodJob, job_objects, mpijob_objects
 from hvdtrain.jobs.kubernetes.mirror import opened
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, read_pod_options
@@ -25,6 +26,8 @@ __all__ = ["PodBackend", "as_yaml", "object_name", "objects_of", "pod_job"]
 
 # A StatefulSet's pods have a label with its name, a hyphen and a hash, of at most 63 letters.
 _MOST_LETTERS = 45
+# For so long a cluster that has not answered is not asked how jobs are.
+SILENT_S = 30.0
 _NAMES_HOSTS = ("-H", "--hosts", "-hostfile", "--hostfile")
 _HAS_A_KEY = """\
 # The Secret holds private keys of this job alone: keep it out of repositories that others read.
@@ -93,6 +96,10 @@ def as_yaml(objects: Sequence[Object]) -> str:
 class PodBackend:
     """Clusters of Kubernetes, each as the job's own options name it."""
 
+    def __init__(self) -> None:
+        # Who looks at many jobs waits for a cluster that says nothing once, and not for each.
+        self._silent_until: dict[tuple[str, str], float] = {}
+
     def plan(
         self, folder: Path, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
     ) -> str:
@@ -119,16 +126,19 @@ class PodBackend:
 
     def ask(self, jobs: Mapping[str, JobSpec]) -> Mapping[str, Answer]:
         """What the state of each job's pods is; see ``JobBackend``."""
-        return {name: Answer("Kubernetes", *_state(name, spec)) for name, spec in jobs.items()}
+        return {name: Answer("Kubernetes", *self._state(name, spec)) for name, spec in jobs.items()}
 
     def fetch(self, job: JobFolder, spec: JobSpec) -> None:
         """Write what its pods have said since, where they don't see the folder."""
         if _is_shared(job.path, read_pod_options(spec.backend.options)):
             return
-        with contextlib.suppress(JobError, OSError), opened(job) as mirror:
+        with (
+            contextlib.suppress(JobError, OSError),
+            self._looked_at(spec) as (_, api),
+            opened(job) as mirror,
+        ):
             if mirror is None:
                 return
-            _, api = _of_job(spec)
             launchers = launchers_of(api.pods(object_name(job.name)))
             uids = [pod["metadata"]["uid"] for pod in launchers]
             known = mirror.position.pod
@@ -155,21 +165,33 @@ class PodBackend:
             api.delete(_owner(pods), name)
         return waits
 
+    def _state(self, name: str, spec: JobSpec) -> tuple[str, str]:
+        """What the cluster says of a job, as ``state_of``; ``NO_ANSWER`` where it says nothing."""
+        try:
+            with self._looked_at(spec) as (pods, api):
+                found = api.job(_owner(pods), object_name(name))
+                if found is None:
+                    return GONE, ""
+                listed = api.pods(object_name(name))
+                word, why = state_of(found, listed)
+                if not why and not (launchers_of(listed) and workers_of(listed)):
+                    why = api.why_not_created(object_name(name))
+                return word, why
+        except JobError as error:
+            return NO_ANSWER, str(error)
 
-def _state(name: str, spec: JobSpec) -> tuple[str, str]:
-    """What the cluster says of a job, as ``state_of``; ``NO_ANSWER`` where it says nothing."""
-    try:
-        pods, api = _of_job(spec)
-        found = api.job(_owner(pods), object_name(name))
-        if found is None:
-            return GONE, ""
-        listed = api.pods(object_name(name))
-        word, why = state_of(found, listed)
-        if not why and not (launchers_of(listed) and workers_of(listed)):
-            why = api.why_not_created(object_name(name))
-        return word, why
-    except JobError as error:
-        return NO_ANSWER, str(error)
+    @contextlib.contextmanager
+    def _looked_at(self, spec: JobSpec) -> Iterator[tuple[PodOptions, ClusterApi]]:
+        """A job's cluster, unless that has not answered just now."""
+        pods = read_pod_options(spec.backend.options)
+        key = (pods.context, pods.namespace)
+        if time.monotonic() < self._silent_until.get(key, 0.0):
+            raise SilentClusterError("the cluster did not answer a moment ago")
+        try:
+            yield _of_job(spec)
+        except SilentClusterError:
+            self._silent_until[key] = time.monotonic() + SILENT_S
+            raise
 
 
 def _of_job(spec: JobSpec) -> tuple[PodOptions, ClusterApi]:

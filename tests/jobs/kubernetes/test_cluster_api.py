@@ -11,6 +11,9 @@ import pytest
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.kubernetes import cluster_api
+from hvdtrain.jobs.kubernetes.pod_backend import PodBackend
+from hvdtrain.jobs.spec import Backend, JobSpec
+from hvdtrain.jobs.state import NO_ANSWER
 
 pytest.importorskip("kubernetes")
 
@@ -36,3 +39,25 @@ def test_a_cluster_that_says_nothing_is_not_waited_for(
         with pytest.raises(JobError, match="the cluster does not answer"):
             cluster_api.ClusterApi.of_context("", "").has("Job", "train")
         assert time.monotonic() - begun < 10
+        # Of many jobs it is asked once.
+        spec = JobSpec(
+            options=(),
+            program=("a",),
+            folder="/",
+            backend=Backend("kubernetes", ("--image=i",)),
+        )
+        silent.settimeout(0.1)
+        while _takes(silent):
+            pass
+        answers = PodBackend().ask({f"job-{number}": spec for number in range(5)})
+        assert {answer.word for answer in answers.values()} == {NO_ANSWER}
+        assert [_takes(silent) for _ in range(2)] == [True, False]
+
+
+def _takes(server: socket.socket) -> bool:
+    """Whether somebody has connected."""
+    try:
+        server.accept()[0].close()
+    except TimeoutError:
+        return False
+    return True
