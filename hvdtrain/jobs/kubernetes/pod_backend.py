@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from hvdtrain.errors import ConfigurationError, JobError
+from hvdtrain.errors import ConfigurationError, HvdtrainError, JobError
 from hvdtrain.jobs.backend import Answer
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi, SilentClusterError
@@ -130,13 +130,13 @@ class PodBackend:
 
     def fetch(self, job: JobFolder, spec: JobSpec) -> None:
         """Write what its pods have said since, where they don't see the folder."""
-        if _is_shared(job.path, read_pod_options(spec.backend.options)):
-            return
-        with (
-            contextlib.suppress(JobError, OSError),
-            self._looked_at(spec) as (_, api),
-            opened(job) as mirror,
-        ):
+        # Options may be those of another version, and unreadable here.
+        with contextlib.suppress(HvdtrainError, OSError):
+            if not _is_shared(job.path, read_pod_options(spec.backend.options)):
+                self._write_news(job, spec)
+
+    def _write_news(self, job: JobFolder, spec: JobSpec) -> None:
+        with self._looked_at(spec) as (_, api), opened(job) as mirror:
             if mirror is None:
                 return
             launchers = launchers_of(api.pods(object_name(job.name)))
@@ -150,7 +150,12 @@ class PodBackend:
 
     def stop(self, job: JobFolder, spec: JobSpec, *, waits: bool, save: bool) -> bool:
         """Delete what waits; leave word for what runs; see ``JobBackend``."""
-        pods, api = _of_job(spec)
+        pods = read_pod_options(spec.backend.options)
+        if not (waits or save or pods.mpijob) and _is_shared(job.path, pods):
+            # Also where the cluster can't be reached from here.
+            job.request_stop()
+            return False
+        api = ClusterApi.of_context(pods.context, pods.namespace)
         name = object_name(job.name)
         if waits:
             api.delete(_owner(pods), name)
@@ -177,7 +182,7 @@ class PodBackend:
                 if not why and not (launchers_of(listed) and workers_of(listed)):
                     why = api.why_not_created(object_name(name))
                 return word, why
-        except JobError as error:
+        except HvdtrainError as error:
             return NO_ANSWER, str(error)
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -131,8 +132,10 @@ def _mpi(text: str) -> str:
 
 
 def _template(text: str) -> Mapping[str, Any]:
+    """Read a pod from a file, or from what was kept of one."""
     try:
-        content = yaml.safe_load(Path(text).read_text(encoding="utf-8"))
+        is_kept = text.startswith("{")
+        content = yaml.safe_load(text if is_kept else Path(text).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"expected a pod as YAML: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("spec"), dict):
@@ -150,6 +153,7 @@ class _Flag(NamedTuple):
     help: str
     repeats: bool = False
     default_value: str | None = None  # where it stands alone
+    is_file: bool = False  # whose content is kept: it may change, or not be there any more
 
 
 _FLAGS = (
@@ -192,6 +196,7 @@ _FLAGS = (
     _Flag(
         *("--template", "template", _template, "FILE"),
         "a pod as YAML, for whatever else pods need; the flags here win",
+        is_file=True,
     ),
     _Flag(
         *("--ssh-auth-mount-path", "ssh_mount", str, "PATH"),
@@ -224,8 +229,8 @@ def add_pod_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -
 
 def _keep(flag: _Flag, text: str) -> str:
     """The option as one word, if it can be read."""
-    flag.read(text)
-    return f"{flag.name}={text}"
+    value = flag.read(text)
+    return f"{flag.name}={json.dumps(value, default=str) if flag.is_file else text}"
 
 
 def read_pod_options(words: Iterable[str]) -> PodOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import time
@@ -49,6 +50,9 @@ def test_a_cluster_that_says_nothing_is_not_waited_for(
         silent.settimeout(0.1)
         while _takes(silent):
             pass
+        unreadable = dataclasses.replace(spec, backend=Backend("kubernetes", ("--colour=red",)))
+        ((_, word, why),) = PodBackend().ask({"job": unreadable}).values()
+        assert (word, "is no option" in why) == (NO_ANSWER, True)
         answers = PodBackend().ask({f"job-{number}": spec for number in range(5)})
         assert {answer.word for answer in answers.values()} == {NO_ANSWER}
         assert [_takes(silent) for _ in range(2)] == [True, False]

@@ -51,6 +51,8 @@ def test_options_are_kept_as_words_and_read_again(tmp_path: Path) -> None:
     argv += ["--resources", "cpu=4,memory=16Gi", "--gpus-per-rank", "2", "--mpijob"]
     argv += ["--template", str(template), "--node-selector=c=d=e"]
     words = _parser().parse_args(argv).pod_words
+    # What was asked for stays so, and is known in other folders, too.
+    template.unlink()
     pods = read_pod_options(words)
     assert pods.image == "registry.test/train:1", "the last one wins"
     assert pods.volumes == (Volume("data", "/data", True), Volume("more", "/more"))
