@@ -13,12 +13,12 @@ from tests.kubernetes.node import GUEST
 NAMESPACES = "/api/v1/namespaces"
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.more]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.more]
 
 
 def check(cluster: KubernetesCluster, *words: str) -> Completed:
     argv = [sys.executable, "-m", "hvdtrain", "check", "--on", "kubernetes", *words]
-    done = cluster.run(argv, timeout_s=80)
+    done = cluster.run(argv, timeout_s=200)
     print(" ".join(words), done.stdout, done.stderr, sep="\n")
     return done
 

@@ -167,7 +167,7 @@ class KubernetesCluster:
         }
         return {"spec": {"containers": [container], "volumes": volumes}}
 
-    def wait_for(self, what: str, path: str, ready: Any, timeout_s: float = 60.0) -> Any:
+    def wait_for(self, what: str, path: str, ready: Any, timeout_s: float = 240.0) -> Any:
         """Ask until ``ready`` says so of the answer, and return that."""
         deadline = time.monotonic() + timeout_s
         while True:

@@ -33,7 +33,7 @@ _PODS = "10.79.0.0/24"
 _GATEWAY = "10.79.0.1"
 _ETCD = "http://127.0.0.1:2379"
 _ETCD_PEERS = "http://127.0.0.1:2380"
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 180.0
 # What programs write to by names that can't be changed.
 _OWN_FOLDERS = ("/run", "/var/lib", "/var/log")
 
