@@ -7,7 +7,7 @@ import os
 
 from hvdtrain.job_commands.planned import planned
 from hvdtrain.jobs.naming import add_changes, add_name, changes_of, directory_of, named_job
-from hvdtrain.jobs.spec import with_changes
+from hvdtrain.jobs.spec import secret_values, with_changes
 from hvdtrain.jobs.submission import submit_job
 
 __all__ = ["add_arguments", "run"]
@@ -27,9 +27,11 @@ def run(arguments: argparse.Namespace) -> int:
         JobError: There is no such job, or another can't be handed over.
         ConfigurationError: The changes can't be made.
     """
-    spec = with_changes(named_job(arguments).spec(), *changes_of(arguments))
+    words, backend = changes_of(arguments)
+    spec = with_changes(named_job(arguments).spec(), words, backend)
+    environ = {**os.environ, **secret_values(words)}
     directory = directory_of(arguments)
-    ranks = planned(directory / "NAME", spec, os.environ).ranks
-    job = submit_job(directory, spec, os.environ, ranks=ranks)
+    ranks = planned(directory / "NAME", spec, environ).ranks
+    job = submit_job(directory, spec, environ, ranks=ranks)
     print(job.name)
     return 0

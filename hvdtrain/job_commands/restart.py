@@ -7,7 +7,7 @@ import os
 
 from hvdtrain.job_commands.planned import planned
 from hvdtrain.jobs.naming import add_changes, add_name, changes_of, named_job
-from hvdtrain.jobs.spec import with_changes
+from hvdtrain.jobs.spec import secret_values, with_changes
 from hvdtrain.jobs.submission import start_again
 
 __all__ = ["add_arguments", "run"]
@@ -28,11 +28,13 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: The changes can't be made.
     """
     job = named_job(arguments)
+    words, backend = changes_of(arguments)
+    environ = {**os.environ, **secret_values(words)}
     start_again(
         job,
-        lambda spec: with_changes(spec, *changes_of(arguments)),
-        lambda spec: planned(job.path, spec, os.environ).ranks,
-        os.environ,
+        lambda spec: with_changes(spec, words, backend),
+        lambda spec: planned(job.path, spec, environ).ranks,
+        environ,
     )
     print(job.name)
     return 0

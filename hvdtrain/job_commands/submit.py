@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.job_commands.planned import planned
 from hvdtrain.jobs.naming import add_backend, directory_of, split_backend
-from hvdtrain.jobs.spec import LOCAL
+from hvdtrain.jobs.spec import LOCAL, secret_values
 from hvdtrain.jobs.submission import submit_job
 from hvdtrain.launch import cli as launch
 
@@ -68,10 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
             f"-o {arguments.output} prints objects of Kubernetes; say --on kubernetes, or "
             "--dry-run for the plan of another job."
         )
-    ranks, plan = planned(directory / "NAME", spec, os.environ)
+    words = arguments.argv[: len(arguments.argv) - len(arguments.program)]
+    environ = {**os.environ, **secret_values(words)}
+    ranks, plan = planned(directory / "NAME", spec, environ)
     if arguments.dry_run or arguments.output:
         print(plan, end="")
         return 0
-    job = submit_job(directory, spec, os.environ, ranks=ranks)
+    job = submit_job(directory, spec, environ, ranks=ranks)
     print(job.name)
     return 0

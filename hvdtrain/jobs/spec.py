@@ -25,6 +25,7 @@ __all__ = [
     "asked_for",
     "is_secret",
     "make_spec",
+    "secret_values",
     "spec_from_json",
     "with_changes",
     "without_secrets",
@@ -233,6 +234,13 @@ def is_secret(name: str) -> bool:
 def without_secrets(options: Sequence[str]) -> tuple[str, ...]:
     """The options, in which ``-x NAME=VALUE`` is ``-x NAME`` where the value is a secret."""
     return tuple(map(_without_value, options, ("", *options)))
+
+
+def secret_values(options: Sequence[str]) -> dict[str, str]:
+    """The values that ``without_secrets`` leaves out, by the names of their variables."""
+    found = filter(None, map(_variable_in, options, ("", *options)))
+    parts = [text.partition("=") for _, text in found]
+    return {name: value for name, equals, value in parts if equals and is_secret(name)}
 
 
 def asked_for(options: Sequence[str]) -> list[str]:

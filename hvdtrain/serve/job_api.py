@@ -24,7 +24,7 @@ from hvdtrain.jobs.log_reader import Found, log_end, read_before, read_log
 from hvdtrain.jobs.metrics_rows import metrics_rows
 from hvdtrain.jobs.naming import split_backend
 from hvdtrain.jobs.progress import left_s
-from hvdtrain.jobs.spec import LOCAL, JobSpec, make_spec, with_changes
+from hvdtrain.jobs.spec import LOCAL, JobSpec, make_spec, secret_values, with_changes
 from hvdtrain.jobs.submission import start_again, submit_job
 from hvdtrain.serve.index import JobIndex, matching
 from hvdtrain.serve.policy import Policy
@@ -158,11 +158,11 @@ class JobApi:
 
     def plan(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Answer with the plan of what would be started."""
-        return {"plan": self._planned(self._asked(body)).plan}
+        return {"plan": self._planned(self._asked(body), self._environ_of(body)).plan}
 
     def submit(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Start a job."""
-        return self._submit(self._asked(body))
+        return self._submit(self._asked(body), self._environ_of(body))
 
     def stop(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Have a job end."""
@@ -177,27 +177,32 @@ class JobApi:
 
     def restart(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Start a job that has ended again."""
-        job = job_of(self._index, request)
+        job, environ = job_of(self._index, request), self._environ_of(body)
         start_again(
             job,
             lambda spec: self._changed(spec, body),
-            lambda spec: planned(job.path, spec, self._environ).ranks,
-            self._environ,
+            lambda spec: planned(job.path, spec, environ).ranks,
+            environ,
         )
         return {"name": job.name}
 
     def clone(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Start a job like another one."""
-        return self._submit(self._changed(job_of(self._index, request).spec(), body))
+        spec = self._changed(job_of(self._index, request).spec(), body)
+        return self._submit(spec, self._environ_of(body))
 
-    def _submit(self, spec: JobSpec) -> Mapping[str, Any]:
-        ranks = self._planned(spec).ranks
-        job = submit_job(self._index.directory, spec, self._environ, ranks=ranks)
+    def _submit(self, spec: JobSpec, environ: Mapping[str, str]) -> Mapping[str, Any]:
+        ranks = self._planned(spec, environ).ranks
+        job = submit_job(self._index.directory, spec, environ, ranks=ranks)
         self._index.refresh()
         return {"name": job.name}
 
-    def _planned(self, spec: JobSpec) -> Planned:
-        return planned(self._index.directory / "NAME", spec, self._environ)
+    def _planned(self, spec: JobSpec, environ: Mapping[str, str]) -> Planned:
+        return planned(self._index.directory / "NAME", spec, environ)
+
+    def _environ_of(self, body: Mapping[str, Any]) -> Mapping[str, str]:
+        """Variables for a job that is asked for, and secrets that come with it."""
+        return {**self._environ, **secret_values(_words(body, "options"))}
 
     def _asked(self, body: Mapping[str, Any]) -> JobSpec:
         """The job that is asked for, if it may be started."""

@@ -182,6 +182,22 @@ def test_jobs_side_by_side_have_gpus_of_their_own(
     commands.run("stop", *names)
 
 
+def test_a_secret_reaches_the_ranks_and_no_file(commands: Commands) -> None:
+    body = "print('token ends in', os.environ['HF_TOKEN'][-1], flush=True)"
+    words = ["-np", "1", "-x", "HF_TOKEN=sesame1", "--", *program(body)]
+    name = commands.run("submit", *words).strip()
+    commands.until_said(name, "[0] token ends in 1\n")
+    commands.until(name, "done")
+    other = commands.run("clone", name, "-x", "HF_TOKEN=sesame2").strip()
+    commands.until_said(other, "[0] token ends in 2\n")
+    assert "there is no such variable" in commands.run("restart", name, code=2)
+    commands.run("restart", name, "-x", "HF_TOKEN=sesame3")
+    commands.until_said(name, "[0] token ends in 3\n")
+    commands.until(name, "done")
+    written = [path for path in (commands.folder / "jobs").rglob("*") if path.is_file()]
+    assert not [path for path in written if b"sesame" in path.read_bytes()]
+
+
 def test_what_can_not_start_is_told_at_once(commands: Commands) -> None:
     assert "No program was named" in commands.run("submit", "-np", "2", code=2)
     said = commands.run("submit", "-np", "3", "-H", "localhost:2", "--", "true", code=2)

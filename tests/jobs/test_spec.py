@@ -15,6 +15,7 @@ from hvdtrain.jobs.spec import (
     JobSpec,
     is_secret,
     make_spec,
+    secret_values,
     spec_from_json,
     with_changes,
     without_secrets,
@@ -70,6 +71,7 @@ def test_options_keep_no_secret() -> None:
     options = ["-np", "2", "-x", "HF_TOKEN=a", "--env=MY_KEY=b", "-xMY_KEY=c", "-x", "A=1", "-xB"]
     kept = ["-np", "2", "-x", "HF_TOKEN", "--env=MY_KEY", "-xMY_KEY", "-x", "A=1", "-xB"]
     assert list(without_secrets(options)) == kept
+    assert secret_values(options) == {"HF_TOKEN": "a", "MY_KEY": "c"}
 
 
 def test_a_specification_holds_what_was_asked_for_alone() -> None:

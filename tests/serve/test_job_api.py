@@ -178,14 +178,18 @@ def test_a_real_job_is_planned_started_stopped_and_started_again(
     mark = page.headers["x-csrf-token"]
     for name, value in with_mark(mark).items():
         monkeypatch.setenv(name, value)
-    body = program("print(sys.argv[1:], flush=True); time.sleep(60)", [sys.executable])
-    asked = {"program": [*body, *NASTY], "options": ["-np", "1"], "folder": str(tmp_path)}
+    body = program(
+        "print(sys.argv[1:], len(os.environ['MY_KEY']), flush=True); time.sleep(60)",
+        [sys.executable],
+    )
+    options = ["-np", "1", "-x", "MY_KEY=abc"]
+    asked = {"program": [*body, *NASTY], "options": options, "folder": str(tmp_path)}
     try:
         assert " -np 1 " in page.post("/api/plan", json=asked).json()["plan"]
         refused = page.post("/api/plan", json={**asked, "options": ["-np", "none"]})
         assert (refused.status_code, "got 'none'" in refused.json()["error"]) == (400, True)
         name = page.post("/api/jobs", json=asked).json()["name"]
-        _until(page, name, "running", said=repr(NASTY))
+        _until(page, name, "running", said=f"{NASTY!r} 3")
         assert page.post(f"/api/jobs/{name}/restart", json={}).status_code == 400
         assert page.post(f"/api/jobs/{name}/stop", json={}).status_code == 200
         _until(page, name, "stopped")
@@ -193,10 +197,9 @@ def test_a_real_job_is_planned_started_stopped_and_started_again(
             refused = page.post(f"/api/jobs/{name}/{way}", json={"program": ["sh", "-c", "id"]})
             assert "may not be used from the page" in refused.json()["error"]
         again = [sys.executable, "-c", "print('again')"]
-        other = page.post(f"/api/jobs/{name}/clone", json={"program": again}).json()["name"]
-        assert page.post(f"/api/jobs/{name}/restart", json={"program": again}).json() == {
-            "name": name
-        }
+        changes = {"program": again, "options": ["-x", "MY_KEY=abcd"]}
+        other = page.post(f"/api/jobs/{name}/clone", json=changes).json()["name"]
+        assert page.post(f"/api/jobs/{name}/restart", json=changes).json() == {"name": name}
         _until(page, other, "done", said="again")
         _until(page, name, "done", said="again")
         assert _get(page, f"/api/jobs/{name}")["attempt"] == 2
