@@ -102,8 +102,11 @@ class JobFolder:
         return self.path.name
 
     def created_s(self) -> float:
-        """Return when it was asked for last, in seconds since 1970; 0 where that can't be told."""
-        return _changed_s(self._spec)
+        """Return when it was asked for last, in seconds since 1970; 0 where that can't be told.
+
+        Where that is not written it is when something of its folder changed last.
+        """
+        return _changed_s(self._spec) or _changed_s(self.path)
 
     def heard_s(self) -> float:
         """Return when its state was written or touched last, in seconds since 1970; 0 for never."""
@@ -223,7 +226,11 @@ def create_job(directory: Path, spec: JobSpec) -> JobFolder:
                 return job
             number += 1
         else:
-            job.write_spec(spec)
+            try:
+                job.write_spec(spec)
+            except OSError:
+                job.discard()
+                raise
             return job
 
 

@@ -124,6 +124,18 @@ def test_a_full_disk_leaves_the_state_before(small_disk: Path) -> None:
     assert not list(small_disk.glob(".state*"))
 
 
+def test_a_full_disk_leaves_no_job_that_nobody_can_read(small_disk: Path) -> None:
+    spec = JobSpec(options=(), program=("true", "x" * (1 << 20)), folder="/")
+    with pytest.raises(OSError, match="No space"):
+        create_job(small_disk / "jobs", spec)
+    assert all_jobs(small_disk / "jobs") == []
+
+
+def test_a_folder_with_nothing_in_it_is_as_old_as_it_is(tmp_path: Path) -> None:
+    assert JobFolder(tmp_path).created_s() == pytest.approx(time.time(), abs=60)
+    assert JobFolder(tmp_path / "gone").created_s() == 0
+
+
 def test_a_launcher_elsewhere_that_is_quiet_for_long_is_told(tmp_path: Path) -> None:
     job = JobFolder(tmp_path)
     elsewhere = JobState(
