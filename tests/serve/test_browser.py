@@ -58,6 +58,14 @@ async (address) => {
   }
 }
 """
+# Samples a second, by rows of which the first counts none yet.
+_RATE = """
+async () => {
+  const { Series } = await import("/static/series.js");
+  const rows = { time: [0, 5, 10], step: [57, 64, 70], samples: [null, 3700, 4200] };
+  return new Series(rows).rows.map((row) => row.rate);
+}
+"""
 
 
 class Site:
@@ -146,6 +154,10 @@ def _rank(mark: str, rank: int) -> int:
         if ours and wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             return pid
     raise AssertionError(f"no rank {rank}")
+
+
+def test_a_job_that_goes_on_draws_no_samples_that_nobody_counted(site: Site) -> None:
+    assert site.page.evaluate(_RATE) == [None, None, 100]
 
 
 def test_a_job_is_submitted_watched_stopped_started_again_and_compared(site: Site) -> None:

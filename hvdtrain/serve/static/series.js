@@ -23,8 +23,9 @@ export class Series {
   // Samples a second, from what came since a row that is old enough.
   #rate(row) {
     const before = this.rows.findLast((one) => row.time - one.time >= LEAST_S);
-    // After a restart samples are counted anew.
-    if (!before || !(row.samples > before.samples) || row.step <= before.step) return null;
+    // After a restart samples are counted anew, and its first row may have none.
+    if (typeof before?.samples !== "number") return null;
+    if (!(row.samples > before.samples) || row.step <= before.step) return null;
     return (row.samples - before.samples) / (row.time - before.time);
   }
 
