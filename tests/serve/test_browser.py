@@ -168,6 +168,8 @@ def test_a_job_is_submitted_watched_stopped_started_again_and_compared(site: Sit
     nasty = "'$(touch pwned)' '<b>bold</b>'"
     page.get_by_label("Program", exact=True).fill(f"{sys.executable} train.py 2000 first {nasty}")
     page.get_by_label("Ranks", exact=True).fill("2")
+    page.get_by_label("GPUs", exact=True).select_option("none")
+    site.see("CUDA_VISIBLE_DEVICES=")
     assert page.get_by_role("button", name="Start").is_disabled(), "the plan comes first"
     page.get_by_role("button", name="Show the plan").click()
     site.see("local rank")

@@ -47,6 +47,20 @@ function refuse(main) {
   );
 }
 
+const GPUS = [
+  ["", "as there are"],
+  ["1", "one for each rank"],
+  ["0", "none"],
+];
+
+// How each that runs jobs is told of them; this machine gives each rank one if there are any.
+function gpuWords(count, backend) {
+  if (count === "0") return ["-x", "CUDA_VISIBLE_DEVICES="];
+  if (count === "1" && backend === "slurm") return ["--sbatch=--gpus-per-task=1"];
+  if (count === "1" && backend === "kubernetes") return ["--gpus-per-rank", "1"];
+  return [];
+}
+
 const BACKENDS = { local: "this machine's queue", slurm: "Slurm", kubernetes: "Kubernetes" };
 
 function fill(main, { folders, programs, backends }) {
@@ -78,6 +92,11 @@ function fill(main, { folders, programs, backends }) {
     "select",
     {},
     MODES.map(([name, words]) => h("option", { value: name }, words)),
+  );
+  const gpus = h(
+    "select",
+    {},
+    GPUS.map(([value, words]) => h("option", { value }, words)),
   );
   const restarts = h("input", { type: "number", min: 0, step: 1, inputmode: "numeric", placeholder: "0" });
   const sbatch = text({ placeholder: "--partition=gpu --time=1:00:00" });
@@ -133,6 +152,7 @@ function fill(main, { folders, programs, backends }) {
         { class: "card fields" },
         field("Ranks", ranks),
         field("Runs on", backend),
+        field("GPUs", gpus),
         field("Hosts", hosts),
         field("Restarts after failures, at most", restarts),
         field("How ranks train together", mode),
@@ -163,6 +183,7 @@ function fill(main, { folders, programs, backends }) {
     if (mode.value !== "allreduce") words.push("--mode", mode.value);
     words.push(...splitWords(options.value));
     if (backend.value !== "local") words.push("--on", backend.value);
+    words.push(...gpuWords(gpus.value, backend.value));
     if (backend.value === "slurm") words.push(...splitWords(sbatch.value).map((word) => `--sbatch=${word}`));
     if (backend.value === "kubernetes") words.push("--image", image.value.trim(), ...splitWords(pods.value));
     return { program: splitWords(program.value), options: words, folder: folder.value.trim() };
