@@ -135,12 +135,13 @@ def commands(kubernetes: KubernetesCluster) -> Iterator[Commands]:
 
 
 def test_digits_are_learnt_in_three_pods(commands: Commands) -> None:
-    program = (sys.executable, str(REPOSITORY / "examples" / "mnist.py"), "--epochs", "2")
+    program = (sys.executable, str(REPOSITORY / "examples" / "mnist.py"), "--epochs", "5")
     name = commands.submit(*program, ranks=3)
     done = commands.run("logs", "-f", name, timeout_s=400)
     view = commands.view(name)
     assert view["status"] == "done", (view, done.stdout[-3000:])
-    print(done.stdout[-1500:])
+    (accuracy,) = re.findall(r"test accuracy = ([\d.]+)", done.stdout)
+    assert float(accuracy) > 0.93, done.stdout[-3000:]
     assert sorted(view["hosts"].values()) == [1, 1, 1]
     assert Path(commands.jobs, name, "state.json").exists()
 
