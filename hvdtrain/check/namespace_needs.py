@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.jobs.kubernetes.manifests import Object, PodJob, job_objects, mpijob_objects
+from hvdtrain.jobs.kubernetes.manifests import (
+    Object,
+    PodJob,
+    job_objects,
+    mpijob_objects,
+    resource_of,
+)
 from hvdtrain.jobs.kubernetes.pod_backend import pod_job
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, read_pod_options
 from hvdtrain.jobs.kubernetes.ssh_keys import SshKeys
@@ -26,6 +32,7 @@ __all__ = [
     "PodSet",
     "Question",
     "Right",
+    "creates",
     "needs_of",
     "planned_job",
 ]
@@ -162,14 +169,14 @@ class Needs:
 
     def rights(self) -> list[Right]:
         """What who submits it has to be allowed to do."""
-        rights = [_creates(one) for one in self.objects]
+        rights = [creates(one) for one in self.objects]
         # Nobody can give the launcher's account more than they have themselves.
         rules = [rule for one in self.objects for rule in one.get("rules") or ()]
         for rule in rules:
             for group in rule["apiGroups"]:
                 for resource in rule["resources"]:
                     rights += [Right(verb, resource, group) for verb in rule["verbs"]]
-        owner = _creates(self.objects[0])
+        owner = creates(self.objects[0])
         rights += [Right(verb, owner.resource, owner.group) for verb in _OF_JOBS]
         rights += [Right(verb, "pods") for verb in ("get", "list")]
         rights.append(Right("get", "pods/log"))
@@ -236,6 +243,6 @@ def planned_job(words: Iterable[str], ranks: int) -> PodJob:
     return pod_job(Path(*shared[:1], _NAME), spec, {}, ranks=ranks)
 
 
-def _creates(one: Object) -> Right:
-    group, _, _ = one["apiVersion"].rpartition("/")
-    return Right("create", f"{one['kind'].lower()}s", group)
+def creates(one: Object) -> Right:
+    """The right that creating an object takes."""
+    return Right("create", *resource_of(one))

@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from hvdtrain.check.findings import Finding
-from hvdtrain.check.namespace_needs import WORKER, Needs, PodSet
+from hvdtrain.check.namespace_needs import WORKER, Needs, PodSet, creates
 from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.jobs.kubernetes.manifests import Object
 from hvdtrain.remote.problem import Problem
@@ -46,30 +46,20 @@ def judge_quotas(
         name = quota["metadata"]["name"]
         problems = []
         if never:
-            told = [
-                f"{_shown(key, allowed[key])}, where {_shown(key, asked[key], named=False)} "
-                "are asked for"
-                for key in never
-            ]
             problems.append(
                 Problem(
                     hosts=(),
-                    found=f"quota {name} allows {'; '.join(told)}",
+                    found=f"quota {name} allows {_compared(allowed, asked, never)}",
                     expected="room in the namespace for all pods of the job",
                     remedy="ask for less (-np, --gpus-per-rank, --resources), or have the quota "
                     f"raised: kubectl -n {needs.namespace} describe quota {name}",
                 )
             )
         if later:
-            told = [
-                f"{_shown(key, left[key])}, where {_shown(key, asked[key], named=False)} "
-                "are asked for"
-                for key in later
-            ]
             problems.append(
                 Problem(
                     hosts=(),
-                    found=f"quota {name} has left {'; '.join(told)}",
+                    found=f"quota {name} has left {_compared(left, asked, later)}",
                     expected="room in the namespace for all pods of the job",
                     remedy="the job will wait for what others use now: "
                     f"kubectl -n {needs.namespace} get pods",
@@ -82,6 +72,13 @@ def judge_quotas(
         ]
         found = ", ".join(rows) or "nothing of what is asked for"
         yield Finding(what=f"quota {name}", found=found, problems=tuple(problems))
+
+
+def _compared(there: Amounts, asked: Amounts, keys: Sequence[str]) -> str:
+    return "; ".join(
+        f"{_shown(key, there[key])}, where {_shown(key, asked[key], named=False)} are asked for"
+        for key in keys
+    )
 
 
 def judge_nodes(pod_sets: Sequence[PodSet], nodes: Sequence[Object]) -> Finding:
@@ -192,11 +189,10 @@ def _asked(needs: Needs, pod_sets: Sequence[PodSet]) -> Amounts:
     """All that is asked for, by the names that quotas have for it."""
     asked: Counter[str] = Counter()
     for one in needs.objects:
-        group, _, _ = one["apiVersion"].rpartition("/")
-        resource = f"{one['kind'].lower()}s"
-        asked[f"count/{resource}{f'.{group}' if group else ''}"] += 1
-        if not group:
-            asked[resource] += 1
+        right = creates(one)
+        asked[f"count/{right.what}"] += 1
+        if not right.group:
+            asked[right.resource] += 1
     found = {key: Decimal(number) for key, number in asked.items()}
     for pods in pod_sets:
         parts = {"pods": Decimal(1), "count/pods": Decimal(1)}

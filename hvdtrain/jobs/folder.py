@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain.errors import JobError
+from hvdtrain.jobs.json_file import write_json
 from hvdtrain.jobs.process_identity import is_alive
 from hvdtrain.jobs.spec import JobSpec, spec_from_json
 from hvdtrain.jobs.state import JobState, Status, state_from_json, status_of
@@ -156,7 +157,7 @@ class JobFolder:
         Raises:
             OSError: It can't be written.
         """
-        _write(self._spec, spec.to_json())
+        write_json(self._spec, spec.to_json())
 
     def write_state(self, state: JobState) -> None:
         """Say how it is, in place of what was said before.
@@ -164,7 +165,7 @@ class JobFolder:
         Raises:
             OSError: It can't be written; what was said before stands.
         """
-        _write(self._state, state.to_json())
+        write_json(self._state, state.to_json())
 
     def touch_state(self, heard_s: float | None = None) -> None:
         """Say that what was said last still holds, or did so at a time in seconds since 1970.
@@ -310,19 +311,3 @@ def _read(path: Path, parse: Callable[[dict[str, Any]], _Content]) -> _Content:
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise JobError(f"{path} can't be read: {why}") from None
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """Put a file in place of what is there, as a whole or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    try:
-        with open(os.open(draft, flags, 0o600), "w", encoding="ascii") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise

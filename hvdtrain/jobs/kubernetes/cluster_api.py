@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.kubernetes.manifests import JOB_LABEL, STOP, Object
+from hvdtrain.jobs.kubernetes.manifests import JOB_LABEL, STOP, Object, plural, resource_of
 
 __all__ = ["ClusterApi", "SilentClusterError"]
 
@@ -132,7 +132,7 @@ class ClusterApi:
         return self.job(kind, name) is not None
 
     def _path(self, kind: str, name: str) -> str:
-        return f"/apis/{_OWNERS[kind]}/namespaces/{self.namespace}/{_plural(kind)}/{name}"
+        return f"/apis/{_OWNERS[kind]}/namespaces/{self.namespace}/{plural(kind)}/{name}"
 
     def pods(self, name: str) -> list[Object]:
         """The pods of a job.
@@ -225,9 +225,7 @@ class ClusterApi:
             JobError: The cluster does not say.
         """
         refused = []
-        kinds = dict.fromkeys((one["apiVersion"], _plural(one["kind"])) for one in objects)
-        for version, resource in kinds:
-            group, _, _ = version.rpartition("/")
+        for resource, group in dict.fromkeys(map(resource_of, objects)):
             if not self.may("create", resource, group):
                 refused.append(f"create {resource}{f'.{group}' if group else ''}")
         return refused
@@ -366,14 +364,10 @@ def _package() -> Any:
     return kubernetes
 
 
-def _plural(kind: str) -> str:
-    return f"{kind.lower()}s"
-
-
 def _collection(one: Object, namespace: str) -> str:
     version = one["apiVersion"]
     root = "/apis" if "/" in version else "/api"
-    return f"{root}/{version}/namespaces/{namespace}/{_plural(one['kind'])}"
+    return f"{root}/{version}/namespaces/{namespace}/{plural(one['kind'])}"
 
 
 def _named(one: Object) -> str:

@@ -30,6 +30,8 @@ __all__ = [
     "PodJob",
     "job_objects",
     "mpijob_objects",
+    "plural",
+    "resource_of",
     "worker_addresses",
 ]
 
@@ -98,6 +100,17 @@ class PodJob:
     def labels(self) -> dict[str, str]:
         """The labels of all that belongs to it."""
         return {"app.kubernetes.io/managed-by": "hvdtrain", JOB_LABEL: self.name}
+
+
+def plural(kind: str) -> str:
+    """The resource of a kind, as paths and rights name it."""
+    return f"{kind.lower()}s"
+
+
+def resource_of(one: Object) -> tuple[str, str]:
+    """The resource that an object is one of, and its API group; empty for the core's."""
+    group, _, _ = one["apiVersion"].rpartition("/")
+    return plural(one["kind"]), group
 
 
 def worker_addresses(name: str, workers: int) -> dict[str, str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.json_file import write_json
 from hvdtrain.jobs.json_lines import append_json_line
 from hvdtrain.jobs.log_format import LAUNCHER, LogLine, parse_line, segment_path, segments
 from hvdtrain.jobs.log_reader import log_end
@@ -92,6 +93,8 @@ class Mirror:
                 append_json_line(path, record["row"])
             elif "state" in record:
                 state, heard_s = state_from_json(record["state"]), float(record["heard_s"])
+        if (pod, number) == (self.position.pod, self.position.number):
+            return
         if lines:
             with contextlib.closing(LogWriter(self._job.log)) as log:
                 for begin in range(0, len(lines), _BATCH):
@@ -100,7 +103,7 @@ class Mirror:
         self.position = Position(
             pod=pod, number=number, since=since, log_end=log_end(self._job.log), sizes=sizes
         )
-        _note(self._job.path / _POSITION, self.position)
+        write_json(self._job.path / _POSITION, dataclasses.asdict(self.position))
         if state is not None:
             # Last: who reads of an end finds all that was before it.
             self._job.write_state(state)
@@ -165,12 +168,6 @@ def _read(path: Path) -> Position:
         return Position(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return Position()
-
-
-def _note(path: Path, position: Position) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(dataclasses.asdict(position)))
-    draft.replace(path)
 
 
 def _size(path: Path) -> int:

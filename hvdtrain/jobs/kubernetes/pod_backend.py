@@ -15,7 +15,7 @@ from hvdtrain.jobs.backend import Answer
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi, SilentClusterError
 from hvdtrain.jobs.kubernetes.manifests import RECORDS, Object, PodJob, job_objects, mpijob_objects
-from hvdtrain.jobs.kubernetes.mirror import opened
+from hvdtrain.jobs.kubernetes.mirror import Mirror, opened
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, read_pod_options
 from hvdtrain.jobs.kubernetes.pod_states import launchers_of, state_of, workers_of
 from hvdtrain.jobs.kubernetes.ssh_keys import make_keys
@@ -132,21 +132,13 @@ class PodBackend:
         """Write what its pods have said since, where they don't see the folder."""
         # Options may be those of another version, and unreadable here.
         with contextlib.suppress(HvdtrainError, OSError):
-            if not _is_shared(job.path, read_pod_options(spec.backend.options)):
-                self._write_news(job, spec)
-
-    def _write_news(self, job: JobFolder, spec: JobSpec) -> None:
-        with self._looked_at(spec) as (_, api), opened(job) as mirror:
-            if mirror is None:
+            pods = read_pod_options(spec.backend.options)
+            if _is_shared(job.path, pods):
                 return
-            launchers = launchers_of(api.pods(object_name(job.name)))
-            uids = [pod["metadata"]["uid"] for pod in launchers]
-            known = mirror.position.pod
-            # Of those before, all is there.
-            for pod in launchers[uids.index(known) if known in uids else 0 :]:
-                uid, name = pod["metadata"]["uid"], pod["metadata"]["name"]
-                since = mirror.position.since if uid == known else ""
-                mirror.write(uid, api.log(name, RECORDS, since))
+            with opened(job) as mirror:
+                if mirror is not None:
+                    with self._looked_at(pods) as api:
+                        _write_news(mirror, api, object_name(job.name))
 
     def stop(self, job: JobFolder, spec: JobSpec, *, waits: bool, save: bool) -> bool:
         """Delete what waits; leave word for what runs; see ``JobBackend``."""
@@ -173,7 +165,8 @@ class PodBackend:
     def _state(self, name: str, spec: JobSpec) -> tuple[str, str]:
         """What the cluster says of a job, as ``state_of``; ``NO_ANSWER`` where it says nothing."""
         try:
-            with self._looked_at(spec) as (pods, api):
+            pods = read_pod_options(spec.backend.options)
+            with self._looked_at(pods) as api:
                 found = api.job(_owner(pods), object_name(name))
                 if found is None:
                     return GONE, ""
@@ -186,23 +179,28 @@ class PodBackend:
             return NO_ANSWER, str(error)
 
     @contextlib.contextmanager
-    def _looked_at(self, spec: JobSpec) -> Iterator[tuple[PodOptions, ClusterApi]]:
-        """A job's cluster, unless that has not answered just now."""
-        pods = read_pod_options(spec.backend.options)
+    def _looked_at(self, pods: PodOptions) -> Iterator[ClusterApi]:
+        """The cluster of those pods, unless that has not answered just now."""
         key = (pods.context, pods.namespace)
         if time.monotonic() < self._silent_until.get(key, 0.0):
             raise SilentClusterError("the cluster did not answer a moment ago")
         try:
-            yield _of_job(spec)
+            yield ClusterApi.of_context(pods.context, pods.namespace)
         except SilentClusterError:
             self._silent_until[key] = time.monotonic() + SILENT_S
             raise
 
 
-def _of_job(spec: JobSpec) -> tuple[PodOptions, ClusterApi]:
-    """What was asked for of a job's pods, and their cluster."""
-    pods = read_pod_options(spec.backend.options)
-    return pods, ClusterApi.of_context(pods.context, pods.namespace)
+def _write_news(mirror: Mirror, api: ClusterApi, name: str) -> None:
+    """Write what a job's launchers have said since."""
+    launchers = launchers_of(api.pods(name))
+    uids = [pod["metadata"]["uid"] for pod in launchers]
+    known = mirror.position.pod
+    # Of those before, all is there.
+    for pod in launchers[uids.index(known) if known in uids else 0 :]:
+        uid = pod["metadata"]["uid"]
+        since = mirror.position.since if uid == known else ""
+        mirror.write(uid, api.log(pod["metadata"]["name"], RECORDS, since))
 
 
 def _is_shared(folder: Path, pods: PodOptions) -> bool:

@@ -16,6 +16,8 @@ from hvdtrain.jobs.kubernetes.pod_states import hosts_of
 __all__ = ["WorkerWatch"]
 
 INTERVAL_S = 1.0
+# Longer than a look at a cluster that does not answer.
+CLOSE_TIMEOUT_S = 90.0
 
 
 class WorkerWatch:
@@ -55,7 +57,7 @@ class WorkerWatch:
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
-        self._thread.join()
+        self._thread.join(timeout=CLOSE_TIMEOUT_S)
 
     @property
     def addresses(self) -> list[str]:
