@@ -22,6 +22,7 @@ from hvdtrain.check.namespace_needs import (
 from hvdtrain.check.room_check import judge_nodes, judge_quotas
 from hvdtrain.cluster.ranges import counted
 from hvdtrain.jobs.kubernetes.manifests import Object
+from hvdtrain.jobs.kubernetes.pod_states import find_condition
 from hvdtrain.remote.problem import Problem
 
 __all__ = ["judge_namespace", "unknown_as_problem"]
@@ -159,11 +160,10 @@ def _queue(needs: Needs, answers: NamespaceAnswers) -> Finding:
     elif (queue := next(filter(None, map(answers.said.get, paths)), None)) is None:
         told = f"there is no queue {name} in namespace {needs.namespace}"
     else:
-        conditions = (queue.get("status") or {}).get("conditions") or ()
-        closed = [one for one in conditions if (one["type"], one["status"]) == ("Active", "False")]
-        if not closed:
+        closed = find_condition(queue.get("status"), "Active", "False")
+        if closed is None:
             return Finding(what=what, found="there")
-        told = f"queue {name} takes no jobs: {closed[0].get('message')}"
+        told = f"queue {name} takes no jobs: {closed.get('message')}"
         remedy = f"kubectl -n {needs.namespace} describe localqueue {name} says more"
     problem = Problem(hosts=(), found=told, expected="a queue that takes jobs", remedy=remedy)
     return Finding(what=what, found="absent", problems=(problem,))

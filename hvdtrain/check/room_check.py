@@ -15,6 +15,7 @@ from hvdtrain.check.findings import Finding
 from hvdtrain.check.namespace_needs import WORKER, Needs, PodSet, creates
 from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.jobs.kubernetes.manifests import Object
+from hvdtrain.jobs.kubernetes.pod_states import find_condition
 from hvdtrain.remote.problem import Problem
 
 __all__ = ["judge_nodes", "judge_quotas"]
@@ -150,8 +151,7 @@ def _too_few(room: int, workers: int, nodes: int) -> Problem:
 
 def _keeps_away(node: Object, pod: Object) -> str:
     """Why pods can't be on a node; empty where they may be."""
-    conditions = node["status"].get("conditions") or ()
-    if ("Ready", "True") not in [(one["type"], one["status"]) for one in conditions]:
+    if find_condition(node["status"], "Ready", "True") is None:
         return "not ready"
     spec, labels = node.get("spec") or {}, node["metadata"].get("labels") or {}
     if spec.get("unschedulable"):

@@ -8,7 +8,7 @@ from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.cluster.managed_hosts import HostState, ManagedHost
 from hvdtrain.jobs.kubernetes.manifests import ROLE_LABEL, Object
 
-__all__ = ["hosts_of", "launchers_of", "state_of", "troubles_of", "workers_of"]
+__all__ = ["find_condition", "hosts_of", "launchers_of", "state_of", "troubles_of", "workers_of"]
 
 _CANT_START = {
     "ErrImagePull": "its image can't be pulled",
@@ -39,7 +39,7 @@ def state_of(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
     if "Succeeded" in phases:
         return "COMPLETED", why
     # Unless the cluster has given up, another launcher is to come.
-    return ("FAILED" if _is(job.get("status") or {}, "Failed", "True") else "REQUEUED"), why
+    return ("FAILED" if find_condition(job.get("status"), "Failed", "True") else "REQUEUED"), why
 
 
 def launchers_of(pods: Sequence[Object]) -> list[Object]:
@@ -73,7 +73,7 @@ def _host(pod: Object | None, address: str, *, slots: int) -> ManagedHost:
     if pod is None:
         return ManagedHost(name=address, slots=slots, state="missing", why="its pod is to come")
     status = pod["status"]
-    is_ready = _is(status, "Ready", "True")
+    is_ready = find_condition(status, "Ready", "True") is not None
     state: HostState = "there" if is_ready else "missing"
     why = "" if is_ready else _trouble(status) or "its pod starts"
     if pod["metadata"].get("deletionTimestamp"):
@@ -85,16 +85,18 @@ def _host(pod: Object | None, address: str, *, slots: int) -> ManagedHost:
 
 
 def _why_deleted(status: Object) -> str:
-    for condition in status.get("conditions") or ():
-        # Kubernetes 1.26 and later say who does it.
-        if (condition["type"], condition["status"]) == ("DisruptionTarget", "True"):
-            return f"{condition.get('reason')}: {condition.get('message', '')}".rstrip(": ")
+    # Kubernetes 1.26 and later say who does it.
+    if disrupted := find_condition(status, "DisruptionTarget", "True"):
+        return f"{disrupted.get('reason')}: {disrupted.get('message', '')}".rstrip(": ")
     return "its pod is deleted"
 
 
-def _is(status: Object, kind: str, word: str) -> bool:
-    conditions = status.get("conditions") or ()
-    return any((one["type"], one["status"]) == (kind, word) for one in conditions)
+def find_condition(status: Object | None, kind: str, word: str) -> Object | None:
+    """The condition of that type in an object's status, if it is so; None for no such."""
+    for condition in (status or {}).get("conditions") or ():
+        if (condition["type"], condition["status"]) == (kind, word):
+            return dict(condition)
+    return None
 
 
 def troubles_of(pods: Sequence[Object]) -> Iterator[str]:
@@ -109,9 +111,8 @@ def _trouble(status: Object) -> str:
     if status.get("phase") == "Failed" and status.get("reason"):
         # Evicted, or its node is gone.
         return f"{status['reason']}: {status.get('message', '')}".rstrip(": ")
-    for condition in status.get("conditions") or ():
-        if (condition["type"], condition["status"]) == ("PodScheduled", "False"):
-            return f"it has no node: {condition.get('message') or condition.get('reason')}"
+    if homeless := find_condition(status, "PodScheduled", "False"):
+        return f"it has no node: {homeless.get('message') or homeless.get('reason')}"
     for container in status.get("containerStatuses") or ():
         state = container.get("state") or {}
         waiting = state.get("waiting") or {}
