@@ -7,13 +7,13 @@ here are sent on to it, and this process ends as the fork does, or takes it alon
 The fork is not in this process's group and does not have its limits or control group, and that it
 is stopped can't be seen here: tests of such things start Python itself.
 
-It imports only what Python brings, and little of that, as it runs for every rank.
+It imports next to nothing, as it runs for every rank: what is in C alone of signals and sockets, and
+no JSON.
 """
 
-import json
+import _signal as signal
+import _socket as socket
 import os
-import signal
-import socket
 import sys
 
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -36,7 +36,8 @@ def main() -> None:
         "cores": list(os.sched_getaffinity(0)),
         "numbers": files,
     }
-    socket.send_fds(server, [json.dumps(request).encode()], files)
+    rights = b"".join(file.to_bytes(4, sys.byteorder) for file in files)
+    server.sendmsg([repr(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
     for number in _SENT_ON:
         signal.signal(number, lambda number, frame: server.send(b"%d" % number))
     # The fork has them now: who reads from a pipe is to see its end when the fork closes it.

@@ -13,6 +13,7 @@ A server ends when its standard input does, and its programs with it.
 
 from __future__ import annotations
 
+import ast
 import atexit
 import contextlib
 import ctypes
@@ -21,7 +22,6 @@ import functools
 import gc
 import importlib
 import io
-import json
 import os
 import pkgutil
 import random
@@ -189,7 +189,7 @@ class _Server:
         elif (pid := os.fork()) == 0:
             _enter_namespaces(_peer(asker))
             self._leave()
-            return _Request(**json.loads(data), files=files)
+            return _Request(**ast.literal_eval(data.decode()), files=files)
         else:
             for file in files:
                 os.close(file)
