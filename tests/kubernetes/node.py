@@ -64,6 +64,7 @@ class Node:
         _do("ip", "link", "set", "cni0", "up")
         _do("ip", "route", "add", "default", "dev", "cni0")
         Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+        _give_pods_their_share()
         self._start_etcd()
         self._start_containerd()
         self._start_control_plane()
@@ -253,6 +254,19 @@ conf_dir = "{self.folder}/cni"
                 )
                 sys.exit(f"no {what}; ended: {ended}\n{words}")
             time.sleep(0.1)
+
+
+def _give_pods_their_share() -> None:
+    """All pods are one group, which gets no more than one process beside it: here, than eight."""
+    controllers = Path("/sys/fs/cgroup")
+    for group, share, eight in (
+        (controllers / "cpu" / "k8s.io", "cpu.shares", "8192"),
+        (controllers / "k8s.io", "cpu.weight", "800"),
+    ):
+        if group.parent.joinpath("cgroup.procs").exists():
+            group.mkdir(exist_ok=True)
+            if group.joinpath(share).exists():
+                group.joinpath(share).write_text(eight)
 
 
 def _do(*argv: str) -> None:

@@ -26,6 +26,7 @@ JOBS = "/apis/batch/v1/namespaces/default/jobs"
 # Otherwise a Job leaves what it owns.
 WITH_PODS = "?propagationPolicy=Background"
 PODS = "/api/v1/namespaces/default/pods"
+ELASTIC = ("--elastic", "--preempt-grace-s", "150")
 # To the end of a log, on a slow machine with other tests beside: five times what it takes alone.
 FOLLOWED_S = 700
 
@@ -136,16 +137,22 @@ def commands(kubernetes: KubernetesCluster) -> Iterator[Commands]:
         kubernetes.ask(f"{JOBS}/{one['metadata']['name']}{WITH_PODS}", method="DELETE")
 
 
-def test_digits_are_learnt_in_three_pods(commands: Commands) -> None:
-    program = (sys.executable, str(REPOSITORY / "examples" / "mnist.py"))
-    name = commands.submit(*program, "--epochs", "2", "--batch-size", "32", ranks=3)
+def test_digits_are_learnt_in_three_pods_of_which_one_is_deleted(commands: Commands) -> None:
+    saved = str(commands.cluster.folder / "digits")
+    program = (sys.executable, str(REPOSITORY / "examples" / "mnist.py"), "--checkpoint-dir", saved)
+    lengths = ("--epochs", "2", "--batch-size", "32")
+    name = commands.submit(*program, *lengths, ranks=3, options=ELASTIC)
+    commands.wait_until(name, "a step", lambda state: (state["step"] or 0) > 5)
+    commands.delete_pod(f"{objects_named(name)}-worker-1")
     done = commands.run("logs", "-f", name, timeout_s=FOLLOWED_S)
     view = commands.view(name)
     assert view["status"] == "done", (view, done.stdout[-3000:])
     (accuracy,) = re.findall(r"test accuracy = ([\d.]+)", done.stdout)
     assert float(accuracy) > 0.93, done.stdout[-3000:]
     assert sorted(view["hosts"].values()) == [1, 1, 1]
-    assert Path(commands.jobs, name, "state.json").exists()
+    first, _ = commands.events(name, "ended")
+    assert (first["cause"], first["saved"]) == ("preempted", first["step"])
+    assert f"training goes on from the checkpoint of step {first['step']}" in done.stdout
 
 
 def test_the_operators_own_definition_takes_an_mpijob(commands: Commands) -> None:
@@ -206,8 +213,10 @@ def test_what_has_no_room_says_so_and_can_be_stopped(commands: Commands) -> None
 def test_pods_come_and_go_and_no_step_is_lost(commands: Commands) -> None:
     """Taken, added, and taken for good; the launcher's, too; and a stop that saves."""
     folder = commands.cluster.folder / "steady"
-    program = (sys.executable, str(TRAINING), str(folder), "4000", "0.05", "20")
-    name = commands.submit(*program, ranks=2, options=("--elastic", "--preempt-grace-s", "150"))
+    folder.mkdir()
+    lengths = ("--steps", "9999", "--step-s", "0.05", "--every", "20", "--elastic")
+    program = (sys.executable, "-m", "tests.launch.standin", str(folder), *lengths)
+    name = commands.submit(*program, ranks=2, options=ELASTIC)
 
     attempts = 0
 
