@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,13 +25,13 @@ pytest_plugins = (
 
 
 # Here a test on ranks takes some seconds of each: `make test` runs those that are essential.
-TRAINING = tuple(Path(__file__).with_name(name) for name in ("horovod", "keras"))
+TRAINING = ("tests/horovod/", "tests/keras/")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(folder in item.path.parents for folder in TRAINING):
+        if item.nodeid.startswith(TRAINING):
             item.add_marker("training")
 
 

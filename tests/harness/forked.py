@@ -7,8 +7,7 @@ here are sent on to it, and this process ends as the fork does, or takes it alon
 The fork is not in this process's group and does not have its limits or control group, and that it
 is stopped can't be seen here: tests of such things start Python itself.
 
-It imports next to nothing, as it runs for every rank: what is in C alone of signals and sockets, and
-no JSON.
+It imports next to nothing, as it runs for every rank: of signals and sockets what is in C, no JSON.
 """
 
 import _signal as signal

@@ -15,20 +15,30 @@ def in_buckets(world, monkeypatch):
 
 
 # AdamW has clipping and averages of the weights as well; the others differ from it in Keras' rule.
-# Below each has two cases or more, and each case but jit two optimizers.
 @pytest.mark.more
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("optimizer", "case"),
     [
         ("sgd", "even"),
-        ("momentum", "steps_per_execution"),
-        ("momentum", "uneven"),
         ("adamw", "sample_weight"),
         ("adamw", "accumulation"),
     ],
 )
 def test_training_equals_one_process(world, optimizer, case):
+    equals_one_process(world, optimizer, case)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("optimizer", "case"),
+    [
+        ("sgd", "accumulation"),
+        ("adamw", "steps_per_execution"),
+        pytest.param("adam", "jit", marks=pytest.mark.more),
+    ],
+)
+def test_so_it_does_in_buckets(world, in_buckets, optimizer, case):
     equals_one_process(world, optimizer, case)
 
 
@@ -38,20 +48,16 @@ def test_training_equals_one_process(world, optimizer, case):
     [
         pytest.param("adam", "uneven", marks=pytest.mark.essential),
         ("momentum", "sample_weight"),
-        ("sgd", "accumulation"),
-        ("adamw", "steps_per_execution"),
-        pytest.param("adam", "jit", marks=pytest.mark.more),
     ],
 )
-def test_so_it_does_on_three_ranks(world, in_buckets, optimizer, case):
+def test_and_on_three_ranks(world, in_buckets, optimizer, case):
     equals_one_process(world, optimizer, case)
 
 
 @pytest.mark.more
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("optimizer", "case"), [("adam", "even"), ("adamw", "uneven")])
-def test_and_on_four(world, in_buckets, optimizer, case):
-    equals_one_process(world, optimizer, case)
+def test_and_on_four(world, in_buckets):
+    equals_one_process(world, "adamw", "uneven")
 
 
 def equals_one_process(world, optimizer, case):
@@ -69,13 +75,12 @@ def equals_one_process(world, optimizer, case):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("case", ["uneven", "accumulation"])
-def test_training_in_float64_equals_one_process_to_rounding(world, case):
+def test_training_in_float64_equals_one_process_to_rounding(world):
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     try:
-        together, reference, _, _ = train_both(world, "adamw", case, "float64")
+        together, reference, _, _ = train_both(world, "adamw", "uneven", "float64")
         assert distance(together, reference) <= 1e-10
     finally:
         keras.config.set_floatx(floatx)

@@ -24,7 +24,7 @@ from tests.launch.chaos_plan import KINDS, make_plan
 from tests.testbed.cluster import Cluster
 from tests.testbed.faults import disk
 
-CHAOS_S = float(os.environ.get("HVDTRAIN_TEST_CHAOS_S") or "60")
+CHAOS_S = float(os.environ.get("HVDTRAIN_TEST_CHAOS_S") or "40")
 SEED = int(os.environ.get("HVDTRAIN_TEST_CHAOS_SEED") or random.SystemRandom().randrange(1 << 30))
 ROWS, BATCH_SIZE, STEP_S = 240, 2, 0.1
 # The loss is low by then.

@@ -147,21 +147,22 @@ def scaled() -> Any:
     return optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=64.0)
 
 
+# Each has a thing or two of which none could hide that the other is wrong.
 CASES: Mapping[str, Callable[[], keras.Model]] = {
-    "momentum": lambda: dense(optimizers.SGD(0.05, momentum=0.9)),
     "clip and decay": lambda: dense(
         optimizers.AdamW(0.01, weight_decay=0.05, global_clipnorm=0.1), steps_per_execution=2
     ),
-    "accumulation": lambda: dense(optimizers.SGD(0.1, gradient_accumulation_steps=2)),
-    "loss scale": lambda: dense(scaled()),
+    "accumulation, sum": lambda: dense(
+        optimizers.SGD(0.001, gradient_accumulation_steps=2), reduction="sum"
+    ),
     "embedding": embedding,
     "masked": masked,
     "sample weights": lambda: dense(weighted_metrics=["accuracy"]),
-    "mean of sample weights": lambda: dense(reduction="mean_with_sample_weight"),
-    "sum": lambda: dense(optimizers.SGD(0.001), reduction="sum"),
-    "eagerly": lambda: dense(run_eagerly=True),
-    "own steps": lambda: dense(kind=OwnSteps),
-    "own loss": lambda: dense(kind=OwnLoss),
+    "mean of sample weights, eagerly": lambda: dense(
+        reduction="mean_with_sample_weight", run_eagerly=True
+    ),
+    "own steps, loss scale": lambda: dense(scaled(), kind=OwnSteps),
+    "own loss, momentum": lambda: dense(optimizers.SGD(0.05, momentum=0.9), kind=OwnLoss),
 }
 
 if __name__ == "__main__":
