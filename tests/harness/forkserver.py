@@ -26,6 +26,7 @@ import os
 import pkgutil
 import random
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -59,6 +60,7 @@ _READ_AT_START = (
     *("CUDA_", "NVIDIA_"),
 )
 _START_TIMEOUT_S = 120.0
+_END_TIMEOUT_S = 10.0
 _MESSAGE_BYTES = 1 << 20
 _MOST_FILES = 64
 _ABOVE = 512
@@ -79,7 +81,10 @@ class _Request:
 
 
 class ForkServers:
-    """Two servers, which start when the first program is to be forked.
+    """Two servers for all processes of a test run, which start when the first wants a program.
+
+    The process that is here first, be it the one that shares out the tests among others, has a
+    pipe from which the servers read: they end when it closes that, or has died.
 
     Args:
         folder: Empty, for sockets and logs; its path is short, as that of a socket must be.
@@ -87,37 +92,62 @@ class ForkServers:
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
-        self.folder = folder
         self._environment = dict(environment)
+        self._pipe: int | None = None
+        if SERVERS not in os.environ:
+            os.mkfifo(folder / "pipe")
+            self._pipe = os.open(folder / "pipe", os.O_RDWR)
+            os.environ[SERVERS] = str(folder)
+        self.folder = Path(os.environ[SERVERS])
+        self._started = self.folder / "started"
+        # Those that this process has started.
         self._servers: list[subprocess.Popen[bytes]] = []
 
     def python(self) -> list[str]:
         """What stands for ``python`` in a command; tells by this process's environment where."""
-        if SERVERS not in os.environ:
-            self._servers = [self._start(number) for number in range(COUNT)]
-            for number, server in enumerate(self._servers):
-                self._await(number, server)
-            os.environ[SERVERS] = str(self.folder)
+        if not self._started.exists():
+            with (self.folder / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not self._started.exists():
+                    self._start_all()
         # Without site-packages, which it has no use for, to start fast.
         return [sys.executable, "-I", "-S", str(Path(__file__).with_name("forked.py"))]
 
     def close(self) -> None:
-        """End them, and what still runs of their programs."""
-        if self._servers:
-            del os.environ[SERVERS]
+        """End them, and what still runs of their programs, where this process was the first."""
+        if self._pipe is None:
+            return
+        del os.environ[SERVERS]
+        os.close(self._pipe)
+        self._pipe = None
+        pids = self._started.read_text().split() if self._started.exists() else []
+        for pid in map(int, pids):
+            with contextlib.suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(pid)
+                ended, _, _ = select.select([pidfd], [], [], _END_TIMEOUT_S)
+                os.close(pidfd)
+                if not ended:
+                    raise TimeoutError(f"fork server {pid} did not end within {_END_TIMEOUT_S:g} s")
         for server in self._servers:
-            assert server.stdin is not None
-            server.stdin.close()
-        for server in self._servers:
-            server.wait(10)
-        self._servers = []
+            server.wait()
+
+    def _start_all(self) -> None:
+        self._servers = [self._start(number) for number in range(COUNT)]
+        for number, server in enumerate(self._servers):
+            self._await(number, server)
+        new = self.folder / "new"
+        new.write_text(" ".join(str(server.pid) for server in self._servers))
+        new.rename(self._started)
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "tests.harness.forkserver", str(self.folder / str(number))]
-        with (self.folder / f"{number}.log").open("wb") as log:
+        with (
+            (self.folder / f"{number}.log").open("wb") as log,
+            open(os.open(self.folder / "pipe", os.O_RDONLY)) as pipe,
+        ):
             return subprocess.Popen(
                 argv,
-                stdin=subprocess.PIPE,
+                stdin=pipe,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**self._environment, "PYTHONHASHSEED": str(random.randrange(1 << 32))},
