@@ -38,14 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Stop jobs; returns 1 where one has not ended in time.
+    """Stop jobs; returns 1 where one has not ended in time, or may run and can't be told.
 
     Raises:
         JobError: There is no such job, or it can't be told to stop.
     """
-    told = []
+    told, unclear = [], False
     for job in [named_job(arguments, name) for name in arguments.name]:
-        if (view := view_job(job)).is_over:
+        if (view := view_job(job)).status == "unknown":
+            unclear = True
+            why = view.verdict or "its state.json can't be read"
+            print(f"{job.name} may run, and is not told to stop: {why}")
+        elif view.is_over:
             print(f"{job.name} has ended already: {view.status}")
         else:
             stop_job(job, view, save=arguments.save)
@@ -53,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     left = _await_ends(told, arguments.wait)
     for job in told:
         print(f"{job.name}: {'still runs' if job in left else view_job(job).status}")
-    return 1 if left else 0
+    return 1 if left or unclear else 0
 
 
 def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
