@@ -100,8 +100,6 @@ class ForkServers:
             os.environ[SERVERS] = str(folder)
         self.folder = Path(os.environ[SERVERS])
         self._started = self.folder / "started"
-        # Those that this process has started.
-        self._servers: list[subprocess.Popen[bytes]] = []
 
     def python(self) -> list[str]:
         """What stands for ``python`` in a command; tells by this process's environment where."""
@@ -128,18 +126,15 @@ class ForkServers:
                 os.close(pidfd)
                 if not ended:
                     raise TimeoutError(f"fork server {pid} did not end within {_END_TIMEOUT_S:g} s")
-        for server in self._servers:
-            server.wait()
 
     def _start_all(self) -> None:
-        self._servers = [self._start(number) for number in range(COUNT)]
-        for number, server in enumerate(self._servers):
-            self._await(number, server)
+        starts = [self._start(number) for number in range(COUNT)]
+        pids = [self._await(number, start) for number, start in enumerate(starts)]
         new = self.folder / "new"
-        new.write_text(" ".join(str(server.pid) for server in self._servers))
+        new.write_text(" ".join(pids))
         new.rename(self._started)
 
-    def _start(self, number: int) -> subprocess.Popen[bytes]:
+    def _start(self, number: int) -> subprocess.Popen[str]:
         argv = [sys.executable, "-m", "tests.harness.forkserver", str(self.folder / str(number))]
         with (
             (self.folder / f"{number}.log").open("wb") as log,
@@ -150,20 +145,24 @@ class ForkServers:
                 stdin=pipe,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                text=True,
                 env={**self._environment, "PYTHONHASHSEED": str(random.randrange(1 << 32))},
                 cwd=Path(__file__).parents[2],
                 start_new_session=True,
             )
 
-    def _await(self, number: int, server: subprocess.Popen[bytes]) -> None:
-        assert server.stdout is not None
+    def _await(self, number: int, start: subprocess.Popen[str]) -> str:
+        """The server's process, when it listens."""
+        assert start.stdout is not None
+        start.wait(_START_TIMEOUT_S)
         with selectors.DefaultSelector() as selector:
-            selector.register(server.stdout, selectors.EVENT_READ)
-            ready = selector.select(_START_TIMEOUT_S) and server.stdout.read(1)
-        server.stdout.close()
-        if not ready:
+            selector.register(start.stdout, selectors.EVENT_READ)
+            pid = start.stdout.readline() if selector.select(_START_TIMEOUT_S) else ""
+        start.stdout.close()
+        if not pid:
             log = (self.folder / f"{number}.log").read_text(errors="replace")
             raise RuntimeError(f"no fork server within {_START_TIMEOUT_S:g} s:\n{log}")
+        return pid.strip()
 
 
 def can_fork(changes: Mapping[str, str | None]) -> bool:
@@ -360,6 +359,9 @@ def _mpi_is_to_be_finalized() -> bool:
 
 def main() -> None:
     """Serve; in a fork, be the program."""
+    # Programs of all test processes are to be no descendants of the one that was the first.
+    if os.fork() != 0:
+        os._exit(0)
     server = _Server(sys.argv[1])
     end = _End()
     for name in _PRELOADED:
@@ -370,7 +372,7 @@ def main() -> None:
             importlib.import_module(module.name)
     # Forks share memory until it is written to, and collecting garbage writes to all of it.
     gc.freeze()
-    print(end="r", flush=True)
+    print(os.getpid(), flush=True)
     if (request := server.serve()) is not None:
         with end.expected():
             _become(request)
