@@ -155,9 +155,8 @@ class ForkServers:
         """The server's process, when it listens."""
         assert start.stdout is not None
         start.wait(_START_TIMEOUT_S)
-        with selectors.DefaultSelector() as selector:
-            selector.register(start.stdout, selectors.EVENT_READ)
-            pid = start.stdout.readline() if selector.select(_START_TIMEOUT_S) else ""
+        ready, _, _ = select.select([start.stdout], [], [], _START_TIMEOUT_S)
+        pid = start.stdout.readline() if ready else ""
         start.stdout.close()
         if not pid:
             log = (self.folder / f"{number}.log").read_text(errors="replace")

@@ -88,8 +88,8 @@ def test_predict_returns_everything_in_order(world):
     alone, together = plain_and_distributed(world)
     expected = alone.predict(X[:53], verbose=0)
     for rows in (1, 5, 53):
-        for source in (X[:rows], tf.data.Dataset.from_tensor_slices(X[:rows]).batch(4)):
-            size = None if isinstance(source, tf.data.Dataset) else 4
+        dataset = tf.data.Dataset.from_tensor_slices(X[:rows]).batch(4)
+        for source, size in ((X[:rows], 4), (dataset, None)):
             joint = together.predict(source, batch_size=size, verbose=0)
             np.testing.assert_allclose(joint, expected[:rows], atol=1e-6)
 
