@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from hvdtrain.jobs.state import JobState
 
 __all__ = ["add_arguments", "run", "stop_job"]
 
+LOGGER = logging.getLogger(__name__)
 POLL_S = 0.1
 
 
@@ -38,26 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Stop jobs; returns 1 where one has not ended in time, or may run and can't be told.
+    """Stop jobs; returns 1 where one has not ended in time, or can't be told.
 
     Raises:
-        JobError: There is no such job, or it can't be told to stop.
+        JobError: There is no such job.
     """
-    told, unclear = [], False
+    told, untold = [], []
     for job in [named_job(arguments, name) for name in arguments.name]:
-        if (view := view_job(job)).status == "unknown":
-            unclear = True
-            why = view.verdict or "its state.json can't be read"
-            print(f"{job.name} may run, and is not told to stop: {why}")
-        elif view.is_over:
+        if (view := view_job(job)).is_over:
             print(f"{job.name} has ended already: {view.status}")
-        else:
+            continue
+        try:
             stop_job(job, view, save=arguments.save)
             told.append(job)
+        except JobError as error:
+            untold.append(job)
+            LOGGER.error("%s", error)
     left = _await_ends(told, arguments.wait)
     for job in told:
-        print(f"{job.name}: {'still runs' if job in left else view_job(job).status}")
-    return 1 if left or unclear else 0
+        print(f"{job.name}: {'still ' if job in left else ''}{view_job(job).status}")
+    return 1 if left or untold else 0
 
 
 def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
@@ -71,6 +73,8 @@ def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
     Raises:
         JobError: It can't be told.
     """
+    if view.status == "unknown":
+        raise JobError(f"{job.name} may run, and is not told to stop: {view.verdict}")
     waits = view.status == "queued"
     try:
         spec = _spec(job)

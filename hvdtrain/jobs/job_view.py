@@ -74,8 +74,8 @@ class JobView:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it runs or will run."""
-        return self.status not in ("queued", "running", "restarting", "silent")
+        """Whether nothing of it runs or will run; where that can't be told, it is not."""
+        return self.status in ("done", "failed", "stopped", "preempted", "lost")
 
     def to_json(self) -> Mapping[str, Any]:
         """Return it for programs, as JSON can hold it."""
@@ -139,7 +139,9 @@ def _view(
     if spec is not None:
         known |= {name: getattr(spec, name) for name in _OF_SPEC}
         known["on"] = spec.backend.kind
-    if state is not None:
+    if state is None:
+        known["verdict"] = "its state.json can't be read"
+    else:
         known |= {name: getattr(state, name) for name in _OF_STATE}
         if state.phase == "ended" and status != "queued":
             known["ended_s"] = state.since_s

@@ -28,7 +28,7 @@ Status = Literal[
     "preempted",
     "lost",  # its launcher is gone, and said nothing
     "silent",  # its launcher, on another host, has not been heard of for long
-    "unknown",  # what it wrote can't be read
+    "unknown",  # what it wrote can't be read, or its queue does not answer
 ]
 _PHASES = ("queued", "running", "restarting", "ended")
 GONE = "GONE"

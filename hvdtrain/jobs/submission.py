@@ -56,10 +56,13 @@ def start_again(
     """
     view = view_job(folder)
     if not view.is_over:
-        where = " and may still run" if view.status == "silent" else ""
+        known = view.status != "unknown"
+        state = view.status if known else f"in a state that is not known ({view.verdict})"
+        where = " and may still run" if view.status in ("silent", "unknown") else ""
+        stop = f"hvdtrain stop {folder.name} ends it, " if known else ""
         raise JobError(
-            f"{folder.name} is {view.status}{where}; only what has ended starts again. "
-            f"hvdtrain stop {folder.name} ends it, hvdtrain clone {folder.name} makes another."
+            f"{folder.name} is {state}{where}; only what has ended starts again. "
+            f"{stop}hvdtrain clone {folder.name} makes another."
         )
     spec = changed(folder.spec())
     hand_over(folder, spec, environ, ranks=ranks_of(spec))

@@ -38,6 +38,9 @@ def test_only_what_has_ended_starts_again_and_as_it_is_asked_for_now(tmp_path: P
 
     with pytest.raises(JobError, match="is running; only what has ended starts again"):
         start_again(job, changed, lambda spec: 1, {})
+    (job.path / "state.json").write_bytes(b"")
+    with pytest.raises(JobError, match=r"its state.json can't be read.* may still run; only what"):
+        start_again(job, changed, lambda spec: 1, {})
     job.write_state(JobState(phase="ended", attempt=3))
     asked: list[JobSpec] = []
     with pytest.raises(JobError, match="can't be handed over"):

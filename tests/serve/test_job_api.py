@@ -170,6 +170,15 @@ def test_bodies_that_mean_nothing_are_refused(
     assert not jobs_dir.exists()
 
 
+def test_what_may_run_is_not_said_to_be_told_to_stop(jobs_dir: Path, page: TestClient) -> None:
+    job = _job(jobs_dir, 1.0, "train.py")
+    _until_listed(page, 1)
+    (job.path / "state.json").write_bytes(b"")
+    _until(page, job.name, "unknown")
+    answer = page.post(f"/api/jobs/{job.name}/stop", json={})
+    assert (answer.status_code, "may run, and is not told to stop" in answer.text) == (400, True)
+
+
 @pytest.mark.mpi
 @pytest.mark.essential
 def test_a_real_job_is_planned_started_stopped_and_started_again(

@@ -24,7 +24,7 @@ const MEANINGS = {
   preempted: "saved what it had because its time was over",
   lost: "its hvdtrain run was killed, or its host went down, without a word",
   silent: "runs on another host, and has not been heard of for a minute",
-  unknown: "what it wrote can't be read",
+  unknown: "what it wrote can't be read, or its queue does not answer",
 };
 
 export const STATES = Object.keys(SIGNS);
