@@ -15,7 +15,12 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
-from hvdtrain.collectives.link_speed import Link, choose_bucket_bytes, choose_segment_bytes
+from hvdtrain.collectives.link_speed import (
+    MESSAGE_S,
+    Link,
+    choose_bucket_bytes,
+    choose_segment_bytes,
+)
 from hvdtrain.config import Settings
 
 __all__ = [
@@ -47,7 +52,7 @@ class Costs:
     """
 
     call_s: float = 800e-6
-    message_s: float = 60e-6
+    message_s: float = MESSAGE_S
     core_bytes_per_s: float = 1e9
     host_bytes_per_s: float = 3.5e9
 
@@ -192,7 +197,8 @@ def _messages(cluster: Cluster, nbytes: int) -> int:
 def _buckets(cluster: Cluster, nbytes: int) -> int:
     if cluster.hosts == 1:
         return 1
-    return max(1, round(nbytes / choose_bucket_bytes(cluster.link)))
+    bucket_bytes = choose_bucket_bytes(cluster.link, cluster.hosts, cluster.chunk_bytes)
+    return max(1, round(nbytes / bucket_bytes))
 
 
 def _most_deviations(ranks: int) -> float:

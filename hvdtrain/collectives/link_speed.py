@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Link", "choose_bucket_bytes", "choose_segment_bytes", "measure_link"]
+__all__ = ["MESSAGE_S", "Link", "choose_bucket_bytes", "choose_segment_bytes", "measure_link"]
 
 # Small messages of all ranks mix on a link, and what waits in front of it overflows no queue; but
 # each costs some microseconds of Python, during which the link should not run dry.
@@ -21,6 +21,8 @@ SEGMENT_S = 250e-6
 
 # What an allreduce takes of itself, beside three times a link's latency.
 CALL_S = 500e-6
+# What a message between hosts takes of a core, as benchmarks/scaling.py measures it.
+MESSAGE_S = 60e-6
 # So many times that should a bucket be on its way.
 TIMES_CALL = 8
 LEAST_BUCKET_BYTES = 256 << 10
@@ -52,14 +54,22 @@ def choose_segment_bytes(bytes_per_s: float, ranks: int) -> int:
     return segment_bytes
 
 
-def choose_bucket_bytes(link: Link) -> int:
+def choose_bucket_bytes(link: Link, parties: int, chunk_bytes: int) -> int:
     """Choose how many bytes to combine at a time of what comes bit by bit, as gradients do.
 
     The less it is the sooner it begins, and the less is left when the last has come; but each
-    allreduce costs something of itself. It sends nearly everything twice.
+    allreduce costs something of itself, and for each chunk two messages to all other parties.
+
+    Args:
+        link: What is between the parties. Nearly everything crosses it twice.
+        parties: How many there are.
+        chunk_bytes: How much they combine at a time of what is larger.
     """
-    wanted_s = TIMES_CALL * (CALL_S + 3 * link.latency_s)
-    wanted = wanted_s * link.bytes_per_s / 2
+    bytes_per_call_s = TIMES_CALL * link.bytes_per_s / 2
+    wanted = bytes_per_call_s * (CALL_S + 3 * link.latency_s)
+    # What is less than a chunk takes as many messages as one.
+    for_messages = bytes_per_call_s * 2 * (parties - 1) * MESSAGE_S
+    wanted = max(wanted, min(wanted + for_messages, chunk_bytes))
     return int(min(max(wanted, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES))
 
 

@@ -104,9 +104,9 @@ class MpiTransport(Transport):
                 self._mpi, self, self.detector, self._spin_wait, self._min_np, self.timeout_s
             )
         self.link: Link = self._measure_link(comm) if self._parent is None else self._parent.link
-        self.bucket_bytes = self._choose_bucket_bytes()
         self._share_memory(comm)
         self.connect(comm.Dup(), ranks.members)
+        self.bucket_bytes = self._choose_bucket_bytes()
         if ranks.rank == 0 and self._parent is None and self._parties > 1:
             self._say_how_arrays_cross()
         self._watchdog = Watchdog(self._inside_mpi, ranks.number, ranks.size, self.timeout_s)
@@ -117,7 +117,9 @@ class MpiTransport(Transport):
             return self._asked_bucket_bytes
         # On one host combining takes the cores from computing.
         one_host = self._local_size == self.ranks.size
-        return 0 if one_host else choose_bucket_bytes(self.link)
+        if one_host:
+            return 0
+        return choose_bucket_bytes(self.link, self._parties, self.chunk_bytes)
 
     @property
     def _parties(self) -> int:

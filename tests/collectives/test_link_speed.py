@@ -10,6 +10,7 @@ from hvdtrain.collectives.small_allreduce import choose_one_shot_bytes, most_sma
 SLOW = Link(latency_s=100e-6, bytes_per_s=25e6)
 FAST = Link(latency_s=10e-6, bytes_per_s=12.5e9)
 FAR = Link(latency_s=20e-3, bytes_per_s=125e6)
+CHUNK = 2 << 20
 
 
 @pytest.mark.parametrize(("link", "expected"), [(SLOW, 32 << 10), (FAST, 1 << 20)])
@@ -27,10 +28,17 @@ def test_many_ranks_send_less_at_a_time_where_the_link_is_slow() -> None:
 
 
 def test_buckets_take_longer_than_what_starting_one_costs() -> None:
-    assert choose_bucket_bytes(SLOW) == 256 << 10
+    assert choose_bucket_bytes(SLOW, 2, CHUNK) == 256 << 10
     # 8 times half a millisecond and three times the latency, sent twice.
-    assert choose_bucket_bytes(FAST) == pytest.approx(8 * 530e-6 * 12.5e9 / 2, rel=1e-6)
-    assert choose_bucket_bytes(FAR) == pytest.approx(8 * 60.5e-3 * 125e6 / 2, rel=1e-6)
+    assert choose_bucket_bytes(FAST, 2, CHUNK) == pytest.approx(8 * 530e-6 * 12.5e9 / 2, rel=1e-6)
+    assert choose_bucket_bytes(FAR, 2, CHUNK) == pytest.approx(8 * 60.5e-3 * 125e6 / 2, rel=1e-6)
+
+
+def test_buckets_below_a_chunk_grow_with_the_messages_that_one_takes() -> None:
+    # 126 of them take 7.56 ms, and the rest of a call 0.8.
+    assert choose_bucket_bytes(SLOW, 64, CHUNK) == pytest.approx(8 * 8.36e-3 * 25e6 / 2, rel=1e-6)
+    assert choose_bucket_bytes(SLOW, 256, CHUNK) == CHUNK
+    assert choose_bucket_bytes(FAST, 256, CHUNK) == choose_bucket_bytes(FAST, 2, CHUNK)
 
 
 def test_one_round_where_latency_counts_more_than_bytes() -> None:
