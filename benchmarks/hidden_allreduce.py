@@ -37,9 +37,14 @@ def main() -> None:
     parser.add_argument(
         "--bucket-bytes", type=int, default=0, help="in place of what is found at the start"
     )
+    parser.add_argument("--one-core", action="store_true", help="bind each rank to a core")
+    parser.add_argument(
+        "--inter-op-threads", type=int, default=0, help="of TensorFlow; default: as found"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     asked = parser.parse_args()
     names = ("width", "layers", "batch", "steps", "runs", "bucket_bytes")
+    names += ("one_core", "inter_op_threads")
     job = {name: getattr(asked, name) for name in names}
     with shaped_hosts(asked.hosts, 1, asked.rate, asked.queue_ms) as hosts:
         found = hosts.run(HVDTRAIN, [WORKER, json.dumps(job)])

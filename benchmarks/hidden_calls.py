@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -10,9 +11,11 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import hvdtrain
 from hvdtrain import world
+from hvdtrain.cluster.topology import read_topology
 
 WARMUP_STEPS = 3
 
@@ -31,6 +34,13 @@ class StepTimes(keras.callbacks.Callback):
 def main() -> None:
     """Measure in turn; the chief prints seconds of a step by way."""
     job = json.loads(sys.argv[1])
+    if job["inter_op_threads"]:
+        tf.config.threading.set_inter_op_parallelism_threads(job["inter_op_threads"])
+    if job["one_core"]:
+        cores = sorted(os.sched_getaffinity(0))
+        # All hosts are this machine.
+        rank = read_topology(os.environ).rank
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     hvdtrain.init()
     engine: Any = world.collectives()
     bucket_bytes = job["bucket_bytes"] or engine.bucket_bytes

@@ -74,6 +74,8 @@ def enter_job() -> World:
     choice, on_devices = _on_devices(choice, settings, collectives, means, hosts)
     if topology.size > 1:
         _check_compression(choice, settings)
+        if collectives.bucket_bytes and on_devices is None:
+            devices.compute_beside_buckets()
         if topology.is_chief:
             _report(choice, collectives, settings)
             if settings.compression != "none" and max(hosts) == 0:

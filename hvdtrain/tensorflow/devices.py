@@ -6,8 +6,9 @@ under ``srun --gpus-per-task=1`` each sees one of its own, which all of them cal
 other the GPUs' own ids, and share them out by those. Everyone decides for everyone, so that a
 rank left without a GPU is the same error on every rank.
 
-The number of threads is not set here: TensorFlow takes it from the cores that the launcher bound
-the rank to, or from ``TF_NUM_INTRAOP_THREADS``, which ``hvdtrain run`` sets.
+The number of threads is not set here, but where TensorFlow would have a single one: it takes it
+from the cores that the launcher bound the rank to, or from ``TF_NUM_INTRAOP_THREADS``, which
+``hvdtrain run`` sets.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import logging
+import os
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
@@ -24,9 +26,19 @@ from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
 from hvdtrain.private_api import tensorflow as private_tensorflow
 
-__all__ = ["assign_gpus", "bind", "means", "set_placement", "tower_devices", "visible_gpus"]
+__all__ = [
+    "assign_gpus",
+    "bind",
+    "compute_beside_buckets",
+    "means",
+    "set_placement",
+    "tower_devices",
+    "visible_gpus",
+]
 
 logger = logging.getLogger(__package__)
+
+_INTER_OP = "TF_NUM_INTEROP_THREADS"
 
 
 def visible_gpus(host: str, environ: Mapping[str, str]) -> list[str]:
@@ -152,6 +164,20 @@ def set_placement(settings: Settings) -> None:
             "tensor, variable or model is made."
         )
     tf.debugging.set_log_device_placement(True)
+
+
+def compute_beside_buckets() -> None:
+    """Let TensorFlow run two operations beside each other where it would run one.
+
+    One is the allreduce of a bucket, whose thread waits for the others meanwhile; with as many
+    threads as a rank has cores, which is one, nothing would be computed until it is done. What the
+    program has set or used already stays as it is.
+    """
+    asked = tf.config.threading.get_inter_op_parallelism_threads()
+    if asked or _INTER_OP in os.environ or private_tensorflow.in_use():
+        return
+    if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1:
+        tf.config.threading.set_inter_op_parallelism_threads(2)
 
 
 def tower_devices(count: int) -> list[str]:

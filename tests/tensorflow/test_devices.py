@@ -99,3 +99,42 @@ def test_a_missing_gpu_is_said_by_the_chief_alone(capsys: pytest.CaptureFixture[
 def test_ranks_without_a_gpu_beside_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     say([[], ["GPU-b0"], []])
     assert "rank 0, 2 of 3 found no GPU" in capsys.readouterr().err
+
+
+BESIDE = """
+import os, threading
+import numpy as np, tensorflow as tf
+os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+os.environ.pop("TF_NUM_INTEROP_THREADS", None)
+if rank == 1:
+    os.environ["TF_NUM_INTEROP_THREADS"] = "1"
+if rank == 2:
+    tf.config.threading.set_inter_op_parallelism_threads(3)
+import hvdtrain
+hvdtrain.init()
+begun = [threading.Event(), threading.Event()]
+
+def meet(number):
+    begun[number].set()
+    return np.bool_(begun[1 - number].wait(5))
+
+@tf.function
+def both(first, second):
+    # Stateless, so that neither waits for the other's turn.
+    return [tf.numpy_function(meet, [n], tf.bool, stateful=False) for n in (first, second)]
+
+met = all(value.numpy() for value in both(tf.constant(0), tf.constant(1)))
+print(rank, met, tf.config.threading.get_inter_op_parallelism_threads(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "told"),
+    [("100000", ["0 True 2", "1 False 0", "2 True 3"]), ("0", ["0 False 0"])],
+)
+def test_a_rank_of_one_core_computes_beside_buckets(
+    launch, bucket_bytes: str, told: list[str]
+) -> None:
+    done = launch(len(told), BESIDE, env={"HVDTRAIN_BUCKET_BYTES": bucket_bytes}, timeout_s=100)
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, told), done
