@@ -20,7 +20,8 @@ from tests.kubernetes.cluster import KubernetesCluster
 _COMMANDS = ("busybox", "containerd", "etcd", "runc", "curl", "openssl")
 
 
-@pytest.fixture(scope="session")
+# Of a module, and not of all: one that idles takes some percent of a core.
+@pytest.fixture(scope="module")
 def kubernetes() -> Iterator[KubernetesCluster]:
     """A cluster of one node."""
     reason = missing_environment(KUBERNETES)
