@@ -216,7 +216,8 @@ VITAL = program("""
 
     def begin(batch):
         time.sleep(0.02)
-        if RANK == 0 and not again and Store(folder).steps():
+        # One may lie there before the launcher has been told of it, but not two.
+        if RANK == 0 and not again and len(Store(folder).steps()) > 1:
             sign.touch()
             time.sleep(60 if who == 0 else 0)
 
