@@ -166,7 +166,8 @@ def test_what_several_ranks_print_is_shown_once(run_command, tmp_path: Path) -> 
     for rank, texts in shown.items():
         wrote = (tmp_path / f"rank-{rank}.log").read_text().splitlines()
         assert texts[-1] == "the end"
-        assert wrote[0].endswith("oneDNN")
+        # Two pipes: which of them is read first is not said.
+        assert sum(line.endswith("oneDNN") for line in wrote) == 1
         assert [line for line in wrote if "oneDNN" not in line] == texts
 
 
