@@ -43,8 +43,10 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     asked = parser.parse_args()
-    names = ("width", "layers", "batch", "steps", "runs", "bucket_bytes")
-    names += ("one_core", "inter_op_threads")
+    names = (
+        *("width", "layers", "batch", "steps", "runs"),
+        *("bucket_bytes", "one_core", "inter_op_threads"),
+    )
     job = {name: getattr(asked, name) for name in names}
     with shaped_hosts(asked.hosts, 1, asked.rate, asked.queue_ms) as hosts:
         found = hosts.run(HVDTRAIN, [WORKER, json.dumps(job)])

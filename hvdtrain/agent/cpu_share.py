@@ -1,4 +1,4 @@
-"""The number of cores that ranks share, and the share of one rank."""
+"""The share of a host's cores that a rank takes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from hvdtrain.agent.agent_environment import BIND
 from hvdtrain.cluster.placement import share_of_cores
 from hvdtrain.cluster.topology import Topology
 
-__all__ = ["available_cores", "take_cores"]
-
-
-def available_cores() -> int:
-    """Cores that this process may run on: fewer than the machine has in many containers."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+__all__ = ["take_cores"]
 
 
 def take_cores(place: Topology, environ: Mapping[str, str]) -> dict[str, str]:

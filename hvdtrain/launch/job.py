@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.agent.agent_environment import ATTEMPT, JOB, OUTPUT_DIR, format_addresses
-from hvdtrain.agent.cpu_share import available_cores
+from hvdtrain.cluster.cores import available_cores
 from hvdtrain.cluster.hosts import Host, slurm_hosts
 from hvdtrain.cluster.placement import place, table
 from hvdtrain.cluster.roles import assign_roles, remaining

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.agent.cpu_share import available_cores
+from hvdtrain.cluster.cores import available_cores
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.jobs.slots import Turn
 from hvdtrain.remote.own_addresses import is_this_host

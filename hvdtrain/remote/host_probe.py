@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.agent.cpu_share import available_cores
+from hvdtrain.cluster.cores import available_cores
 from hvdtrain.cluster.topology import host_id
 from hvdtrain.errors import LaunchError
 from hvdtrain.remote.probe_messages import MARK, Question, read_question

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
+from hvdtrain.cluster.cores import available_cores
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError
@@ -37,8 +38,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__package__)
-
-_INTER_OP = "TF_NUM_INTEROP_THREADS"
 
 
 def visible_gpus(host: str, environ: Mapping[str, str]) -> list[str]:
@@ -174,9 +173,9 @@ def compute_beside_buckets() -> None:
     program has set or used already stays as it is.
     """
     asked = tf.config.threading.get_inter_op_parallelism_threads()
-    if asked or _INTER_OP in os.environ or private_tensorflow.in_use():
+    if asked or "TF_NUM_INTEROP_THREADS" in os.environ or private_tensorflow.in_use():
         return
-    if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1:
+    if available_cores() == 1:
         tf.config.threading.set_inter_op_parallelism_threads(2)
 
 

@@ -168,7 +168,8 @@ def test_stop_lets_ranks_save_what_they_have(commands: Commands) -> None:
     assert commands.show(name)["code"] == 75
     assert commands.run("stop", name) == f"{name} has ended already: stopped\n"
     (commands.folder / "jobs" / name / "state.json").write_bytes(b"")
-    assert f"{name} may run, and is not told to stop" in commands.run("stop", name, code=1)
+    said = commands.run("stop", name, code=1)
+    assert f"{name} may run, and is not told to stop: its state" in said
 
 
 def test_jobs_side_by_side_have_gpus_of_their_own(

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from hvdtrain.agent.cpu_share import available_cores
+from hvdtrain.cluster.cores import available_cores
 from tests.harness.jobs import REPOSITORY
 
 
@@ -15,7 +15,7 @@ def test_only_those_that_are_allowed_count() -> None:
     assert available_cores() == len(allowed)
     code = (
         f"import os; os.sched_setaffinity(0, [{allowed[0]}])\n"
-        "from hvdtrain.agent.cpu_share import available_cores; print(available_cores())"
+        "from hvdtrain.cluster.cores import available_cores; print(available_cores())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, timeout=30, check=True
