@@ -31,6 +31,15 @@ Status = Literal[
     "unknown",  # what it wrote can't be read, or its queue does not answer
 ]
 _PHASES = ("queued", "running", "restarting", "ended")
+_WHOLE = ("attempt", "ranks")
+_WHOLE_OR_NONE = ("step", "epoch", "total_steps", "saved", "code")
+_WORDS = ("mpi", "cause", "verdict")
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "since_s": (int, float),
+    **dict.fromkeys(_WHOLE, (int,)),
+    **dict.fromkeys(_WHOLE_OR_NONE, (int, type(None))),
+    **dict.fromkeys(_WORDS, (str,)),
+}
 GONE = "GONE"
 NO_ANSWER = "NO_ANSWER"
 _WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
@@ -87,6 +96,9 @@ def state_from_json(content: Mapping[str, Any]) -> JobState:
         JobError: Something else.
     """
     values = _known(JobState, content)
+    for name, types in _TYPES.items():
+        if name in values and not isinstance(values[name], types):
+            raise JobError(f"its {name} is {values[name]!r}, which no state of a job has.")
     try:
         if values.get("launcher") is not None:
             values["launcher"] = ProcessIdentity(**_known(ProcessIdentity, values["launcher"]))

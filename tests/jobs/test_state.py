@@ -23,6 +23,10 @@ BROKEN = {
     "launcher": {"phase": "running", "launcher": {"pid": 1}},
     "no-launcher": {"phase": "running", "launcher": 7},
     "hosts": {"phase": "running", "hosts": ["a"]},
+    "step": {"phase": "running", "step": "3"},
+    "ranks": {"phase": "running", "ranks": None},
+    "since": {"phase": "ended", "since_s": "yesterday"},
+    "verdict": {"phase": "ended", "verdict": ["killed"]},
 }
 
 
