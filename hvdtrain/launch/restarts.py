@@ -157,5 +157,5 @@ def _lost(history: Sequence[Outcome]) -> str:
     elif outcome.step is None and (newest := _newest(history)):
         since = f"its start; the newest checkpoint is of step {newest}"
     else:
-        since = "the beginning: there is no checkpoint"
+        since = "the beginning: no checkpoint is known of"
     return f"lost: {counted(_lost_steps(outcome), 'step')}, {outcome.lost_s:.0f} s, since {since}"

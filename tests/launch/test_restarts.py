@@ -113,7 +113,9 @@ def test_what_is_said() -> None:
     )
     assert said(first, LOST).startswith("attempt 3 of 4")
     nothing = after("infrastructure", step=1, lost_s=3.0)
-    assert said(nothing).endswith("lost: 1 step, 3 s, since the beginning: there is no checkpoint")
+    assert said(nothing).endswith(
+        "lost: 1 step, 3 s, since the beginning: no checkpoint is known of"
+    )
     unresumed = after("infrastructure", lost_s=5.0)
     assert said(first, unresumed).endswith(
         "lost: 0 steps, 5 s, since its start; the newest checkpoint is of step 120"
