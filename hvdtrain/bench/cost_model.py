@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
+from hvdtrain.collectives.hierarchy import choose_chunk_bytes, choose_turns
 from hvdtrain.collectives.link_speed import (
     MESSAGE_S,
     Link,
     choose_bucket_bytes,
     choose_segment_bytes,
 )
-from hvdtrain.config import Settings
 
 __all__ = [
     "Allreduce",
@@ -66,14 +66,24 @@ class Cluster:
         ranks_per_host: How many on each.
         link: What a host sends while it receives as much.
         ranks_per_core: How many ranks share a core; 1 where each has one of its own.
-        chunk_bytes: How much goes through shared memory at a time; the setting.
+        asked_chunk_bytes: The setting; None for as much as hvdtrain chooses.
     """
 
     hosts: int
     ranks_per_host: int
     link: Link
     ranks_per_core: float = 1.0
-    chunk_bytes: int = Settings().chunk_bytes
+    asked_chunk_bytes: int | None = None
+
+    @property
+    def chunk_bytes(self) -> int:
+        """How much goes through shared memory at a time."""
+        return self.asked_chunk_bytes or choose_chunk_bytes(self.hosts)
+
+    @property
+    def turns(self) -> int:
+        """In how many turns the ranks of a host carry chunks to others."""
+        return choose_turns(self.hosts, self.ranks_per_host, self.chunk_bytes)
 
     @property
     def ranks(self) -> int:
@@ -139,7 +149,10 @@ def predict_allreduce(costs: Costs, cluster: Cluster, nbytes: int) -> Allreduce:
         leaves = 2 * (hosts - 1) / hosts * nbytes
         parts["the link"] = leaves / cluster.link.bytes_per_s
         core_s = _messages(cluster, nbytes) * costs.message_s
-        core_s += leaves / inside / costs.core_bytes_per_s
+        chunks = math.ceil(nbytes / cluster.chunk_bytes)
+        # Of few chunks not all ranks carry some.
+        carriers = inside // cluster.turns * min(cluster.turns, max(1, chunks))
+        core_s += leaves / carriers / costs.core_bytes_per_s
         parts["a core"] = core_s * cluster.ranks_per_core
     busy_s = max(seconds for limit, seconds in parts.items() if limit != "calls")
     longest = max(parts, key=lambda limit: parts[limit])
@@ -189,15 +202,18 @@ def failure_overhead(
 
 def _messages(cluster: Cluster, nbytes: int) -> int:
     """Return how many messages a rank sends to other hosts in one allreduce."""
-    share = min(nbytes, cluster.chunk_bytes) / cluster.ranks_per_host / cluster.hosts
+    carriers = cluster.ranks_per_host // cluster.turns
+    share = min(nbytes, cluster.chunk_bytes) / carriers / cluster.hosts
     segments = math.ceil(share / choose_segment_bytes(cluster.link.bytes_per_s, cluster.hosts))
-    return math.ceil(nbytes / cluster.chunk_bytes) * 2 * (cluster.hosts - 1) * segments
+    chunks = math.ceil(nbytes / cluster.chunk_bytes / cluster.turns)
+    return chunks * 2 * (cluster.hosts - 1) * segments
 
 
 def _buckets(cluster: Cluster, nbytes: int) -> int:
     if cluster.hosts == 1:
         return 1
-    bucket_bytes = choose_bucket_bytes(cluster.link, cluster.hosts, cluster.chunk_bytes)
+    at_once = cluster.chunk_bytes * cluster.turns
+    bucket_bytes = choose_bucket_bytes(cluster.link, cluster.hosts, at_once)
     return max(1, round(nbytes / bucket_bytes))
 
 

@@ -38,7 +38,7 @@ def measure(options: PredictOptions) -> None:
             ranks_per_host=options.ranks_per_host,
             link=link,
             ranks_per_core=options.ranks_per_core,
-            chunk_bytes=options.chunk_bytes,
+            asked_chunk_bytes=options.chunk_bytes,
         )
         time = predict_step(costs, cluster, step)
         mean_s = options.host_days * DAY_S / hosts

@@ -7,7 +7,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvdtrain.config import Settings
 from hvdtrain.launch.host_arguments import whole_number
 
 __all__ = [
@@ -193,7 +192,12 @@ class PredictOptions(Options):
     core: float = _number(1e9, "bytes a second that a core sends while it receives as much")
     memory: float = _number(3.5e9, "bytes a second of gradients that ranks of a host add up")
     ranks_per_core: float = _number(1.0, "ranks that share a core")
-    chunk_bytes: int = _count(Settings().chunk_bytes, "bytes through shared memory at a time")
+    chunk_bytes: int | None = _option(
+        None,
+        type=whole_number,
+        metavar="N",
+        help="bytes through shared memory at a time; default: as many as would be chosen",
+    )
     host_days: float = _number(1000.0, "from one failure of a host to its next, in the mean")
     checkpoint_s: float = _number(2.0, "for which a checkpoint keeps training waiting")
     restart_s: float = _number(60.0, "from a failure to the next step")

@@ -6,7 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Hierarchy", "plan_hierarchy"]
+__all__ = ["CHUNK_BYTES", "Hierarchy", "choose_chunk_bytes", "choose_turns", "plan_hierarchy"]
+
+# What stays in a core's own cache from one stage to the next.
+CHUNK_BYTES = 2 << 20
+MOST_CHUNK_BYTES = 16 << 20
+# Of what is smaller most of the cost is that there is a message at all.
+LEAST_MESSAGE_BYTES = 64 << 10
 
 
 class Hierarchy(NamedTuple):
@@ -43,3 +49,32 @@ def plan_hierarchy(members: Sequence[int], host_of: Sequence[int], me: int) -> H
         hosts=len(sizes),
         cross_groups=min(sizes.values()),
     )
+
+
+def choose_chunk_bytes(hosts: int, most_bytes: int = MOST_CHUNK_BYTES) -> int:
+    """Choose how much is combined at a time: of many hosts each adds up a part that is not small.
+
+    Args:
+        hosts: How many there are.
+        most_bytes: For how much there is memory.
+    """
+    chunk_bytes = CHUNK_BYTES
+    wanted = min(hosts * LEAST_MESSAGE_BYTES, MOST_CHUNK_BYTES)
+    while chunk_bytes < wanted and 2 * chunk_bytes <= most_bytes:
+        chunk_bytes *= 2
+    return chunk_bytes
+
+
+def choose_turns(hosts: int, cross_groups: int, chunk_bytes: int) -> int:
+    """Choose in how many turns cross groups carry chunks.
+
+    In one turn each carries its part of every chunk. Of many hosts these parts of parts would be
+    small, and messages many: in several turns each chunk goes with some of the groups, while others
+    carry the next ones.
+
+    Args:
+        hosts: How many of them a group connects.
+        cross_groups: How many groups there are.
+        chunk_bytes: The size of a chunk.
+    """
+    return max(1, min(cross_groups, hosts * cross_groups * LEAST_MESSAGE_BYTES // chunk_bytes))

@@ -18,7 +18,7 @@ RING_BYTES = 64 << 20
 HEADER_BYTES = 4096
 
 
-def ring_slots(local_size: int, chunk_bytes: int, free: int | None) -> int:
+def ring_slots(local_size: int, chunk_bytes: int, free: int | None, away: int = 0) -> int:
     """Slots of one rank: as many as a ring of ``RING_BYTES`` holds, and at least four.
 
     Args:
@@ -26,9 +26,10 @@ def ring_slots(local_size: int, chunk_bytes: int, free: int | None) -> int:
         chunk_bytes: Size of a slot.
         free: Bytes of the file system that backs shared memory, None if unknown. A ring that
             would take more than half of it is made as small as it can be.
+        away: How many chunks are to be on their way between hosts beside those four.
     """
     turn_bytes = (local_size + 1) * chunk_bytes
-    slots = max(LEAST_SLOTS, RING_BYTES // turn_bytes)
+    slots = max(LEAST_SLOTS + away, RING_BYTES // turn_bytes)
     if free is not None and slots * turn_bytes > free // 2:
         return LEAST_SLOTS
     return slots
@@ -44,15 +45,16 @@ class Window:
         mpi: The ``mpi4py.MPI`` module.
         host: The ranks that share memory; making a window is collective over them.
         chunk_bytes: Size of a slot.
+        away: See ``ring_slots``.
         survives: Whether ranks may die. Open MPI warns that its windows are untested then, so a
             file is mapped where that can be done.
     """
 
     def __init__(
-        self, mpi: ModuleType, host: Any, chunk_bytes: int, survives: bool = False
+        self, mpi: ModuleType, host: Any, chunk_bytes: int, away: int = 0, survives: bool = False
     ) -> None:
         self._chunk_bytes = chunk_bytes
-        self.slots = _choose_slots(host, chunk_bytes)
+        self.slots = _choose_slots(host, chunk_bytes, away)
         slots_bytes = self.slots * chunk_bytes
         sizes = [HEADER_BYTES + slots_bytes] * host.Get_size()
         sizes[0] += slots_bytes  # the results
@@ -93,8 +95,8 @@ class Window:
         return self.slot(0, self.slots + number, dtype)
 
 
-def _choose_slots(host: Any, chunk_bytes: int) -> int:
+def _choose_slots(host: Any, chunk_bytes: int, away: int) -> int:
     """Return how many slots each rank of this host owns; its first rank decides; collective."""
-    slots = np.array([ring_slots(host.Get_size(), chunk_bytes, free_bytes())], np.int64)
+    slots = np.array([ring_slots(host.Get_size(), chunk_bytes, free_bytes(), away)], np.int64)
     host.Bcast(slots)
     return int(slots[0])

@@ -25,6 +25,8 @@ CALL_S = 500e-6
 MESSAGE_S = 60e-6
 # So many times that should a bucket be on its way.
 TIMES_CALL = 8
+# And so many times what its messages take, which are sent while others are on their way.
+TIMES_MESSAGES = 2
 LEAST_BUCKET_BYTES = 256 << 10
 MOST_BUCKET_BYTES = 64 << 20
 
@@ -63,12 +65,12 @@ def choose_bucket_bytes(link: Link, parties: int, chunk_bytes: int) -> int:
     Args:
         link: What is between the parties. Nearly everything crosses it twice.
         parties: How many there are.
-        chunk_bytes: How much they combine at a time of what is larger.
+        chunk_bytes: How much they combine at a time, with a message to each, of what is larger.
     """
-    bytes_per_call_s = TIMES_CALL * link.bytes_per_s / 2
-    wanted = bytes_per_call_s * (CALL_S + 3 * link.latency_s)
+    bytes_per_s = link.bytes_per_s / 2
+    wanted = TIMES_CALL * bytes_per_s * (CALL_S + 3 * link.latency_s)
     # What is less than a chunk takes as many messages as one.
-    for_messages = bytes_per_call_s * 2 * (parties - 1) * MESSAGE_S
+    for_messages = TIMES_MESSAGES * bytes_per_s * 2 * (parties - 1) * MESSAGE_S
     wanted = max(wanted, min(wanted + for_messages, chunk_bytes))
     return int(min(max(wanted, LEAST_BUCKET_BYTES), MOST_BUCKET_BYTES))
 

@@ -16,6 +16,7 @@ from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, chu
 from hvdtrain.collectives.direct_exchange import DirectExchange
 from hvdtrain.collectives.failure_detector import FailureDetector
 from hvdtrain.collectives.fusion import Chunk, Scratch, pack, unpack
+from hvdtrain.collectives.hierarchy import CHUNK_BYTES, choose_chunk_bytes
 from hvdtrain.collectives.kernels import accumulator_dtype
 from hvdtrain.collectives.link_speed import (
     Link,
@@ -48,7 +49,7 @@ class MpiTransport(Transport):
         mpi: The ``mpi4py.MPI`` module.
         comm: All ranks; a duplicate of it is used.
         host: The ranks of ``comm`` that share this one's memory, in the same order.
-        chunk_bytes: How much is combined at a time.
+        chunk_bytes: How much is combined at a time; None to choose.
         timeout_s: How long to wait for other ranks.
         min_np: Where MPI tells of ranks that die, the others go on without them; where fewer than
             so many are left, ``too_few`` is set. None: a rank that dies ends the job.
@@ -58,20 +59,23 @@ class MpiTransport(Transport):
     """
 
     kind = "mpi"
+    _turns = 1
+    """The chunks for which a rank sends as many messages as for one."""
 
     def __init__(
         self,
         mpi: ModuleType,
         comm: Any,
         host: Any,
-        chunk_bytes: int,
+        chunk_bytes: int | None,
         timeout_s: float,
         min_np: int | None = None,
         parent: MpiTransport | None = None,
         numbers: Sequence[int] | None = None,
         bucket_bytes: int | None = None,
     ) -> None:
-        super().__init__(chunk_bytes, timeout_s)
+        super().__init__(chunk_bytes or CHUNK_BYTES, timeout_s)
+        self._chooses_chunks = chunk_bytes is None
         self._asked_bucket_bytes = bucket_bytes
         self._mpi = mpi
         self._all, self._host = comm, host
@@ -96,6 +100,9 @@ class MpiTransport(Transport):
         first = np.array([ranks.rank], np.int64)
         self._host.Bcast(first)
         self.host = int(first[0])
+        host_of = np.zeros(ranks.size, np.int64)
+        comm.Allgather(np.array([self.host], np.int64), host_of)
+        self._host_of = host_of.tolist()
         self._spin_wait = SpinWait(self.detector, self.timeout_s, self._local_size)
         # Apart, as it is no wait for a rank that is late.
         self._data_wait = SpinWait(self.detector, self.timeout_s, self._local_size)
@@ -104,6 +111,8 @@ class MpiTransport(Transport):
                 self._mpi, self, self.detector, self._spin_wait, self._min_np, self.timeout_s
             )
         self.link: Link = self._measure_link(comm) if self._parent is None else self._parent.link
+        if self._chooses_chunks:
+            self.chunk_bytes = self._choose_chunk_bytes(comm)
         self._share_memory(comm)
         self.connect(comm.Dup(), ranks.members)
         self.bucket_bytes = self._choose_bucket_bytes()
@@ -112,6 +121,9 @@ class MpiTransport(Transport):
         self._watchdog = Watchdog(self._inside_mpi, ranks.number, ranks.size, self.timeout_s)
         self._watchdog.start()
 
+    def _choose_chunk_bytes(self, comm: Any) -> int:
+        return choose_chunk_bytes(comm.Get_size())
+
     def _choose_bucket_bytes(self) -> int:
         if self._asked_bucket_bytes is not None:
             return self._asked_bucket_bytes
@@ -119,7 +131,7 @@ class MpiTransport(Transport):
         one_host = self._local_size == self.ranks.size
         if one_host:
             return 0
-        return choose_bucket_bytes(self.link, self._parties, self.chunk_bytes)
+        return choose_bucket_bytes(self.link, self._parties, self.chunk_bytes * self._turns)
 
     @property
     def _parties(self) -> int:
@@ -129,12 +141,13 @@ class MpiTransport(Transport):
     def _say_how_arrays_cross(self) -> None:
         logger.debug(
             "between %d a message takes %.3f ms, and long ones go at %.0f Mbit/s: arrays up to %d "
-            "bytes cross in one round, up to %d in two, larger ones in segments of %d",
+            "bytes cross in one round, up to %d in two, larger ones in chunks of %d and segments of %d",
             self._parties,
             self.link.latency_s * 1e3,
             self.link.bytes_per_s * 8 / 1e6,
             choose_one_shot_bytes(self._parties, self.link),
             self._small_bytes,
+            self.chunk_bytes,
             self.segment_bytes,
         )
 

@@ -32,11 +32,12 @@ from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, chunks_ahead
 from hvdtrain.collectives.fork_copies import ForkedCopies
 from hvdtrain.collectives.fusion import BufferPool, pack, split_evenly, unpack
-from hvdtrain.collectives.hierarchy import plan_hierarchy
-from hvdtrain.collectives.host_window import Window
+from hvdtrain.collectives.hierarchy import choose_chunk_bytes, choose_turns, plan_hierarchy
+from hvdtrain.collectives.host_window import LEAST_SLOTS, Window
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
 from hvdtrain.collectives.link_speed import Link
 from hvdtrain.collectives.mpi import MpiTransport
+from hvdtrain.collectives.shared_file import free_bytes
 from hvdtrain.collectives.small_allreduce import SmallAllreduce
 from hvdtrain.collectives.transport import Reduction
 
@@ -53,6 +54,9 @@ PACKED, REDUCED, RETURNED, HELD, DIGESTS, AGREED, NON_FINITE, PLACES = range(
 
 # What is taken for the speed where there is one host, and nothing crosses a link.
 NO_LINK = Link(latency_s=1e-6, bytes_per_s=1e10)
+
+# Chunks that are on their way between hosts beside the first, so that links don't wait for packing.
+LEAST_AWAY = 2
 
 # Smaller results are quicker in memory of a rank's own.
 LEAST_IN_ARENA = 256 << 10
@@ -90,12 +94,27 @@ class SharedMemoryTransport(MpiTransport):
         one_host = comm.Get_size() == self._local_size
         return NO_LINK if one_host else super()._measure_link(comm)
 
+    def _choose_chunk_bytes(self, comm: Any) -> int:
+        room = (free_bytes() or 0) // (self._local_size + 1)
+        most_bytes = self._least(comm, room // 2) // LEAST_SLOTS
+        return choose_chunk_bytes(len(set(self._host_of)), most_bytes)
+
+    def _least(self, comm: Any, number: int) -> int:
+        """The least of all ranks' numbers: hosts have different memory, and must do the same."""
+        least = np.array([number], np.int64)
+        comm.Allreduce(self._mpi.IN_PLACE, least, self._mpi.MIN)
+        return int(least[0])
+
     def _share_memory(self, comm: Any) -> None:
         host = self._host
-        host_of = np.zeros(self.ranks.size, np.int64)
-        comm.Allgather(np.array([self.host], np.int64), host_of)
-        self._host_of = host_of.tolist()
-        self._window = Window(self._mpi, host, self.chunk_bytes, self.ranks.survives_losses)
+        where = plan_hierarchy(range(self.ranks.size), self._host_of, comm.Get_rank())
+        away = 0
+        if where.hosts > 1:
+            turns = choose_turns(where.hosts, where.cross_groups, self.chunk_bytes)
+            away = max(LEAST_AWAY, turns)
+        self._window = Window(self._mpi, host, self.chunk_bytes, away, self.ranks.survives_losses)
+        # As many chunks can be between hosts at a time.
+        self._most_turns = self._least(comm, self._window.slots) - 3
         self._arena = open_arena(self._mpi, host) if host.Get_size() == self.ranks.size else None
         if self._arena is not None:
             self._arena_pool = BufferPool(empty=self._arena.empty, drop=self._arena.drop)
@@ -124,6 +143,9 @@ class SharedMemoryTransport(MpiTransport):
         self._speaker: SmallAllreduce | None = None
         if self._cross is not None and self._local_rank == 0:
             self._speaker = self._connect_small(self._cross.comm)
+        turns = choose_turns(self._hosts, self._cross_groups, self.chunk_bytes)
+        self._turns = min(turns, self._most_turns)
+        self._carriers = self._cross_groups // self._turns
         self._ahead = self._chunks_ahead() if self._hosts > 1 else 0
         # Nobody begins before all have cleared their words.
         comm.Barrier()
@@ -151,9 +173,9 @@ class SharedMemoryTransport(MpiTransport):
 
     def _chunks_ahead(self) -> int:
         """Return how many chunks to have on their way between hosts, as far as there are slots."""
-        share_bytes = self.chunk_bytes // self._cross_groups
+        share_bytes = self.chunk_bytes // self._carriers
         wanted = chunks_ahead(self._hosts, share_bytes, self.segment_bytes)
-        return min(wanted, self._window.slots - 4)
+        return min(wanted * self._turns, self._window.slots - 4)
 
     def _slot_views(
         self, dtype: np.dtype
@@ -374,11 +396,22 @@ class SharedMemoryTransport(MpiTransport):
 
     def _send(self, cross: DirectAllreduce, job: _Job, number: int) -> None:
         self._wait(REDUCED, self._everyone, job.base + number + 1, job.asked.call)
-        shares = split_evenly(job.asked.layout.chunks[number].items, self._cross_groups)
-        start, stop = shares[self._local_rank]
-        share = job.results[number % self._window.slots][start:stop]
         asked = job.asked
+        total = job.results[number % self._window.slots][: asked.layout.chunks[number].items]
+        share = self._carried(total, self.ranks.operation + number)
         job.transfers[number] = cross.start(share, share, asked.op, self.ranks.size, asked.wire)
+
+    def _carried(self, total: np.ndarray, number: int) -> np.ndarray:
+        """Return the share of a host's sums that this rank exchanges with the other hosts.
+
+        Where ranks do so in turns it may be empty; the ``number`` says whose turn it is.
+        """
+        first = number % self._turns * self._carriers
+        place = self._local_rank - first
+        if not 0 <= place < self._carriers:
+            return total[:0]
+        start, stop = split_evenly(total.size, self._carriers)[place]
+        return total[start:stop]
 
     def _receive(self, cross: DirectAllreduce, job: _Job, number: int) -> None:
         transfer = job.transfers.pop(number)

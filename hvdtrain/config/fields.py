@@ -120,12 +120,14 @@ def count(text: str) -> int:
     return int(text)
 
 
-def count_or(word: str) -> Callable[[str], int | None]:
-    """Return a reader of whole numbers, 0 or more, that takes ``word`` for None."""
+def count_or(word: str, least: int = 0) -> Callable[[str], int | None]:
+    """Return a reader of whole numbers, ``least`` or more, that takes ``word`` for None."""
 
     def parse(text: str) -> int | None:
-        _expect(text == word or text.isdecimal(), f"a whole number, 0 or more, or {word}")
-        return None if text == word else int(text)
+        value = int(text) if text.isdecimal() else None
+        known = text == word or (value is not None and value >= least)
+        _expect(known, f"a whole number, {least} or more, or {word}")
+        return value
 
     return parse
 

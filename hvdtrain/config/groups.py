@@ -231,8 +231,11 @@ class Settings(ModeSettings):
     timeout_s: float = setting(
         600.0, positive_float, "seconds a rank waits for others in a collective, then fails"
     )
-    chunk_bytes: int = setting(
-        2 << 20, positive_int, "bytes a rank passes through shared memory at a time"
+    chunk_bytes: int | None = setting(
+        None,
+        count_or("auto", least=1),
+        "bytes combined at a time; auto: by the hosts",
+        written="auto",
     )
     bucket_bytes: int | None = setting(
         None,

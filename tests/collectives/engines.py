@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.cluster.topology import read_topology
-from hvdtrain.collectives import exit_hooks, host_window, link_speed, small_allreduce
+from hvdtrain.collectives import exit_hooks, hierarchy, host_window, link_speed, small_allreduce
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.kernels import accumulator_dtype
 from hvdtrain.collectives.link_speed import Link
@@ -156,6 +156,7 @@ def new_engine(case: EngineCase, timeout_s: float = 30.0) -> Any:
             patch.setattr(transport, "_measure_link", lambda comm: case.link)
             # Arrays of tests are small.
             patch.setattr(link_speed, "LEAST_SEGMENT_BYTES", 4096)
+            patch.setattr(hierarchy, "LEAST_MESSAGE_BYTES", 4096)
         if case.many:
             patch.setattr(small_allreduce, "MOST_RANKS", 1)
         if case.slots is not None:

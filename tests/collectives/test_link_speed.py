@@ -36,9 +36,10 @@ def test_buckets_take_longer_than_what_starting_one_costs() -> None:
 
 def test_buckets_below_a_chunk_grow_with_the_messages_that_one_takes() -> None:
     # 126 of them take 7.56 ms, and the rest of a call 0.8.
-    assert choose_bucket_bytes(SLOW, 64, CHUNK) == pytest.approx(8 * 8.36e-3 * 25e6 / 2, rel=1e-6)
-    assert choose_bucket_bytes(SLOW, 256, CHUNK) == CHUNK
-    assert choose_bucket_bytes(FAST, 256, CHUNK) == choose_bucket_bytes(FAST, 2, CHUNK)
+    expected = (8 * 0.8e-3 + 2 * 7.56e-3) * 25e6 / 2
+    assert choose_bucket_bytes(SLOW, 64, CHUNK) == pytest.approx(expected, rel=1e-6)
+    assert choose_bucket_bytes(SLOW, 1024, CHUNK) == CHUNK
+    assert choose_bucket_bytes(FAST, 1024, CHUNK) == choose_bucket_bytes(FAST, 2, CHUNK)
 
 
 def test_one_round_where_latency_counts_more_than_bytes() -> None:

@@ -1,4 +1,4 @@
-"""What becomes of operations when ranks are lost, and how the rest is arranged; pure."""
+"""What becomes of operations when ranks are lost; pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.collectives.hierarchy import Hierarchy, plan_hierarchy
 from hvdtrain.collectives.mpi_start import why_not_elastic
 from hvdtrain.collectives.recovery import RecoveryDecision, RecoveryState, decide_recovery
 from hvdtrain.errors import CollectiveError
@@ -50,29 +49,6 @@ def test_verdict(states: list[tuple[int, ...]], expected: RecoveryDecision) -> N
 def test_rank_that_is_too_far_ahead() -> None:
     with pytest.raises(CollectiveError, match="Expected all in operation 5 or before it"):
         decide_recovery([_state(0, 6, 5), _state(1, 5, 4)])
-
-
-def _place(local_rank: int, window_ranks: tuple[int, ...], hosts: int, groups: int) -> Hierarchy:
-    return Hierarchy(
-        local_rank=local_rank, window_ranks=window_ranks, hosts=hosts, cross_groups=groups
-    )
-
-
-@pytest.mark.parametrize(
-    ("members", "host_of", "me", "expected"),
-    [
-        pytest.param([0, 1, 2], [0, 0, 0], 1, _place(1, (0, 1, 2), 1, 3), id="one-host"),
-        pytest.param([0, 2], [0, 0, 0], 2, _place(1, (0, 2), 1, 2), id="one-is-lost"),
-        pytest.param([1, 2], [0, 0, 0], 1, _place(0, (1, 2), 1, 2), id="the-first-is-lost"),
-        pytest.param([0, 1, 2, 3], [0, 0, 2, 2], 3, _place(1, (0, 1), 2, 2), id="two-hosts"),
-        pytest.param([0, 2, 3], [0, 0, 2, 2], 3, _place(1, (0, 1), 2, 1), id="fewer-groups"),
-        pytest.param([0, 1, 3], [0, 1, 0, 1], 3, _place(1, (0, 1), 2, 1), id="mixed"),
-        pytest.param([2, 3], [0, 0, 2, 2], 3, _place(1, (0, 1), 1, 2), id="a-host-is-lost"),
-        pytest.param([3], [0, 0, 2, 2], 3, _place(0, (1,), 1, 1), id="alone"),
-    ],
-)
-def test_arrangement(members: list[int], host_of: list[int], me: int, expected: Hierarchy) -> None:
-    assert plan_hierarchy(members, host_of, me) == expected
 
 
 TOLD = {"OMPI_MCA_mpi_ft_enable": "1"}

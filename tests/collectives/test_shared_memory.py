@@ -15,18 +15,23 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("local_size", "chunk_bytes", "free_bytes", "expected"),
+    ("local_size", "chunk_bytes", "free_bytes", "away", "expected"),
     [
-        pytest.param(2, 2 * MIB, None, 10, id="fills-the-ring"),
-        pytest.param(4, 2 * MIB, 1 << 40, 6, id="shared-by-more-ranks"),
-        pytest.param(64, 2 * MIB, 1 << 40, 4, id="never-below-four"),
-        pytest.param(2, 64, 1 << 40, 349525, id="small-chunks"),
-        pytest.param(2, 2 * MIB, 120 * MIB, 10, id="half-of-what-is-free"),
-        pytest.param(2, 2 * MIB, 64 * MIB, 4, id="small-container"),
+        pytest.param(2, 2 * MIB, None, 0, 10, id="fills-the-ring"),
+        pytest.param(4, 2 * MIB, 1 << 40, 0, 6, id="shared-by-more-ranks"),
+        pytest.param(64, 2 * MIB, 1 << 40, 0, 4, id="never-below-four"),
+        pytest.param(2, 64, 1 << 40, 0, 349525, id="small-chunks"),
+        pytest.param(2, 2 * MIB, 120 * MIB, 0, 10, id="half-of-what-is-free"),
+        pytest.param(2, 2 * MIB, 64 * MIB, 0, 4, id="small-container"),
+        pytest.param(8, 2 * MIB, 1 << 40, 8, 12, id="and-between-hosts"),
+        pytest.param(8, 2 * MIB, 300 * MIB, 8, 4, id="no-room-for-those"),
+        pytest.param(2, 2 * MIB, 1 << 40, 2, 10, id="those-have-room-in-the-ring"),
     ],
 )
-def test_slots(local_size: int, chunk_bytes: int, free_bytes: int | None, expected: int) -> None:
-    assert ring_slots(local_size, chunk_bytes, free_bytes) == expected
+def test_slots(
+    local_size: int, chunk_bytes: int, free_bytes: int | None, away: int, expected: int
+) -> None:
+    assert ring_slots(local_size, chunk_bytes, free_bytes, away) == expected
 
 
 # How each rank finds the folder for shared files, None if it is not there.
@@ -43,7 +48,7 @@ def test_all_see_what_one_writes(
     host = mpi.COMM_WORLD.Dup()
     rank = host.Get_rank()
     monkeypatch.setattr(shared_file, "SHARED_MEMORY", folders[rank] or str(tmp_path / "missing"))
-    shared = Window(mpi, host, 4096, survives)
+    shared = Window(mpi, host, 4096, survives=survives)
     kind = np.dtype(np.int32)
     for number in range(shared.slots):
         shared.slot(rank, number, kind)[:] = 1000 * rank + number
