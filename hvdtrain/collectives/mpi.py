@@ -141,7 +141,8 @@ class MpiTransport(Transport):
     def _say_how_arrays_cross(self) -> None:
         logger.debug(
             "between %d a message takes %.3f ms, and long ones go at %.0f Mbit/s: arrays up to %d "
-            "bytes cross in one round, up to %d in two, larger ones in chunks of %d and segments of %d",
+            "bytes cross in one round, up to %d in two, larger ones in chunks of %d and segments "
+            "of %d",
             self._parties,
             self.link.latency_s * 1e3,
             self.link.bytes_per_s * 8 / 1e6,

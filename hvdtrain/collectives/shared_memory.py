@@ -6,7 +6,7 @@ through them chunk by chunk, so that what one rank writes the others find in the
     pack      copy what the other ranks of the host combine from my chunk into my slot
     reduce    combine my share of the chunk: my own array and the others' slots
     network   (more than one host) combine that with other hosts; each cross group carries a share,
-              and the first alone what is small
+              of many hosts a larger one of each of its turns, and the first alone what is small
     unpack    copy the result out
 
 Where one host has all ranks and their results lie in memory that all of them see (see ``Arena``),
