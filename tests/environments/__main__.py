@@ -90,7 +90,8 @@ def make_horovod(name: str) -> None:
     horovod, others = divide(requirements_of(name), "horovod")
     run(*pip, "install", *others)
     print("building Horovod, which takes some minutes", flush=True)
-    path = os.pathsep.join([str(folder / "bin"), os.environ.get("PATH", os.defpath)])
+    # The system's MPI, as an environment that is active may have another.
+    path = os.pathsep.join([str(folder / "bin"), "/usr/bin", os.environ.get("PATH", os.defpath)])
     build = ("install", "--no-build-isolation", "--no-deps", "--no-cache-dir", *horovod)
     run(*pip, *build, env={**os.environ, **build_of(name), "PATH": path})
 
