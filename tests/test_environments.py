@@ -32,7 +32,7 @@ def test_open_mpi_4_comes_from_the_system(folder: Path, monkeypatch: pytest.Monk
     stamp, content = stamp_of("openmpi4")
     stamp.parent.mkdir()
     stamp.write_text(content)
-    monkeypatch.setattr(environments, "_SYSTEM_MPIRUN", "/nonexistent/mpirun")
+    monkeypatch.setattr(environments, "SYSTEM_MPIRUN", "/nonexistent/mpirun")
     assert "install Debian's openmpi-bin" in (missing_environment("openmpi4") or "")
 
 

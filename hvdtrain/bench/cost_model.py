@@ -86,6 +86,11 @@ class Cluster:
         return choose_turns(self.hosts, self.ranks_per_host, self.chunk_bytes)
 
     @property
+    def carriers(self) -> int:
+        """How many ranks of a host carry a chunk."""
+        return self.ranks_per_host // self.turns
+
+    @property
     def ranks(self) -> int:
         """The number of ranks on all hosts."""
         return self.hosts * self.ranks_per_host
@@ -151,7 +156,7 @@ def predict_allreduce(costs: Costs, cluster: Cluster, nbytes: int) -> Allreduce:
         core_s = _messages(cluster, nbytes) * costs.message_s
         chunks = math.ceil(nbytes / cluster.chunk_bytes)
         # Of few chunks not all ranks carry some.
-        carriers = inside // cluster.turns * min(cluster.turns, max(1, chunks))
+        carriers = cluster.carriers * min(cluster.turns, max(1, chunks))
         core_s += leaves / carriers / costs.core_bytes_per_s
         parts["a core"] = core_s * cluster.ranks_per_core
     busy_s = max(seconds for limit, seconds in parts.items() if limit != "calls")
@@ -202,8 +207,7 @@ def failure_overhead(
 
 def _messages(cluster: Cluster, nbytes: int) -> int:
     """Return how many messages a rank sends to other hosts in one allreduce."""
-    carriers = cluster.ranks_per_host // cluster.turns
-    share = min(nbytes, cluster.chunk_bytes) / carriers / cluster.hosts
+    share = min(nbytes, cluster.chunk_bytes) / cluster.carriers / cluster.hosts
     segments = math.ceil(share / choose_segment_bytes(cluster.link.bytes_per_s, cluster.hosts))
     chunks = math.ceil(nbytes / cluster.chunk_bytes / cluster.turns)
     return chunks * 2 * (cluster.hosts - 1) * segments

@@ -114,7 +114,7 @@ class SharedMemoryTransport(MpiTransport):
             away = max(LEAST_AWAY, turns)
         self._window = Window(self._mpi, host, self.chunk_bytes, away, self.ranks.survives_losses)
         # As many chunks can be between hosts at a time.
-        self._most_turns = self._least(comm, self._window.slots) - 3
+        self._most_turns = self._least(comm, self._window.slots) - LEAST_SLOTS + 1
         self._arena = open_arena(self._mpi, host) if host.Get_size() == self.ranks.size else None
         if self._arena is not None:
             self._arena_pool = BufferPool(empty=self._arena.empty, drop=self._arena.drop)
@@ -175,7 +175,7 @@ class SharedMemoryTransport(MpiTransport):
         """Return how many chunks to have on their way between hosts, as far as there are slots."""
         share_bytes = self.chunk_bytes // self._carriers
         wanted = chunks_ahead(self._hosts, share_bytes, self.segment_bytes)
-        return min(wanted * self._turns, self._window.slots - 4)
+        return min(wanted * self._turns, self._window.slots - LEAST_SLOTS)
 
     def _slot_views(
         self, dtype: np.dtype

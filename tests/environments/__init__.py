@@ -36,6 +36,7 @@ __all__ = [
     "KUBERNETES",
     "PEERS",
     "SAME",
+    "SYSTEM_MPIRUN",
     "build_of",
     "folder_of",
     "missing_environment",
@@ -68,7 +69,7 @@ BUILD = {
     "HOROVOD_DEBUG": "1",
 }
 # Where mpirun is that no pip has installed.
-_SYSTEM_MPIRUN = "/usr/bin/mpirun"
+SYSTEM_MPIRUN = "/usr/bin/mpirun"
 
 
 def folder_of(name: str) -> Path:
@@ -119,12 +120,12 @@ def missing_environment(name: str) -> str | None:
     if name == "openmpi4":
         text = _system_mpi()
         if "(Open MPI) 4." not in text:
-            return f"{_SYSTEM_MPIRUN} is {text!r}, not Open MPI 4; install Debian's openmpi-bin"
+            return f"{SYSTEM_MPIRUN} is {text!r}, not Open MPI 4; install Debian's openmpi-bin"
     return None
 
 
 def _system_mpi() -> str:
-    program = shutil.which(_SYSTEM_MPIRUN)
+    program = shutil.which(SYSTEM_MPIRUN)
     if program is None:
         return "nothing"
     done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20)

@@ -21,6 +21,7 @@ from tests.environments import (
     KERAS,
     KUBERNETES,
     PEERS,
+    SYSTEM_MPIRUN,
     build_of,
     folder_of,
     missing_environment,
@@ -91,7 +92,8 @@ def make_horovod(name: str) -> None:
     run(*pip, "install", *others)
     print("building Horovod, which takes some minutes", flush=True)
     # The system's MPI, as an environment that is active may have another.
-    path = os.pathsep.join([str(folder / "bin"), "/usr/bin", os.environ.get("PATH", os.defpath)])
+    own, system = folder / "bin", os.path.dirname(SYSTEM_MPIRUN)
+    path = os.pathsep.join([str(own), system, os.environ.get("PATH", os.defpath)])
     build = ("install", "--no-build-isolation", "--no-deps", "--no-cache-dir", *horovod)
     run(*pip, *build, env={**os.environ, **build_of(name), "PATH": path})
 
