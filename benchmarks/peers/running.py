@@ -86,8 +86,10 @@ def _run(task: Task, folder: Path, cluster: Shaped | None) -> Entry:
     try:
         if task.where == "cluster":
             assert cluster is not None
+            ranks = len(cluster[0].hosts)
             done, result = _on_cluster(task, *cluster)
         else:
+            ranks = task.ranks
             done, result = _on_host(task, folder)
     except TimeoutError as error:
         # Of the cluster; on this host the end of a job tells.
@@ -100,20 +102,29 @@ def _run(task: Task, folder: Path, cluster: Shaped | None) -> Entry:
         found = json.loads(result.read_text())
         result.unlink()
         entry["versions"] = found.pop("versions", {})
-        entry["found"] = read_found(found, begun_s)
+        try:
+            entry["found"] = read_found(found, begun_s, ranks)
+        except ValueError as error:
+            entry["error"] = str(error)
     return entry
 
 
-def read_found(found: Mapping[str, Any], begun_s: float) -> dict[str, float]:
+def read_found(found: Mapping[str, Any], begun_s: float, ranks: int) -> dict[str, float]:
     """Figures by name: seconds from the command on in place of moments, and of a loss what counts.
 
     Args:
         found: What a rank wrote, or ``hvdtrain bench recovery``.
         begun_s: When the command was given, by the clock that ranks on this machine have, too.
+        ranks: So many were started.
+
+    Raises:
+        ValueError: They did not find each other: each worked alone.
     """
     if "losses" in found:
         return {"kill_to_next_step_s": found["losses"][0]["next_step_s"]}
     figures = dict(found)
+    if (met := figures.pop("ranks")) != ranks:
+        raise ValueError(f"rank 0 was one of {met}, and {ranks} had been started")
     if "first_step_at_s" in figures:
         figures["first_step_s"] = figures.pop("first_step_at_s") - begun_s
     return figures

@@ -150,9 +150,15 @@ def test_one_process_is_one_rank() -> None:
 
 
 def test_moments_become_seconds_from_the_command_on() -> None:
-    assert read_found({"first_step_at_s": 12.5, "x": 1.0}, 10.0) == {"first_step_s": 2.5, "x": 1.0}
+    told = {"first_step_at_s": 12.5, "x": 1.0, "ranks": 2}
+    assert read_found(told, 10.0, 2) == {"first_step_s": 2.5, "x": 1.0}
     losses = {"benchmark": "recovery", "losses": [{"next_step_s": 0.5}, {"next_step_s": 9.0}]}
-    assert read_found(losses, 10.0) == {"kill_to_next_step_s": 0.5}
+    assert read_found(losses, 10.0, 2) == {"kill_to_next_step_s": 0.5}
+
+
+def test_ranks_that_each_worked_alone_have_no_figures() -> None:
+    with pytest.raises(ValueError, match="rank 0 was one of 1, and 4 had been started"):
+        read_found({"x": 1.0, "ranks": 1}, 10.0, 4)
 
 
 def entry(way: str, **found: float) -> dict[str, object]:

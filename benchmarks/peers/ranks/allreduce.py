@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,6 +25,7 @@ class Group:
 
     Attributes:
         rank: This one.
+        ranks: How many there are.
         reducer: Makes, for arrays, the call that adds them up over all ranks, and returns when
             that is done.
         barrier: Waits for all ranks.
@@ -33,6 +33,7 @@ class Group:
     """
 
     rank: int
+    ranks: int
     reducer: Callable[[Arrays], Callable[[], object]]
     barrier: Callable[[], object]
     leave: Callable[[], object] = lambda: None
@@ -42,7 +43,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any] | None:
     """The median of some runs for each case, by its name."""
     library = job["library"]
     group = GROUPS[library](job)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"ranks": group.ranks}
     for name, (nbytes, count) in job["cases"].items():
         call = group.reducer(arrays_of(nbytes, group.rank, count))
         times: dict[str, dict[int, list[float]]] = {}
@@ -63,7 +64,11 @@ def _of_hvdtrain(job: dict[str, Any]) -> Group:
         return lambda: engine.grouped_allreduce(arrays, name="arrays")
 
     return Group(
-        rank=engine.rank, reducer=reducer, barrier=engine.barrier, leave=engine.transport.leave
+        rank=engine.rank,
+        ranks=engine.size,
+        reducer=reducer,
+        barrier=engine.barrier,
+        leave=engine.transport.leave,
     )
 
 
@@ -88,7 +93,12 @@ def _of_ring(job: dict[str, Any]) -> Group:
         # These are on the host only when all is done.
         return lambda: reduce().numpy()
 
-    return Group(rank=hvdtrain.rank(), reducer=reducer, barrier=world.collectives().barrier)
+    return Group(
+        rank=hvdtrain.rank(),
+        ranks=hvdtrain.size(),
+        reducer=reducer,
+        barrier=world.collectives().barrier,
+    )
 
 
 def _of_mpi(job: dict[str, Any]) -> Group:
@@ -105,7 +115,9 @@ def _of_mpi(job: dict[str, Any]) -> Group:
 
         return call
 
-    return Group(rank=world.Get_rank(), reducer=reducer, barrier=world.Barrier)
+    return Group(
+        rank=world.Get_rank(), ranks=world.Get_size(), reducer=reducer, barrier=world.Barrier
+    )
 
 
 def _of_names(module: str) -> Callable[[dict[str, Any]], Group]:
@@ -124,7 +136,7 @@ def _of_names(module: str) -> Callable[[dict[str, Any]], Group]:
         def barrier() -> None:
             hvd.allreduce(tf.zeros([1]), name="barrier")
 
-        return Group(rank=hvd.rank(), reducer=reducer, barrier=barrier)
+        return Group(rank=hvd.rank(), ranks=hvd.size(), reducer=reducer, barrier=barrier)
 
     return make
 
@@ -133,16 +145,9 @@ def _of_torch(job: dict[str, Any]) -> Group:
     import torch
     from torch import distributed
 
-    if "RANK" in os.environ:
-        distributed.init_process_group("gloo")
-    else:
-        # Started by mpirun; the ranks meet in a file that they share.
-        distributed.init_process_group(
-            "gloo",
-            init_method=Path(job["result"]).with_suffix(".meeting").as_uri(),
-            rank=int(os.environ["OMPI_COMM_WORLD_RANK"]),
-            world_size=int(os.environ["OMPI_COMM_WORLD_SIZE"]),
-        )
+    from peers.ranks.torch_group import join
+
+    rank, ranks = join(job)
 
     def reducer(arrays: Arrays) -> Callable[[], object]:
         # It adds up in place; sums of zeros stay what they are however often.
@@ -156,7 +161,8 @@ def _of_torch(job: dict[str, Any]) -> Group:
         return call
 
     return Group(
-        rank=distributed.get_rank(),
+        rank=rank,
+        ranks=ranks,
         reducer=reducer,
         barrier=distributed.barrier,
         leave=distributed.destroy_process_group,

@@ -40,7 +40,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any] | None:
         hvdtrain.init()
         rank, size = hvdtrain.rank(), hvdtrain.size()
     clock = StepClock(rank, job)
-    found: dict[str, Any] = {"versions": {"tensorflow": tf.__version__, "keras": keras.version()}}
+    versions = {"tensorflow": tf.__version__, "keras": keras.version()}
+    found: dict[str, Any] = {"versions": versions, "ranks": size}
     for name, (batch, steps) in job["models"].items():
         model = build_model(name)
         if together:

@@ -29,7 +29,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any] | None:
         rank, size = hvd.rank(), hvd.size()
         versions["horovod"] = importlib.metadata.version("horovod")
     clock = StepClock(rank, job)
-    found: dict[str, Any] = {"versions": versions}
+    found: dict[str, Any] = {"versions": versions, "ranks": size}
     for name, (batch, steps) in job["models"].items():
         training = _Training(name, hvd)
         whole = synthetic_data(training.model, batch * steps * size)

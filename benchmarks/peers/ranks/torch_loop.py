@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import distributed, nn
 
 from peers.ranks.clocks import StepClock, figures_of
+from peers.ranks.torch_group import join
 
 __all__ = ["measure"]
 
@@ -23,13 +23,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any] | None:
     """Samples a second by the clock around the loop, and memory; after some steps."""
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    rank, size = 0, 1
-    # torchrun says so; a process that trains alone has been started without it.
-    if "RANK" in os.environ:
-        distributed.init_process_group("gloo")
-        rank, size = distributed.get_rank(), distributed.get_world_size()
+    rank, size = join(job)
     clock = StepClock(rank, job)
-    found: dict[str, Any] = {"versions": {"torch": torch.__version__}}
+    found: dict[str, Any] = {"versions": {"torch": torch.__version__}, "ranks": size}
     for name, (batch, steps) in job["models"].items():
         make, shape = MODELS[name]
         torch.manual_seed(SEED)
