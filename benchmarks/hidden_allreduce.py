@@ -2,11 +2,13 @@
 
     python benchmarks/hidden_allreduce.py
     python benchmarks/hidden_allreduce.py --rate 1gbit --width 2048 --batch 512
+    python benchmarks/hidden_allreduce.py --model lenet --batch 256 --one-core
 
-Hosts are those of the tests, as in between_hosts.py. A multilayer perceptron is trained with
-``fit``, its gradients combined all together and in buckets, in turn; beside it the ranks compute
-without combining anything, and combine gradients without computing. A step can't take less than
-the longer of the two.
+Hosts are those of the tests, as in between_hosts.py. A model is trained with ``fit``, its gradients
+combined all together and in buckets, in turn; beside it the ranks compute without combining
+anything, and combine gradients without computing. A step can't take less than the longer of the
+two, nor than the bound: gradients come one after the other, the first when the forward pass is done
+and the last with the backward pass, and are on their way one after the other.
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2, choices=(2, 3, 4), help="default 2")
     parser.add_argument("--rate", default="200mbit", help="of each link; default %(default)s")
     parser.add_argument("--queue-ms", type=int, default=20, help="before it; default %(default)s")
-    parser.add_argument("--width", type=int, default=1024, help="of layers; default %(default)s")
-    parser.add_argument("--layers", type=int, default=4, help="default %(default)s")
+    parser.add_argument(
+        "--model", choices=("mlp", "lenet"), default="mlp", help="default %(default)s"
+    )
+    parser.add_argument("--width", type=int, default=1024, help="of mlp's; default %(default)s")
+    parser.add_argument("--layers", type=int, default=4, help="of mlp; default %(default)s")
     parser.add_argument("--batch", type=int, default=512, help="of a rank; default %(default)s")
     parser.add_argument("--steps", type=int, default=20, help="of a run; default %(default)s")
     parser.add_argument("--runs", type=int, default=3, help="of each way; default %(default)s")
@@ -44,7 +49,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     asked = parser.parse_args()
     names = (
-        *("width", "layers", "batch", "steps", "runs"),
+        *("model", "width", "layers", "batch", "steps", "runs"),
         *("bucket_bytes", "one_core", "inter_op_threads"),
     )
     job = {name: getattr(asked, name) for name in names}
