@@ -7,8 +7,8 @@
 Hosts are those of the tests, as in between_hosts.py. A model is trained with ``fit``, its gradients
 combined all together and in buckets, in turn; beside it the ranks compute without combining
 anything, and combine gradients without computing. A step can't take less than the longer of the
-two, nor than the bound: gradients come one after the other, the first when the forward pass is done
-and the last with the backward pass, and are on their way one after the other.
+two. Nor than the bound, as gradients come one after the other, none before the forward pass is
+done: there a bucket waits for all ranks and then for as long as its bytes take, and is not sent.
 """
 
 from __future__ import annotations

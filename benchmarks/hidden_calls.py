@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import keras
@@ -23,24 +22,14 @@ WARMUP_STEPS = 3
 
 
 class StepTimes(keras.callbacks.Callback):
-    """Notes when steps have begun and ended."""
+    """Notes when steps have ended."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.begins_s: list[float] = []
         self.ends_s: list[float] = []
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.begins_s.append(time.perf_counter())
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.ends_s.append(time.perf_counter())
-
-    @property
-    def step_s(self) -> float:
-        """How long a step took, once warm."""
-        ends_s = self.ends_s[WARMUP_STEPS - 1 :]
-        return (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1)
 
 
 def main() -> None:
@@ -60,16 +49,17 @@ def main() -> None:
     for name in ("together", "buckets", "bound"):
         hvdtrain.distribute(models[name])
     weights = [np.asarray(v) for v in models["computes"].trainable_variables]
+    size = sum(array.nbytes for array in weights)
 
     def combines() -> float:
         return combine(engine, weights, job["steps"])
 
     ways: dict[str, Callable[[], float]] = {
-        "computes": lambda: fit(models["computes"], job, 1).step_s,
+        "computes": lambda: fit(models["computes"], job, 1),
         "combines": combines,
-        "together": lambda: fit(models["together"], job, engine.size).step_s,
-        "buckets": lambda: fit(models["buckets"], job, engine.size).step_s,
-        "bound": lambda: bound(engine, models["bound"], job, combines()),
+        "together": lambda: fit(models["together"], job, engine.size),
+        "buckets": lambda: fit(models["buckets"], job, engine.size),
+        "bound": lambda: bound(engine, models["bound"], job, combines() / size),
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for run in range(job["runs"] + 1):
@@ -80,7 +70,6 @@ def main() -> None:
             if run:  # the first traces
                 found[name].append(step_s)
     if hvdtrain.is_chief():
-        size = sum(array.nbytes for array in weights)
         print(json.dumps({"bytes": size, "bucket_bytes": bucket_bytes, "step_s": found}))
 
 
@@ -96,57 +85,35 @@ def build(job: dict[str, Any]) -> keras.Model:
     return model
 
 
-def fit(model: keras.Model, job: dict[str, Any], ranks: int) -> StepTimes:
-    """Train so many steps, and some to warm up."""
-    x, y = synthetic_data(model, job["batch"] * (job["steps"] + WARMUP_STEPS) * ranks)
+def fit(model: keras.Model, job: dict[str, Any], ranks: int) -> float:
+    """Seconds of a step."""
+    steps = job["steps"] + WARMUP_STEPS
+    x, y = synthetic_data(model, job["batch"] * steps * ranks)
     times = StepTimes()
     model.fit(x, y, batch_size=job["batch"], verbose=0, callbacks=[times])
-    return times
+    return (times.ends_s[-1] - times.ends_s[WARMUP_STEPS - 1]) / job["steps"]
 
 
-def bound(engine: Any, model: keras.Model, job: dict[str, Any], combines_s: float) -> float:
-    """Seconds of a step in which buckets cross as fast as all do together, each once it is there.
+def bound(engine: Any, model: keras.Model, job: dict[str, Any], s_per_byte: float) -> float:
+    """Seconds of a step where combining takes its time on the links, and nothing of a core.
 
     Args:
         engine: Of all ranks.
         model: Its gradients are not combined here.
         job: What is trained.
-        combines_s: How long all gradients take.
+        s_per_byte: How long a byte of gradients takes.
     """
-    buckets: list[tuple[float, int]] = []
 
-    def note(arrays: Any, *_: Any, **__: Any) -> Any:
-        buckets.append((time.perf_counter(), sum(array.nbytes for array in arrays)))
+    def wait(arrays: Any, *_: Any, **__: Any) -> Any:
+        engine.barrier()
+        time.sleep(s_per_byte * sum(array.nbytes for array in arrays))
         return [array.copy() for array in arrays]
 
-    engine.grouped_allreduce = note
+    engine.grouped_allreduce = wait
     try:
-        times = fit(model, job, engine.size)
+        return fit(model, job, engine.size)
     finally:
         del engine.grouped_allreduce
-    steps = [
-        step_bound([b for b in buckets if begin_s <= b[0] <= end_s], begin_s, end_s, combines_s)
-        for begin_s, end_s in zip(times.begins_s, times.ends_s)
-    ]
-    return median(steps[WARMUP_STEPS:])
-
-
-def step_bound(
-    buckets: list[tuple[float, int]], begin_s: float, end_s: float, combines_s: float
-) -> float:
-    """The same of one step, which began and ended then without combining.
-
-    Args:
-        buckets: When each was there, and its bytes.
-        begin_s: As ``end_s``, by the clock of the buckets.
-        end_s: What follows the last bucket follows it when that is combined, too.
-        combines_s: How long all buckets take.
-    """
-    whole = sum(nbytes for _, nbytes in buckets)
-    combined_s = begin_s
-    for there_s, nbytes in buckets:
-        combined_s = max(combined_s, there_s) + combines_s * nbytes / whole
-    return combined_s - begin_s + end_s - buckets[-1][0]
 
 
 def combine(engine: Any, weights: list[np.ndarray], times: int) -> float:
