@@ -1,0 +1,41 @@
+"""Which of a model's variables cross, for all ranks to have the chief's."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain import world as state
+from hvdtrain.collectives.interface import FinishedOperation
+from hvdtrain.keras.model_sync import broadcast_weights
+
+
+@pytest.mark.ranks(2)
+def test_weights_cross_where_ranks_have_others(world) -> None:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    more = keras.Variable([1.0, float("nan")])
+    chiefs = [np.asarray(variable.numpy()) for variable in (*model.variables, more)]
+    collectives = state.collectives()
+    seen: list[str] = []
+
+    def see(operation: FinishedOperation) -> None:
+        if operation.title.startswith("broadcast"):
+            seen.append(operation.title)
+
+    collectives.observers.append(see)
+    try:
+        broadcast_weights(model, collectives, [more])
+        assert not seen
+        if world.rank() == 1:
+            more.assign([-1.0, 2.0])
+        broadcast_weights(model, collectives, [more])
+        assert len(seen) == len(chiefs)
+        del seen[:]
+        broadcast_weights(model, collectives, [more])
+        assert not seen
+    finally:
+        collectives.observers.remove(see)
+    for variable, chief in zip((*model.variables, more), chiefs):
+        np.testing.assert_array_equal(variable.numpy(), chief)
