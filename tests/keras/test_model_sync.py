@@ -24,18 +24,16 @@ def test_weights_cross_where_ranks_have_others(world) -> None:
         if operation.title.startswith("broadcast"):
             seen.append(operation.title)
 
+    digests = "broadcast(digests of variables)"
     collectives.observers.append(see)
     try:
         broadcast_weights(model, collectives, [more])
-        assert not seen
         if world.rank() == 1:
             more.assign([-1.0, 2.0])
         broadcast_weights(model, collectives, [more])
-        assert len(seen) == len(chiefs)
-        del seen[:]
         broadcast_weights(model, collectives, [more])
-        assert not seen
     finally:
         collectives.observers.remove(see)
+    assert seen == [digests, digests, "broadcast(variable 2)", digests]
     for variable, chief in zip((*model.variables, more), chiefs):
         np.testing.assert_array_equal(variable.numpy(), chief)
