@@ -42,7 +42,7 @@ help:
 	@echo "make test-horovod  the tests with a real Horovod as the engine, which is built once"
 	@echo "make test-keras    the tests of what hangs on Keras' own code, with the oldest and newest"
 	@echo "make chaos         train on four hosts among random faults (CHAOS_S=1200 for twice 20 minutes)"
-	@echo "make bench         hvdtrain beside MPI, Horovod, PyTorch and others, in half an hour"
+	@echo "make bench         hvdtrain beside MPI, Horovod, PyTorch and others, in an hour"
 	@echo "make environments  get other MPIs for the tests (NAMES=horovod for Horovod)"
 	@echo "make lint          check style and types"
 	@echo "make format        let ruff rewrite the style"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.agent.processes import alive, assert_all_end
 from tests.harness.jobs import PATIENCE, REPOSITORY
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
@@ -204,7 +205,8 @@ def test_no_process_outlives_a_session(run_tests, tmp_path: Path) -> None:
     ).assert_outcomes(failed=1)
     found = pids.read_text().split()
     assert len(found) == 2
-    _assert_ended(*found)
+    # A fork is killed once its stand-in has gone, and takes a while to give its memory back.
+    assert_all_end(list(map(int, found)))
 
 
 def test_no_file_outlives_a_session(run_tests, tmp_path: Path) -> None:
@@ -237,22 +239,6 @@ def test_time_is_told_by_file_the_slowest_first(run_tests, pytester: pytest.Pyte
     result.stdout.re_match_lines(
         [r" +0\.[3-9] s +1 tests  test_slow\.py", r".* 2 tests  test_it\.py"]
     )
-
-
-def _assert_ended(*pids: str) -> None:
-    """A fork is killed once its stand-in has gone, and takes a while to give its memory back."""
-    deadline = time.monotonic() + 10
-    while running := [pid for pid in pids if _runs(pid)]:
-        assert time.monotonic() < deadline, running
-        time.sleep(0.02)
-
-
-def _runs(pid: str) -> bool:
-    """False also for a process that has ended but that nobody has reaped yet."""
-    try:
-        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_without_mpirun_a_test_is_skipped_or_fails(run_tests, monkeypatch) -> None:
@@ -368,7 +354,7 @@ def test_a_fork_dies_as_it_is_told_and_with_its_stand_in(launch, tmp_path: Path)
     done = launch(None, program, str(pid), str(told), timeout_s=2.0, may_time_out=True)
     assert done.timed_out
     assert told.exists()
-    _assert_ended(pid.read_text())
+    assert_all_end([int(pid.read_text())])
 
 
 def test_run_command_ends_a_program_that_hangs_with_its_children(run_command, tmp_path) -> None:
@@ -382,4 +368,4 @@ child.wait(timeout=60)
     done = run_command([sys.executable, "-c", program], timeout_s=2.0, may_time_out=True)
     assert done.timed_out
     assert done.seconds < 50
-    assert not _runs(pid_file.read_text())
+    assert not alive(int(pid_file.read_text()))
