@@ -65,6 +65,11 @@ class RankExit:
         return crashed or (self.failure is not None and self.failure.is_own)
 
     @property
+    def ended_by_mpi(self) -> bool:
+        """Whether Open MPI may have ended it, as it does when it hears of the end of others."""
+        return self.code == _MPI_ERR_UNKNOWN and not self.has_own_failure
+
+    @property
     def is_loss(self) -> bool:
         """Whether it died of something that says nothing about the others.
 
@@ -76,6 +81,8 @@ class RankExit:
 
 
 _KILLED = 128 + signal.SIGKILL
+# Ranks of Slurm's end with it where PMIx tells them that another one is gone, or its own server.
+_MPI_ERR_UNKNOWN = 14
 _MORE_MEMORY = (
     "take a smaller batch or fewer ranks on a host, or give each rank more memory (Slurm: --mem, "
     "--mem-per-cpu; containers: their limit)"
@@ -85,7 +92,9 @@ _MORE_MEMORY = (
 def first_failure(ends: Sequence[RankExit]) -> RankExit | None:
     """The failure that the others follow from."""
     failures = sorted((end for end in ends if end.code != 0), key=lambda end: end.failed_at)
+    some_are_gone = any(end.code is None or end.is_loss for end in failures)
     for unlikely in (
+        lambda end: end.ended_by_mpi and some_are_gone,
         lambda end: end.follows or (end.was_signalled and not end.has_own_failure),
         lambda end: end.code is None,
         lambda end: end.was_signalled,

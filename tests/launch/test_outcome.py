@@ -56,6 +56,15 @@ ENDED: dict[str, tuple[list[RankExit], dict[str, Any], int, Cause]] = {
     "only-an-echo": ([end(0, 1, PEER)], {}, 1, "infrastructure"),
     "own-code": ([end(0, 3)], {}, 3, "own code"),
     "own-code-1": ([end(0, 1, ("train.py: no such data",))], {}, 1, "own code"),
+    "own-code-14": ([end(0, 14), end(1, 143, was_signalled=True)], {}, 14, "own code"),
+    "killed-and-ended-by-mpi": ([end(0, 14), end(1, KILLED)], {}, KILLED, "infrastructure"),
+    "lost-and-ended-by-mpi": (
+        [end(0, 14), end(1, None, was_signalled=True)],
+        {},
+        KILLED,
+        "infrastructure",
+    ),
+    "exception-14": ([end(0, 14, TRACE), end(1, None, was_signalled=True)], {}, 14, "own code"),
     "255": ([end(0, 255)], {}, 255, "own code"),
     "missing": ([], {"seen": {0: "a"}}, 125, "infrastructure"),
     "missing-and-told-to-end": (
