@@ -66,8 +66,13 @@ class RankExit:
 
     @property
     def ended_by_mpi(self) -> bool:
-        """Whether Open MPI may have ended it, as it does when it hears of the end of others."""
-        return self.code == _MPI_ERR_UNKNOWN and not self.has_own_failure
+        """Whether Open MPI ended it, having heard that another rank is gone, or what started it."""
+        return any(_PMIX_EVENT in line for line in self.stderr)
+
+    @property
+    def may_be_ended_by_mpi(self) -> bool:
+        """The same as far as its code tells, as its last words may be lost with its host's."""
+        return self.ended_by_mpi or (self.code in _PMIX_EVENT_CODES and not self.has_own_failure)
 
     @property
     def is_loss(self) -> bool:
@@ -81,8 +86,10 @@ class RankExit:
 
 
 _KILLED = 128 + signal.SIGKILL
-# Ranks of Slurm's end with it where PMIx tells them that another one is gone, or its own server.
-_MPI_ERR_UNKNOWN = 14
+# What Open MPI says where PMIx tells of a loss, and what it ends with: MPI_ERR_UNKNOWN for that of
+# another rank, PMIX_ERR_LOST_CONNECTION (-61) for that of what started it, such as slurmstepd.
+_PMIX_EVENT = "An error occurred in PMIx Event Notification"
+_PMIX_EVENT_CODES = (14, 256 - 61)
 _MORE_MEMORY = (
     "take a smaller batch or fewer ranks on a host, or give each rank more memory (Slurm: --mem, "
     "--mem-per-cpu; containers: their limit)"
@@ -94,8 +101,9 @@ def first_failure(ends: Sequence[RankExit]) -> RankExit | None:
     failures = sorted((end for end in ends if end.code != 0), key=lambda end: end.failed_at)
     some_are_gone = any(end.code is None or end.is_loss for end in failures)
     for unlikely in (
-        lambda end: end.ended_by_mpi and some_are_gone,
+        lambda end: end.may_be_ended_by_mpi and some_are_gone,
         lambda end: end.follows or (end.was_signalled and not end.has_own_failure),
+        lambda end: end.ended_by_mpi,
         lambda end: end.code is None,
         lambda end: end.was_signalled,
     ):
@@ -149,6 +157,8 @@ def _how(end: RankExit) -> str:
     if (name := signal_name(end.code)) is not None:
         who = _who_killed(end.kills or OomKills()) if end.code == _KILLED else ""
         return f"ended by signal {end.code - 128} ({name}){who}"
+    if end.ended_by_mpi:
+        return f"MPI ended it, as another rank or what started it was gone; exit code {end.code}"
     if end.hung:
         return f"it waited too long for other ranks; exit code {end.code}"
     return f"exit code {end.code}"

@@ -205,7 +205,7 @@ def _first_unsignalled(ends: Sequence[RankExit]) -> RankExit | None:
 
 def _cause(first: RankExit) -> Cause:
     assert first.code != 0
-    lost = first.code is None or first.follows
+    lost = first.code is None or first.follows or first.ended_by_mpi
     if lost or exit_code(first) == ExitCode.HANG or signal_name(first.code or 0) is not None:
         return "infrastructure"
     return "exception" if first.code == 1 and first.failure is not None else "own code"

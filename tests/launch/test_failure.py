@@ -203,6 +203,10 @@ HOW: dict[str, tuple[RankExit, str]] = {
     ),
     "no-such-signal": (end(0, 255), "exit code 255"),
     "timeout": (end(0, 1, TIMEOUT), "it waited too long for other ranks; exit code 1"),
+    "mpi": (
+        end(0, 195, ("[b:0] *** An error occurred in PMIx Event Notification",)),
+        "MPI ended it, as another rank or what started it was gone; exit code 195",
+    ),
     "lost": (
         end(0, LOST),
         "the connection to it was lost; its host died, or its processes were killed (as those of "

@@ -16,6 +16,7 @@ from hvdtrain.launch.outcome import Cause, JobRecord, Outcome, classify, preempt
 TRACE = ("Traceback (most recent call last):", '  File "train.py", line 3', "ValueError: 3")
 PEER = (*TRACE[:2], "hvdtrain.errors.PeerFailedError: rank 1 failed")
 TIMEOUT = (*TRACE[:2], "hvdtrain.errors.CollectiveTimeoutError: rank 1 did not arrive")
+PMIX = ("[b:00000] *** An error occurred in PMIx Event Notification", "[b:00000] *** Unknown error")
 HOSTS = {0: "a", 1: "b"}
 
 
@@ -64,6 +65,13 @@ ENDED: dict[str, tuple[list[RankExit], dict[str, Any], int, Cause]] = {
         KILLED,
         "infrastructure",
     ),
+    "ended-by-mpi": (
+        [end(0, 195, PMIX), end(1, 143, was_signalled=True)],
+        {},
+        195,
+        "infrastructure",
+    ),
+    "exception-and-ended-by-mpi": ([end(0, 14, PMIX), end(1, 1, TRACE)], {}, 1, "exception"),
     "exception-14": ([end(0, 14, TRACE), end(1, None, was_signalled=True)], {}, 14, "own code"),
     "255": ([end(0, 255)], {}, 255, "own code"),
     "missing": ([], {"seen": {0: "a"}}, 125, "infrastructure"),
