@@ -71,7 +71,7 @@ class RankExit:
 
     @property
     def may_be_ended_by_mpi(self) -> bool:
-        """The same as far as its code tells, as its last words may be lost with its host's."""
+        """The same as far as its code tells, as its last words may be lost on their way."""
         return self.ended_by_mpi or (self.code in _PMIX_EVENT_CODES and not self.has_own_failure)
 
     @property

@@ -165,7 +165,7 @@ def _why(record: JobRecord) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
     # Ranks that were told to end because others did not start have not failed.
     if first is not None and not (missing and first.was_signalled):
         told = describe(first, record.critical.get(first.rank, ""))
-        return exit_code(first), _cause(first), [told], ()
+        return exit_code(first), _cause(first, record), [told], ()
     if missing:
         words, absent = _explain_missing(record, missing)
         return ExitCode.CANNOT_START, "infrastructure", words, absent
@@ -203,9 +203,12 @@ def _first_unsignalled(ends: Sequence[RankExit]) -> RankExit | None:
     return first_failure([e for e in ends if not e.was_signalled or e.code == ExitCode.PREEMPTED])
 
 
-def _cause(first: RankExit) -> Cause:
+def _cause(first: RankExit, record: JobRecord) -> Cause:
     assert first.code != 0
-    lost = first.code is None or first.follows or first.ended_by_mpi
+    # What MPI has to say goes through Slurm, and is lost where a part of that is gone.
+    mute = record.starter_name == "srun"
+    by_mpi = first.may_be_ended_by_mpi if mute else first.ended_by_mpi
+    lost = first.code is None or first.follows or by_mpi
     if lost or exit_code(first) == ExitCode.HANG or signal_name(first.code or 0) is not None:
         return "infrastructure"
     return "exception" if first.code == 1 and first.failure is not None else "own code"

@@ -81,6 +81,38 @@ def test_slurm_ends_ranks_together(cluster: Cluster) -> None:
     ) in done.stderr, done
 
 
+LOSES_SLURM = """
+import os, signal, sys, time
+from pathlib import Path
+from mpi4py import MPI
+
+told = Path(sys.argv[1])
+again = told.exists()
+MPI.COMM_WORLD.barrier()
+if again:
+    sys.exit()
+if MPI.COMM_WORLD.rank == 1:
+    told.touch()
+    pid = os.getpid()
+    while Path(f"/proc/{pid}/comm").read_text() != "slurmstepd\\n":
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(pid, signal.SIGKILL)
+for _ in range(600):
+    MPI.COMM_WORLD.iprobe()  # MPI looks at what has happened when it is called
+    time.sleep(0.1)
+"""
+
+
+def test_mpi_ends_ranks_whose_slurm_is_gone(cluster: Cluster) -> None:
+    """With codes of its own, which are no choice of the program."""
+    allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks=2"]
+    program = [sys.executable, "-c", LOSES_SLURM, str(cluster.folder / "told")]
+    argv = [*allocate, *HVDTRAIN, "--max-restarts", "1", "--", *program]
+    done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
+    assert done.returncode == 0, done
+    assert "attempt 2 of 2 starts" in done.stderr, done
+
+
 def test_a_host_that_is_not_there_from_the_beginning(cluster: Cluster, mended: None) -> None:
     cluster.cut("node2")
     options = ["--max-restarts", "1", "--start-timeout-s", "15", "-H", "node1:1,node2:1,node3:1"]

@@ -71,6 +71,13 @@ ENDED: dict[str, tuple[list[RankExit], dict[str, Any], int, Cause]] = {
         195,
         "infrastructure",
     ),
+    "ended-by-mpi-without-a-word": (
+        [end(0, 14), end(1, 14)],
+        {"starter": "/usr/bin/srun"},
+        14,
+        "infrastructure",
+    ),
+    "own-code-in-slurm": ([end(0, 3)], {"starter": "/usr/bin/srun"}, 3, "own code"),
     "exception-and-ended-by-mpi": ([end(0, 14, PMIX), end(1, 1, TRACE)], {}, 1, "exception"),
     "exception-14": ([end(0, 14, TRACE), end(1, None, was_signalled=True)], {}, 14, "own code"),
     "255": ([end(0, 255)], {}, 255, "own code"),
