@@ -206,7 +206,7 @@ def test_no_process_outlives_a_session(run_tests, tmp_path: Path) -> None:
     found = pids.read_text().split()
     assert len(found) == 2
     # A fork is killed once its stand-in has gone, and takes a while to give its memory back.
-    assert_all_end(list(map(int, found)))
+    assert_all_end(list(map(int, found)), within_s=10)
 
 
 def test_no_file_outlives_a_session(run_tests, tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_fork_dies_as_it_is_told_and_with_its_stand_in(launch, tmp_path: Path)
     done = launch(None, program, str(pid), str(told), timeout_s=2.0, may_time_out=True)
     assert done.timed_out
     assert told.exists()
-    assert_all_end([int(pid.read_text())])
+    assert_all_end([int(pid.read_text())], within_s=10)
 
 
 def test_run_command_ends_a_program_that_hangs_with_its_children(run_command, tmp_path) -> None:

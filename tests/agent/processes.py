@@ -17,9 +17,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def assert_all_end(pids: Sequence[int]) -> None:
+def assert_all_end(pids: Sequence[int], within_s: float = 3.0) -> None:
     """Wait for them: on a busy machine who was killed takes a while to be gone."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + within_s
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not [pid for pid in pids if alive(pid)]
