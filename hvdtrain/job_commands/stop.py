@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.backends import keeper_of
@@ -15,7 +13,6 @@ from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import JobView, view_job
 from hvdtrain.jobs.naming import add_name, named_job
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import JobState
 
 __all__ = ["add_arguments", "run", "stop_job"]
 
@@ -79,12 +76,7 @@ def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
     try:
         spec = _spec(job)
         if keeper_of(spec).stop(job, spec, waits=waits, save=save):
-            state = job.state() or JobState(phase="queued")
-            verdict = "the job was cancelled before its turn"
-            code = 128 + signal.SIGTERM
-            job.write_state(
-                replace(state, phase="ended", code=code, cause="ordered", verdict=verdict)
-            )
+            job.cancel()
     except OSError as error:
         raise JobError(f"{job.name} can't be stopped: {error.strerror}") from None
 

@@ -8,8 +8,10 @@ import itertools
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -166,6 +168,18 @@ class JobFolder:
             OSError: It can't be written; what was said before stands.
         """
         write_json(self._state, state.to_json())
+
+    def cancel(self) -> None:
+        """Say that it was ended while it waited.
+
+        Raises:
+            OSError: It can't be written.
+        """
+        before = self.state() or JobState(phase="queued")
+        code, verdict = 128 + signal.SIGTERM, "the job was cancelled before its turn"
+        self.write_state(
+            replace(before, phase="ended", code=code, cause="ordered", verdict=verdict)
+        )
 
     def touch_state(self, heard_s: float | None = None) -> None:
         """Say that what was said last still holds, or did so at a time in seconds since 1970.

@@ -10,7 +10,16 @@ from typing import Any, Literal
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.process_identity import ProcessIdentity
 
-__all__ = ["GONE", "NO_ANSWER", "JobState", "Phase", "Status", "state_from_json", "status_of"]
+__all__ = [
+    "GOES_ON",
+    "GONE",
+    "NO_ANSWER",
+    "JobState",
+    "Phase",
+    "Status",
+    "state_from_json",
+    "status_of",
+]
 
 Phase = Literal[
     "queued",  # waits for its turn
@@ -41,10 +50,12 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(_WORDS, (str,)),
 }
 GONE = "GONE"
+# It runs, and where it has ended as one that was preempted it is started again.
+GOES_ON = "GOES_ON"
 NO_ANSWER = "NO_ANSWER"
 _WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 # Some of them for a moment only, in which nobody can have said anything yet.
-_RUNS = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING")
+_RUNS = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", GOES_ON)
 _OF_CAUSES: Mapping[str, Status] = {"done": "done", "ordered": "stopped", "preempted": "preempted"}
 
 
@@ -126,14 +137,14 @@ def status_of(
         alive: Whether its launcher runs; None where only another host knows.
         quiet_s: How long the launcher has not touched the state; it does so all the time.
         patience_s: After how long that means something.
-        queue: Its state for Slurm or Kubernetes, as squeue names it; ``GONE`` where that has
-            forgotten it, ``NO_ANSWER`` where it can't be asked; None where it is no matter of
-            theirs.
+        queue: Its state for Slurm or Kubernetes, as squeue names it; ``GOES_ON`` where it runs and
+            is started again if it is preempted, ``GONE`` where it is forgotten, ``NO_ANSWER`` where
+            they can't be asked; None where it is no matter of theirs.
     """
     if state is None:
         return "unknown"
-    if queue in _WAITS:
-        # Also one that was preempted, and is in the queue again.
+    if queue in _WAITS or (queue == GOES_ON and state.phase == "ended"):
+        # Also one that was preempted, and is in the queue again, or about to be.
         return "queued"
     if state.phase == "ended":
         return "done" if state.code == 0 else _OF_CAUSES.get(state.cause, "failed")

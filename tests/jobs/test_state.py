@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.process_identity import ProcessIdentity
-from hvdtrain.jobs.state import GONE, NO_ANSWER, JobState, state_from_json, status_of
+from hvdtrain.jobs.state import GOES_ON, GONE, NO_ANSWER, JobState, state_from_json, status_of
 
 LAUNCHER = ProcessIdentity(host="a", pid=7, started_ticks=8, boot_id="b")
 RUNS = JobState(phase="running", launcher=LAUNCHER, hosts={"a": 2}, attempt=1)
@@ -76,6 +76,12 @@ OF_SLURM = {
     "time-out": (RUNS, 100, "TIMEOUT", "lost"),
     "preempted-and-in-the-queue": (_ended(75, "preempted"), 0, "PENDING", "queued"),
     "preempted-for-good": (_ended(75, "preempted"), 0, GONE, "preempted"),
+    "preempted-in-an-allocation": (_ended(75, "ordered"), 0, "RUNNING", "stopped"),
+    "preempted-and-started-again": (_ended(75, "ordered"), 0, GOES_ON, "queued"),
+    "stopped-in-its-pod": (_ended(75, "ordered"), 0, "CANCELLED", "stopped"),
+    "goes-on": (RUNS, 1, GOES_ON, "running"),
+    "goes-on-and-quiet": (RUNS, 100, GOES_ON, "silent"),
+    "begins-to-go-on": (QUEUED, 1, GOES_ON, "queued"),
 }
 
 

@@ -8,6 +8,7 @@ job that has failed is not started again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.cluster.hosts import parse_hostfile
 from hvdtrain.cluster.managed_hosts import MANAGED_HOSTS
 from hvdtrain.errors import JobError
+from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder
 from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi
 from hvdtrain.jobs.kubernetes.manifests import (
     FOLDER,
@@ -50,7 +52,13 @@ def main(arguments: Sequence[str]) -> int:
     hosts = parse_hostfile(listed.read_text(), str(listed))
     watch = _watch(name, hosts[0].slots, child)
     workers = watch.addresses if watch is not None else [host.name for host in hosts]
-    if not await_workers(workers, lambda: child.is_ordered):
+    is_turn = (watch is None or _await_earlier(watch, child)) and await_workers(
+        workers, lambda: child.is_ordered
+    )
+    if not is_turn:
+        if watch is not None and watch.was_stopped:
+            watch.free_workers(has_failed=True)
+            _say_it_is_stopped(JobFolder(Path(os.environ[JOB_FOLDER])))
         return 128 + signal.SIGTERM
     if watch is None:
         return child.run(words, os.environ)
@@ -59,6 +67,14 @@ def main(arguments: Sequence[str]) -> int:
     if code != ExitCode.PREEMPTED or watch.was_stopped:
         watch.free_workers(has_failed=code != 0)
     return code
+
+
+def _say_it_is_stopped(job: JobFolder) -> None:
+    """Say so where the launcher that was to stop could not: its pod was lost."""
+    state = job.state()
+    if state is None or state.phase != "ended":
+        with contextlib.suppress(OSError):
+            job.cancel()
 
 
 def _watch(name: str, slots: int, child: RunChild) -> WorkerWatch | None:
@@ -87,19 +103,42 @@ def await_workers(hosts: Sequence[str], is_ordered: Callable[[], bool]) -> bool:
     However long that takes: until there is room on the cluster, a job waits in its queue.
     """
     missing = dict.fromkeys(hosts, "")
-    said, said_s = "", 0.0
-    while missing:
+
+    def whom() -> str:
+        nonlocal missing
         missing = {host: why for host in missing if (why := _why_not(host))}
-        whom = "; ".join(f"{host}: {why}" for host, why in [*missing.items()][:3])
-        text = f"waits for {len(missing)} of {len(hosts)} workers ({whom})" if missing else ""
-        if text and (text != said or time.monotonic() > said_s + SAY_EVERY_S):
-            print(f"hvdtrain: {text}", flush=True)
+        first = "; ".join(f"{host}: {why}" for host, why in [*missing.items()][:3])
+        return f"{len(missing)} of {len(hosts)} workers ({first})" if missing else ""
+
+    return _await(whom, is_ordered)
+
+
+def _await_earlier(watch: WorkerWatch, child: RunChild) -> bool:
+    """Wait until no other launcher has ranks; False where the job is to stop before.
+
+    Kubernetes starts another as soon as a pod is told to end, whose ranks save what they have then.
+    """
+
+    def whom() -> str:
+        try:
+            return ", ".join(watch.earlier_launchers())
+        except JobError as error:
+            return f"word of earlier launchers: {error}"
+
+    return _await(whom, lambda: child.is_ordered)
+
+
+def _await(whom: Callable[[], str], is_ordered: Callable[[], bool]) -> bool:
+    """Wait until there is nobody to wait for, and say now and then for whom."""
+    said, said_s = "", 0.0
+    while text := whom():
+        if text != said or time.monotonic() > said_s + SAY_EVERY_S:
+            print(f"hvdtrain: waits for {text}", flush=True)
             said, said_s = text, time.monotonic()
         if is_ordered():
             return False
-        if missing:
-            time.sleep(POLL_S)
-    return True
+        time.sleep(POLL_S)
+    return not is_ordered()
 
 
 def _why_not(host: str) -> str:

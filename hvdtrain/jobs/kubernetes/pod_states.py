@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 
 from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.cluster.managed_hosts import HostState, ManagedHost
-from hvdtrain.jobs.kubernetes.manifests import ROLE_LABEL, Object
+from hvdtrain.jobs.kubernetes.manifests import ROLE_LABEL, STOP, Object
+from hvdtrain.jobs.state import GOES_ON
 
-__all__ = ["find_condition", "hosts_of", "launchers_of", "state_of", "troubles_of", "workers_of"]
+__all__ = [
+    "ending_launchers",
+    "find_condition",
+    "hosts_of",
+    "launchers_of",
+    "state_of",
+    "troubles_of",
+    "workers_of",
+]
 
 _CANT_START = {
     "ErrImagePull": "its image can't be pulled",
@@ -21,10 +31,12 @@ _CANT_START = {
     "CrashLoopBackOff": "its container ends again and again",
 }
 _MOST_TOLD = 3
+# How much longer than its grace period a pod may take to end.
+_LATE_S = 30.0
 
 
 def state_of(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
-    """The state of a job by its pods, as Slurm names such states, and the reason for it.
+    """The state of a job by its pods, as ``status_of`` takes it, and the reason for it.
 
     Args:
         job: The Job or MPIJob.
@@ -32,20 +44,43 @@ def state_of(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
     """
     phases = [pod["status"].get("phase") for pod in launchers_of(pods)]
     why = "; ".join([*troubles_of(pods)][:_MOST_TOLD])
+    about = job.get("metadata") or {}
+    # The cluster itself finds that out some time after its last launcher has ended.
+    is_stopped = bool(STOP in (about.get("annotations") or {}) or about.get("deletionTimestamp"))
+    has_failed = find_condition(job.get("status"), "Failed", "True") is not None
     if "Running" in phases:
-        return "RUNNING", why
-    if not phases or "Pending" in phases:
+        return ("RUNNING" if is_stopped else GOES_ON), why
+    if "Pending" in phases or not (phases or is_stopped or has_failed):
         return "PENDING", why
     if "Succeeded" in phases:
         return "COMPLETED", why
+    if is_stopped:
+        return "CANCELLED", why
     # Unless the cluster has given up, another launcher is to come.
-    return ("FAILED" if find_condition(job.get("status"), "Failed", "True") else "REQUEUED"), why
+    return ("FAILED" if has_failed else "REQUEUED"), why
 
 
 def launchers_of(pods: Sequence[Object]) -> list[Object]:
     """The pods that are or were launchers, the oldest first."""
     found = [pod for pod in pods if _role(pod) == "launcher"]
     return sorted(found, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
+
+
+def ending_launchers(pods: Sequence[Object], now_s: float) -> list[str]:
+    """The pods of earlier launchers whose ranks may still save what they have.
+
+    Args:
+        pods: The job's pods.
+        now_s: The time in seconds since 1970.
+    """
+    # One that is still there behind its time is on a node that does not answer any more.
+    return [
+        str(pod["metadata"]["name"])
+        for pod in launchers_of(pods)
+        if pod["status"].get("phase") == "Running"
+        and (ends := pod["metadata"].get("deletionTimestamp"))
+        and now_s < datetime.fromisoformat(ends).timestamp() + _LATE_S
+    ]
 
 
 def workers_of(pods: Sequence[Object]) -> list[Object]:

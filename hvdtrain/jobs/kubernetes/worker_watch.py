@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hvdtrain.cluster.managed_hosts import ManagedHost, managed_hosts_text
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi
 from hvdtrain.jobs.kubernetes.manifests import STOP, worker_addresses
-from hvdtrain.jobs.kubernetes.pod_states import hosts_of
+from hvdtrain.jobs.kubernetes.pod_states import ending_launchers, hosts_of
 
 __all__ = ["WorkerWatch"]
 
@@ -68,6 +69,14 @@ class WorkerWatch:
     def was_stopped(self) -> bool:
         """Whether the job was asked to stop."""
         return bool(self._stop_word)
+
+    def earlier_launchers(self) -> list[str]:
+        """The pods of earlier launchers that have not ended yet.
+
+        Raises:
+            JobError: The cluster does not say.
+        """
+        return ending_launchers(self._api.pods(self._name), time.time())
 
     def free_workers(self, *, has_failed: bool) -> None:
         """Give the workers' resources back, and see that a job that has failed stays so."""

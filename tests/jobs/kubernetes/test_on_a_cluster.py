@@ -22,6 +22,7 @@ from tests.kubernetes.image import IMAGE, USER_ID
 
 CRD = "HVDTRAIN_TEST_MPIJOB_CRD"
 TRAINING = Path(__file__).with_name("pod_training.py")
+STANDIN = "tests.launch.standin"
 JOBS = "/apis/batch/v1/namespaces/default/jobs"
 # Otherwise a Job leaves what it owns.
 WITH_PODS = "?propagationPolicy=Background"
@@ -218,7 +219,7 @@ def test_pods_come_and_go_and_no_step_is_lost(commands: Commands) -> None:
     folder = commands.cluster.folder / "steady"
     folder.mkdir()
     lengths = ("--steps", "9999", "--step-s", "0.05", "--every", "20", "--elastic")
-    program = (sys.executable, "-m", "tests.launch.standin", str(folder), *lengths)
+    program = (sys.executable, "-m", STANDIN, str(folder), *lengths)
     name = commands.submit(*program, ranks=2, options=ELASTIC)
 
     attempts = 0
@@ -313,6 +314,30 @@ def test_what_no_volume_has_is_stopped_and_started_again(
         if _ == 0:
             outside.run("restart", name)
     assert outside.run("logs", name).stdout.count("[0] here") == 2
+
+
+def test_a_launcher_waits_for_the_ranks_of_the_one_before_it(
+    commands: Commands, tmp_path: Path
+) -> None:
+    """They save what they have, on their own time; no step is done twice."""
+    outside = Commands(commands.cluster, tmp_path / "jobs")
+    folder = commands.cluster.folder / "slow"
+    folder.mkdir()
+    lengths = ("--steps", "4", "--step-s", "6", "--every", "99")
+    name = outside.submit(sys.executable, "-m", STANDIN, str(folder), *lengths, ranks=1)
+    deadline = time.monotonic() + 200
+    while not (folder / "steps").exists():
+        assert time.monotonic() < deadline, outside.view(name)
+        time.sleep(0.2)
+    (launcher,) = outside.pods(name, "launcher")
+    outside.delete_pod(launcher["metadata"]["name"])
+    seen = {outside.view(name)["status"]}
+    while (view := outside.view(name))["code"] != 0:
+        assert time.monotonic() < deadline + 200, view
+        seen.add(view["status"])
+    assert seen <= {"running", "queued"}
+    steps = [line.split()[-1] for line in (folder / "steps").read_text().splitlines()]
+    assert steps == ["1", "2", "3", "4"]
 
 
 def test_what_the_cluster_refuses_is_said(commands: Commands) -> None:

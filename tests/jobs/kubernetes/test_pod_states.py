@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from hvdtrain.jobs.kubernetes.pod_states import hosts_of, state_of
+from hvdtrain.jobs.kubernetes.pod_states import ending_launchers, hosts_of, state_of
+from hvdtrain.jobs.state import GOES_ON
 
 
 def _pod(role: str = "launcher", **status: Any) -> dict[str, Any]:
@@ -34,11 +36,11 @@ _UNSCHEDULABLE = {
 }
 STATES = {
     "nothing yet": ([], ("PENDING", "")),
-    "both run": ([_pod(phase="Running"), _pod("worker", phase="Running")], ("RUNNING", "")),
+    "both run": ([_pod(phase="Running"), _pod("worker", phase="Running")], (GOES_ON, "")),
     "no room": (
         [_pod(phase="Running"), _pod("worker", **_UNSCHEDULABLE)],
         (
-            "RUNNING",
+            GOES_ON,
             "worker: it has no node: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
         ),
     ),
@@ -79,6 +81,39 @@ def test_pods_tell_how_a_job_is(pods, state) -> None:
 def test_a_job_that_was_given_up_has_failed() -> None:
     over = {"status": {"conditions": [{"type": "Failed", "status": "True"}]}}
     assert state_of(over, [_pod(phase="Failed")]) == ("FAILED", "")
+    # Somebody has tidied up.
+    assert state_of(over, []) == ("FAILED", "")
+
+
+STOPPED = {
+    "told to": {"metadata": {"annotations": {"hvdtrain/stop": "save"}}},
+    "deleted": {"metadata": {"deletionTimestamp": "2026-11-27T11:07:23Z"}},
+}
+
+
+@pytest.mark.parametrize("job", STOPPED.values(), ids=STOPPED)
+def test_what_was_stopped_waits_for_no_other_launcher(job) -> None:
+    """Also before the cluster has found out that its last has ended."""
+    assert state_of(job, [_pod(phase="Failed"), _pod(phase="Running")]) == ("RUNNING", "")
+    assert state_of(job, [_pod(phase="Failed"), _pod(phase="Failed")]) == ("CANCELLED", "")
+    assert state_of(job, []) == ("CANCELLED", "")
+    assert state_of(job, [_pod(phase="Succeeded")]) == ("COMPLETED", "")
+    # The last was lost with its node, before it could do it.
+    assert state_of(job, [_pod(phase="Failed"), _pod(phase="Pending")]) == ("PENDING", "")
+
+
+def test_launchers_that_are_told_to_end_may_still_have_ranks() -> None:
+    ends = "2026-11-27T11:07:23Z"
+    ends_s = datetime(2026, 11, 27, 11, 7, 23, tzinfo=UTC).timestamp()
+    old, gone, new = (_pod(phase=phase) for phase in ("Running", "Failed", "Running"))
+    for pod in (old, gone):
+        pod["metadata"]["deletionTimestamp"] = ends
+    old["metadata"]["name"] = "old"
+    pods = [old, gone, new, _worker("w", is_deleted=True, phase="Running")]
+    assert ending_launchers(pods, ends_s - 100) == ["old"]
+    assert ending_launchers(pods, ends_s + 1) == ["old"]
+    # Its node does not answer: nobody could ever say that it has ended.
+    assert ending_launchers(pods, ends_s + 60) == []
 
 
 def _worker(name: str, *, is_deleted: bool = False, **status: Any) -> dict[str, Any]:
