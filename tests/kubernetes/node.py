@@ -238,9 +238,17 @@ conf_dir = "{self.folder}/cni"
         return path
 
     def _daemon(self, name: str, *argv: str) -> None:
+        # What is killed within its work leaves files there.
+        own = self.folder / "tmp"
+        own.mkdir(exist_ok=True)
         with (self.folder / f"{name}.log").open("wb") as log:
             self.daemons[name] = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "TMPDIR": str(own)},
+                start_new_session=True,
             )
 
     def _await(self, what: str, ready: Callable[[], bool]) -> None:

@@ -98,6 +98,7 @@ def test_trouble_in_fit_ends_all(launch, case, mode, text):
         {rank for rank in range(3) if f"hvdtrain: rank {rank} of 3 {how}" in done.stderr}
         for how in (f"failed: {text}", "stops: rank ")
     )
-    assert 1 in failed
     assert 2 in stopped
-    assert failed | stopped == {0, 1, 2}  # sums are refused by both workers
+    assert failed | stopped == {0, 1, 2}
+    # Sums are refused by both workers, unless one hears of the other's refusal first.
+    assert failed & ({0, 1} if case == "sums" else {1})
