@@ -96,8 +96,11 @@ class JobFolder:
         return self.path / "state.json"
 
     @property
-    def _stop(self) -> Path:
-        return self.path / "stop"
+    def _words_to_stop(self) -> Mapping[int, Path]:
+        return {
+            signal.SIGTERM: self.path / "stop",
+            signal.SIGUSR1: self.path / "save-and-stop",
+        }
 
     @property
     def name(self) -> str:
@@ -189,24 +192,29 @@ class JobFolder:
         """
         os.utime(self._state, None if heard_s is None else (heard_s, heard_s))
 
-    def request_stop(self) -> None:
+    def request_stop(self, number: int) -> None:
         """Leave word that the job is to stop, for a launcher on any host.
+
+        Args:
+            number: As which signal its launcher takes it: SIGTERM, or SIGUSR1 where ranks are to
+                save what they have before.
 
         Raises:
             OSError: The word can't be left.
         """
-        self._stop.touch(mode=0o600)
+        self._words_to_stop[number].touch(mode=0o600)
 
-    def take_stop(self) -> bool:
-        """Take the word to stop the job, if there is one, and return whether; for its launcher.
+    def take_stop(self) -> int | None:
+        """Take a word to stop the job, and return the signal; None for none. For its launcher.
 
         Raises:
             OSError: That can't be told.
         """
-        if not self._stop.exists():
-            return False
-        self._stop.unlink(missing_ok=True)
-        return True
+        for number, path in self._words_to_stop.items():
+            if path.exists():
+                path.unlink(missing_ok=True)
+                return number
+        return None
 
 
 def jobs_directory(environ: Mapping[str, str]) -> Path | None:

@@ -81,7 +81,7 @@ class LocalQueue:
         number = signal.SIGUSR1 if save else signal.SIGTERM
         if state is None or not state.launcher or not send_signal(state.launcher, number):
             # It runs on another host, or is about to start: it will find this.
-            job.request_stop()
+            job.request_stop(number)
         return False
 
 

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import signal
 import threading
 import time
 from collections import deque
@@ -44,7 +43,7 @@ class JobRecorder:
     """The folder of one job, as its launcher fills it; call from one thread.
 
     Another process may leave a word there that the job is to stop: this process is then sent
-    SIGTERM.
+    SIGTERM, or SIGUSR1 where its ranks are to save what they have before.
 
     Args:
         folder: The folder; None writes nothing at all.
@@ -157,8 +156,8 @@ class JobRecorder:
                 if time.monotonic() - touched_at > HEARTBEAT_S:
                     touched_at = time.monotonic()
                     folder.touch_state()
-                if folder.take_stop():
-                    os.kill(os.getpid(), signal.SIGTERM)
+                if (number := folder.take_stop()) is not None:
+                    os.kill(os.getpid(), number)
         if self._log is not None:
             self._log.close()
 

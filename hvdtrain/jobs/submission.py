@@ -84,6 +84,9 @@ def hand_over(
     """
     try:
         folder.write_spec(spec)
+        while folder.take_stop() is not None:
+            # Of somebody who wanted the run before to end, which has heard nothing of it.
+            pass
         before = folder.state() or JobState(phase="queued")
         folder.write_state(dataclasses.replace(before, phase="queued", launcher=None))
         backend_of(spec).hand_over(folder, spec, environ, ranks=ranks)

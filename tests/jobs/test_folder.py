@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import time
 from pathlib import Path
@@ -152,7 +153,8 @@ def test_a_launcher_elsewhere_that_is_quiet_for_long_is_told(tmp_path: Path) -> 
 
 def test_a_word_that_a_job_is_to_stop_is_taken_once(tmp_path: Path) -> None:
     job = JobFolder(tmp_path)
-    assert not job.take_stop()
-    job.request_stop()
-    assert job.take_stop()
-    assert not job.take_stop()
+    assert job.take_stop() is None
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        job.request_stop(number)
+        assert job.take_stop() == number
+        assert job.take_stop() is None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import ConfigurationError, JobError
+from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.local_queue import LocalQueue
+from hvdtrain.jobs.process_identity import ProcessIdentity
 from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import JobState
 
 
 def _spec(tmp_path: Path, *options: str, **fields: str) -> JobSpec:
@@ -51,3 +55,12 @@ def test_what_can_not_be_planned_is_told(tmp_path: Path) -> None:
         _plan(_spec(tmp_path, python="/nowhere/python"), {})
     with pytest.raises(JobError, match="can't plan the job"):
         _plan(_spec(tmp_path, folder="/nowhere"), {})
+
+
+@pytest.mark.parametrize("launcher", [None, ProcessIdentity(host="elsewhere", pid=1)])
+def test_who_can_not_be_sent_a_signal_finds_a_word_that_says_as_much(launcher, tmp_path) -> None:
+    job = JobFolder(tmp_path)
+    job.write_state(JobState(phase="running", launcher=launcher))
+    for save, number in ((True, signal.SIGUSR1), (False, signal.SIGTERM)):
+        assert not LocalQueue().stop(job, _spec(tmp_path), waits=False, save=save)
+        assert job.take_stop() == number

@@ -138,14 +138,15 @@ def test_a_folder_that_is_removed_disturbs_nobody(tmp_path: Path) -> None:
     assert not job.path.exists()
 
 
-def test_a_word_to_stop_reaches_the_launcher_as_a_signal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_word_to_stop_reaches_the_launcher_as_a_signal(number: int, tmp_path: Path) -> None:
     received: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    before = signal.signal(number, lambda number, frame: received.append(number))
     try:
         job = JobFolder(tmp_path)
         with contextlib.closing(JobRecorder(job)):
-            job.request_stop()
+            job.request_stop(number)
             _until(lambda: received)
-        assert received == [signal.SIGTERM]
+        assert received == [number]
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)

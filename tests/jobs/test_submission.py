@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
 from pathlib import Path
 
@@ -42,9 +43,12 @@ def test_only_what_has_ended_starts_again_and_as_it_is_asked_for_now(tmp_path: P
     with pytest.raises(JobError, match=r"its state.json can't be read.* may still run; only what"):
         start_again(job, changed, lambda spec: 1, {})
     job.write_state(JobState(phase="ended", attempt=3))
+    job.request_stop(signal.SIGTERM)
     asked: list[JobSpec] = []
     with pytest.raises(JobError, match="can't be handed over"):
         start_again(job, changed, asked.append, {})
     assert [spec.program for spec in asked] == [("other",)]
     state = job.state()
     assert (job.spec().program, state and state.attempt) == (("other",), 3)
+    # The word was for the run before.
+    assert job.take_stop() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -145,7 +146,7 @@ class PodBackend:
         pods = read_pod_options(spec.backend.options)
         if not (waits or save or pods.mpijob) and _is_shared(job.path, pods):
             # Also where the cluster can't be reached from here.
-            job.request_stop()
+            job.request_stop(signal.SIGTERM)
             return False
         api = ClusterApi.of_context(pods.context, pods.namespace)
         name = object_name(job.name)
