@@ -42,34 +42,7 @@ def start(cluster: Cluster, *options: str) -> tuple[subprocess.Popen[str], Path]
     return job, folder
 
 
-@pytest.mark.parametrize("elastic", [[], ["--elastic"]], ids=["plain", "elastic"])
-def test_the_job_goes_on_without_it(cluster: Cluster, mended: None, elastic: list[str]) -> None:
-    job, folder = start(cluster, "--max-restarts", "2", "--min-np", "2", "--grace-s", "1", *elastic)
-    cluster.cut("node2")
-    _, errors = job.communicate(timeout=120)
-    assert job.returncode == 0, errors
-    assert re.search(
-        r"attempt 2 of 3 starts in 1 s on node1, node3 \(2 ranks\); "
-        r"lost: \d steps?, \d+ s, since the checkpoint of step \d+",
-        errors,
-    ), errors
-    lines = [tuple(map(int, line.split())) for line in (folder / "steps").read_text().splitlines()]
-    assert lines[-1] == (2, 2, 400)
-    assert {step for _, _, step in lines} == set(range(1, 401))
-    assert len(lines) < 400 + 10, "at most five steps were done twice"
-
-
-def test_too_few_are_left(cluster: Cluster, mended: None) -> None:
-    job, _ = start(cluster, "--max-restarts", "2", "--min-np", "3", "--grace-s", "1")
-    cluster.cut("node2")
-    _, errors = job.communicate(timeout=120)
-    assert job.returncode == 137, errors
-    assert (
-        "the job is not started again: node2 can't be used, 2 ranks fit on what is left, and "
-        "--min-np is 3"
-    ) in errors
-
-
+# Slurm's come first: a host whose link was cut takes it a while to believe in again.
 def test_slurm_ends_ranks_together(cluster: Cluster) -> None:
     allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks=2"]
     argv = [*allocate, *HVDTRAIN, "--elastic", "--", sys.executable, "-c", ELASTIC]
@@ -111,6 +84,34 @@ def test_mpi_ends_ranks_whose_slurm_is_gone(cluster: Cluster) -> None:
     done = cluster.run(argv, env=ON_CLUSTER, timeout_s=120)
     assert done.returncode == 0, done
     assert "attempt 2 of 2 starts" in done.stderr, done
+
+
+@pytest.mark.parametrize("elastic", [[], ["--elastic"]], ids=["plain", "elastic"])
+def test_the_job_goes_on_without_it(cluster: Cluster, mended: None, elastic: list[str]) -> None:
+    job, folder = start(cluster, "--max-restarts", "2", "--min-np", "2", "--grace-s", "1", *elastic)
+    cluster.cut("node2")
+    _, errors = job.communicate(timeout=120)
+    assert job.returncode == 0, errors
+    assert re.search(
+        r"attempt 2 of 3 starts in 1 s on node1, node3 \(2 ranks\); "
+        r"lost: \d steps?, \d+ s, since the checkpoint of step \d+",
+        errors,
+    ), errors
+    lines = [tuple(map(int, line.split())) for line in (folder / "steps").read_text().splitlines()]
+    assert lines[-1] == (2, 2, 400)
+    assert {step for _, _, step in lines} == set(range(1, 401))
+    assert len(lines) < 400 + 10, "at most five steps were done twice"
+
+
+def test_too_few_are_left(cluster: Cluster, mended: None) -> None:
+    job, _ = start(cluster, "--max-restarts", "2", "--min-np", "3", "--grace-s", "1")
+    cluster.cut("node2")
+    _, errors = job.communicate(timeout=120)
+    assert job.returncode == 137, errors
+    assert (
+        "the job is not started again: node2 can't be used, 2 ranks fit on what is left, and "
+        "--min-np is 3"
+    ) in errors
 
 
 def test_a_host_that_is_not_there_from_the_beginning(cluster: Cluster, mended: None) -> None:
