@@ -39,7 +39,7 @@ class Checkpoint(keras.callbacks.Callback):
             end of the training is saved always.
         keep: How many of the newest to keep.
         export: Also save the model as a ``.keras`` file at this path, at the end of each epoch
-            after which a checkpoint is taken.
+            after which a checkpoint is taken, and when training goes on from one of these.
         on_error: On a full disk or the like ``"warn"`` says so once and trains on, ``"raise"``
             ends training on every rank.
 

@@ -135,6 +135,9 @@ class CheckpointSession:
             f"{self._options.directory} (epoch {saved.epoch + 1}, {place.epoch_step} steps of it "
             f"done{ranks})"
         )
+        if not saved.within_epoch:
+            # Whoever saved it may have ended before the model was exported as well.
+            self._export()
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Note the epoch; the first time, finish resuming.

@@ -336,14 +336,17 @@ def test_a_complete_training_is_not_done_again(world, tmp_path):
 @pytest.mark.ranks(2)
 def test_the_model_is_exported_on_demand(world, tmp_path):
     path = tmp_path / "models" / "last.keras"
-    checkpoint = Checkpoint(tmp_path / "runs", export=path)
-    model, _ = run(world, dropout, plain([checkpoint], batch_size=6), seed=1)
-    assert path.exists() == world.is_chief()
-    if world.is_chief():
-        exported = keras.models.load_model(path)
-        for one, other in zip(model.get_weights(), exported.get_weights()):
-            np.testing.assert_array_equal(one, other)
-        assert [file.name for file in path.parent.iterdir()] == ["last.keras"]
+    # The second time nothing is left to train: as after a kill between checkpoint and export.
+    for _ in range(2):
+        checkpoint = Checkpoint(tmp_path / "runs", export=path)
+        model, _ = run(world, dropout, plain([checkpoint], batch_size=6), seed=1)
+        assert path.exists() == world.is_chief()
+        if world.is_chief():
+            exported = keras.models.load_model(path)
+            for one, other in zip(model.get_weights(), exported.get_weights()):
+                np.testing.assert_array_equal(one, other)
+            assert [file.name for file in path.parent.iterdir()] == ["last.keras"]
+            path.unlink()
 
 
 @pytest.mark.ranks(1, 2)

@@ -338,9 +338,13 @@ def test_any_number_of_workers_sees_each_sample_once(launch, stopped, tmp_path, 
 
 
 # Worker 1 and the chief wait for each other at certain points; both are asked to end by then.
+ENDINGS = ("in validation", "the chief waits", "nothing is left", "the chief is the last")
 ENDS = program(
     PRELUDE
     + COUNTING
+    + f"""
+    CASES = {ENDINGS}
+"""
     + """
     def kill(number=signal.SIGUSR2):
         os.kill(os.getpid(), number)
@@ -383,12 +387,16 @@ ENDS = program(
     fit("in validation", own, validation_data=(ids, ids), validation_batch_size=1)
     ended = LastEpoch(lambda: Path("chief has ended").touch())
     fit("the chief waits", {0: [ended], 1: [at_step(20, when("chief has ended"))]})
+    # The chief hears of the signal with the worker's last step: nothing is left to do.
+    ended = LastEpoch(lambda: Path("chief has no more").touch())
+    last = [at_step(38, when("chief has no more")), LastEpoch(lambda: time.sleep(1))]
+    fit("nothing is left", {0: [ended], 1: last})
     ended = LastEpoch(lambda: Path("worker has ended").touch())
     fit("the chief is the last", {0: [at_step(20, when("worker has ended"))], 1: [ended]})
 
     # What was saved when the chief had no more epoch to run is the end of all.
     if RANK == 0:
-        for case in ("in validation", "the chief waits", "the chief is the last"):
+        for case in CASES:
             known = {"Visits": Visits}
             exported = keras.models.load_model(case + "/last.keras", custom_objects=known)
             tell("exported", counts=np.unique(exported.seen.numpy()).tolist())
@@ -418,12 +426,12 @@ def test_workers_that_wait_for_each_other_end_well(launch):
     """Signals while others validate, or wait; and checkpoints that can't be used."""
     done = launch(3, ENDS, timeout_s=280, env=servers("async-ps"))
     assert done.returncode == 0
-    for case in ("in validation", "the chief waits", "the chief is the last"):
+    for case in ENDINGS:
         told = facts(done, case)
         assert [entry["signal"] for entry in told if "signal" in entry] == [12] * 3, case
         assert [entry["counts"] for entry in told if "counts" in entry] == [[3.0]] * 3, case
     for what in ("exported", "saved"):
-        assert [entry["counts"] for entry in facts(done, what)] == [[3.0]] * 3
-    assert [entry["samples"] for entry in facts(done, "saved")] == [3 * 97] * 3
+        assert [entry["counts"] for entry in facts(done, what)] == [[3.0]] * len(ENDINGS)
+    assert [entry["samples"] for entry in facts(done, "saved")] == [3 * 97] * len(ENDINGS)
     for case, text in (("another model", "of another model"), ("damaged", "is intact")):
         assert [text in entry["text"] for entry in facts(done, case)] == [True] * 3
