@@ -113,13 +113,30 @@ class Site:
         """Show a view."""
         self.page.goto(f"{self.url}/{path}")
 
+    def open_job(self, name: str) -> None:
+        """Show a job; what was shown before stays, with its buttons, until its data are there."""
+        self.open(f"#/jobs/{name}")
+        self.page.get_by_role("heading", level=1, name=name, exact=True).wait_for(timeout=60e3)
+
     def see(self, text: str, timeout_s: float = 60.0) -> None:
         """Wait until a text is on the page."""
         self.page.get_by_text(text, exact=False).first.wait_for(timeout=timeout_s * 1e3)
 
     def state(self, state: str) -> None:
         """Wait until the job that is shown is so."""
-        self.page.locator(".title .state", has_text=state).wait_for(timeout=150e3)
+        try:
+            self.page.locator(".title .state", has_text=state).wait_for(timeout=150e3)
+        except sync_api.TimeoutError:
+            raise AssertionError(f"not {state}:\n{self._shown()}") from None
+
+    def _shown(self) -> str:
+        """What the page shows, and what is known of all jobs."""
+        known = [
+            f"{path}\n{path.read_text(errors='replace')[-4000:]}"
+            for pattern in ("state.json", "events.jsonl", "launcher.txt", "log/*")
+            for path in sorted(self.folder.glob(f"jobs/*/{pattern}"))
+        ]
+        return "\n".join([self.page.url, self.page.locator("body").inner_text(), *known])
 
     def check(self) -> None:
         """Nobody is kept out by how the view that is shown is made."""
@@ -191,7 +208,7 @@ def test_a_job_is_submitted_watched_stopped_started_again_and_compared(site: Sit
     site.kill()
     first = page.locator("h1").inner_text()
     site.server = site._serve()
-    site.open(f"#/jobs/{first}")
+    site.open_job(first)
     site.state("running")
     page.locator(".tiles > div", has_text=re.compile(r"Left\s*\d")).wait_for(timeout=60e3)
     page.get_by_role("button", name="Stop", exact=True).click()
@@ -224,7 +241,7 @@ def test_a_job_is_submitted_watched_stopped_started_again_and_compared(site: Sit
     assert board.evaluate(_ASK, "data/environment") == "200"
     board.close()
 
-    site.open(f"#/jobs/{first}")
+    site.open_job(first)
     page.get_by_role("button", name="Restart").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Program").fill(f"{sys.executable} train.py 30 third")

@@ -89,9 +89,12 @@ function fill(main, about, job, columns) {
         if (news.left_s !== undefined) job.left_s = news.left_s;
         if (series.add(news.metrics)) charts.update(series, job);
         if (news.log_end !== undefined) log.grow(news.log_end);
+        draw();
         // What it was at the first time is known.
-        if (news.events !== undefined && heard) job.events = (await get(jobPath(name))).events;
+        const more = news.events !== undefined && heard;
         heard = true;
+        if (!more) return;
+        job.events = (await get(jobPath(name))).events;
         draw();
       },
     },
