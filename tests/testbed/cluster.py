@@ -116,7 +116,8 @@ class Cluster:
         ``folder`` by default.
 
         Raises:
-            TimeoutError: after ``timeout_s``, with what the program printed; its session has ended.
+            TimeoutError: after ``timeout_s``, with what the program and the daemons printed; its
+                session has ended.
         """
         started = time.monotonic()
         # Files, as a pipe would stay open for as long as any process left behind.
@@ -141,7 +142,7 @@ class Cluster:
                 timed_out=code is None,
             )
         if done.timed_out:
-            raise TimeoutError(repr(done))
+            raise TimeoutError(f"{done!r}\n{self.last_words()}")
         return done
 
     def start(
