@@ -226,12 +226,12 @@ class FailureDetector:
         return self._wait_for(heard, timeout_s) and not self._silent
 
     def tell_failure(self, reason: str) -> bool:
-        """Tell all ranks; where one has failed before, tell that one alone, and return True."""
+        """Tell all ranks; where one has failed before, that this was seen, and return True."""
         self._failed_myself = True
         self._receive("")
         if self._failure is not None:
-            # This failure only follows from the first one: let that rank know it was seen.
-            self._send(self._failure[0], SEEN, "")
+            # This failure only follows from the first one.
+            self._tell_seen()
             return True
         self._send_all(FAILED, reason)
         return False
@@ -257,6 +257,8 @@ class FailureDetector:
             Whether all ranks came to their end well, so that MPI may be finalised.
         """
         if self.failed:
+            if not self._failed_myself:
+                self._tell_seen()
             return False
         self.tell_end()
 
@@ -281,8 +283,12 @@ class FailureDetector:
             if self.all_have_stopped and not self._all_left():
                 rejoin()
         if self._failure is not None:
-            self._send(self._failure[0], SEEN, "")
+            self._tell_seen()
         return not self.lost and not self.failed
+
+    def _tell_seen(self) -> None:
+        # All: several may have failed at once, and each of them waits for word of every rank.
+        self._send_all(SEEN, "")
 
     def _all_left(self) -> bool:
         return all(rank in self._left or rank in self.lost for rank in self._others)

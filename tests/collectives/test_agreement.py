@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -195,6 +196,42 @@ def test_rank_that_leaves_after_the_last_operation() -> None:
     with pytest.raises(PeerFailedError, match=r"rank 1 ended its program.* in operation 6"):
         mine.check("operation 6")
     mine.fail("done")
+
+
+class _DeafAtFirst:
+    """A communicator on which the first look for a message finds none."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._looked = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def Improbe(self, *arguments: Any) -> Any:
+        looked, self._looked = self._looked, True
+        return self._comm.Improbe(*arguments) if looked else None
+
+
+def _wait(detector: FailureDetector) -> None:
+    while True:
+        detector.check("operation 1")
+
+
+@pytest.mark.ranks(3)
+def test_ranks_that_fail_at_once_are_all_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one answers both, of which it may have heard of one alone as it ends."""
+    monkeypatch.setattr(failure_detector, "FAREWELL_TIMEOUT_S", 20.0)
+    mpi = mpi_of_job()
+    comm = mpi.COMM_WORLD.Dup()
+    if comm.rank < 2:
+        mine = FailureDetector(mpi, _DeafAtFirst(comm), 30.0, lambda: 0)
+        assert mine.fail("here")
+        return
+    mine = FailureDetector(mpi, comm, 30.0, lambda: 0)
+    with pytest.raises(PeerFailedError, match=r"rank [01] failed: here"):
+        _wait(mine)
+    assert mine.fail("follows")
 
 
 @on_engines(CASES)
