@@ -197,8 +197,11 @@ class Cluster:
         network.set_link(self._machines[_HEAD], host, "down")
 
     def mend(self, host: str) -> None:
-        """Put the link of a host back; Slurm takes some seconds to believe in a host it gave up."""
+        """Put the link of a host back."""
         network.set_link(self._machines[_HEAD], host, "up")
+        # Slurm asks a host that it has given up again only after some 40 s. It refuses this for
+        # one that it hasn't.
+        self.run(["scontrol", "update", f"NodeName={host}", "State=RESUME"], timeout_s=30)
 
     def shape(self, rate: str, queue_ms: int) -> None:
         """Slow all links down to ``rate``, as tc writes it, with so much of a queue before each."""
