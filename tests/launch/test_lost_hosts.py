@@ -42,7 +42,8 @@ def start(cluster: Cluster, *options: str) -> tuple[subprocess.Popen[str], Path]
     return job, folder
 
 
-# Slurm's come first: a host whose link was cut takes it a while to believe in again.
+# Slurm's come first: after a link had been cut and put back an srun once started no rank, and why
+# was not found.
 def test_slurm_ends_ranks_together(cluster: Cluster) -> None:
     allocate = ["salloc", "--quiet", "--nodes=2", "--ntasks=2"]
     argv = [*allocate, *HVDTRAIN, "--elastic", "--", sys.executable, "-c", ELASTIC]
