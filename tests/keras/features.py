@@ -29,6 +29,8 @@ def classifier(**options: Any) -> keras.Model:
 def compare(hvdtrain, make, train) -> keras.Model:
     """Train what ``make()`` returns alone on the chief and together on all ranks."""
     alone = make()
+    # So many steps are done in less time than they are traced.
+    alone.jit_compile, alone.run_eagerly = False, True
     if hvdtrain.is_chief():
         train(alone, JOINT_BATCH)
     elif not alone.optimizer.built:

@@ -39,6 +39,7 @@ def test_a_pattern_of_keras_guides(world, name):
     expected = None
     if world.is_chief():
         alone = pattern.make()
+        alone.run_eagerly = pattern.eager
         told_alone = outcome(pattern.train(alone, JOINT_BATCH))
         expected = told_alone, state(alone)
     told_alone, state_alone = job.collectives().broadcast_object(

@@ -247,6 +247,7 @@ LAYERS: dict[str, Pattern] = {
         BUILT_IN,
         lambda: classifier(metrics=[Hits(), "accuracy"]),
         fit(),
+        eager=False,
     ),
     "a loss of one's own": Pattern(
         BUILT_IN, lambda: stack(layers.Dense(3), loss=Penalized()), fit(X, X[:, :3])

@@ -47,6 +47,7 @@ class Pattern(NamedTuple):
         train: Takes the model and a batch size; returns what the user sees of it.
         often: Whether ``make test-keras`` runs it, and not ``make test-all`` alone.
         since: The first Keras that has what it shows.
+        eager: Whether it can be run step by step, too, which takes less time than to trace it.
     """
 
     guide: str
@@ -54,6 +55,7 @@ class Pattern(NamedTuple):
     train: Train
     often: bool = False
     since: tuple[int, int] = (3, 14)
+    eager: bool = True
 
 
 def state(model: keras.Model) -> list[np.ndarray]:

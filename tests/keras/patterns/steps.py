@@ -359,6 +359,7 @@ STEPS: dict[str, Pattern] = {
         lambda: built(NestedLogs(), metrics=["accuracy", Hits()]),
         fit(**validated),
         often=True,
+        eager=False,
     ),
     "sample weights in a step of one's own": Pattern(
         CUSTOM,
