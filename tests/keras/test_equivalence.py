@@ -17,16 +17,8 @@ def in_buckets(world, monkeypatch):
 # AdamW has clipping and averages of the weights as well; the others differ from it in Keras' rule.
 @pytest.mark.more
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("optimizer", "case"),
-    [
-        ("sgd", "even"),
-        ("adamw", "sample_weight"),
-        ("adamw", "accumulation"),
-    ],
-)
-def test_training_equals_one_process(world, optimizer, case):
-    equals_one_process(world, optimizer, case)
+def test_training_equals_one_process(world):
+    equals_one_process(world, "adamw", "accumulation")
 
 
 @pytest.mark.ranks(2)

@@ -22,7 +22,7 @@ def plain_and_distributed(hvdtrain: Any) -> tuple[keras.Model, keras.Model]:
 
 
 @pytest.mark.essential
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("rows", [1, 2, 7, 53])
 def test_evaluate_is_exact_over_uneven_shards(world, rows):
     alone, together = plain_and_distributed(world)
@@ -83,7 +83,7 @@ def test_validation_split_takes_the_same_rows_as_one_process(world):
 
 
 @pytest.mark.essential
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 4)
 def test_predict_returns_everything_in_order(world):
     alone, together = plain_and_distributed(world)
     expected = alone.predict(X[:53], verbose=0)

@@ -10,7 +10,7 @@ import tensorflow as tf
 import hvdtrain.tensorflow as hvd
 
 ROWS = 4
-several = pytest.mark.ranks(1, 2, 3)
+several = pytest.mark.ranks(1, 3)
 WAYS = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
 
 

@@ -13,7 +13,7 @@ from hvdtrain.keras.data import ShardedInput, ShardPlan, shard_input
 from tests.keras.data.ranks import flat, read
 from tests.keras.data.test_pydataset import Batches
 
-pytestmark = pytest.mark.ranks(2, 3)
+pytestmark = pytest.mark.ranks(3)
 
 
 def _shard(*arguments, **options) -> ShardedInput:

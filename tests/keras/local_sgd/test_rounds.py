@@ -58,7 +58,7 @@ def normalized(**options: Any) -> keras.Model:
     return model
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("outer", [{}, {"outer_learning_rate": 0.7, "outer_momentum": 0.9}])
 def test_ranks_are_alike_after_each_round_and_at_the_end_of_epochs(local_sgd, outer):
     """Also the averages that optimizers keep, which the model ends with, and moving statistics."""

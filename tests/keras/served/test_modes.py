@@ -27,9 +27,9 @@ def alone(tmp_path_factory):
 
 # Where several servers could differ from one: counts and norms over all variables, rows, averages.
 SPREAD = ["accumulation, uneven", "clipnorm", "embedding", "averages"]
-OTHERS = [case for case in oracle.CASES if case not in SPREAD]
 # Where it matters in which order what comes.
 BOUND = ["embedding", "averages", "momentum", "schedule, uneven", "own_step"]
+OTHERS = [case for case in oracle.CASES if case not in SPREAD + BOUND]
 BOUND_0 = {"staleness_bound": 0}
 
 

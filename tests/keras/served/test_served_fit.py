@@ -113,7 +113,6 @@ INPUTS = program("""
     train("steps", plain, known.repeat(), steps_per_epoch=3)
     train("PyDataset", plain, Sequence())
     train("weights", plain, **arrays, sample_weight=rng.random(120))
-    train("classes", plain, **arrays, class_weight={0: 2.0})
     train("several", classifier("sgd", steps_per_execution=3), **arrays)
     train("jit", classifier("sgd", jit_compile=True), **arrays)
     own = OwnStep([keras.Input((8,)), keras.layers.Dense(3)])
@@ -143,7 +142,6 @@ COUNTS = {
     "steps": (12, 4),
     "PyDataset": (30, 8),
     "weights": (32, 8),
-    "classes": (32, 8),
     "several": (32, 8),
     "jit": (32, 8),
     "own": (32, 8),
@@ -154,7 +152,7 @@ COUNTS = {
 
 
 # How input is shared out and read is the same in all modes; these end in different ways.
-ENDS = ["arrays", "unknown length", "steps", "own", "presharded"]
+ENDS = ["unknown length", "steps", "presharded"]
 
 
 @pytest.mark.parametrize(
