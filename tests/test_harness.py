@@ -241,6 +241,22 @@ def test_time_is_told_by_file_the_slowest_first(run_tests, pytester: pytest.Pyte
     )
 
 
+def test_quick_ones_come_first_and_then_each_kind_in_turn(
+    run_tests, pytester: pytest.Pytester
+) -> None:
+    few, more, starts = (
+        f"import pytest\n@pytest.mark.{marker}\ndef test_it(): pass\n"
+        for marker in ("ranks(2)", "ranks(3, 2)", "mpi")
+    )
+    pytester.makepyfile(test_a=few, test_b=more, test_c=starts + "def test_quick(): pass")
+    result = run_tests("def test_one(): pass", "--collect-only", "-q")
+    assert [line for line in result.outlines if "::" in line] == [
+        *("test_c.py::test_quick", "test_it.py::test_one"),
+        *("test_b.py::test_it[np2]", "test_b.py::test_it[np3]"),
+        *("test_c.py::test_it", "test_a.py::test_it[np2]"),
+    ]
+
+
 def test_without_mpirun_a_test_is_skipped_or_fails(run_tests, monkeypatch) -> None:
     monkeypatch.setattr("tests.harness.jobs._mpirun", lambda: None)
     body = """

@@ -27,6 +27,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -262,6 +263,15 @@ def _size(item: pytest.Item) -> int:
     return callspec.params.get(_SIZE, 1) if callspec is not None else 1
 
 
+def _kind(item: pytest.Item) -> str:
+    """What a test takes most of its time for; empty for quick ones."""
+    if item.get_closest_marker("cluster"):
+        return "cluster"
+    if item.get_closest_marker("mpi"):
+        return "mpi"
+    return "ranks" if _size(item) > 1 else ""
+
+
 class _OuterPlugin:
     """Sends the items of several ranks to their sessions; the rest runs as ever."""
 
@@ -275,16 +285,24 @@ class _OuterPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Quick tests first, then the longest, so that none of those is alone at the end."""
+        """Put the quick tests first, and then files of each kind in turn.
 
-        def order(item: pytest.Item) -> int:
-            if item.get_closest_marker("cluster"):
-                return 1
-            if item.get_closest_marker("mpi"):
-                return 2
-            return _size(item) + 1 if _size(item) > 1 else 0
-
-        items.sort(key=order)
+        Those of the cluster wait for most of their time, those on ranks compute, the others do
+        both: side by side they keep the machine busy. The largest of a kind comes first, so that
+        none is alone at the end.
+        """
+        quick = [item for item in items if not _kind(item)]
+        kinds: dict[str, dict[Path, list[pytest.Item]]] = {"cluster": {}, "ranks": {}, "mpi": {}}
+        for item in items:
+            if kind := _kind(item):
+                kinds[kind].setdefault(item.path, []).append(item)
+        queues = [
+            sorted(files.values(), key=lambda file: sum(map(_size, file)), reverse=True)
+            for files in kinds.values()
+        ]
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*queues, fillvalue=[]))
+        # A file's tests on as many ranks share a job.
+        items[:] = [*quick, *(item for file in turns for item in sorted(file, key=_size))]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(
