@@ -6,9 +6,7 @@ core, a fork a hundredth of one.
 
 A fork has what importing leaves behind, which is the same in real programs, but for one thing: the
 order of sets. So there are two servers with different hash seeds, and even and odd ranks are not of
-the same. Random numbers are seeded again. And TensorFlow does without oneDNN in them: looking for
-its kernels takes a seventh of the time of a program with small layers. Programs that are no forks,
-as those of the examples, have it.
+the same. Random numbers are seeded again.
 
 A server ends when its standard input does, and its programs with it.
 """
@@ -63,7 +61,6 @@ _READ_AT_START = (
 )
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
-_ENVIRONMENT = {"TF_ENABLE_ONEDNN_OPTS": "0"}
 _MESSAGE_BYTES = 1 << 20
 _MOST_FILES = 64
 _ABOVE = 512
@@ -149,11 +146,7 @@ class ForkServers:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={
-                    **self._environment,
-                    **_ENVIRONMENT,
-                    "PYTHONHASHSEED": str(random.randrange(1 << 32)),
-                },
+                env={**self._environment, "PYTHONHASHSEED": str(random.randrange(1 << 32))},
                 cwd=Path(__file__).parents[2],
                 start_new_session=True,
             )

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http import HTTPStatus
 
 from dnslib import QTYPE, RCODE, RR, A
 from dnslib.server import BaseResolver, DNSServer
@@ -21,6 +22,8 @@ from tests.kubernetes.node import API_ADDRESS, TOKEN
 
 _DOMAIN = ".svc.cluster.local"
 _TTL_S = 1
+# No answer for so long is one to ask again for; that there is no such name would be a lie.
+_SILENT_S = 20.0
 
 
 class Resolver(BaseResolver):
@@ -54,11 +57,21 @@ def _ask(path: str) -> Mapping:
     )
     # Made by the server for itself, and both are on this node.
     context = ssl._create_unverified_context()
-    try:
-        with urllib.request.urlopen(request, timeout=5, context=context) as answer:
-            return json.load(answer)
-    except (OSError, urllib.error.URLError):
-        return {}
+    until = time.monotonic() + _SILENT_S
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=5, context=context) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code == HTTPStatus.NOT_FOUND:
+                return {}
+            if time.monotonic() > until:
+                raise
+        except OSError:
+            # The machine is busy.
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":
