@@ -51,7 +51,7 @@ def survive(
 
 def _mpi_crashed(done: Completed) -> bool:
     """Whether a loss came while Open MPI activated a communicator; see docs/elastic.md."""
-    return bool(re.search(r"Segmentation fault\n.*\n.* in _shrink\n", done.stderr))
+    return bool(re.search(r"Segmentation fault\n\n.*\n.* in _shrink\n", done.stderr))
 
 
 def accounts(done: Completed, plan: Plan) -> list[dict[str, Any]]:
