@@ -67,6 +67,8 @@ BODY = """
 import hvdtrain
 hvdtrain.init()
 if rank == 1:
+    # The other one is out of init() by then, and so has nothing to say of this.
+    time.sleep(1)
     os._exit(7)
 """
 

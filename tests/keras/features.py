@@ -29,7 +29,7 @@ def classifier(**options: Any) -> keras.Model:
 def compare(hvdtrain, make, train) -> keras.Model:
     """Train what ``make()`` returns alone on the chief and together on all ranks."""
     alone = make()
-    # So many steps are done in less time than they are traced.
+    # These few steps take less time than tracing them does.
     alone.jit_compile, alone.run_eagerly = False, True
     if hvdtrain.is_chief():
         train(alone, JOINT_BATCH)

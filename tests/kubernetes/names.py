@@ -62,12 +62,9 @@ def _ask(path: str) -> Mapping:
         try:
             with urllib.request.urlopen(request, timeout=5, context=context) as answer:
                 return json.load(answer)
-        except urllib.error.HTTPError as error:
-            if error.code == HTTPStatus.NOT_FOUND:
+        except OSError as error:
+            if isinstance(error, urllib.error.HTTPError) and error.code == HTTPStatus.NOT_FOUND:
                 return {}
-            if time.monotonic() > until:
-                raise
-        except OSError:
             # The machine is busy.
             if time.monotonic() > until:
                 raise
