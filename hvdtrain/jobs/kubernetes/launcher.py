@@ -28,12 +28,13 @@ from hvdtrain.jobs.kubernetes.manifests import (
     KEYS_FOLDER,
     SSH_FOLDER,
     SSH_PORT,
+    launcher_host,
 )
 from hvdtrain.jobs.kubernetes.records import hold_own
 from hvdtrain.jobs.kubernetes.run_child import RunChild
 from hvdtrain.jobs.kubernetes.worker_watch import WorkerWatch
 
-__all__ = ["await_workers", "main"]
+__all__ = ["await_own_name", "await_workers", "main"]
 
 POLL_S = 0.5
 # How often it is said for whom it waits, where that does not change.
@@ -52,8 +53,10 @@ def main(arguments: Sequence[str]) -> int:
     hosts = parse_hostfile(listed.read_text(), str(listed))
     watch = _watch(name, hosts[0].slots, child)
     workers = watch.addresses if watch is not None else [host.name for host in hosts]
-    is_turn = (watch is None or _await_earlier(watch, child)) and await_workers(
-        workers, lambda: child.is_ordered
+    is_turn = (
+        (watch is None or _await_earlier(watch, child))
+        and await_workers(workers, lambda: child.is_ordered)
+        and await_own_name(launcher_host(name), lambda: child.is_ordered)
     )
     if not is_turn:
         if watch is not None and watch.was_stopped:
@@ -111,6 +114,34 @@ def await_workers(hosts: Sequence[str], is_ordered: Callable[[], bool]) -> bool:
         return f"{len(missing)} of {len(hosts)} workers ({first})" if missing else ""
 
     return _await(whom, is_ordered)
+
+
+def await_own_name(host: str, is_ordered: Callable[[], bool]) -> bool:
+    """Wait until DNS knows this pod, and no pod before it; False where the job is to stop before.
+
+    Workers of MPICH and Intel MPI come back to the launcher by its name.
+
+    Args:
+        host: The hostname that this pod was given, which is its subdomain, too.
+        is_ordered: Whether the job is to stop.
+    """
+    if socket.gethostname() != host:
+        # In the network of its node it has the node's.
+        return not is_ordered()
+    own = _addresses(host)
+
+    def whom() -> str:
+        found = _addresses(f"{host}.{host}")
+        return "" if found and found <= own else f"DNS to know its own name, {host}"
+
+    return _await(whom, is_ordered)
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        return {str(address[0]) for *_, address in socket.getaddrinfo(host, None)}
+    except socket.gaierror:
+        return set()
 
 
 def _await_earlier(watch: WorkerWatch, child: RunChild) -> bool:

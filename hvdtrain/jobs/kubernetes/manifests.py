@@ -29,6 +29,7 @@ __all__ = [
     "STOP",
     "PodJob",
     "job_objects",
+    "launcher_host",
     "mpijob_objects",
     "plural",
     "resource_of",
@@ -113,6 +114,11 @@ def resource_of(one: Object) -> tuple[str, str]:
     return plural(one["kind"]), group
 
 
+def launcher_host(name: str) -> str:
+    """The hostname of a job's launcher, and the Service by which others know it."""
+    return f"{name}-launcher"
+
+
 def worker_addresses(name: str, workers: int) -> dict[str, str]:
     """The names by which workers are reached, by the names of their pods."""
     pods = [f"{name}-worker-{number}" for number in range(workers)]
@@ -156,7 +162,7 @@ def job_objects(job: PodJob, keys: SshKeys) -> list[Object]:
         _config_map(job),
         _service(job, job.name, "worker"),
         # Workers of Intel MPI and MPICH come back to the launcher by the name that it has itself.
-        _service(job, _launcher_name(job), "launcher"),
+        _service(job, launcher_host(job.name), "launcher"),
         _workers(job),
     ]
 
@@ -201,7 +207,8 @@ def _queue(job: PodJob) -> dict[str, str]:
 
 def _launcher_job(job: PodJob) -> Object:
     pod = _launcher_pod(job, f"{POD_MODULES}.launcher", f"{FOLDER}/hostfile")
-    pod["spec"]["hostname"] = _launcher_name(job)
+    # By the two together it can ask whether DNS has its name: the first alone is in its /etc/hosts.
+    pod["spec"]["hostname"] = pod["spec"]["subdomain"] = launcher_host(job.name)
     pod["spec"]["serviceAccountName"] = job.pods.service_account or job.name
     _wire(pod, job)
     return _object(
@@ -243,10 +250,6 @@ def _workers(job: PodJob) -> Object:
             "template": pod,
         },
     )
-
-
-def _launcher_name(job: PodJob) -> str:
-    return f"{job.name}-launcher"
 
 
 def _service(job: PodJob, name: str, role: str) -> Object:

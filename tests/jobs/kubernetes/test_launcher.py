@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hvdtrain.jobs.kubernetes import launcher
-from hvdtrain.jobs.kubernetes.launcher import await_workers
+from hvdtrain.jobs.kubernetes.launcher import await_own_name, await_workers
 
 
 def test_workers_are_waited_for_until_they_answer(
@@ -36,3 +36,25 @@ def test_workers_are_waited_for_until_they_answer(
     stop_at = time.monotonic() + 0.3
     assert not await_workers(["there"], lambda: time.monotonic() > stop_at)
     assert "Connection refused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("before", [[], ["10.0.0.1"]], ids=["unknown", "of_the_pod_before"])
+def test_the_launcher_waits_until_workers_can_know_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], before: list[str]
+) -> None:
+    """Its own /etc/hosts has its name from the start."""
+    known = {"x-launcher": ["10.0.0.2"], "x-launcher.x-launcher": before}
+
+    def resolve(host: str, port: None) -> list[object]:
+        if not known[host]:
+            raise socket.gaierror("Name or service not known")
+        return [(0, 0, 0, "", (address, 0)) for address in known[host]]
+
+    monkeypatch.setattr(launcher, "POLL_S", 0.05)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert await_own_name("x-launcher", lambda: False), "in the network of its node"
+    monkeypatch.setattr(socket, "gethostname", lambda: "x-launcher")
+    threading.Timer(0.3, known.update, [{"x-launcher.x-launcher": ["10.0.0.2"]}]).start()
+    assert await_own_name("x-launcher", lambda: False)
+    assert known["x-launcher.x-launcher"] == ["10.0.0.2"]
+    assert capsys.readouterr().out == ("hvdtrain: waits for DNS to know its own name, x-launcher\n")
