@@ -74,9 +74,8 @@ class Job:
             assert not over, f"{state}:\n{self.output()}\n{self.cluster.last_words()}"
             time.sleep(0.2)
 
-    def goes_on_once(self, steps: int, timeout_s: float = 120.0) -> None:
-        """Was preempted once, and its second run did what was left."""
-        self.start_again(timeout_s)
+    def went_on_once(self, steps: int, timeout_s: float = 120.0) -> None:
+        """Was preempted once, and its second run, which may not be over yet, did what was left."""
         self.until(lambda: self.shown("JobState") == "COMPLETED", timeout_s)
         assert self.shown("Restarts") == "1", self.output()
         assert self.output().count("is in the queue again") == 1, self.output()
@@ -90,7 +89,12 @@ class Job:
 
     def start_again(self, timeout_s: float) -> None:
         """Let the job's second run begin as soon as it is in the queue."""
-        self.until(lambda: self.shown("JobState") == "PENDING", timeout_s)
+        later = ("PENDING", "RUNNING", "COMPLETED")
+        self.until(
+            lambda: self.shown("Restarts") == "1" and self.shown("JobState") in later, timeout_s
+        )
+        if self.shown("JobState") != "PENDING":
+            return
         # Slurm would let it wait for two minutes, in which it tidies up after the first run.
         stepd = f"slurmstepd: \\[{self.number}\\."
         self.until(lambda: not self.cluster.run(["pgrep", "-f", stepd], timeout_s=20).stdout, 30)
@@ -101,6 +105,7 @@ class Job:
 
 # Short enough for the second run to come to its end, and too long for the first to do so.
 STEPS = 250
+LIMITED_STEPS = 1800
 PROGRAM = f"--steps {STEPS} --every 1000 --step-s 0.05"
 SIGNALLED: dict[str, list[str]] = {
     "all-ranks": ["--signal=USR1"],
@@ -109,13 +114,24 @@ SIGNALLED: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.parametrize("way", SIGNALLED)
-def test_a_signal_leads_to_one_requeue(cluster: Cluster, way: str) -> None:
-    job = Job(cluster, program=PROGRAM)
-    job.until(lambda: len(job.steps()) > 10, 60)
-    told = cluster.run(["scancel", *SIGNALLED[way], job.number], timeout_s=20)
-    assert told.returncode == 0, told
-    job.goes_on_once(STEPS)
+@pytest.fixture(scope="module", autouse=True)
+def limited(cluster: Cluster) -> Job:
+    """One that is told of its limit while the tests before the last one run."""
+    # Slurm looks at its clock now and then, and may tell a minute early.
+    options = ["--time=2", "--signal=B:USR1@60"]
+    return Job(cluster, *options, program=f"--steps {LIMITED_STEPS} --every 1000 --step-s 0.05")
+
+
+def test_a_signal_leads_to_one_requeue(cluster: Cluster) -> None:
+    jobs = {way: Job(cluster, program=PROGRAM) for way in SIGNALLED}
+    for way, job in jobs.items():
+        job.until(lambda job=job: len(job.steps()) > 10, 60)
+        told = cluster.run(["scancel", *SIGNALLED[way], job.number], timeout_s=20)
+        assert told.returncode == 0, told
+    for job in jobs.values():
+        job.start_again(120)
+    for job in jobs.values():
+        job.went_on_once(STEPS)
 
 
 def test_a_signal_to_one_node_leads_to_one_requeue(cluster: Cluster) -> None:
@@ -129,16 +145,8 @@ def test_a_signal_to_one_node_leads_to_one_requeue(cluster: Cluster) -> None:
     assert agents
     for pid in agents:
         os.kill(pid, signal.SIGUSR1)
-    job.goes_on_once(STEPS)
-
-
-def test_a_time_limit_leads_to_one_requeue(cluster: Cluster) -> None:
-    """Slurm looks at its clock now and then, and may tell a minute early."""
-    steps = 1800
-    options = ["--time=2", "--signal=B:USR1@60"]
-    job = Job(cluster, *options, program=f"--steps {steps} --every 1000 --step-s 0.05")
-    job.until(lambda: len(job.steps()) > 10, 60)
-    job.goes_on_once(steps, timeout_s=150)
+    job.start_again(120)
+    job.went_on_once(STEPS)
 
 
 def test_a_real_training_goes_on_in_the_second_run(
@@ -184,3 +192,8 @@ def test_what_is_cancelled_stays_so(cluster: Cluster) -> None:
         time.sleep(0.2)
     time.sleep(3)
     assert (job.shown("JobState"), job.shown("Restarts")) == ("CANCELLED", "0"), job.output()
+
+
+def test_a_time_limit_leads_to_one_requeue(limited: Job) -> None:
+    limited.start_again(150)
+    limited.went_on_once(LIMITED_STEPS, timeout_s=150)
