@@ -13,6 +13,7 @@ import pytest
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import create
 from hvdtrain.config import read_settings
+from tests.harness.forkserver import ForkServers
 from tests.harness.jobs import REPOSITORY
 from tests.launch.jobs import ON_CLUSTER
 from tests.testbed.cluster import Cluster
@@ -29,16 +30,17 @@ def main() -> None:
     digest = hashlib.sha256()
     for dtype in ("float32", "float16", "int64"):
         for size in SIZES:
-            of_ranks = [(np.arange(size) % 7 + rank).astype(dtype) for rank in everyone]
-            mine = of_ranks[engine.rank]
+            of_rank_0 = (np.arange(size) % 7).astype(dtype)
+            mine = of_rank_0 + np.array(engine.rank, dtype)
             total = engine.allreduce(mine, name="numbers")
-            np.testing.assert_array_equal(total, np.sum(of_ranks, axis=0, dtype=dtype))
+            expected = of_rank_0 * np.array(engine.size, dtype) + np.array(sum(everyone), dtype)
+            np.testing.assert_array_equal(total, expected)
             digest.update(total.tobytes())
             rows = engine.allgather(mine[: engine.rank], name="rows")
-            expected = np.concatenate([of_ranks[rank][:rank] for rank in everyone])
+            expected = np.concatenate([of_rank_0[:rank] + rank for rank in everyone])
             np.testing.assert_array_equal(rows, expected)
             of_fifth = engine.broadcast(mine, root=5, name="numbers of rank 5")
-            np.testing.assert_array_equal(of_fifth, of_ranks[5])
+            np.testing.assert_array_equal(of_fifth, of_rank_0 + np.array(5, dtype))
     third = np.full(1000, 1 / 3, "float32") * (engine.rank + 1)
     digest.update(engine.allreduce(third, "average", name="rounded").tobytes())
     digests = engine.allgather_object(digest.hexdigest(), name="digest")
@@ -49,14 +51,15 @@ def main() -> None:
 
 @pytest.mark.more
 @pytest.mark.cluster
-def test_sixteen_ranks_on_sixteen_hosts() -> None:
+def test_sixteen_ranks_on_sixteen_hosts(fork_servers: ForkServers) -> None:
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    with Cluster(size=HOSTS) as cluster:
+    with Cluster(size=HOSTS, shared=[fork_servers.folder]) as cluster:
         hosts = ",".join(f"{host}:1" for host in cluster.hosts)
         done = cluster.run(
             [
                 *(f"{sys.prefix}/bin/mpirun", "--prefix", sys.prefix, "-H", hosts),
-                *(sys.executable, "-m", "tests.collectives.test_sixteen_hosts"),
+                *("-x", "HVDTRAIN_TEST_FORKSERVERS"),
+                *(*fork_servers.python(), "-m", "tests.collectives.test_sixteen_hosts"),
             ],
             env={**ON_CLUSTER, **root, "OMPI_MCA_osc": "^ucx"},
             cwd=REPOSITORY,

@@ -199,14 +199,14 @@ def test_another_chief_goes_on(elastic) -> None:
 
 
 @pytest.mark.slow
-def test_lines_and_bars_share_a_terminal(tmp_path: Path) -> None:
+def test_lines_and_bars_share_a_terminal(forked_python: list[str], tmp_path: Path) -> None:
     program = FIT + (
         "for verbose in (0, 1):\n"
         "    model.fit(x, y, batch_size=8, epochs=2, verbose=verbose, validation_data=(x, y),\n"
         "              callbacks=[hvdtrain.StepLog(), Slow(0.05)])\n"
         "    print('done', verbose)\n"
     )
-    raw = _run_on_terminal([sys.executable, "-c", program], tmp_path)
+    raw = _run_on_terminal([*forked_python, "-c", program], tmp_path)
     own, keras_bar, _ = re.split(r"done \d", raw)
     assert re.search(r"epoch 1/2 \[=+\.*\] \d+/13", own)
     kinds = ["step 10", "epoch 1/2", "step 20", "epoch 2/2"]
@@ -218,14 +218,16 @@ def test_lines_and_bars_share_a_terminal(tmp_path: Path) -> None:
     assert [_kind(line) for line in lines] == kinds
 
 
-def test_the_chief_draws_on_the_terminal_of_mpirun(mpirun, tmp_path: Path) -> None:
+def test_the_chief_draws_on_the_terminal_of_mpirun(
+    mpirun, forked_python: list[str], tmp_path: Path
+) -> None:
     program = FIT + (
         "hvdtrain.init()\n"
         "hvdtrain.distribute(model)\n"
         "model.fit(x, y, batch_size=8, epochs=2, verbose=0,\n"
         "          callbacks=[hvdtrain.StepLog(5), Slow(0.1)])\n"
     )
-    raw = _run_on_terminal(mpirun(2, [sys.executable, "-c", program]), tmp_path)
+    raw = _run_on_terminal(mpirun(2, [*forked_python, "-c", program]), tmp_path)
     # 7 joint steps an epoch.
     assert re.search(r"epoch 1/2 \[=+\.*\] \d/7", raw)
     kinds = ["step 5", "epoch 1/2", "step 10", "epoch 2/2"]

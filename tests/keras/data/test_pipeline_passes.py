@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data.pipeline_passes import PipelinePasses, reshuffling
-from tests.harness.jobs import REPOSITORY
 
 # Pipelines take tenths of a second each.
 pytestmark = pytest.mark.slow
@@ -80,20 +78,15 @@ def _resumed(make: Callable[[], Dataset]) -> list[list[int]]:
 
 
 @pytest.mark.more
-def test_a_fresh_process_goes_on_in_the_order_of_an_uninterrupted_one() -> None:
+def test_a_fresh_process_goes_on_in_the_order_of_an_uninterrupted_one(
+    run_command: Any, forked_python: list[str]
+) -> None:
     code = (
         "import json; from tests.keras.data import test_pipeline_passes as t; "
         "print(json.dumps({name: t._resumed(make) for name, (make, *_) in t.PIPELINES.items()}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_command([*forked_python, "-c", code], timeout_s=110)
+    assert done.returncode == 0, done
     found = json.loads(done.stdout.splitlines()[-1])
     for name, (make, *_) in PIPELINES.items():
         assert found[name] == _orders(make, EPOCH + 2)[EPOCH:], name

@@ -1,7 +1,6 @@
 """Where workers wait for each other, training is that of one process on the joint batch."""
 
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +14,10 @@ PROGRAM = Path(oracle.__file__)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(tmp_path_factory, fork_servers):
     """A folder with what plain Keras makes of the joint batches."""
     folder = tmp_path_factory.mktemp("alone")
-
-    command = [sys.executable, os.fspath(PROGRAM), os.fspath(folder)]
+    command = [*fork_servers.python(), os.fspath(PROGRAM), os.fspath(folder)]
     done = run_job(command, folder=folder, timeout_s=200, environment=clean_environment())
     assert done.returncode == 0, done
     return folder
