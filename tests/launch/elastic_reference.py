@@ -96,9 +96,12 @@ def model_of(kind: str, notes: Path | None) -> keras.Model:
     if kind == "two optimizers":
         model.of_first = keras.optimizers.SGD(0.05, momentum=0.9)
     reduction = {"weights": "mean_with_sample_weight", "sum": "sum"}.get(kind, "mean")
-    optimizer: Any = keras.optimizers.Adam(0.01)
+    # Adam would not see gradients that are all too large by the same factor.
+    optimizer: Any = keras.optimizers.SGD(0.002 if kind == "sum" else 0.02, momentum=0.9)
+    if kind == "two optimizers":
+        optimizer = keras.optimizers.Adam(0.01)
     if kind == "accumulating":
-        optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+        optimizer = keras.optimizers.SGD(0.02, momentum=0.9, gradient_accumulation_steps=2)
     if kind == "weights":
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.5)
     if kind == "scaled rate":
