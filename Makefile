@@ -13,8 +13,6 @@ NP ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 # Processes that run tests side by side, each with jobs of its own.
 WORKERS ?= 3
-# One more for all of the tests: many of those on the cluster wait.
-ALL_WORKERS ?= 4
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
 # What `make test` runs, and `make test-all` before the rest.
 FIRST := not cluster and not more and (essential or not (mpi or training and in_job))
@@ -69,7 +67,8 @@ quick: $(VENV)/.dev
 test: $(VENV)/.dev
 	$(PYTEST) --file-times -m "$(FIRST)"
 
-test-all: private WORKERS := $(ALL_WORKERS)
+# Many of those on the cluster wait.
+test-all: private WORKERS := 4
 test-all: test
 	$(PYTEST) --file-times -m "not ($(FIRST))"
 
