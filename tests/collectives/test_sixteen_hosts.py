@@ -13,7 +13,7 @@ import pytest
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import create
 from hvdtrain.config import read_settings
-from tests.harness.forkserver import ForkServers
+from tests.harness.forkserver import SERVERS, ForkServers
 from tests.harness.jobs import REPOSITORY
 from tests.launch.jobs import ON_CLUSTER
 from tests.testbed.cluster import Cluster
@@ -58,7 +58,7 @@ def test_sixteen_ranks_on_sixteen_hosts(fork_servers: ForkServers) -> None:
         done = cluster.run(
             [
                 *(f"{sys.prefix}/bin/mpirun", "--prefix", sys.prefix, "-H", hosts),
-                *("-x", "HVDTRAIN_TEST_FORKSERVERS"),
+                *("-x", SERVERS),
                 *(*fork_servers.python(), "-m", "tests.collectives.test_sixteen_hosts"),
             ],
             env={**ON_CLUSTER, **root, "OMPI_MCA_osc": "^ucx"},

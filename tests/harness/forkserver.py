@@ -39,7 +39,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ForkServers", "can_fork"]
+__all__ = ["SERVERS", "ForkServers", "can_fork"]
 
 # Where programs find the servers: their sockets are ``0`` and ``1`` in this folder.
 SERVERS = "HVDTRAIN_TEST_FORKSERVERS"

@@ -8,6 +8,7 @@ what the dead rank took with it, is given to the single process as one batch.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -87,6 +88,22 @@ class Die(keras.callbacks.Callback):
         self._left -= 1
 
 
+def optimizer_of(kind: str) -> keras.optimizers.Optimizer:
+    """Mostly SGD: Adam would not see gradients that are all too large by the same factor."""
+    momentum = functools.partial(keras.optimizers.SGD, momentum=0.9)
+    if kind == "weights":
+        return momentum(0.05, clipnorm=0.5)
+    if kind == "sum":
+        return momentum(0.002)
+    if kind == "scaled rate":
+        return momentum(hvdtrain.scale_learning_rate(0.01))
+    if kind == "accumulating":
+        return momentum(0.02, gradient_accumulation_steps=2)
+    if kind == "two optimizers":
+        return keras.optimizers.Adam(0.01)
+    return momentum(0.02)
+
+
 def model_of(kind: str, notes: Path | None) -> keras.Model:
     """Compiled; the same weights each time."""
     keras.utils.set_random_seed(3)
@@ -96,17 +113,7 @@ def model_of(kind: str, notes: Path | None) -> keras.Model:
     if kind == "two optimizers":
         model.of_first = keras.optimizers.SGD(0.05, momentum=0.9)
     reduction = {"weights": "mean_with_sample_weight", "sum": "sum"}.get(kind, "mean")
-    # Adam would not see gradients that are all too large by the same factor.
-    optimizer: Any = keras.optimizers.SGD(0.002 if kind == "sum" else 0.02, momentum=0.9)
-    if kind == "two optimizers":
-        optimizer = keras.optimizers.Adam(0.01)
-    if kind == "accumulating":
-        optimizer = keras.optimizers.SGD(0.02, momentum=0.9, gradient_accumulation_steps=2)
-    if kind == "weights":
-        optimizer = keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.5)
-    if kind == "scaled rate":
-        optimizer = keras.optimizers.SGD(hvdtrain.scale_learning_rate(0.01), momentum=0.9)
-    model.compile(optimizer, Squares(reduction, notes))
+    model.compile(optimizer_of(kind), Squares(reduction, notes))
     return model
 
 

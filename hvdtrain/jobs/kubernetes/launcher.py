@@ -128,11 +128,10 @@ def await_own_name(host: str, is_ordered: Callable[[], bool]) -> bool:
     if socket.gethostname() != host:
         # In the network of its node it has the node's.
         return not is_ordered()
-    own = _addresses(host)
 
     def whom() -> str:
         found = _addresses(f"{host}.{host}")
-        return "" if found and found <= own else f"DNS to know its own name, {host}"
+        return "" if found and found <= _addresses(host) else f"DNS to know its own name, {host}"
 
     return _await(whom, is_ordered)
 

@@ -57,4 +57,4 @@ def test_the_launcher_waits_until_workers_can_know_it(
     threading.Timer(0.3, known.update, [{"x-launcher.x-launcher": ["10.0.0.2"]}]).start()
     assert await_own_name("x-launcher", lambda: False)
     assert known["x-launcher.x-launcher"] == ["10.0.0.2"]
-    assert capsys.readouterr().out == ("hvdtrain: waits for DNS to know its own name, x-launcher\n")
+    assert capsys.readouterr().out == "hvdtrain: waits for DNS to know its own name, x-launcher\n"
