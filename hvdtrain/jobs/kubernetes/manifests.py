@@ -261,8 +261,9 @@ def _service(job: PodJob, name: str, role: str) -> Object:
         name,
         spec={
             "clusterIP": "None",
-            # Names are there before sshd is: who waits for a name sees who is still missing.
-            "publishNotReadyAddresses": True,
+            # Workers' names are there before sshd is: who waits for them sees who is still missing.
+            # That of the launcher is no more that of one which is to end.
+            "publishNotReadyAddresses": role == "worker",
             "selector": _selector(job, role),
             "ports": [{"name": "ssh", "port": SSH_PORT}],
         },

@@ -80,6 +80,19 @@ def test_a_job_is_objects_of_any_cluster() -> None:
     assert all(rule["resourceNames"] for rule in rights), "its own objects alone"
 
 
+def test_pods_have_names_and_the_launcher_one_while_it_is_the_only_one() -> None:
+    """Of a launcher that is to end the name is no more; a worker that comes has it at once."""
+    objects = job_objects(_job(), make_keys())
+    services = {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "Service"}
+    early = {name: spec["publishNotReadyAddresses"] for name, spec in services.items()}
+    assert early == {"train-1": True, "train-1-launcher": False}
+    launcher = _by_kind(objects)["Job"]["spec"]["template"]
+    selected = services["train-1-launcher"]["selector"]
+    assert launcher["metadata"]["labels"].items() >= selected.items()
+    named = launcher["spec"]["hostname"], launcher["spec"]["subdomain"]
+    assert named == ("train-1-launcher", "train-1-launcher")
+
+
 def test_words_survive_yaml() -> None:
     objects = job_objects(_job(), make_keys())
     assert list(yaml.safe_load_all(as_yaml(objects))) == objects
