@@ -31,16 +31,15 @@ def main() -> None:
     for dtype in ("float32", "float16", "int64"):
         for size in SIZES:
             of_rank_0 = (np.arange(size) % 7).astype(dtype)
-            mine = of_rank_0 + np.array(engine.rank, dtype)
+            mine = of_rank_0 + engine.rank
             total = engine.allreduce(mine, name="numbers")
-            expected = of_rank_0 * np.array(engine.size, dtype) + np.array(sum(everyone), dtype)
-            np.testing.assert_array_equal(total, expected)
+            np.testing.assert_array_equal(total, of_rank_0 * engine.size + sum(everyone))
             digest.update(total.tobytes())
             rows = engine.allgather(mine[: engine.rank], name="rows")
             expected = np.concatenate([of_rank_0[:rank] + rank for rank in everyone])
             np.testing.assert_array_equal(rows, expected)
             of_fifth = engine.broadcast(mine, root=5, name="numbers of rank 5")
-            np.testing.assert_array_equal(of_fifth, of_rank_0 + np.array(5, dtype))
+            np.testing.assert_array_equal(of_fifth, of_rank_0 + 5)
     third = np.full(1000, 1 / 3, "float32") * (engine.rank + 1)
     digest.update(engine.allreduce(third, "average", name="rounded").tobytes())
     digests = engine.allgather_object(digest.hexdigest(), name="digest")

@@ -93,13 +93,15 @@ class Job:
         self.until(
             lambda: self.shown("Restarts") == "1" and self.shown("JobState") in later, timeout_s
         )
-        if self.shown("JobState") != "PENDING":
-            return
-        # Slurm would let it wait for two minutes, in which it tidies up after the first run.
-        stepd = f"slurmstepd: \\[{self.number}\\."
-        self.until(lambda: not self.cluster.run(["pgrep", "-f", stepd], timeout_s=20).stdout, 30)
-        # Nodes refuse a credential of the second in which they revoked the first run's.
-        changes = [f"JobId={self.number}", "StartTime=now+2", "TimeLimit=5"]
+        # Once is to be told of the limit.
+        changes = [f"JobId={self.number}", "TimeLimit=5"]
+        if self.shown("JobState") == "PENDING":
+            # Slurm would let it wait for two minutes, in which it tidies up after the first run.
+            stepd = f"slurmstepd: \\[{self.number}\\."
+            running = ["pgrep", "-f", stepd]
+            self.until(lambda: not self.cluster.run(running, timeout_s=20).stdout, 30)
+            # Nodes refuse a credential of the second in which they revoked the first run's.
+            changes.append("StartTime=now+2")
         self.cluster.run(["scontrol", "update", *changes], timeout_s=20)
 
 
@@ -116,7 +118,7 @@ SIGNALLED: dict[str, list[str]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def limited(cluster: Cluster) -> Job:
-    """One that is told of its limit while the tests before the last one run."""
+    """One that is told of its limit while other tests run."""
     # Slurm looks at its clock now and then, and may tell a minute early.
     options = ["--time=2", "--signal=B:USR1@60"]
     return Job(cluster, *options, program=f"--steps {LIMITED_STEPS} --every 1000 --step-s 0.05")
@@ -182,6 +184,11 @@ def test_what_slurm_queues_again_is_queued_once(cluster: Cluster) -> None:
     assert len(steps) < STEPS + 50, "it went on from a checkpoint"
 
 
+def test_a_time_limit_leads_to_one_requeue(limited: Job) -> None:
+    limited.start_again(150)
+    limited.went_on_once(LIMITED_STEPS, timeout_s=150)
+
+
 def test_what_is_cancelled_stays_so(cluster: Cluster) -> None:
     job = Job(cluster, program=PROGRAM)
     job.until(lambda: len(job.steps()) > 10, 60)
@@ -192,8 +199,3 @@ def test_what_is_cancelled_stays_so(cluster: Cluster) -> None:
         time.sleep(0.2)
     time.sleep(3)
     assert (job.shown("JobState"), job.shown("Restarts")) == ("CANCELLED", "0"), job.output()
-
-
-def test_a_time_limit_leads_to_one_requeue(limited: Job) -> None:
-    limited.start_again(150)
-    limited.went_on_once(LIMITED_STEPS, timeout_s=150)
