@@ -59,7 +59,7 @@ def enter_job() -> World:
     # Reached only when asked for: this imports TensorFlow.
     from hvdtrain.tensorflow import devices, random_seed
 
-    devices.set_placement(settings)
+    devices.set_up(settings)
     serves = topology.rank in roles.servers
     gpus = None if serves else devices.visible_gpus(socket.gethostname(), os.environ)
     common = settings.in_common

@@ -26,6 +26,7 @@ SEEN = ("2.21", "2.21")
 try:
     from tensorflow.core.framework import attr_value_pb2
     from tensorflow.core.protobuf import cluster_pb2, tensorflow_server_pb2
+    from tensorflow.python.autograph.core import config as autograph
     from tensorflow.python.client.session import BaseSession
     from tensorflow.python.eager import context
     from tensorflow.python.eager.polymorphic_function import atomic_function
@@ -45,6 +46,7 @@ __all__ = [
     "complete_functions",
     "connect",
     "control_flow_context",
+    "convert_nothing_of",
     "draws_anew",
     "function_graph",
     "global_seed",
@@ -73,6 +75,7 @@ HOOKS: dict[Any, tuple[str, ...]] = {
     tf.data.Dataset: ("_functions", "_inputs", "_variant_tensor"),
     BaseSession: ("_do_run", "_extend_graph"),
     atomic_function: ("from_func_graph",),
+    autograph: ("CONVERSION_RULES", "DoNotConvert"),
     context.Context: (
         "abort_collective_ops",
         "config",
@@ -247,6 +250,17 @@ def complete_functions(complete: Callable[[Any], list[tf.Operation]]) -> None:
     if not hasattr(atomic_function, _REPLACED):
         atomic_function.from_func_graph = make_complete
         setattr(atomic_function, _REPLACED, True)
+
+
+def convert_nothing_of(package: str) -> None:
+    """Let functions of TensorFlow take the code of a package as it is written; once.
+
+    AutoGraph otherwise translates each Python function that one of them calls, which takes longer
+    than to trace them all. Publicly, that can be said of single functions alone.
+    """
+    if not hasattr(autograph, _REPLACED):
+        autograph.CONVERSION_RULES = (autograph.DoNotConvert(package), *autograph.CONVERSION_RULES)
+        setattr(autograph, _REPLACED, True)
 
 
 # Datasets.

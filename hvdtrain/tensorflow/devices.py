@@ -32,7 +32,7 @@ __all__ = [
     "bind",
     "compute_beside_buckets",
     "means",
-    "set_placement",
+    "set_up",
     "tower_devices",
     "visible_gpus",
 ]
@@ -144,14 +144,16 @@ def bind(
     return [gpus[mine[0]] if gpus and mine else "" for gpus, mine in zip(visible, chosen)]
 
 
-def set_placement(settings: Settings) -> None:
-    """Tell TensorFlow whether devices are a wish or an order, and whether to print them.
+def set_up(settings: Settings) -> None:
+    """Tell TensorFlow how to take hvdtrain's code, and devices: as a wish or an order, and printed.
 
     Raises:
         LaunchError: TensorFlow uses its devices already, and can't be told to print them; or it
             lacks what hvdtrain needs of it.
     """
     private_tensorflow.check()
+    # No code of hvdtrain's branches or loops over the values of tensors.
+    private_tensorflow.convert_nothing_of("hvdtrain")
     tf.config.set_soft_device_placement(settings.soft_placement)
     if not settings.log_device_placement:
         return

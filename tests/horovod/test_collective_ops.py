@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +131,24 @@ def test_compression(world, compression, compiled):
     assert result.dtype == tf.float32
     whole = tf.constant([2**20 + 1])
     assert allreduce(whole, compression=chosen, op=Max).numpy() == [2**20 + 1]
+
+
+@pytest.mark.ranks(1)
+def test_of_a_function_autograph_translates_what_is_the_users(world):
+    frames: list[str] = []
+
+    class Looks(Compression.none):
+        @classmethod
+        def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
+            frames.extend(frame.name for frame in traceback.extract_stack())
+            return super().compress(tensor)
+
+    @tf.function
+    def step(tensor: tf.Tensor) -> tf.Tensor:
+        return allreduce(tensor, compression=Looks)
+
+    step(tf.ones(3))
+    assert [name for name in frames if name.startswith("tf__")] == ["tf__step"]
 
 
 @several

@@ -27,7 +27,7 @@ def test_what_is_missing_is_named(monkeypatch, kind: type | ModuleType, name: st
     for owner in [owner for owner in owners if name in vars(owner)]:
         monkeypatch.delattr(owner, name)
     with pytest.raises(LaunchError) as caught:
-        devices.set_placement(Settings())
+        devices.set_up(Settings())
     assert f"TensorFlow {tf.__version__} lacks {kind.__name__}.{name}, which" in str(caught.value)
 
 
