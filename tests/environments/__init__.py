@@ -4,8 +4,8 @@
 a file ``NAME.txt`` for each, with what pip installs; ``packages.txt`` has the Debian packages that
 they use.
 
-Those with another MPI or Keras, and with PyTorch, are in ``.venvs`` and find everything else in the
-project's own environment. Those with Horovod have nothing of that and take minutes, so they are in
+Those with another MPI or Keras, with PyTorch, and ``optional`` are in ``.venvs`` and find everything
+else in the project's own environment. Those with Horovod have nothing of that and take minutes, so they are in
 the user's cache, for all checkouts, under names that tell what they are made of.
 
 ``horovod-optimised`` and ``torch`` are for benchmarks (``make bench``), and made when named.
@@ -34,6 +34,7 @@ __all__ = [
     "HOROVODS_PYTHON",
     "KERAS",
     "KUBERNETES",
+    "OPTIONAL",
     "PEERS",
     "SAME",
     "SYSTEM_MPIRUN",
@@ -54,6 +55,8 @@ HOROVODS = ("horovod", *SAME, *BELOW)
 # What hvdtrain is compared with; no test needs it.
 PEERS = (*SAME, "torch")
 KUBERNETES = "kubernetes"
+# Packages that hvdtrain goes without.
+OPTIONAL = "optional"
 # The ends of what pyproject.toml allows.
 KERAS = ("keras-oldest", "keras-newest")
 # The last Python that the TensorFlow which Horovod builds against runs on.

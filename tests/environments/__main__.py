@@ -20,6 +20,7 @@ from tests.environments import (
     HOROVODS_PYTHON,
     KERAS,
     KUBERNETES,
+    OPTIONAL,
     PEERS,
     SYSTEM_MPIRUN,
     build_of,
@@ -72,14 +73,16 @@ def make(name: str) -> None:
 
 
 def make_light(name: str) -> None:
-    """An MPI or a Keras of its own; everything else is that of the Python which runs this."""
+    """Some packages of its own; everything else is that of the Python which runs this."""
     folder = folder_of(name)
     run(sys.executable, "-m", "venv", "--clear", "--without-pip", folder)
     if requirements := requirements_of(name):
-        prefix = ["--prefix", str(folder), "--ignore-installed"]
+        options = ["--prefix", str(folder)]
+        if name != OPTIONAL:
+            options.append("--ignore-installed")
         if name in KERAS:
-            prefix.append("--no-deps")
-        run(sys.executable, "-m", "pip", *PIP, "install", *prefix, *requirements)
+            options.append("--no-deps")
+        run(sys.executable, "-m", "pip", *PIP, "install", *options, *requirements)
     find_in(folder, Path(sysconfig.get_path("purelib")))
 
 

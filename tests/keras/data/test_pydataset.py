@@ -7,7 +7,6 @@ import time
 import keras
 import numpy as np
 import pytest
-import scipy.sparse
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import ShardPlan, shard_input
@@ -167,17 +166,6 @@ def test_forms_of_batches() -> None:
         shard_on_ranks(1, lambda _: Form(lambda x, y: (x, y, x, y)))
     with pytest.raises(ValueError, match="__getitem__"):
         shard_on_ranks(1, lambda _: Form(lambda x, y: "text"))
-
-
-def test_sparse_batches() -> None:
-    class Sparse(Batches):
-        def __getitem__(self, index: int):
-            x, y = super().__getitem__(index)
-            return scipy.sparse.csr_matrix(x), y
-
-    for step in read(shard_on_ranks(1, lambda _: Sparse(5))[0]):
-        dense = keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(step.batch[0], sparse=False))
-        assert dense[:, 0].tolist() == step.ids
 
 
 def test_class_weights() -> None:
