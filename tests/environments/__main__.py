@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import compileall
 import fcntl
 import os
 import re
@@ -77,12 +78,14 @@ def make_light(name: str) -> None:
     folder = folder_of(name)
     run(sys.executable, "-m", "venv", "--clear", "--without-pip", folder)
     if requirements := requirements_of(name):
-        options = ["--prefix", str(folder)]
+        options = ["--prefix", str(folder), "--no-warn-conflicts", "--no-compile"]
         if name != OPTIONAL:
             options.append("--ignore-installed")
         if name in KERAS:
             options.append("--no-deps")
         run(sys.executable, "-m", "pip", *PIP, "install", *options, *requirements)
+        # pip does this on one core.
+        compileall.compile_dir(folder, quiet=2, workers=0)
     find_in(folder, Path(sysconfig.get_path("purelib")))
 
 
