@@ -4,9 +4,9 @@
 a file ``NAME.txt`` for each, with what pip installs; ``packages.txt`` has the Debian packages that
 they use.
 
-Those with another MPI or Keras, with PyTorch, and ``optional`` are in ``.venvs`` and find everything
-else in the project's own environment. Those with Horovod have nothing of that and take minutes, so they are in
-the user's cache, for all checkouts, under names that tell what they are made of.
+Those with another MPI or Keras, with PyTorch, and ``optional`` are in ``.venvs`` and find all else
+in the project's own environment. Those with Horovod have nothing of that and take minutes, so
+they are in the user's cache, for all checkouts, under names that tell what they are made of.
 
 ``horovod-optimised`` and ``torch`` are for benchmarks (``make bench``), and made when named.
 ``kubernetes`` is no environment of Python's but programs, which ``kubernetes.py`` builds; it is in
