@@ -98,7 +98,8 @@ if [ "$restarts" -ge "${HVDTRAIN_MAX_REQUEUES:-100}" ]; then
 elif ! command -v scontrol >/dev/null; then
     echo "slurm/train.sh: preempted, and not queued again: scontrol is not on this node's PATH." \
         "On a login node: scontrol requeue $SLURM_JOB_ID" >&2
-elif scontrol requeue "$SLURM_JOB_ID"; then
+elif (trap '' TERM && exec scontrol requeue "$SLURM_JOB_ID"); then
+    # Slurm then ends what runs in the job: scontrol, too, which would not have come back yet.
     echo "slurm/train.sh: preempted; job $SLURM_JOB_ID is in the queue again" >&2
 else
     echo "slurm/train.sh: preempted, and scontrol did not queue it again" >&2

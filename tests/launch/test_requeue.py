@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -29,6 +30,7 @@ class Job:
         options: For sbatch.
         program: Arguments of the program, after a folder.
         words: The program itself; the stand-in unless told.
+        first_on_path: A folder of programs.
     """
 
     def __init__(
@@ -37,11 +39,14 @@ class Job:
         *options: str,
         program: str = "",
         words: Sequence[str] = ("-m", "tests.launch.standin"),
+        first_on_path: Path | None = None,
     ) -> None:
         self.cluster = cluster
         self.folder = Path(cluster.folder, f"requeue-{time.monotonic_ns()}")
         self.folder.mkdir()
         environ = {**ON_CLUSTER, "PYTHON": sys.executable, "HVDTRAIN_MAX_REQUEUES": "1"}
+        if first_on_path is not None:
+            environ["PATH"] = f"{first_on_path}{os.pathsep}{os.environ['PATH']}"
         limits = ["--nodes=3", f"--ntasks={RANKS}", "--time=5", f"--output={self.folder}/out"]
         script = str(REPOSITORY / "slurm" / "train.sh")
         argv = ["sbatch", "--parsable", *limits, *options, script]
@@ -136,8 +141,21 @@ def test_a_signal_leads_to_one_requeue(cluster: Cluster) -> None:
         job.went_on_once(STEPS)
 
 
+# On a busy machine it has not come back when Slurm ends all that runs in the job.
+SLOW_SCONTROL = """#!/bin/sh
+{scontrol} "$@"
+code=$?
+sleep 1
+exit $code
+"""
+
+
 def test_a_signal_to_one_node_leads_to_one_requeue(cluster: Cluster) -> None:
-    job = Job(cluster, program=PROGRAM)
+    slow = Path(cluster.folder, "slow", "scontrol")
+    slow.parent.mkdir()
+    slow.write_text(SLOW_SCONTROL.format(scontrol=shutil.which("scontrol")))
+    slow.chmod(0o755)
+    job = Job(cluster, program=PROGRAM, first_on_path=slow.parent)
     job.until(lambda: len(job.steps()) > 10, 60)
     agents = [
         process.pid
