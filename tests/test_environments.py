@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests import environments
-from tests.environments import build_of, missing_environment, requirements_of, stamp_of
+from tests.environments import (
+    HOROVODS_PYTHON,
+    build_of,
+    missing_environment,
+    requirements_of,
+    stamp_of,
+)
 from tests.harness.jobs import REPOSITORY
 
 
@@ -40,6 +48,24 @@ def test_an_optimised_horovod_is_another_build_of_the_same() -> None:
     assert requirements_of("horovod-optimised") == requirements_of("horovod")
     assert build_of("horovod").keys() - build_of("horovod-optimised").keys() == {"HOROVOD_DEBUG"}
     assert stamp_of("horovod-optimised")[1] != stamp_of("horovod")[1]
+
+
+def test_horovod_is_built_once_for_a_python_however_that_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, shim = (tmp_path / way / HOROVODS_PYTHON for way in ("link", "shim"))
+    link.parent.mkdir()
+    link.symlink_to(sys.executable)
+    shim.parent.mkdir()
+    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    shim.chmod(0o755)
+    made_of = set()
+    for program in (link, shim):
+        monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.defpath}")
+        environments._digest.cache_clear()
+        made_of.add(stamp_of("horovod")[1])
+    environments._digest.cache_clear()
+    assert len(made_of) == 1
 
 
 @pytest.mark.parametrize(("required", "outcome"), [("mpi", "skipped"), ("mpi,mpich", "failed")])

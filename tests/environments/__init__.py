@@ -105,8 +105,7 @@ def _digest(name: str) -> str:
         return hashlib.sha256((HERE / "kubernetes.py").read_bytes()).hexdigest()
     layers = [requirements_of(layer) for layer in (name, BELOW.get(name)) if layer]
     if name in HOROVODS:
-        python = os.path.realpath(shutil.which(HOROVODS_PYTHON) or "")
-        made_of = repr((layers, python, _system_mpi(), sorted(build_of(name).items())))
+        made_of = repr((layers, _horovods_python(), _system_mpi(), sorted(build_of(name).items())))
     else:
         made_of = repr((layers, sys.prefix, sys.version))
     return hashlib.sha256(made_of.encode()).hexdigest()
@@ -125,6 +124,16 @@ def missing_environment(name: str) -> str | None:
         if "(Open MPI) 4." not in text:
             return f"{SYSTEM_MPIRUN} is {text!r}, not Open MPI 4; install Debian's openmpi-bin"
     return None
+
+
+def _horovods_python() -> str:
+    """The Python itself, be it found by a link, in a virtual environment or through a shim."""
+    program = shutil.which(HOROVODS_PYTHON)
+    if program is None:
+        return "nothing"
+    argv = [program, "-I", "-c", "import sys; print(sys.base_prefix, sys.version)"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
+    return done.stdout.strip()
 
 
 def _system_mpi() -> str:
