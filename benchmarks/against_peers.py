@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import signal
 import sys
@@ -23,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from figures import place_of_figures
 from peers.plan import RANKS, Sizes, full_sizes, make_plan, quick_sizes
 from peers.running import run_plan
 from peers.summary import Values, collect, report
@@ -104,11 +104,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one small job of each way")
     parser.add_argument("--json", type=Path, help="write every job's figures there")
     parser.add_argument("--markdown", type=Path, help="write the tables there, too")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw figures there (SVG)")
-    asked = parser.parse_args(arguments)
-    if asked.plots and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plots needs matplotlib, which is not installed: pip install matplotlib")
-    return asked
+    parser.add_argument(
+        "--plots", type=place_of_figures, metavar="FOLDER", help="draw figures there (SVG)"
+    )
+    return parser.parse_args(arguments)
 
 
 def draw(

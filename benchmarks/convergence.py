@@ -12,7 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from modes import LOCAL_MODES, MODES, WORKERS, save_figure, train
+from figures import place_of_figures, save_figure
+from modes import LOCAL_MODES, MODES, WORKERS, train
 
 ALL = {**MODES, **LOCAL_MODES}
 LEAST_ACCURACY = 97.0
@@ -34,7 +35,9 @@ def main() -> None:
     )
     parser.add_argument("--modes", nargs="+", choices=ALL, default=[*ALL], help="default: all")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    parser.add_argument("--plot", type=Path, help="draw loss over time (SVG, PNG or PDF)")
+    parser.add_argument(
+        "--plot", type=place_of_figures, help="draw loss over time (SVG, PNG or PDF)"
+    )
     asked = parser.parse_args()
     arguments = ["--epochs", asked.epochs, "--batch-size", asked.batch_size]
     arguments += ["--learning-rate", asked.learning_rate]

@@ -13,7 +13,7 @@ from typing import Any
 
 from jobs import run_job
 
-__all__ = ["LOCAL_MODES", "MODES", "WORKERS", "Mode", "save_figure", "train"]
+__all__ = ["LOCAL_MODES", "MODES", "WORKERS", "Mode", "train"]
 
 WORKERS = 3
 JOB_TIMEOUT_S = 1800.0
@@ -75,13 +75,3 @@ def train(mode: Mode, program: str, arguments: Sequence[str]) -> list[dict[str, 
         argv = [*run, "--", sys.executable, here / program, folder, *arguments]
         run_job(argv, mode.label, {"PYTHONPATH": python}, JOB_TIMEOUT_S)
         return [json.loads(file.read_text()) for file in sorted(Path(folder).glob("*.json"))]
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure; the same figures give the same file."""
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "hvdtrain"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    print(f"written to {path}")

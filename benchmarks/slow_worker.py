@@ -14,7 +14,8 @@ import json
 from pathlib import Path
 from statistics import mean
 
-from modes import MODES, WORKERS, Mode, save_figure, train
+from figures import place_of_figures, save_figure
+from modes import MODES, WORKERS, Mode, train
 
 SLOW_RANK = WORKERS - 1
 # What is asked of the others' speed, in percent of their own.
@@ -30,7 +31,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of each worker; default %(default)s")
     parser.add_argument("--times", type=float, default=4.0, help="slower; default %(default)s")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    parser.add_argument("--plot", type=Path, help="draw them (SVG, PNG or PDF)")
+    parser.add_argument("--plot", type=place_of_figures, help="draw them (SVG, PNG or PDF)")
     asked = parser.parse_args()
     pace = ["--step-ms", str(asked.step_ms), "--steps", str(asked.steps)]
     slow = ["--slow-rank", str(SLOW_RANK), "--times", str(asked.times)]

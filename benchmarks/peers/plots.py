@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from modes import save_figure
+from figures import save_figure
 
 from peers.plan import Sizes
 from peers.summary import MODELS, Values
