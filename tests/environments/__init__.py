@@ -128,17 +128,18 @@ def missing_environment(name: str) -> str | None:
 
 def _horovods_python() -> str:
     """The Python itself, be it found by a link, in a virtual environment or through a shim."""
-    program = shutil.which(HOROVODS_PYTHON)
-    if program is None:
-        return "nothing"
-    argv = [program, "-I", "-c", "import sys; print(sys.base_prefix, sys.version)"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
-    return done.stdout.strip()
+    return _answer_of(
+        HOROVODS_PYTHON, "-I", "-c", "import sys; print(sys.base_prefix, sys.version)"
+    )
 
 
 def _system_mpi() -> str:
-    program = shutil.which(SYSTEM_MPIRUN)
+    return _answer_of(SYSTEM_MPIRUN, "--version")
+
+
+def _answer_of(name: str, *arguments: str) -> str:
+    program = shutil.which(name)
     if program is None:
         return "nothing"
-    done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=20)
     return done.stdout.strip()
