@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
@@ -18,12 +20,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from hvdtrain.jobs.spec import BackendKind
 from hvdtrain.serve.index import JobIndex
 from hvdtrain.serve.job_api import JobApi
 from hvdtrain.serve.live import LiveApi
 from hvdtrain.serve.metrics_export import export
-from hvdtrain.serve.policy import Policy
-from hvdtrain.serve.security import COOKIE, SESSION_S, Guard, Keys
+from hvdtrain.serve.security import COOKIE, SESSION_S, Guard, Keys, OneTimeCodes
 from hvdtrain.serve.static_files import StaticFiles
 from hvdtrain.serve.tensorboard_api import TensorBoardApi
 from hvdtrain.serve.tensorboard_site import AtHost, TensorBoardSite
@@ -34,15 +36,17 @@ __all__ = ["make_app"]
 
 STATIC = Path(__file__).with_name("static")
 _MOST_FORM = 4096
+_ENTER = '<!doctype html><meta http-equiv="refresh" content="0; url=/"><title>hvdtrain</title>'
 
 
 def make_app(
     index: JobIndex,
     keys: Keys,
-    policy: Policy,
     *,
     hosts: Collection[str],
     scheme: str = "http",
+    codes: OneTimeCodes | None = None,
+    read_only: bool = False,
     environ: Mapping[str, str] | None = None,
     tensorboard_host: str = "",
     rank_metrics: bool = False,
@@ -52,15 +56,18 @@ def make_app(
     Args:
         index: All jobs.
         keys: Tell who may see them.
-        policy: What may be started.
         hosts: What may stand in the header Host.
         scheme: http or https.
+        codes: Codes that log in once each.
+        read_only: Whether nothing may be started, stopped or changed.
         environ: Variables for what is started; those of this process if not given.
         tensorboard_host: The name, with the port, at which browsers find TensorBoards; empty where
             they find none.
         rank_metrics: Whether Prometheus is told of each rank, too.
     """
     boards = TensorBoards()
+    # Without TensorBoards their name is not answered to, whatever cookies are still around.
+    has_site = bool(tensorboard_host) and not read_only
     site = TensorBoardSite(boards, keys, f"{scheme}://{tensorboard_host}")
     closing = asyncio.Event()
 
@@ -73,8 +80,11 @@ def make_app(
         await boards.close()
 
     files = StaticFiles(STATIC)
-    session = _Session(keys, policy, files, secure=scheme == "https")
-    jobs = JobApi(index, policy, os.environ if environ is None else environ)
+    session = _Session(
+        keys, codes or OneTimeCodes(0), files, secure=scheme == "https", read_only=read_only
+    )
+    jobs = JobApi(index, os.environ if environ is None else environ)
+    tensorboard = TensorBoardApi(index, boards, site if has_site else None, read_only=read_only)
 
     async def index_page(_: Request) -> Response:
         return files.page("index.html")
@@ -89,13 +99,13 @@ def make_app(
             *session.routes(),
             *jobs.routes(),
             *LiveApi(index, closing).routes(),
-            *TensorBoardApi(index, policy, boards, site if tensorboard_host else None).routes(),
+            *tensorboard.routes(),
             Route("/metrics", metrics, methods=["GET"]),
             Route("/static/{path:path}", files.answer, methods=["GET"]),
         ],
         middleware=[
-            *([Middleware(AtHost, other=site, host=tensorboard_host)] if tensorboard_host else []),
-            Middleware(Guard, keys=keys, hosts=hosts, scheme=scheme),
+            *([Middleware(AtHost, other=site, host=tensorboard_host)] if has_site else []),
+            Middleware(Guard, keys=keys, hosts=hosts, scheme=scheme, read_only=read_only),
         ],
         lifespan=lifespan,
     )
@@ -104,11 +114,20 @@ def make_app(
 class _Session:
     """Logging in and out."""
 
-    def __init__(self, keys: Keys, policy: Policy, files: StaticFiles, *, secure: bool) -> None:
+    def __init__(
+        self,
+        keys: Keys,
+        codes: OneTimeCodes,
+        files: StaticFiles,
+        *,
+        secure: bool,
+        read_only: bool,
+    ) -> None:
         self._keys = keys
+        self._codes = codes
         self._files = files
-        self._policy = policy
         self._secure = secure
+        self._read_only = read_only
 
     def routes(self) -> list[Route]:
         return [
@@ -118,8 +137,10 @@ class _Session:
         ]
 
     async def login(self, request: Request) -> Response:
-        """Ask for the token, or take it for a cookie; the link of ``--open`` brings it along."""
-        given = request.query_params.get("token", "")
+        """Give a cookie for the token in a form, or for the one-time code in a link of ``--open``.
+
+        The token itself is not accepted in a URL, which browsers keep and other users may see.
+        """
         if request.method == "POST":
             body = bytearray()
             async for chunk in request.stream():
@@ -127,18 +148,26 @@ class _Session:
                 if len(body) > _MOST_FORM:
                     return Response("That is too long.\n", 413)
             given = parse_qs(body.decode("ascii", "replace")).get("token", [""])[0].strip()
-        if self._keys.is_token(given):
-            answer = RedirectResponse("/", 303)
-            answer.set_cookie(
-                COOKIE,
-                self._keys.session(time.time()),
-                max_age=SESSION_S,
-                httponly=True,
-                samesite="strict",
-                secure=self._secure,
-            )
-            return answer
+            if self._keys.is_token(given):
+                return self._let_in(RedirectResponse("/", 303))
+        else:
+            given = request.query_params.get("code", "")
+            if request.method == "GET" and self._codes.redeem(given) is not None:
+                # A redirect would not do: the link may come from a file, and where another site
+                # began a chain of redirects, browsers send no strict cookie.
+                return self._let_in(Response(_ENTER, media_type="text/html"))
         return self._files.page("login.html", 403 if given else 200)
+
+    def _let_in(self, answer: Response) -> Response:
+        answer.set_cookie(
+            COOKIE,
+            self._keys.session(time.time()),
+            max_age=SESSION_S,
+            httponly=True,
+            samesite="strict",
+            secure=self._secure,
+        )
+        return answer
 
     async def logout(self, _: Request) -> Response:
         """Forget the cookie."""
@@ -148,15 +177,23 @@ class _Session:
 
     async def about(self, request: Request) -> Response:
         """Answer with what a page needs to know to ask for more."""
-        policy = self._policy
         return JSONResponse(
             {
                 "csrf": self._keys.csrf(request.cookies.get(COOKIE, "")),
                 "version": __version__,
                 "now": time.time(),
-                "folders": [str(path) for path in policy.folders],
-                "programs": list(policy.programs),
-                "backends": list(policy.backends),
-                "read_only": not policy.allows_something,
+                "folder": os.getcwd(),
+                "backends": _backends(),
+                "read_only": self._read_only,
             }
         )
+
+
+def _backends() -> list[BackendKind]:
+    """The backends that jobs can be submitted to from here."""
+    found: list[BackendKind] = ["local"]
+    if shutil.which("sbatch"):
+        found.append("slurm")
+    if importlib.util.find_spec("kubernetes"):
+        found.append("kubernetes")
+    return found

@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
-import os
-import shutil
 import socket
-import sys
 import webbrowser
-from collections.abc import Sequence
-from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING
 
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.jobs.naming import add_jobs_dir, directory_of
-from hvdtrain.jobs.spec import BackendKind
-from hvdtrain.serve.policy import Policy
+
+if TYPE_CHECKING:
+    from hvdtrain.serve.private_folder import PrivateFolder
+    from hvdtrain.serve.security import OneTimeCodes
 
 __all__ = ["add_arguments", "run"]
 
@@ -26,10 +23,13 @@ logger = logging.getLogger(__package__)
 PORT = 8264
 TOKEN = ".serve-token"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
+# Long enough to copy a link to another machine.
+CODE_S = 300.0
 _EPILOG = """\
 The page shows and steers the jobs of one folder. It may be ended at any time: jobs go on, and
-nothing is lost. Whoever has the token in that folder (.serve-token) may see and start jobs as you.
-From another machine: ssh -L 8264:localhost:8264 HOST, and open the same link there.
+nothing is lost. Whoever has the token in that folder (.serve-token) can run any program as you,
+unless --read-only is given.
+From another machine: ssh -L 8264:localhost:8264 HOST, and open http://localhost:8264/ there.
 """
 
 
@@ -54,27 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="tell Prometheus of each rank of jobs that run as well: some series for each",
     )
-    may = parser.add_argument_group("what may be started from the page")
-    may.add_argument(
-        "--allow-folder",
-        action="append",
-        metavar="DIR",
-        help="jobs may run there and below; may be repeated; default: here",
+    parser.add_argument(
+        "--read-only",
+        action="store_true",
+        help="start, stop and change nothing; without it whoever has the token can run programs "
+        "as you",
     )
-    may.add_argument(
-        "--allow-program",
-        action="append",
-        metavar="PROGRAM",
-        help="what a job's command may begin with; may be repeated; default: python, and this one",
-    )
-    may.add_argument(
-        "--allow-backend",
-        action="append",
-        choices=get_args(BackendKind),
-        help="who may run jobs; may be repeated; default: local, and slurm where sbatch is; "
-        "kubernetes lets whoever has the token run any image with your rights there",
-    )
-    may.add_argument("--read-only", action="store_true", help="nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -104,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from hvdtrain.serve.app import make_app
     from hvdtrain.serve.index import JobIndex
-    from hvdtrain.serve.security import Keys, allowed_hosts, read_token
+    from hvdtrain.serve.security import Keys, OneTimeCodes, allowed_hosts, read_token
     from hvdtrain.serve.tensorboard_site import HOST as TENSORBOARD_HOST
 
     directory = directory_of(arguments)
@@ -112,22 +97,28 @@ def run(arguments: argparse.Namespace) -> int:
     listener = _listen(arguments.host, arguments.port)
     port = listener.getsockname()[1]
     scheme = "https" if tls else "http"
+    codes = OneTimeCodes(CODE_S)
     app = make_app(
         JobIndex(directory),
         Keys(token),
-        _policy(arguments),
         hosts=allowed_hosts(arguments.host, port, arguments.name),
         scheme=scheme,
+        codes=codes,
+        read_only=arguments.read_only,
         # No certificate is for that name.
         rank_metrics=arguments.rank_metrics,
         tensorboard_host="" if tls else f"{TENSORBOARD_HOST}:{port}",
     )
-    link = f"{scheme}://localhost:{port}/login?token={token}"
-    logger.info(f"jobs of {directory} are at {scheme}://localhost:{port}/")
-    if arguments.open and not webbrowser.open(link):
-        logger.info(f"no browser could be opened; the link that logs in: {link}")
-    elif not arguments.open:
-        logger.info(f"the token is in {directory / TOKEN}; --open puts it into a link")
+    page = f"{scheme}://localhost:{port}/"
+    logger.info(f"jobs of {directory} are at {page}")
+    redirect = None
+    if arguments.open:
+        redirect = _open_browser(page, codes)
+        logger.info(
+            f"if no browser opens: {_link(page, codes)} logs in once, within {CODE_S:.0f} s"
+        )
+    else:
+        logger.info(f"the token is in {directory / TOKEN}; --open logs a browser in")
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -138,20 +129,32 @@ def run(arguments: argparse.Namespace) -> int:
         timeout_graceful_shutdown=2,
         ws="none",
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    try:
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        if redirect is not None:
+            redirect.remove()
     return 0
 
 
-def _policy(arguments: argparse.Namespace) -> Policy:
-    if arguments.read_only:
-        return Policy()
-    folders: Sequence[str] = arguments.allow_folder or [os.getcwd()]
-    slurm = ["slurm"] if shutil.which("sbatch") else []
-    return Policy(
-        folders=[Path(folder).absolute() for folder in folders],
-        programs=arguments.allow_program or ["python", sys.executable],
-        backends=arguments.allow_backend or ["local", *slurm],
-    )
+def _link(page: str, codes: OneTimeCodes) -> str:
+    return f"{page}login?code={codes.issue('')}"
+
+
+def _open_browser(page: str, codes: OneTimeCodes) -> PrivateFolder:
+    """Open a browser that is logged in; return the folder with the file that it opens.
+
+    Other users see the arguments of every process. So the browser gets only the path of a file,
+    which this user alone can read and which leads to a link with a one-time code.
+    """
+    from hvdtrain.serve.private_folder import PrivateFolder
+
+    folder = PrivateFolder("hvdtrain-open-")
+    file = folder.path / "open.html"
+    refresh = f'<meta http-equiv="refresh" content="0; url={_link(page, codes)}">'
+    file.write_text(f"<!doctype html>{refresh}<title>hvdtrain</title>\n", encoding="ascii")
+    webbrowser.open(file.as_uri())
+    return folder
 
 
 def _listen(host: str, port: int) -> socket.socket:

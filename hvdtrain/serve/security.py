@@ -20,12 +20,21 @@ from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import cookie_parser
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["COOKIE", "CSRF_HEADER", "READING", "Guard", "Keys", "allowed_hosts", "read_token"]
+__all__ = [
+    "COOKIE",
+    "CSRF_HEADER",
+    "READING",
+    "Guard",
+    "Keys",
+    "OneTimeCodes",
+    "allowed_hosts",
+    "read_token",
+]
 
 COOKIE = "hvdtrain_session"
 CSRF_HEADER = "x-csrf-token"
@@ -33,6 +42,8 @@ SESSION_S = 30 * 86400
 READING = ("GET", "HEAD")
 # Reached without a cookie: where one is given out, and what the page that asks for it looks like.
 _OPEN = ("/login", "/favicon.ico")
+# The only routes that accept POST with --read-only: they change nothing but the cookie.
+_SESSION = ("/login", "/logout")
 _STATIC = "/static/"
 _METHODS = (*READING, "POST")
 _HEADERS = {
@@ -117,6 +128,31 @@ class Keys:
         return hmac.new(self.token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
+class OneTimeCodes:
+    """Codes for links; each is valid once, for a limited time, in this process alone.
+
+    Args:
+        valid_s: Seconds until an unused code expires.
+    """
+
+    def __init__(self, valid_s: float) -> None:
+        self._valid_s = valid_s
+        self._values: dict[str, tuple[str, float]] = {}
+
+    def issue(self, value: str) -> str:
+        """Return a new code that stands for ``value``."""
+        now = time.monotonic()
+        self._values = {code: kept for code, kept in self._values.items() if kept[1] > now}
+        code = secrets.token_urlsafe(32)
+        self._values[code] = (value, now + self._valid_s)
+        return code
+
+    def redeem(self, code: str) -> str | None:
+        """Return what a code stands for and invalidate it; None if it is not valid (any more)."""
+        value, until = self._values.pop(code, ("", 0.0))
+        return value if time.monotonic() < until else None
+
+
 class Guard:
     """An ASGI middleware that lets nobody in but those who may come.
 
@@ -125,11 +161,21 @@ class Guard:
         keys: Tell who may.
         hosts: What may stand in Host, and with ``scheme`` before it in Origin.
         scheme: http or https.
+        read_only: Whether to refuse every request that could change something, whatever its route.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, hosts: Collection[str], scheme: str) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        hosts: Collection[str],
+        scheme: str,
+        *,
+        read_only: bool = False,
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._read_only = read_only
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(f"{scheme}://{host}" for host in self._hosts)
 
@@ -168,7 +214,12 @@ class Guard:
         path: str = scope["path"]
         if path in _OPEN or path.startswith(_STATIC):
             return None
-        return self._without_session(scope, headers)
+        if refusal := self._without_session(scope, headers):
+            return refusal
+        if self._read_only and scope["method"] not in READING and path not in _SESSION:
+            words = "hvdtrain serve runs with --read-only: it starts, stops and changes nothing."
+            return JSONResponse({"error": words}, 403)
+        return None
 
     def _without_session(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         kind, _, given = headers.get("authorization", "").partition(" ")

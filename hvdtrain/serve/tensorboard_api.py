@@ -17,7 +17,6 @@ from hvdtrain.errors import JobError
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.serve.event_files import find_event_folder
 from hvdtrain.serve.index import JobIndex
-from hvdtrain.serve.policy import Policy
 from hvdtrain.serve.requests import acting, job_of
 from hvdtrain.serve.tensorboard_site import TensorBoardSite
 from hvdtrain.serve.tensorboards import TensorBoards
@@ -39,20 +38,21 @@ class TensorBoardApi:
 
     Args:
         index: All jobs.
-        policy: Below which folders others than a job's own may be shown.
         boards: Those that run.
         site: Where they are shown; None where they can't be.
+        read_only: Whether none may be started.
     """
 
     def __init__(
         self,
         index: JobIndex,
-        policy: Policy,
         boards: TensorBoards,
         site: TensorBoardSite | None,
+        *,
+        read_only: bool,
     ) -> None:
         self._index = index
-        self._policy = policy
+        self._read_only = read_only
         self._boards = boards
         self._site = site
 
@@ -87,10 +87,10 @@ class TensorBoardApi:
         return {"url": self._site.link(job.name)}
 
     def _why_not(self) -> str:
+        if self._read_only:
+            return "This page starts nothing (--read-only), and so no TensorBoard."
         if self._site is None:
             return _NO_NAME
-        if not self._policy.allows_something:
-            return "This page starts nothing (--read-only), and so no TensorBoard."
         return "" if importlib.util.find_spec("tensorboard") else _MISSING
 
     def _found(self, job: JobFolder) -> Path | None:
@@ -100,19 +100,10 @@ class TensorBoardApi:
         return find_event_folder(view.folder, view.program, view.created_s, view.ended_s)
 
     def _named(self, job: JobFolder, given: object) -> Path:
-        """The folder that is asked for, if it may be shown."""
+        """The folder that is asked for; whoever may ask may run programs, so that any will do."""
         if not isinstance(given, str) or not given or "\0" in given:
             raise JobError(f"folder is {given!r}; expected one with event files.")
-        own = job.spec().folder
-        real = Path(os.path.realpath(Path(own, given)))
+        real = Path(os.path.realpath(Path(job.spec().folder, given)))
         if not real.is_dir():
             raise JobError(f"there is no folder {real}")
-        allowed = [own, *map(str, self._policy.folders)]
-        is_below = any(real.is_relative_to(os.path.realpath(one)) for one in allowed)
-        found = None if is_below else self._found(job)
-        if not is_below and (found is None or str(real) != os.path.realpath(found)):
-            raise JobError(
-                f"the folder {given!r} may not be shown from the page; allowed, and all below: "
-                f"{', '.join(allowed)} (--allow-folder adds one)"
-            )
         return real

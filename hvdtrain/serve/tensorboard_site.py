@@ -9,7 +9,6 @@ page's guard refuses what it asks. Who has logged in to the page gets a key to i
 from __future__ import annotations
 
 import re
-import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 
@@ -19,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hvdtrain.serve.security import READING, Keys
+from hvdtrain.serve.security import READING, Keys, OneTimeCodes
 from hvdtrain.serve.tensorboards import TensorBoards, prefix_of
 
 __all__ = ["AtHost", "TensorBoardSite"]
@@ -81,16 +80,12 @@ class TensorBoardSite:
         self._boards = boards
         self._keys = keys
         self._origin = origin
-        # The key and what it opens: the name of a job, and until when.
-        self._doors: dict[str, tuple[str, float]] = {}
+        # Each stands for the name of a job.
+        self._doors = OneTimeCodes(KEY_S)
 
     def link(self, name: str) -> str:
         """A link to the TensorBoard of a job that lets somebody in, once and soon."""
-        now = time.monotonic()
-        self._doors = {key: door for key, door in self._doors.items() if door[1] > now}
-        key = secrets.token_urlsafe(32)
-        self._doors[key] = (name, now + KEY_S)
-        return f"{self._origin}/enter?key={key}"
+        return f"{self._origin}/enter?key={self._doors.issue(name)}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -120,8 +115,8 @@ class TensorBoardSite:
         return await self._ask(client, found[1], request)
 
     def _enter(self, key: str) -> Response:
-        name, until = self._doors.pop(key, ("", 0.0))
-        if time.monotonic() > until:
+        name = self._doors.redeem(key)
+        if name is None:
             return PlainTextResponse("This link was used. Open it from the job's page.\n", 403)
         answer = RedirectResponse(f"{prefix_of(name)}/", 303)
         answer.set_cookie(

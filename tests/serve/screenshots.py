@@ -78,7 +78,8 @@ def _save(page: Any, path: Path, height: int) -> None:
 def show(folder: Path, server: Server, browser: Any) -> None:
     """Save the three images: while one job runs and two have come to their end."""
     page = browser.new_page(viewport={"width": WIDTH, "height": 900}, color_scheme="light")
-    page.goto(f"{server.url}/login?token={server.token}")
+    page.request.post(f"{server.url}/login", form={"token": server.token})
+    page.goto(f"{server.url}/")
     rows = page.locator("tbody tr")
     rows.nth(len(_ENDED)).wait_for()
     names = [rows.nth(at).locator("a").inner_text() for at in range(len(_ENDED) + 1)]

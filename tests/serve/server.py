@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ class Server:
     Args:
         jobs_dir: The folder of jobs.
         options: Further options.
+        environ: Further variables.
 
     Attributes:
         process: The process.
@@ -28,11 +30,13 @@ class Server:
         token: Lets somebody in.
     """
 
-    def __init__(self, jobs_dir: Path, *options: str) -> None:
+    def __init__(
+        self, jobs_dir: Path, *options: str, environ: Mapping[str, str] | None = None
+    ) -> None:
         argv = [sys.executable, "-m", "hvdtrain", "serve", "--port", "0"]
         self.process = subprocess.Popen(
             [*argv, "--jobs-dir", str(jobs_dir), *options],
-            env=clean_environment(),
+            env={**clean_environment(), **(environ or {})},
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -89,19 +89,25 @@ class Site:
         self.server = self._serve()
 
     def _serve(self) -> subprocess.Popen[bytes]:
+        # Stands for the user's browser, and notes what it is to open.
+        opened = self.folder / "opened.txt"
+        program = self.folder / "browser"
+        program.write_text(f'#!/bin/sh\nprintf %s "$1" > {opened}\n')
+        program.chmod(0o700)
         server = subprocess.Popen(
             [
-                *(sys.executable, "-m", "hvdtrain", "serve", "--port", "0"),
-                *("--jobs-dir", str(self.folder / "jobs"), "--allow-program", sys.executable),
+                *(sys.executable, "-m", "hvdtrain", "serve", "--port", "0", "--open"),
+                *("--jobs-dir", str(self.folder / "jobs")),
             ],
-            env=with_mark(self.mark),
+            env={**with_mark(self.mark), "BROWSER": str(program)},
             cwd=self.folder,
             stderr=subprocess.PIPE,
         )
         assert server.stderr is not None
         self.url = server.stderr.readline().decode().split()[-1].rstrip("/")
-        token = (self.folder / "jobs" / ".serve-token").read_text().strip()
-        self.page.goto(f"{self.url}/login?token={token}")
+        server.stderr.readline()
+        self.page.goto(opened.read_text())
+        self.page.wait_for_url(f"{self.url}/", timeout=60e3)
         return server
 
     def kill(self) -> None:

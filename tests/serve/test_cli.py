@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
+import stat
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -50,6 +54,40 @@ def test_it_may_be_killed_at_any_time(tmp_path: Path, job: JobFolder) -> None:
         again.process.send_signal(signal.SIGTERM)
         said = again.process.communicate(timeout=20)[1]
     assert (again.process.returncode, "Traceback" in said) == (-signal.SIGTERM, False), said
+
+
+@pytest.mark.slow
+def test_no_command_line_and_no_lasting_link_has_the_token(tmp_path: Path) -> None:
+    browser, opened = tmp_path / "browser", tmp_path / "opened.txt"
+    browser.write_text(f'#!/bin/sh\nprintf "%s" "$*" > {opened}\n')
+    browser.chmod(0o700)
+    server = Server(tmp_path / "jobs", "--open", environ={"BROWSER": str(browser)})
+    try:
+        assert server.process.stderr is not None
+        printed = server.process.stderr.readline()
+        shown = opened.read_text()
+        assert shown.startswith("file:///")
+        assert not [text for text in (server.token, "code=") if text in shown]
+        file = Path(shown.removeprefix("file://"))
+        # Nobody else can look into the folder.
+        assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+        links = [
+            found[1]
+            for text in (file.read_text(), printed)
+            if (found := re.search(r"(http://localhost:\d+/login\?code=[\w-]+)", text))
+        ]
+        assert len({*links}) == 2
+        assert server.token not in "".join([file.read_text(), printed])
+        for link in links:
+            with urllib.request.urlopen(link, timeout=20) as answer:
+                assert "hvdtrain_session" in answer.headers["set-cookie"]
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(link, timeout=20)
+        server.process.send_signal(signal.SIGINT)
+        server.process.communicate(timeout=20)
+        assert not file.parent.exists()
+    finally:
+        server.kill()
 
 
 def test_only_this_host_is_listened_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

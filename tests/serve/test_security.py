@@ -16,11 +16,19 @@ from hvdtrain.jobs.folder import create_job
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.serve.app import make_app
 from hvdtrain.serve.index import JobIndex
-from hvdtrain.serve.policy import Policy
-from hvdtrain.serve.security import COOKIE, CSRF_HEADER, Keys, allowed_hosts, read_token
+from hvdtrain.serve.security import (
+    COOKIE,
+    CSRF_HEADER,
+    READING,
+    Keys,
+    OneTimeCodes,
+    allowed_hosts,
+    read_token,
+)
 
 TOKEN = "a-token-of-the-tests"
 BASE = "http://localhost:8264"
+CODES = OneTimeCodes(60)
 WAYS = ("/stop", "/restart", "/clone", "/tensorboard")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")
 
@@ -30,14 +38,14 @@ def client(tmp_path: Path) -> Iterator[TestClient]:
     """Nobody yet: a browser that has not logged in."""
     create_job(tmp_path, JobSpec(options=(), program=("a.py",), folder="/", created_s=1.0))
     hosts = allowed_hosts("127.0.0.1", 8264)
-    app = make_app(JobIndex(tmp_path), Keys(TOKEN), Policy(), hosts=hosts, environ={})
+    app = make_app(JobIndex(tmp_path), Keys(TOKEN), hosts=hosts, environ={}, codes=CODES)
     with TestClient(app, base_url=BASE, follow_redirects=False) as client:
         yield client
 
 
 @pytest.fixture
 def logged_in(client: TestClient) -> TestClient:
-    assert client.get("/login", params={"token": TOKEN}).status_code == 303
+    assert client.post("/login", data={"token": TOKEN}).status_code == 303
     return client
 
 
@@ -111,9 +119,58 @@ def test_a_program_comes_in_with_the_token(client: TestClient) -> None:
     assert 'hvdtrain_jobs{state="unknown"} 1.0' in shown.text
 
 
+def test_a_code_logs_in_once_and_the_token_in_a_link_never(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "set-cookie" not in client.get("/login", params={"token": TOKEN}).headers
+    code = CODES.issue("")
+    assert "set-cookie" not in client.head("/login", params={"code": code}).headers
+    entered = client.get("/login", params={"code": code})
+    assert "SameSite=strict" in entered.headers["set-cookie"]
+    # A redirect from a file would lose the strict cookie.
+    assert (entered.status_code, '"0; url=/"' in entered.text) == (200, True)
+    assert client.get("/api/jobs").status_code == 200
+    client.cookies.clear()
+    again = client.get("/login", params={"code": code})
+    assert (again.status_code, "set-cookie" in again.headers) == (403, False)
+    late, now = CODES.issue(""), time.monotonic()
+    monkeypatch.setattr("hvdtrain.serve.security.time.monotonic", lambda: now + 61)
+    assert client.get("/login", params={"code": late}).status_code == 403
+
+
+def test_read_only_refuses_every_route_that_is_not_for_reading(tmp_path: Path) -> None:
+    job = create_job(tmp_path, JobSpec(options=(), program=("a.py",), folder="/", created_s=1.0))
+    hosts = allowed_hosts("127.0.0.1", 8264)
+    codes = {}
+    for read_only in (False, True):
+        app = make_app(
+            JobIndex(tmp_path), Keys(TOKEN), hosts=hosts, environ={}, read_only=read_only
+        )
+        # Those that no application of ours routes to are refused by the guard, before any route.
+        acting = [
+            (method, route.path.replace("{name}", job.name))
+            for route in app.routes
+            if isinstance(route, Route)
+            for method in sorted(route.methods or ())
+            if method not in READING
+        ]
+        with TestClient(app, base_url=BASE, follow_redirects=False) as client:
+            client.headers["authorization"] = f"Bearer {TOKEN}"
+            answers = {way: client.request(*way, json={}) for way in acting}
+            codes[read_only] = {way: answer.status_code for way, answer in answers.items()}
+            for (_, path), answer in answers.items():
+                refused = path not in ("/login", "/logout") and read_only
+                assert ("--read-only" in answer.text) == refused, path
+    assert {path for _, path in codes[True]} >= {"/api/jobs", "/api/plan", "/login", "/logout"}
+    ways = codes[True].keys() - {("POST", "/login"), ("POST", "/logout")}
+    assert len(ways) >= len(WAYS) + 2
+    assert {codes[True][way] for way in ways} == {403}
+    assert 403 not in {codes[False][way] for way in ways}
+
+
 def test_a_wrong_token_gets_no_cookie(client: TestClient) -> None:
     for answer in (
-        client.get("/login", params={"token": "wrong"}),
+        client.get("/login", params={"code": "wrong"}),
         client.post("/login", content="token=wrong"),
         client.post("/login", content=b"\xff=\xff&token"),
     ):

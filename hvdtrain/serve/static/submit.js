@@ -1,6 +1,6 @@
 // Hands a job over: what is to run, the plan of it, and only then the start.
 import { post, session } from "./api.js";
-import { debounced, field, h, newId, setText } from "./dom.js";
+import { debounced, field, h, setText } from "./dom.js";
 import { complain, say } from "./notices.js";
 import { jobLink } from "./router.js";
 import { joinWords, splitWords } from "./words.js";
@@ -35,13 +35,7 @@ function refuse(main) {
       h(
         "p",
         {},
-        "Start it without that, or with ",
-        h("code", {}, "--allow-folder DIR"),
-        ", ",
-        h("code", {}, "--allow-program PROGRAM"),
-        " and ",
-        h("code", {}, "--allow-backend local"),
-        " for what may run.",
+        "Without that option, whoever has the token can run programs as the user who started it.",
       ),
     ),
   );
@@ -63,7 +57,7 @@ function gpuWords(count, backend) {
 
 const BACKENDS = { local: "this machine's queue", slurm: "Slurm", kubernetes: "Kubernetes" };
 
-function fill(main, { folders, programs, backends }) {
+function fill(main, { folder: here, backends }) {
   const text = (more = {}) =>
     h("input", { type: "text", spellcheck: "false", autocapitalize: "off", autocomplete: "off", ...more });
   const program = h("textarea", {
@@ -71,10 +65,9 @@ function fill(main, { folders, programs, backends }) {
     required: true,
     spellcheck: "false",
     autocapitalize: "off",
-    placeholder: `${programs[0]} train.py --epochs 20`,
+    placeholder: "python train.py --epochs 20",
   });
-  const list = newId("folders");
-  const folder = text({ value: folders[0], list, required: true });
+  const folder = text({ value: here, required: true });
   const ranks = h("input", {
     type: "number",
     min: 1,
@@ -133,19 +126,8 @@ function fill(main, { folders, programs, backends }) {
       h(
         "section",
         { class: "card" },
-        field("Program", program, `What every rank runs. It begins with ${programs.join(" or ")}.`),
-        field(
-          "Working directory",
-          folder,
-          folders.length > 1
-            ? `One of these, or below: ${folders.join(", ")}`
-            : `This, or a folder below ${folders[0]}`,
-        ),
-        h(
-          "datalist",
-          { id: list },
-          folders.map((value) => h("option", { value })),
-        ),
+        field("Program", program, "What every rank runs."),
+        field("Working directory", folder),
       ),
       h(
         "section",
