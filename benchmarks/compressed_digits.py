@@ -18,7 +18,7 @@ from statistics import median
 
 from cluster_jobs import REPOSITORY, shaped_cluster
 
-FORMS = ("none", "fp16", "bf16", "int8", "powersgd:4", "topk:0.05", "topk:0.01")
+FORMS = ("none", "fp16", "bf16", "int8", "powersgd:4")
 JOB_TIMEOUT_S = 900.0
 
 

@@ -33,7 +33,6 @@ def test_an_empty_environment_gives_the_defaults():
         ("log_device_placement", "1", True),
         ("compression", "int8", "int8"),
         ("compression", "powersgd:4", "powersgd:4"),
-        ("compression", "topk:1", "topk:1"),
         ("mode", "sync-ps", "sync-ps"),
         ("mode", "towers", "towers"),
         ("mode", "local-sgd", "local-sgd"),
@@ -220,7 +219,7 @@ def test_local_sgd_has_settings_of_its_own(name, mode):
 
 
 @pytest.mark.parametrize("mode", ["local-sgd", "async-ps"])
-@pytest.mark.parametrize("form", ["int8", "powersgd:4", "topk:0.01"])
+@pytest.mark.parametrize("form", ["int8", "powersgd:4"])
 def test_only_gradients_that_are_averaged_are_compressed(mode, form):
     with pytest.raises(ConfigurationError, match=rf"--compression {form} .* is mode {mode}"):
         read_settings({"HVDTRAIN_MODE": mode, "HVDTRAIN_COMPRESSION": form})
@@ -230,8 +229,7 @@ def test_only_gradients_that_are_averaged_are_compressed(mode, form):
     ("text", "expected"),
     [
         *((f"powersgd{rank}", "powersgd:RANK with a whole number") for rank in ("", ":0", ":x")),
-        *((f"topk{share}", "topk:SHARE with a number above 0") for share in ("", ":2", ":0", ":x")),
-        ("fp16:2", "one of none, fp16, bf16, int8, powersgd:RANK, topk:SHARE"),
+        ("fp16:2", "one of none, fp16, bf16, int8, powersgd:RANK"),
     ],
 )
 def test_how_much_of_gradients_is_sent_must_be_said(text, expected):

@@ -179,24 +179,15 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
 
 def compression(text: str) -> str:
-    """A form of gradients between hosts: a word, or a method and how much it sends."""
+    """Check a form of gradients between hosts: a type, or ``powersgd:RANK``."""
     method, _, amount = text.partition(":")
     if method == "powersgd":
         fits = amount.isdecimal() and int(amount) > 0
         _expect(fits, "powersgd:RANK with a whole number above 0, like powersgd:4")
-    elif method == "topk":
-        _expect(_is_share(amount), "topk:SHARE with a number above 0 and up to 1, like topk:0.01")
     else:
         words = ("none", "fp16", "bf16", "int8")
-        _expect(text in words, f"one of {', '.join(words)}, powersgd:RANK, topk:SHARE")
+        _expect(text in words, f"one of {', '.join(words)}, powersgd:RANK")
     return text
-
-
-def _is_share(text: str) -> bool:
-    try:
-        return 0 < float(text) <= 1
-    except ValueError:
-        return False
 
 
 def log_level(text: str) -> str:

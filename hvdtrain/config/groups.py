@@ -246,7 +246,7 @@ class Settings(ModeSettings):
     compression: str = setting(
         "none",
         compression,
-        "form of gradients between hosts: none, fp16, bf16, int8, powersgd:RANK, topk:SHARE",
+        "form of gradients between hosts: none, fp16, bf16, int8, powersgd:RANK",
     )
     non_finite: str = setting(
         "error",

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives, ReduceOp
 from hvdtrain.errors import NonFiniteError
-from hvdtrain.gradients.compressors import GradientCompressor
+from hvdtrain.gradients.powersgd import PowerSGD
 
 __all__ = ["ErrorFeedback", "Kept", "KeptArray"]
 
@@ -57,7 +57,7 @@ class ErrorFeedback:
         compressor: Chooses that part.
     """
 
-    def __init__(self, compressor: GradientCompressor) -> None:
+    def __init__(self, compressor: PowerSGD) -> None:
         self._compressor = compressor
         # By what identifies a variable as long as it is there; with it goes what is kept.
         self._kept: dict[int, tuple[weakref.ref[Any], Kept]] = {}

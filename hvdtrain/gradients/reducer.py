@@ -19,11 +19,11 @@ from hvdtrain.collectives.interface import Collectives, ReduceOp
 from hvdtrain.errors import HvdtrainError, NonFiniteError
 from hvdtrain.gradients.allreduce import allreduce, exchange
 from hvdtrain.gradients.array_reduction import by_type
-from hvdtrain.gradients.compressors import choose_compressor, choose_wire
 from hvdtrain.gradients.contributions import Contributions
 from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.gradients.indexed_slices import pack_rows, unpack_rows
 from hvdtrain.gradients.non_finite import describe_non_finite, name_non_finite, raise_non_finite
+from hvdtrain.gradients.powersgd import PowerSGD
 from hvdtrain.gradients.ranks import EngineRanks, Ranks
 from hvdtrain.gradients.reduction_options import ReduceOptions
 from hvdtrain.gradients.signatures import Signature, Signatures
@@ -47,8 +47,8 @@ class GradientReducer:
     def __init__(self, ranks: Ranks, options: ReduceOptions | None = None) -> None:
         self._ranks = ranks
         self._options = options or ReduceOptions()
-        compressor = self._options.compressor
-        self.feedback = None if compressor is None else ErrorFeedback(compressor)
+        rank = self._options.powersgd_rank
+        self.feedback = ErrorFeedback(PowerSGD(rank)) if rank else None
         """The error feedback, for gradients of which a part is sent; None where all is sent."""
         self._local: dict[int, Any] = {}
         self._signatures = Signatures()
@@ -62,14 +62,13 @@ class GradientReducer:
         """Make one over all ranks of the job, by its settings; ``what`` as in ``ReduceOptions``."""
         ranks = EngineRanks(world.collectives(), world.device_collectives())
         settings = world.settings()
+        form, _, rank = settings.compression.partition(":")
+        # Between the ranks of one host nothing is left out.
+        several_hosts = len(set(world.hosts())) > 1
         options = ReduceOptions(
             non_finite=settings.non_finite,
-            wire=choose_wire(settings.compression),
-            compressor=choose_compressor(
-                settings.compression,
-                world.hosts(),
-                elastic=ranks.engine.survives_losses,
-            ),
+            wire="none" if rank else form,
+            powersgd_rank=int(rank) if rank and several_hosts else 0,
             what=what,
         )
         return cls(ranks, options)

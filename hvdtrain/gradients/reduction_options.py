@@ -8,7 +8,6 @@ from typing import Any
 
 from hvdtrain.gradients.array_reduction import TensorOp
 from hvdtrain.gradients.compression import Compression, Compressor
-from hvdtrain.gradients.compressors import GradientCompressor
 
 __all__ = ["ExchangeOptions", "Groups", "ReduceOptions"]
 
@@ -45,8 +44,8 @@ class ReduceOptions:
         non_finite: ``"error"`` raises on every rank when a gradient holds NaN or infinity and
             names rank and variable; ``"ignore"`` lets it through.
         wire: The form in which float32 crosses between hosts; see ``wire_format``.
-        compressor: What averages gradients of variables by sending a part of them; None to send
-            all.
+        powersgd_rank: Send gradients of variables as matrices of this rank, by PowerSGD; 0 to send
+            them whole.
         unchecked: Combine them in this way, as Horovod does: differentiable, and without a look at
             names and values. None to compare the ranks' variables, and see that values are finite.
         sparse_as_dense: Make tensors of ``tf.IndexedSlices`` first.
@@ -60,7 +59,7 @@ class ReduceOptions:
 
     non_finite: str = "error"
     wire: str = "none"
-    compressor: GradientCompressor | None = None
+    powersgd_rank: int = 0
     unchecked: ExchangeOptions | None = None
     sparse_as_dense: bool = False
     groups: Groups = None

@@ -1,47 +1,64 @@
-"""Matrices that cross as the product of two narrow ones.
+"""PowerSGD: gradients cross between hosts as the product of two narrow matrices.
 
-PowerSGD: Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization", arXiv 1905.13727, algorithm 1. A matrix M becomes P Q^T by one step of power
-iteration, which begins with the Q of the step before: P = M Q, made orthonormal, and Q = M^T P.
-Both are linear in M, so that the means of the ranks' P and Q are those of their mean M. It makes no
-difference whether the ranks of a host add up their M, or P and Q as they do here.
+iteration, which starts from the Q of the previous step: P = M Q, orthonormalized, and Q = M^T P.
+Both are linear in M, so the means of the ranks' P and Q are the P and Q of the mean gradient.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from hvdtrain.collectives.interface import Collectives
-from hvdtrain.gradients.compressors.interface import GradientCompressor, SentMeans
 
-__all__ = ["LowRank", "matrix_shape", "orthonormal"]
+__all__ = ["PowerSGD", "SentMeans", "matrix_shape", "orthonormal"]
 
-# A column of which no more is left beside earlier ones is their combination, but for rounding.
+# A column counts as a combination of earlier ones if less than this share of it remains.
 _DEPENDENT = 1e-6
-# What is multiplied and added, one column after the other, stays within the core's own cache.
+# Rows are multiplied in blocks of this many items, which fit into a core's own cache.
 _BLOCK_ITEMS = 32 << 10
 
 
-class LowRank(GradientCompressor):
-    """Sends two narrow matrices for each that is large enough to pay: PowerSGD.
+class SentMeans(NamedTuple):
+    """The result of averaging some arrays of all ranks.
+
+    Attributes:
+        means: The means of what was sent, bitwise the same on all ranks.
+        unsent: What remains on this rank. Its mean over the ranks is what ``means`` lacks.
+        states: The states for the next call.
+        weight: The mean of the ranks' weights.
+    """
+
+    means: list[np.ndarray]
+    unsent: list[np.ndarray]
+    states: list[np.ndarray]
+    weight: float
+
+
+class PowerSGD:
+    """Averages float32 arrays over the ranks approximately, as low-rank matrices.
+
+    NaN and infinity in an array of any rank appear in its mean.
 
     Args:
-        rank: How many columns P and Q have.
+        rank: The number of columns of P and Q.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
     def takes(self, shape: tuple[int, ...]) -> bool:
-        # Two rounds and some arithmetic have to pay.
+        """Return whether such an array shrinks to less than half."""
         items = math.prod(shape)
         return len(shape) > 1 and 0 < 2 * self._rank * sum(matrix_shape(shape)) <= items
 
     def state_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of Q, whose columns have a length of 1; one of zeros begins anew."""
+        """Return the shape of Q for such an array. Q starts as zeros; its columns have length 1."""
         return matrix_shape(shape)[1], self._rank
 
     def average(
@@ -53,8 +70,17 @@ class LowRank(GradientCompressor):
         weight: float,
         name: str,
     ) -> SentMeans:
+        """Average the arrays of all ranks; collective.
+
+        Args:
+            collectives: The engine of the ranks.
+            arrays: float32 arrays of shapes that ``takes`` accepts.
+            states: The states that the previous call returned, the same on all ranks.
+            weight: Averaged exactly, over the ranks whose arrays are in the means.
+            name: The name for errors.
+        """
         matrices = [array.reshape(matrix_shape(array.shape)) for array in arrays]
-        begin = [_begun(state) for state in states]
+        begin = [_warm_start(state) for state in states]
         weights = np.array([weight], np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             left = [matrix @ right for matrix, right in zip(matrices, begin)]
@@ -69,16 +95,16 @@ class LowRank(GradientCompressor):
             return SentMeans(
                 [mean.reshape(array.shape) for mean, array in zip(means, arrays)],
                 [rest.reshape(array.shape) for rest, array in zip(unsent, arrays)],
-                [_of_unit_length(columns) for columns in right],
+                [_normalized(columns) for columns in right],
                 float(weights[0]),
             )
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a matrix of an array's values: its axes are cut where both are fewest.
+    """Return rows and columns of the matrix that holds an array, with the smallest sum of both.
 
-    A kernel of a convolution, whose last axis is the output, becomes (height * width * input,
-    output) where there are many channels, as in the paper.
+    A convolution kernel, whose last axis is the output, becomes (height * width * input, output)
+    if it has many channels, as in the paper.
 
     Args:
         shape: Two axes or more.
@@ -88,10 +114,10 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def orthonormal(columns: np.ndarray) -> np.ndarray:
-    """An orthonormal basis of the columns, by Gram-Schmidt in float64.
+    """Return an orthonormal basis of the columns, by Gram-Schmidt in float64.
 
-    In place of a column that depends on those before it there are zeros. What is not finite stays
-    so. Without BLAS, whose rounding depends on the processor: all hosts must get the same bits.
+    A column that depends on earlier ones becomes zeros. NaN and infinity remain. It avoids BLAS,
+    whose rounding depends on the processor: all hosts must get the same bits.
     """
     basis = np.array(columns.T, np.float64, order="C")
     for number, column in enumerate(basis):
@@ -107,14 +133,14 @@ def _length(column: np.ndarray) -> float:
     return float(np.sqrt((column * column).sum()))
 
 
-def _of_unit_length(columns: np.ndarray) -> np.ndarray:
-    """Scale columns to a length of 1, so that P is as large as the gradient; zeros stay so."""
+def _normalized(columns: np.ndarray) -> np.ndarray:
+    """Scale columns to length 1, so that P has the size of the gradient; zeros stay zeros."""
     lengths = np.sqrt(np.square(columns, dtype=np.float64).sum(axis=0))
     return (columns / np.where(lengths > 0, lengths, 1.0)).astype(columns.dtype)
 
 
-def _begun(state: np.ndarray) -> np.ndarray:
-    """The Q to begin with: columns of zeros are drawn, the same ones each time."""
+def _warm_start(state: np.ndarray) -> np.ndarray:
+    """Return the Q to start from: columns of zeros are drawn from a fixed seed."""
     known = state.any(axis=0)
     if known.all():
         return state
@@ -123,7 +149,7 @@ def _begun(state: np.ndarray) -> np.ndarray:
 
 
 def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """``left @ right.T`` without BLAS, for the same reason as ``orthonormal``."""
+    """Return ``left @ right.T`` without BLAS, for the same reason as in ``orthonormal``."""
     total = np.empty((len(left), len(right)), left.dtype)
     rows = max(1, _BLOCK_ITEMS // len(right))
     across = np.ascontiguousarray(right.T)

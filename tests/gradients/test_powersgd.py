@@ -1,15 +1,34 @@
-"""PowerSGD in one process: what is exact, and what must not go wrong."""
+"""PowerSGD alone, and on three ranks of two hosts."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdtrain.collectives.single import single_collectives
-from hvdtrain.gradients.compressors.interface import SentMeans
-from hvdtrain.gradients.compressors.low_rank import LowRank, matrix_shape, orthonormal
+from hvdtrain.gradients.powersgd import PowerSGD, SentMeans, matrix_shape, orthonormal
+from tests.collectives.engines import EngineCase, everyone, shared_engine
 
 rng = np.random.default_rng(4)
+SHAPES = [(12, 20), (3, 3, 4, 40), (40, 2, 16)]
+
+
+@pytest.fixture
+def engine(rank_count: int) -> Any:
+    if rank_count == 1:
+        return single_collectives()
+    return shared_engine(EngineCase(kind="shared_memory", hosts=(0, 0, 1)))
+
+
+def arrays_of(rank: int) -> list[np.ndarray]:
+    generator = np.random.default_rng([7, rank])
+    return [generator.normal(size=shape).astype("float32") for shape in SHAPES]
+
+
+def initial_states(compressor: PowerSGD) -> list[np.ndarray]:
+    return [np.zeros(compressor.state_shape(shape), np.float32) for shape in SHAPES]
 
 
 def narrow(rank: int, rows: int = 30, columns: int = 50) -> np.ndarray:
@@ -17,7 +36,7 @@ def narrow(rank: int, rows: int = 30, columns: int = 50) -> np.ndarray:
     return product.astype("float32")
 
 
-def send(compressor: LowRank, matrix: np.ndarray, state: np.ndarray | None = None) -> SentMeans:
+def send(compressor: PowerSGD, matrix: np.ndarray, state: np.ndarray | None = None) -> SentMeans:
     if state is None:
         state = np.zeros(compressor.state_shape(matrix.shape), np.float32)
     return compressor.average(single_collectives(), [matrix], [state], weight=1.0, name="test")
@@ -40,7 +59,7 @@ def test_axes_are_cut_where_the_sides_are_most_alike(shape, matrix):
 
 
 def test_only_what_becomes_less_than_half_is_taken():
-    compressor = LowRank(4)
+    compressor = PowerSGD(4)
     assert compressor.takes((16, 16))
     assert compressor.takes((3, 3, 64, 128))
     assert not any(map(compressor.takes, [(), (1000,), (15, 16), (1, 4096), (0, 8), (3, 3, 16, 1)]))
@@ -50,7 +69,7 @@ def test_only_what_becomes_less_than_half_is_taken():
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_a_matrix_of_no_higher_rank_is_sent_whole(rank, scale):
     matrix = narrow(rank) * np.float32(scale)
-    compressor = LowRank(3)
+    compressor = PowerSGD(3)
     sent = send(compressor, matrix)
     for _ in range(3):
         np.testing.assert_allclose(sent.means[0], matrix, atol=1e-5 * np.abs(matrix).max())
@@ -62,7 +81,7 @@ def test_steps_come_closer_to_the_best_of_its_rank():
     matrix = rng.normal(size=(30, 50)).astype("float32")
     u, s, v = np.linalg.svd(matrix)
     best = np.linalg.norm(matrix - (u[:, :3] * s[:3]) @ v[:3])
-    compressor, state, errors = LowRank(3), None, []
+    compressor, state, errors = PowerSGD(3), None, []
     for _ in range(60):
         sent = send(compressor, matrix, state)
         state = sent.states[0]
@@ -72,7 +91,7 @@ def test_steps_come_closer_to_the_best_of_its_rank():
 
 
 def test_nothing_comes_of_zeros_and_what_follows_them_is_sent():
-    compressor, matrix = LowRank(2), narrow(2)
+    compressor, matrix = PowerSGD(2), narrow(2)
     empty = send(compressor, np.zeros_like(matrix))
     assert not empty.means[0].any()
     assert not empty.states[0].any()
@@ -91,3 +110,35 @@ def test_a_basis_leaves_out_what_depends_on_it():
     assert basis.dtype == np.float32
     np.testing.assert_allclose(basis.T @ basis, np.diag([1, 0, 1, 0, 0]), atol=1e-6)
     assert np.isnan(orthonormal(np.where(columns == one[0], np.nan, columns))).any()
+
+
+@pytest.mark.ranks(1, 3)
+def test_sent_and_unsent_parts_add_up_to_the_mean(engine):
+    compressor = PowerSGD(2)
+    states = initial_states(compressor)
+    for step in range(2):
+        sent = compressor.average(
+            engine, arrays_of(engine.rank + step), states, weight=engine.rank, name="test"
+        )
+        ranks = range(engine.size)
+        assert sent.weight == pytest.approx(np.mean(ranks))
+        exact = [np.mean(every, axis=0) for every in zip(*(arrays_of(r + step) for r in ranks))]
+        left = engine.grouped_allreduce(sent.unsent, "average")
+        for mean, rest, whole in zip(sent.means, left, exact):
+            assert mean.any()
+            assert (mean.dtype, mean.shape) == (np.float32, whole.shape)
+            np.testing.assert_allclose(mean + rest, whole, atol=1e-5)
+        mine = [array.tobytes() for array in (*sent.means, *sent.states)]
+        assert everyone(engine.size, mine) == [mine] * engine.size
+        states = sent.states
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_of_one_rank_appear_on_all(engine, bad):
+    arrays = arrays_of(engine.rank)
+    if engine.rank == engine.size - 1:
+        arrays[1][1, 2, 3, 30] = bad
+    compressor = PowerSGD(2)
+    sent = compressor.average(engine, arrays, initial_states(compressor), weight=1.0, name="test")
+    assert [bool(np.isfinite(mean).all()) for mean in sent.means] == [True, False, True]
