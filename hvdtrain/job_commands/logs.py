@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import sys
 import time
@@ -19,6 +20,7 @@ from hvdtrain.jobs.naming import add_name, named_job
 
 __all__ = ["add_arguments", "run"]
 
+LOGGER = logging.getLogger(__name__)
 POLL_S = 0.3
 
 
@@ -71,12 +73,16 @@ def _follow(
     job: JobFolder, begin: int, shown: Callable[[LogLine], bool], *, with_time: bool
 ) -> None:
     """Print what comes until the job is over."""
-    is_over = False
+    is_over, doubt = False, ""
     while not is_over:
         sys.stdout.flush()
         time.sleep(POLL_S)
         # Asked before the log is read, so that nothing comes behind it.
-        is_over = view_job(job).is_over
+        view = view_job(job)
+        is_over = view.is_over
+        if view.doubt not in ("", doubt):
+            doubt = view.doubt
+            LOGGER.warning("%s", doubt)
         for one in read_log(job.log, begin):
             begin = one.end
             if one.line is None or shown(one.line):

@@ -70,8 +70,7 @@ def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
     Raises:
         JobError: It can't be told.
     """
-    if view.status == "unknown":
-        raise JobError(f"{job.name} may run, and is not told to stop: {view.verdict}")
+    view.require_known()
     waits = view.status == "queued"
     try:
         spec = _spec(job)

@@ -88,6 +88,11 @@ class JobFolder:
         return self.path / "launcher.txt"
 
     @property
+    def restart_lock(self) -> Path:
+        """Locked by the process that starts the job again."""
+        return self.path / "restart.lock"
+
+    @property
     def _spec(self) -> Path:
         return self.path / "spec.json"
 

@@ -77,6 +77,20 @@ class JobView:
         """Whether nothing of it runs or will run; where that can't be told, it is not."""
         return self.status in ("done", "failed", "stopped", "preempted", "lost")
 
+    @property
+    def doubt(self) -> str:
+        """Why it is not known whether the job runs; empty if it is known."""
+        return f"{self.name} may be running: {self.verdict}" if self.status == "unknown" else ""
+
+    def require_known(self) -> None:
+        """Raise if it is not known whether the job runs, as nothing can be done with it then.
+
+        Raises:
+            JobError: It is not known; the message says why.
+        """
+        if self.doubt:
+            raise JobError(self.doubt)
+
     def to_json(self) -> Mapping[str, Any]:
         """Return it for programs, as JSON can hold it."""
         return asdict(self)
@@ -140,7 +154,10 @@ def _view(
         known |= {name: getattr(spec, name) for name in _OF_SPEC}
         known["on"] = spec.backend.kind
     if state is None:
-        known["verdict"] = "its state.json can't be read"
+        known["verdict"] = (
+            f"{job.path / 'state.json'} can't be read; if none of its processes is left, remove "
+            "that folder."
+        )
     else:
         known |= {name: getattr(state, name) for name in _OF_STATE}
         if state.phase == "ended" and status != "queued":
@@ -151,7 +168,9 @@ def _view(
         waits = f"it waits for {answer.queue}: {answer.why}"
         known["verdict"] = waits if answer.why not in ("", "None") else ""
     if answer is not None and answer.word == NO_ANSWER:
-        known["verdict"] = f"{answer.queue} does not answer, and the job has not been heard of"
+        known["verdict"] = (
+            f"{answer.queue} does not answer, and the job has not been heard of; try again later."
+        )
     return JobView(**known)
 
 

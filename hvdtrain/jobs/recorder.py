@@ -145,13 +145,15 @@ class JobRecorder:
 
     def _write_often(self, folder: JobFolder) -> None:
         touched_at = time.monotonic()
-        closing = False
-        while not closing:
+        while True:
             closing = self._closing.wait(INTERVAL_S)
             # The state comes last: who reads of an end finds all that was before it.
             for write in (self._write_lines, self._write_records, self._write_state):
                 with contextlib.suppress(OSError):
                     write(folder)
+            if closing:
+                # A word to stop is for the job's next start by now.
+                break
             with contextlib.suppress(OSError):
                 if time.monotonic() - touched_at > HEARTBEAT_S:
                     touched_at = time.monotonic()

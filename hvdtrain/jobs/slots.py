@@ -7,14 +7,13 @@ of each host. The kernel frees the locks of a process that ends, however it does
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.errors import JobError
+from hvdtrain.jobs.file_lock import lock_descriptor
 
 __all__ = ["Turn"]
 
@@ -99,7 +98,7 @@ class Turn:
             with contextlib.suppress(FileNotFoundError):
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
-                    if not _locked(descriptor):
+                    if not lock_descriptor(descriptor):
                         return path
                     path.unlink(missing_ok=True)
                 finally:
@@ -117,7 +116,7 @@ class Turn:
     def _lock(self, path: Path) -> bool:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if _locked(descriptor):
+            if lock_descriptor(descriptor):
                 self._held[path] = descriptor
                 return True
         except OSError:
@@ -125,14 +124,3 @@ class Turn:
             raise
         os.close(descriptor)
         return False
-
-
-def _locked(descriptor: int) -> bool:
-    """Lock an open file, if nobody else has."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True

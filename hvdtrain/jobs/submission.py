@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.backends import backend_of
+from hvdtrain.jobs.file_lock import try_lock
 from hvdtrain.jobs.folder import JobFolder, create_job
 from hvdtrain.jobs.job_view import view_job
 from hvdtrain.jobs.spec import JobSpec
@@ -52,20 +53,26 @@ def start_again(
         environ: This process's variables.
 
     Raises:
-        JobError: It has not ended, or it can't be handed over.
+        JobError: It has not ended, another process restarts it, or it can't be handed over.
     """
-    view = view_job(folder)
-    if not view.is_over:
-        known = view.status != "unknown"
-        state = view.status if known else f"in a state that is not known ({view.verdict})"
-        where = " and may still run" if view.status in ("silent", "unknown") else ""
-        stop = f"hvdtrain stop {folder.name} ends it, " if known else ""
-        raise JobError(
-            f"{folder.name} is {state}{where}; only what has ended starts again. "
-            f"{stop}hvdtrain clone {folder.name} makes another."
-        )
-    spec = changed(folder.spec())
-    hand_over(folder, spec, environ, ranks=ranks_of(spec))
+    try:
+        # Held until the job is queued: another process then sees that it has not ended.
+        with try_lock(folder.restart_lock) as lock:
+            if lock is None:
+                raise JobError(f"{folder.name} is being restarted by another process.")
+            view = view_job(folder)
+            view.require_known()
+            if not view.is_over:
+                where = " and may still run" if view.status == "silent" else ""
+                raise JobError(
+                    f"{folder.name} is {view.status}{where}; only what has ended starts again. "
+                    f"hvdtrain stop {folder.name} ends it, "
+                    f"hvdtrain clone {folder.name} makes another."
+                )
+            spec = changed(folder.spec())
+            hand_over(folder, spec, environ, ranks=ranks_of(spec))
+    except OSError as error:
+        raise JobError(f"{folder.restart_lock} can't be locked: {error.strerror}") from None
 
 
 def hand_over(

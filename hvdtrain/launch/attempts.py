@@ -19,6 +19,7 @@ from typing import TextIO
 from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.errors import ConfigurationError
+from hvdtrain.jobs.folder import JOB_FOLDER
 from hvdtrain.jobs.recorder import JobRecorder
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.launch.agent_server import AgentServer
@@ -52,7 +53,7 @@ from hvdtrain.launch.turn import await_turn, gpu_variables, slots_of
 from hvdtrain.log import show
 from hvdtrain.remote.own_addresses import is_this_host
 
-__all__ = ["caught_signals", "pause", "run_job"]
+__all__ = ["caught_signals", "ignore_signals", "pause", "run_job"]
 
 logger = logging.getLogger(__package__)
 
@@ -71,31 +72,37 @@ def run_job(job: Job, environ: Mapping[str, str], spec: JobSpec | None = None) -
         LaunchError: There is no usable mpirun or srun, or it can't be started.
     """
     environ = dict(environ)
-    with submitted_recorder(environ) as submitted:
-        site, plan = _plan(job, environ)
-        with contextlib.ExitStack() as stack:
-            if job.dry_run or spec is None:
-                recorder = JobRecorder()
-            else:
-                recorder = submitted or stack.enter_context(new_recorder(spec, environ))
+    with contextlib.ExitStack() as stack:
+        # Signals are caught until the recorder has closed: one that comes then changes nothing.
+        # A job that was not submitted has no folder to write its end into while it is planned.
+        received: Sequence[int] = ()
+        if JOB_FOLDER in environ:
             received = stack.enter_context(caught_signals())
-            if submitted is not None and not site.in_slurm:
-                slots = slots_of(site.hosts, site.gpus)
-                taken = await_turn(submitted.path, plan.hosts, slots, received)
-                if taken is None:
-                    return _end_waiting(submitted, received[0])
-                if own := gpu_variables(environ, taken, site.gpus):
-                    environ |= own
-                    site, plan = _plan(job, environ)
-            screen: tuple[TextIO, TextIO] = (sys.stdout, sys.stderr)
-            if submitted is not None:
-                # Its log has all that is said, and nobody reads it here.
-                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-                screen = (nowhere, nowhere)
-            attempts = _Attempts(
-                job, site, environ, received, recorder, screen=screen, is_users=spec is not None
-            )
-            return attempts.run(plan)
+        submitted = stack.enter_context(submitted_recorder(environ))
+        site, plan = _plan(job, environ)
+        if submitted is None:
+            received = stack.enter_context(caught_signals())
+        if job.dry_run or spec is None:
+            recorder = JobRecorder()
+        else:
+            recorder = submitted or stack.enter_context(new_recorder(spec, environ))
+        if submitted is not None and not site.in_slurm:
+            slots = slots_of(site.hosts, site.gpus)
+            taken = await_turn(submitted.path, plan.hosts, slots, received)
+            if taken is not None and (own := gpu_variables(environ, taken, site.gpus)):
+                environ |= own
+                site, plan = _plan(job, environ)
+        if received:
+            return _end_waiting(recorder, received[0])
+        screen: tuple[TextIO, TextIO] = (sys.stdout, sys.stderr)
+        if submitted is not None:
+            # Its log has all that is said, and nobody reads it here.
+            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            screen = (nowhere, nowhere)
+        attempts = _Attempts(
+            job, site, environ, received, recorder, screen=screen, is_users=spec is not None
+        )
+        return attempts.run(plan)
 
 
 def _plan(job: Job, environ: Mapping[str, str]) -> tuple[Resources, Plan]:
@@ -127,6 +134,12 @@ def caught_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    """Ignore the signals that end a job, for the rest of a process whose job is over."""
+    for number in (*ENDING, *PREEMPTING):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def pause(delay_s: float, received: Sequence[int]) -> bool:
@@ -210,7 +223,7 @@ class _Attempts:
                 return self._over()
             hosts, fits = self._room(hosts, outcome, ranks)
             if self._received:
-                return self._over()
+                return self._over(ordered=True)
             try:
                 self._check_enough(hosts, fits)
                 # With fewer hosts a rank may lack a GPU, or the job its last worker.
@@ -230,7 +243,7 @@ class _Attempts:
             )
             self._recorder.state(phase="restarting")
             if not pause(decision.delay_s, self._received):
-                return self._over()
+                return self._over(ordered=True)
 
     def _notice(self, text: str) -> None:
         self._console.notice(text)
@@ -369,8 +382,12 @@ class _Attempts:
                 f"{', '.join(gone)} can't be used, {there}, and --min-np is {least}"
             )
 
-    def _over(self) -> int:
-        """Return the exit code, after a last word on what was lost and what is left."""
+    def _over(self, *, ordered: bool = False) -> int:
+        """Return the exit code, after a last word on what was lost and what is left.
+
+        Args:
+            ordered: Whether a signal, rather than the last attempt, ended the job.
+        """
         wall_s = time.monotonic() - self._began
         # What hvdtrain bench and check start is theirs to tell of.
         summary = summarise(self._history, wall_s) if self._is_users else []
@@ -382,8 +399,7 @@ class _Attempts:
             self._recorder.event("summary", **{name: round(x, 4) for name, x in shares.items()})
         last = self._history[-1]
         code, cause, verdict = last.code, last.cause, "\n".join(last.words)
-        if self._received and last.cause != "ordered":
-            # Between two attempts, when nothing runs.
+        if ordered:
             code, cause = _code_of(self._received[0]), "ordered"
         self._recorder.state(phase="ended", code=int(code), cause=cause, verdict=verdict)
         return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
 import logging
 import os
@@ -141,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: A setting can't be used, no program was named, or hosts don't fit.
     """
     from hvdtrain.agent.exit_codes import ExitCode
-    from hvdtrain.launch.attempts import run_job
+    from hvdtrain.launch.attempts import ignore_signals, run_job
     from hvdtrain.launch.job import Job
     from hvdtrain.launch.supervisor import TimeLimits
 
@@ -193,6 +194,9 @@ def run(arguments: argparse.Namespace) -> int:
     except LaunchError as error:
         logger.error("%s", error)
         return ExitCode.CANNOT_START
+    finally:
+        # A stop that arrives while Python exits must not replace the code of the job.
+        atexit.register(ignore_signals)
 
 
 def spec_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:

@@ -40,7 +40,7 @@ class JobRecord:
         reports: How far the ranks were.
         seen: The host of each rank that began, by its own name.
         critical: Roles of the ranks without which the others don't go on.
-        received: Signals that came to ``hvdtrain run``.
+        received: Signals that came to ``hvdtrain run`` while ranks ran.
         hang: Says who hangs and where the others wait; empty where the job did not hang.
         starter: Path of mpirun or srun.
         starter_code: Its exit code, as a shell gives it.
@@ -155,13 +155,13 @@ def classify(record: JobRecord) -> Outcome:
 def _why(record: JobRecord) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
     """Code, cause, words, and hosts where ranks can't be started."""
     first = first_failure(record.ends)
-    if record.received:
+    missing = sorted(set(record.hosts) - set(record.seen))
+    if record.received and (missing or not _ended_well(record.ends)):
         return *_ordered(record), ()
     if record.hang:
         return ExitCode.HANG, "infrastructure", (), ()
     if preempted(record.ends):
         return ExitCode.PREEMPTED, "preempted", [_preemption(record.reports)], ()
-    missing = sorted(set(record.hosts) - set(record.seen))
     # Ranks that were told to end because others did not start have not failed.
     if first is not None and not (missing and first.was_signalled):
         told = describe(first, record.critical.get(first.rank, ""))
@@ -173,6 +173,11 @@ def _why(record: JobRecord) -> tuple[int, Cause, Sequence[str], Sequence[str]]:
         said = f"{record.starter_name} ended with code {record.starter_code}"
         return record.starter_code, "own code", ["\n".join([said, *_said(record)])], ()
     return 0, "done", (), ()
+
+
+def _ended_well(ends: Sequence[RankExit]) -> bool:
+    """Whether all ranks ended by themselves with code 0, so that a signal came too late."""
+    return bool(ends) and all(end.code == 0 and not end.was_signalled for end in ends)
 
 
 def _ordered(record: JobRecord) -> tuple[int, Cause, Sequence[str]]:

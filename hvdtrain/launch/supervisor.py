@@ -134,6 +134,8 @@ class Supervisor:
         try:
             self._watch(starter)
         finally:
+            # What arrives from now on has not ended the job.
+            self._record.received = self._record.received[: self._acted_on]
             self._record.ended_at = time.monotonic()
             self._end(starter)
             self._progress.review(time.monotonic(), last=True)

@@ -55,11 +55,11 @@ def await_turn(
         wanted=in_all,
         slots={keys[host]: slots[host] for host in wanted},
     )
-    while not turn.has_come():
-        if received:
-            turn.leave()
-            return None
+    while not received and not turn.has_come():
         time.sleep(POLL_S)
+    if received:
+        turn.leave()
+        return None
     return {host: turn.held(keys[host]) for host in wanted}
 
 

@@ -4,11 +4,12 @@ import dataclasses
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.folder import all_jobs, create_job
+from hvdtrain.jobs.folder import JobFolder, all_jobs, create_job
 from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
@@ -40,7 +41,7 @@ def test_only_what_has_ended_starts_again_and_as_it_is_asked_for_now(tmp_path: P
     with pytest.raises(JobError, match="is running; only what has ended starts again"):
         start_again(job, changed, lambda spec: 1, {})
     (job.path / "state.json").write_bytes(b"")
-    with pytest.raises(JobError, match=r"its state.json can't be read.* may still run; only what"):
+    with pytest.raises(JobError, match=r"may be running: .*state.json can't be read; if none of"):
         start_again(job, changed, lambda spec: 1, {})
     job.write_state(JobState(phase="ended", attempt=3))
     job.request_stop(signal.SIGTERM)
@@ -52,3 +53,26 @@ def test_only_what_has_ended_starts_again_and_as_it_is_asked_for_now(tmp_path: P
     assert (job.spec().program, state and state.attempt) == (("other",), 3)
     # The word was for the run before.
     assert job.take_stop() is None
+
+
+def test_of_two_restarts_at_once_one_starts_the_job(tmp_path: Path) -> None:
+    job = create_job(tmp_path / "jobs", _spec(tmp_path, "-np", "1"))
+    job.write_state(JobState(phase="ended", code=1))
+    refused: list[str] = []
+
+    def other(spec: JobSpec) -> int:
+        """Another process restarts it while this one plans."""
+        with pytest.raises(JobError) as error:
+            start_again(job, lambda spec: spec, lambda spec: pytest.fail("planned"), {})
+        refused.append(str(error.value))
+        return 1
+
+    started: list[JobFolder] = []
+    backend = SimpleNamespace(hand_over=lambda job, *arguments, **more: started.append(job))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hvdtrain.jobs.submission.backend_of", lambda spec: backend)
+        start_again(job, lambda spec: spec, other, {})
+        with pytest.raises(JobError, match="is queued; only what has ended starts again"):
+            start_again(job, lambda spec: spec, lambda spec: 1, {})
+    assert refused == [f"{job.name} is being restarted by another process."]
+    assert started == [job]

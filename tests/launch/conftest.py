@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.launch.job import Job
-from tests.launch.jobs import StartedJob
+from tests.launch.jobs import HVDTRAIN, StartedJob
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def start_job() -> Iterator[Callable[..., StartedJob]]:
     """Start ``hvdtrain run`` in the background; nothing of it outlives the test."""
     jobs: list[StartedJob] = []
 
-    def start(*arguments: str, body: str) -> StartedJob:
-        jobs.append(StartedJob(list(arguments), body, uuid.uuid4().hex))
+    def start(*arguments: str, body: str, command: Sequence[str] = HVDTRAIN) -> StartedJob:
+        jobs.append(StartedJob(list(arguments), body, uuid.uuid4().hex, command))
         return jobs[-1]
 
     yield start

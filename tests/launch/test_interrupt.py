@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,3 +107,39 @@ def test_ranks_that_wait_for_each_other_complain_of_nobody(
     after = lines[max(index for index, text in enumerate(lines) if text.endswith("] ready")) + 1 :]
     assert after == []
     assert last == f"hvdtrain run: the job was ended by {signal.Signals(number).name}"
+
+
+# ``hvdtrain run`` that is told to stop whenever its ranks have ended.
+TOLD_LATE = """
+import atexit, os, signal, sys
+from hvdtrain.cli import main
+from hvdtrain.jobs.recorder import JobRecorder
+from hvdtrain.launch.supervisor import Supervisor
+
+def first_stop(act):
+    def acting(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return act(*arguments)
+    return acting
+
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+Supervisor._end = first_stop(Supervisor._end)
+JobRecorder.close = first_stop(JobRecorder.close)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("code", "phase"), [(0, "done"), (3, "own code")])
+def test_a_stop_that_comes_after_the_ranks_have_ended_changes_nothing(
+    start_job: Callable[..., StartedJob], tmp_path: Path, code: int, phase: str
+) -> None:
+    job = start_job(
+        *("-np", "1", "--jobs-dir", str(tmp_path)),
+        body=f"sys.exit({code})",
+        command=[sys.executable, "-c", TOLD_LATE, "run"],
+    )
+    output, _ = job.process.communicate(timeout=60)
+    assert job.process.returncode == code, output
+    (state,) = tmp_path.glob("*/state.json")
+    told = json.loads(state.read_text())
+    assert (told["phase"], told["code"], told["cause"]) == ("ended", code, phase)

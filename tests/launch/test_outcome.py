@@ -90,6 +90,19 @@ ENDED: dict[str, tuple[list[RankExit], dict[str, Any], int, Cause]] = {
     ),
     "starter": ([end(0, 0), end(1, 0)], {"starter_code": 9}, 9, "own code"),
     "interrupted": ([end(0, 130, was_signalled=True)], told(signal.SIGINT), 130, "ordered"),
+    "too-late-to-be-cancelled": ([end(0, 0), end(1, 0)], told(signal.SIGTERM), 0, "done"),
+    "handles-its-end": (
+        [end(0, 0), end(1, 0, was_signalled=True)],
+        told(signal.SIGTERM),
+        143,
+        "ordered",
+    ),
+    "cancelled-at-its-start": (
+        [end(0, 0)],
+        {**told(signal.SIGTERM), "seen": {0: "a"}},
+        143,
+        "ordered",
+    ),
     "cancelled": ([end(0, 75, was_signalled=True)], told(signal.SIGTERM), 143, "ordered"),
     "preempted": ([end(0, 75, was_signalled=True)], told(signal.SIGUSR1), 75, "ordered"),
     "preempted-without-a-word": (

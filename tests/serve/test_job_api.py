@@ -174,8 +174,9 @@ def test_what_may_run_is_not_said_to_be_told_to_stop(jobs_dir: Path, page: TestC
     _until_listed(page, 1)
     (job.path / "state.json").write_bytes(b"")
     _until(page, job.name, "unknown")
-    answer = page.post(f"/api/jobs/{job.name}/stop", json={})
-    assert (answer.status_code, "may run, and is not told to stop" in answer.text) == (400, True)
+    for way in ("stop", "restart"):
+        answer = page.post(f"/api/jobs/{job.name}/{way}", json={})
+        assert (answer.status_code, f"{job.name} may be running: " in answer.text) == (400, True)
 
 
 @pytest.mark.mpi

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.jobs.file_lock import try_lock
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.json_file import write_json
 from hvdtrain.jobs.json_lines import append_json_line
@@ -130,21 +130,17 @@ def opened(job: JobFolder) -> Iterator[Mirror | None]:
     Raises:
         OSError: It can't be opened.
     """
-    lock = os.open(job.path / _LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with try_lock(job.path / _LOCK) as lock:
+        if lock is None:
             yield None
             return
-        if 0 <= time.time() - os.fstat(lock).st_mtime < FRESH_S and os.fstat(lock).st_size:
+        about = os.fstat(lock)
+        if 0 <= time.time() - about.st_mtime < FRESH_S and about.st_size:
             yield None
             return
         yield Mirror(job)
         # Touched, and no longer new.
         os.pwrite(lock, b"\n", 0)
-    finally:
-        os.close(lock)
 
 
 def _records(text: str) -> Iterable[tuple[str, dict[str, Any]]]:

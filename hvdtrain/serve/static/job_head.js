@@ -44,9 +44,11 @@ export class JobHead {
     setBadge(this.state, job.status);
     setText(this.program, joinWords(job.program));
     setVisible(this.restart, job.is_over);
-    setVisible(this.stop, !job.is_over);
+    // What is unknown may run or not: the page says why, and hvdtrain serve refuses both.
+    const stoppable = !job.is_over && job.status !== "unknown";
+    setVisible(this.stop, stoppable);
     // One that waits has nothing to save.
-    setVisible(this.save, !job.is_over && job.status !== "queued");
+    setVisible(this.save, stoppable && job.status !== "queued");
     if (job.is_over) this.stop.disabled = this.save.disabled = false;
     setVisible(this.live, !job.is_over);
   }

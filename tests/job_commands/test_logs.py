@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli import main
+from hvdtrain.jobs.folder import create_job
+from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import JobState
+
+
+@pytest.mark.timeout(60)
+def test_a_job_whose_state_is_unknown_is_followed_stopped_and_restarted_with_the_same_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = create_job(tmp_path, JobSpec(options=(), program=("a.py",), folder="/", created_s=1.0))
+    (job.path / "state.json").write_bytes(b"")
+    words = f"{job.name} may be running: {job.path}/state.json can't be read; if none of"
+    for command in ("stop", "restart"):
+        assert main([command, "--jobs-dir", str(tmp_path), job.name]) == 1
+        assert words in capsys.readouterr().err
+
+    def end() -> None:
+        while words not in caplog.text:
+            time.sleep(0.05)
+        job.write_state(JobState(phase="ended", code=0))
+
+    caplog.clear()
+    ending = threading.Thread(target=end, daemon=True)
+    ending.start()
+    with caplog.at_level(logging.WARNING, "hvdtrain.job_commands"):
+        assert main(["logs", job.name, "-f", "--jobs-dir", str(tmp_path)]) == 0
+    ending.join(10)
+    assert caplog.text.count(words) == 1
