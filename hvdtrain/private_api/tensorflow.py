@@ -11,7 +11,7 @@ import functools
 import os
 import random
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,7 +48,7 @@ __all__ = [
     "control_flow_context",
     "convert_nothing_of",
     "draws_anew",
-    "function_graph",
+    "function_body",
     "global_seed",
     "in_control_flow_context",
     "in_use",
@@ -178,10 +178,24 @@ def operation_seeds() -> random.Random:
 # Graphs and sessions.
 
 
-def function_graph(graph: Any, name: str) -> Any:
-    """The graph of a function that a graph knows; None if it knows none of this name."""
+def function_body(graph: Any, name: str) -> Iterable[Any]:
+    """Return what a function that a graph knows consists of.
+
+    Operations, if TensorFlow keeps the function's graph; else ``NodeDef`` messages: functions of
+    ``Defun`` and of imported graphs have a definition only. Empty if the graph knows no function of
+    this name.
+
+    Raises:
+        AttributeError: The function has neither.
+    """
     function = graph._get_function(name)
-    return None if function is None else function.graph
+    if function is None:
+        return ()
+    if hasattr(function, "graph"):
+        body: Iterable[Any] = function.graph.get_operations()
+        return body
+    nodes: Iterable[Any] = function.definition.node_def
+    return nodes
 
 
 def unfinalize(graph: Any) -> None:

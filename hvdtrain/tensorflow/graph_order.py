@@ -1,44 +1,45 @@
-"""The operations of a graph that are between ranks; in functions, also their order.
+"""The collectives of a graph; in functions, also their order.
 
-All ranks must meet in the same operations in the same order. A tf.function runs what has effects
-in the order in which it was made ("automatic control dependencies"), but for branches, loops and
-calls of functions: where these use variables, they wait for others that use the same ones, and for
-nothing else. The bodies of ``tf.cond`` and ``tf.while_loop`` in classic graphs, and what
+All ranks must make the same collective calls in the same order. A tf.function runs operations with
+effects in the order in which they were made ("automatic control dependencies"), except branches,
+loops and calls of functions: these wait for others that use the same variables, and for nothing
+else. The bodies of ``tf.cond`` and ``tf.while_loop`` in classic graphs, and the functions that
 ``tf.compat.v1.wrap_function`` makes, have no order at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.private_api.tensorflow import add_control_input, function_graph
+from hvdtrain.private_api.tensorflow import add_control_input, function_body
 
 __all__ = ["MARK", "calls_between_ranks", "put_in_order"]
 
 MARK = "hvdtrain"
-"""The prefix of the names of operations between ranks."""
+"""The prefix of the names of collectives."""
 
-_function_attributes: dict[str, list[tuple[str, bool]]] = {}
-"""The attributes that name functions, by type of operation, and whether they name several."""
+logger = logging.getLogger(__name__)
+
+_function_attributes: dict[str, list[str]] = {}
+"""The attributes that name functions, by type of operation."""
 
 
 def calls_between_ranks(op: tf.Operation) -> bool:
-    """Whether it is an operation between ranks, or calls a function that holds one."""
-    if op.type == "PyFunc":
-        return op.name.rpartition("/")[2].startswith(MARK)
-    graphs = [function_graph(op.graph, name) for name in _functions_of(op)]
-    return any(any(map(calls_between_ranks, g.get_operations())) for g in graphs if g is not None)
+    """Return whether an operation is a collective, or calls a function that contains one."""
+    return _is_or_calls_collective(op.graph, op, set())
 
 
 def put_in_order(graph: Any) -> list[tf.Operation]:
-    """Let the operations between ranks of a function run in the order in which they were made.
+    """Let the collectives of a function run in the order in which they were made.
 
-    Returns them: they run whether their results are used or not, and a call of the function has
-    ended when they have, so that what comes after it can wait for them.
+    Returns:
+        The collectives. They run whether their results are used or not, and a call of the function
+        ends after they have, so that what comes next can wait for them.
     """
     operations = list(filter(calls_between_ranks, graph.get_operations()))
     for before, operation in pairwise(operations):
@@ -46,14 +47,47 @@ def put_in_order(graph: Any) -> list[tf.Operation]:
     return operations
 
 
-def _functions_of(op: tf.Operation) -> Iterator[str]:
-    kind = op.type
-    if kind not in _function_attributes:
-        _function_attributes[kind] = [
-            (attribute.name, attribute.type == "list(func)")
+def _is_or_calls_collective(graph: Any, node: Any, known: set[str]) -> bool:
+    """Search an operation or a ``NodeDef``; ``known`` are functions without collectives."""
+    definition = isinstance(node, tf.compat.v1.NodeDef)
+    kind = node.op if definition else node.type
+    if kind == "PyFunc":
+        return bool(node.name.rpartition("/")[2].startswith(MARK))
+    for name in _functions_of(node) if definition else _functions_of_operation(node):
+        if name not in known:
+            known.add(name)
+            body = _body(graph, name)
+            if any(_is_or_calls_collective(getattr(n, "graph", graph), n, known) for n in body):
+                return True
+    return False
+
+
+def _body(graph: Any, name: str) -> Iterable[Any]:
+    try:
+        return function_body(graph, name)
+    except Exception as error:
+        # Most functions contain no collective, so they must not fail because of it.
+        logger.warning(
+            "cannot read TensorFlow's function %s (%s: %s); if ranks communicate in it, they may "
+            "do so in different orders",
+            name,
+            type(error).__name__,
+            error,
+        )
+        return ()
+
+
+def _functions_of_operation(op: tf.Operation) -> Iterable[str]:
+    # Definitions of operations may hold large constants: read those of few types only.
+    if op.type not in _function_attributes:
+        _function_attributes[op.type] = [
+            attribute.name
             for attribute in op.op_def.attr
             if attribute.type in ("func", "list(func)")
         ]
-    for name, several in _function_attributes[kind]:
-        value = op.get_attr(name)
-        yield from (function.name for function in (value if several else [value]))
+    return _functions_of(op.node_def) if _function_attributes[op.type] else ()
+
+
+def _functions_of(node: Any) -> Iterable[str]:
+    for value in node.attr.values():
+        yield from (function.name for function in (value.func, *value.list.func) if function.name)

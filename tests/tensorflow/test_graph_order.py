@@ -1,10 +1,11 @@
-"""Functions run what is between ranks in the order of its making, whatever variables they use.
+"""Functions run collectives in the order in which they were made, whatever variables they use.
 
 What comes first takes a while each time; out of order, what comes next would overtake it.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.tensorflow import graph_order
 from hvdtrain.tensorflow.numpy_op import run_on_host
 
 
@@ -106,6 +108,14 @@ def gradient_and_then_a_branch(made: Program) -> None:
     made.branch(lambda: made.quick(1, of_y))
 
 
+def imported_functions(made: Program) -> None:
+    """Of an imported graph TensorFlow keeps the definitions of functions, and no graphs."""
+    with tf.Graph().as_default() as graph:
+        tf.identity(tf.cond(tf.random.uniform([]) < 2.0, lambda: made.slow(0), lambda: 0.0))
+    tf.graph_util.import_graph_def(graph.as_graph_def(), name="imported")
+    made.branch(lambda: made.quick(1))
+
+
 @pytest.mark.parametrize(
     ("make", "order"),
     [
@@ -116,6 +126,7 @@ def gradient_and_then_a_branch(made: Program) -> None:
         (functions, [0, 1, 2]),
         (loop, [0, 1, 2, 1, 2, 3]),
         (gradient_and_then_a_branch, [0, 1]),
+        (imported_functions, [0, 1]),
     ],
 )
 def test_order(make: Callable[[Program], None], order: list[int]) -> None:
@@ -127,3 +138,40 @@ def test_order(make: Callable[[Program], None], order: list[int]) -> None:
 
     run()
     assert made.ran == order
+
+
+def ctc_loss() -> float:
+    """Return the loss of two frames that are 0 or 1 with 0.5 each, for the label 0.
+
+    The paths are 00, 0 and blank, and blank and 0; CTC is made of ``Defun``.
+    """
+
+    @tf.function
+    def loss() -> tf.Tensor:
+        return tf.nn.ctc_loss([[0]], tf.zeros([2, 1, 2]), [1], [2], blank_index=1)[0]
+
+    return float(loss())
+
+
+@pytest.fixture
+def warnings_logged(monkeypatch, caplog):
+    """Log records after the first collective in a function: from then on functions are read."""
+    made = Program()
+    made.function(lambda: made.quick(0))
+    monkeypatch.setattr(logging.getLogger("hvdtrain"), "propagate", True)
+    return caplog
+
+
+def test_functions_of_defun(warnings_logged) -> None:
+    assert ctc_loss() == pytest.approx(-np.log(0.75))
+    assert not warnings_logged.records
+
+
+def test_a_function_that_cannot_be_read_is_not_ordered(monkeypatch, warnings_logged) -> None:
+    def unreadable(graph: Any, name: str) -> Any:
+        raise AttributeError("no definition")
+
+    monkeypatch.setattr(graph_order, "function_body", unreadable)
+    assert ctc_loss() == pytest.approx(-np.log(0.75))
+    assert "cannot read TensorFlow's function" in warnings_logged.text
+    assert "(AttributeError: no definition)" in warnings_logged.text
