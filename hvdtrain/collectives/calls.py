@@ -33,10 +33,10 @@ class Call:
     They need not agree on the note.
     """
 
-    __slots__ = ("detail", "digest", "kind", "name", "short_text", "text", "title")
+    __slots__ = ("detail", "digest", "kind", "name", "note", "short_text", "text", "title")
 
     def __init__(self, kind: str, name: str, detail: tuple[Any, ...], note: str = "") -> None:
-        self.kind, self.name, self.detail = kind, name, detail
+        self.kind, self.name, self.detail, self.note = kind, name, detail, note
         self.text = self.title = f"{kind}({name})" if name else kind
         if detail:
             self.text += f" of {', '.join(str(part) for part in detail)}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ from hvdtrain.collectives.join import JOIN, SomeJoined, check_can_join
 from hvdtrain.collectives.kernels import check_reducible
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.rank_state import RankState
+from hvdtrain.collectives.sections import RAISED, RanksRaised, reason_of, warn_if_late
 from hvdtrain.collectives.serialization import decode, encode
 from hvdtrain.collectives.shared_file import share_file
 from hvdtrain.collectives.transport import Transport
@@ -42,6 +44,8 @@ from hvdtrain.errors import (
     HvdtrainError,
     MismatchError,
     NonFiniteError,
+    PeerFailedError,
+    Preempted,
     RanksLostError,
 )
 
@@ -79,6 +83,10 @@ class Engine(RankState):
         self._calls = Calls()
         self._joined: frozenset[int] = frozenset()  # when some last were; the same on all ranks
         self._external: _External | None = None
+        self.sections = 0
+        self._section = ""  # the outermost that this rank is in
+        # Another rank's error, which ends the section on this one.
+        self._section_error: PeerFailedError | None = None
         self.broken: HvdtrainError | None = None
         # By which this rank left an operation last; also one after which it may go on.
         self.last_error: HvdtrainError | None = None
@@ -280,6 +288,64 @@ class Engine(RankState):
 
         return self._operate(call, attempt)
 
+    @contextmanager
+    def section(
+        self, name: str, detail: tuple[Any, ...] = (), *, apart: bool = False
+    ) -> Iterator[None]:
+        begin = self._calls.get("begin", name, detail)
+        try:
+            self._operate(begin, lambda: self._exchange.agree(begin))
+        except HvdtrainError as error:
+            if self.broken is not None:
+                self.fail(reason_of(error))
+            raise
+        if self._section:
+            yield
+            return
+        self.sections += 1
+        self._section, self._section_error = name, None
+        try:
+            yield
+            with self.patiently():
+                self.barrier(name=f"end of {name}")
+        except BaseException as error:
+            self._leave_section(error, apart)
+            others = self._section_error
+            if others is None or isinstance(error, HvdtrainError) or str(others) not in str(error):
+                raise
+            # What TensorFlow has made of it.
+            raise others from error
+        finally:
+            self._section, self._section_error = "", None
+
+    def _leave_section(self, error: BaseException, apart: bool) -> None:
+        """Let the other ranks leave the section as well, unless all leave it alike."""
+        if self._section_error is not None or self.closed or isinstance(error, Preempted):
+            return
+        if isinstance(error, SystemExit):
+            # The other ranks see the end of the program. If someone catches this, it must end too.
+            self._break(error, self._section)
+            return
+        reason = reason_of(error)
+        call = self._calls.get(RAISED, self._section, (), reason)
+        try:
+            if self.broken is None and not apart:
+                with (
+                    suppress(HvdtrainError),
+                    warn_if_late(f"rank {self.number} failed in {self._section}: {reason}"),
+                ):
+                    self._operate(call, lambda: self._exchange.agree(call))
+        finally:
+            if apart:
+                self._break(error, self._section)
+            if self.broken is not None:
+                self.fail(reason)
+
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        with self.transport.patiently():
+            yield
+
     def begin_external(self, kind: str, name: str, detail: tuple[Any, ...]) -> None:
         call = self._calls.get(kind, name, detail)
 
@@ -373,10 +439,18 @@ class Engine(RankState):
                 return self.transport.recovery.carry_out(self.operation, call, attempt, source)
             except SomeJoined as some:
                 return self._carry_out_with_joined(call, attempt, some)
-        except BaseException as error:
+        except BaseException as raised:
+            error = raised
+            if isinstance(raised, RanksRaised):
+                error = self._section_error = PeerFailedError(
+                    f"{raised.text}. Rank {self.number} was waiting for it in {call.short_text} "
+                    "and stops too."
+                )
             left_by = f"{type(error).__name__}: {error}"
             self._remember(error)
-            raise
+            if error is raised:
+                raise
+            raise error from None
         finally:
             if self.observers:
                 waited_s = self.transport.waited_s - waited_s
@@ -391,7 +465,7 @@ class Engine(RankState):
                 f"Another thread of rank {self.number} has been inside a collective "
                 f"for {self.transport.timeout_s:g} s."
             )
-        refused = self.broken
+        refused = self.broken or (self._section_error if self._section else None)
         if self.closed:
             refused = HvdtrainError(
                 "Collectives were used after hvdtrain.shutdown(); call hvdtrain.init() first."
@@ -434,15 +508,21 @@ class Engine(RankState):
         if isinstance(error, HvdtrainError):
             self.last_error = error
         # Ranks that are told that they differ, or what is lost, all leave the operation alike.
+        if error is self._section_error:
+            return
         if isinstance(error, (ConfigurationError, MismatchError, RanksLostError, SomeJoined)):
             return
         if isinstance(error, HvdtrainError):
             self.broken = error
-        elif self.size > 1:
+        else:
+            self._break(error, "an operation")
+
+    def _break(self, error: BaseException, what: str) -> None:
+        """Refuse further operations, as this rank is not in step with the others any more."""
+        if self.size > 1 and self.broken is None:
             self.broken = CollectiveError(
-                f"Rank {self.number} left an operation before its end "
-                f"({type(error).__name__}: {error}) and is no longer in step with the other ranks. "
-                "End the program."
+                f"Rank {self.number} left {what} before its end ({type(error).__name__}: {error}) "
+                "and is no longer in step with the other ranks. End the program."
             )
             # Its frames hold buffers that MPI may still write to.
             self.broken.__cause__ = error

@@ -14,11 +14,15 @@ from hvdtrain.collectives.join import JOIN, SomeJoined, neutral, read_call, writ
 from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, combined
 from hvdtrain.collectives.mismatch import explain
 from hvdtrain.collectives.rank_state import RankState
+from hvdtrain.collectives.sections import RAISED, RanksRaised
 from hvdtrain.collectives.transport import Reduction, Transport
 from hvdtrain.collectives.wire_format import wire_format
 from hvdtrain.errors import MismatchError
 
 __all__ = ["Exchange"]
+
+# Before the reason of a rank that left a section; no call's text begins with it.
+_REASON = "\0"
 
 
 class Exchange:
@@ -40,6 +44,7 @@ class Exchange:
         Raises:
             MismatchError: On every rank, where they differ.
             SomeJoined: On every rank, where some have joined and all others made the same call.
+            RanksRaised: On every rank, where some leave a section by an error.
         """
         if not self._transport.agree(call):
             self._raise_mismatch(call)
@@ -129,11 +134,20 @@ class Exchange:
 
     def _raise_mismatch(self, call: Call) -> NoReturn:
         """Say what each rank has called; all ranks raise the same, and may go on."""
-        parts = self._gather_parts(np.frombuffer(call.text.encode(), np.uint8))
+        mine = _REASON + call.note if call.kind == RAISED else call.text
+        parts = self._gather_parts(np.frombuffer(mine.encode(), np.uint8))
         texts = [part.tobytes().decode() for part in parts]
+        numbers = [self._ranks.numbers[member] for member in self._ranks.members]
+        reasons = {
+            number: text.removeprefix(_REASON)
+            for number, text in zip(numbers, texts)
+            if text.startswith(_REASON)
+        }
+        if reasons:
+            self._transport.start_over()
+            raise RanksRaised(reasons)
         joined = [rank for rank, text in enumerate(texts) if text == JOIN]
         if joined and len(set(texts)) == 2:
             raise SomeJoined(joined)
         self._transport.start_over()
-        numbers = [self._ranks.numbers[member] for member in self._ranks.members]
         raise MismatchError(explain(texts, numbers))

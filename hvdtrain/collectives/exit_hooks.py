@@ -9,15 +9,14 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
 from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.exit_code_watch import ExitCodeWatch
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.collectives.mpi import MpiTransport
+from hvdtrain.collectives.sections import place_of
 from hvdtrain.errors import PeerFailedError
 
 __all__ = ["Tell", "install"]
@@ -26,7 +25,6 @@ logger = logging.getLogger(__package__)
 
 # A rank that only follows another's failure lets that one end first, so that its exit code counts.
 FOLLOWER_PAUSE_S = 2.0
-PACKAGE = str(Path(__file__).parents[1])
 # Threads of libraries have kept failed processes from ending.
 EXIT_DEADLINE_S = 5.0
 
@@ -83,7 +81,7 @@ def _on_exception(
     follows = isinstance(cause, PeerFailedError)
     what = f"stops: {cause}" if follows else f"failed: {type(cause).__name__}: {cause}"
     logger.error("%s %s", who, what)
-    collectives.fail(f"{type(cause).__name__}: {cause}{_place(trace)}")
+    collectives.fail(f"{type(cause).__name__}: {cause}{place_of(trace)}")
     if follows:
         time.sleep(FOLLOWER_PAUSE_S)
     _end_within(EXIT_DEADLINE_S)
@@ -93,20 +91,6 @@ def _behind(error: BaseException, collectives: Engine | None) -> BaseException:
     """The error between ranks that TensorFlow has turned into one of its own, if so."""
     last = collectives.last_error if collectives is not None else None
     return last if last is not None and str(last) in str(error) else error
-
-
-def _place(trace: TracebackType | None) -> str:
-    """The last line of the user's own program, which says more than the depths of a library."""
-    frames = traceback.extract_tb(trace)
-    own = [
-        frame
-        for frame in frames
-        if "site-packages" not in frame.filename and not frame.filename.startswith(PACKAGE)
-    ]
-    if not frames:
-        return ""
-    frame = (own or frames)[-1]
-    return f" ({frame.filename}:{frame.lineno})"
 
 
 def _end_within(seconds: float) -> None:

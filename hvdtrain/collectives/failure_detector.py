@@ -144,13 +144,7 @@ class FailureDetector:
         Raises:
             CollectiveTimeoutError: Always; it names the ranks that did not arrive.
         """
-        self._told.clear()
-        self._send_all(ASK, "")
-        deadline = time.monotonic() + ASK_TIMEOUT_S
-        while len(self._told) < len(self._others) and time.monotonic() < deadline:
-            self.check(waiting_in)
-            time.sleep(POLL_S)
-        missing = [rank for rank in self._others if rank not in self._told]
+        missing = self._ask(waiting_in)
         self._silent = set(missing)
         told = [
             f"rank {self.numbers_of(rank)} waits in {text}"
@@ -165,6 +159,24 @@ class FailureDetector:
             f"rank {self.numbers_of(self.rank)} waited {timeout_s:g} s in {waiting_in}: "
             f"{'; '.join(told)}. If the work may take that long, raise HVDTRAIN_TIMEOUT_S."
         )
+
+    def warn_of_wait(self, waiting_in: str, waited_s: float) -> None:
+        """Log which ranks this one has been waiting for."""
+        missing = self.numbers_of(*self._ask(waiting_in)) or "another rank"
+        logger.warning(
+            f"rank {self.numbers_of(self.rank)} has waited {waited_s:.0f} s in {waiting_in} for "
+            f"rank {missing}"
+        )
+
+    def _ask(self, waiting_in: str) -> list[int]:
+        """Ask where the other ranks are; return those that don't answer in time."""
+        self._told.clear()
+        self._send_all(ASK, "")
+        deadline = time.monotonic() + ASK_TIMEOUT_S
+        while len(self._told) < len(self._others) and time.monotonic() < deadline:
+            self.check(waiting_in)
+            time.sleep(POLL_S)
+        return [rank for rank in self._others if rank not in self._told]
 
     def note_lost(
         self, error: Exception, comm: Any = None, members: Sequence[int] | None = None

@@ -25,6 +25,7 @@ reduce it with "max" first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -79,6 +80,7 @@ class Collectives(Protocol):
             computed; 0 where all together.
         too_few: Set when fewer ranks are left than ``min_np`` asks for. Operations go on; who
             trains looks at it after each step, saves what there is to save, and raises it.
+        sections: How many sections have begun; the same on all ranks.
         observers: Called after each operation, also of some of the ranks, in the thread that made
             it.
     """
@@ -93,6 +95,7 @@ class Collectives(Protocol):
     contributed: tuple[int, ...]
     bucket_bytes: int
     too_few: TooFewRanksError | None
+    sections: int
     observers: list[Callable[[FinishedOperation], None]]
 
     @property
@@ -249,6 +252,33 @@ class Collectives(Protocol):
 
         Raises:
             ConfigurationError: There are no such ranks, or the job is elastic.
+        """
+        ...
+
+    def section(
+        self, name: str, detail: tuple[Any, ...] = (), *, apart: bool = False
+    ) -> AbstractContextManager[None]:
+        """Begin the block together on all ranks, and leave it together, even by an error.
+
+        An error that leaves the block on some ranks alone is a ``PeerFailedError`` on the others,
+        which names it, in the next operation that they call; then all may continue with the
+        next section. A section within another only checks that all ranks begin it.
+
+        Args:
+            name: What it is.
+            detail: What else the ranks must agree on; each part has a text.
+            apart: Whether ranks do not call operations together within the block. Then an error on
+                one rank ends the job.
+
+        Raises:
+            MismatchError: Another rank called something else.
+        """
+        ...
+
+    def patiently(self) -> AbstractContextManager[None]:
+        """Let operations in the block wait without a time-out for ranks that are busy.
+
+        A rank that fails or ends is still an error.
         """
         ...
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -253,6 +254,17 @@ class MpiTransport(Transport):
         if inside is None or any(wait.waits for wait in waits):
             return None
         return max(inside[0], *(wait.waited_until_s for wait in waits)), inside[1]
+
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        waits = self._spin_wait, self._data_wait
+        for wait in waits:
+            wait.patient = True
+        try:
+            yield
+        finally:
+            for wait in waits:
+                wait.patient = False
 
     @property
     def waited_s(self) -> float:

@@ -35,6 +35,7 @@ from hvdtrain.collectives.calls import Call, as_bytes
 from hvdtrain.collectives.direct_exchange import DirectExchange
 from hvdtrain.collectives.failure_detector import POLL_S, FailureDetector, RanksLost, is_loss
 from hvdtrain.collectives.rank_state import RankState
+from hvdtrain.collectives.sections import RanksRaised
 from hvdtrain.collectives.spin_wait import SpinWait
 from hvdtrain.errors import (
     CollectiveError,
@@ -289,15 +290,15 @@ class Recovery:
             raise raised[0]
 
 
-def _result_of(attempt: Callable[[], Result]) -> Result | MismatchError:
-    """Return that ranks differ as a result, too: all ranks are to have it, or none."""
+def _result_of(attempt: Callable[[], Result]) -> Result | MismatchError | RanksRaised:
+    """Return errors of all ranks as a result, too: all ranks are to have it, or none."""
     try:
         return attempt()
-    except MismatchError as error:
+    except (MismatchError, RanksRaised) as error:
         return error
 
 
-def _given(result: Result | MismatchError) -> Result:
-    if isinstance(result, MismatchError):
+def _given(result: Result | MismatchError | RanksRaised) -> Result:
+    if isinstance(result, (MismatchError, RanksRaised)):
         raise result
     return result

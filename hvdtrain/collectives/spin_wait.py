@@ -19,6 +19,7 @@ LONGEST_PAUSE_S = 100e-6
 PAUSE_PER_WAITED = 0.01
 LAST_PAUSE_S = 10e-3
 CHECK_INTERVAL_S = 5e-3
+WARNING_INTERVAL_S = 60.0
 
 
 class SpinWait:
@@ -38,6 +39,8 @@ class SpinWait:
         self._detector = detector
         self._timeout_s = timeout_s
         self._needs_all = needs_all
+        self.patient = False
+        """Whether waiting for longer is no error, but logged from time to time."""
         self.waits = False
         """Whether this rank waits here, and will give up by itself."""
         self.waited_until_s = 0.0
@@ -73,6 +76,7 @@ class SpinWait:
     def _wait(self, ready: Callable[[], bool], waiting_in: str) -> None:
         start = time.monotonic()
         next_check = start + CHECK_INTERVAL_S
+        next_warning = start + min(self._timeout_s, WARNING_INTERVAL_S)
         pause = FIRST_PAUSE_S
         while not ready():
             time.sleep(pause)
@@ -82,5 +86,9 @@ class SpinWait:
             if now >= next_check:
                 next_check = now + CHECK_INTERVAL_S
                 self._detector.check(waiting_in, self._needs_all)
-                if now - start > self._timeout_s:
+                if self.patient:
+                    if now >= next_warning:
+                        next_warning = now + min(self._timeout_s, WARNING_INTERVAL_S)
+                        self._detector.warn_of_wait(waiting_in, now - start)
+                elif now - start > self._timeout_s:
                     self._detector.time_out(waiting_in, self._timeout_s)

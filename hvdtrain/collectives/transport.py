@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -121,6 +122,11 @@ class Transport(ABC):
 
     def start_over(self) -> None:  # noqa: B027
         """Forget an operation that was begun, on all ranks together."""
+
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        """Wait for other ranks without a time-out within the block."""
+        yield
 
     def look_for_others(self, waiting_in: str, waited_s: float) -> None:
         """Raise if another rank has failed, or this one has waited too long."""

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.data.batch_structure import is_absent
 from hvdtrain.keras.model_parts import optimizers_of
@@ -65,9 +66,10 @@ def postpone(model: keras.Model, distribute: Callable[[], Any]) -> None:
     def waiting(name: str) -> Callable[..., Any]:
         @functools.wraps(getattr(model, name))
         def call(x: Any = None, *args: Any, **options: Any) -> Any:
-            _build(model, x)
-            forget(model)
-            distribute()
+            with world.collectives().section(f"first {name} of a model"):
+                _build(model, x)
+                forget(model)
+                distribute()
             return getattr(model, name)(x, *args, **options)
 
         return call

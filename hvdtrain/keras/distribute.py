@@ -12,9 +12,9 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.gradients.tape import check_mode
 from hvdtrain.keras.deferred_build import check_built, forget, is_built, postpone
 from hvdtrain.keras.local_sgd.local_patch import LocalModelPatch
+from hvdtrain.keras.model_comparison import check_same_model
 from hvdtrain.keras.model_parts import has_own_call, optimizers_of, plain_optimizers_of
 from hvdtrain.keras.model_patch import ModelPatch
-from hvdtrain.keras.model_sync import check_same_model
 from hvdtrain.keras.optimizer_patch import distribute_optimizer
 from hvdtrain.private_api import keras as private_keras
 
@@ -48,13 +48,13 @@ def distribute(model: keras.Model, *, presharded: bool = False) -> keras.Model:
             builds them, or can't be distributed; or ranks have data of their own in an elastic job.
         MismatchError: Ranks have different models; raised on all of them.
     """
-    world.collectives()
-    _check_ready(model)
-    forget(model)
-    if has_own_call(model) and not is_built(model):
-        postpone(model, lambda: _distribute(model, presharded))
-    else:
-        _distribute(model, presharded)
+    with world.collectives().section("distribute"):
+        _check_ready(model)
+        forget(model)
+        if has_own_call(model) and not is_built(model):
+            postpone(model, lambda: _distribute(model, presharded))
+        else:
+            _distribute(model, presharded)
     return model
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import keras
@@ -42,6 +44,10 @@ from hvdtrain.private_api.keras import (
 __all__ = ["FitLoop", "forget_functions"]
 
 
+# The argument by which Keras' fit marks its own calls of evaluate.
+_WITHIN_FIT = "_use_cached_eval_dataset"
+
+
 def forget_functions(model: keras.Model) -> None:
     """Drop graphs that were traced for other steps."""
     model.train_function = None
@@ -58,6 +64,28 @@ def _refuse_own(model: keras.Model, own: Mapping[str, Any]) -> None:
             "as hvdtrain.distribute(model) puts a fit of all ranks in the place of its own. Do "
             "what that adds around model.fit(…), or in a callback."
         )
+
+
+# Arguments of fit that decide how long it takes, and are not part of the input.
+_LENGTH = ("epochs", "initial_epoch", "validation_freq")
+
+
+def _together(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let all ranks begin and leave a method of ``FitLoop`` together, even by an error."""
+    name, signature = method.__name__, inspect.signature(method)
+
+    @functools.wraps(method)
+    def call(self: FitLoop, *args: Any, **options: Any) -> Any:
+        if options.get(_WITHIN_FIT):
+            return method(self, *args, **options)
+        given: Mapping[str, Any] = {}
+        with suppress(TypeError):
+            given = signature.bind(self, *args, **options).arguments
+        length = [f"{key}={given[key]}" for key in _LENGTH if key in given]
+        with self._collectives.section(name, (f"model {self._number}", *length)):
+            return method(self, *args, **options)
+
+    return call
 
 
 class FitLoop:
@@ -96,6 +124,8 @@ class FitLoop:
         self._averaging = averaging
         self._steps = steps
         self._optimizers = optimizers_of(model)
+        # Tells models of one program apart.
+        self._number = collectives.sections
         self._fit, self._evaluate, self._predict = model.fit, model.evaluate, model.predict
         self._make_predict_function = model.make_predict_function
         self._results = getattr(model, RESULTS)
@@ -106,6 +136,7 @@ class FitLoop:
         self._running: EpochIterator | None = None  # within fit
         self._may_differ = False  # weights of ranks, as a step of the user's may have updated them
 
+    @_together
     def fit(
         self,
         x: Any = None,
@@ -220,6 +251,7 @@ class FitLoop:
             if checkpoint is not None:
                 checkpoint.session = None
 
+    @_together
     def evaluate(
         self,
         x: Any = None,
@@ -234,11 +266,10 @@ class FitLoop:
     ) -> Any:
         """``keras.Model.evaluate`` over the samples of all ranks."""
         self.join()
-        within_fit = options.get("_use_cached_eval_dataset", False)
-        if within_fit and self._validation is not None:
+        if options.get(_WITHIN_FIT) and self._validation is not None:
             sharded = self._validation
             if self._membership.elastic:
-                options["_use_cached_eval_dataset"] = False  # it would hold the share of before
+                options[_WITHIN_FIT] = False  # it would hold the share of before
         else:
             self.check_still_ours()
             sharded = self._whole.share(x, y, sample_weight, batch_size=batch_size, steps=steps)
@@ -258,6 +289,7 @@ class FitLoop:
         with report.during("validation"):
             return self._whole.whole_pass(sharded, run)
 
+    @_together
     def predict(
         self,
         x: Any,

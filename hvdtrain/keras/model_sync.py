@@ -12,10 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives
-from hvdtrain.errors import MismatchError, ModelError
+from hvdtrain.errors import ModelError
 from hvdtrain.keras.model_parts import (
     held_by,
-    optimizers_of,
     plain_optimizers_of,
     state_of_optimizers,
 )
@@ -25,7 +24,6 @@ from hvdtrain.private_api.keras import (
     own_non_trainable_variables,
     seed_generators_of,
 )
-from hvdtrain.tensorflow.variable_names import counted_anew
 
 __all__ = [
     "average_statistics",
@@ -33,7 +31,6 @@ __all__ = [
     "broadcast_weights",
     "check_alike",
     "check_can_be_averaged",
-    "check_same_model",
     "draw_seed",
     "layer_statistics",
     "recurrent_states",
@@ -41,82 +38,6 @@ __all__ = [
     "seed_generators",
     "seed_of_rank",
 ]
-
-
-def check_same_model(model: keras.Model, collectives: Collectives) -> None:
-    """Compare models and optimizers between ranks before the first byte is broadcast.
-
-    Raises:
-        MismatchError: On every rank; names the first variables or settings that differ.
-    """
-    everyone = collectives.allgather_object(_describe(model), name="model")
-    for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
-            continue
-        differences = [
-            f"{key}: {everyone[0].get(key, 'absent')} on rank 0, {theirs.get(key, 'absent')} on "
-            f"rank {rank}"
-            for key in {**everyone[0], **theirs}
-            if everyone[0].get(key) != theirs.get(key)
-        ]
-        raise MismatchError(
-            "All ranks must build the same model and optimizer, but they differ. "
-            + "; ".join(differences[:5])
-            + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
-            + ". Look for choices in the script that depend on the rank or on the host."
-        )
-
-
-def _describe(model: keras.Model) -> dict[str, str]:
-    trainable = counted_anew([variable.path for variable in model.trainable_variables])
-    described = {"trainable order": "|".join(trainable)}
-    paths = counted_anew([variable.path for variable in model.variables])
-    for index, (path, variable) in enumerate(zip(paths, model.variables)):
-        described[f"variable {path} ({index})"] = f"{variable.dtype} {variable.shape}"
-    optimizers = optimizers_of(model)
-    for number, optimizer in enumerate(optimizers, 1):
-        name = "optimizer" if number == 1 else f"optimizer {number}"
-        described[name] = type(optimizer).__name__
-        # Built when they are first applied, on some rank perhaps before. One alone is built by now,
-        # but for parameter servers, which need no state for themselves.
-        described[f"{name} is built"] = str(optimizer.built or len(optimizers) == 1)
-        for key, value in _without_names(optimizer.get_config()).items():
-            described[f"{name} {key}"] = repr(value)
-    described["loss"] = repr(_plain(model.loss))
-    described["steps_per_execution"] = str(model.steps_per_execution)
-    described["run_eagerly"] = str(model.run_eagerly)
-    return described
-
-
-def _without_names(config: Any) -> Any:
-    """A Keras configuration without names: Keras numbers them by what the process has made.
-
-    And without what a lambda is made of, which holds addresses in memory.
-    """
-    if isinstance(config, dict):
-        if config.get("class_name") == "__lambda__":
-            return "a lambda"
-        return {key: _without_names(value) for key, value in config.items() if key != "name"}
-    if isinstance(config, (list, tuple)):
-        return [_without_names(value) for value in config]
-    return config
-
-
-def _plain(loss: Any) -> Any:
-    """Describe ``compile``'s loss without memory addresses, which differ between processes."""
-    if isinstance(loss, dict):
-        return {key: _plain(entry) for key, entry in loss.items()}
-    if isinstance(loss, (list, tuple)):
-        return [_plain(entry) for entry in loss]
-    if isinstance(loss, keras.losses.Loss):
-        options = sorted(loss.get_config().items())
-        return [
-            type(loss).__name__,
-            [(key, value) for key, value in options if isinstance(value, (str, int, float))],
-        ]
-    if loss is None or isinstance(loss, str):
-        return loss
-    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def broadcast_model(model: keras.Model, collectives: Collectives, more: Sequence[Any] = ()) -> None:

@@ -7,7 +7,8 @@ that has waited too long ends its process, and horovodrun the others.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -64,14 +65,27 @@ class HorovodTransport(Transport):
         super().__init__(timeout_s=timeout_s)
         self._hvd = _load_horovod()
         self._hvd.init()
+        self._patient = False
 
     def open(self, ranks: RankState) -> None:
         super().open(ranks)
         ranks.count(self._hvd.rank(), self._hvd.size())
         self._watchdog = Watchdog(
-            lambda: ranks.inside, ranks.rank, ranks.size, self.timeout_s, of="Horovod"
+            lambda: None if self._patient else ranks.inside,
+            ranks.rank,
+            ranks.size,
+            self.timeout_s,
+            of="Horovod",
         )
         self._watchdog.start()
+
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
 
     def close(self) -> None:
         self._watchdog.close()

@@ -142,10 +142,13 @@ class ServedModelPatch(ModelPatch):
             now: Returns the loop that this rank is in.
         """
         signature = inspect.signature(joint.fit)
+        detail = (f"model {self._collectives.sections}",)
 
         def fit_ours(*args: Any, **options: Any) -> Any:
-            joint.check_still_ours()
-            return fit(signature.bind(*args, **options))
+            # Within it workers meet servers alone.
+            with self._collectives.section("fit", detail, apart=True):
+                joint.check_still_ours()
+                return fit(signature.bind(*args, **options))
 
         hooks: dict[str, Callable[..., Any]] = {
             RESULTS: lambda logs: now().joint_results(logs),

@@ -1,0 +1,110 @@
+"""Which differences between the ranks' models are errors, and which are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain.errors import MismatchError
+from hvdtrain.keras.model_comparison import describe_model
+from tests.keras.features import classifier
+
+
+def of_layers(*layers: Any) -> keras.Model:
+    return compiled(keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1)]))
+
+
+def compiled(model: keras.Model, **options: Any) -> keras.Model:
+    model.compile(**{"optimizer": "sgd", "loss": "mse", **options})
+    return model
+
+
+def branches(first: int) -> keras.Model:
+    """Return a model of two layers of one size, the first or second of which is used twice."""
+    inputs = keras.Input((6,))
+    layers = [keras.layers.Dense(6), keras.layers.Dense(6)]
+    one, two = layers[0](inputs), layers[1](inputs)
+    return compiled(keras.Model(inputs, keras.layers.Subtract()([one, two][:: 1 - 2 * first])))
+
+
+class WithoutConfig(keras.layers.Layer):
+    """A layer that Keras can't serialize."""
+
+    def __init__(self, *functions: Callable[..., Any]) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def call(self, x: Any) -> Any:
+        return self.functions[0](x)
+
+
+def regularized(factor: float) -> Any:
+    return keras.layers.Dense(3, kernel_regularizer=keras.regularizers.L2(factor))
+
+
+def smoothed(factor: int) -> Any:
+    return keras.losses.BinaryCrossentropy(label_smoothing=0.1 * factor)
+
+
+DIFFERENT: dict[str, tuple[Callable[[int], keras.Model], str]] = {
+    "regularizer": (lambda n: of_layers(regularized(0.5 * n)), "kernel_regularizer config l2"),
+    "dropout": (lambda n: of_layers(keras.layers.Dropout(0.1 + 0.1 * n)), "rate"),
+    "activation": (lambda n: of_layers(keras.layers.Dense(3, ["relu", "tanh"][n])), "activation"),
+    "class": (lambda n: of_layers([keras.layers.ReLU, keras.layers.Softmax][n]()), "layer"),
+    "compute-dtype": (
+        lambda n: of_layers(keras.layers.Dense(3, dtype=["float32", "mixed_bfloat16"][n])),
+        "dtype",
+    ),
+    "connections": (branches, "inputs of its layer 3"),
+    "loss": (lambda n: compiled(of_layers(), loss=smoothed(n)), "label_smoothing"),
+    "loss-weights": (lambda n: compiled(of_layers(), loss_weights=[1.0 + n]), "loss_weights"),
+    "constant": (
+        lambda n: of_layers(
+            keras.layers.Dense(3, bias_initializer=keras.initializers.Constant([n, 1, 2]))
+        ),
+        "bias_initializer config value",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "name"), DIFFERENT.values(), ids=DIFFERENT)
+def test_what_makes_models_different(build: Callable[[int], keras.Model], name: str) -> None:
+    one, two = describe_model(build(0)), describe_model(build(1))
+    assert [key for key in {**one, **two} if one.get(key) != two.get(key) and name in key]
+    assert describe_model(build(0)) == one
+
+
+ALIKE: dict[str, Callable[[int], keras.Model]] = {
+    "numbered-names": lambda n: branches(1),
+    "seeds": lambda n: of_layers(keras.layers.Dropout(0.1, seed=n)),
+    "seeds-of-initializers": lambda n: of_layers(
+        keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform(seed=n))
+    ),
+    "lambda": lambda n: of_layers(keras.layers.Lambda(lambda x: x + 1)),
+    "nested": lambda n: of_layers(branches(0)),
+    "without-configuration": lambda n: of_layers(WithoutConfig(lambda x: x, print)),
+    "lambda-as-loss": lambda n: compiled(of_layers(), loss=lambda y, p: (y - p) ** 2),
+    "many-constants": lambda n: of_layers(
+        keras.layers.Dense(3, kernel_initializer=keras.initializers.Constant(np.ones((6, 3))))
+    ),
+}
+
+
+@pytest.mark.parametrize("build", ALIKE.values(), ids=ALIKE)
+def test_what_leaves_models_alike(build: Callable[[int], keras.Model]) -> None:
+    one = describe_model(build(0))
+    keras.layers.Dense(1)  # so that Keras counts on
+    assert describe_model(build(1)) == one
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_error_names_what_differs_on_which_rank(world: Any) -> None:
+    model = of_layers(regularized(0.25 * (world.rank() == 1)))
+    expected = r"kernel_regularizer config l2: 0\.0 on rank 0, 0\.25 on rank 1"
+    with pytest.raises(MismatchError, match=expected):
+        world.distribute(model)
+    world.distribute(classifier())
