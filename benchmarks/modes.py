@@ -47,7 +47,6 @@ MODES: Mapping[str, Mode] = {
         WORKERS + 1,
         ("--mode", "sync-ps", "--backup-workers", "1"),
     ),
-    "easgd": Mode("easgd, every 4th step", WORKERS + 1, ("--mode", "easgd", "--push-every", "4")),
 }
 
 _LOCAL = ("--mode", "local-sgd", "--sync-every", "50")

@@ -42,7 +42,6 @@ def test_an_empty_environment_gives_the_defaults():
         ("ps_ranks", "", ()),
         ("staleness_bound", "0", 0),
         ("staleness_bound", "none", None),
-        ("staleness_scaling", "1", True),
         ("backup_workers", "2", 2),
         ("update_log", "logs", "logs"),
         ("update_log", "none", None),
@@ -82,12 +81,6 @@ def test_a_variable_sets_its_setting_and_no_other(name, text, value):
         ("ps_ranks", "2,2"),
         ("staleness_bound", "-1"),
         ("staleness_bound", ""),
-        ("dc_asgd", "-0.1"),
-        ("dc_asgd", "inf"),
-        ("dc_asgd", "nan"),
-        ("push_every", "0"),
-        ("moving_rate", "1.5"),
-        ("moving_rate", "-0.1"),
         ("backup_workers", "-1"),
         ("backup_workers", "none"),
         ("update_log", ""),
@@ -99,62 +92,10 @@ def test_what_cannot_be_used_is_shown_with_its_variable(name, text):
         read_settings({variable: text})
 
 
-@pytest.mark.parametrize(
-    ("mode", "name", "text", "match"),
-    [
-        ("easgd", "dc_asgd", "0.1", r"--dc-asgd \(HVDTRAIN_DC_ASGD\) corrects stale gradients"),
-        ("easgd", "staleness_scaling", "1", "and with --mode easgd workers send none"),
-        ("async-ps", "moving_rate", "0.3", r"--moving-rate 0\.3 .* is for --mode easgd"),
-        ("allreduce", "moving_rate", "0.3", "this is mode allreduce"),
-    ],
-)
-def test_elastic_averaging_has_settings_of_its_own(mode, name, text, match):
-    with pytest.raises(ConfigurationError, match=match):
-        read_settings({"HVDTRAIN_MODE": mode, variable_name(name): text})
-
-
-def test_elastic_averaging():
-    environ = {"HVDTRAIN_MODE": "easgd", "HVDTRAIN_MOVING_RATE": "0.3"}
-    settings = read_settings({**environ, "HVDTRAIN_PUSH_EVERY": "10"})
-    assert (settings.moving_rate, settings.push_every) == (0.3, 10)
-    assert settings.has_servers
-    assert settings.gradients_in_update(3) == 1
-
-
-_ONE_BY_ONE = {
-    "dc_asgd": ("0.04", 0.04),
-    "push_every": ("3", 3),
-}
-
-
-@pytest.mark.parametrize("name", _ONE_BY_ONE)
-@pytest.mark.parametrize(
-    ("mode", "bound", "where"),
-    [
-        ("allreduce", "none", "mode allreduce"),
-        ("sync-ps", "3", "mode sync-ps"),
-        ("async-ps", "0", "mode async-ps with a staleness bound of 0"),
-        ("async-ps", "1", None),
-        ("async-ps", "none", None),
-    ],
-)
-def test_what_needs_gradients_one_by_one(name, mode, bound, where):
-    text, value = _ONE_BY_ONE[name]
-    environ = {"HVDTRAIN_MODE": mode, "HVDTRAIN_STALENESS_BOUND": bound, variable_name(name): text}
-    if where is None:
-        assert getattr(read_settings(environ), name) == value
-        return
-    flag = f"--{name.replace('_', '-')} {text} .{variable_name(name)}."
-    with pytest.raises(ConfigurationError, match=f"{flag} needs .* in {where} there are none"):
-        read_settings(environ)
-
-
 _NOT_AHEAD = {
     "allreduce": ({"mode": "allreduce"}, "in mode allreduce there is nothing"),
     "sync-ps": ({"mode": "sync-ps"}, "in mode sync-ps there is nothing"),
-    "easgd": ({"mode": "easgd"}, "in mode easgd there is nothing"),
     "bound": ({"mode": "async-ps", "staleness_bound": "0"}, "with a staleness bound of 0"),
-    "dc_asgd": ({"mode": "async-ps", "dc_asgd": "0.1"}, "--dc-asgd corrects"),
 }
 
 
@@ -209,7 +150,7 @@ def test_local_sgd():
     assert not Settings().is_local_sgd
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "easgd"])
+@pytest.mark.parametrize("mode", ["allreduce", "async-ps"])
 @pytest.mark.parametrize("name", _OF_LOCAL_SGD)
 def test_local_sgd_has_settings_of_its_own(name, mode):
     option = f"--{name.replace('_', '-')} {_OF_LOCAL_SGD[name]} .{variable_name(name)}."

@@ -19,7 +19,6 @@ __all__ = [
     "flag_or_auto",
     "log_level",
     "one_of",
-    "part",
     "part_below_one",
     "path_or_none",
     "positive_float",
@@ -83,13 +82,6 @@ def amount(text: str) -> float:
     """A number, 0 or more."""
     value = float(text)
     _expect(0 <= value < float("inf"), "a number, 0 or more")
-    return value
-
-
-def part(text: str) -> float:
-    """A number from 0 to 1."""
-    value = float(text)
-    _expect(0 <= value <= 1, "a number from 0 to 1")
     return value
 
 

@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 
 from hvdtrain.config.fields import (
-    amount,
     compression,
     count,
     count_or,
@@ -15,7 +14,6 @@ from hvdtrain.config.fields import (
     flag_or_auto,
     log_level,
     one_of,
-    part,
     part_below_one,
     path_or_none,
     positive_float,
@@ -29,11 +27,7 @@ from hvdtrain.errors import ConfigurationError
 
 __all__ = ["ModeSettings", "Settings"]
 
-_WITH_SERVERS = ("async-ps", "sync-ps", "easgd")
-# Settings that say what servers do with gradients, and those that ask for servers that apply each
-# one as it comes.
-_OF_GRADIENTS = ("dc_asgd", "staleness_scaling")
-_SINGLE_GRADIENTS = ("dc_asgd", "push_every")
+_WITH_SERVERS = ("async-ps", "sync-ps")
 _OF_LOCAL_SGD = ("sync_every", "outer_learning_rate", "outer_momentum")
 
 
@@ -45,7 +39,7 @@ class ModeSettings:
         "allreduce",
         one_of("allreduce", "towers", "local-sgd", *_WITH_SERVERS),
         "allreduce: ranks average gradients; towers: on several devices; local-sgd: weights; "
-        "async-ps, sync-ps, easgd: through servers",
+        "async-ps, sync-ps: through servers",
     )
     devices_per_rank: int = setting(
         1, positive_int, "towers: on how many devices a rank computes parts of its batch"
@@ -68,23 +62,8 @@ class ModeSettings:
     staleness_bound: int | None = setting(
         None, count_or("none"), "async-ps: most steps ahead of the slowest worker; 0: in step"
     )
-    staleness_scaling: bool = setting(
-        False, flag, "1 divides the learning rate by the gradient's staleness, in async-ps"
-    )
-    dc_asgd: float = setting(
-        0.0, amount, "async-ps: lambda with which stale gradients are corrected"
-    )
-    push_every: int = setting(
-        1,
-        positive_int,
-        "async-ps: steps of a worker whose gradients it sends as a sum; easgd: from one exchange "
-        "to the next",
-    )
     overlap: bool = setting(
         False, flag, "1 lets workers of async-ps compute while their gradients travel"
-    )
-    moving_rate: float = setting(
-        0.0, part, "easgd: how far both sides move; 0: 0.9 by the number of workers"
     )
     backup_workers: int = setting(
         0, count, "sync-ps: without how many of the slowest gradients a step does"
@@ -122,11 +101,6 @@ class ModeSettings:
         """Whether servers make an update of several workers' gradients."""
         return self.mode == "sync-ps" or (self.mode == "async-ps" and self.staleness_bound == 0)
 
-    @property
-    def applies_singly(self) -> bool:
-        """Whether servers apply each gradient as it comes."""
-        return self.has_servers and not self.gathers
-
     def gradients_in_update(self, workers: int) -> int:
         """Return how many ranks' gradients make one update of the weights, of so many workers."""
         if not self.has_servers:
@@ -139,8 +113,6 @@ class ModeSettings:
         """Raise ``ConfigurationError`` where the settings contradict each other."""
         self._check_towers()
         self._check_local_sgd()
-        self._check_applies_singly()
-        self._check_easgd()
         self._check_overlap()
 
     def _check_towers(self) -> None:
@@ -162,43 +134,13 @@ class ModeSettings:
                     f"({variable_name('mode')}), or leave {option} out."
                 )
 
-    def _check_applies_singly(self) -> None:
-        if self.applies_singly:
-            return
-        bound = " with a staleness bound of 0" if self.mode == "async-ps" else ""
-        for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            if entry.name in _SINGLE_GRADIENTS and value != entry.default:
-                option = flag_name(entry.name)
-                raise ConfigurationError(
-                    f"{option} {value:g} ({variable_name(entry.name)}) needs parameter servers "
-                    f"that apply each gradient as it comes, and in mode {self.mode}{bound} there "
-                    "are none. Give --mode async-ps without --staleness-bound 0, or leave "
-                    f"{option} out."
-                )
-
-    def _check_easgd(self) -> None:
-        is_easgd = self.mode == "easgd"
-        if self.moving_rate and not is_easgd:
-            raise ConfigurationError(
-                f"--moving-rate {self.moving_rate:g} ({variable_name('moving_rate')}) is for "
-                f"--mode easgd, and this is mode {self.mode}. Give --mode easgd, or leave it out."
-            )
-        for name in _OF_GRADIENTS:
-            if is_easgd and getattr(self, name):
-                option = flag_name(name)
-                raise ConfigurationError(
-                    f"{option} ({variable_name(name)}) corrects stale gradients, and with --mode "
-                    f"easgd workers send none. Leave {option} out, or give --mode async-ps."
-                )
-
     def _check_overlap(self) -> None:
         reason = self._why_no_overlap()
         if self.overlap and reason:
             raise ConfigurationError(
                 f"--overlap ({variable_name('overlap')}) lets a worker go on while its gradient is "
-                f"under way, and {reason}. Leave it out, or give --mode async-ps, without "
-                "--staleness-bound 0 and --dc-asgd."
+                f"under way, and {reason}. Leave it out, or give --mode async-ps without "
+                "--staleness-bound 0."
             )
 
     def _why_no_overlap(self) -> str:
@@ -207,8 +149,6 @@ class ModeSettings:
             return f"in mode {self.mode} there is nothing that it could go on without"
         if self.staleness_bound == 0:
             return "with a staleness bound of 0 no worker may be a step ahead"
-        if self.dc_asgd:
-            return "--dc-asgd corrects gradients for the weights that their worker was sent last"
         return ""
 
 

@@ -83,16 +83,8 @@ class UpdatesAlone(WeighsSteps):
     def _backend_update_step(
         self, grads: Any, trainable_variables: Any, learning_rate: Any
     ) -> None:
-        whole = super()._backend_update_step  # type: ignore[misc]
-
-        def update() -> None:
-            whole(grads, trainable_variables, learning_rate)
-            self._hvdtrain_after_update()
-
-        self._hvdtrain_if_any(update)
-
-    def _hvdtrain_after_update(self) -> None:
-        """Called after each update, as part of it."""
+        update = super()._backend_update_step  # type: ignore[misc]
+        self._hvdtrain_if_any(lambda: update(grads, trainable_variables, learning_rate))
 
     def _hvdtrain_if_any(self, act: Callable[[], None]) -> None:
         """Act unless this rank has no samples in the step."""

@@ -119,7 +119,7 @@ def _check_cluster(
     if cluster.servers and not settings.has_servers:
         raise ConfigurationError(
             f"{source}: parameter servers are named, but --mode {settings.mode} has none; give "
-            "--mode async-ps, sync-ps or easgd, or leave them out."
+            "--mode async-ps or sync-ps, or leave them out."
         )
     if settings.has_servers and not cluster.servers:
         raise ConfigurationError(

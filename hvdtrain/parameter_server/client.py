@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
@@ -65,8 +64,6 @@ class Client:
         """The number of gradients that went to the servers."""
         self.stopped = False
         """Whether another worker has ended the training."""
-        self.learning_rate = math.nan
-        """The learning rate that the servers use next; NaN where they don't tell."""
         self.own_signal = 0
         """A signal that came to this worker, to be told with each request; see ``Request``."""
         self.signal = 0
@@ -270,7 +267,6 @@ class Client:
             self.stopped = self.stopped or reply.stop
             self.signal = self.signal or reply.signal
         self.training = max(reply.training for reply in answered.replies)
-        self.learning_rate = answered.replies[0].learning_rate
         for server, reply in zip(self._servers, answered.replies):
             if reply.refusal:
                 self._follow(answered)

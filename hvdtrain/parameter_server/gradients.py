@@ -182,17 +182,9 @@ class GradientSum:
 
     def __init__(self) -> None:
         self._totals: list[Gradient] = []
-        self.steps = 0
-        """The number of calls of ``add`` since the sums were taken."""
 
-    def add(self, gradients: Sequence[Gradient] | None, weight: float | None = None) -> None:
-        """Add a step's gradients of all variables, or None where it has none.
-
-        They are copied; with a weight they are multiplied with it, in place where they can be.
-        """
-        self.steps += 1
-        if gradients is None:
-            return
+    def add(self, gradients: Sequence[Gradient], weight: float) -> None:
+        """Add the weighted gradients of all variables; dense ones may be overwritten."""
         self._totals = self._totals or [None] * len(gradients)
         for number, gradient in enumerate(gradients):
             total = self._totals[number]
@@ -212,11 +204,11 @@ class GradientSum:
                     np.add.at(sums, total.indices, total.values)
 
     def take(self) -> list[Gradient]:
-        """Returns the sums, in the type that they were made in, and begins anew.
+        """Return the sums in their accumulation type, and start from zero.
 
-        They are None for variables without a gradient in any step; empty where no step had any.
+        A sum is None if no worker had a gradient of that variable.
         """
-        totals, self._totals, self.steps = self._totals, [], 0
+        totals, self._totals = self._totals, []
         return totals
 
 
@@ -251,9 +243,9 @@ def merge_rows(several: Sequence[Rows]) -> Rows:
     return Rows(unique, merged)
 
 
-def _weighted(values: np.ndarray, weight: float | None) -> np.ndarray:
+def _weighted(values: np.ndarray, weight: float) -> np.ndarray:
     wide = widen(values)
-    return wide if weight is None else np.multiply(wide, weight, out=wide)
+    return np.multiply(wide, weight, out=wide)
 
 
 def _all_finite(gradient: Gradient) -> bool:

@@ -56,7 +56,7 @@ POSITION_NUMBERS = 9
 NO_POSITION = (-1,) * POSITION_NUMBERS
 
 REQUEST_FORMAT = f"<qqq?dd?q{POSITION_NUMBERS}q"
-REPLY_FORMAT = f"<qq?qqdb{REFUSAL_BYTES}s"
+REPLY_FORMAT = f"<qq?qqb{REFUSAL_BYTES}s"
 
 
 class Kind(enum.IntEnum):
@@ -130,7 +130,6 @@ class Reply(NamedTuple):
         signal: To the chief, one that came to some rank; to the others, the one by which the chief
             has ended the training. 0 for none.
         training: How many workers may still send gradients.
-        learning_rate: What the next update uses; NaN where workers don't need it.
         error: Which of ``REFUSALS`` a refusal is.
         refusal: What was wrong with the request; empty where nothing was. Otherwise the weights
             are not to be used.
@@ -141,7 +140,6 @@ class Reply(NamedTuple):
     stop: bool = False
     signal: int = 0
     training: int = 0
-    learning_rate: float = float("nan")
     error: int = 0
     refusal: str = ""
 

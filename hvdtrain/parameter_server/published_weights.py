@@ -120,27 +120,20 @@ class SharedMemory(NamedTuple):
 
 
 def share_memory(
-    collectives: Collectives,
-    servers: Sequence[int],
-    shards: Sequence[Shard],
-    *,
-    readable: bool = True,
+    collectives: Collectives, servers: Sequence[int], shards: Sequence[Shard]
 ) -> SharedMemory:
-    """Set up memory for the weights of all servers and the gradients of all workers; collective.
-
-    Unless it is ``readable``, ranks read nothing of each other's: everything travels in messages.
-    """
+    """Set up memory for the weights of all servers and the gradients of all workers; collective."""
     sizes = {server: shard.nbytes for server, shard in zip(servers, shards)}
     me = collectives.member
     mine = published_bytes(sizes[me]) if me in sizes else 0
-    memory = collectives.share(mine) if readable else {}
+    memory = collectives.share(mine)
     near = {server: nbytes for server, nbytes in sizes.items() if server in memory}
     published = {server: PublishedWeights(memory[server], near[server]) for server in near}
     if me in sizes and me not in published:
         own = BufferPool().take(published_bytes(sizes[me], slots=1))
         own.fill(0)
         published[me] = PublishedWeights(own, sizes[me], slots=1)
-    slots = _share_slots(collectives, sizes, near) if readable else {}
+    slots = _share_slots(collectives, sizes, near)
     return SharedMemory(published, frozenset(memory), slots)
 
 

@@ -46,7 +46,6 @@ class Server:
         memory: What this rank shares with workers of its host. Those that don't read its weights
             there get them in messages, and send gradients.
         workers: The ranks that train; the first is the chief.
-        tells_learning_rate: Whether workers are told the learning rate of the next update.
         require_finite: Refuse gradients with NaN or infinity.
         received: Returns a signal that has come to this rank, or 0; the chief is told.
         silence_s: How long a worker may take for a step before it counts as silent.
@@ -61,7 +60,6 @@ class Server:
     _: KW_ONLY
     workers: Sequence[int]
     consistency: Consistency
-    tells_learning_rate: bool = False
     require_finite: bool = True
     received: Callable[[], int] = lambda: 0
     silence_s: float = math.inf
@@ -260,7 +258,7 @@ class Server:
 
         ``these`` sends them in any case: what is read may be newer.
         """
-        weights = self.updates.publish(worker)
+        weights = self.updates.publish()
         reads = worker in self.memory.readers and not these
         self._reply(worker, more if reads else [weights, *more])
 
@@ -273,14 +271,12 @@ class Server:
     def _reply(
         self, worker: int, data: Sequence[np.ndarray], refusal: str = "", error: int = 0
     ) -> None:
-        rate = self.updates.table.learning_rate if self.tells_learning_rate else math.nan
         reply = Reply(
             self.consistency.next_step(worker),
             self.updates.version,
             self._stop,
             signal=(self._signal or self.received()) if worker == self._chief else self.ended_by,
             training=len(self._liveness.training),
-            learning_rate=rate,
             error=error,
             refusal=refusal,
         )

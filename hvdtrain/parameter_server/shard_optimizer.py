@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.private_api.keras import decays, iterations_of, rate_of
@@ -19,7 +17,6 @@ __all__ = [
     "is_elementwise",
     "optimizer_for_pieces",
     "plain_optimizer",
-    "scaled_learning_rate",
     "stays_whole",
 ]
 
@@ -30,13 +27,12 @@ _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad",
 
 
 class _AppliesAlone:
-    """A mixin for a shard's optimizer: its learning rate is another one for the step at hand.
+    """A mixin for a shard's optimizer: its schedule counts the workers' steps.
 
-    And it is alone: what Keras wraps around gradients for tf.distribute would keep every step that
-    is traced, with its variables, in TensorFlow's memory for ever.
+    It also skips the code with which Keras wraps gradients for tf.distribute: TensorFlow would
+    keep every traced step, with its variables, forever.
     """
 
-    _hvdtrain_factor: tf.Tensor | None = None
     _hvdtrain_steps = 1
 
     def _get_current_learning_rate(self) -> Any:
@@ -44,14 +40,8 @@ class _AppliesAlone:
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             # Keras' schedules count the steps whose gradients are accumulated, too.
             steps = self._hvdtrain_steps
-            rate = schedule(iterations_of(self) * steps + (steps - 1))
-        else:
-            rate = super()._get_current_learning_rate()  # type: ignore[misc]
-        factor = self._hvdtrain_factor
-        if factor is None:
-            return rate
-        rate = tf.convert_to_tensor(rate)
-        return rate * tf.cast(factor, rate.dtype)
+            return schedule(iterations_of(self) * steps + (steps - 1))
+        return super()._get_current_learning_rate()  # type: ignore[misc]
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
         return grads_and_vars
@@ -144,14 +134,3 @@ def optimizer_for_pieces(optimizer: Any, pieces: Sequence[Any], wholes: Sequence
         own.exclude_from_weight_decay(var_list=excluded)
     own.build(list(pieces))
     return own
-
-
-@contextmanager
-def scaled_learning_rate(optimizer: Any, factor: tf.Tensor) -> Iterator[None]:
-    """Multiply the learning rate of an ``optimizer_for_pieces`` by ``factor`` within the block."""
-    # Not through Keras' own __setattr__, which would track it as part of what is saved.
-    object.__setattr__(optimizer, "_hvdtrain_factor", factor)
-    try:
-        yield
-    finally:
-        object.__setattr__(optimizer, "_hvdtrain_factor", None)

@@ -10,20 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.collectives.fusion import join_bytes, split_bytes
-from hvdtrain.collectives.kernels import widen
 from hvdtrain.errors import MismatchError
 from hvdtrain.monitor.journal import Journal
-from hvdtrain.parameter_server.gradients import (
-    GradientSum,
-    Rows,
-    ShardGradients,
-    merge_rows,
-)
+from hvdtrain.parameter_server.gradients import GradientSum, Rows, ShardGradients
 from hvdtrain.parameter_server.published_weights import PublishedWeights
-from hvdtrain.parameter_server.sharding import Shard
 from hvdtrain.parameter_server.variable_table import VariableTable
 
-__all__ = ["DelayCompensation", "GradientMean", "Origin", "ShardUpdates", "StalenessStats"]
+__all__ = ["GradientMean", "Origin", "ShardUpdates", "StalenessStats"]
 
 
 class Origin(NamedTuple):
@@ -101,11 +94,6 @@ class ShardUpdates:
     Attributes:
         table: The variables, with their optimizer.
         published: Where their weights are put.
-        scale_by_staleness: Divide the learning rate of each update by the gradient's staleness
-            (Zhang et al. 2016, arXiv 1511.05950), where that is above 1.
-        delay_compensation: Strength of ``DelayCompensation`` for gradients that are applied one by
-            one; 0 for none. It takes that nobody reads weights here, which may be newer than those
-            of the answer.
         log: Gets a line of JSON for each update. It has what is needed to make the same updates
             again in one process: whose gradients went into each, and with which weights they were
             computed.
@@ -116,17 +104,12 @@ class ShardUpdates:
     table: VariableTable
     published: PublishedWeights
     _: KW_ONLY
-    scale_by_staleness: bool = False
-    delay_compensation: float = 0.0
     log: Journal | None = None
     version: int = field(default=0, init=False)
     counts: StalenessStats = field(default_factory=StalenessStats, init=False)
 
     def __post_init__(self) -> None:
         self._published_version = -1
-        self._compensation: DelayCompensation | None = None
-        if self.delay_compensation > 0:
-            self._compensation = DelayCompensation(self.delay_compensation, self.table.shard)
         self._mean = GradientMean()
         self._origins: list[Origin] = []  # of the gradients in the mean
 
@@ -140,21 +123,17 @@ class ShardUpdates:
         self.table.load_state(split_bytes(state, self.table.state()))
         self.version += 1
 
-    def publish(self, worker: int) -> np.ndarray:
-        """Returns the weights of now, a flat buffer, with which ``worker`` goes on."""
-        self._publish()
-        if self._compensation is not None:
-            self._compensation.sent(worker, self.published.newest)
+    def publish(self) -> np.ndarray:
+        """Publish the current weights, and return them as a flat buffer."""
+        if self._published_version != self.version:
+            self.published.write(self.table.weights, self.version)
+            self._published_version = self.version
         return self.published.newest
 
     def apply(self, gradients: ShardGradients, origin: Origin) -> None:
         """Update the weights by one worker's gradients."""
         self.counts.pushed[origin.worker] += 1
-        staleness = self.version - origin.version
-        if self._compensation is not None and staleness:
-            self._publish()
-            gradients = self._compensation.correct(origin.worker, gradients, self.published.newest)
-        self._update(gradients, staleness, [origin])
+        self._update(gradients, self.version - origin.version, [origin])
         self.counts.taken += 1
 
     def gather(self, gradients: ShardGradients, origin: Origin) -> None:
@@ -182,23 +161,16 @@ class ShardUpdates:
         if self.log is not None:
             self.log.write(json.dumps({"late": origin._asdict()}) + "\n")
 
-    def _publish(self) -> None:
-        if self._published_version != self.version:
-            self.published.write(self.table.weights, self.version)
-            self._published_version = self.version
-
     def _update(self, gradients: ShardGradients, staleness: int, origins: list[Origin]) -> None:
-        factor = 1.0 / max(1, staleness) if self.scale_by_staleness else 1.0
         if self.log is not None:
             entry = {
                 "version": self.version + 1,
                 "staleness": staleness,
                 "learning_rate": self.table.learning_rate,
-                "factor": factor,
                 "gradients": [origin._asdict() for origin in origins],
             }
             self.log.write(json.dumps(entry) + "\n")
-        self.table.apply(gradients.flat, factor, rows=gradients.rows, missing=gradients.missing)
+        self.table.apply(gradients.flat, rows=gradients.rows, missing=gradients.missing)
         self.version += 1
         self.counts.staleness[staleness] += 1
 
@@ -244,47 +216,3 @@ class GradientMean:
             elif isinstance(total, np.ndarray) and isinstance(room, np.ndarray):
                 np.divide(total, weight, out=room, casting="unsafe")
         return replace(first, rows=rows)
-
-
-class DelayCompensation:
-    """Corrects late gradients to what they would be now (Zheng et al. 2017, arXiv 1609.08326).
-
-    A gradient g that was computed with weights from which others have moved on becomes
-    g + strength * g * g * (now - then); g * g stands for the loss's second derivatives. What each
-    worker was sent last is kept: one copy of the shard for each. float16 and bfloat16 are corrected
-    in float32.
-    """
-
-    def __init__(self, strength: float, shard: Shard) -> None:
-        self._strength = strength  # the paper's lambda
-        self._shard = shard
-        self._sent: dict[int, np.ndarray] = {}
-
-    def sent(self, worker: int, weights: np.ndarray) -> None:
-        """Note with which weights, a flat buffer, a worker computes its next gradient."""
-        if worker not in self._sent:
-            self._sent[worker] = np.empty_like(weights)
-        np.copyto(self._sent[worker], weights)
-
-    def correct(
-        self, worker: int, gradients: ShardGradients, weights: np.ndarray
-    ) -> ShardGradients:
-        """Returns a worker's gradients for the weights of now; changes dense ones in place."""
-        before = self._sent[worker]
-        rows = {}
-        pieces = zip(gradients.by_piece(), self._shard.views(weights), self._shard.views(before))
-        for number, (gradient, now, then) in enumerate(pieces):
-            if isinstance(gradient, Rows):
-                # The square of a row that comes several times is that of its sum.
-                indices, values = merge_rows([Rows(gradient.indices, widen(gradient.values))])
-                corrected = self._corrected(values, now[indices], then[indices])
-                dtype = gradient.values.dtype
-                rows[number] = Rows(indices, corrected.astype(dtype, copy=False))
-            elif gradient is not None:
-                gradient[...] = self._corrected(gradient, now, then)
-        return replace(gradients, rows=rows)
-
-    def _corrected(self, gradient: np.ndarray, now: np.ndarray, then: np.ndarray) -> np.ndarray:
-        gradient = widen(gradient)
-        moved = widen(now) - widen(then)
-        return gradient + self._strength * gradient * gradient * moved

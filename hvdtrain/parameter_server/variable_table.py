@@ -14,11 +14,7 @@ from hvdtrain.collectives.fusion import ALIGNMENT_BYTES, BufferPool
 from hvdtrain.errors import ModelError
 from hvdtrain.parameter_server.gradients import Rows
 from hvdtrain.parameter_server.optimizer_state import assign_state, read_state
-from hvdtrain.parameter_server.shard_optimizer import (
-    is_elementwise,
-    optimizer_for_pieces,
-    scaled_learning_rate,
-)
+from hvdtrain.parameter_server.shard_optimizer import is_elementwise, optimizer_for_pieces
 from hvdtrain.parameter_server.sharding import Shard, VariableSlice
 from hvdtrain.private_api.keras import average_weights, iterations_of, take_averages
 
@@ -88,7 +84,6 @@ class VariableTable:
     def apply(
         self,
         buffer: np.ndarray,
-        learning_rate_factor: float = 1.0,
         *,
         rows: Mapping[int, Rows] | None = None,
         missing: Collection[int] = (),
@@ -97,7 +92,6 @@ class VariableTable:
 
         Args:
             buffer: The gradients of all pieces that have dense ones.
-            learning_rate_factor: Multiplies the learning rate of this update.
             rows: Gradients that are zero but for some rows, by the number of their piece within
                 the shard; what ``buffer`` holds for these is not looked at. Rows are counted from
                 the piece's first, and may come several times. See ``take_rows``.
@@ -108,13 +102,12 @@ class VariableTable:
         if key not in self._steps:
             self._steps[key] = self._make_step(*key)
         with tf.device(_DEVICE):
-            factor = tf.constant(learning_rate_factor, tf.float32)
             sparse = []
             for number in sorted(rows):
                 indices, values = rows[number]
                 sparse += [tf.constant(indices, tf.int64), tf.constant(values)]
             self._bytes = ()  # or variables would get new memory
-            self._bytes = self._steps[key](self._tensor(buffer), factor, *sparse)
+            self._bytes = self._steps[key](self._tensor(buffer), *sparse)
 
     def state(self) -> dict[str, np.ndarray]:
         """Returns copies of all that the optimizer remembers, as ``read_state`` does."""
@@ -133,16 +126,16 @@ class VariableTable:
 
         It returns the weights: one call more would cost as much as copying a megabyte.
         """
-        signature = [self._flat, tf.TensorSpec([], tf.float32)]
+        signature = [self._flat]
         for number in sorted(sparse):
             piece = self.shard.pieces[number]
             signature.append(tf.TensorSpec([None], tf.int64))
             signature.append(tf.TensorSpec([None, *piece.shape[1:]], piece.dtype))
 
-        def step(flat: tf.Tensor, factor: tf.Tensor, *rows: tf.Tensor) -> list[tf.Tensor]:
+        def step(flat: tf.Tensor, *rows: tf.Tensor) -> list[tf.Tensor]:
             pairs = dict(zip(sorted(sparse), zip(rows[::2], rows[1::2])))
             present = [n for n in range(len(self._variables)) if n not in missing]
-            with tf.device(_DEVICE), scaled_learning_rate(self._optimizer, factor):
+            with tf.device(_DEVICE):
                 gradients = [
                     _slices(*pairs[n], self.shard.pieces[n].shape)
                     if n in pairs

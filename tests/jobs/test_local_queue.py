@@ -37,7 +37,7 @@ def test_a_job_has_its_own_settings_and_the_callers_other_variables(
     environ = {
         "PATH": "/usr/bin:/bin",
         "HOME": str(tmp_path),
-        "HVDTRAIN_MODE": "easgd",
+        "HVDTRAIN_MODE": "sync-ps",
         "HVDTRAIN_TIMEOUT_S": "7",
         "HVDTRAIN_LAUNCHER": "10.0.0.1 4711",
         "HVDTRAIN_OTHER": "kept",

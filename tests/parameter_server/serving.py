@@ -89,9 +89,6 @@ def went(weights):
     return float(values[0])
 
 
-UPDATE_OPTIONS = ("scale_by_staleness", "delay_compensation", "log")
-
-
 def serve(work, consistency, *, optimizer=None, **options):
     """Let ranks 0 and 1 ``work`` and the others serve.
 
@@ -111,9 +108,7 @@ def serve(work, consistency, *, optimizer=None, **options):
     optimizer.build(variables)
     specs = specs_of(variables)
     shards = shard_variables(specs, len(servers))
-    memory = share_memory(
-        collectives, servers, shards, readable="delay_compensation" not in options
-    )
+    memory = share_memory(collectives, servers, shards)
     messages, signals = collectives.messages(), collectives.messages()
     if collectives.rank in WORKERS:
         client = Client(messages, specs, servers, shards, memory)
@@ -121,8 +116,8 @@ def serve(work, consistency, *, optimizer=None, **options):
     else:
         shard = shards[servers.index(collectives.rank)]
         table = VariableTable(optimizer, shard, variables)
-        of_updates = {name: options.pop(name) for name in UPDATE_OPTIONS if name in options}
-        updates = ShardUpdates(table, memory.published[collectives.rank], **of_updates)
+        log = options.pop("log", None)
+        updates = ShardUpdates(table, memory.published[collectives.rank], log=log)
         server = Server(
             messages, updates, memory, workers=WORKERS, consistency=consistency(), **options
         )

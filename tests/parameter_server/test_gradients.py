@@ -207,58 +207,44 @@ def given_rows(indices, *values):
     return Rows(np.array(indices), np.array(values, "float32"))
 
 
-def test_the_sum_of_some_steps():
-    """Dense gradients, rows, variables that some steps or all have none of; nothing is kept."""
-    accrued = GradientSum()
+def test_sums_of_workers_gradients():
+    """Dense gradients, rows, and variables for which some or all workers have no gradient."""
+    sums = GradientSum()
     first = np.array([1.0, 2.0], "float32")
-    accrued.add([first, given_rows([4, 1, 4], [1, 1], [2, 2], [3, 3]), None, None])
+    sums.add([first, given_rows([4, 1, 4], [1, 1], [2, 2], [3, 3]), None, None], 1.0)
     first.fill(99)
-    assert accrued.steps == 1
-    accrued.add(None)
-    assert accrued.steps == 2
-    accrued.add([first, given_rows([0, 1], [5, 5], [6, 6]), np.array(7.0, "float32"), None])
-    assert accrued.steps == 3
-    dense, sparse, scalar, none = accrued.take()
+    sums.add([first, given_rows([0, 1], [5, 5], [6, 6]), np.array(7.0, "float32"), None], 1.0)
+    dense, sparse, scalar, none = sums.take()
     assert dense.tolist() == [100.0, 101.0]
     assert sparse.indices.tolist() == [0, 1, 4]
     assert sparse.values.tolist() == [[5, 5], [8, 8], [4, 4]]
     assert scalar.tolist() == 7.0
     assert none is None
-    assert accrued.steps == 0
-    accrued.add([None, given_rows([3], [1, 1]), None, None])
-    assert [gradient is None for gradient in accrued.take()] == [True, False, True, True]
+    sums.add([None, given_rows([3], [1, 1]), None, None], 1.0)
+    assert [gradient is None for gradient in sums.take()] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("dense_first", [True, False])
 def test_sums_of_dense_and_sparse_gradients_are_dense(dense_first):
-    accrued = GradientSum()
+    sums = GradientSum()
     dense = np.ones((4, 2), "float32")
     gradients = [dense, given_rows([3, 0, 3], [1, 2], [3, 4], [5, 6])]
     for gradient in gradients if dense_first else reversed(gradients):
-        accrued.add([gradient])
-    (total,) = accrued.take()
+        sums.add([gradient], 1.0)
+    (total,) = sums.take()
     assert total.tolist() == [[4, 5], [1, 1], [1, 1], [7, 9]]
     assert dense.tolist() == [[1, 1]] * 4
-
-
-def test_steps_without_gradients():
-    accrued = GradientSum()
-    accrued.add(None)
-    accrued.add(None)
-    assert accrued.steps == 2
-    assert accrued.take() == []
-    assert accrued.steps == 0
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_types_are_summed_exactly(dtype):
     """In float32, and travel in the type of the shard."""
-    accrued = GradientSum()
+    sums = GradientSum()
     kind = numpy_dtype(dtype)
     for value in (4096.0, 2.0, 2.0, -4096.0):
         values = np.full(2, value, kind)
-        accrued.add([values, Rows(np.array([1]), values.reshape(1, 2))])
-    dense, sparse = accrued.take()
+        sums.add([values, Rows(np.array([1]), values.reshape(1, 2))], 1.0)
+    dense, sparse = sums.take()
     assert dense.dtype == sparse.values.dtype == np.float32
     assert dense.tolist() == [4.0, 4.0]
     assert sparse.values.tolist() == [[4.0, 4.0]]

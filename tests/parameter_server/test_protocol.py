@@ -47,7 +47,7 @@ def test_request_without_a_learning_rate():
 @pytest.mark.parametrize("stop", [False, True])
 @pytest.mark.parametrize("refusal", ["", "no", "nö, 不行, нет", "x" * 800])
 def test_reply(stop, refusal):
-    reply = Reply(7, 1 << 50, stop, 15, 3, learning_rate=0.125, error=1, refusal=refusal)
+    reply = Reply(7, 1 << 50, stop, 15, 3, error=1, refusal=refusal)
     assert arrived(reply) == reply
 
 

@@ -66,23 +66,6 @@ def test_tables_do_as_a_plain_optimizer(name):
     assert_close(plain(compiled).variables, expected.variables)
 
 
-@pytest.mark.parametrize("name", ["SGD", "SGD with a schedule", "SGD with a function",
-                                  "Adam amsgrad", "AdamW exclusions"])  # fmt: skip
-def test_a_factor_is_for_one_step(name):
-    variables = make_variables()
-    expected = OPTIMIZERS[name](variables)
-    servers = Servers(OPTIMIZERS[name](others := make_variables()), others, 2)
-    rate = expected._get_current_learning_rate
-    for step, factor in enumerate([1.0, 0.25, 1.0, 0.5]):
-        expected._get_current_learning_rate = lambda f=factor: rate() * f
-        expected.apply(make_gradients(step, variables), variables)
-        servers.apply(make_gradients(step, variables), learning_rate_factor=factor)
-    assert_close(servers.weights(), [v.value for v in variables])
-    del expected._get_current_learning_rate
-    expected_rate = float(expected.learning_rate)
-    assert servers.tables[0].learning_rate == pytest.approx(expected_rate)
-
-
 def test_the_learning_rate_is_the_current_one_and_can_be_set():
     variables = make_variables()
     optimizer = opt.SGD(0.5)
@@ -153,7 +136,7 @@ def test_steps_are_traced_once():
     table = VariableTable(opt.Adam(0.1), shard, variables)
     for step in range(4):
         gradients = Servers.packed(shard, make_gradients(step, variables))
-        table.apply(gradients, learning_rate_factor=1 / (1 + step))
+        table.apply(gradients)
         rows = (np.arange(step), np.ones((step, 2), "float32"))
         table.apply(gradients, rows={2: rows})
         table.load(gradients)

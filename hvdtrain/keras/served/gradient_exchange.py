@@ -1,35 +1,62 @@
-"""A worker's gradients go to the servers where a Keras optimizer would clip and apply them.
+"""The exchange of a worker with the servers: it pushes gradients and receives weights.
 
-That is after gradient accumulation; the servers' optimizers clip, decay and update.
+It replaces the update of a Keras optimizer, after gradient accumulation. The servers' optimizers
+clip, decay and update.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.keras.optimizer_patch import accumulates, mix_in
-from hvdtrain.keras.own_updates import WeighsSteps
+from hvdtrain.errors import ModelError, NonFiniteError
+from hvdtrain.gradients.non_finite import name_non_finite
+from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.keras.optimizer_patch import accumulates, mix_in, plain_optimizers
+from hvdtrain.keras.own_updates import OwnLossWeights, WeighsSteps, weigh_steps
 from hvdtrain.keras.served.served_fit import ServedJob
-from hvdtrain.keras.served.worker_exchange import AveragesElsewhere, WorkerExchange
 from hvdtrain.parameter_server.client import Client
-from hvdtrain.parameter_server.gradients import Gradient, GradientSum, Rows
+from hvdtrain.parameter_server.gradients import Gradient, Rows
 from hvdtrain.parameter_server.protocol import NO_POSITION
 from hvdtrain.private_api.keras import rate_of
 
-__all__ = ["GradientExchange"]
-
-# From inputs to the gradients that are sent, None for none that count, and what they count for.
-Take = Callable[..., tuple[list[Gradient] | None, float]]
+__all__ = ["GradientExchange", "WorkerLossWeights", "refuse_training"]
 
 
-class _LeavesUpdates(AveragesElsewhere, WeighsSteps):
-    """A mixin: a plain optimizer leaves updates to the servers; saved as the plain class."""
+class WorkerLossWeights(OwnLossWeights):
+    """Weighs losses of a worker; ``gathers`` is whether servers sum gradients of several."""
+
+    def __init__(self, reducer: GradientReducer, *, gathers: bool) -> None:
+        super().__init__(reducer)
+        self._gathers = gathers
+
+    def weight(
+        self,
+        kind: str,
+        rows: tf.Tensor,
+        joint_rows: tf.Tensor | None = None,
+        sample_weight: Any = None,
+    ) -> tf.Tensor:
+        if kind == "sum" and self._gathers:
+            raise ModelError(
+                "Losses with reduction='sum' can't be put together by parameter servers that make "
+                "a step of several workers' gradients. Use reduction='sum_over_batch_size', "
+                "--mode async-ps without --staleness-bound 0, or --mode allreduce."
+            )
+        return super().weight(kind, rows, joint_rows, sample_weight)
+
+
+class _LeavesUpdates(WeighsSteps):
+    """A mixin: a plain optimizer leaves updates and averages to the servers.
+
+    It is saved as the plain class.
+    """
 
     _hvdtrain_reducer: GradientExchange
 
@@ -37,6 +64,12 @@ class _LeavesUpdates(AveragesElsewhere, WeighsSteps):
         return grads
 
     def _apply_weight_decay(self, variables: Any) -> None:
+        pass
+
+    def _update_model_variables_moving_average(self, trainable_variables: Any) -> None:
+        pass
+
+    def _overwrite_model_variables_with_average_value(self, trainable_variables: Any) -> None:
         pass
 
     def _backend_update_step(
@@ -53,7 +86,7 @@ class _LeavesUpdates(AveragesElsewhere, WeighsSteps):
 
 
 class _CountsOverflows:
-    """A mixin of ``LossScaleOptimizer``: tells servers of a step whose gradients overflowed."""
+    """A mixin of ``LossScaleOptimizer``: reports steps with an overflow to the servers."""
 
     _hvdtrain_reducer: GradientExchange
 
@@ -63,65 +96,86 @@ class _CountsOverflows:
         return finite
 
 
-class GradientExchange(WorkerExchange):
-    """Takes the place of the optimizer's update on a worker.
+class GradientExchange:
+    """Replaces the optimizer's update on a worker.
 
-    With ``push_every`` it sends the sum of the gradients of so many steps. In those between, the
-    model takes a step of plain gradient descent by itself, as in Downpour (Dean et al. 2012, "Large
-    Scale Distributed Deep Networks"). With ``overlap`` it goes on while gradients are under way,
-    with the weights that came for those before; between epochs, and before validations and
-    checkpoints, nothing is under way.
+    With ``overlap`` the worker computes while gradients are in flight, with the weights that came
+    for the gradients before. Between epochs, and before validations and checkpoints, nothing is in
+    flight.
     """
 
-    mixin = _LeavesUpdates
-
     def __init__(self, job: ServedJob) -> None:
-        super().__init__(job)
+        self._variables = list(job.model.trainable_variables)
         self._places = {id(variable): n for n, variable in enumerate(self._variables)}
+        self._reducer = job.reducer
+        self._steps = job.steps
+        self._require_finite = job.settings.non_finite == "error"
+        self._is_chief = job.is_chief
         self._accumulates = accumulates(job.model.optimizer)
-        self._push_every = job.settings.push_every
         self._overlaps = job.settings.overlap
-        self._accrued = GradientSum()
         self._epoch_begins = False
+        state = job.shards.state
+        # Only the chief shows averages of the weights.
+        self._averages = state if job.is_chief and state.has_averages else None
+        self.client: Client | None = None
+        """The connection to the servers, within ``fit``."""
+        self.position: Callable[[int, int], tuple[int, ...]] | None = None
+        """Returns this worker's position in its data, given the counts of ``ModelSteps``."""
 
     def attach(self, optimizer: Any) -> None:
+        """Let ``optimizer`` exchange with the servers; saving and loading it is unchanged."""
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             mix_in(optimizer, _CountsOverflows, self)
-        super().attach(optimizer)
+        for leaf in plain_optimizers(optimizer):
+            weigh_steps(leaf, _LeavesUpdates, self)
+
+    @contextmanager
+    def using(self, client: Client) -> Iterator[None]:
+        """Train through ``client`` within the block."""
+        self.client = client
+        try:
+            yield
+        finally:
+            self.client = self.position = None
+
+    def reach(self) -> Client:
+        """Return the connection to the servers.
+
+        Raises:
+            ModelError: The model trains outside of ``fit``.
+        """
+        if self.client is None:
+            refuse_training()
+        return self.client
+
+    def pull(self) -> None:
+        """Fetch the newest weights."""
+        self.assign(self.reach().pull())
+
+    def assign(self, weights: Sequence[np.ndarray]) -> None:
+        """Give the model other weights, of all trainable variables."""
+        for variable, value in zip(self._variables, weights):
+            variable.assign(value)
 
     def begin_epoch(self) -> None:
-        # The weights of the last step are old when a validation has been between.
+        """Prepare the first step of an epoch."""
+        # After a validation the weights of the last step are outdated.
         self.pull()
         self._epoch_begins = True
 
-    def go_on(self) -> None:
+    def begin_step(self) -> None:
+        """Prepare a step, or a block of steps."""
         if self._epoch_begins and self._averages is not None:
-            # Callbacks that put averages in the place of weights have taken them out since.
+            # Callbacks may have swapped the weights for their averages, and back.
             self.pull()
         self._epoch_begins = False
 
-    def pull(self) -> None:
-        """Take the newest weights, after the last gradients have been sent."""
-        self.assign(self.send_rest() or self.reach().pull())
-
     def show_newest(self) -> None:
+        """Give the model the servers' newest weights for validation."""
         if self._averages is not None:
-            self.send_rest()
             self.assign(self._averages.newest_weights(self.reach()))
         elif self.reach().is_ahead:
             self.pull()
-
-    def send_rest(self) -> list[np.ndarray] | None:
-        """Send what waits for gradients of more steps; returns weights if there was any."""
-        if not self._accrued.steps:
-            return None
-        position = self._position_after(self._steps.ran.numpy(), self._steps.samples.numpy())
-        return self.reach().push(
-            self._accrued.take() or None, weight=1.0, learning_rate=math.nan, position=position
-        )
-
-    def _forget(self) -> None:
-        self._accrued = GradientSum()
 
     def step(
         self,
@@ -135,93 +189,93 @@ class GradientExchange(WorkerExchange):
         """Send gradients of some variables, and take the weights of all.
 
         Args:
-            gradients: Tensors or ``IndexedSlices``, of ``variables`` each.
+            gradients: A tensor or ``IndexedSlices`` for each of ``variables``.
             variables: Keras variables.
-            weight: How much they count beside those of other workers; 0 for nothing.
-            learning_rate: The optimizer's; None where it follows a schedule.
-            ends: Whether with them all steps until now are done.
+            weight: The weight of the gradients next to those of other workers; 0 sends none.
+            learning_rate: The optimizer's; None if it follows a schedule.
+            ends: Whether this completes all steps until now.
         """
         places = [self._places[id(variable)] for variable in variables]
         sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
         flat: list[Any] = []
         for gradient, rows in zip(gradients, sparse):
             flat += [gradient.indices, gradient.values] if rows else [gradient]
-        tells = self._is_chief and learning_rate is not None
-        rate = tf.cast(learning_rate, tf.float64) if tells else tf.constant(math.nan, tf.float64)
+        sets_rate = self._is_chief and learning_rate is not None
+        rate = (
+            tf.cast(learning_rate, tf.float64) if sets_rate else tf.constant(math.nan, tf.float64)
+        )
         counts = tf.constant(1.0, tf.float64) if weight is None else weight
+        types = [tf.as_dtype(variable.dtype) for variable in self._variables]
+        nothing = [np.empty(0, dtype.as_numpy_dtype) for dtype in types]
 
-        def take(counts: np.ndarray, *arrays: np.ndarray) -> tuple[list[Gradient] | None, float]:
-            found = _gradients(len(self._variables), places, sparse, arrays)
-            if float(counts) <= 0:
-                return None, float(counts)
-            self._check_finite(found, "A gradient")
-            return found, float(counts)
+        def push(
+            ran: np.ndarray,
+            samples: np.ndarray,
+            rate: np.ndarray,
+            counts: np.ndarray,
+            *arrays: np.ndarray,
+        ) -> list[np.ndarray]:
+            with self._reducer.remember_error():
+                found = None
+                if float(counts) > 0:
+                    found = _gradients(len(self._variables), places, sparse, arrays)
+                    self._check_finite(found)
+                position = NO_POSITION
+                if ends and self.position is not None:
+                    position = self.position(int(ran), int(samples))
+                weights = self.reach().push(
+                    found,
+                    weight=float(counts),
+                    learning_rate=float(rate),
+                    position=position,
+                    ahead=self._overlaps,
+                )
+                return [np.array(weights is not None), *(weights or nothing)]
 
-        if self._push_every == 1:
-            self._push(take, ends, rate, [counts, *flat])
-        else:
-            complete, servers_rate = self._accrue(take, [counts, *flat])
-            rate_now = rate if tells else servers_rate
-            tf.cond(
-                complete,
-                lambda: self._push(lambda: (self._accrued.take() or None, 1.0), ends, rate, []),
-                lambda: tf.cond(
-                    counts > 0, lambda: _descend(gradients, variables, rate_now), lambda: None
-                ),
-            )
+        def assign() -> None:
+            for variable, value in zip(self._variables, weights):
+                value.set_shape(variable.shape)
+                variable.assign(value)
+
+        progress = [tf.identity(v.value) for v in (self._steps.ran, self._steps.samples)]
+        came, *weights = tf.numpy_function(
+            push, [*progress, rate, counts, *flat], [tf.bool, *types]
+        )
+        came.set_shape([])
+        tf.cond(came, assign, lambda: None)
 
     def skip_step(self) -> None:
-        """Tell the servers that this step has no gradients."""
+        """Report to the servers that this step has no gradients."""
         nothing = tf.constant(0.0, tf.float64)
-        # Gradients of earlier steps may wait here: those are not done yet.
+        # Accumulated gradients of earlier steps may still wait for their update.
         self.step([], [], weight=nothing, learning_rate=None, ends=not self._accumulates)
 
-    def _push(self, take: Take, ends: bool, rate: Any, inputs: Sequence[Any]) -> None:
-        """Send what ``take`` makes of the inputs, as ``step`` says."""
-
-        def exchange(
-            client: Client, position: tuple[int, ...], rate: np.ndarray, *arrays: np.ndarray
-        ) -> list[np.ndarray] | None:
-            gradients, weight = take(*arrays)
-            return client.push(
-                gradients,
-                weight=weight,
-                learning_rate=float(rate),
-                position=position if ends else NO_POSITION,
-                ahead=self._overlaps,
+    def _check_finite(self, gradients: Sequence[Gradient]) -> None:
+        """Raise NonFiniteError if a gradient holds NaN or infinity."""
+        if not self._require_finite:
+            return
+        names = [v.path for v, entry in zip(self._variables, gradients) if entry is not None]
+        values = [e.values if isinstance(e, Rows) else e for e in gradients if e is not None]
+        if bad := name_non_finite(names, values):
+            raise NonFiniteError(
+                f"A gradient is not finite: {', '.join(bad[:5])}. It was not sent to the parameter "
+                "servers. Lower the learning rate, clip gradients or look at the data of this "
+                "rank; HVDTRAIN_NON_FINITE=ignore lets such values through."
             )
 
-        self._run(exchange, [rate, *inputs])
 
-    def _accrue(self, take: Take, inputs: Sequence[Any]) -> tuple[Any, Any]:
-        """Keep gradients; returns whether it is time to send, and the servers' learning rate."""
-
-        def run(*arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            with self._reducer.remember_error():
-                self._accrued.add(take(*arrays)[0])
-                rate = self.reach().learning_rate
-                return np.array(self._accrued.steps >= self._push_every), np.array(rate, np.float64)
-
-        complete, rate = tf.numpy_function(run, inputs, [tf.bool, tf.float64])
-        complete.set_shape([])
-        rate.set_shape([])
-        return complete, rate
-
-
-def _descend(gradients: Sequence[Any], variables: Sequence[Any], rate: tf.Tensor) -> None:
-    """Take a step of plain gradient descent."""
-    for gradient, variable in zip(gradients, variables):
-        change = tf.math.scalar_mul(tf.cast(rate, gradient.dtype), gradient)
-        if isinstance(change, tf.IndexedSlices):
-            variable.value.scatter_sub(change)
-        else:
-            variable.assign_sub(change)
+def refuse_training() -> NoReturn:
+    """Raise ModelError: the model trains outside of ``fit``."""
+    raise ModelError(
+        "With parameter servers a model trains in fit alone: there is nobody to take the gradients "
+        "of train_on_batch, or of a training loop of your own. Call model.fit, or leave --mode out."
+    )
 
 
 def _gradients(
     count: int, places: Sequence[int], sparse: Sequence[bool], arrays: Sequence[np.ndarray]
 ) -> list[Gradient]:
-    """Returns the gradients of all variables, None for those that have none."""
+    """Return the gradients of all variables, None for those that have none."""
     found: list[Gradient] = [None] * count
     left = iter(arrays)
     for place, is_sparse in zip(places, sparse):

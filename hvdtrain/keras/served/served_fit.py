@@ -130,11 +130,10 @@ class ServedJob:
 
     def _account(self, first: StalenessStats) -> str:
         workers, sent = len(self.shards.roles.workers), first.pushed.total()
-        what = "differences" if self.settings.mode == "easgd" else "gradients"
         late = f", {first.late} of them too late" if first.late else ""
         return (
-            f"{workers} workers sent {sent} {what}{late}; staleness {first.mean_staleness:.1f} on "
-            f"average, {first.percentile_of_staleness(95)} at the 95th percentile, "
+            f"{workers} workers sent {sent} gradients{late}; staleness {first.mean_staleness:.1f} "
+            f"on average, {first.percentile_of_staleness(95)} at the 95th percentile, "
             f"{max(first.staleness, default=0)} at most"
         )
 
@@ -175,20 +174,13 @@ def serve(job: ServedJob, arguments: inspect.BoundArguments) -> Any:
     variables = job.model.trainable_variables
     table = VariableTable(shards.state.optimizer, shard, variables)
     with _update_log(job, shard) as log:
-        updates = ShardUpdates(
-            table,
-            shards.memory.published[rank],
-            scale_by_staleness=settings.staleness_scaling,
-            delay_compensation=settings.dc_asgd,
-            log=log,
-        )
+        updates = ShardUpdates(table, shards.memory.published[rank], log=log)
         server = Server(
             job.messages,
             updates,
             shards.memory,
             workers=workers,
             consistency=_consistency(job, workers),
-            tells_learning_rate=settings.push_every > 1,
             require_finite=settings.non_finite == "error",
             received=lambda: signals.received,
             # Who waits for it would give up otherwise.

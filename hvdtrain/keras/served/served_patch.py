@@ -23,11 +23,13 @@ from hvdtrain.keras.model_patch import ModelPatch
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_weights, draw_seed, reseed_by_rank
 from hvdtrain.keras.optimizer_patch import mark
-from hvdtrain.keras.served.elastic_averaging import ElasticExchange
-from hvdtrain.keras.served.gradient_exchange import GradientExchange
+from hvdtrain.keras.served.gradient_exchange import (
+    GradientExchange,
+    WorkerLossWeights,
+    refuse_training,
+)
 from hvdtrain.keras.served.served_fit import ServedJob, serve
 from hvdtrain.keras.served.server_shards import shard_model
-from hvdtrain.keras.served.worker_exchange import WorkerLossWeights, refuse_training
 from hvdtrain.keras.served.worker_fit import WorkerFit
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import RESULTS, SYMBOLIC_BUILD
@@ -96,8 +98,7 @@ class ServedModelPatch(ModelPatch):
             mark(model.optimizer, None)
             self._replace_methods(steps, joint, fit=partial(serve, job), now=lambda: joint)
         else:
-            kind = ElasticExchange if self._settings.mode == "easgd" else GradientExchange
-            exchange = kind(job)
+            exchange = GradientExchange(job)
             exchange.attach(model.optimizer)
             fit = WorkerFit(job, exchange)
             own = self._worker_loop(fit, seed)

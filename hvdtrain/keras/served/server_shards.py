@@ -17,7 +17,6 @@ from hvdtrain.cluster.roles import Roles
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.model_sync import check_can_be_averaged
 from hvdtrain.keras.optimizer_patch import plain_optimizers, unmix
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.optimizer_state import AVERAGES, put_states, take_states
@@ -26,7 +25,7 @@ from hvdtrain.parameter_server.shard_optimizer import check_optimizer, plain_opt
 from hvdtrain.parameter_server.sharding import Shard, Spec, shard_variables, specs_of
 from hvdtrain.private_api.keras import moving_averages, own_trainable_variables
 
-__all__ = ["ServerOptimizerState", "ServerShards", "center_optimizer", "shard_model"]
+__all__ = ["ServerOptimizerState", "ServerShards", "shard_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +51,7 @@ def shard_model(
     servers = roles.servers
     unmix(model.optimizer)  # what can be cut goes by its class
     optimizer = model.optimizer
-    elastic = settings.mode == "easgd"
-    _check_moving_averages(optimizer, elastic=elastic)
-    if elastic:
-        check_can_be_averaged(model, settings.mode)
-        optimizer = center_optimizer(model)
+    _check_moving_averages(optimizer)
     check_optimizer(optimizer, len(servers))
     variables = model.trainable_variables
     specs = specs_of(variables)
@@ -65,71 +60,56 @@ def shard_model(
         roles=roles,
         specs=specs,
         shards=shards,
-        # What is read may be newer than the answer's, and to compensate a server must know it.
-        memory=share_memory(collectives, servers, shards, readable=not settings.dc_asgd),
-        state=ServerOptimizerState(model.optimizer, optimizer, shards),
+        memory=share_memory(collectives, servers, shards),
+        state=ServerOptimizerState(optimizer, shards),
     )
 
 
 class ServerOptimizerState:
     """The state of all servers, in the model's optimizer and in buffers that travel.
 
-    ``optimizer`` is the one whose state servers have: the model's or, with elastic averaging,
-    another on the same variables. Both are built.
+    Args:
+        optimizer: The model's, built.
+        shards: The shard of each server.
     """
 
-    def __init__(self, model_optimizer: Any, optimizer: Any, shards: Sequence[Shard]) -> None:
+    def __init__(self, optimizer: Any, shards: Sequence[Shard]) -> None:
         self.optimizer = optimizer
         self._shards = shards
-        self._own, self._servers = plain_optimizer(model_optimizer), plain_optimizer(optimizer)
-        self.has_averages = any(leaf.use_ema for leaf in plain_optimizers(model_optimizer))
+        self.has_averages = any(leaf.use_ema for leaf in plain_optimizers(optimizer))
         """Whether there are moving averages of the weights."""
 
     def take(self) -> list[np.ndarray]:
-        """Returns the state that servers begin with, a flat buffer for each."""
-        if self.has_averages and self._servers is not self._own:
-            _copy(moving_averages(self._own), moving_averages(self._servers))
-            # The first average of all is the weights themselves.
-            self.optimizer.iterations.assign(self._own.iterations)
+        """Return the initial state of the servers, a flat buffer for each."""
         return take_states(self.optimizer, self._shards)
 
     def buffers(self) -> list[np.ndarray]:
-        """Returns room for the state of all servers."""
+        """Return empty buffers for the state of all servers."""
         return [np.empty_like(state) for state in take_states(self.optimizer, self._shards)]
 
     def put(self, states: Sequence[np.ndarray], *, only: str | None = None) -> None:
-        """Take over what the servers sent; ``only`` as in ``put_states``."""
+        """Load the state that the servers sent; ``only`` as in ``put_states``."""
         put_states(self.optimizer, self._shards, states, only=only)
-        if self.has_averages and self._servers is not self._own:
-            _copy(moving_averages(self._servers), moving_averages(self._own))
 
     def newest_weights(self, client: Client) -> list[np.ndarray]:
-        """Returns the servers' weights, after their averages have been taken over."""
+        """Load the servers' averages, and return their weights."""
         states = self.buffers()
         weights = client.state(states)
         self.put(states, only=AVERAGES)
         return weights
 
     def finalize(self) -> None:
-        """Give the model the averages where it has any, as Keras does at the end of ``fit``."""
-        if self.has_averages:
-            _copy(moving_averages(self._own), own_trainable_variables(self._own))
+        """Give the model the averages if it has any, as Keras does at the end of ``fit``."""
+        if not self.has_averages:
+            return
+        plain = plain_optimizer(self.optimizer)
+        for average, variable in zip(moving_averages(plain), own_trainable_variables(plain)):
+            if average is not None:
+                variable.assign(average)
 
 
-def center_optimizer(model: keras.Model) -> keras.optimizers.Optimizer:
-    """Returns what moves the servers' center, and averages it as the model's would its weights."""
-    own = plain_optimizer(model.optimizer)
-    averaging = ("use_ema", "ema_momentum", "ema_overwrite_frequency")
-    optimizer = keras.optimizers.SGD(1.0, **{name: getattr(own, name) for name in averaging})
-    optimizer.build(model.trainable_variables)
-    return optimizer
-
-
-def _check_moving_averages(optimizer: Any, *, elastic: bool) -> None:
-    """Raise ModelError unless servers can keep the averages that the model's optimizer asks for.
-
-    With ``elastic`` servers update their weights in another way than it would.
-    """
+def _check_moving_averages(optimizer: Any) -> None:
+    """Raise ModelError unless servers can keep the moving averages of the model's optimizer."""
     leaves = plain_optimizers(optimizer)
     averaging = [leaf for leaf in leaves if leaf.use_ema]
     if averaging and len(leaves) > 1:
@@ -138,15 +118,9 @@ def _check_moving_averages(optimizer: Any, *, elastic: bool) -> None:
             f"{len(leaves)} optimizers. Compile the model with one optimizer, or leave use_ema out."
         )
     steps = averaging[0].gradient_accumulation_steps if averaging else None
-    if steps and not elastic:
+    if steps:
         raise ModelError(
             "Keras moves the averages of weights (use_ema=True) also in steps that only "
             f"accumulate gradients, of which parameter servers know nothing; received "
             f"gradient_accumulation_steps={steps}. Leave one of the two out, or --mode."
         )
-
-
-def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
-    for source, target in zip(sources, targets):
-        if source is not None and target is not None:
-            target.assign(source)

@@ -28,8 +28,8 @@ from hvdtrain.keras.saving.resume import restore_kept
 from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.keras.saving.worker_position import WorkerPosition
+from hvdtrain.keras.served.gradient_exchange import GradientExchange
 from hvdtrain.keras.served.served_fit import ServedJob, find_for_all
-from hvdtrain.keras.served.worker_exchange import WorkerExchange
 from hvdtrain.monitor import report
 from hvdtrain.parameter_server.protocol import NO_POSITION
 from hvdtrain.private_api.keras import iterations_of
@@ -43,7 +43,7 @@ def begin_worker_session(
     job: ServedJob,
     checkpoint: Checkpoint,
     callbacks: Sequence[Any],
-    exchange: WorkerExchange,
+    exchange: GradientExchange,
     worker: Membership,
 ) -> WorkerSession:
     """Set up what takes checkpoints on a worker; collective, with ``find_for_all`` on servers.
@@ -71,7 +71,7 @@ class WorkerSession(CheckpointSession):
         store: Store,
         found: tuple[TrainingProgress, Snapshot] | None,
         job: ServedJob,
-        exchange: WorkerExchange,
+        exchange: GradientExchange,
     ) -> None:
         super().__init__(options, state, worker, store, found)
         self._job = job
@@ -168,12 +168,10 @@ class WorkerSession(CheckpointSession):
         return own or client.signal
 
     def _others(self) -> Sequence[WorkerPosition]:
-        # Gradients of the chief that wait to be sent belong to what it has done.
-        self._exchange.send_rest()
         size, server_state = self._membership.size, self._job.shards.state
         states = server_state.buffers()
         weights, numbers = self._exchange.reach().snapshot(size, states)
-        self._exchange.show(weights)
+        self._exchange.assign(weights)
         server_state.put(states)
         return [self._position_of(rank, numbers[rank]) for rank in range(1, size)]
 

@@ -16,9 +16,9 @@ from hvdtrain.keras.chief_failover import CHIEF_ONLY
 from hvdtrain.keras.fit_loop import FitLoop
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
+from hvdtrain.keras.served.gradient_exchange import GradientExchange
 from hvdtrain.keras.served.served_fit import ServedJob
 from hvdtrain.keras.served.worker_checkpoints import WorkerSession, begin_worker_session
-from hvdtrain.keras.served.worker_exchange import WorkerExchange
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.private_api.keras import split_validation
 
@@ -50,7 +50,7 @@ class WorkerFit(keras.callbacks.Callback):
     they give the model as training ends is to stay.
     """
 
-    def __init__(self, job: ServedJob, exchange: WorkerExchange) -> None:
+    def __init__(self, job: ServedJob, exchange: GradientExchange) -> None:
         super().__init__()
         self.job = job
         self.worker = _IndependentWorker(job.collectives.member, job.shards.roles.workers)
@@ -115,7 +115,7 @@ class WorkerFit(keras.callbacks.Callback):
         self._exchange.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._exchange.go_on()
+        self._exchange.begin_step()
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._exchange.show_newest()
@@ -128,7 +128,6 @@ class WorkerFit(keras.callbacks.Callback):
             self.model.stop_training = True
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._exchange.send_rest()
         if self._session is not None:
             self._session.finish()
         client, stop = self._exchange.reach(), bool(self.model.stop_training)

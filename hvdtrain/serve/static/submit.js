@@ -10,7 +10,6 @@ const MODES = [
   ["local-sgd", "local-sgd: ranks average weights"],
   ["async-ps", "async-ps: through servers, none waits"],
   ["sync-ps", "sync-ps: through servers, in step"],
-  ["easgd", "easgd: elastic averaging"],
   ["towers", "towers: on several devices of a rank"],
 ];
 

@@ -131,7 +131,6 @@ ANY_MOMENT = program("""
 MODES = {
     "async-ps": [({}, True), ({"staleness_bound": 1}, False)],
     "sync-ps": [({}, True), ({"backup_workers": 1}, False)],
-    "easgd": [({}, False)],
 }
 
 

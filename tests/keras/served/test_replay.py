@@ -57,9 +57,7 @@ class Server:
         assert update["version"] == len(self.versions)
         for entry in update["gradients"]:
             assert update["staleness"] == update["version"] - 1 - entry["version"]
-        # In the type that a learning rate has.
-        factor = np.float32(update["factor"])
-        self.optimizer.learning_rate = np.float32(update["learning_rate"]) * factor
+        self.optimizer.learning_rate = np.float32(update["learning_rate"])
         self.optimizer.apply([tf.constant(mean)], [self.held])
         self.versions.append(self.held.numpy().copy())
 
@@ -120,7 +118,7 @@ def _key(entry: dict[str, Any]) -> tuple[int, int]:
     ("mode", "count", "settings"),
     [
         ("async-ps", 1, {}),
-        ("async-ps", 2, {"staleness_scaling": 1}),
+        ("async-ps", 2, {}),
         ("async-ps", 2, {"overlap": 1}),
         ("sync-ps", 2, {"backup_workers": 1}),
     ],

@@ -1,11 +1,11 @@
-"""What servers' optimizers know goes to the servers and comes back, with elastic averaging too."""
+"""The optimizer's state goes to the servers and comes back."""
 
 import keras
 import numpy as np
 import pytest
 
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.served.server_shards import ServerOptimizerState, center_optimizer
+from hvdtrain.keras.served.server_shards import ServerOptimizerState
 from hvdtrain.parameter_server.optimizer_state import AVERAGES
 from hvdtrain.parameter_server.sharding import shard_variables, specs_of
 
@@ -20,22 +20,20 @@ def trained(seed):
     return model
 
 
-def state_of(model, elastic):
-    variables = model.trainable_variables
-    optimizer = center_optimizer(model) if elastic else model.optimizer
-    return ServerOptimizerState(model.optimizer, optimizer, shard_variables(specs_of(variables), 2))
+def state_of(model):
+    shards = shard_variables(specs_of(model.trainable_variables), 2)
+    return ServerOptimizerState(model.optimizer, shards)
 
 
 def averages_of(model):
     return [v.numpy() for v in model.optimizer._model_variables_moving_average]
 
 
-@pytest.mark.parametrize("elastic", [False, True])
-def test_averages_go_to_the_servers_and_come_back(elastic):
+def test_averages_go_to_the_servers_and_come_back():
     one, other = trained(1), trained(2)
     wanted = averages_of(one)
     assert not np.allclose(wanted[0], averages_of(other)[0])
-    there, back = state_of(one, elastic), state_of(other, elastic)
+    there, back = state_of(one), state_of(other)
     room = back.buffers()
     for place, state in zip(room, there.take()):
         place[...] = state
@@ -48,11 +46,10 @@ def test_averages_go_to_the_servers_and_come_back(elastic):
     assert int(there.optimizer.iterations.numpy()) == 3
 
 
-@pytest.mark.parametrize("elastic", [False, True])
-def test_averages_under_another_name_are_missed(elastic):
+def test_averages_under_another_name_are_missed():
     """Otherwise the weights themselves would be validated, and stay."""
     model = trained(1)
-    state = state_of(model, elastic)
+    state = state_of(model)
     states = state.take()
     held = vars(model.optimizer)
     held["_renamed"] = held.pop("_model_variables_moving_average")
