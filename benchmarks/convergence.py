@@ -2,7 +2,7 @@
 
 python benchmarks/convergence.py
 python benchmarks/convergence.py --modes allreduce local-sgd diloco
-python benchmarks/convergence.py --plot docs/images/convergence.svg --json convergence.json
+python benchmarks/convergence.py --plot convergence.svg --json convergence.json
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What one slow worker of three costs the other two, in each mode.
 
     python benchmarks/slow_worker.py
-    python benchmarks/slow_worker.py --plot docs/images/slow-worker.svg --json slow-worker.json
+    python benchmarks/slow_worker.py --plot slow-worker.svg --json slow-worker.json
 
 A mode is run twice: with three workers alike, and with one of them four times slower. A worker's
 own speed is what it has in the first run.
