@@ -50,7 +50,7 @@ if [ -n "${SLURM_STEP_TASKS_PER_NODE:-}" ]; then
     export TF_NUM_INTRAOP_THREADS="${TF_NUM_INTRAOP_THREADS:-$cores}"
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}"
     # Open MPI from pip was built for another folder, and knows no munge, which Slurm offers first.
-    prefix=$("$PYTHON" -c 'import sys; print(sys.prefix)')
+    prefix=$("$PYTHON" -P -c 'import sys; print(sys.prefix)')
     if [ -e "$prefix/bin/ompi_info" ]; then
         export OPAL_PREFIX="${OPAL_PREFIX:-$prefix}"
         export PMIX_MCA_psec="${PMIX_MCA_psec:-native}"
@@ -68,7 +68,7 @@ if [ -n "${HVDTRAIN_JOB_FOLDER:-}" ]; then
 else
     run=(-- "$PYTHON" "$@")
 fi
-"$PYTHON" -m hvdtrain run "${run[@]}" &
+"$PYTHON" -P -m hvdtrain run "${run[@]}" &
 launcher=$!
 
 # bash would only see a signal when the ranks have ended. A signal also ends `wait`, which then has to

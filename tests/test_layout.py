@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -246,6 +247,22 @@ def test_importing_loads_neither_tensorflow_nor_mpi(module: str, run_command) ->
     )
     done = run_command([sys.executable, "-c", program])
     assert (done.returncode, done.stdout) == (0, "[]\n"), done
+
+
+def test_what_hvdtrain_starts_in_python_imports_nothing_from_the_users_folder() -> None:
+    started = 0
+    for path in MODULES:
+        for node in _nodes(path):
+            if not isinstance(node, (ast.List, ast.Tuple)):
+                continue
+            words = [entry.value if isinstance(entry, ast.Constant) else "" for entry in node.elts]
+            for before, word in itertools.pairwise(words):
+                if word in ("-m", "-c"):
+                    started += 1
+                    assert before == "-P", f"{_name(path)}:{node.lineno}: python -P {word}"
+    assert started > 10
+    script = (REPOSITORY / "slurm" / "train.sh").read_text()
+    assert set(re.findall(r'"\$PYTHON" (-\w.*?) ', script)) == {"-P"}
 
 
 @pytest.mark.slow

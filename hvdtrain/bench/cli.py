@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     if elastic:
         _check_recovery(ranks)
     job = Job(
-        program=(sys.executable, "-m", "hvdtrain.bench", name, json.dumps(options)),
+        program=(sys.executable, "-P", "-m", "hvdtrain.bench", name, json.dumps(options)),
         ranks=ranks,
         hosts=f"localhost:{ranks}",
         chief_only=True,

@@ -28,8 +28,8 @@ IMPORT, INIT = "import_tensorflow_s", "init_s"
 EMPTY, PROBE = "python -c pass", "hvdtrain.init()"
 LESS_IMPORT = f"{PROBE}, less import"
 PROGRAMS: dict[str, tuple[str, ...]] = {
-    EMPTY: (sys.executable, "-c", "pass"),
-    PROBE: (sys.executable, "-m", "hvdtrain.bench.start_program"),
+    EMPTY: (sys.executable, "-P", "-c", "pass"),
+    PROBE: (sys.executable, "-P", "-m", "hvdtrain.bench.start_program"),
 }
 
 
@@ -56,7 +56,7 @@ def measure(options: StartupOptions) -> None:
     """Start both programs both ways in turn; print and write."""
     report = BenchReport("startup", options, options.ranks, lambda: True)
     mpirun = find_mpirun(Path(sys.executable).parent, os.environ)
-    ours = (sys.executable, "-m", "hvdtrain", "run", "-np", str(options.ranks), "--")
+    ours = (sys.executable, "-P", "-m", "hvdtrain", "run", "-np", str(options.ranks), "--")
     bare, extra = bare_command(mpirun, options.ranks)
     run, plain = _Starts(), _Starts()
     # These are not jobs that anybody wants to see listed.

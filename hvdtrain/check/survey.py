@@ -104,7 +104,7 @@ def measure_allreduce(
     """
     mark = f"hvdtrain-allreduce-{secrets.token_hex(4)} "
     job = Job(
-        program=(sys.executable, "-m", "hvdtrain.check.allreduce_program", mark),
+        program=(sys.executable, "-P", "-m", "hvdtrain.check.allreduce_program", mark),
         ranks=ranks,
         hosts=hosts,
         hostfile=hostfile,
@@ -139,7 +139,7 @@ def _ask_one(
     """
     question = dataclasses.replace(question, addresses=tuple(own_addresses(towards)))
     asked = json.dumps(dataclasses.asdict(question))
-    program = (sys.executable, "-m", "hvdtrain.remote.host_probe", asked)
+    program = (sys.executable, "-P", "-m", "hvdtrain.remote.host_probe", asked)
     argv: Sequence[str] = program
     if way == "ssh":
         argv = ssh_probe(host, program, environ)

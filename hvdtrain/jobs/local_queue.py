@@ -58,7 +58,7 @@ class LocalQueue:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         with open(os.open(job.words, flags, 0o600), "wb") as words:
             subprocess.run(
-                [spec.python, "-m", "hvdtrain.jobs.detach", *_command(spec)],
+                [spec.python, "-P", "-m", "hvdtrain.jobs.detach", *_command(spec)],
                 cwd=spec.folder,
                 env={**job_environment(spec, environ), JOB_FOLDER: str(job.path)},
                 stdin=subprocess.DEVNULL,
@@ -87,7 +87,7 @@ class LocalQueue:
 
 def _command(spec: JobSpec, *more: str) -> list[str]:
     """The command that runs a job; ``more`` are further options."""
-    return [spec.python, "-m", "hvdtrain", "run", *spec.options, *more, "--", *spec.program]
+    return [spec.python, "-P", "-m", "hvdtrain", "run", *spec.options, *more, "--", *spec.program]
 
 
 def job_environment(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:

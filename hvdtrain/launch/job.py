@@ -183,7 +183,7 @@ def make_plan(
     used = {entry.host for entry in places}
     return Plan(
         places=tuple(places),
-        program=(sys.executable, "-m", "hvdtrain.agent.rank_agent", *job.program),
+        program=(sys.executable, "-P", "-m", "hvdtrain.agent.rank_agent", *job.program),
         local=not site.in_slurm and len(used) == 1 and used <= set(here),
         oversubscribed=any(entry.local_size > cores for entry in places if entry.host in here),
         elastic=site.elastic,

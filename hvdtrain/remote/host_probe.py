@@ -119,7 +119,7 @@ def _versions(question: Question) -> dict[str, Any]:
 def _mpi(question: Question) -> dict[str, Any]:
     # In a process of its own: an MPI library may end its process, or hang.
     try:
-        reply = run_capture([sys.executable, "-c", _MPI_PROGRAM], timeout_s=MPI_TIMEOUT_S)
+        reply = run_capture([sys.executable, "-P", "-c", _MPI_PROGRAM], timeout_s=MPI_TIMEOUT_S)
     except LaunchError:
         return {"mpi_error": f"loading it took longer than {MPI_TIMEOUT_S:g} s"}
     lines = reply.stdout.strip("\0\n ").splitlines()

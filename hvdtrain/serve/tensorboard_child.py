@@ -27,7 +27,7 @@ def child_argv(listener: int, path: str, logdir: str, prefix: str) -> list[str]:
         prefix: The path under which browsers ask.
     """
     words = [str(os.getpid()), str(listener), path, logdir, prefix]
-    return [sys.executable, "-m", "hvdtrain.serve.tensorboard_child", *words]
+    return [sys.executable, "-P", "-m", "hvdtrain.serve.tensorboard_child", *words]
 
 
 def main() -> None:

@@ -146,8 +146,9 @@ class StartedJob:
         found = []
         for pid in self.left():
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-            # A module stands behind python -m.
-            word = words[2] if words[1:2] == ["-m"] else os.path.basename(words[0])
+            # A module stands behind python -P -m.
+            module = words[1:3] == ["-P", "-m"]
+            word = words[3] if module else os.path.basename(words[0])
             if word in names:
                 found.append(pid)
         return found

@@ -14,7 +14,7 @@ from hvdtrain.launch.commands import Command, Plan, hostfile_text, mpirun_comman
 from hvdtrain.launch.mpirun import Family, Mpirun
 from hvdtrain.launch.rank_variables import forwarded, rank_environment
 
-PROGRAM = ("python", "-m", "hvdtrain.agent.rank_agent", "train.py", "--lr", "0.1 ")
+PROGRAM = ("python", "-P", "-m", "hvdtrain.agent.rank_agent", "train.py", "--lr", "0.1 ")
 SECRET = "hunter2"
 HOSTFILE = Path("/tmp/hosts")
 

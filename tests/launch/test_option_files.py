@@ -126,7 +126,7 @@ def test_a_dry_run_shows_what_file_and_flags_come_to(
     assert [line.split()[:2] for line in lines[1:4]] == [[str(n), "localhost"] for n in range(3)]
     assert lines[4] == ""
     assert " -np 3 " in lines[5]
-    assert lines[5].endswith(" -m hvdtrain.agent.rank_agent python 'x y.py'")
+    assert lines[5].endswith(" -P -m hvdtrain.agent.rank_agent python 'x y.py'")
     assert "HUNTER" in lines[-1]
     assert "hunter2" not in shown
 

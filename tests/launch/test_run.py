@@ -74,6 +74,16 @@ def test_python_is_this_python_without_activation(hvdtrain_run) -> None:
     assert (done.returncode, done.stdout) == (0, f"[0] {sys.prefix}\n"), done
 
 
+def test_modules_of_the_users_folder_are_for_the_program_alone(run_command, tmp_path: Path) -> None:
+    for name in ("json", "logging", "selectors", "socket", "subprocess"):
+        (tmp_path / f"{name}.py").write_text(f"print('the {name} of the user')\n")
+    words = "import logging, sys; print(sys.flags.safe_path)"
+    command = [sys.executable, "-P", "-m", "hvdtrain", "run", "-np", "1", "--chief-only", "--"]
+    env = {**OWN_DEFAULTS, "PYTHONPATH": str(REPOSITORY)}
+    done = run_command([*command, "python", "-c", words], env=env)
+    assert (done.returncode, done.stdout) == (0, "the logging of the user\nFalse\n"), done
+
+
 def test_variables_and_settings_reach_the_ranks(hvdtrain_run) -> None:
     done = hvdtrain_run(
         *("-np", "2", "--timeout-s", "7", "--share-gpus", "-x", "MINE=a b", "-x", "THEIRS"),

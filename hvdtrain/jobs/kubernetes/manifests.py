@@ -229,11 +229,11 @@ def _launcher_job(job: PodJob) -> Object:
 def _workers(job: PodJob) -> Object:
     pod = _worker_pod(job)
     container = _container(pod)
-    container["command"] = [job.pods.python, "-m", f"{POD_MODULES}.worker"]
+    container["command"] = [job.pods.python, "-P", "-m", f"{POD_MODULES}.worker"]
     container["ports"] = [{"name": "ssh", "containerPort": SSH_PORT}]
     container["readinessProbe"] = {"tcpSocket": {"port": "ssh"}, "periodSeconds": 2}
     # A pod that is to end does so once its ranks have saved what they have.
-    drain = {"command": [job.pods.python, "-m", f"{POD_MODULES}.drain"]}
+    drain = {"command": [job.pods.python, "-P", "-m", f"{POD_MODULES}.drain"]}
     container["lifecycle"] = {**(container.get("lifecycle") or {}), "preStop": {"exec": drain}}
     _wire(pod, job)
     return _object(
@@ -340,7 +340,7 @@ def _launcher_pod(job: PodJob, module: str, hostfile: str) -> Object:
     # Whatever it is started again for, a new pod does it, and the log of this one is kept.
     pod["spec"]["restartPolicy"] = "Never"
     container = _container(pod)
-    container["command"] = [job.pods.python, "-m", *words]
+    container["command"] = [job.pods.python, "-P", "-m", *words]
     container["env"] = [*(container.get("env") or ()), *_variables(job)]
     if not job.folder:
         _mount(pod, "hvdtrain-records", {"emptyDir": {}}, RECORDS_FOLDER)
@@ -353,7 +353,7 @@ def _records(job: PodJob, launcher: Object) -> Object:
     seen = ("image", "imagePullPolicy", "env", "envFrom", "volumeMounts", "securityContext")
     return {
         "name": RECORDS,
-        "command": [job.pods.python, "-m", f"{POD_MODULES}.records", RECORDS_FOLDER],
+        "command": [job.pods.python, "-P", "-m", f"{POD_MODULES}.records", RECORDS_FOLDER],
         **{name: copy.deepcopy(launcher[name]) for name in seen if name in launcher},
     }
 

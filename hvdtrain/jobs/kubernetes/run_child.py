@@ -31,7 +31,7 @@ class RunChild:
 
     def run(self, words: Sequence[str], environ: Mapping[str, str]) -> int:
         """Run ``hvdtrain`` with those arguments; returns its exit code as a shell has it."""
-        argv = [sys.executable, "-m", "hvdtrain", *words]
+        argv = [sys.executable, "-P", "-m", "hvdtrain", *words]
         self._child = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
         if self._ordered:
             # It came before there was anybody to hand it on to.
