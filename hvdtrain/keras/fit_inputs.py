@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import ShardedInput, ShardPlan, shard_input
+from hvdtrain.keras.data import ShardedInput, ShardPlan, Share, shard_input
 from hvdtrain.keras.membership import Membership
 
 __all__ = ["FitInputs"]
@@ -94,6 +94,6 @@ class FitInputs:
                 return result
 
 
-def _without_rows(batch: Any, rows: tf.Tensor, joint_rows: tf.Tensor) -> Any:
-    """An element of a share in which nothing counts."""
-    return batch, tf.zeros_like(rows), joint_rows
+def _without_rows(share: Share) -> Share:
+    """Return a share in which nothing counts."""
+    return share._replace(rows=tf.zeros_like(share.rows))

@@ -375,7 +375,7 @@ class FitLoop:
             self._steps.joint_rows_known = sharded.joint_rows_known
             forget_functions(self._model)
         batch_spec = keras.tree.map_structure(
-            lambda spec: None if is_absent(spec) else spec, sharded.dataset.element_spec[0]
+            lambda spec: None if is_absent(spec) else spec, sharded.dataset.element_spec.batch
         )
         try:
             if has_own_call(self._model):

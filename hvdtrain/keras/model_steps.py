@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -20,6 +20,8 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.batch_normalization import RowFlag
 from hvdtrain.keras.compute import Compute
 from hvdtrain.keras.compute.interface import rows_of
+from hvdtrain.keras.data import Share
+from hvdtrain.keras.data.batch_structure import parts
 from hvdtrain.keras.loss_weights import LossWeights, reduction_of, reductions_of
 from hvdtrain.keras.model_parts import has_own, optimizers_of
 from hvdtrain.keras.optimizer_patch import weighting
@@ -28,14 +30,6 @@ from hvdtrain.keras.predictions import Predicted
 from hvdtrain.private_api.keras import compiled_loss, loss_tracker
 
 __all__ = ["ModelSteps"]
-
-
-class _Share(NamedTuple):
-    """One element of a sharded dataset; ``joint_rows`` None means unknown."""
-
-    batch: Any
-    rows: tf.Tensor
-    joint_rows: tf.Tensor | None
 
 
 class ModelSteps:
@@ -75,9 +69,9 @@ class ModelSteps:
     def train(self, data: Any) -> Any:
         """``train_step`` on an element of a sharded dataset, or on a batch of this rank."""
         self._check_variables()
-        if self._elastic and _is_share(data):
+        if self._elastic and isinstance(data, Share):
             tf.numpy_function(self._contributions.begin_step, [], [])
-        share = self._open(data)
+        share = self._share_of(data)
         self._flag.set(share.rows)
         self.rows.assign(tf.cast(share.rows, tf.int64))
         self.samples.assign_add(self.rows.value)
@@ -92,7 +86,7 @@ class ModelSteps:
 
     def test(self, data: Any) -> Any:
         """``test_step``; a batch that doesn't count leaves the metrics alone."""
-        share = self._open(data)
+        share = self._share_of(data)
         self.rows.assign(tf.cast(share.rows, tf.int64))
         kind = self._kind_to_track(data)
         with _counting_rows(self._model, share.rows):
@@ -106,14 +100,13 @@ class ModelSteps:
 
     def predict(self, data: Any) -> Any:
         """``predict_step``; for a share ``Predicted``."""
-        if not _is_share(data):
+        if not isinstance(data, Share):
             return self._compute.predict(data)
-        share = self._open(data)
-        outputs = self._compute.predict(share.batch)
-        counts = tf.stack([tf.cast(share.rows, tf.int64), tf.cast(rows_of(share.batch), tf.int64)])
+        outputs = self._compute.predict(data.batch)
+        counts = tf.stack([tf.cast(data.rows, tf.int64), tf.cast(rows_of(data.batch), tf.int64)])
         return Predicted(outputs, counts[tf.newaxis])
 
-    def _train_plain(self, share: _Share) -> Any:
+    def _train_plain(self, share: Share) -> Any:
         """Train as ``keras.Model.train_step`` does, with the loss weighted for the joint batch."""
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(share.batch)
@@ -139,11 +132,11 @@ class ModelSteps:
         results = model.get_metrics_result()
         return {name: results.get(name, value) for name, value in told.items()}
 
-    def _train_own(self, share: _Share) -> Any:
+    def _train_own(self, share: Share) -> Any:
         """Run a ``train_step`` of the user's; its gradients are weighted when they are applied."""
         kind = reduction_of(self._model)
         self._check_reduction(kind)
-        _, _, given = keras.utils.unpack_x_y_sample_weight(share.batch)
+        given = _sample_weight(share.batch, kind)
         weight = self._weights.weight(kind, share.rows, share.joint_rows, given)
         how = self._weights.weighting(kind, weight, factor=weight)
         with weighting(optimizers_of(self._model), how):
@@ -153,7 +146,7 @@ class ModelSteps:
         """Return how the loss of a test is reduced, if its tracker has to be told; None if not."""
         kinds = reductions_of(self._model) - {"mean"}
         # A rank may call test_on_batch alone.
-        if has_own(self._model, "test_step") or len(kinds) != 1 or not _is_share(data):
+        if has_own(self._model, "test_step") or len(kinds) != 1 or not isinstance(data, Share):
             return None
         [kind] = kinds
         return kind if self._weights.are_tracked(kind) else None
@@ -164,7 +157,7 @@ class ModelSteps:
         return None if tracker is None else tf.identity(tracker.total.value)
 
     def _track_joint_loss(
-        self, before: tf.Tensor | None, kind: str, weight: tf.Tensor, share: _Share
+        self, before: tf.Tensor | None, kind: str, weight: tf.Tensor, share: Share
     ) -> None:
         """Let the tracker have added this rank's part of the joint batch's loss, not its own loss.
 
@@ -191,12 +184,11 @@ class ModelSteps:
                 "--max-restarts in place of --elastic."
             )
 
-    def _open(self, data: Any) -> _Share:
-        if _is_share(data):
-            batch, rows, joint_rows = data
-            return _Share(batch, rows, joint_rows if self.joint_rows_known else None)
+    def _share_of(self, data: Any) -> Share:
+        if isinstance(data, Share):
+            return data if self.joint_rows_known else data._replace(joint_rows=None)
         # train_on_batch and its like: this rank's own batch.
-        return _Share(data, rows_of(data), None)
+        return Share(data, rows_of(data), None)
 
     @property
     def _watched_variables(self) -> list[Any]:
@@ -244,11 +236,12 @@ def _weight_by_rows(mean: Any, rows: tf.Tensor, total: tf.Tensor, count: tf.Tens
     mean.count.assign(count + tf.cast(tf.where(added > 0, weight, 0.0), mean.count.dtype))
 
 
-def _is_share(data: Any) -> bool:
-    return (
-        isinstance(data, tuple)
-        and len(data) == 3
-        and isinstance(data[0], tuple)
-        and tf.is_tensor(data[1])
-        and data[1].shape.rank == 0
-    )
+def _sample_weight(batch: Any, kind: str) -> Any:
+    """Return the sample weights of a batch that a step of the user's own takes apart."""
+    split = parts(batch)
+    if len(split) > 3 and kind == "weights":
+        raise ModelError(
+            f"Losses with reduction='mean_with_sample_weight' need batches (x, y, sample_weight), "
+            f"got {len(split)} parts; use reduction='sum_over_batch_size'."
+        )
+    return split[2] if len(split) == 3 else None

@@ -378,7 +378,7 @@ def pack_arrays(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple[
     """Check arrays as Keras does and turn class weights into sample weights.
 
     Returns:
-        The tuple (x,), (x, y) or (x, y, sample_weight), lists made tuples; and the rows.
+        The batch that a step gets, but with all rows, lists made tuples; and the rows.
 
     Raises:
         ValueError: From Keras: different lengths, or weights that don't fit the targets.
@@ -388,9 +388,7 @@ def pack_arrays(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple[
     adapter = ArrayDataAdapter(
         x, y, sample_weight=sample_weight, class_weight=class_weight, batch_size=1
     )
-    packed = data_adapter_utils.unpack_x_y_sample_weight(adapter._inputs)
-    kept = packed[: 3 if packed[2] is not None else 2 if packed[1] is not None else 1]
-    return keras.tree.lists_to_tuples(tuple(kept)), int(adapter._num_samples)
+    return keras.tree.lists_to_tuples(adapter._inputs), int(adapter._num_samples)
 
 
 def column(array: Any) -> Any:

@@ -8,6 +8,6 @@ batch would see at step ``k``.
 
 from hvdtrain.keras.data.input_kinds import shard_input
 from hvdtrain.keras.data.shard_plan import ShardPlan
-from hvdtrain.keras.data.sharded_input import ShardedInput
+from hvdtrain.keras.data.sharded_input import ShardedInput, Share
 
-__all__ = ["ShardPlan", "ShardedInput", "shard_input"]
+__all__ = ["ShardPlan", "ShardedInput", "Share", "shard_input"]

@@ -22,7 +22,7 @@ from hvdtrain.keras.data.partition import (
     units_left,
 )
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
-from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput
+from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput, Share
 from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["ArraySource", "ShardedArrays"]
@@ -154,15 +154,15 @@ class ArraySource:
     def dataset(
         self, position_of_pass: Callable[[], Position], rows: int, steps: int
     ) -> tf.data.Dataset:
-        """Elements (batch, rows, joint_rows) of one pass; arguments as in ``index_dataset``."""
+        """Make the shares of one pass; arguments as in ``index_dataset``."""
 
         @tf.autograph.experimental.do_not_convert
-        def fetch(indices: tf.Tensor, rows: tf.Tensor, joint_rows: tf.Tensor) -> tuple[Any, ...]:
+        def fetch(indices: tf.Tensor, rows: tf.Tensor, joint_rows: tf.Tensor) -> Share:
             if self.plan.collectives.survives_losses:
                 # Another number of ranks may leave another last batch: the same graph takes both.
                 indices = tf.raw_ops.PlaceholderWithDefault(input=indices, shape=[None])
             batch = keras.tree.pack_sequence_as(self._batch, self._gather(indices))
-            return batch, rows, joint_rows
+            return Share(batch, rows, joint_rows)
 
         with tf.device("CPU:0"):
             if rows:
@@ -181,8 +181,8 @@ class ArraySource:
         leaves = batch_structure.present(self._gather(tf.zeros([0], tf.int64)))
         blanks = [batch_structure.blank(tf.type_spec_from_value(leaf)) for leaf in leaves]
         batch = batch_structure.refill(self._batch, blanks)
-        element = (batch, tf.constant(0, tf.int32), tf.constant(JOINT_ROWS_UNKNOWN, tf.int32))
-        return tf.data.Dataset.from_tensors(element).repeat(steps)
+        share = Share(batch, tf.constant(0, tf.int32), tf.constant(JOINT_ROWS_UNKNOWN, tf.int32))
+        return tf.data.Dataset.from_tensors(share).repeat(steps)
 
 
 class ShardedArrays(ShardedInput):

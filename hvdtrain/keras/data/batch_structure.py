@@ -11,7 +11,6 @@ import tensorflow as tf
 from hvdtrain.errors import DataError
 
 __all__ = [
-    "as_tuple",
     "blank",
     "chain",
     "count_rows",
@@ -19,6 +18,7 @@ __all__ = [
     "fingerprint",
     "is_absent",
     "leaf_names",
+    "parts",
     "present",
     "refill",
     "row_text",
@@ -29,12 +29,12 @@ __all__ = [
 _PARTS = ("x", "y", "sample_weight")
 
 
-def as_tuple(element: Any) -> tuple[Any, ...]:
-    """A dataset's element as (x,), (x, y) or (x, y, sample_weight), as Keras would read it."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(element)
-    if sample_weight is not None:
-        return (x, y, sample_weight)
-    return (x,) if y is None else (x, y)
+def parts(batch: Any) -> tuple[Any, ...]:
+    """Return a batch's parts, as Keras reads them: (x,), (x, y) or (x, y, sample_weight).
+
+    Steps of the user's own may take batches of more parts.
+    """
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
 
 def is_absent(leaf: Any) -> bool:
@@ -58,12 +58,14 @@ def refill(batch: Any, leaves: Iterable[Any]) -> Any:
     return keras.tree.map_structure(lambda leaf: None if is_absent(leaf) else next(rest), batch)
 
 
-def leaf_names(batch: tuple[Any, ...]) -> list[str]:
-    """A name for each leaf of a packed batch, for example ``x['image']`` or ``y``."""
-    names = []
-    for path, _ in keras.tree.flatten_with_path(batch):
-        names.append(_PARTS[path[0]] + "".join(f"[{key!r}]" for key in path[1:]))
-    return names
+def leaf_names(batch: Any) -> list[str]:
+    """Return a name for each leaf of a batch, for example ``x['image']`` or ``y``."""
+    split = parts(batch)
+    names = _PARTS if len(split) <= len(_PARTS) else [f"part {n}" for n in range(len(split))]
+    return [
+        names[path[0]] + "".join(f"[{key!r}]" for key in path[1:])
+        for path, _ in keras.tree.flatten_with_path(split)
+    ]
 
 
 def count_rows(leaf: Any) -> tf.Tensor:
@@ -83,7 +85,7 @@ def row_text(spec: tf.TypeSpec) -> str:
     return f"{kind}{spec.dtype.name} of shape {inner} per row"
 
 
-def signature(batch_spec: tuple[Any, ...]) -> dict[str, str]:
+def signature(batch_spec: Any) -> dict[str, str]:
     """Map leaf names to type and shape of a row of each, for comparing between ranks."""
     leaves = keras.tree.flatten(batch_spec)
     return {
@@ -92,12 +94,13 @@ def signature(batch_spec: tuple[Any, ...]) -> dict[str, str]:
     }
 
 
-def targets_first(batch: tuple[Any, ...]) -> list[Any]:
+def targets_first(batch: Any) -> list[Any]:
     """The leaves to recognise a batch by: targets and weights if there are any, else inputs.
 
     Inputs may be augmented at random on each rank, which is no mistake; different targets are.
     """
-    return present(batch[1:]) or present(batch[:1])
+    inputs, *targets = parts(batch)
+    return present(targets) or present(inputs)
 
 
 def fingerprint(leaves: Sequence[Any]) -> str:

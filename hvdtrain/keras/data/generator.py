@@ -30,7 +30,7 @@ from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["GeneratorSource", "ShardedGenerator"]
 
-Batch = tuple[Any, ...]
+Batch = Any  # as Keras passes it to a step
 
 
 class GeneratorSource:
@@ -101,7 +101,7 @@ class ShardedGenerator(ShardedInput):
     def _elements(self, *, endless: bool) -> tf.data.Dataset:
         source = self._generator
 
-        def elements() -> Iterator[Batch]:
+        def elements() -> Iterator[tuple[Any, ...]]:
             given = 0
             while endless or given < self._agreed:
                 batch = source.queue.take()

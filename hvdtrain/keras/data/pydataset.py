@@ -41,7 +41,7 @@ class PyDatasetSource:
         self.plan = plan
         self.units: int | None = dataset.num_batches
         self._shuffle = bool(plan.shuffle)
-        self._examined: list[tuple[Any, ...]] = []
+        self._examined: list[Any] = []
         self._specs: list[tf.TypeSpec] = []
 
     def report(self) -> InputReport:
@@ -77,13 +77,13 @@ class PyDatasetSource:
         """This rank's batches."""
         return ShardedPyDataset(self, steps)
 
-    def standardize(self, batch: Any) -> tuple[Any, ...]:
-        """A user's batch as (x,), (x, y) or (x, y, sample_weight).
+    def standardize(self, batch: Any) -> Any:
+        """Return a user's batch as Keras passes it to a step.
 
         Raises:
-            ValueError: It is none of what Keras takes.
+            ValueError: Keras doesn't take it.
         """
-        return standardize(batch, self.plan.class_weight, "PyDataset.__getitem__()")
+        return standardize(batch, self.plan.class_weight, "PyDataset.__getitem__()", most_parts=3)
 
     def indices(self, position: Position, steps: int | None) -> Iterator[tuple[int, bool]]:
         """Yield for each step of a pass the index of this rank's batch, and whether it counts."""
@@ -114,7 +114,7 @@ class PyDatasetSource:
             yield (*leaves, np.int32(rows))
 
     def to_dataset(self, elements: Any, steps: int | None) -> tf.data.Dataset:
-        """Elements (batch, rows, joint_rows) from the generator function ``elements``."""
+        """Make a dataset of shares from the generator function ``elements``."""
         return to_dataset(elements, self._examined[0], self._specs, steps).prefetch(1)
 
 

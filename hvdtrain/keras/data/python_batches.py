@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvdtrain.keras.data import batch_structure
 from hvdtrain.keras.data.dataset_options import untuned
-from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN
+from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, Share
 from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["EXAMINED_BATCHES", "signature_of", "standardize", "to_dataset"]
@@ -20,43 +20,47 @@ EXAMINED_BATCHES = 2
 """The number of batches that Keras looks at to learn types and shapes."""
 
 
-def standardize(batch: Any, class_weight: Any, maker: str) -> tuple[Any, ...]:
-    """A user's batch as (x,), (x, y) or (x, y, sample_weight).
+def standardize(batch: Any, class_weight: Any, maker: str, most_parts: int | None = None) -> Any:
+    """Return a user's batch as Keras passes it to a step: a dict or a tuple, without lists.
 
-    ``maker`` is the name of the code that made it, for the error.
+    Args:
+        batch: From the user's code.
+        class_weight: From ``fit``.
+        maker: The name of the code, for the error.
+        most_parts: The largest number of parts that Keras takes from it.
 
     Raises:
-        ValueError: It is none of what Keras takes.
+        ValueError: The batch is of another kind.
     """
-    if not isinstance(batch, (dict, np.ndarray, tuple, list)) or len(batch) not in (
-        (1, 2, 3) if isinstance(batch, (tuple, list)) else (len(batch),)
-    ):
+    if isinstance(batch, np.ndarray):
+        batch = (batch,)
+    parts = len(batch) if isinstance(batch, (tuple, list)) else 1
+    if not isinstance(batch, (dict, tuple, list)) or not 0 < parts <= (most_parts or parts):
         raise ValueError(
             f"{maker} must return a dict, an array, or a tuple (inputs,), (inputs, targets) or "
-            f"(inputs, targets, sample_weights). Received: {str(batch)[:100]} of type "
-            f"{type(batch).__name__}"
+            f"(inputs, targets, sample_weights), got {str(batch)[:100]} of type "
+            f"{type(batch).__name__}; return one of these."
         )
-    packed = batch_structure.as_tuple(batch)
-    if class_weight is not None and len(packed) > 1:
-        if len(packed) == 3:
+    if class_weight is not None and parts > 1:
+        if parts > 2:
             raise ValueError("class_weight and sample_weight can't be used at the same time.")
-        packed += (private_keras.sample_weights_of_classes(packed[1], class_weight),)
-    packed = keras.tree.map_structure(private_keras.without_scipy, packed)
-    return keras.tree.lists_to_tuples(packed)
+        batch = (*batch, private_keras.sample_weights_of_classes(batch[1], class_weight))
+    batch = keras.tree.map_structure(private_keras.without_scipy, batch)
+    return keras.tree.lists_to_tuples(batch)
 
 
-def signature_of(example: tuple[Any, ...], specs: Sequence[tf.TypeSpec]) -> dict[str, Any]:
+def signature_of(example: Any, specs: Sequence[tf.TypeSpec]) -> dict[str, Any]:
     """Return the structure of batches, for ranks to compare; ``specs`` are those of all leaves."""
     return batch_structure.signature(batch_structure.refill(example, specs))
 
 
 def to_dataset(
     elements: Callable[[], Iterator[tuple[Any, ...]]],
-    example: tuple[Any, ...],
+    example: Any,
     specs: Sequence[tf.TypeSpec],
     steps: int | None,
 ) -> tf.data.Dataset:
-    """Elements (batch, rows, joint_rows), not prefetched.
+    """Make a dataset of shares, not prefetched.
 
     Args:
         elements: Yields the present leaves of a batch and its rows, step by step.
@@ -66,10 +70,10 @@ def to_dataset(
     """
 
     @tf.autograph.experimental.do_not_convert
-    def pack(*element: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
+    def pack(*element: Any) -> Share:
         *leaves, rows = element
         unknown = tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
-        return batch_structure.refill(example, leaves), rows, unknown
+        return Share(batch_structure.refill(example, leaves), rows, unknown)
 
     with tf.device("CPU:0"):
         signature = (*specs, tf.TensorSpec([], tf.int32))

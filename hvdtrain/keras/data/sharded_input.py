@@ -10,7 +10,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -19,10 +19,25 @@ from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.partition import JointSteps, joint_steps
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
 
-__all__ = ["JOINT_ROWS_UNKNOWN", "Pass", "ShardedInput", "Source"]
+__all__ = ["JOINT_ROWS_UNKNOWN", "Pass", "ShardedInput", "Share", "Source"]
 
 JOINT_ROWS_UNKNOWN = -1
 """``joint_rows`` of an element where only a reduction over the ranks can tell it."""
+
+
+class Share(NamedTuple):
+    """A rank's share of a joint step: an element of ``ShardedInput.dataset``.
+
+    Attributes:
+        batch: Structured as the user passed it: what Keras gives a step in one process.
+        rows: int32; how many rows of the batch count: all, or 0 in a step in which this rank has
+            nothing and ``batch`` is any batch of the right structure.
+        joint_rows: int32; the sum of ``rows`` over the ranks, -1 or None where it is not known.
+    """
+
+    batch: Any
+    rows: tf.Tensor
+    joint_rows: tf.Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +132,7 @@ class ShardedInput:
     """One rank's share of an input, in the form in which it enters Keras' loops.
 
     Attributes:
-        dataset: A ``tf.data.Dataset`` of one pass over the data, with elements ``(batch, rows,
-            joint_rows)``. ``batch`` is the tuple (x,), (x, y) or (x, y, sample_weight). ``rows``
-            (int32) is how many of its rows count: all, or 0 in a step in which this rank has
-            nothing and ``batch`` is any batch of the right structure. ``joint_rows`` (int32) is
-            the sum of ``rows`` over the ranks, or -1 where it can't be known beforehand.
+        dataset: A ``tf.data.Dataset`` of one pass over the data, whose elements are ``Share``.
         steps: Joint steps of one pass, the dataset's cardinality; None where unknown or endless.
         joint_rows_known: Whether ``joint_rows`` is ever other than -1.
         unit: The thing that positions in the data count: "samples" or "batches".

@@ -23,7 +23,7 @@ from hvdtrain.keras.data.joint_stream import join_steps
 from hvdtrain.keras.data.partition import joint_steps
 from hvdtrain.keras.data.pipeline_passes import PipelinePasses, shuffles
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
-from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput
+from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput, Share
 from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["ShardedPipeline", "TfDataSource"]
@@ -64,7 +64,7 @@ class TfDataSource:
     """A dataset of batches, each of the size that one rank is to compute with.
 
     Args:
-        dataset: Elements x, (x,), (x, y) or (x, y, sample_weight), nested, batched.
+        dataset: Its elements are batches of any structure.
     """
 
     unit = "batches"
@@ -76,7 +76,7 @@ class TfDataSource:
         self.shuffles = shuffles(dataset)
         self._given = dataset
         self._dataset = dataset = self._weighted(dataset)
-        self._spec = batch_structure.as_tuple(dataset.element_spec)
+        self._spec = dataset.element_spec
         _check_batched(self._spec)
         cardinality = int(dataset.cardinality())
         self._endless = cardinality == tf.data.INFINITE_CARDINALITY
@@ -150,8 +150,8 @@ class TfDataSource:
     def _weighted(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         if self.plan.class_weight is None:
             return dataset
-        spec = batch_structure.as_tuple(dataset.element_spec)
-        if len(spec) < 2 or spec[1] is None:
+        parts = batch_structure.parts(dataset.element_spec)
+        if len(parts) < 2 or batch_structure.is_absent(parts[1]):
             raise DataError(
                 "class_weight was given with a dataset without targets. Expected elements (x, y)."
             )
@@ -160,7 +160,7 @@ class TfDataSource:
     def _elements(
         self, dataset: tf.data.Dataset, batches: int | None, steps: int | None, record: StreamRecord
     ) -> tf.data.Dataset:
-        """Elements (batch, rows, joint_rows) of one pass.
+        """Make the shares of one pass.
 
         Args:
             dataset: This rank's data as the user's elements.
@@ -181,11 +181,11 @@ class TfDataSource:
                 dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
             return untuned(dataset).prefetch(tf.data.AUTOTUNE)
 
-    def _whole_batch(self, *element: Any) -> tuple[Any, tf.Tensor, tf.Tensor]:
+    def _whole_batch(self, *element: Any) -> Share:
         """A step that is one batch of this rank: nothing to choose and nothing to add up."""
         tensors, rows, _, _ = self._prepare(False, *element)
         unknown = tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
-        return self._pack(tensors), rows, unknown if self.plan.presharded else rows
+        return Share(self._pack(tensors), rows, unknown if self.plan.presharded else rows)
 
     def _joint_steps(
         self, dataset: tf.data.Dataset, batches: int | None, padding: int, record: StreamRecord
@@ -211,7 +211,7 @@ class TfDataSource:
     def _prepare(self, digests: bool, *element: Any) -> tuple[Any, ...]:
         # tf.data spreads a tuple over the arguments, even one of a single entry.
         spread = type(self._dataset.element_spec) is tuple
-        batch = batch_structure.as_tuple(element if spread else element[0])
+        batch = element if spread else element[0]
         leaves = batch_structure.present(batch)
         recognised = batch_structure.targets_first(batch)
         print_ = batch_structure.digest(recognised) if digests else tf.zeros([8], tf.uint8)
@@ -227,10 +227,10 @@ class TfDataSource:
         step: tf.Tensor,
         last: tf.Tensor,
         stream: tf.Tensor,
-    ) -> tuple[Any, tf.Tensor, tf.Tensor]:
+    ) -> Share:
         batch = self._pack(components)
         if self.plan.presharded:
-            return batch, rows, tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
+            return Share(batch, rows, tf.constant(JOINT_ROWS_UNKNOWN, tf.int32))
         if self.compares:
 
             def tell() -> tf.Tensor:
@@ -239,7 +239,7 @@ class TfDataSource:
                     return tf.identity(rows)
 
             rows = tf.cond(tf.equal(step, 0) | last, tell, lambda: rows)
-        return batch, rows, joint_rows
+        return Share(batch, rows, joint_rows)
 
 
 class ShardedPipeline(ShardedInput):
@@ -312,7 +312,7 @@ def _components(leaves: list[Any]) -> tuple[tf.Tensor, ...]:
     return tuple(tf.nest.flatten(leaves, expand_composites=True))
 
 
-def _check_batched(spec: tuple[Any, ...]) -> None:
+def _check_batched(spec: Any) -> None:
     """Raise if the components can't be batches of one size."""
     sizes: dict[int, str] = {}
     for name, leaf in zip(batch_structure.leaf_names(spec), keras.tree.flatten(spec)):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.keras.data import ShardedInput, ShardPlan, shard_input
+from hvdtrain.keras.data.batch_structure import parts
 from hvdtrain.keras.data.sharded_input import Pass
 
 __all__ = ["Step", "ThreadCollectives", "flat", "joint", "on_ranks", "read", "shard_on_ranks"]
@@ -83,7 +84,8 @@ class Step:
     def __init__(self, element: Any) -> None:
         self.batch, rows, joint_rows = element
         self.rows, self.joint_rows = int(rows), int(joint_rows)
-        ids = np.asarray(self.batch[1] if len(self.batch) > 1 else self.batch[0])
+        split = parts(self.batch)
+        ids = np.asarray(split[1] if len(split) > 1 else split[0])
         assert len(ids) >= 1
         assert self.rows in (0, len(ids))
         self.ids = ids.reshape(len(ids), -1)[: self.rows, 0].astype(int).tolist()

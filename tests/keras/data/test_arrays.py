@@ -109,16 +109,6 @@ def test_nested_inputs_with_none_and_strings() -> None:
     assert step.batch[0]["b"].numpy().tolist() == [b"3", b"4", b"5"]
 
 
-def test_inputs_only_stay_a_tuple() -> None:
-    x, _ = _arrays(4)
-    batch = read(shard_on_ranks(1, lambda _: x, batch_size=2)[0])[0].batch
-    assert isinstance(batch, tuple)
-    assert len(batch) == 1
-    pair = read(shard_on_ranks(1, lambda _: ([x, x],), batch_size=2)[0])[0].batch
-    assert len(pair) == 1
-    assert len(pair[0]) == 2
-
-
 def test_class_weights_become_sample_weights() -> None:
     x, _ = _arrays(6)
     y = np.array([0, 1, 2, 0, 1, 2])

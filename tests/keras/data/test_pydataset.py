@@ -10,6 +10,7 @@ import pytest
 
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import ShardPlan, shard_input
+from hvdtrain.keras.data.batch_structure import parts
 from tests.keras.data.ranks import flat, joint, on_ranks, read, shard_on_ranks
 
 
@@ -157,10 +158,10 @@ def test_forms_of_batches() -> None:
         lambda x, y: {"a": x, "b": y}: 1,
         lambda x, y: ({"a": x, "b": None}, y, np.ones(len(y))): 3,
     }
-    for form, parts in forms.items():
+    for form, number in forms.items():
         share = shard_on_ranks(2, lambda _, form=form: Form(form))[0]
         batch, rows, joint_rows = next(iter(share.dataset))
-        assert len(batch) == parts
+        assert len(parts(batch)) == number
         assert (int(rows), int(joint_rows)) == (2, -1)
     with pytest.raises(ValueError, match="__getitem__"):
         shard_on_ranks(1, lambda _: Form(lambda x, y: (x, y, x, y)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -327,8 +327,6 @@ class Images(keras.Model):
         return [self.tracker]
 
     def train_step(self, images: Any) -> Any:
-        if isinstance(images, tuple):
-            images = images[0]
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(self.network(images) - images))
         weights = self.network.trainable_weights
@@ -349,6 +347,63 @@ def _on_images(model: keras.Model, size: int) -> Any:
     history = model.fit(data, epochs=2, verbose=0).history
     more = model.fit(data.take(2 if size == 12 else 4), epochs=1, verbose=0).history
     return {name: [*values, *more[name]] for name, values in history.items()}
+
+
+class Four(NamedTuple):
+    """A batch of four parts."""
+
+    a: Any
+    b: Any
+    c: Any
+    d: Any
+
+
+class AnyStructure(OwnTrackers):
+    """Steps that see whether they get what the user passed."""
+
+    expected: Callable[[Any], Any]
+
+    def _loss(self, data: Any) -> Any:
+        tf.nest.assert_same_structure(data, self.expected(X))
+        scaled = [(n + 1) * leaf for n, leaf in enumerate(tf.nest.flatten(data))]
+        return tf.reduce_mean(tf.square(self(tf.add_n(scaled))))
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = self._loss(data)
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.total.update_state(loss)
+        return {"loss": self.total.result()}
+
+    def test_step(self, data: Any) -> Any:
+        self.total.update_state(self._loss(data))
+        return {"loss": self.total.result()}
+
+    def predict_step(self, data: Any) -> Any:
+        tf.nest.assert_same_structure(data, self.expected(X))
+        return self(tf.nest.flatten(data)[0])
+
+
+def _on_any_structure(model: keras.Model, size: int) -> Any:
+    told = {}
+    structures: dict[str, Callable[[Any], Any]] = {
+        "tensor": lambda x: x,
+        "dict": lambda x: {"b": x, "a": x + 1},
+        "tuple of one": lambda x: ((x, x + 1),),
+        "named tuple": lambda x: Four(x, x + 1, x + 2, x + 3),
+        "four parts": lambda x: (x, x + 1, x + 2, x + 3),
+    }
+    for name, structure in structures.items():
+        model.expected = structure
+        data = tf.data.Dataset.from_tensor_slices(structure(X[:48])).batch(size)
+        history = model.fit(data, validation_data=data, verbose=0).history
+        told.update({f"{name} {entry}": values for entry, values in history.items()})
+        told[f"{name} prediction"] = model.predict(data, verbose=0)
+    model.expected = structures["tensor"]
+    given = {"batch_size": size, "shuffle": False, "verbose": 0}
+    told["array"] = model.fit(X[:48], validation_data=X[:24], **given).history["val_loss"]
+    return told
 
 
 CUSTOM = "custom train_step"
@@ -388,6 +443,9 @@ STEPS: dict[str, Pattern] = {
         CUSTOM, lambda: functional(OwnPrediction, loss=LOSS), _predicted
     ),
     "elements that are one tensor": Pattern(CUSTOM, _images, _on_images),
+    "batches of any structure": Pattern(
+        CUSTOM, lambda: built(AnyStructure(), loss=None), _on_any_structure, often=True
+    ),
     "GAN": Pattern(
         CUSTOM, make_gan, fit(X, NOISE, validation_data=(X[:17], NOISE[:17])), often=True
     ),
