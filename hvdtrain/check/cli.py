@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_namespace(arguments: argparse.Namespace) -> int:
-    from hvdtrain.check.namespace_report import check_namespace
+    from hvdtrain.check.namespace_check import check_namespace
 
     if arguments.hosts is not None or arguments.hostfile is not None:
         flag = "--hostfile" if arguments.hosts is None else "-H"

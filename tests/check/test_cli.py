@@ -108,7 +108,7 @@ def test_no_cluster_is_a_problem(
 def test_packages_that_miss_are_a_problem(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvdtrain.check.namespace_survey.find_spec", lambda name: None)
+    monkeypatch.setattr("hvdtrain.check.namespace_check.find_spec", lambda name: None)
     assert main(["check", "--on", "kubernetes"]) == 1
     shown = capsys.readouterr().out
     assert "problem: not installed here: kubernetes, cryptography\n" in shown

@@ -230,22 +230,20 @@ class ClusterApi:
                 refused.append(f"create {resource}{f'.{group}' if group else ''}")
         return refused
 
-    def may(self, verb: str, resource: str, group: str = "", *, everywhere: bool = False) -> bool:
-        """Whether this user has a right.
+    def may(self, verb: str, resource: str, group: str = "") -> bool:
+        """Return whether this user has a right in this namespace.
 
         Args:
-            verb: What is to be done, as ``create``.
-            resource: To what, as ``jobs`` or ``pods/log``.
-            group: The API group of that; empty for the core's.
-            everywhere: In the whole cluster, not in this namespace.
+            verb: The action, such as ``create``.
+            resource: Its object, such as ``jobs`` or ``pods/log``.
+            group: The API group of the resource; empty for the core group.
 
         Raises:
-            JobError: The cluster does not say.
+            JobError: The cluster does not answer.
         """
         name, _, part = resource.partition("/")
         wanted = {"verb": verb, "group": group, "resource": name, "subresource": part}
-        if not everywhere:
-            wanted["namespace"] = self.namespace
+        wanted["namespace"] = self.namespace
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SelfSubjectAccessReview",
