@@ -289,9 +289,7 @@ class Engine(RankState):
         return self._operate(call, attempt)
 
     @contextmanager
-    def section(
-        self, name: str, detail: tuple[Any, ...] = (), *, apart: bool = False
-    ) -> Iterator[None]:
+    def section(self, name: str, detail: tuple[Any, ...] = ()) -> Iterator[None]:
         begin = self._calls.get("begin", name, detail)
         try:
             self._operate(begin, lambda: self._exchange.agree(begin))
@@ -309,7 +307,7 @@ class Engine(RankState):
             with self.patiently():
                 self.barrier(name=f"end of {name}")
         except BaseException as error:
-            self._leave_section(error, apart)
+            self._leave_section(error)
             others = self._section_error
             if others is None or isinstance(error, HvdtrainError) or str(others) not in str(error):
                 raise
@@ -318,7 +316,7 @@ class Engine(RankState):
         finally:
             self._section, self._section_error = "", None
 
-    def _leave_section(self, error: BaseException, apart: bool) -> None:
+    def _leave_section(self, error: BaseException) -> None:
         """Let the other ranks leave the section as well, unless all leave it alike."""
         if self._section_error is not None or self.closed or isinstance(error, Preempted):
             return
@@ -329,17 +327,24 @@ class Engine(RankState):
         reason = reason_of(error)
         call = self._calls.get(RAISED, self._section, (), reason)
         try:
-            if self.broken is None and not apart:
+            if self.broken is None:
                 with (
                     suppress(HvdtrainError),
                     warn_if_late(f"rank {self.number} failed in {self._section}: {reason}"),
                 ):
                     self._operate(call, lambda: self._exchange.agree(call))
         finally:
-            if apart:
-                self._break(error, self._section)
             if self.broken is not None:
                 self.fail(reason)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Preempted):  # all ranks end
+                self._break(error, self._section)
+            raise
 
     @contextmanager
     def patiently(self) -> Iterator[None]:

@@ -255,9 +255,7 @@ class Collectives(Protocol):
         """
         ...
 
-    def section(
-        self, name: str, detail: tuple[Any, ...] = (), *, apart: bool = False
-    ) -> AbstractContextManager[None]:
+    def section(self, name: str, detail: tuple[Any, ...] = ()) -> AbstractContextManager[None]:
         """Begin the block together on all ranks, and leave it together, even by an error.
 
         An error that leaves the block on some ranks alone is a ``PeerFailedError`` on the others,
@@ -267,11 +265,17 @@ class Collectives(Protocol):
         Args:
             name: What it is.
             detail: What else the ranks must agree on; each part has a text.
-            apart: Whether ranks do not call operations together within the block. Then an error on
-                one rank ends the job.
 
         Raises:
             MismatchError: Another rank called something else.
+        """
+        ...
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Let an error in the block, where ranks call no operations together, end the job.
+
+        The block is in a section. All ranks get errors from then on, those that wait for messages
+        as well.
         """
         ...
 

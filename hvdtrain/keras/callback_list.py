@@ -215,7 +215,8 @@ class _After(keras.callbacks.Callback):
         self._broadcast = broadcast
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._broadcast()
+        with self._failover.patiently():
+            self._broadcast()
         epoch = self._collectives.broadcast_object(initial_epoch(self.model), name="initial epoch")
         set_initial_epoch(self.model, epoch)
         if self._membership.lose_chief():
@@ -226,9 +227,9 @@ class _After(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         mine = np.array(bool(self.model.stop_training))
-        self.model.stop_training = bool(
-            self._collectives.allreduce(mine, "max", name="stop training")
-        )
+        with self._failover.patiently():
+            stop = self._collectives.allreduce(mine, "max", name="stop training")
+        self.model.stop_training = bool(stop)
         self._failover.share_states()
 
 

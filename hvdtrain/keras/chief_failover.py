@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
@@ -47,6 +48,13 @@ class ChiefFailover:
         self._of_chief = [entry for entry in callbacks if isinstance(entry, CHIEF_ONLY)]
         self._states: Mapping[str, Any] = {}
         self._standbys: list[_StandbyCallback] = []
+
+    def patiently(self) -> AbstractContextManager[None]:
+        """Let operations in the block wait for the chief's callbacks without a time-out.
+
+        They save the model as a rule, which may take long; callbacks of all ranks must be in time.
+        """
+        return self._collectives.patiently() if self._of_chief else nullcontext()
 
     def callbacks(self) -> list[Any]:
         """The user's callbacks as this rank runs them."""

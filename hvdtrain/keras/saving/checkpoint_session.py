@@ -219,7 +219,7 @@ class CheckpointSession:
         """Return when the last checkpoint is on disk, or can't be."""
         if self._saved is not None:
             self._end_resuming(self._saved)
-        self.writer.wait()
+        self._save_together(self.writer.wait)
         self._meet()
 
     def _end_resuming(self, saved: TrainingProgress) -> None:
@@ -288,8 +288,8 @@ class CheckpointSession:
     def _end(self, number: int) -> None:
         """Leave the program after a signal, once the checkpoint is on disk; collective."""
         name = signal.Signals(number).name
+        self._save_together(self.writer.wait)
         if self._membership.is_chief:
-            self.writer.wait()
             error = self.writer.take_error()
             if error is None:
                 self._say(
@@ -298,7 +298,6 @@ class CheckpointSession:
                 )
             else:
                 self._warn(f"{name} came, and no checkpoint could be saved: {error}")
-        self._state.collectives.barrier(name="checkpoint is saved")
         self._preempted = True
         raise Preempted(number)
 
@@ -321,9 +320,9 @@ class CheckpointSession:
             ranks = self._state.gather_own(earlier)
             while self._membership.renew():
                 ranks = self._state.gather_own(earlier)
+            # What it writes is copied over by what comes now.
+            self._save_together(self.writer.wait)
             if self._membership.is_chief:
-                # What it writes is copied over by what comes now.
-                self.writer.wait()
                 snapshot = take_snapshot(
                     self._state,
                     self._epochs,
@@ -344,19 +343,30 @@ class CheckpointSession:
         """Take a checkpoint and return when it is on disk, whichever rank it is that writes."""
         while True:
             self._take()
-            self.writer.wait()
-            self._state.collectives.barrier(name="checkpoint is saved")
+            self._save_together(self.writer.wait)
             if not self._membership.lose_chief():
                 return
 
     def _export(self) -> None:
-        """Save the model in Keras' own format, on the chief and if so asked."""
+        """Save the model in Keras' own format, on the chief and if so asked; collective."""
         path = self._options.export
-        if self._membership.is_chief and path is not None:
+
+        def export() -> None:
             try:
-                export_model(self._state.model, path)
+                if path is not None:
+                    export_model(self._state.model, path)
             except OSError as error:
                 self._complain(f"The model can't be saved as {path}: {error.strerror or error}.")
+
+        self._save_together(export)
+
+    def _save_together(self, save: Callable[[], object]) -> None:
+        """Run ``save`` on the chief; the others wait for it without a time-out; collective."""
+        with report.during("checkpoint"):
+            if self._membership.is_chief:
+                self._save(save)
+            with self._state.collectives.patiently():
+                self._state.collectives.barrier(name="the chief saves")
 
     def _complain(self, error: CheckpointError | str) -> None:
         """Warn once until a checkpoint could be saved again: a full disk stays full for long."""
@@ -366,6 +376,10 @@ class CheckpointSession:
             logger.warning("no checkpoint could be saved, training goes on: %s", error)
 
     # What is different where each rank goes its own way.
+
+    def _save(self, save: Callable[[], object]) -> None:
+        """Run ``save``, on the chief."""
+        save()
 
     def _restore(self, saved: TrainingProgress) -> None:
         """Give the model and the callbacks what they had; collective."""

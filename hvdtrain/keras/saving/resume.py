@@ -49,7 +49,8 @@ def find(
                 answer.update(state=snapshot.state, unsent=unsent_of(snapshot.ranks))
         except CheckpointError as error:
             answer["error"] = str(error)
-    answer = collectives.broadcast_object(answer, name="newest checkpoint")
+    with collectives.patiently():  # the chief reads it from a disk that may be slow
+        answer = collectives.broadcast_object(answer, name="newest checkpoint")
     if "error" in answer:
         raise CheckpointError(answer["error"])
     if "state" not in answer:

@@ -191,7 +191,8 @@ def serve(job: ServedJob, arguments: inspect.BoundArguments) -> Any:
         if checkpoint is not None:
             signals.catch()
         try:
-            server.serve()
+            with job.collectives.apart():
+                server.serve()
         finally:
             signals.release(handled=server.ended_by > 0)
     job.end_if_preempted(server.ended_by)

@@ -146,8 +146,7 @@ class ServedModelPatch(ModelPatch):
         detail = (f"model {self._collectives.sections}",)
 
         def fit_ours(*args: Any, **options: Any) -> Any:
-            # Within it workers meet servers alone.
-            with self._collectives.section("fit", detail, apart=True):
+            with self._collectives.section("fit", detail):
                 joint.check_still_ours()
                 return fit(signature.bind(*args, **options))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -166,6 +167,16 @@ class WorkerSession(CheckpointSession):
         if client.training and time.monotonic() - client.heard_s > LOOK_S:
             client.look()
         return own or client.signal
+
+    def _save(self, save: Callable[[], object]) -> None:
+        # Servers give up when no worker sends anything for the time-out.
+        client = self._exchange.reach()
+        with ThreadPoolExecutor(1, "hvdtrain save") as thread:
+            saved = thread.submit(save)
+            while not wait([saved], LOOK_S).done:
+                if client.training:
+                    client.look()
+            saved.result()
 
     def _others(self) -> Sequence[WorkerPosition]:
         size, server_state = self._membership.size, self._job.shards.state

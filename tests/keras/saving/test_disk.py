@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
+
 import pytest
 
 from hvdtrain.checkpoint import Store
@@ -90,3 +93,44 @@ def test_a_full_disk_ends_training_if_asked_to(launch, small_disk):
     for rank in range(2):
         assert f"hvdtrain: rank {rank} of 2 failed: CheckpointError" in done.stderr
     assert "No space left" in done.stderr
+
+
+# Everything that the chief writes is 14 MB, which takes longer than ranks wait for each other.
+SLOW = """
+    import sys
+    import keras, numpy as np
+    import hvdtrain
+
+    hvdtrain.init()
+    folder = sys.argv[1]
+    model = keras.Sequential([keras.Input((1500,)), keras.layers.Dense(800)])
+    model.compile("adam", "mse")
+    hvdtrain.distribute(model)
+    x, y = np.ones((16, 1500), "float32"), np.ones((16, 800), "float32")
+    export = folder + "/export.keras"
+    checkpoint = hvdtrain.Checkpoint(folder + "/checkpoints", every_steps=1, export=export)
+    callbacks = [checkpoint, keras.callbacks.ModelCheckpoint(folder + "/callback.keras")]
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=callbacks)
+    print("rank", hvdtrain.rank(), "has trained", flush=True)
+    if hvdtrain.is_chief():
+        model.save(folder + "/end.keras")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.more
+def test_ranks_wait_for_a_chief_that_saves_for_longer_than_the_time_out(
+    run_command, forked_python, slow_disk, tmp_path
+):
+    (tmp_path / "script.py").write_text(textwrap.dedent(SLOW))
+    launcher = [sys.executable, "-m", "hvdtrain", "run", "-np", "2", "--timeout-s", "4", "--"]
+    program = [*forked_python, str(tmp_path / "script.py"), str(slow_disk)]
+    done = run_command([*launcher, *program], timeout_s=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 0 has trained" in done.stdout
+    assert "rank 1 has trained" in done.stdout
+    assert "in barrier(the chief saves) for rank 0" in done.stderr
+    assert "has ended its program and waits for rank 0" in done.stderr
+    assert Store(slow_disk / "checkpoints").steps() == [1, 2]
+    for name in ("callback", "export", "end"):
+        assert (slow_disk / f"{name}.keras").stat().st_size > 10_000_000
