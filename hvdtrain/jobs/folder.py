@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -150,7 +151,12 @@ class JobFolder:
     def status(self, state: JobState | None, queue: str | None = None) -> Status:
         """Decide the job's status from its ``state``, read before; ``queue`` as ``status_of``."""
         quiet_s = time.time() - self.heard_s()
-        alive = is_alive(state.launcher) if state is not None and state.launcher else None
+        launcher = state.launcher if state is not None else None
+        alive = is_alive(launcher) if launcher is not None else None
+        if launcher is not None and alive is None and launcher.host == socket.gethostname():
+            # It ran before a restart of this host, or runs in another container: its heartbeat
+            # decides.
+            alive = False if quiet_s > PATIENCE_S else None
         return status_of(state, alive=alive, quiet_s=quiet_s, patience_s=PATIENCE_S, queue=queue)
 
     def discard(self) -> None:

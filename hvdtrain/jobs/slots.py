@@ -1,7 +1,8 @@
 """A queue of jobs that needs nobody to run it: files that are locked while a process lives.
 
-``waiting/`` has a file for each job that waits, named by when it came; ``slots/`` one for each slot
-of each host. The kernel frees the locks of a process that ends, however it does.
+``waiting/`` has a file for each job that waits, named by when it came, which holds the names of its
+hosts; ``slots/`` one for each slot of each host. The kernel frees the locks of a process that ends,
+however it does.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ __all__ = ["Turn"]
 class Turn:
     """A place in the queue, and from its turn on the slots of a job, until this process ends.
 
-    Whoever came first is served first, also where a later job would fit in before it.
+    Of jobs that need slots of the same host the first to come is served first, even if a later one
+    would fit in before it.
 
     Args:
         directory: Where the files of the queue are; the same for all jobs that share slots.
         name: The job's name.
-        wanted: How many slots it needs on each host.
+        wanted: How many slots it needs on each host, by names that all jobs give to that host.
         slots: How many there are on each; a job that needs more takes all.
 
     Raises:
@@ -88,21 +90,24 @@ class Turn:
             place = self._waiting / f"{time.time_ns():020}-{name}"
             # Before it is locked another process may take it for one that a dead one left.
             if self._lock(place) and place.exists():
+                os.write(self._held[place], "\n".join(self._missing).encode())
+                # Other hosts would see it only once it is closed.
+                os.fsync(self._held[place])
                 return place
 
     def _first(self) -> Path | None:
-        """The place of the first that still waits; those of dead processes are removed."""
+        """The place of the first job that waits for the same hosts; dead processes' are removed."""
         for path in sorted(self._waiting.iterdir()):
             if path in self._held:
                 return path
-            with contextlib.suppress(FileNotFoundError):
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    if not lock_descriptor(descriptor):
-                        return path
+            with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+                if lock_descriptor(file.fileno()):
                     path.unlink(missing_ok=True)
-                finally:
-                    os.close(descriptor)
+                    continue
+                hosts = file.read().decode().splitlines()
+                # Nothing is written yet where it has just come.
+                if not hosts or not self._missing.keys().isdisjoint(hosts):
+                    return path
         return None
 
     def _take(self, host: str) -> None:

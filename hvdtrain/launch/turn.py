@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hvdtrain.cluster.cores import available_cores
 from hvdtrain.cluster.hosts import Host
+from hvdtrain.jobs.process_identity import host_identity
 from hvdtrain.jobs.slots import Turn
 from hvdtrain.remote.own_addresses import is_this_host
 
@@ -64,8 +65,11 @@ def await_turn(
 
 
 def _key(host: str) -> str:
-    """One name for a host, whatever it is called, that a file can have."""
-    return "localhost" if is_this_host(host) else host.lower().replace("/", "_")
+    """One name for a host, whatever it is called, that a file can have.
+
+    Jobs of other machines that use the same folder call those "localhost" as well.
+    """
+    return host_identity() if is_this_host(host) else host.lower().replace("/", "_")
 
 
 def gpu_variables(

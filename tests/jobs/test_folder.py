@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from hvdtrain.jobs.folder import (
 from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
+from tests.harness.required import do_without
 
 WHERE = {
     "named": ({"HVDTRAIN_JOBS_DIR": "/a/jobs", "HOME": "/h"}, "/a/jobs"),
@@ -158,3 +161,43 @@ def test_a_word_that_a_job_is_to_stop_is_taken_once(tmp_path: Path) -> None:
         job.request_stop(number)
         assert job.take_stop() == number
         assert job.take_stop() is None
+
+
+_IN_A_CONTAINER = """
+import sys
+from pathlib import Path
+from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.process_identity import own_identity
+from hvdtrain.jobs.state import JobState
+from tests.harness.required import do_without
+inside, outside = JobFolder(Path(sys.argv[1])), JobFolder(Path(sys.argv[2]))
+inside.write_state(JobState(phase="running", launcher=own_identity()))
+print(outside.status(outside.state()), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_containers_with_the_same_hostname_do_not_take_each_others_jobs_for_lost(
+    tmp_path: Path,
+) -> None:
+    inside, outside = JobFolder(tmp_path / "inside"), JobFolder(tmp_path / "outside")
+    for job in (inside, outside):
+        job.path.mkdir()
+    outside.write_state(JobState(phase="running", launcher=own_identity()))
+    namespaces = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*namespaces, "true"], capture_output=True).returncode != 0:
+        do_without("namespaces", "this user may make no PID namespace")
+    argv = [*namespaces, "--kill-child", sys.executable, "-c", _IN_A_CONTAINER]
+    with subprocess.Popen(
+        [*argv, str(inside.path), str(outside.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as container:
+        assert container.stdout is not None
+        assert container.stdout.readline() == "running\n"
+        assert inside.status(inside.state()) == "running"
+        before = time.time() - PATIENCE_S - 1
+        os.utime(inside.path / "state.json", (before, before))
+        assert inside.status(inside.state()) == "lost"
+        container.communicate(timeout=10)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.jobs.folder import JobFolder, create_job
 from hvdtrain.jobs.job_view import command_line, span, view_job
-from hvdtrain.jobs.process_identity import ProcessIdentity, own_identity
+from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
 
@@ -48,7 +49,7 @@ def test_a_job_is_seen_as_it_is(tmp_path: Path) -> None:
 
 def test_a_job_whose_launcher_was_killed_is_lost_with_its_last_words(tmp_path: Path) -> None:
     job = _job(tmp_path)
-    gone = ProcessIdentity(host=own_identity().host, pid=1, started_ticks=1, boot_id="before")
+    gone = dataclasses.replace(own_identity(), pid=1, started_ticks=1)
     job.write_state(JobState(phase="running", launcher=gone))
     job.words.write_bytes(b"x" * 10_000 + b"\nMemoryError \xff\n")
     view = view_job(job)

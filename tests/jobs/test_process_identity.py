@@ -24,7 +24,10 @@ def test_this_process_lives_and_no_other_under_its_number() -> None:
     assert own.pid == os.getpid()
     assert is_alive(own) is True
     assert is_alive(dataclasses.replace(own, started_ticks=own.started_ticks - 1)) is False
-    assert is_alive(dataclasses.replace(own, boot_id="another start of the host")) is False
+    assert is_alive(dataclasses.replace(own, boot_id="another start of the host")) is None
+    assert is_alive(dataclasses.replace(own, pid_namespace=1)) is None
+    # Written by an earlier version.
+    assert is_alive(dataclasses.replace(own, pid_namespace=0)) is True
     assert is_alive(dataclasses.replace(own, host="another-host")) is None
     assert is_alive(dataclasses.replace(own, pid=2**22 + 1)) is False
 
@@ -41,7 +44,10 @@ def test_who_has_ended_is_gone_before_the_parent_asks() -> None:
         assert send_signal(identity, signal.SIGKILL) is False
 
 
-@pytest.mark.parametrize("change", [{"started_ticks": 1}, {"boot_id": "other"}, {"host": "other"}])
+@pytest.mark.parametrize(
+    "change",
+    [{"started_ticks": 1}, {"boot_id": "other"}, {"host": "other"}, {"pid_namespace": 1}],
+)
 def test_nobody_else_gets_a_signal(change) -> None:
     with subprocess.Popen(SLEEPS, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

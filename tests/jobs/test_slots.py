@@ -92,6 +92,13 @@ def test_who_needs_more_than_there_are_takes_all(tmp_path: Path) -> None:
     assert other.has_come()
     small = Turn(tmp_path, "small", wanted={"a": 1}, slots={"a": 2})
     assert not small.has_come()
+    # Who waits for one host holds nobody up on another, unless the job needs both.
+    free = Turn(tmp_path, "free", wanted={"c": 1}, slots={"c": 1})
+    assert free.has_come()
+    both = Turn(tmp_path, "both", wanted={"a": 1, "d": 1}, slots={"a": 2, "d": 1})
+    behind = Turn(tmp_path, "behind", wanted={"d": 1}, slots={"d": 1})
+    assert not both.has_come()
+    assert not behind.has_come()
     big.leave()
     assert small.has_come()
     assert small.has_come(), "and still"

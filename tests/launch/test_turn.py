@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import signal
+import threading
+from pathlib import Path
+
 import pytest
 
 from hvdtrain.cluster.hosts import Host
-from hvdtrain.launch.turn import gpu_variables, slots_of
+from hvdtrain.launch.turn import await_turn, gpu_variables, slots_of
 
 HOSTS = [Host(name="localhost", slots=8), Host(name="node.invalid", slots=4)]
 
@@ -27,3 +31,22 @@ VISIBLE = {
 def test_a_job_sees_the_gpus_whose_slots_it_has(environ, taken, gpus, seen) -> None:
     found = gpu_variables(environ, taken, gpus)
     assert found == ({} if seen is None else {"CUDA_VISIBLE_DEVICES": seen})
+
+
+@pytest.mark.timeout(60)
+def test_machines_that_share_a_folder_have_slots_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(name: str, received: list[int]) -> object:
+        return await_turn(tmp_path / name, {"localhost": 1}, {"localhost": 1}, received)
+
+    assert wait("first", []) == {"localhost": [0]}
+    received: list[int] = []
+    timer = threading.Timer(0.5, received.append, (signal.SIGTERM,))
+    timer.start()
+    assert wait("second", received) is None, "the first has the slot"
+    timer.join(10)
+    boot_id = tmp_path / "boot_id"
+    boot_id.write_text("that of another machine")
+    monkeypatch.setattr("hvdtrain.jobs.process_identity._BOOT_ID", boot_id)
+    assert wait("elsewhere", []) == {"localhost": [0]}

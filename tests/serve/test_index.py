@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from hvdtrain.jobs.folder import JobFolder, create_job
-from hvdtrain.jobs.process_identity import ProcessIdentity, own_identity
+from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
 from hvdtrain.serve.index import JobIndex, matching
@@ -55,7 +56,7 @@ def test_a_launcher_that_dies_is_seen_without_a_change(tmp_path: Path, monkeypat
 def test_what_is_over_is_not_read_again(tmp_path: Path, monkeypatch) -> None:
     for number in range(50):
         job = _job(tmp_path, float(number), "a.py")
-        gone = ProcessIdentity(host=own_identity().host, pid=1, boot_id="before")
+        gone = dataclasses.replace(own_identity(), pid=1, started_ticks=1)
         job.write_state(JobState(phase="ended" if number % 2 else "running", launcher=gone, code=0))
     index = JobIndex(tmp_path)
     read = []
