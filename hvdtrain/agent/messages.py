@@ -4,6 +4,11 @@ An agent begins with ``hello``; then it sends ``line``, ``status``, ``report``, 
 ``told`` as they come, and at last ``end``, with what the kernel killed where the program failed.
 The launcher sends ``stop``, and ``bye`` for an ``end`` that it has noted. Asked to ``look`` at a
 rank that hangs, the agent has its program print its stacks, and answers with ``looked``.
+
+The launcher also confirms by ``taken`` how many bytes it has received, and withholds that while the
+ranks should write less. An agent never has more than ``WINDOW_BYTES`` under way, which the
+launcher's kernel accepts in any case. So neither a launcher that is stopped nor one that withholds
+``taken`` closes TCP's window, and TCP's own time-outs mean that the other host is gone.
 """
 
 from __future__ import annotations
@@ -18,8 +23,9 @@ from hvdtrain.errors import LaunchError
 
 __all__ = ["Decoder", "connect", "encode", "keep_alive", "receive"]
 
-# Far above any line of output, which agents cut; a stranger on the port can't fill the memory.
+# From a stranger on the port, who can't fill the memory.
 MOST_BYTES = 1 << 20
+WINDOW_BYTES = 1 << 16
 CONNECT_TIMEOUT_S = 20.0
 # After that long without an answer a silent connection counts as lost.
 KEEPALIVE_S = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
@@ -31,10 +37,17 @@ def encode(kind: str, **fields: Any) -> bytes:
 
 
 class Decoder:
-    """Takes bytes as they arrive and gives out the messages that are complete."""
+    """Takes bytes as they arrive and gives out the messages that are complete.
+
+    Attributes:
+        most_bytes: How long a message may be.
+        taken: How many bytes have arrived.
+    """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self.most_bytes = MOST_BYTES
+        self.taken = 0
+        self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
         """The messages that ``data`` completes.
@@ -42,8 +55,14 @@ class Decoder:
         Raises:
             LaunchError: The other side speaks something else.
         """
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MOST_BYTES:
+        self.taken += len(data)
+        complete, newline, rest = data.rpartition(b"\n")
+        lines = []
+        if newline:
+            lines = bytes(self._rest + complete).split(b"\n")
+            self._rest.clear()
+        self._rest += rest
+        if len(self._rest) > self.most_bytes:
             raise LaunchError(f"received {len(self._rest)} bytes that are no message")
         try:
             messages = [json.loads(line) for line in lines]
@@ -56,7 +75,7 @@ class Decoder:
 
 
 def receive(connection: socket.socket, decoder: Decoder) -> list[dict[str, Any]] | None:
-    """Returns the messages that have come; None at the connection's end, or for what is none."""
+    """Return the messages that have come; None at the connection's end, or for what is none."""
     try:
         data = connection.recv(1 << 18)
         return decoder.feed(data) if data else None

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 __all__ = ["LineSplitter"]
 
-# A longer line is passed on in parts.
-LONGEST_LINE = 64 * 1024
+# Characters; a longer line is passed on in parts, as it has to fit into memory.
+LONGEST_LINE = 4 << 20
+LONGEST_STATUS = 1 << 12
 _ERASE = "\x1b[K"
 
 
@@ -31,9 +32,10 @@ class LineSplitter:
         for line in lines:
             yield from self._cut(_visible(line))
         if "\r" in self._rest:
-            self.status = _visible(self._rest)[:LONGEST_LINE]
+            shown = _visible(self._rest)[:LONGEST_LINE]
+            self.status = shown[:LONGEST_STATUS]
             # Whether the cursor is at the line's beginning decides what the next text does.
-            self._rest = "\r" + self.status + ("\r" if self._rest.endswith("\r") else "")
+            self._rest = "\r" + shown + ("\r" if self._rest.endswith("\r") else "")
         else:
             if lines:
                 self.status = ""

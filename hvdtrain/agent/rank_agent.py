@@ -20,14 +20,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from hvdtrain.agent.agent_environment import JOB, parse_addresses
 from hvdtrain.agent.child_guard import adopt_orphans, die_with_parent, run_guarded
 from hvdtrain.agent.cpu_share import take_cores
 from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode, signal_name
 from hvdtrain.agent.gpu_usage import GpuWatch, own_gpu
-from hvdtrain.agent.messages import Decoder, connect, encode, receive
+from hvdtrain.agent.launcher_link import LauncherLink
+from hvdtrain.agent.messages import connect
 from hvdtrain.agent.oom import OomWatch
 from hvdtrain.agent.output_relay import OutputRelay
 from hvdtrain.agent.process_tree import descendants, is_stopped, kill_descendants, shell_code
@@ -46,6 +46,7 @@ logger = logging.getLogger(__package__)
 ORPHAN_GRACE_S = 5.0
 TOLD_GRACE_S = 2.0
 DRAIN_S = 0.5
+FLUSH_S = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,13 +74,13 @@ class Agent:
         self, topology: Topology, launcher: socket.socket, environ: Mapping[str, str]
     ) -> None:
         self._topology = topology
-        self._launcher: socket.socket | None = launcher
+        self._launcher = LauncherLink(launcher)
         self._environ = environ
-        self._decoder = Decoder()
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._deadline: float | None = None
         self._dismissed = False
+        self._is_orphan = False
         self._was_signalled = False
         self._passed_on: set[int] = set()
         self._elastic = environ.get(variable_name("elastic")) == "1"
@@ -88,9 +89,10 @@ class Agent:
         self._usage = UsageWatch(GpuWatch(gpu))
         self._child: subprocess.Popen[bytes] | None = None
         self._report_pipe = ReportPipe()
-        self._output = OutputRelay(self._selector, self._send)
-        self._selector.register(launcher, selectors.EVENT_READ, self._read_launcher)
-        self._send("hello", job=environ[JOB], rank=topology.rank, host=socket.gethostname())
+        self._output = OutputRelay(self._selector, self._launcher)
+        self._selector.register(self._launcher, selectors.EVENT_READ, self._read_launcher)
+        host = socket.gethostname()
+        self._launcher.send("hello", job=environ[JOB], rank=topology.rank, host=host)
 
     def run(self, program: Sequence[str], lifeline: int) -> int:
         """Run the program to its end and say how it ended.
@@ -131,6 +133,7 @@ class Agent:
         """Report a program that can't be started, with the code that a shell would give."""
         name = error.filename or (program[0] if program else "")
         self._output.pass_on("stderr", f"{name}: {error.strerror}")
+        self._output.finish()
         code = 127 if isinstance(error, FileNotFoundError) else 126
         self._say_end(code)
         return self._await_dismissal(code)
@@ -140,8 +143,9 @@ class Agent:
         while self._child.poll() is None:
             self._oom.look(self._child.pid)
             if (usage := self._usage.look(self._child.pid)) is not None:
-                self._send("usage", **asdict(usage))
+                self._launcher.send("usage", **asdict(usage))
             self._wait(0.05)
+            self._output.review()
             self._act_on_signals()
             if self._deadline is not None and time.monotonic() > self._deadline:
                 kill_descendants(os.getpid())
@@ -152,6 +156,11 @@ class Agent:
             return
         for key, _ in self._selector.select(timeout_s):
             key.data(key.fileobj)
+        if self._launcher.is_lost and not self._is_orphan:
+            self._is_orphan = True
+            self._selector.unregister(self._launcher)
+            self._dismissed = True
+            self._stop(signal.SIGTERM, ORPHAN_GRACE_S)
 
     def _read_reports(self, pipe: ReportPipe) -> None:
         messages = pipe.read()
@@ -159,11 +168,10 @@ class Agent:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(pipe)
         for message in messages or ():
-            self._send(**message)
+            self._launcher.send(**message)
 
-    def _read_launcher(self, launcher: socket.socket) -> None:
-        messages = receive(launcher, self._decoder)
-        for message in messages or ():
+    def _read_launcher(self, launcher: LauncherLink) -> None:
+        for message in launcher.receive():
             if message["kind"] == "stop":
                 self._stop(int(message["signal"]), float(message["grace_s"]))
             elif message["kind"] == "kill" and self._child is not None:
@@ -173,30 +181,19 @@ class Agent:
                 self._look()
             elif message["kind"] == "bye":
                 self._dismissed = True
-        if messages is None:
-            self._lose_launcher()
 
     def _lose_guard(self, lifeline: int) -> None:
         self._selector.unregister(lifeline)
-        self._send("told", signal=int(signal.SIGKILL))
+        self._launcher.send("told", signal=int(signal.SIGKILL))
         self._dismissed = True
         self._stop(signal.SIGTERM, TOLD_GRACE_S)
-
-    def _lose_launcher(self) -> None:
-        if self._launcher is None:
-            return
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(self._launcher)
-        self._launcher = None
-        self._dismissed = True
-        self._stop(signal.SIGTERM, ORPHAN_GRACE_S)
 
     def _look(self) -> None:
         """For a rank that hangs: whether it is stopped, and the stacks of its threads."""
         assert self._child is not None
         pid = self._reporting()
         stopped = any(is_stopped(one) for one in (self._child.pid, pid) if one is not None)
-        self._send("looked", stopped=stopped)
+        self._launcher.send("looked", stopped=stopped)
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGQUIT)
@@ -209,7 +206,7 @@ class Agent:
     def _act_on_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
-            self._send("told", signal=number)
+            self._launcher.send("told", signal=number)
             self._stop(number, TOLD_GRACE_S if number in ENDING else None)
 
     def _stop(self, number: int, grace_s: float | None) -> None:
@@ -246,39 +243,41 @@ class Agent:
         if lost:
             # The others wait until mpirun tells them: what holds the output open must go.
             kill_descendants(os.getpid())
+        self._output.resume()
         deadline = time.monotonic() + DRAIN_S
         while self._output.goes_on and time.monotonic() < deadline:
             self._wait(0.02)
         self._read_reports(self._report_pipe)
         kill_descendants(os.getpid())
+        self._output.finish()
         self._say_end(code)
         if lost:
             # mpirun goes on without this rank, and is to find nothing wrong with it.
+            self._await_launcher()
             return 0
         return self._await_dismissal(code)
 
     def _say_end(self, code: int) -> None:
         kills = asdict(self._oom.kills()) if code != 0 else None
-        self._send("end", code=code, kills=kills)
+        self._launcher.send("end", code=code, kills=kills)
 
     def _await_dismissal(self, code: int) -> int:
         """Stay until the launcher lets go: mpirun and srun would end the ranks that still work.
 
         A launcher that is gone has lost its connection, which keeps itself alive.
         """
-        while not self._dismissed and self._launcher is not None:
+        while not self._dismissed:
             self._wait(0.05)
-            # mpirun's impatience ends the waiting; the launcher has been told.
+            # mpirun's impatience ends the waiting.
             self._dismissed = self._dismissed or bool(self._signals)
+        self._await_launcher()
         return code
 
-    def _send(self, kind: str, **fields: Any) -> None:
-        if self._launcher is None:
-            return
-        try:
-            self._launcher.sendall(encode(kind, **fields))
-        except OSError:
-            self._lose_launcher()
+    def _await_launcher(self) -> None:
+        """Let the launcher take what it has not taken yet."""
+        deadline = time.monotonic() + FLUSH_S
+        while self._launcher.is_full and time.monotonic() < deadline:
+            self._wait(0.05)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.agent.backlog import Backlog
 from hvdtrain.cluster.ranges import counted
 from hvdtrain.jobs.folder import HEARTBEAT_S, JobFolder
 from hvdtrain.jobs.json_lines import append_json_line
@@ -29,14 +29,9 @@ from hvdtrain.jobs.state import JobState
 __all__ = ["JobRecorder"]
 
 INTERVAL_S = 0.2
-# How long the end of a job may take to be written.
+# How long the end of a job waits for a disk that takes nothing.
 CLOSE_TIMEOUT_S = 10.0
-# What waits for a disk that takes nothing: lines, characters of them, and all else.
-MOST_LINES = 200_000
 MOST_RECORDS = 10_000
-MOST_CHARACTERS = 32 << 20
-# Lines that are written at once.
-_BATCH = 2_000
 
 
 class JobRecorder:
@@ -56,13 +51,12 @@ class JobRecorder:
             # A job that is started again goes on counting.
             self._state = dataclasses.replace(self._state, attempt=before.attempt)
         self._lock = threading.Lock()
-        self._lines: deque[LogLine] = deque()
-        self._characters = 0
-        self._dropped = 0
+        self._lines: Backlog[LogLine] = Backlog()
         self._records: deque[tuple[Path, Mapping[str, Any]]] = deque()
         roll_ups = folder.roll_ups if folder is not None else {}
         self._roll_ups = {path: RollUp(span_s) for span_s, path in roll_ups.items()}
         self._unwritten: JobState | None = None
+        self._written = 0
         self._log: LogWriter | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -85,14 +79,13 @@ class JobRecorder:
 
     def line(self, rank: int, stream: str, text: str) -> None:
         """Record a line of a rank, or of the launcher as ``LAUNCHER``."""
-        if self._folder is None:
-            return
-        with self._lock:
-            if len(self._lines) >= MOST_LINES or self._characters >= MOST_CHARACTERS:
-                self._dropped += 1
-            else:
-                self._lines.append(_line(rank, stream, text))
-                self._characters += len(text)
+        if self._folder is not None:
+            self._lines.put(_line(rank, stream, text), len(text))
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether ranks should pause until more of their lines is written."""
+        return self._lines.holds_up
 
     def notice(self, text: str) -> None:
         """Record the launcher's own words."""
@@ -127,12 +120,14 @@ class JobRecorder:
             self._unwritten = self._state
 
     def close(self) -> None:
-        """Write what is left, for so long as that may take."""
+        """Write what is left, as long as the disk takes it."""
         for path, roll_up in self._roll_ups.items():
             if (begun := roll_up.end()) is not None:
                 self._record(path, begun)
         self._closing.set()
-        if self._thread is not None:
+        written = -1
+        while self._thread is not None and self._thread.is_alive() and self._written != written:
+            written = self._written
             self._thread.join(timeout=CLOSE_TIMEOUT_S)
 
     def _record(self, path: Path, content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -165,23 +160,18 @@ class JobRecorder:
 
     def _write_lines(self, folder: JobFolder) -> None:
         self._log = self._log or LogWriter(folder.log)
-        while True:
-            with self._lock:
-                batch = list(itertools.islice(self._lines, _BATCH))
-            if not batch:
-                break
-            self._log.append(batch)
-            with self._lock:
-                for line in batch:
-                    self._lines.popleft()
-                    self._characters -= len(line.text)
-        with self._lock:
-            dropped = self._dropped
-        if dropped:
+        # Ranks that write without a pause must not keep the rest from being written.
+        until = time.monotonic() + HEARTBEAT_S / 10
+        while not self._lines.is_empty and (self._closing.is_set() or time.monotonic() < until):
+            dropped, lines = self._lines.take()
             text = f"{counted(dropped, 'line')} could not be written into this log"
-            self._log.append([_line(LAUNCHER, "stderr", text)])
-            with self._lock:
-                self._dropped -= dropped
+            gap = [_line(LAUNCHER, "stderr", text)] if dropped else []
+            try:
+                self._log.append([*gap, *lines])
+            except OSError:
+                self._lines.put_back(dropped, [(line, len(line.text)) for line in lines])
+                raise
+            self._written += len(lines)
 
     def _write_records(self, folder: JobFolder) -> None:
         while self._records:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.agent.messages import Decoder, encode, keep_alive, receive
+from hvdtrain.agent.messages import WINDOW_BYTES, Decoder, encode, keep_alive, receive
 from hvdtrain.agent.oom import OomKills
+from hvdtrain.agent.output_lines import LONGEST_LINE
 from hvdtrain.agent.rank_report import FailureRecord, read_failure, read_report
 from hvdtrain.agent.usage import read_usage
 from hvdtrain.errors import LaunchError
@@ -26,12 +27,17 @@ from hvdtrain.launch.tracebacks import HOLD_S, TracebackFilter
 
 __all__ = ["AgentServer"]
 
+# Of stderr, for the words at the end of the job.
 KEPT_LINES = 400
+KEPT_CHARACTERS = 1 << 14
+# JSON takes up to six bytes for a character.
+MOST_BYTES = 8 * LONGEST_LINE
+RECEIVE_BUFFERS = 8
 # Modules, pipes, connections that have yet to say hello.
 OTHER_FILES = 200
 
 
-@dataclass
+@dataclass(eq=False)
 class _Rank:
     """The launcher's record of one rank: connection to its agent, last lines of stderr, end."""
 
@@ -39,6 +45,7 @@ class _Rank:
     host: str
     connection: socket.socket
     decoder: Decoder
+    confirmed: int = 0
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     told: FailureRecord | None = None
     failing_since: float | None = None
@@ -54,8 +61,9 @@ class AgentServer:
         console: Where their lines go.
         local: Take connections from this host alone.
         hold_s: How long a rank may take to fail after its traceback.
-        hides: Whether a line of stderr is worth nothing, here and in the verdict; None for none.
-        heard: Told every line: of which rank, on which stream, what.
+        hides: Whether a line of stderr is worth nothing anywhere; None for none.
+        heard: Told every other line: of which rank, on which stream, what.
+        holds_up: Whether ranks should pause before they write more; None for never.
 
     Raises:
         LaunchError: This process may not open a connection for each agent.
@@ -77,6 +85,7 @@ class AgentServer:
         hold_s: float = HOLD_S,
         hides: Callable[[str], bool] | None = None,
         heard: Callable[[int, str, str], object] | None = None,
+        holds_up: Callable[[], bool] | None = None,
     ) -> None:
         self.job = secrets.token_hex(16)
         self.ranks = ranks
@@ -87,8 +96,10 @@ class AgentServer:
         self._console = console
         self._hides = hides
         self._heard = heard
+        self._holds_up = holds_up
         self._order: bytes | None = None
         self._connected: dict[int, _Rank] = {}
+        self._unconfirmed: set[_Rank] = set()
         self._tracebacks = TracebackFilter(self.ends, self._print_error, hold_s=hold_s)
         _allow_connections(ranks)
         self._listener = _listen(local)
@@ -118,6 +129,10 @@ class AgentServer:
         """Wait for something to happen, at most ``timeout_s``, and take it in."""
         for key, _ in self.selector.select(timeout_s):
             key.data(key.fileobj)
+        if self._unconfirmed and not (self._holds_up and self._holds_up()):
+            for rank in self._unconfirmed:
+                self._confirm(rank)
+            self._unconfirmed.clear()
         self._tracebacks.review()
         self._console.review()
 
@@ -166,6 +181,13 @@ class AgentServer:
                 key.fileobj.close()
         self.selector.close()
 
+    def _confirm(self, rank: _Rank) -> None:
+        """Let a rank's agent send more."""
+        if rank.connection.fileno() >= 0:
+            size = rank.decoder.taken - rank.confirmed
+            rank.confirmed += size
+            self._send(rank, encode("taken", size=size))
+
     def _signal(self, rank: _Rank, order: bytes) -> None:
         rank.was_signalled = True
         self._send(rank, order)
@@ -196,6 +218,7 @@ class AgentServer:
             connection.close()
             return
         hello = messages[0]
+        decoder.most_bytes = MOST_BYTES
         rank = _Rank(int(hello["rank"]), str(hello["host"]), connection, decoder)
         self._connected[rank.number] = rank
         self.selector.register(connection, selectors.EVENT_READ, lambda _: self._read(rank))
@@ -217,6 +240,8 @@ class AgentServer:
             self._disconnected(rank)
         else:
             self._handle(rank, messages)
+            if rank.decoder.taken - rank.confirmed >= WINDOW_BYTES // 2:
+                self._unconfirmed.add(rank)
 
     def _handle(self, rank: _Rank, messages: Sequence[dict[str, Any]]) -> None:
         for message in messages:
@@ -245,12 +270,12 @@ class AgentServer:
                 self._note_end(rank, int(message["code"]), OomKills(**kills) if kills else None)
 
     def _show(self, rank: _Rank, stream: str, text: str) -> None:
+        if stream == "stderr" and self._hides is not None and self._hides(text):
+            return
         if self._heard is not None:
             self._heard(rank.number, stream, text)
         if stream == "stderr":
-            if self._hides is not None and self._hides(text):
-                return
-            rank.stderr.append(text)
+            rank.stderr.append(text[:KEPT_CHARACTERS])
             if begins_traceback(text) and rank.told is None:
                 rank.failing_since = time.monotonic()
             if self._tracebacks.take(rank, text):
@@ -307,7 +332,11 @@ def _allow_connections(ranks: int) -> None:
 
 def _listen(local: bool) -> socket.socket:
     if local:
-        return socket.create_server(("127.0.0.1", 0), backlog=1024)
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    else:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        listener = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
+    # Connections inherit it. Small packets take several times their size.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFERS * WINDOW_BYTES)
+    return listener

@@ -46,6 +46,7 @@ from hvdtrain.launch.restarts import (
     remains,
     without,
 )
+from hvdtrain.launch.screen import Screen
 from hvdtrain.launch.stderr_text import is_information
 from hvdtrain.launch.summary import goodput, summarise
 from hvdtrain.launch.supervisor import Supervisor
@@ -58,6 +59,9 @@ __all__ = ["caught_signals", "ignore_signals", "pause", "run_job"]
 logger = logging.getLogger(__package__)
 
 STEP_S = 0.05
+# How long the launcher waits at its end for a reader that takes nothing, and after a signal.
+PATIENCE_S = 300.0
+ENDED_PATIENCE_S = 5.0
 
 
 def run_job(job: Job, environ: Mapping[str, str], spec: JobSpec | None = None) -> int:
@@ -94,15 +98,29 @@ def run_job(job: Job, environ: Mapping[str, str], spec: JobSpec | None = None) -
                 site, plan = _plan(job, environ)
         if received:
             return _end_waiting(recorder, received[0])
-        screen: tuple[TextIO, TextIO] = (sys.stdout, sys.stderr)
+        out, err = sys.stdout, sys.stderr
         if submitted is not None:
             # Its log has all that is said, and nobody reads it here.
-            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-            screen = (nowhere, nowhere)
+            out = err = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        screen = stack.enter_context(_screen(job, out, err, received))
         attempts = _Attempts(
             job, site, environ, received, recorder, screen=screen, is_users=spec is not None
         )
         return attempts.run(plan)
+
+
+@contextlib.contextmanager
+def _screen(job: Job, out: TextIO, err: TextIO, received: Sequence[int]) -> Iterator[Screen]:
+    """A screen, closed at the end; a signal that comes then ends the wait for the reader."""
+    screen = Screen(out, err)
+    try:
+        yield screen
+    finally:
+        signals = len(received)
+        patience_s = ENDED_PATIENCE_S if received else PATIENCE_S
+        screen.close(patience_s, give_up=lambda: len(received) > signals)
+        settings = job.settings
+        show(settings.log_level, who="hvdtrain run: ", with_time=settings.log_with_timestamp)
 
 
 def _plan(job: Job, environ: Mapping[str, str]) -> tuple[Resources, Plan]:
@@ -161,7 +179,7 @@ class _Attempts:
         received: Sequence[int],
         recorder: JobRecorder,
         *,
-        screen: tuple[TextIO, TextIO],
+        screen: Screen,
         is_users: bool,
     ) -> None:
         self._job = job
@@ -179,7 +197,9 @@ class _Attempts:
         self._began = time.monotonic()
         self._screen = screen
         self._is_users = is_users
-        self._console = Console(*screen, ranks=1, with_host=False, chief_only=False)
+        self._console = Console(
+            screen.stdout, screen.stderr, ranks=1, with_host=False, chief_only=False
+        )
         settings = job.settings
         show(
             settings.log_level,
@@ -266,7 +286,8 @@ class _Attempts:
         """Run one attempt at the job; return its outcome, None where only the plan is wanted."""
         job = self._job
         console = self._console = Console(
-            *self._screen,
+            self._screen.stdout,
+            self._screen.stderr,
             ranks=len(plan.places),
             with_host=len(plan.hosts) > 1,
             chief_only=job.chief_only,
@@ -283,6 +304,7 @@ class _Attempts:
                     local=plan.local,
                     hides=hides,
                     heard=self._recorder.line,
+                    holds_up=lambda: self._screen.holds_up or self._recorder.holds_up,
                 )
             ) as server,
             tempfile.TemporaryDirectory(prefix="hvdtrain-") as scratch,

@@ -6,11 +6,11 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import TextIO
+from typing import Protocol
 
 from hvdtrain.launch.line_collapse import Group, LineCollapse, describe_ranks
 
-__all__ = ["Console", "is_redrawn"]
+__all__ = ["Console", "Output", "is_redrawn"]
 
 _ERASE = "\r\x1b[K"
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -19,7 +19,23 @@ _RESET = "\x1b[0m"
 _UNBOUNDED = 1 << 16
 
 
-def is_redrawn(stream: TextIO, environ: Mapping[str, str]) -> bool:
+class Output(Protocol):
+    """The methods of a text file that the console needs."""
+
+    def write(self, text: str, /) -> object:
+        """Write text."""
+
+    def flush(self) -> object:
+        """Let it appear."""
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+
+    def fileno(self) -> int:
+        """The file descriptor."""
+
+
+def is_redrawn(stream: Output, environ: Mapping[str, str]) -> bool:
     """Whether ``stream`` is a terminal whose last line can be written over."""
     return stream.isatty() and environ.get("TERM") != "dumb"
 
@@ -41,8 +57,8 @@ class Console:
 
     def __init__(
         self,
-        stdout: TextIO,
-        stderr: TextIO,
+        stdout: Output,
+        stderr: Output,
         *,
         ranks: int,
         with_host: bool,
@@ -135,22 +151,11 @@ class Console:
             self._write(stream, line + "\n")
 
     def _write(self, stream: str, text: str) -> None:
-        out = self._streams[stream]
-        try:
-            try:
-                out.write(text)
-            except UnicodeEncodeError as error:
-                # Progress bars are drawn with characters that not every locale has.
-                out.write(text.encode(error.encoding, "replace").decode(error.encoding))
-            out.flush()
-        except OSError:
-            # Whoever read the output (head, a terminal) has left, or the disk is full; the job
-            # goes on. Python would fail at what is left in the buffer when it exits.
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), out.fileno())
+        self._streams[stream].write(text)
+        self._streams[stream].flush()
 
 
-def _columns(stream: TextIO) -> int:
+def _columns(stream: Output) -> int:
     try:
         # A pseudo-terminal may have no size.
         return os.get_terminal_size(stream.fileno()).columns or _UNBOUNDED

@@ -61,6 +61,10 @@ class JobProgress:
         if report.saved is not None and report.saved != before.saved:
             self.saved_at = now
 
+    def make_up_for(self, seconds: float, now: float) -> None:
+        """Ignore the last ``seconds``, in which no report could be taken in."""
+        self.moved = {rank: min(now, moved + seconds) for rank, moved in self.moved.items()}
+
     @property
     def moved_at(self) -> float | None:
         """The time when a step, a phase or a rank was last new; None where nothing was reported."""

@@ -34,6 +34,8 @@ logger = logging.getLogger(__package__)
 
 STEP_S = 0.05
 PAUSE_PER_RANK_S = 2e-5
+# No look at the ranks takes so long.
+SUSPENDED_S = 2.0
 # After a rank has failed the others, which learn of it from each other, may end by themselves.
 SETTLE_S = 0.5
 # mpirun and srun tidy up after the last rank.
@@ -185,9 +187,13 @@ class Supervisor:
     def _watch(self, starter: subprocess.Popen[bytes]) -> None:
         # Each look at all ranks takes longer the more there are, and something comes all the time.
         pause_s, due_at = PAUSE_PER_RANK_S * self._server.ranks, 0.0
+        now = time.monotonic()
         while True:
+            before = now
             self._server.step(STEP_S)
             now = time.monotonic()
+            if now - before > SUSPENDED_S:
+                self._make_up_for(now - before, now)
             if now < due_at:
                 continue
             due_at = now + pause_s
@@ -214,6 +220,13 @@ class Supervisor:
                 return
             if not self._failed:
                 self._server.dismiss()
+
+    def _make_up_for(self, seconds: float, now: float) -> None:
+        """Move all deadlines: this process was stopped (Ctrl-Z) and could not see the ranks."""
+        self._record.started_at += seconds
+        self._stop_at = self._stop_at and self._stop_at + seconds
+        self._give_up_at = self._give_up_at and self._give_up_at + seconds
+        self._server.reports.make_up_for(seconds, now)
 
     def _leave_if_told(self, now: float) -> None:
         """Have ranks save and end where hosts go, or where more have come."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.agent.output_lines import LONGEST_LINE, LineSplitter
+from hvdtrain.agent.output_lines import LONGEST_LINE, LONGEST_STATUS, LineSplitter
 
 
 def split(*reads: bytes) -> list[str]:
@@ -91,6 +91,13 @@ def test_very_long_lines_come_in_parts(extra: int) -> None:
         assert end == "end"
 
 
+def test_a_long_line_that_ends_with_a_carriage_return_is_whole() -> None:
+    line = "x" * LONGEST_LINE
+    assert split(
+        *(f"{line}\r\n"[at : at + 65536].encode() for at in range(0, len(line) + 2, 65536))
+    ) == [line]
+
+
 def test_what_never_ends_does_not_pile_up() -> None:
     splitter = LineSplitter()
     passed = 0
@@ -98,4 +105,4 @@ def test_what_never_ends_does_not_pile_up() -> None:
         passed += sum(map(len, splitter.feed(b"x" * LONGEST_LINE)))
     assert passed >= 9 * LONGEST_LINE
     assert list(splitter.feed(b"\r" + b"y" * 10 * LONGEST_LINE)) == []
-    assert len(splitter.status) == LONGEST_LINE
+    assert len(splitter.status) == LONGEST_STATUS

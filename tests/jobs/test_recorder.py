@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.agent import backlog
 from hvdtrain.jobs import recorder as module
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.json_lines import read_json_lines
@@ -119,13 +120,16 @@ def test_a_full_disk_delays_what_is_told_and_loses_none_of_it(small_disk: Path) 
 
 def test_what_is_lost_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written before the end here, and more comes than may wait."""
-    monkeypatch.setattr(module, "MOST_LINES", 5)
+    monkeypatch.setattr(backlog, "MOST_BYTES", 5 * (1 + backlog.ITEM_BYTES))
     monkeypatch.setattr(module, "INTERVAL_S", 60.0)
     job = JobFolder(tmp_path)
     with contextlib.closing(JobRecorder(job)) as recorder:
         for number in range(8):
             recorder.line(0, "stdout", str(number))
-    assert _lines(job)[4:] == ["0 4", "-1 3 lines could not be written into this log"]
+    assert _lines(job) == [
+        "-1 3 lines could not be written into this log",
+        *(f"0 {number}" for number in range(3, 8)),
+    ]
 
 
 def test_a_folder_that_is_removed_disturbs_nobody(tmp_path: Path) -> None:

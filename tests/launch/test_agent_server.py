@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.agent.messages import MOST_BYTES, Decoder, encode
+from hvdtrain.agent.messages import MOST_BYTES, WINDOW_BYTES, Decoder, encode
+from hvdtrain.agent.output_lines import LONGEST_LINE
 from hvdtrain.agent.rank_report import FailureRecord
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.console import Console
@@ -201,6 +202,44 @@ def test_what_is_hidden_is_no_last_word_either() -> None:
         desk.until(lambda: not desk.server.running)
         assert (desk.out.getvalue(), desk.err.getvalue()) == ("[0] noise\n", "[0] words\n")
         assert desk.server.ends[0].stderr == ("words",)
+
+
+def test_what_is_hidden_is_not_recorded_either() -> None:
+    heard: list[tuple[int, str, str]] = []
+    with contextlib.ExitStack() as stack:
+        desk = Desk(stack, hides="noise".__eq__, heard=lambda *line: heard.append(line))
+        desk.agent(0).sendall(line("noise") + line("words") + line("noise", "stdout"))
+        desk.until(lambda: len(heard) == 2)
+    assert heard == [(0, "stderr", "words"), (0, "stdout", "noise")]
+
+
+def test_a_line_of_any_length_is_one_line(desk: Desk) -> None:
+    text = "é" * LONGEST_LINE
+    connection = desk.agent(0)
+    data = line(text, "stdout")
+    for at in range(0, len(data), WINDOW_BYTES):
+        connection.sendall(data[at : at + WINDOW_BYTES])
+        desk.server.step(0.0)
+    desk.until(lambda: desk.out.getvalue() != "")
+    assert desk.out.getvalue() == f"[0] {text}\n"
+
+
+def test_agents_may_send_more_unless_they_are_held_up() -> None:
+    with contextlib.ExitStack() as stack:
+        full = True
+        desk = Desk(stack, holds_up=lambda: full)
+        agent = desk.agent(0)
+        data = line("x" * WINDOW_BYTES, "stdout")
+        agent.sendall(data)
+        desk.until(lambda: desk.out.getvalue() != "")
+        assert received(agent) == []
+        full = False
+        desk.server.step(0.01)
+        [taken] = received(agent)
+        assert taken == {"kind": "taken", "size": len(desk.hello()) + len(data)}
+        agent.sendall(line("short"))
+        desk.until(lambda: desk.err.getvalue() != "")
+        assert received(agent) == [], "not for each message"
 
 
 def test_a_lost_agent_is_an_end_without_a_code(desk: Desk) -> None:

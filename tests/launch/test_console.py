@@ -8,14 +8,11 @@ import os
 import pty
 import re
 import struct
-import subprocess
-import sys
 import termios
 
 import pytest
 
 from hvdtrain.launch.console import Console
-from tests.harness.jobs import REPOSITORY
 
 
 class Terminal(io.StringIO):
@@ -196,47 +193,3 @@ def test_the_status_fits_into_the_window_as_it_is_now() -> None:
             fcntl.ioctl(out, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
             console.status(0, "0123456789")
             assert screen.read(100).decode() == f"\r\x1b[K{shown}"
-
-
-def in_a_process(code: str, encoding: str = "utf-8", **streams) -> subprocess.CompletedProcess[str]:
-    program = f"""if True:
-        import sys
-        from hvdtrain.launch.console import Console
-        console = Console(sys.stdout, sys.stderr, ranks=1, with_host=False, chief_only=False)
-        {code}
-        console.notice("the job goes on")
-        sys.exit(3)
-    """
-    return subprocess.run(
-        [sys.executable, "-X", "utf8=0", "-c", program],
-        env={"PYTHONIOENCODING": encoding},
-        stderr=subprocess.PIPE,
-        cwd=REPOSITORY,
-        encoding=encoding,
-        timeout=30,
-        check=False,
-        **streams,
-    )
-
-
-def test_the_job_goes_on_when_nobody_reads_any_more() -> None:
-    reader = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
-    assert reader.wait(timeout=30) == 0
-    code = "for _ in range(3): console.line(0, 'node1', 'stdout', 'text')"
-    done = in_a_process(code, stdout=reader.stdin)
-    assert reader.stdin is not None
-    reader.stdin.close()
-    assert (done.returncode, done.stderr) == (3, "hvdtrain run: the job goes on\n")
-
-
-def test_the_job_goes_on_when_the_disk_is_full() -> None:
-    code = "for _ in range(3): console.line(0, 'node1', 'stdout', 'text')"
-    with open("/dev/full", "w") as full:
-        done = in_a_process(code, stdout=full)
-    assert (done.returncode, done.stderr) == (3, "hvdtrain run: the job goes on\n")
-
-
-def test_characters_that_the_locale_has_not_become_question_marks() -> None:
-    code = r"console.line(0, 'node1', 'stdout', '1/3 \u2501\u2501 \xe9')"
-    done = in_a_process(code, "latin-1", stdout=subprocess.PIPE)
-    assert (done.returncode, done.stdout) == (3, "[0] 1/3 ?? é\n"), done.stderr

@@ -181,6 +181,15 @@ def test_ranks_that_have_ended_do_not_count() -> None:
     assert not hangs(reports, [], 111.0, LIMIT_S)
 
 
+def test_time_in_which_no_report_could_come_does_not_count() -> None:
+    reports = noted(*[RankReport(phase="training", step=5)] * 2)
+    reports.make_up_for(60.0, 165.0)
+    reports.make_up_for(60.0, 165.0)
+    assert reports.moved_at == 165.0, "never later than now"
+    assert not hangs(reports, [0, 1], 165.0 + LIMIT_S, LIMIT_S)
+    assert hangs(reports, [0, 1], 166.0 + LIMIT_S, LIMIT_S)
+
+
 NEW = RankReport(phase="training", step=6)
 SERVES = RankReport(phase="serving")
 FIRST = RankReport(phase="training")

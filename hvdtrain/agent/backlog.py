@@ -1,0 +1,169 @@
+"""Output on its way to a terminal, pipe or disk that may be slow, stopped or full."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+__all__ = ["BackgroundWriter", "Backlog"]
+
+# From so many waiting bytes on the ranks should pause, but for HOLD_S at most: a rank that is
+# blocked in print() lets the others run into their time-outs.
+HOLD_BYTES = 8 << 20
+HOLD_S = 5.0
+# Beyond this the oldest items are dropped.
+MOST_BYTES = 4 * HOLD_BYTES
+# Python's overhead for each item.
+ITEM_BYTES = 100
+BLOCK_BYTES = 1 << 16
+RETRY_S = 0.5
+POLL_S = 0.02
+
+_Item = TypeVar("_Item")
+
+
+class Backlog(Generic[_Item]):
+    """A bounded queue from one thread that adds items to another that writes them."""
+
+    def __init__(self) -> None:
+        self._added = threading.Condition()
+        self._items: deque[tuple[_Item, int, int]] = deque()
+        self._bytes = 0
+        self._dropped = 0
+        self._full_since: float | None = None
+
+    def put(self, item: _Item, size: int, *, lines: int = 1) -> None:
+        """Add an item of ``size`` bytes that holds ``lines``; drop the oldest if too much waits."""
+        with self._added:
+            self._items.append((item, size + ITEM_BYTES, lines))
+            self._bytes += size + ITEM_BYTES
+            while self._bytes > MOST_BYTES and len(self._items) > 1:
+                _, oldest, missing = self._items.popleft()
+                self._bytes -= oldest
+                self._dropped += missing
+            if self._full_since is None and self._bytes >= HOLD_BYTES:
+                self._full_since = time.monotonic()
+            self._added.notify()
+
+    def take(self, most_bytes: int = BLOCK_BYTES) -> tuple[int, list[_Item]]:
+        """Remove the oldest items; return how many lines were dropped before, and the items."""
+        with self._added:
+            items: list[_Item] = []
+            taken = 0
+            while self._items and taken < most_bytes:
+                item, size, _ = self._items.popleft()
+                items.append(item)
+                taken += size
+            self._bytes -= taken
+            if self._bytes < HOLD_BYTES // 2:
+                self._full_since = None
+            dropped, self._dropped = self._dropped, 0
+            return dropped, items
+
+    def put_back(self, dropped: int, items: Sequence[tuple[_Item, int]]) -> None:
+        """Undo ``take`` of lines: they, with their sizes, could not be written."""
+        with self._added:
+            self._items.extendleft((item, size + ITEM_BYTES, 1) for item, size in reversed(items))
+            self._bytes += sum(size + ITEM_BYTES for _, size in items)
+            self._dropped += dropped
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until there is an item."""
+        with self._added:
+            self._added.wait_for(lambda: self._items, timeout_s)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no item waits."""
+        return not self._items
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether the ranks should pause until some of it is written."""
+        full_since = self._full_since
+        return full_since is not None and time.monotonic() - full_since < HOLD_S
+
+
+class BackgroundWriter:
+    """Writes to a file descriptor on a thread, so that ``write`` never blocks.
+
+    Args:
+        descriptor: Where to write; it stays open.
+        gap: Makes the line that stands for a number of dropped lines.
+        fails: Called on the writing thread with an error; returns whether to try again. If not,
+            everything else is discarded.
+    """
+
+    def __init__(
+        self, descriptor: int, *, gap: Callable[[int], bytes], fails: Callable[[OSError], bool]
+    ) -> None:
+        self._descriptor = descriptor
+        self._gap = gap
+        self._fails = fails
+        self._backlog: Backlog[bytes] = Backlog()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._is_writing = False
+        self._is_broken = False
+        self._written = 0
+
+    def write(self, data: bytes) -> None:
+        """Have ``data``, which is a line or redraws one, written or dropped as a whole."""
+        if self._is_broken:
+            return
+        if self._thread is None:
+            # Not before there is something to write: agents fork first.
+            self._thread = threading.Thread(target=self._run, name="hvdtrain-output", daemon=True)
+            self._thread.start()
+        self._backlog.put(data, len(data), lines=int(data.endswith(b"\n")))
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether the ranks should pause until some of it is written."""
+        return self._backlog.holds_up and not self._is_broken
+
+    def close(self, patience_s: float, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait until everything is written, or nothing could be for ``patience_s``."""
+        written, since = self._written, time.monotonic()
+        while not self._is_idle() and not give_up():
+            if self._written != written:
+                written, since = self._written, time.monotonic()
+            elif time.monotonic() - since > patience_s:
+                break
+            time.sleep(POLL_S)
+        self._is_closed = True
+
+    def _is_idle(self) -> bool:
+        # In this order: what the thread takes out it is writing before.
+        return self._is_broken or (self._backlog.is_empty and not self._is_writing)
+
+    def _run(self) -> None:
+        while not self._is_closed and not self._is_broken:
+            self._backlog.wait(RETRY_S)
+            self._is_writing = True
+            dropped, pieces = self._backlog.take()
+            if dropped:
+                pieces.insert(0, self._gap(dropped))
+            self._write(b"".join(pieces))
+            self._is_writing = False
+
+    def _write(self, data: bytes) -> None:
+        while data and not self._is_broken:
+            try:
+                size = os.write(self._descriptor, data)
+            except BlockingIOError:
+                # Another process that has the same terminal or pipe does not want to wait for it.
+                select.select([], [self._descriptor], [], RETRY_S)
+            except OSError as error:
+                if self._fails(error):
+                    time.sleep(RETRY_S)
+                else:
+                    self._is_broken = True
+            else:
+                data = data[size:]
+                self._written += size
