@@ -147,8 +147,7 @@ def test_a_write_that_fails_is_tried_again(
     assert [error.errno for error in errors] == [errno.ENOSPC] * 2
 
 
-def test_after_an_error_for_good_everything_is_discarded(pipe: tuple[int, int]) -> None:
-    _, descriptor = pipe
+def test_after_an_error_for_good_everything_is_discarded() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     writer = BackgroundWriter(full, gap=gap, fails=gives_up)
     writer.write(b"x" * module.HOLD_BYTES)
