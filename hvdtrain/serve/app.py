@@ -27,9 +27,6 @@ from hvdtrain.serve.live import LiveApi
 from hvdtrain.serve.metrics_export import export
 from hvdtrain.serve.security import COOKIE, SESSION_S, Guard, Keys, OneTimeCodes
 from hvdtrain.serve.static_files import StaticFiles
-from hvdtrain.serve.tensorboard_api import TensorBoardApi
-from hvdtrain.serve.tensorboard_site import AtHost, TensorBoardSite
-from hvdtrain.serve.tensorboards import TensorBoards
 from hvdtrain.version import __version__
 
 __all__ = ["make_app"]
@@ -48,7 +45,6 @@ def make_app(
     codes: OneTimeCodes | None = None,
     read_only: bool = False,
     environ: Mapping[str, str] | None = None,
-    tensorboard_host: str = "",
     rank_metrics: bool = False,
 ) -> Starlette:
     """Make the ASGI application of the page and its API.
@@ -61,14 +57,8 @@ def make_app(
         codes: Codes that log in once each.
         read_only: Whether nothing may be started, stopped or changed.
         environ: Variables for what is started; those of this process if not given.
-        tensorboard_host: The name, with the port, at which browsers find TensorBoards; empty where
-            they find none.
         rank_metrics: Whether Prometheus is told of each rank, too.
     """
-    boards = TensorBoards()
-    # Without TensorBoards their name is not answered to, whatever cookies are still around.
-    has_site = bool(tensorboard_host) and not read_only
-    site = TensorBoardSite(boards, keys, f"{scheme}://{tensorboard_host}")
     closing = asyncio.Event()
 
     @asynccontextmanager
@@ -77,14 +67,12 @@ def make_app(
         yield
         closing.set()
         index.close()
-        await boards.close()
 
     files = StaticFiles(STATIC)
     session = _Session(
         keys, codes or OneTimeCodes(0), files, secure=scheme == "https", read_only=read_only
     )
     jobs = JobApi(index, os.environ if environ is None else environ)
-    tensorboard = TensorBoardApi(index, boards, site if has_site else None, read_only=read_only)
 
     async def index_page(_: Request) -> Response:
         return files.page("index.html")
@@ -99,14 +87,10 @@ def make_app(
             *session.routes(),
             *jobs.routes(),
             *LiveApi(index, closing).routes(),
-            *tensorboard.routes(),
             Route("/metrics", metrics, methods=["GET"]),
             Route("/static/{path:path}", files.answer, methods=["GET"]),
         ],
-        middleware=[
-            *([Middleware(AtHost, other=site, host=tensorboard_host)] if has_site else []),
-            Middleware(Guard, keys=keys, hosts=hosts, scheme=scheme, read_only=read_only),
-        ],
+        middleware=[Middleware(Guard, keys=keys, hosts=hosts, scheme=scheme, read_only=read_only)],
         lifespan=lifespan,
     )
 
@@ -152,7 +136,7 @@ class _Session:
                 return self._let_in(RedirectResponse("/", 303))
         else:
             given = request.query_params.get("code", "")
-            if request.method == "GET" and self._codes.redeem(given) is not None:
+            if request.method == "GET" and self._codes.redeem(given):
                 # A redirect would not do: the link may come from a file, and where another site
                 # began a chain of redirects, browsers send no strict cookie.
                 return self._let_in(Response(_ENTER, media_type="text/html"))

@@ -7,13 +7,14 @@ import importlib.util
 import logging
 import socket
 import webbrowser
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.jobs.naming import add_jobs_dir, directory_of
 
 if TYPE_CHECKING:
-    from hvdtrain.serve.private_folder import PrivateFolder
     from hvdtrain.serve.security import OneTimeCodes
 
 __all__ = ["add_arguments", "run"]
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     missing = [
         name
-        for name in ("starlette", "uvicorn", "prometheus_client", "httpx2")
+        for name in ("starlette", "uvicorn", "prometheus_client")
         if importlib.util.find_spec(name) is None
     ]
     if missing:
@@ -90,7 +91,6 @@ def run(arguments: argparse.Namespace) -> int:
     from hvdtrain.serve.app import make_app
     from hvdtrain.serve.index import JobIndex
     from hvdtrain.serve.security import Keys, OneTimeCodes, allowed_hosts, read_token
-    from hvdtrain.serve.tensorboard_site import HOST as TENSORBOARD_HOST
 
     directory = directory_of(arguments)
     token = read_token(directory / TOKEN)
@@ -105,9 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         scheme=scheme,
         codes=codes,
         read_only=arguments.read_only,
-        # No certificate is for that name.
         rank_metrics=arguments.rank_metrics,
-        tensorboard_host="" if tls else f"{TENSORBOARD_HOST}:{port}",
     )
     page = f"{scheme}://localhost:{port}/"
     logger.info(f"jobs of {directory} are at {page}")
@@ -133,24 +131,23 @@ def run(arguments: argparse.Namespace) -> int:
         uvicorn.Server(config).run(sockets=[listener])
     finally:
         if redirect is not None:
-            redirect.remove()
+            redirect.cleanup()
     return 0
 
 
 def _link(page: str, codes: OneTimeCodes) -> str:
-    return f"{page}login?code={codes.issue('')}"
+    return f"{page}login?code={codes.issue()}"
 
 
-def _open_browser(page: str, codes: OneTimeCodes) -> PrivateFolder:
+def _open_browser(page: str, codes: OneTimeCodes) -> TemporaryDirectory[str]:
     """Open a browser that is logged in; return the folder with the file that it opens.
 
     Other users see the arguments of every process. So the browser gets only the path of a file,
     which this user alone can read and which leads to a link with a one-time code.
     """
-    from hvdtrain.serve.private_folder import PrivateFolder
 
-    folder = PrivateFolder("hvdtrain-open-")
-    file = folder.path / "open.html"
+    folder = TemporaryDirectory(prefix="hvdtrain-open-")
+    file = Path(folder.name, "open.html")
     refresh = f'<meta http-equiv="refresh" content="0; url={_link(page, codes)}">'
     file.write_text(f"<!doctype html>{refresh}<title>hvdtrain</title>\n", encoding="ascii")
     webbrowser.open(file.as_uri())

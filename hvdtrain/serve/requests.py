@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -19,7 +18,6 @@ from hvdtrain.serve.index import JobIndex
 __all__ = ["acting", "job_of"]
 
 _MOST_BODY = 1 << 20
-_Answer = Mapping[str, Any]
 
 
 def job_of(index: JobIndex, request: Request) -> JobFolder:
@@ -35,18 +33,13 @@ def job_of(index: JobIndex, request: Request) -> JobFolder:
 
 
 def acting(
-    act: Callable[[Mapping[str, Any], Request], _Answer | Awaitable[_Answer]],
+    act: Callable[[Mapping[str, Any], Request], Mapping[str, Any]],
 ) -> Callable[[Request], Any]:
-    """A route that reads JSON, acts, and answers with JSON, also where that can't be done.
-
-    What is no coroutine function runs on a thread.
-    """
+    """Return a route that reads JSON, acts on a thread, and answers or refuses in JSON."""
 
     async def answer(request: Request) -> Response:
         try:
             body = await _body(request)
-            if inspect.iscoroutinefunction(act):
-                return JSONResponse(await act(body, request))
             return JSONResponse(await run_in_threadpool(act, body, request))
         except HvdtrainError as error:
             return JSONResponse({"error": str(error)}, 400)

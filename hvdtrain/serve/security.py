@@ -101,22 +101,15 @@ class Keys:
         return hmac.compare_digest(given.encode(), self.token.encode())
 
     def session(self, now_s: float) -> str:
-        """A new cookie."""
-        return self.sealed("session", now_s + SESSION_S)
+        """Return a new cookie, valid for ``SESSION_S`` seconds."""
+        until = f"{int(now_s + SESSION_S)}-{secrets.token_hex(8)}"
+        return f"{until}.{self._sign(f'session {until}')}"
 
     def is_session(self, cookie: str, now_s: float) -> bool:
-        """Whether it is a cookie of ``session`` whose time is not over."""
-        return self.is_sealed("session", cookie, now_s)
-
-    def sealed(self, purpose: str, until_s: float) -> str:
-        """A word that this server alone can make, good for one purpose until then."""
-        until = f"{int(until_s)}-{secrets.token_hex(8)}"
-        return f"{until}.{self._sign(f'{purpose} {until}')}"
-
-    def is_sealed(self, purpose: str, word: str, now_s: float) -> bool:
-        """Whether it is a word of ``sealed`` for that purpose whose time is not over."""
-        until, _, signature = word.partition(".")
-        if not hmac.compare_digest(signature.encode(), self._sign(f"{purpose} {until}").encode()):
+        """Return whether ``session`` made this cookie, and it has not expired."""
+        until, _, signature = cookie.partition(".")
+        expected = self._sign(f"session {until}")
+        if not hmac.compare_digest(signature.encode(), expected.encode()):
             return False
         return int(until.partition("-")[0]) > now_s
 
@@ -137,20 +130,19 @@ class OneTimeCodes:
 
     def __init__(self, valid_s: float) -> None:
         self._valid_s = valid_s
-        self._values: dict[str, tuple[str, float]] = {}
+        self._expires: dict[str, float] = {}
 
-    def issue(self, value: str) -> str:
-        """Return a new code that stands for ``value``."""
+    def issue(self) -> str:
+        """Return a new code."""
         now = time.monotonic()
-        self._values = {code: kept for code, kept in self._values.items() if kept[1] > now}
+        self._expires = {code: until for code, until in self._expires.items() if until > now}
         code = secrets.token_urlsafe(32)
-        self._values[code] = (value, now + self._valid_s)
+        self._expires[code] = now + self._valid_s
         return code
 
-    def redeem(self, code: str) -> str | None:
-        """Return what a code stands for and invalidate it; None if it is not valid (any more)."""
-        value, until = self._values.pop(code, ("", 0.0))
-        return value if time.monotonic() < until else None
+    def redeem(self, code: str) -> bool:
+        """Return whether a code is valid, and invalidate it."""
+        return time.monotonic() < self._expires.pop(code, 0.0)
 
 
 class Guard:

@@ -69,6 +69,7 @@ export class Facts extends FactList {
     this.set("Program", joinWords(job.program) || NONE, true);
     this.set("Options", joinWords(job.options) || "none", true);
     this.set("Working directory", job.folder || NONE, true);
+    if (job.folder) this.set("TensorBoard", joinWords(["tensorboard", "--logdir", job.folder]), true);
     this.set("Attempts", String(job.attempt));
     this.set("Newest checkpoint", job.saved === null ? "none" : `step ${count(job.saved)}`);
     this.set("Began", date(job.created_s));

@@ -1,8 +1,8 @@
 // A job's name and state, and what can be done with it.
-import { get, jobPath, post } from "./api.js";
+import { jobPath, post } from "./api.js";
 import { ask, askChanges } from "./dialog.js";
-import { field, h, setText, setVisible } from "./dom.js";
-import { complain, say } from "./notices.js";
+import { h, setText, setVisible } from "./dom.js";
+import { say } from "./notices.js";
 import { compareLink, jobLink } from "./router.js";
 import { setBadge } from "./status.js";
 import { joinWords } from "./words.js";
@@ -33,7 +33,6 @@ export class JobHead {
         "div",
         { class: "actions", role: "group", "aria-label": "What can be done with the job" },
         actions,
-        button("TensorBoard…", () => this.#tensorboard().catch(complain)),
         h("a", { class: "button", href: compareLink([job.name]) }, "Compare"),
       ),
     );
@@ -107,21 +106,6 @@ export class JobHead {
         const { name } = await post(jobPath(job.name, "/clone"), changes);
         say(`${name} was started.`);
         location.assign(jobLink(name));
-      },
-    });
-  }
-  async #tensorboard() {
-    const path = jobPath(this.job.name, "/tensorboard");
-    const { folder, why } = await get(path);
-    const input = h("input", { type: "text", spellcheck: "false", autocapitalize: "off", value: folder });
-    ask({
-      title: `TensorBoard of ${this.job.name}`,
-      body: [why && h("p", {}, why), field("Folder of event files", input)],
-      verb: "Open",
-      act: async () => {
-        const { url } = await post(path, { folder: input.value.trim() });
-        // A browser that opens no second page shows it in this one.
-        if (!window.open(url, "_blank")) location.assign(url);
       },
     });
   }
