@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import os
 import re
 import shlex
+import socket
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.backend import Answer
+from hvdtrain.jobs.file_lock import try_lock
 from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder
+from hvdtrain.jobs.json_file import write_json
 from hvdtrain.jobs.local_queue import job_environment
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import GONE, NO_ANSWER
+from hvdtrain.jobs.state import GOES_ON, GONE, NO_ANSWER
 
-__all__ = ["SlurmQueue", "cancel", "sbatch_argv", "script_path", "slurm_states", "submit"]
+__all__ = [
+    "QueueAnswer",
+    "QueueWatcher",
+    "SlurmQueue",
+    "cancel",
+    "sbatch_argv",
+    "script_path",
+    "submit",
+]
 
 # What a controller that is down takes to say so is its own affair.
 TIMEOUT_S = 20.0
-# Longer than any argv may be.
-_MOST_IDS = 1000
+# squeue is asked at most this often by all processes of a user on a host, for all jobs together.
+INTERVAL_S = 15.0
+POLL_S = 0.1
 
 
 class SlurmQueue:
@@ -43,12 +61,13 @@ class SlurmQueue:
         job.write_spec(dataclasses.replace(spec, slurm_job=number))
 
     def ask(self, jobs: Mapping[str, JobSpec]) -> Mapping[str, Answer]:
-        """What squeue says of them, asked once; see ``JobBackend``."""
-        said = slurm_states(spec.slurm_job for spec in jobs.values())
-        no_answer = (NO_ANSWER, "")
+        """What squeue said of them last; see ``JobBackend``."""
+        known = _WATCHER.answer()
+        # sbatch has not named the number of the others yet.
         return {
-            name: Answer("Slurm", *(no_answer if said is None else said.get(number, (GONE, ""))))
-            for name, number in ((name, spec.slurm_job) for name, spec in jobs.items())
+            name: Answer("Slurm", *_state_in(known, spec))
+            for name, spec in jobs.items()
+            if spec.slurm_job
         }
 
     def fetch(self, job: JobFolder, spec: JobSpec) -> None:
@@ -110,20 +129,107 @@ def submit(argv: Sequence[str], environ: Mapping[str, str], folder: str) -> str:
     return number
 
 
-def slurm_states(numbers: Iterable[str]) -> dict[str, tuple[str, str]] | None:
-    """The state of each Slurm job that is still known, and the reason for it; None for no answer.
+@dataclass(frozen=True, kw_only=True)
+class QueueAnswer:
+    """What squeue printed of this user's jobs.
 
-    They are Slurm's words, such as PENDING and Priority. Of those that it has forgotten nothing is
-    told.
+    Attributes:
+        asked_s: When it was started, in seconds since 1970.
+        told_s: When it ended.
+        jobs: The state of each job that Slurm still knows, and the reason for it, in Slurm's words
+            such as PENDING and Priority; None if squeue did not answer.
     """
-    asked = sorted(set(numbers))[-_MOST_IDS:]
+
+    asked_s: float = 0.0
+    told_s: float = 0.0
+    jobs: Mapping[str, Sequence[str]] | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since then; negative if the clock was set back."""
+        return time.time() - self.told_s
+
+
+class QueueWatcher:
+    """Asks squeue for all jobs of this user at most every ``INTERVAL_S``, whoever wants to know.
+
+    The answer is kept in a file that all processes of the user on this host share.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._newest = QueueAnswer()
+
+    def answer(self) -> QueueAnswer:
+        """Return the newest answer, after asking if that is too old."""
+        with self._lock:
+            if not 0 <= self._newest.age_s < INTERVAL_S:
+                try:
+                    self._newest = _shared_answer(_cache_path(os.environ))
+                except OSError:
+                    # No file can be shared: this process asks for itself.
+                    self._newest = _ask_squeue()
+            return self._newest
+
+
+_WATCHER = QueueWatcher()
+
+
+def _shared_answer(path: Path) -> QueueAnswer:
+    """The answer in a file; asked again if that is too old and no other process is doing so."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        with try_lock(path.with_suffix(".lock")) as lock:
+            found = _read_answer(path)
+            if 0 <= found.age_s < INTERVAL_S:
+                return found
+            if lock is not None:
+                found = _ask_squeue()
+                write_json(path, dataclasses.asdict(found))
+                return found
+        # Another process is asking: what was told last will do, if that is not long ago.
+        if 0 <= found.age_s < 2 * INTERVAL_S:
+            return found
+        if time.monotonic() > deadline:
+            return QueueAnswer()
+        time.sleep(POLL_S)
+
+
+def _cache_path(environ: Mapping[str, str]) -> Path:
+    base = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/nowhere"), ".cache")
+    # A home may be that of several clusters.
+    return Path(base, "hvdtrain", f"squeue-{socket.gethostname()}.json")
+
+
+def _read_answer(path: Path) -> QueueAnswer:
     try:
-        said = _ask(["squeue", "--noheader", "--format=%i %T %r", f"--jobs={','.join(asked)}"])
-    except JobError as error:
-        # Said where it has forgotten all of them.
-        return {} if "Invalid job id" in str(error) else None
-    found = re.findall(r"^\s*(\d+) (\w+) ?(.*?)\s*$", said, re.MULTILINE)
-    return {number: (state, reason) for number, state, reason in found}
+        return QueueAnswer(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return QueueAnswer()
+
+
+def _ask_squeue() -> QueueAnswer:
+    asked_s = time.time()
+    argv = ["squeue", "--noheader", "--states=all", "--format=%i %T %r", f"--user={os.getuid()}"]
+    jobs = None
+    with contextlib.suppress(JobError):
+        found = re.findall(r"^\s*(\d+) (\w+) ?(.*?)\s*$", _ask(argv), re.MULTILINE)
+        jobs = {number: (state, reason) for number, state, reason in found}
+    return QueueAnswer(asked_s=asked_s, told_s=time.time(), jobs=jobs)
+
+
+def _state_in(known: QueueAnswer, spec: JobSpec) -> tuple[str, str]:
+    """The word for a job, as ``status_of`` takes it, and the reason."""
+    if known.jobs is None:
+        return NO_ANSWER, ""
+    if spec.slurm_job not in known.jobs:
+        # One that was submitted since then is in the queue.
+        return ("PENDING" if spec.created_s > known.asked_s else GONE), ""
+    word, reason = known.jobs[spec.slurm_job]
+    # slurm/train.sh queues a job again that was preempted, which the answer may be too old to show.
+    goes_on = word in ("RUNNING", "COMPLETING") and spec.backend.kind == "slurm"
+    return (GOES_ON if goes_on else word), reason
 
 
 def cancel(number: str, *, save: bool) -> None:

@@ -32,16 +32,26 @@ class Commands:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.folder = Path(cluster.folder, f"jobs-{time.monotonic_ns()}")
+        self._cache = Path(f"{self.folder}-cache")
 
     def run(self, *arguments: str, code: int = 0) -> str:
         """Run ``hvdtrain`` to its end; what it printed."""
         done = self.cluster.run(
             [sys.executable, "-m", "hvdtrain", *arguments],
-            env={**ON_CLUSTER, "HVDTRAIN_JOBS_DIR": str(self.folder)},
+            env={
+                **ON_CLUSTER,
+                "HVDTRAIN_JOBS_DIR": str(self.folder),
+                "XDG_CACHE_HOME": str(self._cache),
+            },
             timeout_s=60,
         )
         assert done.returncode == code, done
         return done.stdout if code == 0 else done.stderr
+
+    def forget(self) -> None:
+        """Have squeue asked again by the next command."""
+        for path in self._cache.glob("hvdtrain/squeue-*.json"):
+            path.unlink()
 
     def submit(self, *words: str, options: tuple[str, ...] = ()) -> str:
         """The name of a job of two ranks on two hosts."""
@@ -72,6 +82,8 @@ def test_a_job_of_slurms_is_submitted_seen_and_stopped(commands: Commands) -> No
     go = commands.folder / "go"
     name = commands.submit(str(go), "$(id)", "a b")
     later = commands.submit(str(go), options=("--sbatch=--begin=now+1hour",))
+    assert commands.show(later)["status"] == "queued"
+    commands.forget()
     seen = commands.show(later)
     assert (seen["status"], seen["verdict"]) == ("queued", "it waits for Slurm: BeginTime")
     commands.until(name, "running")
@@ -83,10 +95,12 @@ def test_a_job_of_slurms_is_submitted_seen_and_stopped(commands: Commands) -> No
     assert sorted(log.splitlines()) == [f"[{n}] rank {n} {words!r}" for n in range(2)]
 
     # Nobody knows of a job in the queue but a controller that is there.
+    commands.forget()
     with commands.cluster.without_controller():
         rows = [json.loads(row) for row in commands.run("jobs", "--json").splitlines()]
     assert {row["name"]: row["status"] for row in rows} == {name: "running", later: "unknown"}
 
+    commands.forget()
     assert commands.run("stop", later) == f"{later}: stopped\n"
     assert "before its turn" in commands.show(later)["verdict"]
 

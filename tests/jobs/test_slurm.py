@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import dataclasses
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.slurm import cancel, sbatch_argv, script_path, slurm_states, submit
-from hvdtrain.jobs.spec import Backend, JobSpec
+from hvdtrain.jobs.slurm import QueueWatcher, SlurmQueue, cancel, sbatch_argv, script_path, submit
+from hvdtrain.jobs.spec import LOCAL, Backend, JobSpec
+from hvdtrain.jobs.state import GOES_ON, GONE
 
 SPEC = JobSpec(
     options=("-np", "4", "--max-restarts", "2"),
@@ -27,8 +32,87 @@ def test_the_command_is_a_list_of_words() -> None:
 
 def test_without_slurm_the_message_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert slurm_states(["1"]) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert QueueWatcher().answer().jobs is None
     with pytest.raises(JobError, match="sbatch is not there; sbatch is on Slurm's login"):
         submit(["sbatch"], {"PATH": str(tmp_path)}, "/")
     with pytest.raises(JobError, match="scancel is not there"):
         cancel("1", save=True)
+
+
+# Stands for squeue: notes each call, and takes a while.
+_SQUEUE = """#!/bin/sh
+echo "$*" >> {calls}
+sleep 0.3
+printf '  7 PENDING Priority\\n8 RUNNING None\\n9 CANCELLED (by root)\\n10_[1-4] PENDING None\\n'
+"""
+_ASKS = """
+import time
+from hvdtrain.jobs.slurm import QueueWatcher
+watcher = QueueWatcher()
+for _ in range(5):
+    assert watcher.answer().jobs["7"][0] == "PENDING"
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The calls of squeue."""
+    (tmp_path / "bin").mkdir()
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.write_text(_SQUEUE.format(calls=tmp_path / "calls"))
+    squeue.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{squeue.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("hvdtrain.jobs.slurm._WATCHER", QueueWatcher())
+    return tmp_path / "calls"
+
+
+def _count(calls: Path) -> int:
+    return len(calls.read_text().splitlines())
+
+
+def test_however_many_want_to_know_squeue_is_asked_once(
+    calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = [subprocess.Popen([sys.executable, "-c", _ASKS]) for _ in range(4)]
+    assert [process.wait(timeout=60) for process in asking] == [0] * 4
+    known = QueueWatcher().answer()
+    assert (_count(calls), known.jobs and known.jobs["9"]) == (1, ["CANCELLED", "(by root)"])
+    # Every page and command of a process has the same watcher.
+    monkeypatch.setattr("hvdtrain.jobs.slurm.INTERVAL_S", 0.2)
+    time.sleep(0.2)
+    SlurmQueue().ask({"a": dataclasses.replace(SPEC, slurm_job="7")})
+    assert _count(calls) == 2
+
+
+def test_a_failure_is_not_asked_about_again_at_once(calls: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\necho x >> {calls}\nexit 1\n")
+    assert [QueueWatcher().answer().jobs for _ in range(3)] == [None] * 3
+    assert _count(calls) == 1
+
+
+def test_without_a_place_for_the_file_a_process_asks_for_itself(
+    calls: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").touch()
+    watcher = QueueWatcher()
+    assert [sorted(watcher.answer().jobs or ()) for _ in range(3)] == [["7", "8", "9"]] * 3
+    assert _count(calls) == 1
+
+
+def test_an_old_answer_is_not_taken_for_more_than_it_tells(calls: Path) -> None:
+    def word(number: str, **changes: object) -> str | None:
+        spec = dataclasses.replace(SPEC, slurm_job=number, **{"created_s": 1.0, **changes})
+        answers = SlurmQueue().ask({"a": spec})
+        return answers["a"].word if answers else None
+
+    assert (word("7"), word("9"), word("11")) == ("PENDING", "CANCELLED", GONE)
+    # Submitted since then.
+    assert word("11", created_s=time.time()) == "PENDING"
+    # sbatch has not ended yet.
+    assert word("") is None
+    # train.sh queues it again if it was preempted, another script may not.
+    assert (word("8"), word("8", backend=LOCAL)) == (GOES_ON, "RUNNING")
+    assert _count(calls) == 1
