@@ -146,7 +146,6 @@ def site(tmp_path: Path) -> Iterator[Site]:
     if chromium is None:
         do_without("browser", "there is no chromium on PATH")
     (tmp_path / "train.py").write_text(_PROGRAM)
-    (tmp_path / "logs").mkdir()
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         site = Site(tmp_path, browser.new_page(viewport={"width": 1280, "height": 900}))
