@@ -120,7 +120,8 @@ def _screen(job: Job, out: TextIO, err: TextIO, received: Sequence[int]) -> Iter
         patience_s = ENDED_PATIENCE_S if received else PATIENCE_S
         screen.close(patience_s, give_up=lambda: len(received) > signals)
         settings = job.settings
-        show(settings.log_level, who="hvdtrain run: ", with_time=settings.log_with_timestamp)
+        with_time = settings.log_with_timestamp or job.timestamps
+        show(settings.log_level, who="hvdtrain run: ", with_time=with_time)
 
 
 def _plan(job: Job, environ: Mapping[str, str]) -> tuple[Resources, Plan]:
