@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cluster.backend import Choice, DeviceCapabilities, choose_backend, choose_for_devices
+from hvdtrain.cluster.rank_process import claim_rank, find_rank_process
 from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, host_id, read_topology
 from hvdtrain.collectives import Collectives, create
@@ -40,13 +41,24 @@ class World:
 
 def enter_job() -> World:
     """Do what ``hvdtrain.init()`` says; collective over all ranks."""
-    topology = read_topology(os.environ)
+    rank_process = find_rank_process(os.environ)
+    topology = read_topology(os.environ) if rank_process is None else Topology()
     settings = read_settings(os.environ)
+    if rank_process is not None:
+        settings = dataclasses.replace(settings, mode="allreduce")  # no servers
     timed = settings.log_with_timestamp
     # hvdtrain run puts the rank before each line itself.
     tag = f"[{topology.rank}] " if timed and LAUNCHER not in os.environ else ""
     show(settings.log_level, tag=tag, with_time=timed)
     LOGGER.debug("%s", topology)
+    if rank_process is not None:
+        LOGGER.warning(
+            "this process works alone and on the CPU: it is a child of process %d, which is the "
+            "rank. Call hvdtrain.init() in that process alone",
+            rank_process,
+        )
+    elif topology.size > 1:
+        claim_rank(os.environ)
     roles = assign_roles(topology.size, settings)
     choice = choose_backend(topology, settings.backend, has_servers=settings.has_servers)
     collectives = _engine(choice, topology, settings)
@@ -61,7 +73,8 @@ def enter_job() -> World:
 
     devices.set_up(settings)
     serves = topology.rank in roles.servers
-    gpus = None if serves else devices.visible_gpus(socket.gethostname(), os.environ)
+    without_gpu = serves or rank_process is not None
+    gpus = None if without_gpu else devices.visible_gpus(socket.gethostname(), os.environ)
     common = settings.in_common
     mine = {"host": host_id(), "gpus": gpus, "means": devices.means(), "common": common}
     everyone: list[dict[str, Any]] = collectives.allgather_object(mine, name="hvdtrain.init()")

@@ -335,10 +335,18 @@ def test_sbatch_with_the_script_that_comes_with_it(cluster: Cluster) -> None:
 
 
 def test_the_script_under_srun_alone(cluster: Cluster, forked_python: list[str]) -> None:
-    body = "import hvdtrain; hvdtrain.init(); print('size', hvdtrain.size(), flush=True)"
+    body = """if True:
+        import os, subprocess, sys
+        import hvdtrain
+        hvdtrain.init()
+        code = "import os; from hvdtrain.cluster import rank_process; "
+        code += "print(rank_process.find_rank_process(os.environ))"
+        rank = int(subprocess.check_output([sys.executable, "-c", code], timeout=60))
+        print('size', hvdtrain.size(), 'child', rank == os.getpid(), flush=True)
+    """
     (cluster.folder / "tiny.py").write_text(body)
     script = REPOSITORY / "slurm" / "train.sh"
     python, *first_words = forked_python
     argv = ["srun", "--mpi=pmix", "-N4", "-n4", script, *first_words, "tiny.py"]
     done = cluster.run(argv, env={**ON_CLUSTER, "PYTHON": python}, timeout_s=120)
-    assert (done.returncode, done.stdout) == (0, "size 4\n" * 4), done
+    assert (done.returncode, done.stdout) == (0, "size 4 child True\n" * 4), done
