@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.kubernetes.manifests import JOB_LABEL, STOP, Object, plural, resource_of
 
-__all__ = ["ClusterApi", "SilentClusterError"]
+__all__ = ["ClusterApi", "RefusedError", "SilentClusterError", "persist"]
 
 TIMEOUT_S = 20.0
 DELETE_TIMEOUT_S = 180.0
 POLL_S = 0.5
+# An account's rights may come a moment after its pod; then a refusal is final.
+REFUSED_S = 10.0
 _OWNERS = {"Job": "batch/v1", "MPIJob": "kubeflow.org/v2beta1"}
 # What it owns goes first, so that nothing of it is left once it is gone itself.
 _WITH_ALL = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_Result = TypeVar("_Result")
 _MERGE = "application/merge-patch+json"
 
 
@@ -305,6 +309,33 @@ class ClusterApi:
             return data
 
 
+def persist(
+    act: Callable[[], _Result], *, patience_s: float, give_up: Callable[[], bool]
+) -> _Result:
+    """Do something with a cluster, again while that fails, and return its result.
+
+    Args:
+        act: Is called until it raises no JobError.
+        patience_s: Seconds for that; for what this user may not do at most REFUSED_S.
+        give_up: Whether not to try again.
+
+    Raises:
+        JobError: The last failure.
+    """
+    begun, said = time.monotonic(), ""
+    while True:
+        try:
+            return act()
+        except JobError as error:
+            most_s = min(patience_s, REFUSED_S if isinstance(error, RefusedError) else patience_s)
+            if give_up() or time.monotonic() - begun > most_s:
+                raise
+            if str(error) != said:
+                said = str(error)
+                print(f"hvdtrain: {said}; trying again", file=sys.stderr, flush=True)
+        time.sleep(POLL_S)
+
+
 class SilentClusterError(JobError):
     """The cluster does not answer, or can't be reached."""
 
@@ -313,6 +344,11 @@ class _NotFoundError(JobError):
     """There is no such object, or the cluster knows no objects of that kind."""
 
 
+class RefusedError(JobError):
+    """This user may not do that."""
+
+
+_ERRORS = {401: RefusedError, 403: RefusedError, 404: _NotFoundError}
 _DOES = {"POST": "created", "DELETE": "deleted", "PATCH": "changed", "GET": "read"}
 
 
@@ -328,7 +364,7 @@ def _as_job_error(method: str, what: str, namespace: str) -> Iterator[None]:
             said = json.loads(error.body)["message"]
         except (TypeError, ValueError, KeyError):
             said = error.reason
-        kind = _NotFoundError if error.status == 404 else JobError
+        kind = _ERRORS.get(error.status, JobError)
         raise kind(f"{what} can't be {_DOES[method]} in namespace {namespace}: {said}") from None
     except (HTTPError, OSError) as error:
         raise SilentClusterError(f"the cluster does not answer: {error}") from None

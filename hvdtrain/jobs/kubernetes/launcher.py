@@ -22,7 +22,7 @@ from hvdtrain.cluster.hosts import parse_hostfile
 from hvdtrain.cluster.managed_hosts import MANAGED_HOSTS
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder
-from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi
+from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi, persist
 from hvdtrain.jobs.kubernetes.manifests import (
     FOLDER,
     KEYS_FOLDER,
@@ -34,17 +34,20 @@ from hvdtrain.jobs.kubernetes.records import hold_own
 from hvdtrain.jobs.kubernetes.run_child import RunChild
 from hvdtrain.jobs.kubernetes.worker_watch import WorkerWatch
 
-__all__ = ["await_own_name", "await_workers", "main"]
+__all__ = ["await_own_name", "await_workers", "free_workers", "main"]
 
 POLL_S = 0.5
 # How often it is said for whom it waits, where that does not change.
 SAY_EVERY_S = 60.0
 _CONNECT_TIMEOUT_S = 2.0
+# How long a cluster may fail to answer before the job starts without it, and may do so at the end.
+START_PATIENCE_S = 120.0
+FREE_PATIENCE_S = 3600.0
 _HOSTS = Path("/tmp/hvdtrain-hosts.json")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the job, and return its exit code."""
+    """Run the job, free its workers if it has ended for good, and return its exit code."""
     name, words = arguments[0], arguments[list(arguments).index("--") + 1 :]
     child = RunChild()
     _held = hold_own(os.environ)
@@ -53,23 +56,49 @@ def main(arguments: Sequence[str]) -> int:
     hosts = parse_hostfile(listed.read_text(), str(listed))
     watch = _watch(name, hosts[0].slots, child)
     workers = watch.addresses if watch is not None else [host.name for host in hosts]
-    is_turn = (
-        (watch is None or _await_earlier(watch, child))
-        and await_workers(workers, lambda: child.is_ordered)
-        and await_own_name(launcher_host(name), lambda: child.is_ordered)
-    )
-    if not is_turn:
-        if watch is not None and watch.was_stopped:
-            watch.free_workers(has_failed=True)
-            _say_it_is_stopped(JobFolder(Path(os.environ[JOB_FOLDER])))
-        return 128 + signal.SIGTERM
-    if watch is None:
-        return child.run(words, os.environ)
-    with watch:
-        code = child.run(words, {**os.environ, MANAGED_HOSTS: str(_HOSTS)})
-    if code != ExitCode.PREEMPTED or watch.was_stopped:
-        watch.free_workers(has_failed=code != 0)
-    return code
+    code = None
+    # A stop is noticed from now on, also while it waits.
+    with watch or contextlib.nullcontext():
+        if (
+            (watch is None or _await_earlier(watch, child))
+            and await_workers(workers, lambda: child.is_ordered)
+            and await_own_name(launcher_host(name), lambda: child.is_ordered)
+        ):
+            managed = {} if watch is None else {MANAGED_HOSTS: str(_HOSTS)}
+            code = child.run(words, {**os.environ, **managed})
+    was_stopped = watch is not None and watch.was_stopped
+    # Of other launchers that end, and of a job that is preempted, there is another to come.
+    if was_stopped or code not in (None, ExitCode.PREEMPTED):
+        free_workers(
+            name, has_failed=code != 0, give_up=lambda: child.is_ordered and not was_stopped
+        )
+    if was_stopped and code is None:
+        _say_it_is_stopped(JobFolder(Path(os.environ[JOB_FOLDER])))
+    return 128 + signal.SIGTERM if code is None else code
+
+
+def free_workers(name: str, *, has_failed: bool, give_up: Callable[[], bool]) -> None:
+    """Give the workers' resources back, and see that a job that has failed stays so.
+
+    As long as the cluster does not answer this goes on: nobody else would free them.
+
+    Args:
+        name: The name of the job's objects.
+        has_failed: Whether the Job is to start no other launcher.
+        give_up: Whether this pod is to end, so that a failure is final.
+    """
+    try:
+        api = ClusterApi.of_pod()
+        persist(lambda: api.scale_workers(name, 0), patience_s=FREE_PATIENCE_S, give_up=give_up)
+        if has_failed:
+            persist(lambda: api.give_up(name), patience_s=FREE_PATIENCE_S, give_up=give_up)
+    except JobError as error:
+        print(
+            f"hvdtrain: the workers still take their resources: {error}. Free them by: "
+            f"kubectl scale statefulset {name}-worker --replicas 0",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _say_it_is_stopped(job: JobFolder) -> None:
@@ -83,17 +112,21 @@ def _say_it_is_stopped(job: JobFolder) -> None:
 def _watch(name: str, slots: int, child: RunChild) -> WorkerWatch | None:
     """Who looks after the workers; None where the launcher's account may not."""
     try:
-        return WorkerWatch(
-            ClusterApi.of_pod(),
-            name,
-            slots=slots,
-            path=_HOSTS,
-            on_stop=lambda word: child.stop(save=word == "save"),
+        api = ClusterApi.of_pod()
+        return persist(
+            lambda: WorkerWatch(
+                api,
+                name,
+                slots=slots,
+                path=_HOSTS,
+                on_stop=lambda word: child.stop(save=word == "save"),
+            ),
+            patience_s=START_PATIENCE_S,
+            give_up=lambda: child.is_ordered,
         )
     except JobError as error:
         print(
-            "hvdtrain: workers that are lost or added won't be noticed, and keep their resources "
-            f"at the end: {error}",
+            f"hvdtrain: workers that are lost or added won't be noticed: {error}",
             file=sys.stderr,
             flush=True,
         )

@@ -78,15 +78,6 @@ class WorkerWatch:
         """
         return ending_launchers(self._api.pods(self._name), time.time())
 
-    def free_workers(self, *, has_failed: bool) -> None:
-        """Give the workers' resources back, and see that a job that has failed stays so."""
-        try:
-            self._api.scale_workers(self._name, 0)
-            if has_failed:
-                self._api.give_up(self._name)
-        except JobError as error:
-            print(f"hvdtrain: the workers still take their resources: {error}", file=sys.stderr)
-
     def _look_often(self) -> None:
         said = ""
         while not self._closing.wait(INTERVAL_S):

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from hvdtrain.jobs.kubernetes import launcher
-from hvdtrain.jobs.kubernetes.launcher import await_own_name, await_workers
+from hvdtrain.jobs.kubernetes import cluster_api, launcher
+from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi
+from hvdtrain.jobs.kubernetes.launcher import await_own_name, await_workers, free_workers
 
 
 def test_workers_are_waited_for_until_they_answer(
@@ -58,3 +65,101 @@ def test_the_launcher_waits_until_workers_can_know_it(
     assert await_own_name("x-launcher", lambda: False)
     assert known["x-launcher.x-launcher"] == ["10.0.0.2"]
     assert capsys.readouterr().out == "hvdtrain: waits for DNS to know its own name, x-launcher\n"
+
+
+class ApiServer:
+    """Stands for an API server that fails at first; the client is Kubernetes' own.
+
+    Attributes:
+        failures: The codes of the answers to the first requests; 0 closes the connection.
+        requests: What was asked, with the content.
+    """
+
+    def __init__(self) -> None:
+        self.failures: list[int] = []
+        self.requests: list[tuple[str, str, object]] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                size = int(self.headers.get("content-length") or 0)
+                content = json.loads(self.rfile.read(size)) if size else None
+                server.requests.append((self.command, self.path.partition("?")[0], content))
+                code = server.failures.pop(0) if server.failures else 200
+                if not code:
+                    return
+                answer: object = {"message": f"error {code}"}
+                if code == 200:
+                    answer = {"items": [], "spec": {"replicas": 2}, "metadata": {}}
+                data = json.dumps(answer).encode()
+                self.send_response(code)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_PATCH = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    kubernetes = pytest.importorskip("kubernetes")
+    server = ApiServer()
+
+    def of_pod() -> ClusterApi:
+        configuration = cluster_api._configuration()
+        configuration.host = f"http://127.0.0.1:{server.http.server_address[1]}"
+        client = kubernetes.client.ApiClient(configuration)
+        return ClusterApi(cluster_api._by_paths(client), "here")
+
+    monkeypatch.setattr(ClusterApi, "of_pod", of_pod)
+    monkeypatch.setattr(cluster_api, "POLL_S", 0.02)
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+def test_a_cluster_that_fails_at_the_start_is_asked_again(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launcher, "_HOSTS", tmp_path / "hosts.json")
+    # Its StatefulSet and its rights may come after the launcher's pod.
+    server.failures = [0, 503, 404, 403, 200, 500]
+    child: Any = SimpleNamespace(is_ordered=False)
+    watch = launcher._watch("train", 1, child)
+    assert watch is not None
+    assert watch.addresses == ["train-worker-0.train", "train-worker-1.train"]
+
+
+def test_workers_are_freed_once_the_cluster_answers(
+    server: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.failures = [503, 0, 500, 200, 503]
+    free_workers("train", has_failed=True, give_up=lambda: False)
+    scale = "/apis/apps/v1/namespaces/here/statefulsets/train-worker/scale"
+    job = "/apis/batch/v1/namespaces/here/jobs/train"
+    assert server.requests == [
+        *[("PATCH", scale, {"spec": {"replicas": 0}})] * 4,
+        *[("PATCH", job, {"spec": {"backoffLimit": 0}})] * 2,
+    ]
+    assert "still take their resources" not in capsys.readouterr().err
+
+
+def test_an_account_without_rights_is_not_waited_for(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cluster_api, "REFUSED_S", 0.1)
+    server.failures = [403] * 1000
+    free_workers("train", has_failed=False, give_up=lambda: False)
+    said = capsys.readouterr().err
+    assert "Free them by: kubectl scale statefulset train-worker --replicas 0" in said
+    assert len(server.requests) > 1
+    # A pod that is to end does not go on.
+    server.failures, before = [503] * 1000, len(server.requests)
+    free_workers("train", has_failed=False, give_up=lambda: True)
+    assert len(server.requests) == before + 1
