@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.errors import ModelError
+from hvdtrain.keras.data.batch_stream import stream_kind
 from hvdtrain.keras.data.batch_structure import is_absent
 from hvdtrain.keras.model_parts import optimizers_of
 from hvdtrain.private_api.keras import flatten_layers, output_spec, set_untracked
@@ -67,7 +69,7 @@ def postpone(model: keras.Model, distribute: Callable[[], Any]) -> None:
         @functools.wraps(getattr(model, name))
         def call(x: Any = None, *args: Any, **options: Any) -> Any:
             with world.collectives().section(f"first {name} of a model"):
-                _build(model, x)
+                x = _build(model, x)
                 forget(model)
                 distribute()
             return getattr(model, name)(x, *args, **options)
@@ -98,31 +100,41 @@ def forget(model: keras.Model) -> None:
             vars(model).pop(name, None)
 
 
-def _build(model: keras.Model, x: Any) -> None:
+def _build(model: keras.Model, x: Any) -> Any:
+    """Build the model and return the data, of which a generator's first batch was looked at."""
     if is_built(model):
-        return  # the user did it since
+        return x  # the user did it since
     try:
-        output_spec(model, _symbols(x))
+        first, x = _first_inputs(x)
+        output_spec(model, keras.tree.map_structure(_symbol, first))
     except Exception as error:
         raise ModelError(
             f"The model {model.name!r} was not built when hvdtrain.distribute(model) was called, "
             f"and can't be from its data: {error}. {_ADVICE}"
         ) from error
+    return x
 
 
-def _symbols(x: Any) -> Any:
-    """Return Keras' symbolic tensors for the inputs of a batch of ``x``."""
+def _first_inputs(x: Any) -> tuple[Any, Any]:
+    """Return the inputs of a first batch, or their specs; and data that still begin with it."""
     if isinstance(x, tf.data.Dataset):
-        return _of_batch(x.element_spec)
-    if isinstance(x, keras.utils.PyDataset):
-        return _of_batch(x[0])
-    if hasattr(x, "__next__"):
-        raise TypeError(f"it was given {type(x).__name__}, which shows no shapes")
-    return keras.tree.map_structure(_symbol, x)
+        batch = x.element_spec
+    elif isinstance(x, keras.utils.PyDataset):
+        batch = x[0]
+    elif isinstance(x, types.GeneratorType):
+        batch = next(x, None)
+        x = _begun(batch, x)
+    elif stream_kind(x):
+        batch = next(iter(x), None)
+    else:
+        return x, x
+    return keras.utils.unpack_x_y_sample_weight(batch)[0], x
 
 
-def _of_batch(batch: Any) -> Any:
-    return keras.tree.map_structure(_symbol, keras.utils.unpack_x_y_sample_weight(batch)[0])
+def _begun(batch: Any, others: Iterator[Any]) -> Iterator[Any]:
+    if batch is not None:
+        yield batch
+    yield from others
 
 
 def _symbol(leaf: Any) -> Any:

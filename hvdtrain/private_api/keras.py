@@ -40,7 +40,9 @@ try:
 
     # The generator behind keras.random, which Keras makes where there is none.
     make_global_generator = seed_generator.global_seed_generator
+    is_grain_dataset = data_adapters.is_grain_dataset
     is_tf_dataset = data_adapters.is_tf_dataset
+    is_torch_dataloader = data_adapters.is_torch_dataloader
     sample_weights_of_classes = data_adapter_utils.class_weight_to_sample_weights
     # Makes a function from (x, y) to (x, y, sample_weight) for use inside Dataset.map.
     class_weight_map = tf_dataset_adapter.make_class_weight_map_fn
@@ -74,9 +76,13 @@ __all__ = [
     "gather",
     "give_mask",
     "global_generator",
+    "host_array",
     "initial_epoch",
+    "is_grain_dataset",
     "is_tf_dataset",
+    "is_torch_dataloader",
     "iterations_of",
+    "length_of_dataloader",
     "loss_tracker",
     "make_global_generator",
     "mask_of",
@@ -102,7 +108,6 @@ __all__ = [
     "take_averages",
     "takes_training",
     "warn_of_interruption",
-    "without_scipy",
 ]
 
 # What hvdtrain overrides, or calls on objects of these classes.
@@ -414,8 +419,19 @@ def specs_of_batches(batches: list[Any]) -> list[tf.TypeSpec]:
     return list(merged)
 
 
-def without_scipy(leaf: Any) -> Any:
-    """A SciPy sparse matrix as a ``tf.SparseTensor``; anything else as it is."""
+def host_array(leaf: Any) -> Any:
+    """Convert a torch tensor to a NumPy array, sparse data of SciPy and JAX to TensorFlow's."""
+    if data_adapter_utils.is_torch_tensor(leaf):
+        return leaf.detach().cpu().numpy()
     if data_adapter_utils.is_scipy_sparse(leaf):
         return tf.sparse.reorder(data_adapter_utils.scipy_sparse_to_tf_sparse(leaf))
+    if data_adapter_utils.is_jax_sparse(leaf):
+        return data_adapter_utils.jax_sparse_to_tf_sparse(leaf)
     return leaf
+
+
+def length_of_dataloader(loader: Any) -> int | None:
+    """Return the number of batches of a torch ``DataLoader``; None if unknown, or anything else."""
+    if is_torch_dataloader(loader) and hasattr(loader.dataset, "__len__"):
+        return len(loader)
+    return None

@@ -119,14 +119,6 @@ def test_ranks_with_other_data(world):
         model.fit(X[world.rank() :: 2][:20], Y[world.rank() :: 2][:20], verbose=0)
 
 
-@pytest.mark.ranks(2)
-def test_a_generator_that_is_not_a_ranks_own(world):
-    model = classifier()
-    world.distribute(model)
-    with pytest.raises(DataError, match="PyDataset"):
-        model.fit(((X[:4], Y[:4]) for _ in range(3)), steps_per_epoch=3, verbose=0)
-
-
 SCRIPT = """
     import sys
     import keras, numpy as np, hvdtrain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import keras
@@ -10,7 +9,7 @@ import keras
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import input_agreement
 from hvdtrain.keras.data.arrays import ArraySource
-from hvdtrain.keras.data.generator import GeneratorSource
+from hvdtrain.keras.data.batch_stream import StreamSource, stream_kind
 from hvdtrain.keras.data.pydataset import PyDatasetSource
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
 from hvdtrain.keras.data.sharded_input import ShardedInput, Source
@@ -26,8 +25,8 @@ def shard_input(
     """Make this rank's share of an input. Collective: every rank calls it.
 
     Args:
-        x: The data: arrays, a batched ``tf.data.Dataset``, or a ``PyDataset``; with
-            ``presharded`` also a generator.
+        x: The data: arrays, a batched ``tf.data.Dataset``, a ``PyDataset``, a generator, a torch
+            ``DataLoader`` or a Grain dataset.
         y: Targets beside arrays.
         sample_weight: Weights beside arrays.
         plan: How to share it out.
@@ -68,30 +67,14 @@ def _source(x: Any, y: Any, sample_weight: Any, plan: ShardPlan) -> Source:
     if isinstance(x, keras.utils.PyDataset):
         private_keras.refuse_extra("PyDataset", y, sample_weight)
         return PyDatasetSource(x, plan)
-    if isinstance(x, types.GeneratorType) and plan.presharded:
-        private_keras.refuse_extra("generator", y, sample_weight)
-        return GeneratorSource(x, plan)
-    raise DataError(_refusal(x))
-
-
-def _refusal(x: Any) -> str:
-    """Say why an input is none of those that can be shared out, and what to use instead."""
-    kind = type(x)
+    if kind := stream_kind(x):
+        private_keras.refuse_extra(kind, y, sample_weight)
+        return StreamSource(x, plan)
     if x is None:
-        return "No input was given: x is None. Expected arrays, a tf.data.Dataset or a PyDataset."
-    if isinstance(x, types.GeneratorType) or hasattr(x, "__next__"):
-        what, why = "A generator or iterator", "it can't be asked for one rank's batches only"
-    elif kind.__name__ == "DataLoader":
-        what, why = "A DataLoader", "its order can't be made the same on all ranks"
-    else:
-        return (
-            f"Input of type {kind.__module__}.{kind.__qualname__} can't be shared out. Expected "
-            "NumPy arrays, tensors, pandas or SciPy data (or nested dicts, lists and tuples of "
-            "them), a batched tf.data.Dataset, or a keras.utils.PyDataset."
-        )
-    return (
-        f"{what} ({kind.__module__}.{kind.__qualname__}) can't be shared out among ranks: {why}. "
-        "Put the code that makes batch i into a keras.utils.PyDataset; or wrap it in "
-        "tf.data.Dataset.from_generator(...), of which every rank runs the whole and keeps its "
-        "part; or let each rank generate its own data, with a generator and presharded=True."
+        raise DataError("The input is missing, got x=None; pass arrays or a dataset.")
+    raise DataError(
+        f"The input has an unsupported type, got {type(x).__module__}.{type(x).__qualname__}; "
+        "pass NumPy arrays, tensors, pandas or SciPy data (or nested dicts, lists and tuples of "
+        "them), a batched tf.data.Dataset, a keras.utils.PyDataset, a generator, a torch "
+        "DataLoader or a Grain dataset."
     )

@@ -24,7 +24,7 @@ from hvdtrain.keras.data.python_batches import (
     to_dataset,
 )
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
-from hvdtrain.keras.data.sharded_input import ShardedInput
+from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput
 from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["PyDatasetSource", "ShardedPyDataset"]
@@ -105,13 +105,13 @@ class PyDatasetSource:
             yield int(left[place] if counts else order[-1]), counts
 
     def elements(self, position: Position, steps: int | None) -> Iterator[tuple[Any, ...]]:
-        """Flat batches of this rank and their rows, step by step."""
+        """Flat batches of this rank, rows and joint_rows, step by step."""
         indices, counts = itertools.tee(self.indices(position, steps))
         batches = _fetch(self.dataset, (index for index, _ in indices))
         for batch, (_, real) in zip(batches, counts):
             leaves = present(self.standardize(batch))
             rows = int(leaves[0].shape[0]) if real else 0
-            yield (*leaves, np.int32(rows))
+            yield (*leaves, np.int32(rows), np.int32(JOINT_ROWS_UNKNOWN))
 
     def to_dataset(self, elements: Any, steps: int | None) -> tf.data.Dataset:
         """Make a dataset of shares from the generator function ``elements``."""

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.keras.data import batch_structure
 from hvdtrain.keras.data.dataset_options import untuned
-from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, Share
+from hvdtrain.keras.data.sharded_input import Share
 from hvdtrain.private_api import keras as private_keras
 
 __all__ = ["EXAMINED_BATCHES", "signature_of", "standardize", "to_dataset"]
@@ -32,20 +31,20 @@ def standardize(batch: Any, class_weight: Any, maker: str, most_parts: int | Non
     Raises:
         ValueError: The batch is of another kind.
     """
-    if isinstance(batch, np.ndarray):
+    batch = keras.tree.map_structure(private_keras.host_array, batch)
+    if hasattr(batch, "dtype"):
         batch = (batch,)
     parts = len(batch) if isinstance(batch, (tuple, list)) else 1
     if not isinstance(batch, (dict, tuple, list)) or not 0 < parts <= (most_parts or parts):
         raise ValueError(
-            f"{maker} must return a dict, an array, or a tuple (inputs,), (inputs, targets) or "
+            f"{maker} must make a dict, an array, or a tuple (inputs,), (inputs, targets) or "
             f"(inputs, targets, sample_weights), got {str(batch)[:100]} of type "
-            f"{type(batch).__name__}; return one of these."
+            f"{type(batch).__name__}; make one of these."
         )
     if class_weight is not None and parts > 1:
         if parts > 2:
             raise ValueError("class_weight and sample_weight can't be used at the same time.")
         batch = (*batch, private_keras.sample_weights_of_classes(batch[1], class_weight))
-    batch = keras.tree.map_structure(private_keras.without_scipy, batch)
     return keras.tree.lists_to_tuples(batch)
 
 
@@ -63,7 +62,7 @@ def to_dataset(
     """Make a dataset of shares, not prefetched.
 
     Args:
-        elements: Yields the present leaves of a batch and its rows, step by step.
+        elements: Yields the present leaves of a batch, rows and joint_rows, step by step.
         example: A batch, for its structure.
         specs: Shape and dtype of each leaf of a batch.
         steps: How many there are, where that is known.
@@ -71,12 +70,11 @@ def to_dataset(
 
     @tf.autograph.experimental.do_not_convert
     def pack(*element: Any) -> Share:
-        *leaves, rows = element
-        unknown = tf.constant(JOINT_ROWS_UNKNOWN, tf.int32)
-        return Share(batch_structure.refill(example, leaves), rows, unknown)
+        *leaves, rows, joint_rows = element
+        return Share(batch_structure.refill(example, leaves), rows, joint_rows)
 
     with tf.device("CPU:0"):
-        signature = (*specs, tf.TensorSpec([], tf.int32))
+        signature = (*specs, tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.int32))
         dataset = tf.data.Dataset.from_generator(elements, output_signature=signature)
         dataset = dataset.map(pack)
         if steps is not None:
