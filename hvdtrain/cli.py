@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -23,6 +24,7 @@ __all__ = ["COMMANDS", "main"]
 
 USAGE_ERROR = 2
 FAILED = 1
+INTERRUPTED = 130
 # Set by a shell that asks through argcomplete.
 COMPLETES = "_ARGCOMPLETE"
 
@@ -45,13 +47,33 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``hvdtrain`` with ``argv`` (by default the process's own) and return the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    _complete_environment()
+    try:
+        code = _run_command(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO) or error.filename is not None:
+            raise
+        # Whoever read the output (head, less) has seen enough, or its disk is full.
+        if error.errno != errno.EPIPE:
+            LOGGER.error("the output can't be written: %s", error.strerror)
+        # Python would fail at what is left in the buffer when it exits.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return FAILED
+
+
+def _run_command(argv: list[str]) -> int:
     if COMPLETES in os.environ:
         _complete(os.environ.get("COMP_LINE", "").split()[1:])
     try:
         parser = _parser(argv[0] if argv else None)
         arguments = parser.parse_args(argv)
         show("info", who=f"hvdtrain {arguments.command}: ")
+        _check_folder()
         module = importlib.import_module(COMMANDS[arguments.command][0])
         if hasattr(module, "arguments_of_file"):
             from_file = module.arguments_of_file(arguments)
@@ -67,12 +89,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HvdtrainError as error:
         LOGGER.error("%s", error)
         return FAILED
-    except BrokenPipeError:
-        # Whoever read the output (head, less) has seen enough. Python would fail at what is left in
-        # the buffer when it exits.
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        return FAILED
+
+
+def _complete_environment() -> None:
+    """Provide what a shell, cron or a container may have left out: standard streams and HOME."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            # Else the next file that is opened, such as a socket, would be the standard output.
+            os.dup2(descriptor, number)
+            if descriptor != number:
+                os.close(descriptor)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+    if not os.environ.get("HOME"):
+        # Open MPI does not start without it. A user who is in no database has the root, as in
+        # Docker.
+        os.environ.pop("HOME", None)
+        home = os.path.expanduser("~")
+        os.environ["HOME"] = home if os.path.isabs(home) else "/"
+
+
+def _check_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigurationError(
+            "The working folder has been removed; change to one that exists (cd)."
+        ) from None
 
 
 def _complete(words: Sequence[str]) -> None:

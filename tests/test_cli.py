@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -169,3 +170,98 @@ def test_the_command_loads_nothing_heavy() -> None:
     argv = [sys.executable, "-c", code]
     shown = subprocess.check_output(argv, cwd=REPOSITORY, text=True, timeout=30)
     assert shown.splitlines()[-1] == "HEAVY []"
+
+
+COMMAND = [sys.executable, REPOSITORY / "bin" / "hvdtrain"]
+DRY_RUN = [*COMMAND, "run", "--dry-run", "-np", "1", "--", "true"]
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_standard_streams_may_be_closed(closed: tuple[int, ...], tmp_path: Path) -> None:
+    """What a program opens afterwards must not become its standard output."""
+    code = """if True:
+        import os, sys
+        from hvdtrain.cli import main
+        code = main(["run", "--dry-run", "-np", "1", "--", "true"])
+        print("more", flush=True)
+        assert min(os.open(os.devnull, os.O_RDONLY), *map(os.dup, range(3))) > 2
+        os._exit(code)
+    """
+    words = " ".join(f"{number}>&-" for number in closed)
+    argv = ["sh", "-c", f'exec "$@" {words}', "sh", sys.executable, "-c", code]
+    assert subprocess.run(argv, cwd=REPOSITORY, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("home", [None, ""])
+def test_without_home_the_user_database_is_asked(
+    home: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOME")
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    assert main(["--version"]) == 0
+    assert os.environ["HOME"] == pwd.getpwuid(os.getuid()).pw_dir
+
+
+def test_a_user_without_a_home_has_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 987_654)
+    assert main(["--version"]) == 0
+    assert os.environ["HOME"] == "/"
+
+
+def test_a_removed_working_folder_is_a_message(tmp_path: Path) -> None:
+    argv = ["sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$@"', "sh", *DRY_RUN]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "hvdtrain run: The working folder has been removed; change to one that exists (cd).\n"
+    )
+
+
+def test_a_full_disk_is_a_message() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(DRY_RUN, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "hvdtrain run: the output can't be written: No space left on device\n",
+    )
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(DRY_RUN, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+# Sends SIGINT to itself when a module is about to be loaded.
+AT_IMPORT = """
+import os, runpy, signal, sys
+name, sys.argv = sys.argv[1], sys.argv[2:]
+class Interrupting:
+    def find_spec(self, module, path, target=None):
+        if module == name:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("hvdtrain", ["jobs"]),
+        ("hvdtrain.errors", ["jobs"]),
+        ("argparse", ["jobs"]),
+        ("hvdtrain.launch.cli", ["run", "--help"]),
+        ("hvdtrain.jobs.job_view", ["jobs"]),
+        ("hvdtrain.job_commands.logs", ["logs", "x"]),
+        ("hvdtrain.launch.attempts", DRY_RUN[2:]),
+    ],
+)
+def test_ctrl_c_is_code_130_without_a_traceback(module: str, arguments: list[str]) -> None:
+    argv = [sys.executable, "-c", AT_IMPORT, module, COMMAND[1], *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

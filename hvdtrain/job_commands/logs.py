@@ -58,14 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
         found = read_last(job.log, arguments.lines, ranks=ranks, wanted=wanted)
     else:
         begin = log_end(job.log)
-    try:
-        for one in found:
-            begin = one.end
-            _print(one, with_time=arguments.time)
-        if arguments.follow:
-            _follow(job, begin, lambda line: fits(line, ranks, wanted), with_time=arguments.time)
-    except KeyboardInterrupt:
-        pass
+    for one in found:
+        begin = one.end
+        _print(one, with_time=arguments.time)
+    if arguments.follow:
+        _follow(job, begin, lambda line: fits(line, ranks, wanted), with_time=arguments.time)
     return 0
 
 
