@@ -26,7 +26,7 @@ def open_arena(mpi: ModuleType, host: Any) -> Arena | None:
     part_bytes = int(host.allreduce(part_bytes, mpi.MIN))
     if part_bytes == 0:
         return None
-    file = share_on_host(mpi, host, part_bytes * host.Get_size(), sparse=True)
+    file = share_on_host(mpi, host, [part_bytes] * host.Get_size(), sparse=True)
     if file is None:
         return None
     file.hide()

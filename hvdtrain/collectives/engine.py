@@ -71,8 +71,6 @@ class Engine(RankState):
 
     def __init__(self, transport: Transport, parent: Engine | None = None) -> None:
         super().__init__()
-        self.transport = transport
-        self.kind = transport.kind
         self.observers: list[Callable[[FinishedOperation], None]] = []
         self._lock = threading.Lock()
         self._parent = parent
@@ -91,9 +89,13 @@ class Engine(RankState):
         # By which this rank left an operation last; also one after which it may go on.
         self.last_error: HvdtrainError | None = None
         self.closed = False
-        transport.open(self)
-        self.bucket_bytes = transport.bucket_bytes
-        self._exchange = Exchange(transport, self)
+        self._parts: list[Engine] = []
+        self.transport = transport.open(self)
+        self.kind = self.transport.kind
+        self.bucket_bytes = self.transport.bucket_bytes
+        self._exchange = Exchange(self.transport, self)
+        if parent is not None:
+            parent._parts.append(self)
 
     # Public operations: contract in interface.Collectives. What depends on who the ranks are stands
     # in the attempt, which is made again when some of them are lost.
@@ -269,8 +271,9 @@ class Engine(RankState):
             everyone = self.allgather_object([self.member, mapped], name=name)
             return all(mapped for member, mapped in everyone if member in sizes)
 
-        file = share_file(sum(sizes.values()), self.member == min(sizes), tell, agree)
-        return {} if file is None else dict(zip(sizes, file.cut(list(sizes.values()))))
+        parts = list(sizes.values())
+        file = share_file(parts, list(sizes).index(self.member), tell, agree)
+        return {} if file is None else dict(zip(sizes, file.cut(parts)))
 
     def subset(self, ranks: Sequence[int]) -> Engine | None:
         wanted = check_ranks(ranks, self.size)
@@ -389,9 +392,21 @@ class Engine(RankState):
         self.transport.fail(reason)
 
     def close(self) -> None:
-        # Freeing communicators and windows is collective, and the process is about to end.
+        for part in list(self._parts):
+            part.close()
+        if self.closed:
+            return
         self.closed = True
+        if self._parent is not None:
+            self._parent._parts.remove(self)
         self.transport.close()
+        # Another thread may be inside an operation; an unfinished one may still use its buffers.
+        if self._lock.acquire(timeout=self.transport.timeout_s):
+            try:
+                if self.broken is None:
+                    self.transport.free()
+            finally:
+                self._lock.release()
 
     # Bookkeeping.
 

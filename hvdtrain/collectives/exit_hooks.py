@@ -54,6 +54,8 @@ def install(collectives: Collectives, tell: Tell = lambda cause, error: None) ->
         sys.excepthook = functools.partial(_on_exception, sys.excepthook, tell)
         atexit.register(_leave, ExitCodeWatch())
         os.register_at_fork(after_in_child=_forget)
+    elif _current.closed and isinstance(_current.transport, MpiTransport):
+        _current.transport.free_detector()
     _current = collectives
 
 

@@ -95,6 +95,11 @@ class FailureDetector:
         self._silent: set[int] = set()
         self._pending: list[tuple[Any, np.ndarray]] = []
 
+    def close(self) -> None:
+        """Take this one out of use; all ranks do."""
+        self.detectors.remove(self)
+        self._comm.Free()
+
     def numbers_of(self, *ranks: int) -> str:
         """The numbers by which errors call these ranks."""
         return ", ".join(str(self._numbers[rank]) for rank in ranks)

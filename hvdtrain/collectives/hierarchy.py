@@ -6,11 +6,21 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["CHUNK_BYTES", "Hierarchy", "choose_chunk_bytes", "choose_turns", "plan_hierarchy"]
+from hvdtrain.collectives.fusion import aligned
+
+__all__ = [
+    "CHUNK_BYTES",
+    "Hierarchy",
+    "choose_chunk_bytes",
+    "choose_turns",
+    "fit_chunk_bytes",
+    "plan_hierarchy",
+]
 
 # What stays in a core's own cache from one stage to the next.
 CHUNK_BYTES = 2 << 20
 MOST_CHUNK_BYTES = 16 << 20
+LEAST_CHUNK_BYTES = 64 << 10
 # Of what is smaller most of the cost is that there is a message at all.
 LEAST_MESSAGE_BYTES = 64 << 10
 
@@ -62,6 +72,14 @@ def choose_chunk_bytes(hosts: int, most_bytes: int = MOST_CHUNK_BYTES) -> int:
     wanted = min(hosts * LEAST_MESSAGE_BYTES, MOST_CHUNK_BYTES)
     while chunk_bytes < wanted and 2 * chunk_bytes <= most_bytes:
         chunk_bytes *= 2
+    return chunk_bytes
+
+
+def fit_chunk_bytes(wanted_bytes: int, most_bytes: int) -> int:
+    """Return the size of chunks for which there is memory: halved until they fit, or very small."""
+    chunk_bytes = wanted_bytes
+    while chunk_bytes > most_bytes and chunk_bytes // 2 >= LEAST_CHUNK_BYTES:
+        chunk_bytes = aligned(chunk_bytes // 2)
     return chunk_bytes
 
 

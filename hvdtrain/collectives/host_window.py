@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.collectives.shared_file import free_bytes, share_on_host
+from hvdtrain.collectives.shared_file import can_share_files, free_bytes, share_on_host
 
-__all__ = ["Window", "ring_slots"]
+__all__ = ["Window", "open_window", "ring_slots"]
 
 LEAST_SLOTS = 4
 # Of all slots of a host. What a rank writes into memory that another has in its cache costs far
@@ -38,47 +39,45 @@ def ring_slots(local_size: int, chunk_bytes: int, free: int | None, away: int = 
 class Window:
     """Memory of a host: for each rank a header of words and its slots, and the result slots.
 
-    Window ranks are the ranks of ``host``. They stay what they are when ranks die: the memory of a
-    dead rank is still there, and lies fallow.
+    Window ranks are the ranks of the host. They stay the same when ranks die: the memory of a dead
+    rank is unused.
 
     Args:
-        mpi: The ``mpi4py.MPI`` module.
-        host: The ranks that share memory; making a window is collective over them.
+        memory: The part of each rank; the first one also has the results.
+        window_rank: This rank.
+        slots: Slots of one rank.
         chunk_bytes: Size of a slot.
-        away: See ``ring_slots``.
-        survives: Whether ranks may die. Open MPI warns that its windows are untested then, so a
-            file is mapped where that can be done.
+        mpi_window: MPI's window, if the memory belongs to one.
     """
 
     def __init__(
-        self, mpi: ModuleType, host: Any, chunk_bytes: int, away: int = 0, survives: bool = False
+        self,
+        memory: Sequence[np.ndarray],
+        window_rank: int,
+        slots: int,
+        chunk_bytes: int,
+        mpi_window: Any = None,
     ) -> None:
         self._chunk_bytes = chunk_bytes
-        self.slots = _choose_slots(host, chunk_bytes, away)
-        slots_bytes = self.slots * chunk_bytes
-        sizes = [HEADER_BYTES + slots_bytes] * host.Get_size()
-        sizes[0] += slots_bytes  # the results
-        self._window: Any = None
-        file = share_on_host(mpi, host, sum(sizes)) if survives else None
-        if file is not None:
-            memory = file.cut(sizes)
-        else:
-            self._window = mpi.Win.Allocate_shared(sizes[host.Get_rank()], 1, comm=host)
-            self._window.Lock_all()
-            window_ranks = range(host.Get_size())
-            memory = [
-                np.frombuffer(self._window.Shared_query(s)[0], np.uint8) for s in window_ranks
-            ]
-        self._memory = memory
-        self.words = [memory[:HEADER_BYTES].data.cast("q") for memory in self._memory]
-        self._memory[host.Get_rank()][:] = 0
+        self._memory = list(memory)
+        self._mpi_window = mpi_window
+        self.slots = slots
+        self.words = [part[:HEADER_BYTES].data.cast("q") for part in memory]
+        self._memory[window_rank][:] = 0
         self.sync()
-        host.Barrier()
+
+    def free(self) -> None:
+        """Free the memory once nobody holds views of it; collective."""
+        self._memory.clear()
+        self.words.clear()
+        if self._mpi_window is not None:
+            self._mpi_window.Unlock_all()
+            self._mpi_window.Free()
 
     def sync(self) -> None:
         """Set a memory barrier: earlier writes are seen before later ones, and so for reading."""
-        if self._window is not None:
-            self._window.Sync()
+        if self._mpi_window is not None:
+            self._mpi_window.Sync()
 
     def clear_words(self, window_rank: int) -> None:
         """Set one rank's words to 0."""
@@ -93,6 +92,51 @@ class Window:
     def result(self, number: int, dtype: np.dtype) -> np.ndarray:
         """A slot for results."""
         return self.slot(0, self.slots + number, dtype)
+
+
+def open_window(mpi: ModuleType, host: Any, chunk_bytes: int, away: int = 0) -> Window | None:
+    """Return memory that the ranks of a host share; None on all of them if it can't be had.
+
+    Args:
+        mpi: The ``mpi4py.MPI`` module.
+        host: The ranks; collective over them.
+        chunk_bytes: Size of a slot.
+        away: See ``ring_slots``.
+    """
+    slots = _choose_slots(host, chunk_bytes, away)
+    sizes = [HEADER_BYTES + slots * chunk_bytes] * host.Get_size()
+    sizes[0] += slots * chunk_bytes  # the results
+    mpi_window = None
+    file = share_on_host(mpi, host, sizes)
+    if file is not None:
+        memory = file.cut(sizes)
+    elif can_share_files():
+        return None
+    else:
+        mpi_window = _allocate_mpi_window(mpi, host, sizes)
+        if mpi_window is None:
+            return None
+        memory = [
+            np.frombuffer(mpi_window.Shared_query(rank)[0], np.uint8) for rank in range(len(sizes))
+        ]
+    window = Window(memory, host.Get_rank(), slots, chunk_bytes, mpi_window)
+    host.Barrier()
+    return window
+
+
+def _allocate_mpi_window(mpi: ModuleType, host: Any, sizes: Sequence[int]) -> Any:
+    """Return a window of MPI; None on all ranks if there is no room for it."""
+    free = free_bytes()
+    if not host.allreduce(free is None or free >= sum(sizes), mpi.LAND):
+        return None
+    try:
+        window = mpi.Win.Allocate_shared(sizes[host.Get_rank()], 1, comm=host)
+    except mpi.Exception:
+        window = None
+    if not host.allreduce(window is not None, mpi.LAND):
+        return None
+    window.Lock_all()
+    return window
 
 
 def _choose_slots(host: Any, chunk_bytes: int, away: int) -> int:

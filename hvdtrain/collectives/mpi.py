@@ -77,6 +77,7 @@ class MpiTransport(Transport):
     ) -> None:
         super().__init__(chunk_bytes or CHUNK_BYTES, timeout_s)
         self._chooses_chunks = chunk_bytes is None
+        self._arguments = mpi, comm, host, chunk_bytes, timeout_s, min_np, parent, numbers
         self._asked_bucket_bytes = bucket_bytes
         self._mpi = mpi
         self._all, self._host = comm, host
@@ -84,11 +85,23 @@ class MpiTransport(Transport):
         self._min_np = min_np
         self._parent, self._numbers = parent, numbers
 
-    def open(self, ranks: RankState) -> None:
+    def open(self, ranks: RankState) -> Transport:
         super().open(ranks)
         comm = self._all
         ranks.count(comm.Get_rank(), comm.Get_size(), self._numbers)
         ranks.survives_losses = self._min_np is not None
+        first = np.array([ranks.rank], np.int64)
+        self._host.Bcast(first)
+        self.host = int(first[0])
+        host_of = np.zeros(ranks.size, np.int64)
+        comm.Allgather(np.array([self.host], np.int64), host_of)
+        self._host_of = host_of.tolist()
+        self.link: Link = self._measure_link(comm) if self._parent is None else self._parent.link
+        if self._chooses_chunks:
+            self.chunk_bytes = self._choose_chunk_bytes(comm)
+        if not self._share_memory(comm):
+            messages = MpiTransport(*self._arguments, bucket_bytes=self._asked_bucket_bytes)
+            return messages.open(ranks)
         self.detector: FailureDetector = FailureDetector(
             self._mpi,
             comm.Dup(),
@@ -98,12 +111,6 @@ class MpiTransport(Transport):
             ranks.numbers,
             None if self._parent is None else self._parent.detector.detectors,
         )
-        first = np.array([ranks.rank], np.int64)
-        self._host.Bcast(first)
-        self.host = int(first[0])
-        host_of = np.zeros(ranks.size, np.int64)
-        comm.Allgather(np.array([self.host], np.int64), host_of)
-        self._host_of = host_of.tolist()
         self._spin_wait = SpinWait(self.detector, self.timeout_s, self._local_size)
         # Apart, as it is no wait for a rank that is late.
         self._data_wait = SpinWait(self.detector, self.timeout_s, self._local_size)
@@ -111,16 +118,13 @@ class MpiTransport(Transport):
             self.recovery = Recovery(
                 self._mpi, self, self.detector, self._spin_wait, self._min_np, self.timeout_s
             )
-        self.link: Link = self._measure_link(comm) if self._parent is None else self._parent.link
-        if self._chooses_chunks:
-            self.chunk_bytes = self._choose_chunk_bytes(comm)
-        self._share_memory(comm)
         self.connect(comm.Dup(), ranks.members)
         self.bucket_bytes = self._choose_bucket_bytes()
         if ranks.rank == 0 and self._parent is None and self._parties > 1:
             self._say_how_arrays_cross()
         self._watchdog = Watchdog(self._inside_mpi, ranks.number, ranks.size, self.timeout_s)
         self._watchdog.start()
+        return self
 
     def _choose_chunk_bytes(self, comm: Any) -> int:
         return choose_chunk_bytes(comm.Get_size())
@@ -247,6 +251,26 @@ class MpiTransport(Transport):
     def close(self) -> None:
         self._watchdog.close()
 
+    def free(self) -> None:
+        # Lost ranks can't take part, and a failed one does not.
+        if self.ranks.survives_losses or self.detector.failed or self._mpi.Is_finalized():
+            return
+        for comm in self._communicators():
+            comm.Free()
+        # Without another init() the end of the program needs that of all ranks.
+        if self._parent is not None:
+            self.free_detector()
+
+    def free_detector(self) -> None:
+        """Free the communicator by which ranks learn that others fail; see ``free``."""
+        if not self.ranks.survives_losses and not self.detector.failed:
+            self.detector.close()
+
+    def _communicators(self) -> list[Any]:
+        """Return the communicators that belong to this transport."""
+        predefined = self._mpi.COMM_WORLD, self._mpi.COMM_SELF
+        return [self.comm, *(comm for comm in (self._host, self._all) if comm not in predefined)]
+
     def _inside_mpi(self) -> tuple[float, str] | None:
         """Return since when this rank is inside MPI, and in what; None outside, or in a wait."""
         inside = self.ranks.inside
@@ -270,8 +294,13 @@ class MpiTransport(Transport):
     def waited_s(self) -> float:
         return self._spin_wait.waited_s
 
-    def _share_memory(self, comm: Any) -> None:
-        """Set up what the ranks of a host share, and keep when some die; collective."""
+    def _share_memory(self, comm: Any) -> bool:
+        """Set up what the ranks of a host share, and keep when some die; collective.
+
+        Returns:
+            Whether it could be had; the same on all ranks.
+        """
+        return True
 
     def agree(self, call: Call) -> bool:
         return self._small.agree(call)

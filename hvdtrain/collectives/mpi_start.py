@@ -10,6 +10,7 @@ from types import ModuleType
 
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.collectives.pmix_fence import fence
+from hvdtrain.collectives.shared_file import claim_mpi_segments, free_bytes
 from hvdtrain.errors import LaunchError
 
 __all__ = ["start_mpi", "why_not_elastic"]
@@ -18,7 +19,12 @@ __all__ = ["start_mpi", "why_not_elastic"]
 _ANY_HOSTS = {"OMPI_MCA_osc": "^ucx"}
 # Looking for interconnects takes Open MPI a second that ranks on one host have no use for. Version
 # 5 knows shared memory by the name that version 4 has for it as well.
-_ONE_HOST = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
+_BTL = "OMPI_MCA_btl"
+_ONE_HOST = {"OMPI_MCA_pml": "ob1", _BTL: "self,vader,tcp"}
+# Where there is little shared memory, Open MPI's messages leave it to hvdtrain. By itself Open MPI
+# looks only whether the segment of a single rank fits. By default, and as `hvdtrain run` chooses:
+_SEGMENT_BYTES = 16 << 20
+_WITHOUT_SEGMENTS = {"": "^vader", _ONE_HOST[_BTL]: "self,tcp"}
 # Open MPI's collectives in two levels (coll/han), its first choice from two hosts on, forget the
 # errors of their parts: while a rank dies they return success without the data.
 _ELASTIC = {"OMPI_MCA_coll_han_priority": "0"}
@@ -49,6 +55,9 @@ def start_mpi(
         settings.update(_ELASTIC)
     for name, value in settings.items():
         environ.setdefault(name, value)
+    free, components = free_bytes(), environ.get(_BTL, "")
+    if free is not None and topology.local_size * _SEGMENT_BYTES > free // 4:
+        environ[_BTL] = _WITHOUT_SEGMENTS.get(components, components)
     try:
         import mpi4py
 
@@ -59,6 +68,7 @@ def start_mpi(
 
             if topology.launcher == "slurm":
                 fence()
+        claim_mpi_segments()
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"The launcher started {topology.size} ranks, but no MPI library could be loaded "

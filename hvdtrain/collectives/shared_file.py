@@ -16,13 +16,22 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["SharedFile", "free_bytes", "share_file", "share_on_host"]
+__all__ = [
+    "SharedFile",
+    "can_share_files",
+    "claim_mpi_segments",
+    "free_bytes",
+    "share_file",
+    "share_on_host",
+]
 
 # Where MPI libraries keep shared windows; small in many containers.
 SHARED_MEMORY = "/dev/shm"
 # On some kernels a signal undoes a claim that is not finished.
 CLAIM_BYTES = 16 << 20
 MAP_FIXED = 0x10  # of mmap(2), on Linux
+# How Open MPI names the files of its messages: version 5, version 4.
+MPI_SEGMENTS = ("sm_segment", "vader_segment")
 
 
 def free_bytes() -> int | None:
@@ -31,6 +40,27 @@ def free_bytes() -> int | None:
         return None
     space = os.statvfs(SHARED_MEMORY)
     return space.f_bavail * space.f_frsize
+
+
+def can_share_files() -> bool:
+    """Return whether ranks can exchange data through files that they have mapped."""
+    # Elsewhere plain stores may overtake each other, and Python has no fence against that.
+    return platform.machine() in ("x86_64", "AMD64") and os.path.isdir(SHARED_MEMORY)
+
+
+def claim_mpi_segments() -> None:
+    """Allocate the shared memory through which Open MPI sends messages.
+
+    Open MPI leaves it sparse: a rank that writes to it would die of SIGBUS if others had filled the
+    file system meanwhile.
+    """
+    with contextlib.suppress(OSError):
+        with open("/proc/self/maps") as maps:
+            paths = {line.split(maxsplit=5)[-1].strip() for line in maps}
+        for path in paths:
+            if os.path.basename(path).startswith(MPI_SEGMENTS):
+                with open(path, "r+b") as file:
+                    os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
 
 
 class SharedFile:
@@ -108,8 +138,8 @@ class SharedFile:
 
 
 def share_file(
-    nbytes: int,
-    first: bool,
+    sizes: Sequence[int],
+    position: int,
     tell: Callable[[str], str],
     agree: Callable[[bool], bool],
     sparse: bool = False,
@@ -119,18 +149,24 @@ def share_file(
     It has no name any more when this returns, so that it is gone with the last of its users.
 
     Args:
-        nbytes: Its size.
-        first: Whether this is the rank that makes the file.
+        sizes: Bytes of each rank's part.
+        position: Which part is this rank's; the first rank makes the file.
         tell: Gives all ranks of the host what that rank says.
         agree: Whether something is true on all of them.
-        sparse: Whether a part has space only once it is claimed.
+        sparse: Whether parts have space only once they are claimed. Otherwise each rank claims its
+            own now, so that the memory is near its cores.
     """
-    path = tell(_new_file(nbytes, sparse) if first else "")
+    path = tell(_new_file(sum(sizes)) if position == 0 else "")
     try:
-        file = _open_file(path, nbytes)
-        # Where the program locks its memory, the whole file has space now.
-        opened = file is not None and not (sparse and file.held_bytes)
-        return file if agree(opened) else None
+        file = _open_file(path, sum(sizes))
+        if file is None:
+            ready = False
+        elif sparse:
+            # Where the program locks its memory, the whole file has space now.
+            ready = not file.held_bytes
+        else:
+            ready = file.claim(sum(sizes[:position]), sizes[position])
+        return file if agree(ready) else None
     finally:
         if path:
             # Whoever comes first: the rank that made the file may have died.
@@ -139,32 +175,28 @@ def share_file(
 
 
 def share_on_host(
-    mpi: ModuleType, host: Any, nbytes: int, sparse: bool = False
+    mpi: ModuleType, host: Any, sizes: Sequence[int], sparse: bool = False
 ) -> SharedFile | None:
     """``share_file`` for the ranks of a communicator; collective."""
     return share_file(
-        nbytes,
-        host.Get_rank() == 0,
+        sizes,
+        host.Get_rank(),
         lambda path: str(host.bcast(path, 0)),
         lambda opened: bool(host.allreduce(opened, mpi.LAND)),
         sparse,
     )
 
 
-def _new_file(nbytes: int, sparse: bool) -> str:
-    """The path of a file in shared memory; empty where there is none or no space for it."""
-    # Elsewhere plain stores may overtake each other, and Python has no fence against that.
-    if platform.machine() not in ("x86_64", "AMD64") or not os.path.isdir(SHARED_MEMORY):
+def _new_file(nbytes: int) -> str:
+    """Return the path of a new sparse file in shared memory; empty if there can't be one."""
+    if nbytes == 0 or not can_share_files():
         return ""
     try:
         descriptor, path = tempfile.mkstemp(prefix="hvdtrain-", dir=SHARED_MEMORY)
     except OSError:
         return ""
     try:
-        if sparse:
-            os.truncate(descriptor, nbytes)
-        else:
-            os.posix_fallocate(descriptor, 0, nbytes)
+        os.truncate(descriptor, nbytes)
     except OSError:
         os.unlink(path)
         return ""

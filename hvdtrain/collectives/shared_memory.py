@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +33,14 @@ from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, chunks_ahead
 from hvdtrain.collectives.fork_copies import ForkedCopies
 from hvdtrain.collectives.fusion import BufferPool, pack, split_evenly, unpack
-from hvdtrain.collectives.hierarchy import choose_chunk_bytes, choose_turns, plan_hierarchy
-from hvdtrain.collectives.host_window import LEAST_SLOTS, Window
+from hvdtrain.collectives.hierarchy import (
+    CHUNK_BYTES,
+    choose_chunk_bytes,
+    choose_turns,
+    fit_chunk_bytes,
+    plan_hierarchy,
+)
+from hvdtrain.collectives.host_window import LEAST_SLOTS, open_window
 from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
 from hvdtrain.collectives.link_speed import Link
 from hvdtrain.collectives.mpi import MpiTransport
@@ -42,6 +49,8 @@ from hvdtrain.collectives.small_allreduce import SmallAllreduce
 from hvdtrain.collectives.transport import Reduction
 
 __all__ = ["SharedMemoryTransport"]
+
+logger = logging.getLogger(__package__)
 
 # Counters, each on a cache line of its own: chunks packed, reduced, back from the network; and
 # operations whose result a rank holds. For the latest two calls, as a rank can be one ahead: their
@@ -60,6 +69,9 @@ LEAST_AWAY = 2
 
 # Smaller results are quicker in memory of a rank's own.
 LEAST_IN_ARENA = 256 << 10
+
+# For numbers that MPI's messages hold; no window needs more.
+MOST_ROOM_BYTES = 1 << 50
 
 
 @dataclass
@@ -95,9 +107,13 @@ class SharedMemoryTransport(MpiTransport):
         return NO_LINK if one_host else super()._measure_link(comm)
 
     def _choose_chunk_bytes(self, comm: Any) -> int:
-        room = (free_bytes() or 0) // (self._local_size + 1)
-        most_bytes = self._least(comm, room // 2) // LEAST_SLOTS
-        return choose_chunk_bytes(len(set(self._host_of)), most_bytes)
+        return choose_chunk_bytes(len(set(self._host_of)), self._most_chunk_bytes(comm))
+
+    def _most_chunk_bytes(self, comm: Any) -> int:
+        """Return for how large chunks every host has memory: half of it may be used."""
+        free = free_bytes()
+        room = MOST_ROOM_BYTES if free is None else min(free, MOST_ROOM_BYTES)
+        return self._least(comm, room // 2 // LEAST_SLOTS // (self._local_size + 1))
 
     def _least(self, comm: Any, number: int) -> int:
         """The least of all ranks' numbers: hosts have different memory, and must do the same."""
@@ -105,20 +121,57 @@ class SharedMemoryTransport(MpiTransport):
         comm.Allreduce(self._mpi.IN_PLACE, least, self._mpi.MIN)
         return int(least[0])
 
-    def _share_memory(self, comm: Any) -> None:
+    def _share_memory(self, comm: Any) -> bool:
         host = self._host
+        wanted_bytes = self.chunk_bytes
+        self.chunk_bytes = fit_chunk_bytes(wanted_bytes, self._most_chunk_bytes(comm))
         where = plan_hierarchy(range(self.ranks.size), self._host_of, comm.Get_rank())
         away = 0
         if where.hosts > 1:
             turns = choose_turns(where.hosts, where.cross_groups, self.chunk_bytes)
             away = max(LEAST_AWAY, turns)
-        self._window = Window(self._mpi, host, self.chunk_bytes, away, self.ranks.survives_losses)
+        window = open_window(self._mpi, host, self.chunk_bytes, away)
+        has_window = bool(self._least(comm, window is not None))
+        if self.ranks.rank == 0 and self._parent is None:
+            self._warn_of_little_memory(has_window, wanted_bytes)
+        if window is None or not has_window:
+            return False
+        self._window = window
         # As many chunks can be between hosts at a time.
         self._most_turns = self._least(comm, self._window.slots) - LEAST_SLOTS + 1
         self._arena = open_arena(self._mpi, host) if host.Get_size() == self.ranks.size else None
         if self._arena is not None:
             self._arena_pool = BufferPool(empty=self._arena.empty, drop=self._arena.drop)
             self._forked_copies = ForkedCopies(self._arena_pool.held, self._arena.own)
+        return True
+
+    def _warn_of_little_memory(self, has_window: bool, wanted_bytes: int) -> None:
+        if has_window and self.chunk_bytes >= min(wanted_bytes, CHUNK_BYTES):
+            return
+        instead = "exchange less at a time" if has_window else "send messages instead"
+        logger.warning(
+            "too little shared memory: ranks of a host %s, which is slower. /dev/shm should have "
+            "200 MB free on every host (`hvdtrain check` names those that have less; for a "
+            "container: docker run --shm-size=1g)",
+            instead,
+        )
+
+    def free(self) -> None:
+        super().free()
+        if self.ranks.survives_losses:
+            return
+        self._window.free()
+        # Views keep the memory from being unmapped.
+        self._views.clear()
+        self._words.clear()
+        self._mine = memoryview(b"")
+        if self._arena is not None:
+            self._arena = None
+            del self._arena_pool, self._forked_copies
+
+    def _communicators(self) -> list[Any]:
+        cross = [] if self._cross is None else [self._cross.comm]
+        return [*cross, *super()._communicators()]
 
     @property
     def _parties(self) -> int:

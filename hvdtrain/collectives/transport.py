@@ -69,13 +69,17 @@ class Transport(ABC):
         self.timeout_s = timeout_s
         self._pool = BufferPool()
 
-    def open(self, ranks: RankState) -> None:
+    def open(self, ranks: RankState) -> Transport:
         """Begin to serve one engine; collective.
 
         Args:
             ranks: Is told which ranks there are, now and whenever some are lost.
+
+        Returns:
+            The transport to use: this one, or another where this one can't work.
         """
         self.ranks = ranks
+        return self
 
     @property
     def waited_s(self) -> float:
@@ -144,3 +148,6 @@ class Transport(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Stop what runs beside the operations."""
+
+    def free(self) -> None:  # noqa: B027
+        """Free memory and communicators, which all ranks do, after the last operation."""

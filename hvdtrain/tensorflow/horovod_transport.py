@@ -67,7 +67,7 @@ class HorovodTransport(Transport):
         self._hvd.init()
         self._patient = False
 
-    def open(self, ranks: RankState) -> None:
+    def open(self, ranks: RankState) -> Transport:
         super().open(ranks)
         ranks.count(self._hvd.rank(), self._hvd.size())
         self._watchdog = Watchdog(
@@ -78,6 +78,7 @@ class HorovodTransport(Transport):
             of="Horovod",
         )
         self._watchdog.start()
+        return self
 
     @contextmanager
     def patiently(self) -> Iterator[None]:

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "hardly any shared memory": (
         {"shm_bytes": 64_000_000, "shm_free_bytes": 23_000_000},
         "/dev/shm has 23 MB free of 64 MB",
-        True,
+        False,
         "--shm-size=1g",
     ),
     "locked memory": (

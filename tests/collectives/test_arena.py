@@ -31,7 +31,7 @@ ON_TWO_AND_THREE = on_engines(
 @pytest.fixture
 def file() -> SharedFile:
     """A sparse file of two parts, which nobody else has."""
-    mine = share_file(2 * PART_BYTES, True, lambda path: path, lambda opened: opened, sparse=True)
+    mine = share_file([PART_BYTES] * 2, 0, lambda path: path, lambda opened: opened, sparse=True)
     assert mine is not None
     return mine
 
@@ -112,7 +112,7 @@ def test_full_file_system(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(shared_file, "CLAIM_BYTES", 4 * PAGE)
     room = free_bytes()
     assert room
-    file = share_file(2 * room, True, lambda path: path, lambda opened: opened, sparse=True)
+    file = share_file([2 * room], 0, lambda path: path, lambda opened: opened, sparse=True)
     assert file is not None
     assert list(small_disk.iterdir()) == []
     monkeypatch.setattr(shared_file, "free_bytes", lambda: 2 * room)
@@ -143,7 +143,7 @@ def test_where_the_program_locks_its_memory(rank_count: int) -> None:
         do_without("memlock", "this process may not lock its memory")
     try:
         mpi = mpi_of_job()
-        file = share_on_host(mpi, mpi.COMM_WORLD.Dup(), 100 * PAGE, sparse=True)
+        file = share_on_host(mpi, mpi.COMM_WORLD.Dup(), [50 * PAGE] * 2, sparse=True)
     finally:
         libc.munlockall()
     assert file is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -87,6 +89,35 @@ def test_settings_of_the_user_stay(launch) -> None:
     done = launch(1, SCRIPT.format(extra={"OMPI_MCA_btl": "tcp,self"}), env={"OMPI_MCA_btl": None})
     assert "'OMPI_MCA_btl': 'tcp,self'" in done.stdout
     assert "'OMPI_MCA_osc': '^ucx'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "before", "after"),
+    [
+        ((64 << 20), "self,vader,tcp", "self,vader,tcp"),
+        ((64 << 20) - 1, "self,vader,tcp", "self,tcp"),
+        ((64 << 20) - 1, "vader,self", "vader,self"),
+    ],
+)
+def test_messages_without_shared_memory(launch, free_bytes: int, before: str, after: str) -> None:
+    """Open MPI's segment of 16 MiB must fit into a quarter of what is free."""
+    little = (
+        f"from hvdtrain.collectives import mpi_start; mpi_start.free_bytes = lambda: {free_bytes}"
+    )
+    script = little + SCRIPT.format(extra={"OMPI_MCA_btl": before})
+    done = launch(1, script, env={"OMPI_MCA_btl": None})
+    assert f"'OMPI_MCA_btl': '{after}'" in done.stdout
+
+
+@pytest.mark.ranks(2)
+def test_segments_of_mpi_have_their_space() -> None:
+    """A sparse one would end a rank by SIGBUS where others have filled the file system."""
+    mpi_of_job()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    files = {Path(line.split(maxsplit=5)[-1]) for line in maps if "sm_segment" in line}
+    assert files
+    for file in files:
+        assert file.stat().st_blocks * 512 >= file.stat().st_size
 
 
 def test_alone_needs_no_mpi(launch) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hvdtrain.collectives import shared_file
-from hvdtrain.collectives.host_window import Window, ring_slots
-from tests.collectives.engines import everyone, mpi_of_job
+from hvdtrain.collectives import shared_file, shared_memory
+from hvdtrain.collectives.hierarchy import fit_chunk_bytes
+from hvdtrain.collectives.host_window import open_window, ring_slots
+from hvdtrain.collectives.shared_file import SharedFile
+from tests.collectives.engines import EngineCase, everyone, mpi_of_job, new_engine, on_engines
 
 MIB = 1 << 20
 
@@ -34,21 +39,37 @@ def test_slots(
     assert ring_slots(local_size, chunk_bytes, free_bytes, away) == expected
 
 
+@pytest.mark.parametrize(
+    ("wanted_bytes", "most_bytes", "expected"),
+    [
+        pytest.param(2 * MIB, 2 * MIB, 2 * MIB, id="fits"),
+        pytest.param(2 * MIB, 2 * MIB - 1, MIB, id="half-of-it-fits"),
+        pytest.param(2 * MIB, 300 << 10, 256 << 10, id="an-eighth-fits"),
+        pytest.param(2 * MIB, 0, 64 << 10, id="never-below-64-KiB"),
+        pytest.param(3 << 10, 0, 3 << 10, id="never-below-what-was-asked-for"),
+        pytest.param(192 * 1001, 100_000, 96_128, id="whole-cache-lines"),
+    ],
+)
+def test_chunks_fit_into_memory(wanted_bytes: int, most_bytes: int, expected: int) -> None:
+    assert fit_chunk_bytes(wanted_bytes, most_bytes) == expected
+
+
 # How each rank finds the folder for shared files, None if it is not there.
 FOLDERS = {"on-all": ("/dev/shm", "/dev/shm"), "on-none": (None, None)}
 
 
-@pytest.mark.parametrize("survives", [False, True])
 @pytest.mark.parametrize("folders", FOLDERS.values(), ids=FOLDERS)
 @pytest.mark.ranks(2)
 def test_all_see_what_one_writes(
-    survives: bool, folders: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    folders: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     mpi = mpi_of_job()
     host = mpi.COMM_WORLD.Dup()
     rank = host.Get_rank()
     monkeypatch.setattr(shared_file, "SHARED_MEMORY", folders[rank] or str(tmp_path / "missing"))
-    shared = Window(mpi, host, 4096, survives=survives)
+    shared = open_window(mpi, host, 4096)
+    assert shared is not None
+    assert (shared._mpi_window is None) is (folders[0] is not None)
     kind = np.dtype(np.int32)
     for number in range(shared.slots):
         shared.slot(rank, number, kind)[:] = 1000 * rank + number
@@ -70,7 +91,7 @@ def test_all_see_what_one_writes(
 
 @pytest.mark.ranks(2)
 def test_file_that_one_rank_can_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in containers that share no files: then none of the ranks maps it."""
+    """As in containers that share no files: then none of the ranks has memory to share."""
     mpi = mpi_of_job()
     host = mpi.COMM_WORLD.Dup()
     original = shared_file._open_file
@@ -78,9 +99,62 @@ def test_file_that_one_rank_can_not_open(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(
             shared_file, "_open_file", lambda path, nbytes: original("/no/such", nbytes)
         )
-    shared = Window(mpi, host, 4096, survives=True)
-    assert shared._window is not None
-    shared.words[host.Get_rank()][0] = 5
-    shared.sync()
-    host.Barrier()
-    assert [words[0] for words in shared.words] == [5, 5]
+    assert open_window(mpi, host, 4096) is None
+
+
+ON_ONE_AND_TWO_HOSTS = on_engines(
+    [EngineCase(kind="shared_memory", hosts=hosts) for hosts in ((0, 0), (0, 0, 1))]
+)
+
+
+@ON_ONE_AND_TWO_HOSTS
+def test_one_host_without_memory(case: EngineCase, monkeypatch, caplog) -> None:
+    """Then all ranks send messages, and the chief logs it."""
+    monkeypatch.setattr(logging.getLogger("hvdtrain"), "propagate", True)
+    mpi = mpi_of_job()
+    rank = mpi.COMM_WORLD.Get_rank()
+    if rank == 1:
+        monkeypatch.setattr(SharedFile, "claim", lambda file, start, nbytes: False)
+    before = shared_mappings()
+    engine = new_engine(case)
+    assert engine.kind == "mpi"
+    assert shared_mappings() == before
+    total = engine.allreduce(np.full(3000, rank + 1, np.float32))
+    assert (total == sum(range(1, engine.size + 1))).all()
+    assert ("send messages instead" in caplog.text) is (rank == 0)
+
+
+@ON_ONE_AND_TWO_HOSTS
+def test_little_memory(case: EngineCase, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(logging.getLogger("hvdtrain"), "propagate", True)
+    room = 2 * 4 * (256 << 10) * (case.hosts.count(0) + 1)
+    if mpi_of_job().COMM_WORLD.Get_rank() == 0:
+        monkeypatch.setattr(shared_memory, "free_bytes", lambda: room)
+    engine = new_engine(dataclasses.replace(case, chunk_bytes=2 * MIB))
+    assert engine.kind == "shared_memory"
+    assert engine.transport.chunk_bytes == 256 << 10
+    total = engine.allreduce(np.full(200_000, engine.rank + 1, np.float32))
+    assert (total == sum(range(1, engine.size + 1))).all()
+    assert ("exchange less at a time" in caplog.text) is (engine.rank == 0)
+
+
+@ON_ONE_AND_TWO_HOSTS
+def test_memory_is_freed(case: EngineCase) -> None:
+    before = shared_mappings()
+    engine = new_engine(case)
+    engine.allreduce(np.ones(500_000, np.float32))
+    part = engine.subset([0, 1])
+    if part is not None:
+        part.allreduce(np.ones(500_000, np.float32))
+    assert shared_mappings() > before or engine.rank == 2
+    engine.close()
+    assert shared_mappings() == before
+    null = mpi_of_job().COMM_NULL
+    assert engine.transport.comm == null
+    assert part is None or part.transport.comm == part.transport.detector._comm == null
+
+
+def shared_mappings() -> int:
+    gc.collect()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum("/dev/shm/hvdtrain-" in line for line in lines)
