@@ -34,6 +34,8 @@ __all__ = ["JobApi", "found_to_json", "view_to_json"]
 
 MOST_JOBS = 100
 MOST_LINES = 2000
+# Of a line: a browser does not show millions of them.
+MOST_CHARACTERS = 1 << 14
 MOST_POINTS = 2000
 # Of many ranks fewer rows: a row of a thousand ranks takes a millisecond.
 MOST_RANK_ROWS = 300
@@ -232,7 +234,10 @@ def found_to_json(found: Found) -> list[Any]:
     line = found.line
     if line is None:
         return [found.begin, found.end]
-    return [found.begin, found.end, line.time_s, line.rank, line.stream, line.text]
+    text = line.text
+    if (more := len(text) - MOST_CHARACTERS) > 0:
+        text = f"{text[:MOST_CHARACTERS]} ... {more} more characters: hvdtrain logs prints them"
+    return [found.begin, found.end, line.time_s, line.rank, line.stream, text]
 
 
 def _environment(job: JobFolder) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from hvdtrain.jobs.log_writer import LogWriter
 from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
+from hvdtrain.serve.job_api import MOST_CHARACTERS
 from tests.launch.jobs import kill_marked, program, with_mark
 
 NASTY = ["$(touch pwned)", "a'b\"c", "two\nlines", "<script>alert(1)</script>", ""]
@@ -117,6 +118,20 @@ def test_a_log_is_read_a_part_at_a_time(jobs_dir: Path, page: TestClient) -> Non
     assert len(found["lines"]) == sum(n % 5 == 3 and n % 4 in (1, 2) for n in range(1000))
     writer.append([LogLine(time_s=1.0, rank=-1, stream="stderr", text="more")])
     assert _get(page, path, begin=last["next"])["lines"][0][3:] == [-1, "stderr", "more"]
+
+
+def test_of_a_very_long_line_the_page_gets_the_beginning(jobs_dir: Path, page: TestClient) -> None:
+    job = _job(jobs_dir, 1.0, "a.py")
+    lines = ["x" * MOST_CHARACTERS, "y" * (MOST_CHARACTERS + 7)]
+    LogWriter(job.log).append(
+        [LogLine(time_s=1.0, rank=0, stream="stdout", text=text) for text in lines]
+    )
+    for query in ({"begin": 0}, {"count": 5}):
+        one, other = _get(page, f"/api/jobs/{job.name}/log", **query)["lines"]
+        assert one[5] == lines[0]
+        more = " ... 7 more characters: hvdtrain logs prints them"
+        assert other[5] == lines[1][:MOST_CHARACTERS] + more
+        assert other[0] == one[1]
 
 
 def test_prometheus_reads_how_far_jobs_are(jobs_dir: Path, page: TestClient) -> None:
