@@ -15,7 +15,7 @@ from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.callback_list import MeetAtEnd, list_callbacks, wrap_callbacks
-from hvdtrain.keras.chief_failover import ChiefFailover
+from hvdtrain.keras.chief_failover import CHIEF_ONLY, ChiefFailover
 from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.batch_structure import is_absent
 from hvdtrain.keras.epoch_iterator import EpochIterator
@@ -272,6 +272,7 @@ class FitLoop:
                 options[_WITHIN_FIT] = False  # it would hold the share of before
         else:
             self.check_still_ours()
+            callbacks = self._callbacks(callbacks)
             sharded = self._whole.share(x, y, sample_weight, batch_size=batch_size, steps=steps)
             self._prepare(sharded)
 
@@ -309,7 +310,7 @@ class FitLoop:
                 dataset,
                 verbose=verbose if self._membership.is_chief else 0,
                 steps=steps,
-                callbacks=[MeetAtEnd(self._collectives), *list_callbacks(callbacks)],
+                callbacks=[MeetAtEnd(self._collectives), *self._callbacks(callbacks)],
             )
             return join_predictions(
                 mine,
@@ -368,6 +369,12 @@ class FitLoop:
             self._may_differ = False
             shared = [v for v in self._model.trainable_variables if not self._reducer.is_local(v)]
             check_alike(self._model, shared, self._collectives)
+
+    def _callbacks(self, callbacks: Any) -> list[Any]:
+        """Return the user's callbacks of ``evaluate`` or ``predict`` that this rank runs."""
+        listed = list_callbacks(callbacks)
+        chief = self._membership.is_chief
+        return [entry for entry in listed if chief or not isinstance(entry, CHIEF_ONLY)]
 
     def _prepare(self, sharded: ShardedInput) -> None:
         """Build metrics and losses before the first step: every rank must have all of them."""
