@@ -1,161 +1,172 @@
 """The weight of a rank's loss in the joint batch.
 
-The gradients of N ranks are averaged with equal weights, so a rank's loss is multiplied by a
-weight w_r that makes (1/N) sum(w_r L_r) the loss of the joint batch:
+The gradients of N ranks are averaged with equal weights, so a rank's loss is multiplied by the
+weight w_r = N rows_r / rows, which makes (1/N) sum(w_r L_r) the mean over the rows of all ranks.
+Keras' loss metric takes that mean, too.
 
-- losses that are means over the batch: w_r = N rows_r / rows
-- losses weighted by ``mean_with_sample_weight``: w_r = N s_r / s, with s_r the sum of weights
-- losses that are sums: w_r = N; regularisation, which is no sum over samples, keeps weight 1
+Losses that are no means over rows are first multiplied by a factor f_r, so that the mean over rows
+is the loss of the joint batch. Each loss of a model has its own:
 
-Where ranks may be lost, N is the number that there was at first: the sum over those that are left
-is then divided by the sum of their w_r, so that N cancels out. Losses that are sums have w_r = 1
-there, and their gradients are added up.
+- means over the values that no mask hides: f_r = (values_r / values) / (rows_r / rows)
+- losses weighted by ``mean_with_sample_weight``: the same with sums of weights
+- sums: f_r = rows / rows_r
 
-Masks make a mean run over the unmasked values only; then rows_r counts those.
+With ``reduction=None`` Keras reports the mean of the values, but applies the gradient of their sum.
+
+Where ranks may be lost, the sum over those that are left is divided by the sum of their weights.
+Gradients of losses that are all sums are added up there instead.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.optimizer_patch import Weighting
-from hvdtrain.private_api.keras import flat_losses, mask_of
+from hvdtrain.private_api.keras import flat_losses, scaling_losses
 
-__all__ = ["LossWeights", "contribution", "reduction_of", "reductions_of", "valid_values"]
-
-_MEANS = ("sum_over_batch_size", "mean")
+__all__ = ["LossWeights", "NeedsExchange", "Term", "are_sums", "has_vector_losses", "ratio"]
 
 
-def reduction_of(model: keras.Model) -> str:
-    """Return how the model's losses are reduced over a batch: ``mean``, ``weights`` or ``sum``.
+class NeedsExchange(Exception):
+    """A loss needs an exchange between ranks where XLA compiles the step."""
 
-    Raises:
-        ModelError: Some losses are means and others sums: no one weight fits both.
+
+class Term(NamedTuple):
+    """A loss that is a mean over something other than rows.
+
+    Attributes:
+        count: Unmasked values, or the sum of weights, in this rank's batch; 0 if nothing counts.
+        factor: What the loss was multiplied with.
     """
-    kinds = reductions_of(model)
-    if len(kinds) > 1:
-        flat = flat_losses(model)
-        found = ", ".join(sorted(str(entry.loss.reduction) for entry in flat if entry.loss))
-        raise ModelError(
-            f"The losses of this model are reduced in different ways ({found}), so that no single "
-            "weight makes ranks with unequal batches add up. Give all losses the same `reduction`."
-        )
-    return kinds.pop() if kinds else "mean"
+
+    count: tf.Tensor
+    factor: tf.Tensor
 
 
-def reductions_of(model: keras.Model) -> set[str]:
-    """The ways in which the model's losses are reduced; see ``reduction_of``."""
-    return {_kind(entry.loss) for entry in flat_losses(model) if entry.loss is not None}
+def are_sums(model: keras.Model) -> bool:
+    """Whether the gradients of all losses of the model are those of sums over rows."""
+    reductions = _reductions(model)
+    return bool(reductions) and reductions <= {"sum", "none", None}
 
 
-def _kind(loss: Any) -> str:
-    reduction = getattr(loss, "reduction", "sum_over_batch_size")
-    if reduction in _MEANS:
-        return "mean"
-    return "weights" if reduction == "mean_with_sample_weight" else "sum"
+def has_vector_losses(model: keras.Model) -> bool:
+    """Whether a loss of the model is not reduced to a scalar."""
+    return not _reductions(model).isdisjoint({"none", None})
 
 
-def contribution(kind: str, rows: tf.Tensor, sample_weight: Any = None) -> tf.Tensor:
-    """Return what a batch counts for beside others of the joint batch; a float32 scalar.
+def _reductions(model: keras.Model) -> set[str | None]:
+    losses = [entry.loss for entry in flat_losses(model) if entry.loss is not None]
+    return {getattr(loss, "reduction", "sum_over_batch_size") for loss in losses}
 
-    ``rows`` are those of the batch, or its unmasked values.
-    """
-    mine = tf.cast(rows, tf.float32)
-    if kind != "weights" or sample_weight is None:
-        return mine
-    weights = [tf.cast(w, tf.float32) for w in keras.tree.flatten(sample_weight)]
-    if len(weights) > 1:
-        raise ModelError(
-            "Losses with reduction='mean_with_sample_weight' and one sample weight for "
-            "each output don't add up over ranks; use one sample weight for all outputs."
-        )
-    return tf.where(mine > 0, tf.reduce_sum(weights[0]), 0.0)
+
+def ratio(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+    """Return a / b as a float32 scalar; 0 where b is."""
+    return tf.math.divide_no_nan(tf.cast(a, tf.float32), tf.cast(b, tf.float32))
 
 
 class LossWeights:
     """The weight w_r of this rank's loss, step by step."""
+
+    exchanges: tuple[str, ...] = ("train", "test")
+    """The steps in which all ranks take part together, and may exchange counts."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
         self._size = reducer.collectives.size
         self._elastic = reducer.collectives.survives_losses
 
-    def weight(
-        self,
-        kind: str,
-        rows: tf.Tensor,
-        joint_rows: tf.Tensor | None = None,
-        sample_weight: Any = None,
-    ) -> tf.Tensor:
-        """Return w_r as a float32 scalar; communicates where the others' part is not known.
+    def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
+        """Return the rows of all ranks; communicates if they are not known."""
+        return self._of_all(rows) if known is None else known
+
+    def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
+        """Return w_r as a float32 scalar.
 
         Args:
-            kind: From ``reduction_of``.
-            rows: How many rows or unmasked values this rank contributes.
-            joint_rows: The same over all ranks, or None.
-            sample_weight: A weight for each sample, which Keras' loss gets; None for none.
+            rows: Rows of this rank that count.
+            joint_rows: The same over all ranks, from ``joint_rows``.
+            sums: From ``are_sums``.
         """
-        size = tf.constant(self._size, tf.float32)
-        mine = contribution(kind, rows, sample_weight)
-        if kind == "sum":
-            return tf.where(mine > 0, tf.ones_like(size) if self._elastic else size, 0.0)
-        if kind == "weights" and sample_weight is not None:
-            joint_rows = None
-        return size * mine / tf.maximum(self._of_all(mine, joint_rows), 1e-30)
+        scale = 1.0 if self._elastic and sums else float(self._size)
+        return scale * ratio(rows, joint_rows)
 
-    def are_tracked(self, kind: str) -> bool:
-        """Whether ``tracked`` holds for losses that are reduced in this way."""
-        return True
-
-    def tracked(
-        self,
-        kind: str,
-        weight: tf.Tensor,
-        rows: tf.Tensor,
-        joint_rows: tf.Tensor | None,
-    ) -> tf.Tensor:
-        """Return the factor of a rank's loss for Keras' tracker, which takes means over rows.
-
-        The joint batch's loss is to come out of the ranks' trackers together: its rows times
-        (1/N) sum(w_r L_r). For a mean over rows that is 1.
-        """
-        mine = tf.cast(rows, tf.float32)
-        joint = self._of_all(mine, joint_rows)
-        factor = tf.where(mine > 0, 1.0, 0.0) * self._size if kind == "sum" else weight
-        return tf.math.divide_no_nan(factor * joint, self._size * mine)
-
-    def _of_all(self, mine: tf.Tensor, joint_rows: tf.Tensor | None) -> tf.Tensor:
-        """The sum over the ranks as float32; communicates where it is not known."""
-        if joint_rows is None:
-            return self._reducer.reduce(mine, "sum", "rows of all ranks")
-        return tf.cast(joint_rows, tf.float32)
-
-    def weighting(self, kind: str, weight: tf.Tensor, factor: tf.Tensor | None) -> Weighting:
+    def weighting(
+        self, sums: bool, weight: tf.Tensor, factor: tf.Tensor | None, only: Term | None
+    ) -> Weighting:
         """Return how an optimizer turns gradients of a weighted loss into those of the joint batch.
 
-        ``factor`` is the number that the optimizer still multiplies gradients with; None for none.
+        Args:
+            sums: From ``are_sums``.
+            weight: From ``weight``.
+            factor: The number that the optimizer still multiplies gradients with, if any.
+            only: The term that is the whole loss, if there is one.
         """
         if not self._elastic:
             return Weighting(factor=factor)
-        if kind == "sum":
+        if sums:
             return Weighting(factor=factor, op="sum")
-        return Weighting(factor=factor, weight=weight)
+        return Weighting(factor=factor, weight=weight if only is None else weight * only.factor)
 
+    @contextmanager
+    def joining(
+        self,
+        rows: tf.Tensor | None,
+        joint_rows: tf.Tensor | None,
+        step: str,
+        *,
+        compiled: bool = False,
+    ) -> Iterator[list[Term | None]]:
+        """Within the block the mean over rows of the ranks' losses is that of the joint batch.
 
-def valid_values(outputs: Any) -> tf.Tensor | None:
-    """Count the unmasked values of the outputs; None where nothing is masked."""
-    masks = [mask_of(output) for output in keras.tree.flatten(outputs)]
-    counts = [tf.reduce_sum(tf.cast(mask, tf.float32)) for mask in masks if mask is not None]
-    if not counts:
-        return None
-    if len(masks) > 1:
-        raise ModelError(
-            "Several outputs with masks don't add up over ranks with one weight; drop the masks "
-            "before the outputs and pass sample weights."
-        )
-    return counts[0]
+        Args:
+            rows: Rows of this rank that count; None for a batch that no other rank takes part in.
+            joint_rows: The same over all ranks; None if unknown.
+            step: ``train`` or ``test``.
+            compiled: Whether XLA compiles the block.
+
+        Yields:
+            A list that each loss is added to as it is computed; None for means over rows and sums.
+
+        Raises:
+            NeedsExchange: Ranks must exchange something, which XLA can't.
+        """
+        terms: list[Term | None] = []
+        if rows is None:
+            yield terms
+            return
+        known = [] if joint_rows is None else [joint_rows]
+
+        def of_all(count: tf.Tensor) -> tf.Tensor:
+            if compiled:
+                raise NeedsExchange
+            return self._of_all(count)
+
+        def factor(reduction: str | None, counted: Any) -> tf.Tensor | None:
+            is_sum = reduction == "sum"
+            if reduction in ("none", None) or not (is_sum or counted is not None):
+                terms.append(None)
+                return None
+            exchanges = step in self.exchanges
+            if not known and exchanges:
+                known.append(of_all(rows))
+            by_rows = ratio(known[0], rows) if known else tf.ones([])
+            if is_sum:
+                terms.append(None)
+                return by_rows
+            count = tf.where(rows > 0, tf.reduce_sum(tf.cast(counted, tf.float32)), 0.0)
+            by = ratio(count, of_all(count)) * by_rows if exchanges else tf.ones([])
+            terms.append(Term(count, by))
+            return by
+
+        with scaling_losses(factor):
+            yield terms
+
+    def _of_all(self, count: tf.Tensor) -> tf.Tensor:
+        """Return the sum over the ranks; communicates."""
+        return self._reducer.reduce(tf.cast(count, tf.float32), "sum", "counts of all ranks")

@@ -15,19 +15,17 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.errors import ModelError
-from hvdtrain.gradients.indexed_slices import scaled
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.batch_normalization import RowFlag
 from hvdtrain.keras.compute import Compute
-from hvdtrain.keras.compute.interface import rows_of
+from hvdtrain.keras.compute.interface import BatchWeight, rows_of
 from hvdtrain.keras.data import Share
-from hvdtrain.keras.data.batch_structure import parts
-from hvdtrain.keras.loss_weights import LossWeights, reduction_of, reductions_of
+from hvdtrain.keras.loss_weights import LossWeights, are_sums, has_vector_losses, ratio
 from hvdtrain.keras.model_parts import has_own, optimizers_of
 from hvdtrain.keras.optimizer_patch import weighting
 from hvdtrain.keras.per_rank_random import drawn_by
 from hvdtrain.keras.predictions import Predicted
-from hvdtrain.private_api.keras import compiled_loss, loss_tracker
+from hvdtrain.private_api.keras import compiled_loss
 
 __all__ = ["ModelSteps"]
 
@@ -52,6 +50,7 @@ class ModelSteps:
         self._elastic = reducer.collectives.survives_losses
         self._contributions = reducer.contributions
         self._compute = compute
+        compute.joining = self._weights.joining
         self._flag = flag
         self._member = world.collectives().member
         self._variables = [variable.path for variable in self._watched_variables]
@@ -88,15 +87,12 @@ class ModelSteps:
         """``test_step``; a batch that doesn't count leaves the metrics alone."""
         share = self._share_of(data)
         self.rows.assign(tf.cast(share.rows, tf.int64))
-        kind = self._kind_to_track(data)
+        # A rank may call test_on_batch alone.
+        rows, joint_rows = (
+            (share.rows, share.joint_rows) if isinstance(data, Share) else (None, None)
+        )
         with _counting_rows(self._model, share.rows):
-            before = self._loss_so_far()
-            logs = self._compute.test(share.batch)
-            if kind is not None:
-                _, _, sample_weight = keras.utils.unpack_x_y_sample_weight(share.batch)
-                weight = self._weights.weight(kind, share.rows, share.joint_rows, sample_weight)
-                self._track_joint_loss(before, kind, weight, share)
-            return logs
+            return self._compute.test(share.batch, rows, joint_rows)
 
     def predict(self, data: Any) -> Any:
         """``predict_step``; for a share ``Predicted``."""
@@ -110,21 +106,12 @@ class ModelSteps:
         """Train as ``keras.Model.train_step`` does, with the loss weighted for the joint batch."""
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(share.batch)
-        kind = reduction_of(model)
-        self._check_reduction(kind)
-        weight = self._weights.weight(kind, share.rows, share.joint_rows, sample_weight)
-        before = self._loss_so_far()
-        gradients, valid, told = self._compute.differentiate(x, y, sample_weight, weight)
-        if valid is not None and kind == "mean":
-            live = tf.where(share.rows > 0, valid, 0.0)
-            exact = self._weights.weight(kind, live)
-            factor = tf.where(weight > 0, exact / weight, 0.0)
-            gradients = [g if g is None else scaled(g, factor) for g in gradients]
-            weight = exact
-        if kind != "mean" or valid is not None:
-            self._track_joint_loss(before, kind, weight, share)
+        counts = self._counts(share)
+        gradients, terms, told = self._compute.differentiate(x, y, sample_weight, counts)
+        only = terms[0] if len(terms) == 1 and not model.losses else None
+        how = self._weights.weighting(are_sums(model), counts.weight, None, only)
         if gradients:
-            with weighting([model.optimizer], self._weights.weighting(kind, weight, None)):
+            with weighting([model.optimizer], how):
                 model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=1)
@@ -134,55 +121,27 @@ class ModelSteps:
 
     def _train_own(self, share: Share) -> Any:
         """Run a ``train_step`` of the user's; its gradients are weighted when they are applied."""
-        kind = reduction_of(self._model)
-        self._check_reduction(kind)
-        given = _sample_weight(share.batch, kind)
-        weight = self._weights.weight(kind, share.rows, share.joint_rows, given)
-        how = self._weights.weighting(kind, weight, factor=weight)
-        with weighting(optimizers_of(self._model), how):
+        rows, joint_rows, weight = self._counts(share)
+        if has_vector_losses(self._model):
+            weight *= ratio(joint_rows, rows)
+        how = self._weights.weighting(are_sums(self._model), weight, weight, None)
+        with (
+            weighting(optimizers_of(self._model), how),
+            self._weights.joining(rows, joint_rows, "train"),
+        ):
             return self._plain_train_step(share.batch)
 
-    def _kind_to_track(self, data: Any) -> str | None:
-        """Return how the loss of a test is reduced, if its tracker has to be told; None if not."""
-        kinds = reductions_of(self._model) - {"mean"}
-        # A rank may call test_on_batch alone.
-        if has_own(self._model, "test_step") or len(kinds) != 1 or not isinstance(data, Share):
-            return None
-        [kind] = kinds
-        return kind if self._weights.are_tracked(kind) else None
-
-    def _loss_so_far(self) -> tf.Tensor | None:
-        """Return what the tracker of the loss has added up; None without a tracker."""
-        tracker = loss_tracker(self._model)
-        return None if tracker is None else tf.identity(tracker.total.value)
-
-    def _track_joint_loss(
-        self, before: tf.Tensor | None, kind: str, weight: tf.Tensor, share: Share
-    ) -> None:
-        """Let the tracker have added this rank's part of the joint batch's loss, not its own loss.
-
-        Keras' tracker is a mean over rows; what is reduced in another way needs to be told.
-        """
-        if before is None or not self._weights.are_tracked(kind):
-            return
-        total = loss_tracker(self._model).total
-        factor = self._weights.tracked(kind, weight, share.rows, share.joint_rows)
-        rest = tf.zeros_like(before)
-        if kind == "sum":
-            # Regularization is no sum over samples, and counts once.
-            found = [v.regularizer(v) for v in self._model.trainable_variables if v.regularizer]
-            rows = tf.cast(share.rows, before.dtype)
-            rest += rows * tf.add_n([tf.cast(each, before.dtype) for each in found] or [rest])
-        added = total.value - before - rest
-        total.assign(before + tf.cast(factor, before.dtype) * added + rest)
-
-    def _check_reduction(self, kind: str) -> None:
-        if self._elastic and kind == "sum" and self._model.losses:
+    def _counts(self, share: Share) -> BatchWeight:
+        sums = are_sums(self._model)
+        if self._elastic and sums and self._model.losses:
             raise ModelError(
                 "In an elastic job (--elastic) losses with reduction='sum' and regularization "
                 "can't be told apart when a rank is lost. Use reduction='sum_over_batch_size', or "
                 "--max-restarts in place of --elastic."
             )
+        joint_rows = self._weights.joint_rows(share.rows, share.joint_rows, sums)
+        weight = self._weights.weight(share.rows, joint_rows, sums)
+        return BatchWeight(share.rows, joint_rows, weight)
 
     def _share_of(self, data: Any) -> Share:
         if isinstance(data, Share):
@@ -234,14 +193,3 @@ def _weight_by_rows(mean: Any, rows: tf.Tensor, total: tf.Tensor, count: tf.Tens
     scale = tf.math.divide_no_nan(weight, added)
     mean.total.assign(total + (mean.total.value - total) * scale)
     mean.count.assign(count + tf.cast(tf.where(added > 0, weight, 0.0), mean.count.dtype))
-
-
-def _sample_weight(batch: Any, kind: str) -> Any:
-    """Return the sample weights of a batch that a step of the user's own takes apart."""
-    split = parts(batch)
-    if len(split) > 3 and kind == "weights":
-        raise ModelError(
-            f"Losses with reduction='mean_with_sample_weight' need batches (x, y, sample_weight), "
-            f"got {len(split)} parts; use reduction='sum_over_batch_size'."
-        )
-    return split[2] if len(split) == 3 else None

@@ -9,40 +9,38 @@ import tensorflow as tf
 
 from hvdtrain.gradients.indexed_slices import scaled
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.keras.loss_weights import LossWeights, contribution
+from hvdtrain.keras.loss_weights import LossWeights, Term
 from hvdtrain.keras.optimizer_patch import KeepsWeights, Weighting, keep_weights, mix_in
 
 __all__ = ["OwnLossWeights", "UpdatesAlone", "WeighsSteps", "weigh_steps"]
 
 
 class OwnLossWeights(LossWeights):
-    """Leaves a rank's gradients as they are, and says beside them what they count for."""
+    """Leaves a rank's gradients as they are, and keeps what they count for."""
+
+    exchanges: tuple[str, ...] = ()  # ranks may be at different steps
 
     def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(reducer)
         self.contribution = tf.constant(0.0, tf.float64)
-        """The weight of the step in work beside those of other ranks, as from ``contribution``."""
-        self._of_joint = self.contribution
+        """The weight of the current step next to those of other ranks: its rows or values."""
+        self._joint_rows = self.contribution
 
-    def weight(
-        self,
-        kind: str,
-        rows: tf.Tensor,
-        joint_rows: tf.Tensor | None = None,
-        sample_weight: Any = None,
-    ) -> tf.Tensor:
-        counts = contribution(kind, rows, sample_weight)
-        self.contribution = self._of_joint = tf.cast(counts, tf.float64)
-        if joint_rows is not None:
-            # Where gradients are accumulated, each step is to count as much as the others.
-            self._of_joint /= tf.maximum(tf.cast(joint_rows, tf.float64), 1.0)
-        return tf.where(counts > 0, 1.0, 0.0)
+    def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
+        # Where gradients are accumulated, each step is to count as much as the others.
+        self._joint_rows = tf.cast(1 if known is None else tf.maximum(known, 1), tf.float64)
+        return rows if known is None else known
 
-    def are_tracked(self, kind: str) -> bool:
-        return False  # ranks may be at different steps
+    def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
+        self.contribution = tf.cast(rows, tf.float64)
+        return tf.where(rows > 0, 1.0, 0.0)
 
-    def weighting(self, kind: str, weight: tf.Tensor, factor: tf.Tensor | None) -> Weighting:
-        return Weighting(factor=factor, weight=self._of_joint)
+    def weighting(
+        self, sums: bool, weight: tf.Tensor, factor: tf.Tensor | None, only: Term | None
+    ) -> Weighting:
+        if only is not None:
+            self.contribution = tf.cast(only.count, tf.float64)
+        return Weighting(factor=factor, weight=self.contribution / self._joint_rows)
 
 
 class WeighsSteps(KeepsWeights):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -25,6 +26,7 @@ those that hang on Keras' own code (``make test-keras``)."""
 try:
     from keras.src.backend.common import global_state
     from keras.src.backend.tensorflow.trainer import TFEpochIterator
+    from keras.src.losses import loss as loss_module
     from keras.src.random import seed_generator
     from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
     from keras.src.trainers import data_adapters
@@ -38,6 +40,8 @@ try:
         can_convert_arrays,
     )
 
+    # Reduce the values of a loss to what is reported; merge a mask into sample weights.
+    _reduce_values, _apply_mask = loss_module.reduce_weighted_values, loss_module.apply_mask
     # The generator behind keras.random, which Keras makes where there is none.
     make_global_generator = seed_generator.global_seed_generator
     is_grain_dataset = data_adapters.is_grain_dataset
@@ -99,6 +103,7 @@ __all__ = [
     "register_like",
     "replace_moments",
     "sample_weights_of_classes",
+    "scaling_losses",
     "seed_generators_of",
     "set_global_generator",
     "set_initial_epoch",
@@ -227,6 +232,37 @@ def compiled_loss(model: keras.Model) -> Any:
 def flat_losses(model: keras.Model) -> list[Any]:
     """Return what ``compile`` made of each single loss; empty before it is built."""
     return list(getattr(compiled_loss(model), "_flat_losses", None) or [])
+
+
+@contextmanager
+def scaling_losses(factor: Callable[[str | None, Any], Any]) -> Iterator[None]:
+    """Within the block multiply what each Keras loss returns.
+
+    Args:
+        factor: Takes the loss's reduction, and what its mean is divided by the sum of: its mask, or
+            its sample weights with ``mean_with_sample_weight``; None for a mean over all values.
+            Returns a scalar, or None for 1.
+    """
+
+    def reduce(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        reduced = _reduce_values(values, sample_weight, mask, reduction, dtype)
+        counted = mask
+        if reduction == "mean_with_sample_weight":
+            counted = _apply_mask(sample_weight, mask, reduced.dtype, reduction)
+        by = factor(reduction, counted)
+        return reduced if by is None else reduced * tf.cast(by, reduced.dtype)
+
+    loss_module.reduce_weighted_values = reduce
+    try:
+        yield
+    finally:
+        loss_module.reduce_weighted_values = _reduce_values
 
 
 def loss_tracker(model: keras.Model) -> Any:

@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras.loss_weights import reduction_of
+from hvdtrain.keras.loss_weights import Term, ratio
 from hvdtrain.private_api.keras import compute_loss, loss_tracker, takes_training
 
-__all__ = ["Compute", "call", "rows_of", "scaled_loss"]
+__all__ = ["BatchWeight", "Compute", "call", "rows_of", "scaled_loss"]
+
+
+class BatchWeight(NamedTuple):
+    """What this rank's batch counts for.
+
+    Attributes:
+        rows: Its rows that count.
+        joint_rows: The same over all ranks.
+        weight: From ``LossWeights.weight``.
+    """
+
+    rows: tf.Tensor
+    joint_rows: tf.Tensor
+    weight: tf.Tensor
 
 
 class Compute(Protocol):
-    """Computes with the batches of this rank; talks to no other."""
+    """Computes with the batches of this rank; communicates by ``joining`` only."""
+
+    joining: Callable[..., Any]
+    """``LossWeights.joining``, set before the first step."""
 
     def differentiate(
-        self, x: Any, y: Any, sample_weight: Any, weight: tf.Tensor
-    ) -> tuple[list[Any], tf.Tensor | None, dict[str, Any]]:
+        self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight
+    ) -> tuple[list[Any], list[Term | None], dict[str, Any]]:
         """Run the forward and backward pass, and compute the metrics.
 
         Args:
             x: The inputs of a batch, nested as the model takes them.
             y: The targets; None for none.
             sample_weight: A weight for each sample; None for none.
-            weight: The factor with which the loss counts in the joint batch; see ``LossWeights``.
+            counts: What the batch counts for.
 
         Returns:
             For each trainable weight the gradient of the weighted loss, scaled as the optimizer
-            wants it; how many values of the outputs are unmasked, None where nothing is; and what
-            the model's ``compute_metrics`` says.
+            wants it; what ``joining`` yields; and what the model's ``compute_metrics`` returns.
         """
 
-    def test(self, batch: Any) -> Any:
-        """The model's ``test_step``."""
+    def test(self, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None) -> Any:
+        """The model's ``test_step``; rows as ``LossWeights.joining`` takes them."""
 
     def predict(self, batch: Any) -> Any:
         """The model's ``predict_step``."""
@@ -46,18 +63,16 @@ def call(model: keras.Model, x: Any, *, training: bool) -> Any:
 
 
 def scaled_loss(
-    model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, weight: tf.Tensor
+    model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, counts: BatchWeight
 ) -> tf.Tensor:
-    """The loss as ``differentiate`` needs it; the model's tracker sees it as it is."""
+    """The loss as ``differentiate`` needs it; the model's tracker gets it without the weight."""
     loss = compute_loss(model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
     loss_tracker(model).update_state(loss, sample_weight=rows_of(x))
-    factor = tf.cast(weight, loss.dtype)
-    if reduction_of(model) == "sum":
-        extra = tf.add_n(model.losses) if model.losses else tf.zeros([], loss.dtype)
-        weighted = factor * (loss - extra) + extra
-    else:
-        weighted = factor * loss
-    return model.optimizer.scale_loss(weighted)
+    weight = counts.weight
+    if loss.shape.rank:
+        # The gradient of a loss that is not reduced is that of the sum of its values.
+        weight *= ratio(counts.joint_rows, counts.rows)
+    return model.optimizer.scale_loss(tf.cast(weight, loss.dtype) * loss)
 
 
 def rows_of(structure: Any) -> tf.Tensor:

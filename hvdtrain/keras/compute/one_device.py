@@ -2,38 +2,71 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras.compute.interface import call, scaled_loss
-from hvdtrain.keras.loss_weights import valid_values
+from hvdtrain.keras.compute.interface import BatchWeight, call, scaled_loss
+from hvdtrain.keras.loss_weights import NeedsExchange
 
 __all__ = ["OneDevice"]
+
+logger = logging.getLogger(__package__)
 
 
 class OneDevice:
     """Computes whole batches where TensorFlow likes to, compiled with XLA if ``jit``."""
 
+    joining: Callable[..., Any]
+
     def __init__(self, model: keras.Model, jit: bool) -> None:
         self._model = model
         self._jit = jit
-        self.differentiate = self._maybe_jit(self._differentiate)
-        self.test = self._maybe_jit(model.test_step)
-        self.predict = self._maybe_jit(model.predict_step)
+        self._test_step = model.test_step
+        self._compiled = {
+            step: tf.function(step, jit_compile=True, reduce_retracing=True)
+            for step in (self._differentiate, self._test)
+        }
+        self.predict = (
+            tf.function(model.predict_step, jit_compile=True, reduce_retracing=True)
+            if jit
+            else model.predict_step
+        )
 
-    def _differentiate(self, x: Any, y: Any, sample_weight: Any, weight: tf.Tensor) -> Any:
+    def differentiate(self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight) -> Any:
+        """Run the forward and backward pass; see ``Compute``."""
+        return self._run(self._differentiate, x, y, sample_weight, counts)
+
+    def test(self, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None) -> Any:
+        """The model's ``test_step``."""
+        return self._run(self._test, batch, rows, joint_rows)
+
+    def _differentiate(self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight) -> Any:
         model = self._model
+        rows, joint_rows, _ = counts
         with tf.GradientTape() as tape:
             y_pred = call(model, x, training=True)
-            scaled = scaled_loss(model, x, y, y_pred, sample_weight, weight)
+            with self.joining(rows, joint_rows, "train", compiled=self._jit) as terms:
+                scaled = scaled_loss(model, x, y, y_pred, sample_weight, counts)
         gradients = tape.gradient(scaled, model.trainable_weights)
         metrics = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        return gradients, valid_values(y_pred), metrics
+        return gradients, terms, metrics
 
-    def _maybe_jit(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        if not self._jit:
-            return step
-        return tf.function(step, jit_compile=True, reduce_retracing=True)
+    def _test(self, batch: Any, rows: Any, joint_rows: Any) -> Any:
+        with self.joining(rows, joint_rows, "test", compiled=self._jit):
+            return self._test_step(batch)
+
+    def _run(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        if self._jit:
+            try:
+                return self._compiled[step](*arguments)
+            except NeedsExchange:
+                logger.info(
+                    "The loss of this model is masked or divided by sample weights, so that ranks "
+                    "exchange counts before the backward pass; it runs without jit_compile."
+                )
+                self._jit = False
+        return step(*arguments)

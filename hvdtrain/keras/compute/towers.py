@@ -10,15 +10,14 @@ each part counts for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.compute.interface import call, rows_of, scaled_loss
-from hvdtrain.keras.loss_weights import valid_values
+from hvdtrain.keras.compute.interface import BatchWeight, call, rows_of, scaled_loss
 from hvdtrain.keras.model_parts import has_own
 from hvdtrain.keras.model_sync import layer_statistics
 from hvdtrain.private_api.keras import (
@@ -77,6 +76,8 @@ class Towers:
         ModelError: Batches of this model can't be cut into parts.
     """
 
+    joining: Callable[..., Any]
+
     def __init__(self, model: keras.Model, devices: Sequence[str]) -> None:
         self._model = model
         self._devices = list(devices)
@@ -84,7 +85,7 @@ class Towers:
         self._own_test = model.test_step if has_own(model, "test_step") else None
         self._own_predict = model.predict_step if has_own(model, "predict_step") else None
 
-    def differentiate(self, x: Any, y: Any, sample_weight: Any, weight: tf.Tensor) -> Any:
+    def differentiate(self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight) -> Any:
         """Run the forward and backward pass on all devices; see ``Compute``."""
         model = self._model
         parts = self._cut(x)
@@ -99,7 +100,8 @@ class Towers:
             with tf.GradientTape() as tape:
                 tape.watch(leaves)
                 y_pred = self._join(passes, parts)
-                scaled = scaled_loss(model, x, y, y_pred, sample_weight, weight)
+                with self.joining(counts.rows, counts.joint_rows, "train") as terms:
+                    scaled = scaled_loss(model, x, y, y_pred, sample_weight, counts)
             weights = model.trainable_weights
             # Regularization, and whatever else a loss makes of weights themselves.
             direct, inward = tape.gradient(scaled, (weights, leaves))
@@ -107,20 +109,21 @@ class Towers:
         found = [direct, *_backward(passes, inward, weights)]
         with tf.device(self._devices[0]):
             gradients = [_add_up(*entries) for entries in zip(weights, *found)]
-        return gradients, valid_values(y_pred), metrics
+        return gradients, terms, metrics
 
-    def test(self, batch: Any) -> Any:
+    def test(self, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None) -> Any:
         """Keras' ``test_step`` on all devices; one of the user's on the first."""
         if self._own_test is not None:
-            with tf.device(self._devices[0]):
+            with tf.device(self._devices[0]), self.joining(rows, joint_rows, "test"):
                 return self._own_test(batch)
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         y_pred = self._outputs(x)
         with tf.device(self._devices[0]):
-            loss = compute_loss(
-                model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False
-            )
+            with self.joining(rows, joint_rows, "test"):
+                loss = compute_loss(
+                    model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False
+                )
             loss_tracker(model).update_state(loss, sample_weight=rows_of(x))
             return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 

@@ -11,6 +11,7 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.batch_normalization import RowFlag
 from hvdtrain.keras.compute import Compute
 from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
+from hvdtrain.keras.loss_weights import ratio
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.own_updates import OwnLossWeights
 
@@ -46,25 +47,23 @@ class LocalSteps(ModelSteps):
 class _LocalLossWeights(OwnLossWeights):
     """Lets sums over samples be those of the joint batch, in the average of all ranks."""
 
+    exchanges = ("test",)
+
     def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(reducer)
         self.ranks = keras.Variable(
             float(reducer.collectives.size), dtype="float32", trainable=False, name="ranks"
         )
 
-    def weight(
-        self,
-        kind: str,
-        rows: tf.Tensor,
-        joint_rows: tf.Tensor | None = None,
-        sample_weight: Any = None,
-    ) -> tf.Tensor:
-        weight = super().weight(kind, rows, joint_rows, sample_weight)
-        if kind != "sum":
+    def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
+        if known is None and sums:
+            known = self._of_all(rows)
+        return super().joint_rows(rows, known, sums)
+
+    def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
+        weight = super().weight(rows, joint_rows, sums)
+        if not sums:
             return weight
         # A rank without samples has its part in the average as well: it adds nothing.
         self.contribution = tf.ones_like(self.contribution)
-        return weight * self.ranks.value
-
-    def are_tracked(self, kind: str) -> bool:
-        return kind == "sum"
+        return weight * self.ranks.value * ratio(rows, joint_rows)

@@ -36,20 +36,14 @@ class WorkerLossWeights(OwnLossWeights):
         super().__init__(reducer)
         self._gathers = gathers
 
-    def weight(
-        self,
-        kind: str,
-        rows: tf.Tensor,
-        joint_rows: tf.Tensor | None = None,
-        sample_weight: Any = None,
-    ) -> tf.Tensor:
-        if kind == "sum" and self._gathers:
+    def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
+        if sums and self._gathers:
             raise ModelError(
                 "Losses with reduction='sum' can't be put together by parameter servers that make "
                 "a step of several workers' gradients. Use reduction='sum_over_batch_size', "
                 "--mode async-ps without --staleness-bound 0, or --mode allreduce."
             )
-        return super().weight(kind, rows, joint_rows, sample_weight)
+        return super().weight(rows, joint_rows, sums)
 
 
 class _LeavesUpdates(WeighsSteps):
