@@ -210,8 +210,8 @@ def views_of(server: Server) -> dict[str, list[float]]:
             context = browser.new_context(viewport={"width": 1280, "height": 900})
             context.add_init_script(_WATCH % json.dumps(sign))
             page = context.new_page()
-            page.goto(f"{server.url}/login?token={server.token}")
-
+            page.request.post(f"{server.url}/login", form={"token": server.token})
+            page.goto(f"{server.url}/")
             found[name] = _shown_ms(page, f"{server.url}/{address}")
             context.close()
         browser.close()

@@ -33,7 +33,13 @@ __all__ = ["make_app"]
 
 STATIC = Path(__file__).with_name("static")
 _MOST_FORM = 4096
-_ENTER = '<!doctype html><meta http-equiv="refresh" content="0; url=/"><title>hvdtrain</title>'
+# With the icon, as browsers would ask for another.
+_ENTER = """\
+<!doctype html>
+<meta http-equiv="refresh" content="0; url=/">
+<link rel="icon" href="/static/icon.svg" type="image/svg+xml">
+<title>hvdtrain</title>
+"""
 
 
 def make_app(

@@ -96,7 +96,8 @@ class Site:
         assert server.stderr is not None
         self.url = server.stderr.readline().decode().split()[-1].rstrip("/")
         server.stderr.readline()
-        self.page.goto(opened.read_text())
+        # It leads on at once, which would interrupt a wait for all of it.
+        self.page.goto(opened.read_text(), wait_until="commit")
         self.page.wait_for_url(f"{self.url}/", timeout=60e3)
         return server
 
