@@ -95,10 +95,13 @@ def test_a_reader_that_pauses_gets_the_number_of_lines_and_the_newest(
             if shown[-1] == "1999":
                 break
         screen.close(10.0, lambda: False)
-    [gap] = [line for line in shown if line.startswith("hvdtrain run: ")]
-    missing = set(range(2000)).difference(int(line) for line in shown if line != gap)
-    assert gap.startswith(f"hvdtrain run: {len(missing)} lines not shown")
-    assert max(missing) - min(missing) + 1 == len(missing), "they are from one place"
+    # The thread may have read a part of the backlog between two drops.
+    gaps = [line for line in shown if line.startswith("hvdtrain run: ")]
+    numbers = [int(line) for line in shown if line not in gaps]
+    dropped = [int(line.split()[2]) for line in gaps]
+    assert 0 < sum(dropped) == 2000 - len(numbers)
+    assert numbers == sorted(numbers)
+    assert numbers[-400:] == list(range(1600, 2000)), "the newest lines are kept"
 
 
 def test_a_stream_in_memory_is_written_at_once() -> None:
