@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +21,7 @@ from cluster_jobs import HVDTRAIN, shaped_hosts
 
 from hvdtrain.bench.cost_model import Cluster, Costs, Step, predict_allreduce, predict_step
 from hvdtrain.bench.options import bytes_per_s
+from hvdtrain.cluster.cores import available_cores
 from hvdtrain.collectives.link_speed import Link
 
 WORKER = Path(__file__).with_name("scaling_steps.py")
@@ -64,7 +64,7 @@ def main() -> None:
             hosts=hosts,
             ranks_per_host=1,
             link=Link(100e-6, link_bytes_per_s(asked.rate)),
-            ranks_per_core=max(1.0, hosts / (os.cpu_count() or 1)),
+            ranks_per_core=max(1.0, hosts / available_cores()),
         )
         predicted = (
             predict_allreduce(costs, cluster, asked.bytes).seconds,

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from hvdtrain.cluster.cores import core_numbers
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, chunks_ahead
 from hvdtrain.collectives.direct_exchange import DirectExchange
@@ -96,6 +97,9 @@ class MpiTransport(Transport):
         host_of = np.zeros(ranks.size, np.int64)
         comm.Allgather(np.array([self.host], np.int64), host_of)
         self._host_of = host_of.tolist()
+        # Each rank may have been given some of the host's cores.
+        cores: set[int] = set().union(*self._host.allgather(core_numbers()))
+        self._spins = self._local_size <= len(cores)
         self.link: Link = self._measure_link(comm) if self._parent is None else self._parent.link
         if self._chooses_chunks:
             self.chunk_bytes = self._choose_chunk_bytes(comm)
@@ -111,9 +115,9 @@ class MpiTransport(Transport):
             ranks.numbers,
             None if self._parent is None else self._parent.detector.detectors,
         )
-        self._spin_wait = SpinWait(self.detector, self.timeout_s, self._local_size)
+        self._spin_wait = SpinWait(self.detector, self.timeout_s, self._spins)
         # Apart, as it is no wait for a rank that is late.
-        self._data_wait = SpinWait(self.detector, self.timeout_s, self._local_size)
+        self._data_wait = SpinWait(self.detector, self.timeout_s, self._spins)
         if self._min_np is not None:
             self.recovery = Recovery(
                 self._mpi, self, self.detector, self._spin_wait, self._min_np, self.timeout_s
@@ -183,9 +187,7 @@ class MpiTransport(Transport):
     def messages(self) -> PointToPoint:
         # Not the communicator of the operations: their messages must not be taken for others.
         comm, members = self.comm.Dup(), self.ranks.members
-        return PointToPoint(
-            self._mpi, comm, members, self.detector, self.timeout_s, self._local_size
-        )
+        return PointToPoint(self._mpi, comm, members, self.detector, self.timeout_s, self._spins)
 
     def confirm(self, call: Call) -> None:
         """Return when every rank holds its result of the operation."""

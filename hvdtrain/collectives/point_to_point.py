@@ -39,7 +39,7 @@ class PointToPoint:
         members: Their first numbers.
         detector: Looked at while waiting is long.
         timeout_s: After that many seconds waiting is an error.
-        local_size: Ranks on this host; see ``SpinWait``.
+        spins: See ``SpinWait``.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PointToPoint:
         members: Sequence[int],
         detector: FailureDetector,
         timeout_s: float,
-        local_size: int,
+        spins: bool,
     ) -> None:
         self._mpi = mpi
         self._comm = comm
@@ -58,8 +58,8 @@ class PointToPoint:
         self._detector = detector
         # MPI may still write to the buffers of what was begun with a rank that died.
         self._abandoned: list[PendingMessage] = []
-        self._spin_wait = SpinWait(detector, timeout_s, local_size, needs_all=True)
-        self._endless = SpinWait(detector, math.inf, local_size, needs_all=True)
+        self._spin_wait = SpinWait(detector, timeout_s, spins, needs_all=True)
+        self._endless = SpinWait(detector, math.inf, spins, needs_all=True)
         self._inside = ""
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
@@ -28,13 +27,12 @@ class SpinWait:
     Args:
         detector: Looked at while waiting is long.
         timeout_s: After that many seconds waiting is an error.
-        local_size: Ranks on this host; where they outnumber the cores nobody spins, because the
-            rank that is waited for needs the core.
+        spins: Whether each rank has a core; else the rank that is waited for needs this one's.
         needs_all: See ``FailureDetector.check``.
     """
 
     def __init__(
-        self, detector: FailureDetector, timeout_s: float, local_size: int, needs_all: bool = False
+        self, detector: FailureDetector, timeout_s: float, spins: bool, needs_all: bool = False
     ) -> None:
         self._detector = detector
         self._timeout_s = timeout_s
@@ -47,7 +45,7 @@ class SpinWait:
         """The time at which the last wait ended, by the monotonic clock."""
         self.waited_s = 0.0
         """The time waited in all, in seconds, but for waits that spinning was enough for."""
-        self._spin_s = SPIN_S if local_size <= (os.cpu_count() or 1) else 0.0
+        self._spin_s = SPIN_S if spins else 0.0
 
     def until(self, ready: Callable[[], bool], waiting_in: str) -> None:
         """Return once ``ready()`` is true.

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import weakref
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain import world
+from hvdtrain.collectives import Collectives
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.tensorflow.variable_names import variable_label
 
 __all__ = ["DistributedGradientTape", "broadcast_variables", "check_mode"]
 
-_reducers: dict[int, GradientReducer] = {}
+_reducers: MutableMapping[Collectives, GradientReducer] = weakref.WeakKeyDictionary()
 
 
 class DistributedGradientTape:
@@ -39,17 +42,15 @@ class DistributedGradientTape:
 
     def __new__(cls, tape: tf.GradientTape, *_: Any, **__: Any) -> Any:
         # A tape of TensorFlow as well, with one recording, whichever of the two is asked.
-        kind = type(tape)
-        bases = (kind,) if issubclass(kind, cls) else (cls, kind)
-        both = type(kind.__name__, bases, {"__slots__": ("_hvdtrain_reducer",)})
-        distributed: Any = object.__new__(both)
+        kinds: Any = cls, type(tape)
+        distributed: Any = object.__new__(_mixed(*kinds))
         distributed.__dict__ = tape.__dict__
         return distributed
 
     def __init__(self, tape: tf.GradientTape) -> None:
         check_mode("DistributedGradientTape")
         # One for all tapes of an engine, so that signatures are compared once.
-        engine = id(world.collectives())
+        engine = world.collectives()
         if engine not in _reducers:
             _reducers[engine] = GradientReducer.of_job()
         self._hvdtrain_reducer = _reducers[engine]
@@ -67,6 +68,13 @@ class DistributedGradientTape:
             tf.nest.flatten(gradients), tf.nest.flatten(sources)
         )
         return tf.nest.pack_sequence_as(gradients, averages)
+
+
+@functools.lru_cache
+def _mixed(distributed: type, plain: type) -> type:
+    """Return the class of tapes that are both; one for all tapes, as a loop wraps one a step."""
+    bases = (plain,) if issubclass(plain, distributed) else (distributed, plain)
+    return type(plain.__name__, bases, {"__slots__": ("_hvdtrain_reducer",)})
 
 
 def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:

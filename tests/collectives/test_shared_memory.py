@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,24 @@ def test_memory_is_freed(case: EngineCase) -> None:
     null = mpi_of_job().COMM_NULL
     assert engine.transport.comm == null
     assert part is None or part.transport.comm == part.transport.detector._comm == null
+
+
+@pytest.mark.ranks(2)
+def test_ranks_spin_if_each_has_a_core() -> None:
+    """Whether they have been bound to one each, or share what the job may use."""
+    mpi = mpi_of_job()
+    rank = mpi.COMM_WORLD.Get_rank()
+    allowed = os.sched_getaffinity(0)
+    cores = sorted(set().union(*everyone(2, allowed)))
+    if len(cores) < 2:
+        pytest.skip("there is one core")
+    case = EngineCase(kind="shared_memory", hosts=(0, 0))
+    try:
+        for bound, spins in ((cores[rank], True), (cores[0], False)):
+            os.sched_setaffinity(0, {bound})
+            assert (new_engine(case).transport._spin_wait._spin_s > 0) is spins
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def shared_mappings() -> int:

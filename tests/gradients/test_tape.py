@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvdtrain.tensorflow as hvd
 from hvdtrain import DistributedGradientTape, broadcast_variables
 from hvdtrain import world as job
 from hvdtrain.errors import MismatchError, ModelError, NonFiniteError
@@ -127,6 +128,17 @@ def test_keras_optimizer_and_embedding() -> None:
     for weight, right in zip(mine, reference):
         np.testing.assert_allclose(weight, right, rtol=1e-4, atol=1e-5)
     _assert_alike(mine)
+
+
+@pytest.mark.ranks(1)
+def test_no_class_for_each_tape(world) -> None:
+    """A loop wraps a new tape in each step."""
+    for wrap in (DistributedGradientTape, hvd.DistributedGradientTape):
+        kinds = {type(wrap(tf.GradientTape())) for _ in range(3)}
+        assert len(kinds) == 1
+        nested = {type(wrap(wrap(tf.GradientTape()))) for _ in range(3)}
+        assert len(nested) == 1
+        assert all(issubclass(kind, tf.GradientTape) for kind in kinds | nested)
 
 
 @pytest.mark.ranks(1, 2)
