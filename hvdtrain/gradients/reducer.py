@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -166,6 +167,15 @@ class GradientReducer:
             yield
         finally:
             self._goes_on = False
+
+    @contextmanager
+    def allowing_non_finite(self) -> Iterator[None]:
+        """Let NaN and infinity through in steps that are traced within the block."""
+        before, self._options = self._options, replace(self._options, non_finite="ignore")
+        try:
+            yield
+        finally:
+            self._options = before
 
     def take_error(self, error: tf.errors.OpError) -> HvdtrainError | None:
         """Return, once, the error between ranks behind TensorFlow's own; None if there is none."""

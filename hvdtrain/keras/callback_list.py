@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -21,7 +21,7 @@ from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import initial_epoch, set_initial_epoch
 
-__all__ = ["MeetAtEnd", "list_callbacks", "wrap_callbacks"]
+__all__ = ["MeetAtEnd", "list_callbacks", "stops_at_nan", "wrap_callbacks"]
 
 
 def list_callbacks(callbacks: Any) -> list[Any]:
@@ -54,8 +54,17 @@ def wrap_callbacks(
     others = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     before = _Before(membership, epochs, contributions, join)
+    shares = [_ShareNaN(collectives)] if stops_at_nan(callbacks) else []
     after = _After(collectives, membership, failover, broadcast)
-    return [before, _Progress(epochs), *others, after, *checkpoints, _EndIfTooFew(membership)]
+    return [
+        before,
+        _Progress(epochs),
+        *shares,
+        *others,
+        after,
+        *checkpoints,
+        _EndIfTooFew(membership),
+    ]
 
 
 class MeetAtEnd(keras.callbacks.Callback):
@@ -70,6 +79,24 @@ class MeetAtEnd(keras.callbacks.Callback):
 
     def on_predict_end(self, logs: Any = None) -> None:
         self._collectives.barrier(name="end of predict")
+
+
+def stops_at_nan(callbacks: Sequence[Any]) -> bool:
+    """Whether Keras' ``TerminateOnNaN`` is one of the callbacks."""
+    return any(isinstance(entry, keras.callbacks.TerminateOnNaN) for entry in callbacks)
+
+
+class _ShareNaN(keras.callbacks.Callback):
+    """Shows a loss that is not finite on one rank to ``TerminateOnNaN`` on all ranks."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__()
+        self._collectives = collectives
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        mine = np.array(not np.isfinite((logs or {}).get("loss", 0.0)))
+        if self._collectives.allreduce(mine, "max", name="finite loss") and not mine:
+            logs["loss"] = float("nan")
 
 
 class _Before(keras.callbacks.Callback):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import keras
@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.keras.callback_list import MeetAtEnd, list_callbacks, wrap_callbacks
+from hvdtrain.keras.callback_list import MeetAtEnd, list_callbacks, stops_at_nan, wrap_callbacks
 from hvdtrain.keras.chief_failover import CHIEF_ONLY, ChiefFailover
 from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.batch_structure import is_absent
@@ -221,7 +221,12 @@ class FitLoop:
         try:
             if checkpoint is not None:
                 checkpoint.session = session
-            with saving, self._membership.followed_by(followers), self._reducer.going_on():
+            with (
+                saving,
+                self._membership.followed_by(followers),
+                self._reducer.going_on(),
+                self._ending_at_nan(listed),
+            ):
                 return self._guard(
                     self._fit,
                     sharded.dataset,
@@ -369,6 +374,19 @@ class FitLoop:
             self._may_differ = False
             shared = [v for v in self._model.trainable_variables if not self._reducer.is_local(v)]
             check_alike(self._model, shared, self._collectives)
+
+    @contextmanager
+    def _ending_at_nan(self, callbacks: Sequence[Any]) -> Iterator[None]:
+        """Within the block leave NaN to ``TerminateOnNaN``, if it is one of the callbacks."""
+        if not stops_at_nan(callbacks):
+            yield
+            return
+        forget_functions(self._model)
+        try:
+            with self._reducer.allowing_non_finite():
+                yield
+        finally:
+            forget_functions(self._model)
 
     def _callbacks(self, callbacks: Any) -> list[Any]:
         """Return the user's callbacks of ``evaluate`` or ``predict`` that this rank runs."""

@@ -1,5 +1,6 @@
 """Side effects on the chief alone, decisions alike everywhere."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from hvdtrain import world as state
+from hvdtrain.errors import NonFiniteError
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 from hvdtrain.monitor import report
 from tests.keras.equivalence import alike
@@ -24,6 +26,39 @@ class StopOn(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if state.rank() == self._rank:
             self.model.stop_training = True
+
+
+def linear() -> keras.Model:
+    """A model that NaN goes through; ReLU may turn it into 0."""
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("raises", [False, True])
+def test_terminate_on_nan_ends_all_ranks_at_the_same_batch(world, raises):
+    x = X[:36].copy()
+    x[16] = np.nan  # one rank's in the second of three batches
+    batches, ended = [], []
+    callbacks = [
+        keras.callbacks.TerminateOnNaN(raise_error=raises),
+        keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: batches.append(batch),
+            on_train_end=lambda logs: ended.append(True),
+        ),
+    ]
+    model = linear()
+    world.distribute(model)
+    size = 12 // world.size()
+    with pytest.raises(RuntimeError, match="batch 1") if raises else nullcontext():
+        model.fit(x, Y[:36], batch_size=size, shuffle=False, verbose=0, callbacks=callbacks)
+    assert (batches, ended) == (([0], []) if raises else ([0, 1], [True]))
+    if world.size() > 1:
+        model = linear()
+        world.distribute(model)
+        with pytest.raises(NonFiniteError):
+            model.fit(x, Y[:36], batch_size=size, shuffle=False, verbose=0)
 
 
 @pytest.mark.ranks(2)
