@@ -106,12 +106,35 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[Host] | None:
     A host takes as many ranks as Slurm would start tasks on it; one where Slurm doesn't tell.
 
     Raises:
-        ConfigurationError: The variables can't be read or contradict each other.
+        ConfigurationError: The variables can't be read or contradict each other, or the job is
+            heterogeneous.
     """
-    nodes = environ.get("SLURM_JOB_NODELIST")
+    groups = environ.get("SLURM_HET_SIZE", "1")
+    if groups.isdecimal() and int(groups) > 1:
+        raise _heterogeneous(int(groups), environ)
+    return _slurm_group(environ, "")
+
+
+def _heterogeneous(groups: int, environ: Mapping[str, str]) -> ConfigurationError:
+    """Return an error that names the hosts of all groups."""
+    hosts: list[Host] = []
+    for group in range(groups):
+        hosts += _slurm_group(environ, f"_HET_GROUP_{group}") or []
+    listed = ",".join(f"{host.name}:{host.slots}" for host in merge_hosts(hosts))
+    return ConfigurationError(
+        f"This Slurm job is heterogeneous, with {groups} groups, which hvdtrain run can't start "
+        f"through srun. Name the hosts of all groups to start through mpirun and ssh: -H {listed}; "
+        f"or start the ranks yourself: srun --het-group=0-{groups - 1} --mpi=pmix slurm/train.sh "
+        "train.py"
+    )
+
+
+def _slurm_group(environ: Mapping[str, str], suffix: str) -> list[Host] | None:
+    """Read the hosts from the variables of Slurm that end in ``suffix``."""
+    listing, counting = f"SLURM_JOB_NODELIST{suffix}", f"SLURM_TASKS_PER_NODE{suffix}"
+    nodes, tasks = environ.get(listing), environ.get(counting)
     if not nodes:
         return None
-    tasks = environ.get("SLURM_TASKS_PER_NODE")
     try:
         names = [name for name, _ in read_names(nodes)]
         counts = _task_counts(tasks) if tasks else [1] * len(names)
@@ -121,9 +144,9 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[Host] | None:
         return merge_hosts(Host(name=name, slots=count) for name, count in zip(names, counts))
     except ValueError as error:
         raise ConfigurationError(
-            f"Slurm set SLURM_JOB_NODELIST={nodes!r} and SLURM_TASKS_PER_NODE={tasks!r}, which "
-            f"can't be used: {error}. Name the hosts with -H or --hostfile; or, if they are left "
-            "from another job, run: unset SLURM_JOB_NODELIST SLURM_TASKS_PER_NODE"
+            f"Slurm set {listing}={nodes!r} and {counting}={tasks!r}, which can't be used: {error}. "
+            "Name the hosts with -H or --hostfile; or, if they are left from another job, run: "
+            f"unset {listing} {counting}"
         ) from None
 
 

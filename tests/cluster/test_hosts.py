@@ -273,6 +273,20 @@ def test_allocations(environ: dict[str, str], expected: list[tuple[str, int]] | 
     assert slurm_hosts(environ) == (None if expected is None else hosts(*expected))
 
 
+def test_a_heterogeneous_allocation_is_refused_with_the_hosts_of_all_groups() -> None:
+    groups = {
+        **{"SLURM_HET_SIZE": "2", "SLURM_JOB_ID": "9"},
+        **{"SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]", "SLURM_TASKS_PER_NODE_HET_GROUP_0": "2(x2)"},
+        **{"SLURM_JOB_NODELIST_HET_GROUP_1": "a2,b1", "SLURM_TASKS_PER_NODE_HET_GROUP_1": "1,3"},
+    }
+    # A script of sbatch has the first group's variables as well, a shell of salloc has not.
+    first = {"SLURM_JOB_NODELIST": "a[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
+    for environ in (groups, {**groups, **first}):
+        with pytest.raises(ConfigurationError, match=r"2 groups.*-H a1:2,a2:3,b1:3; .*group=0-1 "):
+            slurm_hosts(environ)
+    assert slurm_hosts({**first, "SLURM_HET_SIZE": "1"}) == hosts(("a1", 2), ("a2", 2))
+
+
 BAD_ALLOCATIONS = {
     "fewer-counts": ("node[1-3]", "2", "the list names 3, but there are tasks for 1"),
     "more-counts": ("node1", "2(x2)", "the list names 1, but there are tasks for 2"),
