@@ -124,9 +124,7 @@ def _check_recovery(ranks: int) -> None:
             "-np 1: recovery kills all ranks but one and looks at how the others go on; expected 2 "
             "or more."
         )
-    reason = why_not_start_elastic(
-        find_mpirun(Path(sys.executable).parent, os.environ), in_slurm=False
-    )
+    reason = why_not_start_elastic(find_mpirun(Path(sys.executable).parent, os.environ))
     if reason:
         raise ConfigurationError(
             f"recovery kills ranks of an elastic job, which can't be had: {reason}. Install "

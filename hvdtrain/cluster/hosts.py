@@ -144,9 +144,9 @@ def _slurm_group(environ: Mapping[str, str], suffix: str) -> list[Host] | None:
         return merge_hosts(Host(name=name, slots=count) for name, count in zip(names, counts))
     except ValueError as error:
         raise ConfigurationError(
-            f"Slurm set {listing}={nodes!r} and {counting}={tasks!r}, which can't be used: {error}. "
-            "Name the hosts with -H or --hostfile; or, if they are left from another job, run: "
-            f"unset {listing} {counting}"
+            f"Slurm set {listing}={nodes!r} and {counting}={tasks!r}, which can't be used: "
+            f"{error}. Name the hosts with -H or --hostfile; or, if they are left from another "
+            f"job, run: unset {listing} {counting}"
         ) from None
 
 

@@ -334,7 +334,7 @@ class _Attempts:
             }
             self._recorder.state(
                 phase="running",
-                mpi=self._site.mpirun.name,
+                mpi=self._site.starter.name,
                 code=None,
                 cause="",
                 verdict="",

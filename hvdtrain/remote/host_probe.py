@@ -26,12 +26,13 @@ from typing import Any
 from hvdtrain.cluster.cores import available_cores
 from hvdtrain.cluster.topology import host_id
 from hvdtrain.errors import LaunchError
+from hvdtrain.remote.mpi_library import TIMEOUT_S as MPI_TIMEOUT_S
+from hvdtrain.remote.mpi_library import find_mpi_library
 from hvdtrain.remote.probe_messages import MARK, Question, read_question
 from hvdtrain.remote.run_capture import run_capture
 
 __all__ = ["installed_versions", "main"]
 
-MPI_TIMEOUT_S = 15.0
 GPU_TIMEOUT_S = 15.0
 NAMES_TIMEOUT_S = 8.0
 CONNECT_TIMEOUT_S = 4.0
@@ -46,13 +47,6 @@ _DISTRIBUTIONS = {
     "keras": ("keras",),
     "mpi4py": ("mpi4py",),
 }
-_MPI_PROGRAM = """
-import mpi4py
-mpi4py.rc.initialize = False
-mpi4py.rc.finalize = False
-from mpi4py import MPI
-print(MPI.Get_library_version())
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,16 +111,10 @@ def _versions(question: Question) -> dict[str, Any]:
 
 
 def _mpi(question: Question) -> dict[str, Any]:
-    # In a process of its own: an MPI library may end its process, or hang.
     try:
-        reply = run_capture([sys.executable, "-P", "-c", _MPI_PROGRAM], timeout_s=MPI_TIMEOUT_S)
-    except LaunchError:
-        return {"mpi_error": f"loading it took longer than {MPI_TIMEOUT_S:g} s"}
-    lines = reply.stdout.strip("\0\n ").splitlines()
-    if reply.code == 0 and lines:
-        return {"mpi": lines[0].split(",")[0].strip()}
-    words = reply.stderr.strip().splitlines()
-    return {"mpi_error": words[-1] if words else f"exit code {reply.code}"}
+        return {"mpi": find_mpi_library()}
+    except LaunchError as error:
+        return {"mpi_error": str(error)}
 
 
 def _folder(question: Question) -> dict[str, Any]:

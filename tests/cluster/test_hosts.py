@@ -275,9 +275,12 @@ def test_allocations(environ: dict[str, str], expected: list[tuple[str, int]] | 
 
 def test_a_heterogeneous_allocation_is_refused_with_the_hosts_of_all_groups() -> None:
     groups = {
-        **{"SLURM_HET_SIZE": "2", "SLURM_JOB_ID": "9"},
-        **{"SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]", "SLURM_TASKS_PER_NODE_HET_GROUP_0": "2(x2)"},
-        **{"SLURM_JOB_NODELIST_HET_GROUP_1": "a2,b1", "SLURM_TASKS_PER_NODE_HET_GROUP_1": "1,3"},
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_ID": "9",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]",
+        "SLURM_TASKS_PER_NODE_HET_GROUP_0": "2(x2)",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "a2,b1",
+        "SLURM_TASKS_PER_NODE_HET_GROUP_1": "1,3",
     }
     # A script of sbatch has the first group's variables as well, a shell of salloc has not.
     first = {"SLURM_JOB_NODELIST": "a[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}

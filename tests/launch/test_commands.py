@@ -13,6 +13,7 @@ from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import Command, Plan, hostfile_text, mpirun_command, srun_command
 from hvdtrain.launch.mpirun import Family, Mpirun
 from hvdtrain.launch.rank_variables import forwarded, rank_environment
+from hvdtrain.launch.srun import Srun
 
 PROGRAM = ("python", "-P", "-m", "hvdtrain.agent.rank_agent", "train.py", "--lr", "0.1 ")
 SECRET = "hunter2"
@@ -210,9 +211,8 @@ def test_root_is_allowed_where_it_is_root() -> None:
 def test_srun() -> None:
     started = srun_command(
         plan("node1:2,node2:1"),
-        Path("/usr/bin/srun"),
+        Srun(path=Path("/usr/bin/srun"), plugin="pmix"),
         {"A": "b", "SLURM_HOSTFILE": "/of/the/user"},
-        mpi="pmix",
         hostfile=HOSTFILE,
     )
     assert started == Command(

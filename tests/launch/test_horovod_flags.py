@@ -17,8 +17,8 @@ from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.launch.cli import add_arguments
 from hvdtrain.launch.horovod_flags import HOROVOD_FLAGS, HorovodFlag, note_on
 from hvdtrain.launch.job import Job, Resources, make_command, make_plan
-from hvdtrain.launch.mpirun import Mpirun
 from hvdtrain.launch.rank_variables import network_variables
+from hvdtrain.launch.srun import Srun
 from hvdtrain.launch.supervisor import Supervisor, TimeLimits
 from tests.harness.jobs import REPOSITORY
 
@@ -208,8 +208,7 @@ def test_words_for_mpirun_have_no_place_under_srun(tmp_path: Path) -> None:
     site = Resources(
         hosts=(Host(name="a", slots=2),),
         ps_ranks=(),
-        in_slurm=True,
-        mpirun=Mpirun(path=Path("/mpi/bin/mpirun"), family="openmpi5"),
+        starter=Srun(path=Path("/usr/bin/srun")),
         elastic=False,
         gpus=0,
     )

@@ -40,6 +40,6 @@ def test_what_is_not_recognised_is_an_error(text: str) -> None:
 def test_where_ranks_go_on_without_one() -> None:
     five = Mpirun(path=Path("/opt/bin/mpirun"), family="openmpi5")
     four = Mpirun(path=Path("/opt/bin/mpirun"), family="openmpi4")
-    assert why_not_start_elastic(five, in_slurm=False) == ""
-    assert "srun" in why_not_start_elastic(five, in_slurm=True)
-    assert "/opt/bin/mpirun is another MPI" in why_not_start_elastic(four, in_slurm=False)
+    assert why_not_start_elastic(five) == ""
+    assert "srun" in why_not_start_elastic(None)
+    assert "/opt/bin/mpirun is another MPI" in why_not_start_elastic(four)

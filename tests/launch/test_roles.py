@@ -117,9 +117,7 @@ def job_on(hosts: str, **settings: Any) -> tuple[Job, Resources]:
     job = Job(program=("true",), settings=Settings(**{"mode": "async-ps", **settings}))
     found = tuple(parse_hosts(hosts))
     ps_ranks = job.settings.ps_ranks
-    return job, Resources(
-        hosts=found, ps_ranks=ps_ranks, in_slurm=False, mpirun=MPIRUN, elastic=False, gpus=0
-    )
+    return job, Resources(hosts=found, ps_ranks=ps_ranks, starter=MPIRUN, elastic=False, gpus=0)
 
 
 def roles(plan: Plan) -> str:

