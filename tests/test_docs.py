@@ -194,6 +194,7 @@ def test_defaults_that_documents_tell_are_those_that_hold() -> None:
 FOREIGN_FLAGS = {
     *("--batch", "--cpus-per-task", "--gpus-per-task", "--mem", "--mem-per-cpu", "--nodes"),
     *(
+        "--het-group",
         "--ntasks",
         "--partition",
         "--signal",
