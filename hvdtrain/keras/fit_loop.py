@@ -88,6 +88,12 @@ def _together(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _capped(steps: int | None) -> int | None:
+    """Limit the steps of a loop as Keras does: to those of ``set_max_steps_per_epoch``."""
+    limit: int | None = keras.config.max_steps_per_epoch()
+    return min(steps or limit, limit) if limit else steps
+
+
 class FitLoop:
     """The methods that take the place of a model's own, such as ``fit``; those stay underneath.
 
@@ -159,6 +165,8 @@ class FitLoop:
     ) -> Any:
         """``keras.Model.fit`` on all ranks; ``batch_size`` is per rank."""
         _refuse_own(self._model, own)
+        steps_per_epoch = _capped(steps_per_epoch)
+        validation_steps = _capped(validation_steps)
         self.check_still_ours()
         self._may_differ = self._averaging is None and has_own(self._model, "train_step")
         self.join_weights()
@@ -271,6 +279,7 @@ class FitLoop:
     ) -> Any:
         """``keras.Model.evaluate`` over the samples of all ranks."""
         self.join()
+        steps = _capped(steps)
         if options.get(_WITHIN_FIT) and self._validation is not None:
             sharded = self._validation
             if self._membership.elastic:
@@ -306,6 +315,7 @@ class FitLoop:
     ) -> Any:
         """``keras.Model.predict``: every rank gets the whole result, in the order of the input."""
         self.join_weights()
+        steps = _capped(steps)
         sharded = self._whole.share(x, batch_size=batch_size, steps=steps)
 
         def run(dataset: tf.data.Dataset) -> Any:

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
+import tensorflow as tf
 
+from hvdtrain.errors import ModelError
 from hvdtrain.keras.optimizer_patch import plain_optimizers
 from hvdtrain.private_api.keras import flatten_layers, own_trainable_variables
 
@@ -23,10 +25,26 @@ __all__ = [
     "held_by",
     "optimizers_of",
     "plain_optimizers_of",
+    "refuse_strategy",
     "state_of_optimizers",
 ]
 
 Kind = TypeVar("Kind")
+
+
+def refuse_strategy(model: keras.Model) -> None:
+    """Refuse a model made under a strategy of ``tf.distribute``.
+
+    Raises:
+        ModelError: The model has a strategy.
+    """
+    strategy = model.distribute_strategy
+    if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
+        raise ModelError(
+            f"The model {model.name!r} belongs to tf.distribute, got a {type(strategy).__name__}; "
+            "make and distribute it outside of the strategy's scope, as hvdtrain starts a process "
+            "per GPU (hvdtrain run -np N), or --towers N in one process."
+        )
 
 
 def has_own(model: keras.Model, step: str) -> bool:

@@ -24,7 +24,7 @@ from hvdtrain.keras.fit_loop import FitLoop, forget_functions
 from hvdtrain.keras.learning_rate import follow_size, prepare_to_follow
 from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Change, Membership
-from hvdtrain.keras.model_parts import has_own, optimizers_of
+from hvdtrain.keras.model_parts import has_own, optimizers_of, refuse_strategy
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_model, draw_seed, reseed_by_rank
 from hvdtrain.keras.optimizer_patch import distribute_optimizer
@@ -59,6 +59,7 @@ class ModelPatch:
         """Let the model train on all ranks together; collective."""
         model, collectives = self._model, self._collectives
         self._remove_earlier()
+        refuse_strategy(model)
         seed = draw_seed(collectives)
         flag = RowFlag()
         compute = self._choose_compute()

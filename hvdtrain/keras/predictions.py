@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import DataError
@@ -48,7 +49,7 @@ def join_predictions(
     """Gather what each rank predicted.
 
     Args:
-        mine: Structure of arrays.
+        mine: Structure of arrays and ragged tensors, of the same kinds on all ranks.
         rows: The rows that ``Predicted`` notes, of one step or several, in their order.
         interleaved: Whether step k of all ranks together is step k of the input; otherwise the
             parts simply follow each other in rank order.
@@ -62,7 +63,9 @@ def join_predictions(
     per_rank = collectives.allgather(np.array([len(counts)], np.int64), name="predicted steps")
     order = _order(everyone[:, 0], per_rank) if interleaved else None
 
-    def join(leaf: Any) -> np.ndarray:
+    def join(leaf: Any) -> Any:
+        if isinstance(leaf, tf.RaggedTensor):
+            return join_ragged(tf.ragged.boolean_mask(leaf, kept))
         if not isinstance(leaf, np.ndarray):
             raise DataError(
                 f"Predictions of type {type(leaf).__name__} can't be gathered; return plain "
@@ -70,6 +73,16 @@ def join_predictions(
             )
         joint = collectives.allgather(leaf[kept], name="predictions")
         return joint if order is None else joint[order]
+
+    def join_ragged(leaf: tf.RaggedTensor) -> tf.RaggedTensor:
+        # The parts of a ragged tensor, each joined in rank order, are those of the joint tensor.
+        values = collectives.allgather(leaf.flat_values.numpy(), name="ragged predictions")
+        lengths = [
+            collectives.allgather(level.numpy(), name="row lengths of predictions")
+            for level in leaf.nested_row_lengths()
+        ]
+        joint = tf.RaggedTensor.from_nested_row_lengths(values, lengths)
+        return joint if order is None else tf.gather(joint, order)
 
     return keras.tree.map_structure(join, mine)
 

@@ -5,6 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from hvdtrain.errors import DataError, MismatchError, ModelError, NonFiniteError
 from tests.keras.features import X, Y, classifier
@@ -23,6 +24,16 @@ def test_not_compiled(world):
 def test_not_a_model(world):
     with pytest.raises(ModelError, match="received str"):
         world.distribute("model")
+
+
+@pytest.mark.ranks(2)
+def test_a_model_of_a_strategy(world):
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        model = classifier()
+        with pytest.raises(ModelError, match=r"tf\.distribute, got a OneDeviceStrategy;"):
+            world.distribute(model)
+    with pytest.raises(ModelError, match=r"tf\.distribute, got a OneDeviceStrategy;"):
+        world.distribute(model)
 
 
 @pytest.mark.ranks(2)

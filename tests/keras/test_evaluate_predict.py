@@ -212,3 +212,59 @@ def test_callbacks_see_what_this_rank_predicted_and_no_more(world, block):
     # Steps of four rows on each rank in turn.
     mine = [row for step in range(world.rank(), 12, 2) for row in joint[4 * step : 4 * step + 4]]
     np.testing.assert_array_equal(seen.outputs, mine)
+
+
+class Repeats(keras.layers.Layer):
+    """Makes a ragged row of each input row: its first entry, as often as its second says."""
+
+    def call(self, inputs):
+        counts = tf.cast(inputs[:, 1], tf.int32)
+        return tf.RaggedTensor.from_row_lengths(tf.repeat(inputs[:, 0], counts), counts)
+
+
+class RaggedModel(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.repeats = Repeats()
+        self.built = True
+
+    def call(self, inputs):
+        return self.repeats(inputs)
+
+
+@pytest.mark.ranks(2, 3)
+def test_predict_returns_ragged_tensors(world):
+    rows = np.array([[number, number % 3] for number in range(11)], "float32")
+    model = RaggedModel()
+    model.compile("sgd", "mse")
+    world.distribute(model)
+    found = model.predict(rows, batch_size=2, verbose=0)
+    assert isinstance(found, tf.RaggedTensor)
+    assert found.to_list() == [[float(number)] * (number % 3) for number in range(11)]
+
+
+@pytest.mark.ranks(2)
+def test_loops_end_after_the_largest_number_of_steps(world):
+    """As ``keras.config.set_max_steps_per_epoch`` says, which is for programs under test."""
+    steps = []
+    count = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: steps.append(batch)
+    )
+    alone, together = plain_and_distributed(world)
+    alone.optimizer.build(alone.trainable_variables)
+    keras.config.set_max_steps_per_epoch(2)
+    try:
+        options = {"epochs": 2, "shuffle": False, "verbose": 0}
+        told = together.fit(
+            X, Y, 4, callbacks=[count], validation_data=(X, Y), validation_batch_size=4, **options
+        ).history
+        expected = alone.fit(
+            X, Y, 8, validation_data=(X, Y), validation_batch_size=8, **options
+        ).history
+        predicted = together.predict(X, batch_size=4, verbose=0)
+    finally:
+        keras.config.set_max_steps_per_epoch(None)
+    assert steps == [0, 1, 0, 1]
+    assert predicted.shape == (16, 3)
+    for name, values in expected.items():
+        assert told[name] == pytest.approx(values, rel=1e-4), name

@@ -14,10 +14,10 @@ from hvdtrain.keras.data.shard_plan import InputReport
 __all__ = ["REMEDIES", "agree", "agreed_steps", "compare", "differences", "raise_if_different"]
 
 REMEDIES = (
-    "Pass the same data with the same arguments on every rank and let hvdtrain share it out "
-    "(whatever is drawn at random before that needs the same seed everywhere: "
-    "keras.utils.set_random_seed(1) at the start of the program, Dataset.shuffle(..., seed=1)); "
-    "or, if every rank is meant to have data of its own, say so with presharded=True."
+    "If the data is drawn or shuffled at random, seed it alike on all ranks: "
+    "keras.utils.set_random_seed(1) at the start of the program, Dataset.shuffle(..., seed=1), "
+    "torch.manual_seed(1). Otherwise pass the same data with the same arguments on every rank; or, "
+    "if every rank has data of its own, pass presharded=True to hvdtrain.distribute."
 )
 _PRESHARDED_REMEDIES = (
     "With presharded=True ranks may have different samples and different numbers of them, but "
