@@ -19,9 +19,9 @@ from hvdtrain.tensorflow.variable_names import counted_anew
 
 __all__ = ["check_same_model", "describe_model"]
 
-# Keras would turn larger constants, such as pretrained embeddings, into lists of Python's numbers.
+# Keras turns larger constants, such as pretrained embeddings, into lists of Python numbers.
 _MOST_CONSTANTS = 1 << 20
-# Of compile(); the others are properties of the model.
+# Arguments of compile() that are described by their configuration.
 _COMPILED = ("loss_weights", "metrics", "weighted_metrics")
 _GRAPH = ("input_layers", "output_layers")
 _LONGEST_TEXT = 120
@@ -56,10 +56,10 @@ def check_same_model(model: keras.Model, collectives: Collectives) -> None:
 
 
 def describe_model(model: keras.Model) -> dict[str, str]:
-    """Describe what all ranks must have alike: variables, layers, optimizers, ``compile``.
+    """Describe the parts that must be equal on all ranks: variables, layers, optimizers, losses.
 
-    Names that Keras numbers and seeds are left out, as they may differ between ranks; so are parts
-    that have no configuration.
+    Names and seeds are left out, because they may differ between ranks. A part without a
+    configuration is described by its type.
     """
     trainable = counted_anew([variable.path for variable in model.trainable_variables])
     described = {"trainable order": "|".join(trainable)}
@@ -115,10 +115,10 @@ _Constant = keras.initializers.Constant
 
 
 def _config_of(thing: Any, read: Any) -> Any:
-    """Return a configuration without what may differ between ranks; its type if it has none."""
+    """Return a configuration; the name of the type if there is none."""
     try:
         with warnings.catch_warnings():
-            # Of lambdas, which nobody is about to save.
+            # Keras warns of lambdas, which can't be loaded; nothing is saved here.
             warnings.simplefilter("ignore")
             return read(thing)
     except Exception:
@@ -137,7 +137,7 @@ def _flatten(name: str, config: Any) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can hold of a value, without names, seeds and addresses in memory."""
+    """Return a value for JSON, without names, seeds and memory addresses."""
     if isinstance(value, Mapping):
         if value.get("class_name") == "__lambda__":
             return "a lambda"

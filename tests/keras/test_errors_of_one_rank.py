@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -147,6 +148,7 @@ def test_data_that_fail_on_one_rank(world: Any) -> None:
 
 
 SCRIPT = """
+    import pathlib, sys, time
     import keras, numpy as np, hvdtrain
     hvdtrain.init()
     rank = hvdtrain.rank()
@@ -169,6 +171,12 @@ SCRIPT = """
             print(f"<{rank} {trial} {history['loss'][-1]:.6f}>", flush=True)
         except Exception as error:
             print(f"<{rank} {trial} {type(error).__name__} {error}>", flush=True)
+    # mpirun ends all ranks when the first one ends after a failure.
+    folder, ranks = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+    (folder / f"done-{rank}").touch()
+    deadline = time.monotonic() + 60
+    while len([*folder.glob("done-*")]) < ranks and time.monotonic() < deadline:
+        time.sleep(0.1)
 """
 
 
@@ -183,8 +191,10 @@ def outcomes(stdout: str, ranks: int) -> dict[int, list[str]]:
 
 @pytest.mark.mpi
 @pytest.mark.more
-def test_with_parameter_servers_all_ranks_get_errors(launch: Any) -> None:
-    done = launch(3, SCRIPT, env={"HVDTRAIN_MODE": "async-ps", "HVDTRAIN_SERVERS": "1"})
+def test_with_parameter_servers_all_ranks_get_errors(launch: Any, tmp_path: Path) -> None:
+    done = launch(
+        3, SCRIPT, str(tmp_path), "3", env={"HVDTRAIN_MODE": "async-ps", "HVDTRAIN_NUM_PS": "1"}
+    )
     trials = outcomes(done.stdout, 3)
     assert [len(texts) for texts in trials.values()] == [3, 3, 3], done.stdout + done.stderr
     for rank, texts in trials.items():
@@ -194,8 +204,14 @@ def test_with_parameter_servers_all_ranks_get_errors(launch: Any) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.more
-def test_in_local_sgd_ranks_realign(launch: Any) -> None:
-    done = launch(2, SCRIPT, env={"HVDTRAIN_MODE": "local-sgd", "HVDTRAIN_SYNC_EVERY": "3"})
+def test_in_local_sgd_ranks_realign(launch: Any, tmp_path: Path) -> None:
+    done = launch(
+        2,
+        SCRIPT,
+        str(tmp_path),
+        "2",
+        env={"HVDTRAIN_MODE": "local-sgd", "HVDTRAIN_SYNC_EVERY": "3"},
+    )
     trials = outcomes(done.stdout, 2)
     assert "PeerFailedError rank 1 failed: ValueError: disk is full" in trials[0][1]
     assert trials[0][2] == trials[1][2] == trials[0][0] == trials[1][0]
@@ -204,8 +220,8 @@ def test_in_local_sgd_ranks_realign(launch: Any) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.more
-def test_in_an_elastic_job_ranks_realign(elastic: Any) -> None:
-    done = elastic(SCRIPT)
+def test_in_an_elastic_job_ranks_realign(elastic: Any, tmp_path: Path) -> None:
+    done = elastic(SCRIPT, arguments=[str(tmp_path), "3"])
     trials = outcomes(done.stdout, 3)
     assert "PeerFailedError rank 1 failed: ValueError: disk is full" in trials[2][1]
     assert {text for rank in range(3) for text in (trials[rank][0], trials[rank][2])} == {
