@@ -19,11 +19,15 @@ _WEIGHT = -1
 
 
 def scaled(gradient: Any, factor: tf.Tensor) -> Any:
-    """A gradient times a scalar; a sparse one stays sparse, as optimizers treat it otherwise."""
+    """Multiply a gradient by a scalar: by 0 to zeros, even if it is not finite.
+
+    A sparse one stays sparse, as optimizers treat it otherwise.
+    """
     factor = tf.cast(factor, gradient.dtype)
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
+        values = tf.math.multiply_no_nan(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.math.multiply_no_nan(gradient, factor)
 
 
 def pack_rows(values: np.ndarray, indices: np.ndarray, weight: np.ndarray) -> np.ndarray:

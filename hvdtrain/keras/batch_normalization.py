@@ -5,7 +5,7 @@ Keras asks tf.distribute for the other replicas, which knows of none here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -61,7 +61,7 @@ def synchronized_layers(model: keras.Model) -> list[Any]:
     ]
 
 
-def synchronize_batch_normalization(layer: Any, collectives: Collectives, counts: RowFlag) -> None:
+def synchronize_batch_normalization(layer: Any, collectives: Collectives, flag: RowFlag) -> None:
     """Let ``layer`` normalise with the moments over the batches of all ranks.
 
     Ranks exchange count, mean and variance, and combine them as Chan, Golub and LeVeque (1979)
@@ -76,8 +76,8 @@ def synchronize_batch_normalization(layer: Any, collectives: Collectives, counts
             finally:
                 layer.synchronized = synchronized
             dtype = own[0].dtype
-            count = _count(layer, inputs, mask, dtype) * counts.current(dtype)
-            return _joint_moments(layer, own, count, collectives)
+            count = _count(layer, inputs, mask, dtype)
+            return _joint_moments(layer, own, count, collectives, flag.counts)
 
         return moments
 
@@ -85,9 +85,16 @@ def synchronize_batch_normalization(layer: Any, collectives: Collectives, counts
 
 
 def _joint_moments(
-    layer: Any, own: tuple[tf.Tensor, tf.Tensor], count: tf.Tensor, collectives: Collectives
+    layer: Any,
+    own: tuple[tf.Tensor, tf.Tensor],
+    count: tf.Tensor,
+    collectives: Collectives,
+    counts: tf.Tensor | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean and variance over all ranks, from this rank's ``own``, which are of ``count`` values."""
+    """Mean and variance over all ranks, from this rank's ``own``, which are of ``count`` values.
+
+    Unless ``counts``, a boolean, neither these nor their gradients reach other ranks.
+    """
     mean, variance = own
     elastic = collectives.survives_losses
     divide = tf.math.divide_no_nan if elastic else tf.math.divide
@@ -96,7 +103,11 @@ def _joint_moments(
         [tf.reshape(count, [1]), tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], axis=0
     )
     packed.set_shape([1 + 2 * shape.num_elements()])
+    if counts is not None:
+        packed = tf.where(counts, packed, tf.zeros_like(packed))
     stacked = stack_ranks(collectives, packed, f"moments of {without_counts(layer.path)}")
+    if counts is not None:
+        stacked = tf.where(counts, stacked, tf.stop_gradient(stacked))
     channels = shape.num_elements()
     n = stacked[:, :1]
     means, variances = stacked[:, 1 : 1 + channels], stacked[:, 1 + channels :]
@@ -132,17 +143,21 @@ def _count(layer: Any, inputs: tf.Tensor, mask: Any, dtype: Any) -> tf.Tensor:
 
 
 class RowFlag:
-    """A flag whether the batch in work counts: a rank without rows in a step sways no moments."""
+    """A flag whether this rank has rows in the current step.
 
-    def __init__(self) -> None:
+    Args:
+        layers: Those that are synchronized.
+    """
+
+    def __init__(self, layers: Sequence[Any] = ()) -> None:
+        self.layers = layers
         self._rows: tf.Tensor | None = None
 
     def set(self, rows: tf.Tensor | None) -> None:
         """Note the rows that count, None between steps; the training step calls it while traced."""
         self._rows = rows
 
-    def current(self, dtype: Any) -> tf.Tensor:
-        """Return 1 if the batch in work counts, else 0."""
-        if self._rows is None:
-            return tf.ones([], dtype)
-        return tf.cast(self._rows > 0, dtype)
+    @property
+    def counts(self) -> tf.Tensor | None:
+        """Whether the batch has rows that count, a boolean tensor; None between steps."""
+        return None if self._rows is None else self._rows > 0

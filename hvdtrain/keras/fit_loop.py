@@ -26,7 +26,7 @@ from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Follower, Membership
 from hvdtrain.keras.model_parts import has_own, has_own_call, optimizers_of
 from hvdtrain.keras.model_steps import ModelSteps
-from hvdtrain.keras.model_sync import average_statistics, broadcast_model, check_alike
+from hvdtrain.keras.model_sync import broadcast_model, check_alike
 from hvdtrain.keras.optimizer_patch import accumulates, is_distributed
 from hvdtrain.keras.predictions import join_predictions, noting_rows
 from hvdtrain.keras.saving.begin_session import begin_session
@@ -379,7 +379,7 @@ class FitLoop:
         """Let the model be the same on all ranks, for others to see; collective."""
         self.join_weights()
         more = [] if self._averaging is None else self._averaging.averages_of_weights()
-        average_statistics(self._model, self._collectives, more)
+        self._steps.statistics.average(self._collectives, more)
         if self._may_differ:
             self._may_differ = False
             shared = [v for v in self._model.trainable_variables if not self._reducer.is_local(v)]

@@ -61,13 +61,13 @@ class ModelPatch:
         self._remove_earlier()
         refuse_strategy(model)
         seed = draw_seed(collectives)
-        flag = RowFlag()
+        flag = RowFlag(self._choose_synchronized())
         compute = self._choose_compute()
         for optimizer in optimizers_of(model):
             self._distribute(optimizer)
             if self._membership.elastic:
                 prepare_to_follow(optimizer)
-        for layer in self._choose_synchronized():
+        for layer in flag.layers:
             synchronize_batch_normalization(layer, collectives, flag)
         steps = self._make_steps(compute, flag)
         inputs = FitInputs(

@@ -6,7 +6,7 @@ What devices compute of a batch stands apart, and may be compiled by XLA; here i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from hvdtrain.keras.compute.interface import BatchWeight, rows_of
 from hvdtrain.keras.data import Share
 from hvdtrain.keras.loss_weights import LossWeights, are_sums, has_vector_losses, ratio
 from hvdtrain.keras.model_parts import has_own, optimizers_of
+from hvdtrain.keras.moving_statistics import MovingStatistics
 from hvdtrain.keras.optimizer_patch import weighting
 from hvdtrain.keras.per_rank_random import drawn_by
 from hvdtrain.keras.predictions import Predicted
@@ -52,6 +53,8 @@ class ModelSteps:
         self._compute = compute
         compute.joining = self._weights.joining
         self._flag = flag
+        self.statistics = MovingStatistics(model, flag.layers)
+        """What layers keep of their batches."""
         self._member = world.collectives().member
         self._variables = [variable.path for variable in self._watched_variables]
         self._plain_train_step = model.train_step
@@ -71,15 +74,21 @@ class ModelSteps:
         if self._elastic and isinstance(data, Share):
             tf.numpy_function(self._contributions.begin_step, [], [])
         share = self._share_of(data)
+        counts = self._counts(share)
+        row_weight = self._weights.weight(share.rows, counts.joint_rows, sums=False)
         self._flag.set(share.rows)
         self.rows.assign(tf.cast(share.rows, tf.int64))
         self.samples.assign_add(self.rows.value)
         self.ran.assign_add(1)
         try:
-            with _counting_rows(self._model, share.rows), drawn_by(self._member):
+            with (
+                _counting_rows(self._model, share.rows),
+                self.statistics.moved_by(row_weight),
+                drawn_by(self._member),
+            ):
                 if has_own(self._model, "train_step"):
-                    return self._train_own(share)
-                return self._train_plain(share)
+                    return self._train_own(share, counts)
+                return self._train_plain(share, counts)
         finally:
             self._flag.set(None)
 
@@ -102,12 +111,12 @@ class ModelSteps:
         counts = tf.stack([tf.cast(data.rows, tf.int64), tf.cast(rows_of(data.batch), tf.int64)])
         return Predicted(outputs, counts[tf.newaxis])
 
-    def _train_plain(self, share: Share) -> Any:
+    def _train_plain(self, share: Share, counts: BatchWeight) -> Any:
         """Train as ``keras.Model.train_step`` does, with the loss weighted for the joint batch."""
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(share.batch)
-        counts = self._counts(share)
         gradients, terms, told = self._compute.differentiate(x, y, sample_weight, counts)
+        gradients = _drop_unless(share.rows > 0, gradients)
         only = terms[0] if len(terms) == 1 and not model.losses else None
         how = self._weights.weighting(are_sums(model), counts.weight, None, only)
         if gradients:
@@ -119,9 +128,9 @@ class ModelSteps:
         results = model.get_metrics_result()
         return {name: results.get(name, value) for name, value in told.items()}
 
-    def _train_own(self, share: Share) -> Any:
+    def _train_own(self, share: Share, counts: BatchWeight) -> Any:
         """Run a ``train_step`` of the user's; its gradients are weighted when they are applied."""
-        rows, joint_rows, weight = self._counts(share)
+        rows, joint_rows, weight = counts
         if has_vector_losses(self._model):
             weight *= ratio(joint_rows, rows)
         how = self._weights.weighting(are_sums(self._model), weight, weight, None)
@@ -167,6 +176,27 @@ class ModelSteps:
                 f"{', '.join(changed)}. Add layers and set `trainable` first, then compile the "
                 "model and call hvdtrain.distribute(model) again."
             )
+
+
+def _drop_unless(counts: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:
+    """Return the gradients, or zeros unless the batch ``counts``: a factor would keep NaN."""
+    sparse = tf.IndexedSlices
+    tensors = [g.values if isinstance(g, sparse) else g for g in gradients if g is not None]
+    kept = iter(
+        tf.cond(
+            counts,
+            lambda: [tf.identity(tensor) for tensor in tensors],
+            lambda: [tf.zeros_like(tensor) for tensor in tensors],
+        )
+        if tensors
+        else []
+    )
+    return [
+        tf.IndexedSlices(next(kept), g.indices, g.dense_shape)
+        if isinstance(g, sparse)
+        else (g if g is None else next(kept))
+        for g in gradients
+    ]
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from hvdtrain.private_api.keras import (
 )
 
 __all__ = [
-    "average_statistics",
     "broadcast_model",
     "broadcast_weights",
     "check_alike",
@@ -176,28 +175,3 @@ def check_can_be_averaged(model: keras.Model, mode: str) -> None:
                 f"{variable.path} is no weight that could be averaged: float8 keeps scales among "
                 f"the variables. Use another dtype policy, or another --mode than {mode}."
             )
-
-
-def average_statistics(
-    model: keras.Model, collectives: Collectives, more: Sequence[Any] = ()
-) -> None:
-    """Average what layers track on their own batches, such as BatchNorm's moving moments.
-
-    And ``more`` variables. Whole numbers, which can't be averaged, become the chief's.
-    """
-    if collectives.size == 1:
-        return
-    averaged: list[tuple[Any, np.ndarray]] = []
-    for variable in (*layer_statistics(model), *more):
-        value = np.asarray(variable.numpy())
-        if value.dtype.kind in "iub":
-            chiefs = collectives.broadcast(value, name="layer statistics", replicated=True)
-            variable.assign(chiefs)
-        else:
-            # In float64 the mean of equal numbers is that number, for any number of ranks.
-            averaged.append((variable, value.astype(np.float64)))
-    means = collectives.grouped_allreduce(
-        [value for _, value in averaged], "average", name="layer statistics"
-    )
-    for (variable, _), mean in zip(averaged, means):
-        variable.assign(mean.astype(tf.as_dtype(variable.dtype).as_numpy_dtype))

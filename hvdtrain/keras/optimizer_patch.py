@@ -126,12 +126,19 @@ class AveragesGradients(KeepsWeights):
 
 
 class AgreesOnFinite:
-    """A mixin of ``LossScaleOptimizer``: an overflow on one rank skips the step on all."""
+    """A mixin of ``LossScaleOptimizer``: an overflow on one rank skips the step on all.
+
+    Gradients that are yet to be multiplied by 0 don't count: those of a rank without rows.
+    """
 
     _hvdtrain_reducer: GradientReducer
 
     def check_finite(self, grads: Any) -> Any:
-        mine = tf.cast(super().check_finite(grads), tf.int32)  # type: ignore[misc]
+        finite = super().check_finite(grads)  # type: ignore[misc]
+        factor = plain_optimizers(self)[0]._hvdtrain_weighting.factor
+        if factor is not None:
+            finite |= tf.equal(factor, 0.0)
+        mine = tf.cast(finite, tf.int32)
         return tf.cast(self._hvdtrain_reducer.reduce(mine, "min", "finite gradients"), tf.bool)
 
 

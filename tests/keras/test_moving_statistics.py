@@ -1,0 +1,180 @@
+"""Ranks without rows contribute nothing, and moving statistics are weighted by rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain import world as job
+
+ROWS = 22
+X = np.random.default_rng(3).normal(size=(ROWS, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+# Of 3 ranks one has most rows, one has two and one has none.
+OWN_ROWS = {2: [range(2, 22), range(2)], 3: [range(2, 22), range(2), range(0)]}
+
+
+class NanForZeros(keras.layers.Layer):
+    """Any batch that stands for no data gives NaN, in the loss and in all gradients."""
+
+    def call(self, x: Any) -> Any:
+        norms = tf.reduce_sum(tf.square(x), axis=-1, keepdims=True)
+        return x * norms / norms
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+            loss = self.optimizer.scale_loss(loss)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def _sgd(**options: Any) -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.05, **options)
+
+
+def _model(kind: type[keras.Model], synchronized: bool, **options: Any) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    start = keras.Input((4,))
+    normalized = keras.layers.BatchNormalization(
+        momentum=0.5, synchronized=synchronized, name="normalization"
+    )(NanForZeros()(start))
+    model = kind(start, keras.layers.Dense(1)(normalized))
+    model.compile(**{"optimizer": _sgd(), "loss": "mse", **options})
+    return model
+
+
+def _moments(model: keras.Model) -> list[np.ndarray]:
+    layer = model.get_layer("normalization")
+    return [np.asarray(layer.moving_mean.value), np.asarray(layer.moving_variance.value)]
+
+
+def _expected() -> list[np.ndarray]:
+    """The moments after two epochs: a step of both parts, weighted by rows, then one part's."""
+    mean, variance = np.zeros(4), np.ones(4)
+    for _ in range(2):
+        for start in range(2, ROWS, 2):
+            batches = [X[start : start + 2]] + ([X[:2]] if start == 2 else [])
+            mean = 0.5 * mean + 0.5 * np.mean([b.mean(axis=0) for b in batches], axis=0)
+            variance = 0.5 * variance + 0.5 * np.mean([b.var(axis=0) for b in batches], axis=0)
+    return [mean, variance]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "eager": {"run_eagerly": True},
+    "compiled": {"jit_compile": True},
+    "blocks of steps": {"steps_per_execution": 3},
+    "accumulation": {"optimizer": lambda: _sgd(gradient_accumulation_steps=2)},
+    "loss scaling": {"optimizer": lambda: keras.optimizers.LossScaleOptimizer(_sgd())},
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("kind", [keras.Model, OwnStep], ids=["Keras' step", "own step"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_without_rows_contributes_nothing(world, name, kind):
+    options = dict(CASES[name])
+    if "optimizer" in options:
+        options["optimizer"] = options["optimizer"]()
+    model = _model(kind, False, **options)
+    world.distribute(model, presharded=True)
+    mine = list(OWN_ROWS[3][world.rank()])
+    logs = model.fit(X[mine], Y[mine], batch_size=2, epochs=2, shuffle=False, verbose=0).history
+    for found, expected in zip(_moments(model), _expected()):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert np.isfinite(logs["loss"]).all()
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+    digests = [weight.tobytes().hex() for weight in model.get_weights()]
+    assert job.collectives().allgather_object(digests, name="test") == [digests] * 3
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", [keras.Model, OwnStep], ids=["Keras' step", "own step"])
+def test_synchronized_layers_see_only_rows(world, kind):
+    alone = _model(kind, True)
+    for _ in range(2):
+        first = [2, 3, 0, 1]
+        alone.fit(X[first], Y[first], batch_size=4, shuffle=False, verbose=0)
+        alone.fit(X[4:], Y[4:], batch_size=2, shuffle=False, verbose=0)
+    together = _model(kind, True)
+    world.distribute(together, presharded=True)
+    mine = list(OWN_ROWS[world.size()][world.rank()])
+    together.fit(X[mine], Y[mine], batch_size=2, epochs=2, shuffle=False, verbose=0)
+    for found, expected in zip(together.get_weights(), alone.get_weights()):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batches", ["array", "dataset"])
+def test_the_last_step_of_an_epoch_counts_by_rows(world, batches):
+    """Of 22 rows in steps of 2 times 4 the last has 6: 3 and 3, or in batches 4 and 2."""
+    model = _model(keras.Model, False)
+    world.distribute(model)
+    if batches == "array":
+        model.fit(X[:21], Y[:21], batch_size=4, epochs=2, shuffle=False, verbose=0)
+        steps = [X[:8], X[8:16], X[16:21]]
+    else:
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+        model.fit(data, epochs=2, verbose=0)
+        steps = [X[:8], X[8:16], X[16:22]]
+    mean = np.zeros(4)
+    for step in [*steps, *steps]:
+        mean = 0.5 * mean + 0.5 * step.mean(axis=0)
+    np.testing.assert_allclose(_moments(model)[0], mean, rtol=1e-5, atol=1e-6)
+
+
+class Skipped(keras.layers.Layer):
+    """Raises for a batch that stands for no data."""
+
+    def call(self, x: Any) -> Any:
+        with tf.control_dependencies([tf.debugging.assert_none_equal(x, 0.0)]):
+            return tf.identity(x)
+
+
+@pytest.mark.ranks(2)
+def test_a_model_does_not_run_without_rows(world):
+    start = keras.Input((4,))
+    model = keras.Model(start, keras.layers.Dense(1)(Skipped()(start)))
+    model.compile(_sgd(), "mse")
+    world.distribute(model, presharded=True)
+    rows = ROWS if world.is_chief() else 0
+    model.fit(X[:rows], Y[:rows], batch_size=4, verbose=0)
+
+
+@pytest.mark.ranks(2)
+def test_embeddings_and_unused_weights_of_a_rank_without_rows(world):
+    """Sparse gradients and missing ones have the same form on all ranks."""
+
+    class Sparse(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.dense = keras.layers.Embedding(7, 3), keras.layers.Dense(1)
+            self.unused = self.add_weight(shape=(2,), name="unused")
+
+        def call(self, x: Any) -> Any:
+            return self.dense(tf.reduce_mean(self.embedding(x), axis=1))
+
+    tokens = np.random.default_rng(4).integers(0, 7, (ROWS, 4))
+    weights = []
+    for distributed in (False, True):
+        keras.utils.set_random_seed(1)
+        model = Sparse()
+        model(tokens[:1])
+        model.compile(_sgd(), "mse")
+        rows = ROWS
+        if distributed:
+            world.distribute(model, presharded=True)
+            rows = ROWS if world.is_chief() else 0
+        model.fit(tokens[:rows], Y[:rows], batch_size=4, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for found, expected in zip(weights[1], weights[0]):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
