@@ -132,24 +132,6 @@ def test_the_last_step_of_an_epoch_counts_by_rows(world, batches):
     np.testing.assert_allclose(_moments(model)[0], mean, rtol=1e-5, atol=1e-6)
 
 
-class Skipped(keras.layers.Layer):
-    """Raises for a batch that stands for no data."""
-
-    def call(self, x: Any) -> Any:
-        with tf.control_dependencies([tf.debugging.assert_none_equal(x, 0.0)]):
-            return tf.identity(x)
-
-
-@pytest.mark.ranks(2)
-def test_a_model_does_not_run_without_rows(world):
-    start = keras.Input((4,))
-    model = keras.Model(start, keras.layers.Dense(1)(Skipped()(start)))
-    model.compile(_sgd(), "mse")
-    world.distribute(model, presharded=True)
-    rows = ROWS if world.is_chief() else 0
-    model.fit(X[:rows], Y[:rows], batch_size=4, verbose=0)
-
-
 @pytest.mark.ranks(2)
 def test_embeddings_and_unused_weights_of_a_rank_without_rows(world):
     """Sparse gradients and missing ones have the same form on all ranks."""
