@@ -47,13 +47,13 @@ def test_help_of_run_is_grouped_and_complete(
 USAGE_ERRORS = {
     "nothing": ([], "COMMAND"),
     "unknown-command": (["rnu"], "'rnu'"),
-    "no-np": (["run", "--", "python"], "-np"),
-    "np-zero": (["run", "-np", "0", "python"], "got '0', expected a whole number above 0"),
-    "np-text": (["run", "-np", "two", "python"], "got 'two'"),
+    "no-np": (["run", "--", "true"], "-np"),
+    "np-zero": (["run", "-np", "0", "true"], "got '0', expected a whole number above 0"),
+    "np-text": (["run", "-np", "two", "true"], "got 'two'"),
     "no-program": (["run", "-np", "2"], "No program was named"),
     "no-program-after-dashes": (["run", "-np", "2", "--"], "No program was named"),
-    "unknown-flag": (["run", "--nq", "2", "-np", "2", "python"], "-"),
-    "setting": (["run", "-np", "2", "--timeout-s", "-1", "python"], "--timeout-s"),
+    "unknown-flag": (["run", "--nq", "2", "-np", "2", "true"], "-"),
+    "setting": (["run", "-np", "2", "--timeout-s", "-1", "true"], "--timeout-s"),
     "choice": (["run", "-np", "2", "--collectives", "x", "true"], "expected one of auto, mpi"),
     "no-such-host": (["run", "-H", "a:x", "true"], "'a:x'"),
     "no-slots": (["run", "-np", "3", "-H", "localhost:2", "true"], "3 ranks don't fit"),
@@ -101,14 +101,14 @@ def test_what_can_not_start_exits_125(
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["run", "-np", "2", "--", "python"]) == 125
+    assert main(["run", "-np", "2", "--", "true"]) == 125
     assert "No mpirun was found" in capsys.readouterr().err
 
 
 def test_options_come_from_a_file_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text('np = 4\nhosts = "localhost:4"\nno-bind = true\n')
-    assert main(["run", "--config", str(path), "--dry-run", "-np", "3", "--", "python"]) == 0
+    assert main(["run", "--config", str(path), "--dry-run", "-np", "3", "--", "true"]) == 0
     shown = capsys.readouterr().out
     assert " -np 3 " in shown
     assert "HVDTRAIN_BIND" in shown
@@ -118,7 +118,7 @@ def test_a_setting_counts_as_a_variable_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sharing GPUs also decides whether the ranks fit."""
-    argv = ["run", "-np", "2", "--dry-run", "--", "python"]
+    argv = ["run", "-np", "2", "--dry-run", "--", "true"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert main(argv) == 2
     assert "more ranks than GPUs" in capsys.readouterr().err

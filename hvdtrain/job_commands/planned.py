@@ -49,5 +49,7 @@ def planned(folder: Path, spec: JobSpec, environ: Mapping[str, str]) -> Planned:
     """
     parser = _Parser(prog="hvdtrain run", allow_abbrev=False)
     launch.add_arguments(parser)
-    ranks = parser.parse_args([*spec.options, "--", *spec.program]).num_proc
+    arguments = parser.parse_args([*spec.options, "--", *spec.program])
+    launch.program_of(arguments)
+    ranks = arguments.num_proc
     return Planned(ranks, backend_of(spec).plan(folder, spec, environ, ranks=ranks))

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hvdtrain.launch.horovod_flags import add_horovod_flags, note_on
 from hvdtrain.launch.host_arguments import TF_CONFIG, add_cluster, add_where, named_cluster
 from hvdtrain.launch.option_files import read_horovod_file, read_job_file
 from hvdtrain.launch.rank_variables import network_variables
+from hvdtrain.launch.standard_input import reads_code_from_stdin
 from hvdtrain.log import show
 
 __all__ = ["add_arguments", "arguments_of_file", "program_of", "run", "spec_of"]
@@ -213,10 +215,10 @@ def spec_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> JobSpe
 
 
 def program_of(arguments: argparse.Namespace) -> list[str]:
-    """The program that was named, with its arguments.
+    """Return the program that was named, with its arguments.
 
     Raises:
-        ConfigurationError: None was.
+        ConfigurationError: None was, or it would read its code from standard input.
     """
     words: list[str] = arguments.program
     program = words[1:] if words[:1] == ["--"] else words
@@ -224,6 +226,12 @@ def program_of(arguments: argparse.Namespace) -> list[str]:
         raise ConfigurationError(
             "No program was named; expected one after the options: "
             "hvdtrain run -np 2 -- python train.py"
+        )
+    if reads_code_from_stdin(program):
+        raise ConfigurationError(
+            "The program reads its code from standard input, which is empty on every rank, got "
+            f"{shlex.join(program)}; save the code in a file that every host has, and give its "
+            f"name: hvdtrain run -- {shlex.quote(program[0])} FILE"
         )
     return program
 

@@ -149,6 +149,8 @@ def test_a_job_that_is_lost_starts_again_where_it_was(commands: Commands) -> Non
     log = commands.run("logs", name)
     assert "[0] words" in log
     assert "hvdtrain run: rank 0 on " in log
+    for again in ("restart", "clone"):
+        assert "standard input" in commands.run(again, name, "--", "bash", "-s", code=2)
     clone = commands.run("clone", name, "--", *program("print(rank + 7)")).strip()
     commands.until(clone, "done")
     assert commands.run("logs", clone) == "[0] 7\n"
@@ -210,6 +212,7 @@ def test_what_can_not_start_is_told_at_once(commands: Commands) -> None:
     assert "there is no job 'nothing'" in commands.run("show", "nothing", code=1)
     assert "is no regular expression" in commands.run("logs", "nothing", "--regex", "(", code=2)
     assert "-np 1" in commands.run("submit", "-np", "1", "--dry-run", "--", "true")
+    assert "standard input" in commands.run("submit", "-np", "1", "--", "python", "-", code=2)
     assert not (commands.folder / "jobs").exists()
 
 

@@ -89,7 +89,7 @@ def test_what_can_not_be_had_is_refused(
     flag: HorovodFlag, started, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in flag.names:
-        assert main(["run", "-np", "2", name, *["1"] * flag.values, "python"]) == 2
+        assert main(["run", "-np", "2", name, *["1"] * flag.values, "true"]) == 2
         told = capsys.readouterr().err
         assert f"argument {name}: {flag.reason.format(*['1'] * flag.values)}" in told
         assert "eave it out" in told or "Name those" in told
@@ -141,7 +141,7 @@ def test_the_last_word_counts(job) -> None:
 def test_a_wrong_value_is_told_by_the_flag_that_it_is_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["run", "--start-timeout", "soon", "python"]) == 2
+    assert main(["run", "--start-timeout", "soon", "true"]) == 2
     assert "--start-timeout-s: got 'soon', expected seconds" in capsys.readouterr().err
 
 
@@ -178,14 +178,14 @@ def test_what_hvdtrain_has_by_the_same_name(job) -> None:
 def test_values_are_checked(
     flags: list[str], told: str, started, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", "-np", "2", *flags, "python"]) == 2
+    assert main(["run", "-np", "2", *flags, "true"]) == 2
     assert told in capsys.readouterr().err
     assert not started
 
 
 def test_interfaces_and_tcp_are_variables_for_the_ranks(started) -> None:
     interfaces = ["--network-interface", "eth0", "--network-interfaces", "eth1,eth0"]
-    assert main(["run", "-np", "2", "--tcp", *interfaces, "python"]) == 0
+    assert main(["run", "-np", "2", "--tcp", *interfaces, "true"]) == 0
     environ = started[0][1]
     assert environ["OMPI_MCA_btl_tcp_if_include"] == "eth0,eth1"
     assert environ["NCCL_SOCKET_IFNAME"] == "eth0,eth1"
@@ -195,11 +195,11 @@ def test_interfaces_and_tcp_are_variables_for_the_ranks(started) -> None:
 
 def test_the_plan_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["-p", "2222", "-i", "key", "--network-interface=eth0", "--mpi-args=--mca a b"]
-    argv = ["run", "-np", "2", "-H", "a:1,b:1", *flags, "--dry-run", "python", "-v"]
+    argv = ["run", "-np", "2", "-H", "a:1,b:1", *flags, "--dry-run", "python", "-v", "train.py"]
     assert main(argv) == 0
     _, command, names = capsys.readouterr().out.split("\n\n")
     assert "'-p 2222 -i key' --mca a b " in command
-    assert command.endswith(" python -v")
+    assert command.endswith(" python -v train.py")
     assert "NCCL_SOCKET_IFNAME" in names
 
 
@@ -224,7 +224,7 @@ def test_the_plan_is_told_before_the_start(
         raise LaunchError("not here")
 
     monkeypatch.setattr(Supervisor, "run", start)
-    assert main(["run", "-np", "1", "--verbose", "-prefix-timestamp", "python"]) == 125
+    assert main(["run", "-np", "1", "--verbose", "-prefix-timestamp", "true"]) == 125
     captured = capsys.readouterr()
     told = captured.err.splitlines()
     assert told[-1].endswith(" hvdtrain run: not here")

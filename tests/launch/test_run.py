@@ -237,6 +237,16 @@ def test_a_program_that_does_not_exist(hvdtrain_run, run_command) -> None:
     assert "no-such-program: No such file or directory" in done.stderr
 
 
+def test_code_on_standard_input_is_refused_and_ranks_get_none(hvdtrain_run, run_command) -> None:
+    env = {**OWN_DEFAULTS, "PYTHONPATH": str(REPOSITORY)}
+    argv = [*HVDTRAIN, "-np", "2", "--", "python", "-"]
+    done = run_command(["sh", "-c", 'echo "print(1)" | "$@"', "sh", *argv], env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "got python -; save the code in a file" in done.stderr
+    done = hvdtrain_run("-np", "2", body="print('read', len(sys.stdin.read()))")
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] read 0", "[1] read 0"])
+
+
 def test_the_rank_that_failed_is_named_not_the_one_that_complained_first(hvdtrain_run) -> None:
     """Rank 1 raises in the program; rank 0, which waits for it, ends sooner."""
     done = hvdtrain_run(
