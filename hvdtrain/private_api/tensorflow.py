@@ -41,6 +41,7 @@ __all__ = [
     "SEEN",
     "abort_collectives",
     "add_control_input",
+    "cache_file",
     "captured_by",
     "check",
     "complete_functions",
@@ -49,6 +50,7 @@ __all__ = [
     "convert_nothing_of",
     "draws_anew",
     "function_body",
+    "function_graphs",
     "global_seed",
     "in_control_flow_context",
     "in_use",
@@ -61,6 +63,7 @@ __all__ = [
     "run_turns_one_by_one",
     "unfinalize",
     "variant_of",
+    "yields_in_any_order",
 ]
 
 # What hvdtrain overrides, or calls on objects of these classes.
@@ -288,6 +291,25 @@ def parts_of(dataset: Any) -> list[Any]:
 def captured_by(dataset: Any) -> list[Any]:
     """The tensors that functions of a dataset use and don't get as arguments."""
     return [tensor for part in dataset._functions() for tensor in part.function.captured_inputs]
+
+
+def function_graphs(dataset: Any) -> list[Any]:
+    """Return the graphs of the functions of a dataset."""
+    return [part.function.graph for part in dataset._functions()]
+
+
+def cache_file(dataset: Any) -> str:
+    """Return the file name of a ``Dataset.cache``; empty for a cache in memory or another kind."""
+    name = getattr(dataset, "_filename", None)
+    if type(dataset).__name__.lstrip("_") != "CacheDataset" or not tf.is_tensor(name):
+        return ""
+    return name.numpy().decode()
+
+
+def yields_in_any_order(dataset: Any) -> bool | None:
+    """Return whether a dataset has ``deterministic=False``; None where it does not keep that."""
+    value = getattr(dataset, "_deterministic", None)
+    return None if value is None else value == "false"
 
 
 def draws_anew(dataset: Any) -> bool:

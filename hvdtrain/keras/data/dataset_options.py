@@ -15,10 +15,10 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     callbacks first), so that the thread often goes back to sleep for the rest of its period, which
     doubles from 10 ms to a minute: ``fit`` would end that much later.
     What has ``num_parallel_calls=AUTOTUNE`` runs on all threads of the process, at most 16, and
-    prefetching adjusts itself. Who sets ``options.autotune.enabled = True`` in a pipeline gets it.
+    prefetching adjusts itself. A pipeline that sets any of ``options.autotune`` keeps its settings.
     """
     options = tf.data.Options()
     options.deterministic = True
-    if dataset.options().autotune.enabled is None:
+    if dataset.options().autotune == tf.data.experimental.AutotuneOptions():
         options.autotune.enabled = False
     return dataset.with_options(options)

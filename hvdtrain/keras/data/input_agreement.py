@@ -48,6 +48,7 @@ def compare(reports: Sequence[InputReport], *, presharded: bool) -> None:
     failed = [f"rank {rank}: {report.error}" for rank, report in enumerate(reports) if report.error]
     if failed:
         raise DataError("The input can't be used on " + "; ".join(failed))
+    _refuse_shared_files(reports)
     names = ("structure",) if presharded else ("structure", "content")
     facts = [{k: v for name in names for k, v in getattr(r, name).items()} for r in reports]
     raise_if_different(facts, remedies=_PRESHARDED_REMEDIES if presharded else REMEDIES)
@@ -57,6 +58,20 @@ def compare(reports: Sequence[InputReport], *, presharded: bool) -> None:
             f"The input of {endless} is endless, that of the other ranks is not. "
             "Repeat all of them (Dataset.repeat()) or none."
         )
+
+
+def _refuse_shared_files(reports: Sequence[InputReport]) -> None:
+    writers: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        for path in report.written_files:
+            writers.setdefault(path, []).append(rank)
+    for path, ranks in writers.items():
+        if len(ranks) > 1:
+            raise DataError(
+                f"The file of Dataset.cache must differ between ranks, got {path} on "
+                f"{_ranks(ranks)}; use a file per rank, .cache(f\"{path}-{{hvdtrain.rank()}}\"), or "
+                "cache in memory, .cache()."
+            )
 
 
 def agreed_steps(reports: Sequence[InputReport], *, presharded: bool) -> int | None:

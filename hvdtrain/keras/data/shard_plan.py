@@ -64,6 +64,7 @@ class InputReport:
         content: Names and values that must be equal where all ranks pass the same data.
         steps: Steps of one pass over this rank's data; None where unknown or endless.
         endless: The data never ends.
+        written_files: Files that reading the data writes; no two ranks may write the same one.
         error: Why the input can't be used, if it can't; then the rest is empty.
     """
 
@@ -71,4 +72,5 @@ class InputReport:
     content: dict[str, Any] = field(default_factory=dict)
     steps: int | None = None
     endless: bool = False
+    written_files: list[str] = field(default_factory=list)
     error: str | None = None

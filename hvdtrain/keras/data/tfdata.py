@@ -21,6 +21,7 @@ from hvdtrain.keras.data.dataset_options import untuned
 from hvdtrain.keras.data.input_agreement import REMEDIES, raise_if_different
 from hvdtrain.keras.data.joint_stream import join_steps
 from hvdtrain.keras.data.partition import joint_steps
+from hvdtrain.keras.data.pipeline_operations import cache_files, unordered_operations
 from hvdtrain.keras.data.pipeline_passes import PipelinePasses, shuffles
 from hvdtrain.keras.data.shard_plan import InputReport, ShardPlan
 from hvdtrain.keras.data.sharded_input import JOINT_ROWS_UNKNOWN, ShardedInput, Share
@@ -97,6 +98,13 @@ class TfDataSource:
             )
         if self.units == 0 and not plan.presharded:
             raise DataError("The dataset has no batches; expected at least one.")
+        if self.compares and (unordered := unordered_operations(self._given)):
+            raise DataError(
+                "The tf.data pipeline yields its elements in an order that differs between ranks, "
+                f"got deterministic=False in {', '.join(unordered)}; leave it out, or give every "
+                "rank data of its own (Dataset.shard) and pass presharded=True to "
+                "hvdtrain.distribute."
+            )
         structure = {"kind of input": "a tf.data.Dataset", "steps": plan.steps}
         structure.update(batch_structure.signature(self._spec))
         amount = "endless" if self._endless else self.units
@@ -106,6 +114,7 @@ class TfDataSource:
             content={"number of batches": "unknown" if amount is None else amount},
             steps=steps,
             endless=self._endless,
+            written_files=cache_files(self._given) if plan.size > 1 else [],
         )
 
     def shard(self, steps: int | None) -> ShardedPipeline:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data.input_agreement import agreed_steps, compare, differences
+from hvdtrain.keras.data.input_agreement import REMEDIES, agreed_steps, compare, differences
 from hvdtrain.keras.data.shard_plan import InputReport
 
 
@@ -28,6 +30,8 @@ def test_a_difference_names_the_fact_the_values_and_the_ranks() -> None:
     assert "number of samples is 10 on ranks 0, 2, 12 on rank 1" in message
     assert "presharded=True" in message
     assert "same data" in message
+    places = [message.index(f"{name}(") for name in re.findall(r"[\w.]+(?=\()", REMEDIES)]
+    assert places[0] == message.index("keras.utils.set_random_seed(1)") == min(places)
 
 
 def test_a_missing_leaf_is_a_difference() -> None:

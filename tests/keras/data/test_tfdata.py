@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
+from hvdtrain.keras.data import ShardPlan, shard_input
 from hvdtrain.keras.data.data_position import Position
 from tests.keras.data.ranks import flat, joint, on_ranks, read, shard_on_ranks
 
@@ -209,8 +210,6 @@ def test_other_length_or_type_on_a_rank() -> None:
 
 def _read_and_verify(make, consume):
     """What ``verify`` raises on each of two ranks after ``consume(share)``."""
-    from hvdtrain.keras.data import ShardPlan, shard_input
-
     def run(collectives):
         plan = ShardPlan(rank=collectives.rank, size=2, seed=0, collectives=collectives)
         share = shard_input(make(collectives.rank), plan=plan)
@@ -266,13 +265,99 @@ def test_order_is_deterministic_though_the_pipeline_asks_otherwise() -> None:
     assert shard_on_ranks(2, make)[0].dataset.options().deterministic
 
 
-def test_who_asks_for_autotuning_gets_it() -> None:
-    def make(_: int) -> Dataset:
-        options = tf.data.Options()
-        options.autotune.enabled = True
-        return _ids(10, 2).with_options(options)
+@pytest.mark.parametrize(
+    ("name", "value"), [("enabled", True), ("enabled", False), ("cpu_budget", 3)]
+)
+def test_options_of_the_pipeline_are_kept(name: str, value: bool | int) -> None:
+    options = tf.data.Options()
+    setattr(options.autotune, name, value)
+    options.threading.private_threadpool_size = 2
 
-    assert shard_on_ranks(2, make)[0].dataset.options().autotune.enabled
+    given = [_ids(10, 2).with_options(options) for _ in range(2)]
+    kept = shard_on_ranks(2, lambda rank: given[rank])[0].dataset.options()
+    assert (kept.autotune, kept.threading) == (options.autotune, options.threading)
+    assert given[0].options().autotune == options.autotune
+
+
+def test_without_options_autotuning_is_off() -> None:
+    assert shard_on_ranks(2, lambda _: _ids(10, 2))[0].dataset.options().autotune.enabled is False
+
+
+def _nested(change):
+    return lambda d: Dataset.range(1).flat_map(lambda _: change(d))
+
+
+_UNORDERED = {
+    "ParallelInterleave": lambda d: d.interleave(
+        Dataset.from_tensors, num_parallel_calls=2, deterministic=False
+    ),
+    "ParallelMap": lambda d: d.map(lambda x: x, num_parallel_calls=2, deterministic=False),
+    "ParallelBatch": lambda d: d.batch(2, num_parallel_calls=2, deterministic=False).unbatch(),
+}
+
+
+@pytest.mark.parametrize("kind", _UNORDERED)
+@pytest.mark.parametrize("place", ["outside", "in a function"])
+def test_an_unordered_pipeline_is_refused(kind: str, place: str) -> None:
+    change = _UNORDERED[kind] if place == "outside" else _nested(_UNORDERED[kind])
+
+    def make(rank: int) -> Dataset:
+        return change(Dataset.range(8)).batch(2)
+
+    with pytest.raises(DataError, match=rf"deterministic=False in .*{kind}.*presharded=True"):
+        shard_on_ranks(2, make)
+    shard_on_ranks(1, make)
+    shard_on_ranks(
+        2, lambda r: make(r).apply(tf.data.experimental.assert_cardinality(4)), presharded=True
+    )
+
+
+@pytest.mark.parametrize("deterministic", [None, True])
+def test_an_ordered_parallel_pipeline_gives_every_sample_once(deterministic) -> None:
+    options = tf.data.Options()
+    options.deterministic = False
+
+    def make(_: int) -> Dataset:
+        parallel = {"num_parallel_calls": 2, "deterministic": deterministic}
+        numbers = Dataset.range(40).interleave(lambda x: Dataset.from_tensors(x), **parallel)
+        return numbers.map(lambda x: x, **parallel).batch(3).with_options(options)
+
+    assert flat(joint(shard_on_ranks(2, make))) == list(range(40))
+
+
+@pytest.mark.parametrize("place", ["outside", "in a function"])
+@pytest.mark.parametrize("presharded", [False, True])
+def test_ranks_must_not_write_one_cache_file(tmp_path, place: str, presharded: bool) -> None:
+    def make(path) -> Dataset:
+        change = lambda d: d.cache(str(path))  # noqa: E731
+        cached = (change if place == "outside" else _nested(change))(Dataset.range(8))
+        return cached.apply(tf.data.experimental.assert_cardinality(8)).batch(2)
+
+    shared = tmp_path / "shared"
+    results = on_ranks(
+        2,
+        lambda ranks: shard_input(
+            make(shared),
+            plan=ShardPlan(
+                rank=ranks.rank, size=2, seed=0, collectives=ranks, presharded=presharded
+            ),
+        ),
+    )
+    for result in results:
+        with pytest.raises(DataError, match=rf"got {shared} on ranks 0, 1.*hvdtrain\.rank"):
+            raise result
+    shares = shard_on_ranks(2, lambda rank: make(tmp_path / str(rank)), presharded=presharded)
+    expected = [i for i in range(8) for _ in range(1 + presharded)]
+    for _ in range(2):  # the second pass reads the files
+        assert sorted(flat(joint(shares))) == expected
+    assert len(list(tmp_path.glob("[01].index"))) == 2
+
+
+def test_ranks_may_read_one_complete_cache_file(tmp_path) -> None:
+    path = str(tmp_path / "complete")
+    assert len(list(Dataset.range(8).cache(path))) == 8
+    shares = shard_on_ranks(2, lambda _: Dataset.range(8).cache(path).batch(2))
+    assert flat(joint(shares)) == list(range(8))
 
 
 def test_whole_passes_share_one_graph() -> None:
