@@ -300,7 +300,7 @@ def function_graphs(dataset: Any) -> list[Any]:
 
 def cache_file(dataset: Any) -> str:
     """Return the file name of a ``Dataset.cache``; empty for a cache in memory or another kind."""
-    name = getattr(dataset, "_filename", None)
+    name: Any = getattr(dataset, "_filename", None)
     if type(dataset).__name__.lstrip("_") != "CacheDataset" or not tf.is_tensor(name):
         return ""
     return name.numpy().decode()

@@ -69,8 +69,8 @@ def _refuse_shared_files(reports: Sequence[InputReport]) -> None:
         if len(ranks) > 1:
             raise DataError(
                 f"The file of Dataset.cache must differ between ranks, got {path} on "
-                f"{_ranks(ranks)}; use a file per rank, .cache(f\"{path}-{{hvdtrain.rank()}}\"), or "
-                "cache in memory, .cache()."
+                f'{_ranks(ranks)}; use a file per rank, .cache(f"{path}-{{hvdtrain.rank()}}"), '
+                "or cache in memory, .cache()."
             )
 
 

@@ -210,6 +210,7 @@ def test_other_length_or_type_on_a_rank() -> None:
 
 def _read_and_verify(make, consume):
     """What ``verify`` raises on each of two ranks after ``consume(share)``."""
+
     def run(collectives):
         plan = ShardPlan(rank=collectives.rank, size=2, seed=0, collectives=collectives)
         share = shard_input(make(collectives.rank), plan=plan)
