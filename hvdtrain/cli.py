@@ -1,9 +1,9 @@
 """The command ``hvdtrain``: finds the subcommand's module, lets it declare its arguments, runs it.
 
 A subcommand is a module with ``add_arguments(parser)`` and ``run(arguments) -> int``, named in
-``COMMANDS``; with ``arguments_of_file(arguments)`` it takes more of them from a file. What was
-typed is in ``arguments.argv``. Only the one that was asked for is imported, so that starting a job
-loads nothing that it doesn't need.
+``COMMANDS``; with ``with_files(options)`` it replaces options that name files by what these hold.
+The words that were parsed are in ``arguments.argv``. Only the one that was asked for is imported,
+so that starting a job loads nothing that it doesn't need.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ def _run_command(argv: list[str]) -> int:
         show("info", who=f"hvdtrain {arguments.command}: ")
         _check_folder()
         module = importlib.import_module(COMMANDS[arguments.command][0])
-        if hasattr(module, "arguments_of_file"):
-            from_file = module.arguments_of_file(arguments)
-            arguments = parser.parse_args([argv[0], *from_file, *argv[1:]])
+        if hasattr(module, "with_files"):
+            at = len(argv) - len(arguments.program)
+            argv = [argv[0], *module.with_files(argv[1:at]), *argv[at:]]
+            arguments = parser.parse_args(argv)
         arguments.argv = argv[1:]
         return int(module.run(arguments))
     except SystemExit as end:

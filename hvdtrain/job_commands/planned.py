@@ -9,10 +9,11 @@ from typing import NamedTuple, NoReturn
 
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.jobs.backends import backend_of
-from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.naming import split_backend
+from hvdtrain.jobs.spec import Backend, JobSpec
 from hvdtrain.launch import cli as launch
 
-__all__ = ["Planned", "planned"]
+__all__ = ["Planned", "changes_of", "planned"]
 
 
 class Planned(NamedTuple):
@@ -25,6 +26,18 @@ class Planned(NamedTuple):
 
     ranks: int | None
     plan: str
+
+
+def changes_of(arguments: argparse.Namespace) -> tuple[list[str], Backend | None]:
+    """Return the changes that are asked for, as ``split_backend`` returns them.
+
+    Raises:
+        ConfigurationError: A file of options can't be read.
+    """
+    words: list[str] = arguments.changes
+    before = arguments.argv[: len(arguments.argv) - len(words)]
+    # argparse takes it away where it stands first.
+    return split_backend(launch.with_files(["--", *words] if before[-1:] == ["--"] else words))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from hvdtrain.job_commands.planned import planned
-from hvdtrain.jobs.naming import add_changes, add_name, changes_of, named_job
+from hvdtrain.job_commands.planned import changes_of, planned
+from hvdtrain.jobs.naming import add_changes, add_name, named_job
 from hvdtrain.jobs.spec import secret_values, with_changes
 from hvdtrain.jobs.submission import start_again
 

@@ -14,9 +14,9 @@ from hvdtrain.jobs.spec import LOCAL, secret_values
 from hvdtrain.jobs.submission import submit_job
 from hvdtrain.launch import cli as launch
 
-__all__ = ["add_arguments", "arguments_of_file", "run"]
+__all__ = ["add_arguments", "run", "with_files"]
 
-arguments_of_file = launch.arguments_of_file
+with_files = launch.with_files
 _EPILOG = """\
 The job waits until as many slots are free as it has ranks: a GPU each, or where there is none a
 core. It runs in the background, whatever becomes of this terminal; hvdtrain jobs, show, logs -f,

@@ -18,7 +18,6 @@ __all__ = [
     "add_changes",
     "add_jobs_dir",
     "add_name",
-    "changes_of",
     "directory_of",
     "named_job",
     "split_backend",
@@ -93,14 +92,6 @@ def split_backend(words: Sequence[str]) -> tuple[list[str], Backend | None]:
     elif found.on == "kubernetes" or found.pod_words:
         backend = Backend("kubernetes", tuple(found.pod_words or ()))
     return [*rest, *words[at:]], backend
-
-
-def changes_of(arguments: argparse.Namespace) -> tuple[list[str], Backend | None]:
-    """Return the changes that are asked for, as ``split_backend`` returns them."""
-    words: list[str] = arguments.changes
-    before = arguments.argv[: len(arguments.argv) - len(words)]
-    # argparse takes it away where it stands first.
-    return split_backend(["--", *words] if before[-1:] == ["--"] else words)
 
 
 def directory_of(arguments: argparse.Namespace) -> Path:

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hvdtrain.agent.agent_environment import BIND
@@ -20,15 +19,16 @@ from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.jobs.folder import JOBS_DIR
 from hvdtrain.jobs.naming import add_jobs_dir
 from hvdtrain.jobs.spec import JobSpec, make_spec
+from hvdtrain.launch import option_files
 from hvdtrain.launch.horovod_flags import add_horovod_flags, note_on
 from hvdtrain.launch.host_arguments import TF_CONFIG, add_cluster, add_where, named_cluster
-from hvdtrain.launch.option_files import read_horovod_file, read_job_file
 from hvdtrain.launch.rank_variables import network_variables
 from hvdtrain.launch.standard_input import reads_code_from_stdin
 from hvdtrain.log import show
 
-__all__ = ["add_arguments", "arguments_of_file", "program_of", "run", "spec_of"]
+__all__ = ["add_arguments", "program_of", "run", "spec_of", "with_files"]
 
+with_files = option_files.with_files
 logger = logging.getLogger(__package__)
 
 # A hang is told shortly before ranks give up waiting for each other, while all can say where they
@@ -125,16 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the same as --non-finite error",
     )
     add_horovod_flags(parser)
-
-
-def arguments_of_file(arguments: argparse.Namespace) -> list[str]:
-    """Read the files that ``--config-file`` and ``--config`` name; return them as arguments.
-
-    Raises:
-        ConfigurationError: One can't be read.
-    """
-    horovods = read_horovod_file(Path(arguments.config_file)) if arguments.config_file else []
-    return [*horovods, *(read_job_file(Path(arguments.config)) if arguments.config else [])]
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["read_horovod_file", "read_job_file"]
+__all__ = ["read_horovod_file", "read_job_file", "with_files"]
 
 # Short names that people know from the command line.
 _SHORT = {"np": "num-proc", "H": "hosts", "x": "env"}
@@ -33,6 +35,25 @@ _SECTIONS = {
 }
 # Where "--no-" before the flag is not its opposite.
 _OPPOSITES = {"--log-with-timestamp": "--log-without-timestamp"}
+
+
+def with_files(options: Sequence[str]) -> list[str]:
+    """Replace ``--config-file`` and ``--config`` by the options in those files, which come first.
+
+    So options that were typed win, and whoever runs the job needs no file. What stands behind
+    ``--`` is left alone.
+
+    Raises:
+        ConfigurationError: A file can't be read.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-file", type=Path)
+    parser.add_argument("--config", type=Path)
+    at = list(options).index("--") if "--" in options else len(options)
+    named, rest = parser.parse_known_args(options[:at])
+    horovods = read_horovod_file(named.config_file) if named.config_file else []
+    own = read_job_file(named.config) if named.config else []
+    return [*horovods, *own, *rest, *options[at:]]
 
 
 def read_job_file(path: Path) -> list[str]:

@@ -9,7 +9,8 @@ import pytest
 
 from hvdtrain.cli import main
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.launch.option_files import read_horovod_file, read_job_file
+from hvdtrain.jobs.kubernetes.ssh_keys import make_keys
+from hvdtrain.launch.option_files import read_horovod_file, read_job_file, with_files
 
 
 def read(folder: Path, text: str) -> list[str]:
@@ -113,6 +114,45 @@ def test_flags_win_over_the_file_and_the_file_over_the_environment(
     names = ("DATA", "TOKEN", "HVDTRAIN_TIMEOUT_S", "HVDTRAIN_LOG_LEVEL")
     assert [environ[name] for name in names] == ["/file", "flag", "30", "debug"]
     assert os.environ["DATA"] == "/environment"
+
+
+def test_options_of_a_file_come_before_those_that_were_typed(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("np = 8\non = 'slurm'")
+    words = ["-x", "A=b c", "--config", str(path), "-np", "3", "--", "python", "--config", "own"]
+    expected = ["--num-proc=8", "--on=slurm", "-x", "A=b c", "-np", "3", "--"]
+    assert with_files(words) == [*expected, "python", "--config", "own"]
+    assert with_files([f"--config={path}"]) == ["--num-proc=8", "--on=slurm"]
+
+
+PLANS = {
+    "local": ("local", " -np 2 "),
+    "slurm": ("slurm", " --ntasks=2 "),
+    "kubernetes": ("kubernetes", "replicas: 2"),
+}
+
+
+@pytest.mark.parametrize(("kind", "told"), PLANS.values(), ids=PLANS)
+def test_who_runs_a_job_gets_the_options_of_its_file(
+    kind: str,
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("np = 2\ngrace-s = 20\noversubscribe = true\n[env]\nMY_TOKEN = 'hunter2'")
+    typed = ["--num-proc=2", "--grace-s=20", "--oversubscribe", "--env=MY_TOKEN=hunter2"]
+    keys = make_keys()
+    monkeypatch.setattr("hvdtrain.jobs.kubernetes.pod_backend.make_keys", lambda: keys)
+    backend = ["--on", kind, *(["--image=i"] if kind == "kubernetes" else [])]
+    shown = []
+    for options in (["--config", str(path)], typed):
+        argv = ["submit", *options, *backend, "--jobs-dir", str(tmp_path), "--dry-run", "true"]
+        assert main(argv) == 0
+        shown.append(capsys.readouterr().out)
+    assert told in shown[0]
+    assert shown[0] == shown[1]
 
 
 def test_a_dry_run_shows_what_file_and_flags_come_to(
