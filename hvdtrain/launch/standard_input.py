@@ -20,7 +20,7 @@ def reads_code_from_stdin(program: Sequence[str]) -> bool:
     is_shell = _SHELL.fullmatch(name) is not None
     if not is_shell and not _PYTHON.fullmatch(name):
         return False
-    # Letters of options that bring code or ask for a text, and of those that take a value.
+    # Option letters that replace the script or print something, and option letters with a value.
     without_script, with_value = ("c", "oO") if is_shell else ("cmhV?", "WX")
     reads = False
     while words and words[0] not in ("-", "--") and words[0].startswith(("-", "+")):
@@ -35,7 +35,7 @@ def reads_code_from_stdin(program: Sequence[str]) -> bool:
                 return False
             reads |= is_shell and letter == "s"
             if letter in with_value:
-                # Python takes the rest of the word as the value, if there is any.
+                # Python takes the rest of the word as the value, unless it is empty.
                 del words[: is_shell or end == len(option)]
                 if not is_shell:
                     break

@@ -150,7 +150,9 @@ def test_a_job_that_is_lost_starts_again_where_it_was(commands: Commands) -> Non
     assert "[0] words" in log
     assert "hvdtrain run: rank 0 on " in log
     for again in ("restart", "clone"):
-        assert "standard input" in commands.run(again, name, "--", "bash", "-s", code=2)
+        for where in ("local", "slurm"):
+            words = ("--on", where, "--", "bash", "-s")
+            assert "standard input" in commands.run(again, name, *words, code=2)
     clone = commands.run("clone", name, "--", *program("print(rank + 7)")).strip()
     commands.until(clone, "done")
     assert commands.run("logs", clone) == "[0] 7\n"
