@@ -19,6 +19,10 @@ NEW = "hvdtrain"
 
 # The module of `from ... import` has no place in the tree; only blanks can stand before it.
 _FROM = re.compile(r"from(?:[ \t\f]|\\(?:\r\n|\r|\n))+(?=horovod\b)")
+# Functions that take the name of a module as a string.
+_IMPORTERS = {"__import__", "find_spec", "import_module", "importorskip"}
+_MODULE = re.compile(r"horovod(?:\.\w*)*")
+_IMPORT_LINE = re.compile(r"^\s*(?:import|from)\s+horovod\b", re.MULTILINE)
 
 
 @dataclass
@@ -56,6 +60,7 @@ def move_imports(source: ScriptSource, names: Names) -> tuple[set[int], list[Fin
                 _move_alias(moves, alias)
     for bound, aliases in whole.items():
         _move_whole(moves, names, bound, aliases)
+    _leave_strings(moves, names)
     return moves.places, moves.findings
 
 
@@ -92,7 +97,7 @@ def _move_whole(moves: _Moves, names: Names, bound: str, imports: Sequence[ast.a
             )
         return
     uses = [use for use in names.uses if use.root.id == bound]
-    left = [use for use in uses if not _is_offered(use)]
+    left = [use for use in uses if not _is_offered(_dotted(use))]
     for use in left:
         if why_gone(_dotted(use)) is None:
             moves.leave(use.line, _not_offered(_dotted(use)))
@@ -113,13 +118,36 @@ def _move_whole(moves: _Moves, names: Names, bound: str, imports: Sequence[ast.a
                 moves.move(use.root)
 
 
+def _leave_strings(moves: _Moves, names: Names) -> None:
+    """Report ``importlib.import_module("horovod.keras")``, and code in strings."""
+    called = {name for use in names.uses for name in (use.written, *names.meanings_of(use))}
+    imports_by_name = any(name.rpartition(".")[2] in _IMPORTERS for name in called)
+    tree = moves.source.tree
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        name = node.value
+        if imports_by_name and _MODULE.fullmatch(name):
+            moves.leave(node.lineno, _by_hand(name))
+        elif _IMPORT_LINE.search(name) and node not in docstrings:
+            moves.leave(node.lineno, f"a string imports {OLD}; write {NEW} in it by hand")
+
+
+def _by_hand(name: str) -> str:
+    if name.strip(".") != OLD and not _is_offered(name):
+        return _not_offered(name)
+    new = name.replace(OLD, NEW, 1)
+    return f"{name!r} is a string and stays; where it names a module write {new!r} by hand"
+
+
 def _is_old(module: str) -> bool:
     return module == OLD or module.startswith(f"{OLD}.")
 
 
-def _is_offered(use: Use) -> bool:
-    """Whether a use of the package begins with a module that hvdtrain has, too."""
-    return any(f"{_dotted(use)}.".startswith(f"{module}.") for module in OFFERED_MODULES)
+def _is_offered(name: str) -> bool:
+    """Return whether a dotted name begins with a module that hvdtrain has, too."""
+    return any(f"{name}.".startswith(f"{module}.") for module in OFFERED_MODULES)
 
 
 def _dotted(use: Use) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -18,10 +19,21 @@ def read(path: Path) -> bytes:
     """Read the bytes of a script.
 
     Raises:
-        ConfigurationError: It can't be read.
+        ConfigurationError: It can't be read, or isn't a script.
     """
+    if path.suffix.lower() == ".ipynb":
+        quoted = shlex.quote(str(path))
+        raise ConfigurationError(
+            f"it is a notebook; write it as a script (jupyter nbconvert --to script {quoted}), and "
+            "migrate that"
+        )
     try:
         return path.read_bytes()
+    except IsADirectoryError as error:
+        raise ConfigurationError(
+            f"it can't be read: {error.strerror}; name the scripts in it, and write its notebooks "
+            "(.ipynb) as scripts first: jupyter nbconvert --to script"
+        ) from None
     except OSError as error:
         raise ConfigurationError(f"it can't be read: {error.strerror}") from None
 

@@ -216,9 +216,36 @@ d = f"""
   {horovod.keras.rank()}"
 '''
 
+_DYNAMIC = """\
+\'\'\'Takes the place of
+import horovod.keras as hvd
+\'\'\'
+import importlib
+from importlib import import_module as load
+
+hvd = importlib.import_module("horovod.tensorflow.keras")
+package = __import__('horovod')
+torch = load("horovod.torch")
+NAME = "horovod.keras"
+other = load(f"horovod.{package}")
+print("horovod is here", "horovod.keras is")
+exec("if True:\\n    import horovod.keras as hvd")
+"""
+
 _RUN = "not offered by hvdtrain; start the script with hvdtrain run"
 
 SCRIPTS: dict[str, Script] = {
+    "dynamic": Script(
+        text=_DYNAMIC,
+        left={
+            7: "where it names a module write 'hvdtrain.tensorflow.keras' by hand",
+            8: "'horovod' is a string and stays; where it names a module write 'hvdtrain' by hand",
+            9: "horovod.torch is not offered by hvdtrain; hvdtrain trains Keras models on",
+            10: "write 'hvdtrain.keras' by hand",
+            11: "'horovod.' is a string and stays; where it names a module write 'hvdtrain.' by",
+            13: "a string imports horovod; write hvdtrain in it by hand",
+        },
+    ),
     "loop": Script(
         text=_LOOP,
         changed=(6,),

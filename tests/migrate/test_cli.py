@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -136,10 +137,26 @@ def test_all_unusable_files_are_told_and_none_is_written(
     shown = capsys.readouterr()
     assert "old.py: line 2 isn't Python 3: " in shown.err
     assert "none.py: it can't be read: No such file or directory" in shown.err
-    assert ".: it can't be read: Is a directory" in shown.err
+    assert ".: it can't be read: Is a directory; name the scripts in it" in shown.err
+    assert "notebooks (.ipynb) as scripts first: jupyter nbconvert --to script" in shown.err
     assert shown.out == ""
     assert names(folder) == ["old.py", "train.py"]
     assert (folder / "train.py").read_text() == OLD
+
+
+@pytest.mark.parametrize("options", [[], ["--write"]])
+def test_a_notebook_is_an_error_that_names_the_way(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    cell = {"cell_type": "code", "metadata": {}, "outputs": [], "source": [OLD]}
+    text = json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+    (folder / "my model.ipynb").write_text(text)
+    assert main(["migrate", *options, "my model.ipynb"]) == 2
+    shown = capsys.readouterr()
+    assert "is a notebook" in shown.err
+    assert "jupyter nbconvert --to script 'my model.ipynb'" in shown.err
+    assert shown.out == ""
+    assert (folder / "my model.ipynb").read_text() == text
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(
