@@ -107,20 +107,31 @@ class WarmUp(keras.callbacks.Callback):
     Args:
         initial: The learning rate to start from.
         epochs: In how many epochs the optimizer's own rate is reached; above 0.
+        steps_per_epoch: How many joint steps an epoch has, for data whose length is not known;
+            ignored where ``fit`` knows it.
 
     Raises:
-        ModelError: When training begins, if the optimizer follows a schedule.
+        ModelError: When training begins, if the optimizer follows a schedule, or if it is not
+            known how many steps an epoch has.
     """
 
-    def __init__(self, *, initial: float, epochs: float = 5) -> None:
+    def __init__(
+        self, *, initial: float, epochs: float = 5, steps_per_epoch: int | None = None
+    ) -> None:
         super().__init__()
         if not epochs > 0 or not initial >= 0:
             raise ModelError(
                 f"WarmUp takes epochs above 0 and an initial rate of at least 0; received "
                 f"epochs={epochs}, initial={initial}."
             )
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise ModelError(
+                f"WarmUp takes steps_per_epoch of at least 1, got {steps_per_epoch}; pass the "
+                "number of joint steps in an epoch."
+            )
         self._initial = initial
         self._epochs = epochs
+        self._given_steps = steps_per_epoch
         self._target = 0.0
         self._epoch = 0
 
@@ -139,6 +150,11 @@ class WarmUp(keras.callbacks.Callback):
                 "Use a schedule that warms up, as keras.optimizers.schedules.CosineDecay can, or a "
                 "plain number."
             )
+        if self._steps() is None:
+            raise ModelError(
+                "WarmUp raises the rate in each step of an epoch, and the length of this data is "
+                "not known; pass steps_per_epoch to WarmUp, or to fit with data that repeats."
+            )
         self._target = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
     def follow(self, change: Change) -> None:
@@ -150,9 +166,13 @@ class WarmUp(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        steps = (self.params or {}).get("steps") or 1
-        done = (self._epoch + batch / steps) / self._epochs
+        steps = self._steps() or 1
+        done = (self._epoch + min(batch / steps, 1.0)) / self._epochs
         if done < 1 + 1 / steps:
             share = min(done, 1.0)
             rate = self._initial + share * (self._target - self._initial)
             optimizers_of(self.model)[0].learning_rate = rate
+
+    def _steps(self) -> int | None:
+        """Return how many steps an epoch has; None if that is not known."""
+        return (self.params or {}).get("steps") or self._given_steps

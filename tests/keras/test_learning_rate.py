@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.errors import ModelError
 from hvdtrain.keras import learning_rate
 from hvdtrain.keras.learning_rate import follow_saved, follow_size, prepare_to_follow
 from hvdtrain.keras.membership import Change
@@ -202,6 +203,31 @@ def test_warm_up_reaches_the_scaled_rate(world):
     assert rates[0] == pytest.approx(0.1)
     assert rates[4] == pytest.approx(0.15)
     assert rates[8:] == [pytest.approx(0.2)] * 4
+
+
+@pytest.mark.ranks(1, 2)
+def test_warm_up_on_data_of_unknown_length_asks_for_the_steps(world):
+    data = tf.data.Dataset.from_tensor_slices((X[:48], Y[:48])).filter(lambda x, y: True).batch(12)
+    steps = 4 // world.size()
+
+    def rates(**given: Any) -> list[float]:
+        model = classifier(optimizer=keras.optimizers.SGD(0.5))
+        world.distribute(model)
+        watch = Shrink(after=0)
+        warm_up = world.WarmUp(initial=0.1, epochs=2, **given)
+        model.fit(data, epochs=3, verbose=0, callbacks=[warm_up, watch])
+        return watch.rates
+
+    def ramp(length: int) -> list[float]:
+        done = [epoch + min(n / length, 1) for epoch in range(3) for n in range(steps)]
+        return [0.1 + min(share / 2, 1) * 0.4 for share in done]
+
+    with pytest.raises(ModelError, match="pass steps_per_epoch to WarmUp"):
+        rates()
+    assert rates(steps_per_epoch=steps) == pytest.approx(ramp(steps))
+    assert rates(steps_per_epoch=1) == pytest.approx(ramp(1))  # too few: it never falls
+    with pytest.raises(ModelError, match="at least 1, got 0"):
+        world.WarmUp(initial=0.1, steps_per_epoch=0)
 
 
 @pytest.mark.parametrize("follows", [True, False], ids=["scaled", "not scaled"])
