@@ -347,6 +347,7 @@ class FitLoop:
     def joint_results(self, logs: Any) -> Any:
         """Metrics of all ranks, at the end of an epoch or of an evaluation."""
         model, collectives = self._model, self._collectives
+        self._steps.additive.check(collectives)
         with joint_metrics(model, collectives):
             # Resumed after the last step of an epoch, there was no step that could return some.
             joint = self._results(logs or model.get_metrics_result())
@@ -419,6 +420,7 @@ class FitLoop:
             # A step of the user's own need not call the model, nor compute metrics, as Keras would.
             if not has_own(self._model, "train_step"):
                 raise
+        self._steps.additive.reset()
 
     def check_still_ours(self) -> None:
         """Check that the model was not compiled since it was distributed.

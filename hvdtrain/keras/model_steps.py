@@ -16,6 +16,7 @@ import tensorflow as tf
 from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
+from hvdtrain.keras.additive_metrics import AdditiveMetrics
 from hvdtrain.keras.batch_normalization import RowFlag
 from hvdtrain.keras.compute import Compute
 from hvdtrain.keras.compute.interface import BatchWeight, rows_of
@@ -55,6 +56,8 @@ class ModelSteps:
         self._flag = flag
         self.statistics = MovingStatistics(model, flag.layers)
         """What layers keep of their batches."""
+        self.additive = AdditiveMetrics(model)
+        """Finds metrics that ranks can't join."""
         self._member = world.collectives().member
         self._variables = [variable.path for variable in self._watched_variables]
         self._plain_train_step = model.train_step
@@ -83,6 +86,7 @@ class ModelSteps:
         try:
             with (
                 _counting_rows(self._model, share.rows),
+                self.additive.trying(),
                 self.statistics.moved_by(row_weight),
                 drawn_by(self._member),
             ):
@@ -100,7 +104,7 @@ class ModelSteps:
         rows, joint_rows = (
             (share.rows, share.joint_rows) if isinstance(data, Share) else (None, None)
         )
-        with _counting_rows(self._model, share.rows):
+        with _counting_rows(self._model, share.rows), self.additive.trying():
             return self._compute.test(share.batch, rows, joint_rows)
 
     def predict(self, data: Any) -> Any:

@@ -37,6 +37,9 @@ def joint_metrics(model: keras.Model, collectives: Collectives) -> Iterator[None
         totals = collectives.grouped_allreduce(values, op, name="metrics")
         for index, total in zip(indices, totals):
             variables[index].assign(total)
+    for variable, value in zip(variables, own):
+        if getattr(variable, "aggregation", "sum") == "only_first_replica":
+            variable.assign(collectives.broadcast(value, 0, name="metrics"))
     try:
         yield
     finally:

@@ -97,6 +97,7 @@ __all__ = [
     "own_non_trainable_variables",
     "own_trainable_variables",
     "pack_arrays",
+    "parts_of_metric",
     "rate_of",
     "reduction_axes",
     "refuse_extra",
@@ -268,6 +269,11 @@ def scaling_losses(factor: Callable[[str | None, Any], Any]) -> Iterator[None]:
 def loss_tracker(model: keras.Model) -> Any:
     """The metric ``loss``, or None."""
     return getattr(model, "_loss_tracker", None)
+
+
+def parts_of_metric(metric: Any) -> list[Any]:
+    """Return the metrics that a metric is made of: what ``compile`` was given, for its own."""
+    return list(getattr(metric, "metrics", None) or metric._metrics)
 
 
 def build_symbolically(model: keras.Model, batch_spec: Any) -> None:
