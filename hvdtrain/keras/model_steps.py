@@ -77,8 +77,7 @@ class ModelSteps:
         if self._elastic and isinstance(data, Share):
             tf.numpy_function(self._contributions.begin_step, [], [])
         share = self._share_of(data)
-        counts = self._counts(share)
-        row_weight = self._weights.weight(share.rows, counts.joint_rows, sums=False)
+        counts, row_weight = self._counts(share)
         self._flag.set(share.rows)
         self.rows.assign(tf.cast(share.rows, tf.int64))
         self.samples.assign_add(self.rows.value)
@@ -144,7 +143,8 @@ class ModelSteps:
         ):
             return self._plain_train_step(share.batch)
 
-    def _counts(self, share: Share) -> BatchWeight:
+    def _counts(self, share: Share) -> tuple[BatchWeight, tf.Tensor]:
+        """Return the weight of the loss, and that of the rows if they were averaged."""
         sums = are_sums(self._model)
         if self._elastic and sums and self._model.losses:
             raise ModelError(
@@ -153,8 +153,10 @@ class ModelSteps:
                 "--max-restarts in place of --elastic."
             )
         joint_rows = self._weights.joint_rows(share.rows, share.joint_rows, sums)
+        row_weight = self._weights.weight(share.rows, joint_rows, sums=False)
+        # The last call decides what the step contributes to an average of weights.
         weight = self._weights.weight(share.rows, joint_rows, sums)
-        return BatchWeight(share.rows, joint_rows, weight)
+        return BatchWeight(share.rows, joint_rows, weight), row_weight
 
     def _share_of(self, data: Any) -> Share:
         if isinstance(data, Share):
