@@ -173,6 +173,7 @@ class _Progress(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._epochs.input_wait.tell()
+        self._learned.end_epoch(self._epochs.step)
         report.phase("end of an epoch")
 
     def _total_steps(self, done: int) -> int | None:
@@ -195,6 +196,7 @@ class _Learned:
         self._samples = 0.0
         self._rows_per_step = 0.0
         self._step: int | None = None
+        self._loss = 0.0
         self._before = LossSoFar()
 
     def is_due(self) -> bool:
@@ -217,7 +219,14 @@ class _Learned:
         if self._step is None:
             self._step = step - steps
         self._count(step)
-        report.learned(self._samples, (self._before.loss_sum - before.loss_sum) / rows)
+        self._loss = (self._before.loss_sum - before.loss_sum) / rows
+        report.learned(self._samples, self._loss)
+
+    def end_epoch(self, step: int) -> None:
+        """Report the samples of the steps since the last reading, without reading again."""
+        if self._step is not None:
+            self._count(step)
+            report.learned(self._samples, self._loss)
 
     def _count(self, step: int) -> None:
         if self._step is not None:

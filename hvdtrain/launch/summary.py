@@ -20,7 +20,7 @@ def goodput(history: Sequence[Outcome], wall_s: float) -> dict[str, float]:
     ``kept`` is what went into steps that nothing undid: training without what came after the last
     checkpoint of an attempt that failed, which is ``lost``, and without what ranks waited
     meanwhile, on the average: for each other, which is ``waiting``, and for their data, which is
-    ``input``. ``restarts`` is the time between attempts.
+    ``input``. ``restarts`` is the time between attempts; with one attempt the rest is ``start``.
     """
     seconds: dict[str, float] = defaultdict(float, kept=0.0)
     for outcome in history:
@@ -29,7 +29,8 @@ def goodput(history: Sequence[Outcome], wall_s: float) -> dict[str, float]:
                 seconds[kind] += taken_s
         for kind, taken_s in _parts_of_training(outcome):
             seconds[kind] += taken_s
-    seconds["restarts"] = max(0.0, wall_s - sum(seconds.values()))
+    between = "restarts" if len(history) > 1 else "start"
+    seconds[between] += max(0.0, wall_s - sum(seconds.values()))
     total_s = max(sum(seconds.values()), 1e-9)
     return {kind: taken_s / total_s for kind, taken_s in seconds.items()}
 

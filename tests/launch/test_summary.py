@@ -79,6 +79,11 @@ def test_no_more_is_lost_than_was_trained() -> None:
     assert parts["lost"] == pytest.approx(3 / 60)
 
 
+def test_one_attempt_has_no_restarts() -> None:
+    parts = goodput([Outcome(code=0, cause="done", phases={"start": 5.0, "training": 3.0})], 10.0)
+    assert parts == pytest.approx({"kept": 0.3, "start": 0.7})
+
+
 def test_three_lines_say_it() -> None:
     assert summarise([FAILED, DONE], 130.0) == [
         "220 steps in 2 min 10 s; 2 steps/s, 128 samples/s in training",
