@@ -164,3 +164,15 @@ def test_the_last_step_is_told_from_the_first(world, monkeypatch, tmp_path):
     runs.run(world, lambda: runs.model_of([]), fit(), seed=1)
     assert set(told) == {18}
     assert len(told) >= 18
+
+
+@pytest.mark.ranks(2)
+def test_all_samples_of_a_short_training_are_reported(world, monkeypatch):
+    """Even after the last reading of the loss, which happens once a second."""
+    told = []
+    monkeypatch.setattr(report, "learned", lambda samples, loss: told.append(samples))
+    monkeypatch.setattr(report, "is_heard", lambda: True)
+    model = linear()
+    world.distribute(model)
+    model.fit(X[:48], Y[:48], batch_size=12 // world.size(), epochs=2, verbose=0)
+    assert told[-1:] == ([96.0] if world.is_chief() else [])
