@@ -177,7 +177,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def _rate(self) -> float:
         (first, *_) = plain_optimizers(self.model.optimizer)
-        return float(keras.ops.convert_to_numpy(first.learning_rate))
+        return float(keras.ops.convert_to_tensor(first.learning_rate))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):

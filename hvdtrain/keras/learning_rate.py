@@ -155,7 +155,7 @@ class WarmUp(keras.callbacks.Callback):
                 "WarmUp raises the rate in each step of an epoch, and the length of this data is "
                 "not known; pass steps_per_epoch to WarmUp, or to fit with data that repeats."
             )
-        self._target = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        self._target = float(keras.ops.convert_to_tensor(optimizer.learning_rate))
 
     def follow(self, change: Change) -> None:
         """Aim at the rate of the ranks that are left, where the program has scaled it."""

@@ -41,4 +41,4 @@ class LossSoFar:
 
 def number_of(variable: Any) -> float:
     """The value of a variable of one element."""
-    return float(keras.ops.convert_to_numpy(variable))
+    return float(keras.ops.convert_to_tensor(variable))

@@ -62,7 +62,7 @@ class VariableTable:
     @property
     def learning_rate(self) -> float:
         """The rate of the next update. Setting it raises TypeError where a schedule decides."""
-        return float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
+        return float(keras.ops.convert_to_tensor(self._optimizer.learning_rate))
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
