@@ -72,7 +72,7 @@ def test_a_launcher_that_is_stopped(start_job: Callable[..., StartedJob], tmp_pa
 def test_a_launcher_that_is_stopped_while_ranks_start(
     start_job: Callable[..., StartedJob],
 ) -> None:
-    job = start_job("-np", "2", "--start-timeout-s", "5", body="print('fine')")
+    job = start_job("-np", "2", "--start-timeout-s", "8", body="print('fine')")
     deadline = time.monotonic() + 60
     while len(job.left()) < 2:
         assert time.monotonic() < deadline
