@@ -19,8 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from hvdtrain.agent.agent_environment import JOB, parse_addresses
-from hvdtrain.agent.messages import Decoder, connect, encode, receive
+from hvdtrain.agent.messages import JOB, Decoder, connect, encode, parse_addresses, receive
 from hvdtrain.config import LAUNCHER
 
 RANKS_PER_HOST = 8

@@ -23,7 +23,7 @@ import threading
 import time
 from pathlib import Path
 
-from hvdtrain.agent.agent_environment import JOB, format_addresses
+from hvdtrain.agent.messages import JOB, format_addresses
 from hvdtrain.config import LAUNCHER
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.recorder import JobRecorder

@@ -249,6 +249,29 @@ def test_importing_loads_neither_tensorflow_nor_mpi(module: str, run_command) ->
     assert (done.returncode, done.stdout) == (0, "[]\n"), done
 
 
+# How many modules of hvdtrain `hvdtrain run` may load for a recorded job of two ranks on this host,
+# from argv to the exit code. A package whose __init__ holds only a docstring doesn't count.
+MOST_LAUNCHER_MODULES = 67
+
+
+def test_hvdtrain_run_loads_few_modules(run_command, tmp_path: Path) -> None:
+    program = f"""
+import sys
+from hvdtrain.cli import main
+code = main(["run", "-np", "2", "--jobs-dir", {str(tmp_path / "jobs")!r}, "--", "true"])
+print(code, *sorted(sys.modules))
+"""
+    done = run_command([sys.executable, "-c", program])
+    code, *loaded = done.stdout.split()
+    assert code == "0", done
+    ours = [name for name in loaded if name in NAMES and len(_tree(NAMES[name]).body) > 1]
+    assert len(ours) <= MOST_LAUNCHER_MODULES, ours
+    packages = {name.partition(".")[0] for name in loaded}
+    assert not packages & {"yaml", "psutil", "kubernetes", "tensorflow", "keras", "numpy"}
+    assert not [name for name in ours if name.startswith("hvdtrain.jobs.kubernetes")]
+    assert (tmp_path / "jobs").exists(), "the job was not recorded"
+
+
 def test_what_hvdtrain_starts_in_python_imports_nothing_from_the_users_folder() -> None:
     started = 0
     for path in MODULES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from hvdtrain.agent.agent_environment import BIND
+from hvdtrain.agent.messages import BIND
 from hvdtrain.cluster.placement import share_of_cores
 from hvdtrain.cluster.topology import Topology
 

@@ -1,4 +1,4 @@
-"""The protocol between launcher and agents: one JSON object a line over TCP.
+"""The protocol between launcher and agents: variables, and one JSON object a line over TCP.
 
 An agent begins with ``hello``; then it sends ``line``, ``status``, ``report``, ``failure`` and
 ``told`` as they come, and at last ``end``, with what the kernel killed where the program failed.
@@ -19,9 +19,30 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from hvdtrain.config import LAUNCHER
 from hvdtrain.errors import LaunchError
 
-__all__ = ["Decoder", "connect", "encode", "keep_alive", "receive"]
+__all__ = [
+    "ATTEMPT",
+    "BIND",
+    "JOB",
+    "OUTPUT_DIR",
+    "Decoder",
+    "connect",
+    "encode",
+    "format_addresses",
+    "keep_alive",
+    "parse_addresses",
+    "receive",
+]
+
+# A random word that only this job knows.
+JOB = "HVDTRAIN_JOB"
+# 0 leaves the ranks to the scheduler, on all cores.
+BIND = "HVDTRAIN_BIND"
+OUTPUT_DIR = "HVDTRAIN_OUTPUT_DIR"
+# The number of this start of the job by one hvdtrain run, from 1.
+ATTEMPT = "HVDTRAIN_ATTEMPT"
 
 # From a stranger on the port, who can't fill the memory.
 MOST_BYTES = 1 << 20
@@ -29,6 +50,23 @@ WINDOW_BYTES = 1 << 16
 CONNECT_TIMEOUT_S = 20.0
 # After that long without an answer a silent connection counts as lost.
 KEEPALIVE_S = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
+
+
+def format_addresses(hosts: Sequence[str], port: int) -> str:
+    """Return the value of ``config.LAUNCHER``."""
+    return " ".join([*hosts, str(port)])
+
+
+def parse_addresses(text: str) -> list[tuple[str, int]]:
+    """Read what ``format_addresses`` wrote: pairs of host and port.
+
+    Raises:
+        LaunchError: It is something else.
+    """
+    *hosts, port = text.split() or [""]
+    if not hosts or not port.isdecimal():
+        raise LaunchError(f"{LAUNCHER}={text!r} names no launcher; start ranks with hvdtrain run.")
+    return [(host, int(port)) for host in hosts]
 
 
 def encode(kind: str, **fields: Any) -> bytes:

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["ControlGroup", "OomKills", "OomWatch", "count_in", "group_of", "limit_of"]
+from hvdtrain.agent.rank_report import OomKills
+
+__all__ = ["ControlGroup", "OomWatch", "count_in", "group_of", "limit_of"]
 
 _COUNTS = ("memory.events", "memory.oom_control")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
@@ -24,21 +26,6 @@ _MOUNT = re.compile(
     r"^\S+ \S+ \S+ (?P<root>\S+) (?P<mount>\S+) .* - (?P<kind>cgroup2?) .*?(?P<options>\S+)$",
     re.MULTILINE,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OomKills:
-    """Processes that the kernel killed for lack of memory while a program ran.
-
-    Attributes:
-        in_group: How many of the program's control group; None where that can't be told.
-        on_host: How many of the whole host; None where that can't be told.
-        limit_bytes: Memory that all processes of the group may use together; None for no limit.
-    """
-
-    in_group: int | None = None
-    on_host: int | None = None
-    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.agent.agent_environment import ATTEMPT, OUTPUT_DIR
 from hvdtrain.agent.backlog import BackgroundWriter
 from hvdtrain.agent.launcher_link import LauncherLink
+from hvdtrain.agent.messages import ATTEMPT, OUTPUT_DIR
 from hvdtrain.agent.output_lines import LineSplitter
 from hvdtrain.cluster.ranges import counted
 

@@ -21,13 +21,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from hvdtrain.agent.agent_environment import JOB, parse_addresses
 from hvdtrain.agent.child_guard import adopt_orphans, die_with_parent, run_guarded
 from hvdtrain.agent.cpu_share import take_cores
 from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode, signal_name
 from hvdtrain.agent.gpu_usage import GpuWatch, own_gpu
 from hvdtrain.agent.launcher_link import LauncherLink
-from hvdtrain.agent.messages import connect
+from hvdtrain.agent.messages import JOB, connect, parse_addresses
 from hvdtrain.agent.oom import OomWatch
 from hvdtrain.agent.output_relay import OutputRelay
 from hvdtrain.agent.process_tree import descendants, is_stopped, kill_descendants, shell_code

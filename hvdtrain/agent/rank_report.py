@@ -1,4 +1,4 @@
-"""Reports of a rank's program through a pipe: how far it is, and why it failed."""
+"""Reports on a rank: its progress and failure from its program, resource usage from its agent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from hvdtrain.agent.messages import Decoder
 from hvdtrain.config import LONGEST_WORD, REPORT_FD
 from hvdtrain.errors import LaunchError
 
-__all__ = ["FailureRecord", "RankReport", "ReportPipe", "read_failure", "read_report"]
+__all__ = [
+    "FailureRecord",
+    "OomKills",
+    "RankReport",
+    "ReportPipe",
+    "Usage",
+    "read_failure",
+    "read_report",
+    "read_usage",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +90,40 @@ class FailureRecord:
     def is_own(self) -> bool:
         """Whether the rank failed of itself: neither told to end nor because another had failed."""
         return self.kind in ("exception", "hang")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Resource usage of the processes of a rank.
+
+    Attributes:
+        rss_bytes: Memory that is theirs, summed; what several of them share counts for each.
+        cpu: Cores that they kept busy since the last time, such as 1.5.
+        gpu: For how much of the last moment their GPUs computed, in percent; None for unknown.
+        gpu_bytes: Memory that they take of GPUs; None for unknown.
+        stopped: Whether one of them is, as by SIGSTOP or a debugger, so that it does nothing.
+    """
+
+    rss_bytes: int
+    cpu: float
+    gpu: float | None = None
+    gpu_bytes: int | None = None
+    stopped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OomKills:
+    """Processes that the kernel killed for lack of memory while a program ran.
+
+    Attributes:
+        in_group: How many of the program's control group; None where that can't be told.
+        on_host: How many of the whole host; None where that can't be told.
+        limit_bytes: Memory that all processes of the group may use together; None for no limit.
+    """
+
+    in_group: int | None = None
+    on_host: int | None = None
+    limit_bytes: int | None = None
 
 
 # Kinds of messages that programs write, and what these hold.
@@ -167,6 +210,21 @@ def read_failure(message: Mapping[str, Any]) -> FailureRecord | None:
         name: "\n".join(map(_printable, str(word).splitlines())) for name, word in words.items()
     }
     return FailureRecord(**shown, time_s=time_s)
+
+
+def read_usage(message: dict[str, Any]) -> Usage | None:
+    """Return the usage in a message; None where it holds something else."""
+    rss, cpu = message.get("rss_bytes"), message.get("cpu")
+    if type(rss) is not int or not isinstance(cpu, (int, float)):
+        return None
+    gpu, gpu_bytes = message.get("gpu"), message.get("gpu_bytes")
+    return Usage(
+        rss_bytes=rss,
+        cpu=float(cpu),
+        gpu=float(gpu) if isinstance(gpu, (int, float)) else None,
+        gpu_bytes=gpu_bytes if type(gpu_bytes) is int else None,
+        stopped=message.get("stopped") is True,
+    )
 
 
 def _is_finite(value: object) -> bool:

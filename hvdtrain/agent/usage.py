@@ -8,49 +8,14 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import dataclass
-from typing import Any
 
 from hvdtrain.agent.gpu_usage import GpuWatch
 from hvdtrain.agent.process_tree import is_stopped
+from hvdtrain.agent.rank_report import Usage
 
-__all__ = ["Usage", "UsageWatch", "read_usage"]
+__all__ = ["UsageWatch"]
 
 INTERVAL_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Resource usage of the processes of a rank.
-
-    Attributes:
-        rss_bytes: Memory that is theirs, summed; what several of them share counts for each.
-        cpu: Cores that they kept busy since the last time, such as 1.5.
-        gpu: For how much of the last moment their GPUs computed, in percent; None for unknown.
-        gpu_bytes: Memory that they take of GPUs; None for unknown.
-        stopped: Whether one of them is, as by SIGSTOP or a debugger, so that it does nothing.
-    """
-
-    rss_bytes: int
-    cpu: float
-    gpu: float | None = None
-    gpu_bytes: int | None = None
-    stopped: bool = False
-
-
-def read_usage(message: dict[str, Any]) -> Usage | None:
-    """Return the usage in a message; None where it holds something else."""
-    rss, cpu = message.get("rss_bytes"), message.get("cpu")
-    if type(rss) is not int or not isinstance(cpu, (int, float)):
-        return None
-    gpu, gpu_bytes = message.get("gpu"), message.get("gpu_bytes")
-    return Usage(
-        rss_bytes=rss,
-        cpu=float(cpu),
-        gpu=float(gpu) if isinstance(gpu, (int, float)) else None,
-        gpu_bytes=gpu_bytes if type(gpu_bytes) is int else None,
-        stopped=message.get("stopped") is True,
-    )
 
 
 class UsageWatch:

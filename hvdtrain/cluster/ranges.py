@@ -1,13 +1,14 @@
-"""Hosts and ranks in messages and tables, which must stay readable for a thousand of them."""
+"""Counts, lists, durations and tables in messages; readable for a thousand hosts and ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["counted", "format_table", "listing", "number_runs", "parse_runs"]
+__all__ = ["counted", "format_table", "listing", "number_runs", "parse_runs", "span"]
 
 # Shown before the rest is counted.
 _LISTED = 8
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def counted(number: int, thing: str) -> str:
@@ -70,3 +71,16 @@ def format_table(
         ).rstrip()
         for line in lines
     )
+
+
+def span(seconds: float) -> str:
+    """Format a duration in at most two units: ``3 h 5 min``."""
+    left = max(0, round(seconds))
+    parts: list[str] = []
+    for size, unit in _UNITS:
+        count, left = divmod(left, size)
+        if count or parts:
+            parts.append(f"{count} {unit}")
+        if len(parts) == 2:
+            break
+    return " ".join(part for part in parts if not part.startswith("0 ")) or "0 s"

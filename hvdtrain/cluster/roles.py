@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.placement import Place, place
 from hvdtrain.cluster.ranges import counted, listing
-from hvdtrain.cluster.tf_config import ClassicCluster
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from hvdtrain.cluster.tf_config import ClassicCluster
 
 __all__ = ["Roles", "assign_roles", "remaining"]
 
@@ -75,6 +78,8 @@ def remaining(
     Raises:
         ConfigurationError: All workers are lost, or all servers.
     """
+    from hvdtrain.cluster.tf_config import ClassicCluster
+
     counts = Counter(entry.host for entry in place(hosts, ranks, oversubscribe=oversubscribe))
     served = Counter(entry.host for entry in before if entry.role == "ps")
     serving = Counter({host: min(count, served[host]) for host, count in counts.items()})

@@ -6,9 +6,9 @@ import argparse
 import json
 import time
 
-from hvdtrain.cluster.ranges import counted, format_table
+from hvdtrain.cluster.ranges import counted, format_table, span
 from hvdtrain.jobs.folder import JobFolder, all_jobs
-from hvdtrain.jobs.job_view import JobView, command_line, span, view_jobs
+from hvdtrain.jobs.job_view import JobView, command_line, view_jobs
 from hvdtrain.jobs.naming import add_jobs_dir, directory_of
 
 __all__ = ["add_arguments", "run"]

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hvdtrain.cluster.ranges import format_table, listing
+from hvdtrain.cluster.ranges import format_table, listing, span
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.job_view import JobView, command_line, span, view_job
+from hvdtrain.jobs.job_view import JobView, command_line, view_job
 from hvdtrain.jobs.json_lines import last_json_line, read_json_lines
 from hvdtrain.jobs.naming import add_name, named_job
 from hvdtrain.jobs.progress import left_s

@@ -15,7 +15,7 @@ from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.spec import BackendKind, JobSpec
 from hvdtrain.jobs.state import NO_ANSWER, JobState, Status
 
-__all__ = ["JobView", "catch_up", "command_line", "span", "view_job", "view_jobs"]
+__all__ = ["JobView", "catch_up", "command_line", "view_job", "view_jobs"]
 
 # What a view has as it stands in the files.
 _OF_SPEC = ("program", "options", "folder", "created_s", "slurm_job")
@@ -23,7 +23,6 @@ _OF_STATE = (
     *("attempt", "ranks", "hosts", "mpi"),
     *("step", "epoch", "total_steps", "saved", "code", "verdict"),
 )
-_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,16 +190,3 @@ def command_line(program: Sequence[str]) -> str:
         letter if letter.isprintable() else letter.encode("unicode_escape").decode()
         for letter in shlex.join(program)
     )
-
-
-def span(seconds: float) -> str:
-    """A length of time, to two parts: ``3 h 5 min``."""
-    left = max(0, round(seconds))
-    parts: list[str] = []
-    for size, unit in _UNITS:
-        count, left = divmod(left, size)
-        if count or parts:
-            parts.append(f"{count} {unit}")
-        if len(parts) == 2:
-            break
-    return " ".join(part for part in parts if not part.startswith("0 ")) or "0 s"

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdtrain.agent.agent_environment import ATTEMPT, JOB, OUTPUT_DIR
+from hvdtrain.agent.messages import ATTEMPT, JOB, OUTPUT_DIR
 from hvdtrain.config import COLUMNS, LAUNCHER, REPORT_FD, Settings, variable_name
 from hvdtrain.errors import ConfigurationError, JobError
 from hvdtrain.jobs.backend import Answer

@@ -29,7 +29,7 @@ def add_jobs_dir(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> N
     parser.add_argument(
         "--jobs-dir",
         metavar="DIR",
-        help="where jobs have their folders; default ~/.local/state/hvdtrain/jobs",
+        help="folder for the records of jobs; default ~/.local/state/hvdtrain/jobs",
     )
 
 

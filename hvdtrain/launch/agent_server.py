@@ -14,10 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain.agent.messages import WINDOW_BYTES, Decoder, encode, keep_alive, receive
-from hvdtrain.agent.oom import OomKills
 from hvdtrain.agent.output_lines import LONGEST_LINE
-from hvdtrain.agent.rank_report import FailureRecord, read_failure, read_report
-from hvdtrain.agent.usage import read_usage
+from hvdtrain.agent.rank_report import (
+    FailureRecord,
+    OomKills,
+    read_failure,
+    read_report,
+    read_usage,
+)
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import RankExit

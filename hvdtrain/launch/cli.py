@@ -12,12 +12,11 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from hvdtrain.agent.agent_environment import BIND
+from hvdtrain.agent.messages import BIND
 from hvdtrain.config import ModeSettings, Settings, read_settings, variable_name, written_default
 from hvdtrain.config.fields import amount, argument, count, flag_name
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.jobs.folder import JOBS_DIR
-from hvdtrain.jobs.naming import add_jobs_dir
 from hvdtrain.jobs.spec import JobSpec, make_spec
 from hvdtrain.launch import option_files
 from hvdtrain.launch.horovod_flags import add_horovod_flags, note_on
@@ -76,7 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument(
         "--output-dir", metavar="DIR", help="keep each rank's output in DIR/rank-N.log"
     )
-    add_jobs_dir(ranks)
+    ranks.add_argument(
+        "--jobs-dir",
+        metavar="DIR",
+        help="folder for the records of jobs; default ~/.local/state/hvdtrain/jobs",
+    )
     ranks.add_argument(
         "--chief-only", action="store_true", help="show rank 0's output alone, untagged"
     )

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdtrain.agent.exit_codes import ExitCode, signal_name
-from hvdtrain.agent.oom import OomKills
-from hvdtrain.agent.rank_report import FailureRecord
+from hvdtrain.agent.rank_report import FailureRecord, OomKills
 from hvdtrain.cluster.ranges import counted
 from hvdtrain.launch.stderr_text import begins_crash, exception_name, excerpt
 

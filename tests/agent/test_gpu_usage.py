@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.agent import gpu_usage
-from hvdtrain.agent.agent_environment import JOB, format_addresses
 from hvdtrain.agent.gpu_usage import Gpu, GpuUsage, GpuWatch, gpus_of, own_gpu
-from hvdtrain.agent.messages import Decoder, encode, receive
+from hvdtrain.agent.messages import JOB, Decoder, encode, format_addresses, receive
 from hvdtrain.config import LAUNCHER
 from tests.harness.jobs import REPOSITORY
 

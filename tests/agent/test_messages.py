@@ -6,7 +6,14 @@ import socket
 
 import pytest
 
-from hvdtrain.agent.messages import MOST_BYTES, Decoder, encode, keep_alive
+from hvdtrain.agent.messages import (
+    MOST_BYTES,
+    Decoder,
+    encode,
+    format_addresses,
+    keep_alive,
+    parse_addresses,
+)
 from hvdtrain.errors import LaunchError
 
 MESSAGES = [
@@ -79,3 +86,17 @@ def test_a_silent_connection_is_watched() -> None:
             assert connection.gettimeout() is None
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+@pytest.mark.parametrize(
+    "hosts", [["127.0.0.1"], ["10.0.0.1", "fd00::1", "fe80::1%eth0", "head.cluster"]]
+)
+def test_addresses_are_read_as_written(hosts: list[str]) -> None:
+    text = format_addresses(hosts, 4711)
+    assert parse_addresses(text) == [(host, 4711) for host in hosts]
+
+
+@pytest.mark.parametrize("text", ["", " ", "4711", "10.0.0.1", "10.0.0.1:4711", "10.0.0.1 -1"])
+def test_other_addresses_are_an_error(text: str) -> None:
+    with pytest.raises(LaunchError, match=r"HVDTRAIN_LAUNCHER='.*start ranks with hvdtrain run"):
+        parse_addresses(text)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.agent.oom import ControlGroup, OomKills, OomWatch, count_in, group_of, limit_of
+from hvdtrain.agent.oom import ControlGroup, OomWatch, count_in, group_of, limit_of
+from hvdtrain.agent.rank_report import OomKills
 from tests.agent.cgroups import ENTER, FILL, LIMIT_BYTES
 
 V1 = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory"

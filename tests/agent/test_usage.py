@@ -10,7 +10,8 @@ import pytest
 
 from hvdtrain.agent import usage
 from hvdtrain.agent.gpu_usage import GpuUsage, GpuWatch
-from hvdtrain.agent.usage import Usage, UsageWatch, read_usage
+from hvdtrain.agent.rank_report import Usage, read_usage
+from hvdtrain.agent.usage import UsageWatch
 
 # Keeps a core busy, holds 200 MiB, and has a child that does so, too.
 _BUSY = """

@@ -1,10 +1,10 @@
-"""Long lists in messages are cut, and say so."""
+"""Lists and durations in messages are cut."""
 
 from __future__ import annotations
 
 import pytest
 
-from hvdtrain.cluster.ranges import counted, listing
+from hvdtrain.cluster.ranges import counted, listing, span
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,21 @@ def test_the_rest_has_a_name() -> None:
 
 def test_one_thing_and_several() -> None:
     assert [counted(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (-1, "0 s"),
+        (0.4, "0 s"),
+        (59, "59 s"),
+        (60, "1 min"),
+        (61, "1 min 1 s"),
+        (3600, "1 h"),
+        (3661, "1 h 1 min"),
+        (90000, "1 d 1 h"),
+        (86400 * 400 + 60, "400 d"),
+    ],
+)
+def test_a_span_has_two_parts(seconds: float, words: str) -> None:
+    assert span(seconds) == words

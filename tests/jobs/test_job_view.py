@@ -3,31 +3,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
-
 from hvdtrain.jobs.folder import JobFolder, create_job
-from hvdtrain.jobs.job_view import command_line, span, view_job
+from hvdtrain.jobs.job_view import command_line, view_job
 from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (-1, "0 s"),
-        (0.4, "0 s"),
-        (59, "59 s"),
-        (60, "1 min"),
-        (61, "1 min 1 s"),
-        (3600, "1 h"),
-        (3661, "1 h 1 min"),
-        (90000, "1 d 1 h"),
-        (86400 * 400 + 60, "400 d"),
-    ],
-)
-def test_a_span_has_two_parts(seconds: float, words: str) -> None:
-    assert span(seconds) == words
 
 
 def _job(tmp_path: Path) -> JobFolder:

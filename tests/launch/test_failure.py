@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.agent.oom import OomKills
-from hvdtrain.agent.rank_report import FailureRecord
+from hvdtrain.agent.rank_report import FailureRecord, OomKills
 from hvdtrain.collectives import exit_hooks
 from hvdtrain.errors import CollectiveTimeoutError, PeerFailedError
 from hvdtrain.launch.failure import RankExit, describe, describe_loss, exit_code, first_failure

@@ -12,10 +12,10 @@ from hvdtrain.agent.rank_report import (
     FailureRecord,
     RankReport,
     ReportPipe,
+    Usage,
     read_failure,
     read_report,
 )
-from hvdtrain.agent.usage import Usage
 from hvdtrain.config import REPORT_FD
 from hvdtrain.launch.job_progress import (
     FIRST_STEP_FACTOR,

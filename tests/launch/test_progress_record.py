@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.agent.rank_report import RankReport
-from hvdtrain.agent.usage import Usage
+from hvdtrain.agent.rank_report import RankReport, Usage
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.json_lines import read_json_lines
 from hvdtrain.jobs.recorder import JobRecorder

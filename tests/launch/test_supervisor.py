@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.agent.agent_environment import JOB, format_addresses
+from hvdtrain.agent.messages import JOB, format_addresses
 from hvdtrain.agent.process_tree import descendants
 from hvdtrain.config import LAUNCHER
 from hvdtrain.errors import LaunchError

@@ -10,7 +10,7 @@ import time
 
 import psutil
 
-from hvdtrain.agent.agent_environment import JOB
+from hvdtrain.agent.messages import JOB
 
 __all__ = ["has_ranks", "main"]
 
