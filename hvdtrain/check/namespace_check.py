@@ -16,13 +16,7 @@ from typing import NamedTuple
 from hvdtrain.cluster.ranges import format_table
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi
-from hvdtrain.jobs.kubernetes.manifests import (
-    Object,
-    PodJob,
-    job_objects,
-    mpijob_objects,
-    resource_of,
-)
+from hvdtrain.jobs.kubernetes.manifests import Object, PodJob, job_objects, resource_of
 from hvdtrain.jobs.kubernetes.pod_backend import pod_job
 from hvdtrain.jobs.kubernetes.pod_options import read_pod_options
 from hvdtrain.jobs.kubernetes.ssh_keys import SshKeys
@@ -102,7 +96,7 @@ def _look(job: PodJob, api: ClusterApi) -> Iterator[_Row]:
         return
     yield _Row(f"namespace {api.namespace}", "there")
     no_keys = SshKeys(user_private="", user_public="", host_private="", host_public="")
-    objects = mpijob_objects(job) if job.pods.mpijob else job_objects(job, no_keys)
+    objects = job_objects(job, no_keys)
     yield _rights(api, objects)
     yield _trial(api, [*objects, *_pods(objects)])
     yield from _referenced(api, job, path, objects)
@@ -158,8 +152,7 @@ def _trial(api: ClusterApi, objects: Sequence[Object]) -> _Row:
                     str(error),
                     "objects that the namespace's quotas, limits and policies accept",
                     "change what the message names: --resources, -np, or all else of a pod by "
-                    "--template; an unknown MPIJob needs the MPI operator "
-                    "(https://github.com/kubeflow/mpi-operator)",
+                    "--template",
                     # The policy runs in a program that can't judge without side effects.
                     error="does not support dry run" not in str(error),
                 )
@@ -211,13 +204,10 @@ def _existing(api: ClusterApi, resource: str, name: str, found: Object | None) -
 
 def _pods(objects: Sequence[Object]) -> list[Object]:
     """Return one pod of each role, as the controllers would create it."""
-    templates = []
-    for one in objects:
-        spec = one.get("spec") or {}
-        parts = [spec, *(spec.get("mpiReplicaSpecs") or {}).values()]
-        templates += [part["template"] for part in parts if "template" in part]
     pods = []
-    for template in templates:
+    for one in objects:
+        if (template := one.get("spec", {}).get("template")) is None:
+            continue
         spec = dict(template["spec"])
         if spec.get("serviceAccountName") == _NAME:
             # A pod needs an account that exists, and the job's own doesn't yet.

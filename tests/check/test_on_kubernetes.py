@@ -142,7 +142,7 @@ def test_what_is_named_and_not_there(kubernetes: KubernetesCluster) -> None:
     make_claim(kubernetes, "empty", "own", "ReadWriteOnce")
     words = ("--namespace", "empty", "--volume", "data:/data", "--volume", "own:/own")
     named = ("--pull-secret", "registry", "--service-account", "me", "--queue", "all")
-    done = check(kubernetes, *words, *named, "--mpijob")
+    done = check(kubernetes, *words, *named)
     assert done.returncode == 1, done
     for what in (
         "data among persistentvolumeclaims",
@@ -152,8 +152,6 @@ def test_what_is_named_and_not_there(kubernetes: KubernetesCluster) -> None:
     ):
         assert f"problem: there is no {what} in namespace empty" in done.stdout
     assert "warning: claim own is ReadWriteOnce" in done.stdout
-    assert "problem: MPIJob can't be created in namespace empty" in done.stdout
-    assert "an unknown MPIJob needs the MPI operator" in done.stdout
 
 
 def test_a_context_that_is_not_there(kubernetes: KubernetesCluster) -> None:

@@ -20,7 +20,6 @@ DELETE_TIMEOUT_S = 180.0
 POLL_S = 0.5
 # An account's rights may come a moment after its pod; then a refusal is final.
 REFUSED_S = 10.0
-_OWNERS = {"Job": "batch/v1", "MPIJob": "kubeflow.org/v2beta1"}
 # What it owns goes first, so that nothing of it is left once it is gone itself.
 _WITH_ALL = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -98,45 +97,37 @@ class ClusterApi:
                 self._send("POST", _collection(one, self.namespace), owned, _named(one))
         except JobError:
             with contextlib.suppress(JobError):
-                self.delete(owner["kind"], owner["metadata"]["name"])
+                self.delete(owner["metadata"]["name"])
             raise
 
-    def delete(self, kind: str, name: str) -> None:
-        """Delete a Job or MPIJob, and what it owns; that goes on after this has returned.
+    def delete(self, name: str) -> None:
+        """Delete a Job, and what it owns; that goes on after this has returned.
 
         Raises:
             JobError: The cluster refuses.
         """
-        self._send("DELETE", self._path(kind, name), _WITH_ALL, f"{kind} {name}")
+        self._send("DELETE", self._path(name), _WITH_ALL, f"Job {name}")
 
-    def replace_old(self, kind: str, name: str) -> None:
-        """See that there is no such object, which an earlier run of the same job may have left.
+    def replace_old(self, name: str) -> None:
+        """See that there is no such Job, which an earlier run of the same job may have left.
 
         Raises:
             JobError: The cluster refuses, or takes too long.
         """
-        if not self.has(kind, name):
+        if self.job(name) is None:
             return
-        self.delete(kind, name)
+        self.delete(name)
         deadline = time.monotonic() + DELETE_TIMEOUT_S
-        while self.has(kind, name):
+        while self.job(name) is not None:
             if time.monotonic() > deadline:
                 raise JobError(
-                    f"{kind} {name} is still there {DELETE_TIMEOUT_S:g} s after it was deleted: "
-                    f"kubectl -n {self.namespace} describe {kind.lower()} {name} says why."
+                    f"Job {name} is still there {DELETE_TIMEOUT_S:g} s after it was deleted: "
+                    f"kubectl -n {self.namespace} describe job {name} says why."
                 )
             time.sleep(POLL_S)
 
-    def has(self, kind: str, name: str) -> bool:
-        """Whether there is such a Job or MPIJob.
-
-        Raises:
-            JobError: The cluster does not say.
-        """
-        return self.job(kind, name) is not None
-
-    def _path(self, kind: str, name: str) -> str:
-        return f"/apis/{_OWNERS[kind]}/namespaces/{self.namespace}/{plural(kind)}/{name}"
+    def _path(self, name: str) -> str:
+        return f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}"
 
     def pods(self, name: str) -> list[Object]:
         """The pods of a job.
@@ -176,13 +167,13 @@ class ClusterApi:
         found = self._send("GET", path, None, f"StatefulSet {name}-worker")
         return int(found["spec"]["replicas"])
 
-    def job(self, kind: str, name: str) -> Object | None:
-        """A Job or MPIJob; None where there is none.
+    def job(self, name: str) -> Object | None:
+        """A Job; None if it does not exist.
 
         Raises:
             JobError: The cluster does not say.
         """
-        return self.read(self._path(kind, name))
+        return self.read(self._path(name))
 
     def ask_to_stop(self, name: str, how: str) -> None:
         """Leave word with a Job that runs, which its launcher takes.
@@ -191,7 +182,7 @@ class ClusterApi:
             JobError: The cluster refuses.
         """
         word = {"metadata": {"annotations": {STOP: how}}}
-        self._send("PATCH", self._path("Job", name), word, f"Job {name}")
+        self._send("PATCH", self._path(name), word, f"Job {name}")
 
     def why_not_created(self, name: str) -> str:
         """Why pods of a job can't even be created, in the cluster's words; empty for not known."""
@@ -220,7 +211,7 @@ class ClusterApi:
         Raises:
             JobError: The cluster refuses.
         """
-        self._send("PATCH", self._path("Job", name), {"spec": {"backoffLimit": 0}}, f"Job {name}")
+        self._send("PATCH", self._path(name), {"spec": {"backoffLimit": 0}}, f"Job {name}")
 
     def refused_rights(self, objects: Sequence[Object]) -> list[str]:
         """What this user may not create of them, as ``create jobs.batch``.

@@ -30,7 +30,6 @@ __all__ = [
     "PodJob",
     "job_objects",
     "launcher_host",
-    "mpijob_objects",
     "plural",
     "resource_of",
     "worker_addresses",
@@ -43,7 +42,6 @@ STOP = "hvdtrain/stop"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 GPU = "nvidia.com/gpu"
 SSH_PORT = 2222
-OPERATORS_HOSTFILE = "/etc/mpi/hostfile"
 # Where pods find their hostfile and their keys.
 FOLDER = "/etc/hvdtrain"
 KEYS_FOLDER = "/etc/hvdtrain-keys"
@@ -167,46 +165,12 @@ def job_objects(job: PodJob, keys: SshKeys) -> list[Object]:
     ]
 
 
-def mpijob_objects(job: PodJob) -> list[Object]:
-    """The same for the MPI operator, which makes keys, hostfile, launcher and workers itself.
-
-    The image has what the operator expects of one: sshd that a worker can start, and an ssh that
-    asks nothing of hosts that it meets first.
-    """
-    launcher = _launcher_pod(job, f"{POD_MODULES}.operated_launcher", OPERATORS_HOSTFILE)
-    worker = _worker_pod(job)
-    operated = _object(
-        job,
-        "kubeflow.org/v2beta1",
-        "MPIJob",
-        job.name,
-        spec={
-            "slotsPerWorker": job.pods.ranks_per_pod,
-            "mpiImplementation": job.pods.mpijob,
-            **({"sshAuthMountPath": job.pods.ssh_mount} if job.pods.ssh_mount else {}),
-            "launcherCreationPolicy": "WaitForWorkersReady",
-            "runPolicy": {
-                "cleanPodPolicy": "Running",
-                "backoffLimit": MOST_LAUNCHERS,
-                "ttlSecondsAfterFinished": KEPT_S,
-                "suspend": bool(job.pods.queue),
-            },
-            "mpiReplicaSpecs": {
-                "Launcher": {"replicas": 1, "template": launcher},
-                "Worker": {"replicas": job.workers, "template": worker},
-            },
-        },
-        labels=_queue(job),
-    )
-    return [operated, *([_secret(job, job.secrets)] if job.secrets else [])]
-
-
 def _queue(job: PodJob) -> dict[str, str]:
     return {QUEUE_LABEL: job.pods.queue} if job.pods.queue else {}
 
 
 def _launcher_job(job: PodJob) -> Object:
-    pod = _launcher_pod(job, f"{POD_MODULES}.launcher", f"{FOLDER}/hostfile")
+    pod = _launcher_pod(job)
     # By the two together it can ask whether DNS has its name: the first alone is in its /etc/hosts.
     pod["spec"]["hostname"] = pod["spec"]["subdomain"] = launcher_host(job.name)
     pod["spec"]["serviceAccountName"] = job.pods.service_account or job.name
@@ -332,10 +296,10 @@ def _selector(job: PodJob, role: str) -> dict[str, str]:
     return {JOB_LABEL: job.name, ROLE_LABEL: role}
 
 
-def _launcher_pod(job: PodJob, module: str, hostfile: str) -> Object:
-    """A pod that runs a module of hvdtrain's; it takes no part in the training."""
-    run = ["run", "-np", str(job.ranks), "--hostfile", hostfile, *job.options]
-    words = [module, job.name, "--", *run, "--", *job.program]
+def _launcher_pod(job: PodJob) -> Object:
+    """The pod that runs ``hvdtrain run``; it takes no part in the training."""
+    run = ["run", "-np", str(job.ranks), "--hostfile", f"{FOLDER}/hostfile", *job.options]
+    words = [f"{POD_MODULES}.launcher", job.name, "--", *run, "--", *job.program]
     pod = _pod(job, "launcher")
     # Whatever it is started again for, a new pod does it, and the log of this one is kept.
     pod["spec"]["restartPolicy"] = "Never"

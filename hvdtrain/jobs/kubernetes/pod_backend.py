@@ -15,7 +15,7 @@ from hvdtrain.errors import ConfigurationError, HvdtrainError, JobError
 from hvdtrain.jobs.backend import Answer
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi, SilentClusterError
-from hvdtrain.jobs.kubernetes.manifests import RECORDS, Object, PodJob, job_objects, mpijob_objects
+from hvdtrain.jobs.kubernetes.manifests import RECORDS, Object, PodJob, job_objects
 from hvdtrain.jobs.kubernetes.mirror import Mirror, opened
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, read_pod_options
 from hvdtrain.jobs.kubernetes.pod_states import launchers_of, state_of, workers_of
@@ -85,7 +85,7 @@ def pod_job(
 
 def objects_of(job: PodJob) -> list[Object]:
     """Its objects, with keys that nobody else has; the first owns the others."""
-    return mpijob_objects(job) if job.pods.mpijob else job_objects(job, make_keys())
+    return job_objects(job, make_keys())
 
 
 def as_yaml(objects: Sequence[Object]) -> str:
@@ -122,7 +122,7 @@ class PodBackend:
                 f"you may not {', '.join(refused)} in namespace {api.namespace}. Ask for a role "
                 "that may, or name an account of the launcher's with --service-account."
             )
-        api.replace_old(objects[0]["kind"], wanted.name)
+        api.replace_old(wanted.name)
         api.create(objects)
 
     def ask(self, jobs: Mapping[str, JobSpec]) -> Mapping[str, Answer]:
@@ -144,23 +144,16 @@ class PodBackend:
     def stop(self, job: JobFolder, spec: JobSpec, *, waits: bool, save: bool) -> bool:
         """Delete what waits; leave word for what runs; see ``JobBackend``."""
         pods = read_pod_options(spec.backend.options)
-        if not (waits or save or pods.mpijob) and _is_shared(job.path, pods):
+        if not (waits or save) and _is_shared(job.path, pods):
             # Also where the cluster can't be reached from here.
             job.request_stop(signal.SIGTERM)
             return False
         api = ClusterApi.of_context(pods.context, pods.namespace)
         name = object_name(job.name)
         if waits:
-            api.delete(_owner(pods), name)
-        elif not pods.mpijob:
-            api.ask_to_stop(name, "save" if save else "now")
-        elif save:
-            raise JobError(
-                "the MPI operator ends workers at once: they can't save anything before. Without "
-                "--save the job goes on from its last checkpoint when it is started again."
-            )
+            api.delete(name)
         else:
-            api.delete(_owner(pods), name)
+            api.ask_to_stop(name, "save" if save else "now")
         return waits
 
     def _state(self, name: str, spec: JobSpec) -> tuple[str, str]:
@@ -168,7 +161,7 @@ class PodBackend:
         try:
             pods = read_pod_options(spec.backend.options)
             with self._looked_at(pods) as api:
-                found = api.job(_owner(pods), object_name(name))
+                found = api.job(object_name(name))
                 if found is None:
                     return GONE, ""
                 listed = api.pods(object_name(name))
@@ -207,8 +200,3 @@ def _write_news(mirror: Mirror, api: ClusterApi, name: str) -> None:
 def _is_shared(folder: Path, pods: PodOptions) -> bool:
     """Whether pods see a folder that they may write into."""
     return any(folder.is_relative_to(path) for path in pods.shared_paths())
-
-
-def _owner(pods: PodOptions) -> str:
-    """The kind of the object that owns the others."""
-    return "MPIJob" if pods.mpijob else "Job"

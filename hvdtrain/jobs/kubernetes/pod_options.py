@@ -19,7 +19,6 @@ from hvdtrain.errors import ConfigurationError
 __all__ = ["PodOptions", "Toleration", "Volume", "add_pod_options", "read_pod_options"]
 
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-_MPIS = {"openmpi": "OpenMPI", "intel": "Intel", "mpich": "MPICH"}
 # What Kubernetes takes as the name of an object: a label of DNS.
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 
@@ -62,8 +61,6 @@ class PodOptions:
         folder: The working directory; empty for the image's.
         python: The Python of the image that has hvdtrain.
         template: A pod, as YAML has it, into which all of this is put.
-        ssh_mount: Where the MPI operator puts its keys; empty for its default.
-        mpijob: Whether the MPI operator runs the job; which MPI the image has, as that names it.
     """
 
     image: str
@@ -81,8 +78,6 @@ class PodOptions:
     folder: str = ""
     python: str = "python3"
     template: Mapping[str, Any] = field(default_factory=dict)
-    ssh_mount: str = ""
-    mpijob: str = ""
 
     def shared_paths(self) -> list[str]:
         """Where its pods have what others see as well, and may write there."""
@@ -125,12 +120,6 @@ def _name(text: str) -> str:
     return text
 
 
-def _mpi(text: str) -> str:
-    if text not in _MPIS:
-        raise ValueError(f"expected one of {', '.join(_MPIS)}")
-    return _MPIS[text]
-
-
 def _template(text: str) -> Mapping[str, Any]:
     """Read a pod from a file, or from what was kept of one."""
     try:
@@ -152,7 +141,6 @@ class _Flag(NamedTuple):
     metavar: str
     help: str
     repeats: bool = False
-    default_value: str | None = None  # where it stands alone
     is_file: bool = False  # whose content is kept: it may change, or not be there any more
 
 
@@ -198,24 +186,12 @@ _FLAGS = (
         "a pod as YAML, for whatever else pods need; the flags here win",
         is_file=True,
     ),
-    _Flag(
-        *("--ssh-auth-mount-path", "ssh_mount", str, "PATH"),
-        "with --mpijob: where the image's user has its keys; default /root/.ssh",
-    ),
-    _Flag(
-        *("--mpijob", "mpijob", _mpi, "MPI"),
-        f"let the MPI operator run it; the image's MPI: {', '.join(_MPIS)}; default the first",
-        default_value="openmpi",
-    ),
 )
 
 
 def add_pod_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Declare the options that are about pods; each that is said is a word in ``pod_words``."""
     for flag in _FLAGS:
-        alone: dict[str, Any] = {}
-        if flag.default_value is not None:
-            alone = {"nargs": "?", "const": flag.default_value}
         parser.add_argument(
             flag.name,
             dest="pod_words",
@@ -223,7 +199,6 @@ def add_pod_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -
             metavar=flag.metavar,
             help=flag.help,
             type=argument(functools.partial(_keep, flag)),
-            **alone,
         )
 
 

@@ -39,7 +39,7 @@ def state_of(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
     """The state of a job by its pods, as ``status_of`` takes it, and the reason for it.
 
     Args:
-        job: The Job or MPIJob.
+        job: The Job.
         pods: Its pods.
     """
     phases = [pod["status"].get("phase") for pod in launchers_of(pods)]

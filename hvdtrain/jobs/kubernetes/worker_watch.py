@@ -98,7 +98,7 @@ class WorkerWatch:
             draft.write_text(managed_hosts_text(hosts))
             draft.replace(self._path)
             self._written = hosts
-        job = self._api.job("Job", self._name)
+        job = self._api.job(self._name)
         annotations = (job["metadata"].get("annotations") if job is not None else None) or {}
         if (word := annotations.get(STOP, "")) and not self._stop_word:
             self._stop_word = word

@@ -38,7 +38,7 @@ def test_a_cluster_that_says_nothing_is_not_waited_for(
         monkeypatch.setattr(cluster_api, "TIMEOUT_S", 0.2)
         begun = time.monotonic()
         with pytest.raises(JobError, match="the cluster does not answer"):
-            cluster_api.ClusterApi.of_context("", "").has("Job", "train")
+            cluster_api.ClusterApi.of_context("", "").job("train")
         assert time.monotonic() - begun < 10
         # Of many jobs it is asked once.
         spec = JobSpec(

@@ -14,7 +14,6 @@ from hvdtrain.jobs.kubernetes.manifests import (
     RECORDS_FOLDER,
     PodJob,
     job_objects,
-    mpijob_objects,
 )
 from hvdtrain.jobs.kubernetes.pod_backend import as_yaml, object_name, objects_of, pod_job
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, Toleration, Volume
@@ -142,23 +141,6 @@ def test_flags_win_over_the_template() -> None:
     limits = {"cpu": "8", "nvidia.com/gpu": "8"}
     assert container["resources"] == {"requests": limits, "limits": limits}
     assert template["spec"]["containers"][1]["image"] == "old", "it is left as it was"
-
-
-def test_the_operators_job_is_one_object() -> None:
-    mpijob = {"mpijob": "Intel", "queue": "q", "ssh_mount": "/home/train/.ssh"}
-    operated, secret = mpijob_objects(_job(pods=mpijob))
-    assert (operated["apiVersion"], operated["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
-    spec = operated["spec"]
-    assert spec["mpiImplementation"] == "Intel"
-    assert spec["sshAuthMountPath"] == "/home/train/.ssh"
-    assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
-    assert spec["runPolicy"]["suspend"] is True
-    replicas = spec["mpiReplicaSpecs"]
-    assert replicas["Worker"]["replicas"] == 5
-    launcher = _container(replicas["Launcher"]["template"])
-    assert "/etc/mpi/hostfile" in launcher["command"]
-    assert secret["stringData"] == {"HF_TOKEN": "secret"}
-    assert len(mpijob_objects(_job(secrets={}))) == 1
 
 
 def _spec(*options: str, pods: tuple[str, ...] = ("--image=i",)) -> JobSpec:

@@ -33,7 +33,6 @@ REFUSED = {
     "--node-selector==x": "expected NAME=VALUE",
     "--ranks-per-pod=0": "a whole number above 0",
     "--namespace=Mine": "expected a name that Kubernetes takes",
-    "--mpijob=lam": "expected one of openmpi, intel, mpich",
     "--template=/nowhere.yaml": "expected a pod as YAML",
 }
 
@@ -48,7 +47,7 @@ def test_options_are_kept_as_words_and_read_again(tmp_path: Path) -> None:
     (template := tmp_path / "pod.yaml").write_text(POD)
     argv = ["--image", "i", IMAGE, "--volume", "data:/data:ro", "--volume=more:/more"]
     argv += ["--toleration", "gpu=yes:NoSchedule", "--toleration=any", "--node-selector", "a=b"]
-    argv += ["--resources", "cpu=4,memory=16Gi", "--gpus-per-rank", "2", "--mpijob"]
+    argv += ["--resources", "cpu=4,memory=16Gi", "--gpus-per-rank", "2"]
     argv += ["--template", str(template), "--node-selector=c=d=e"]
     words = _parser().parse_args(argv).pod_words
     # What was asked for stays so, and is known in other folders, too.
@@ -59,7 +58,7 @@ def test_options_are_kept_as_words_and_read_again(tmp_path: Path) -> None:
     assert pods.tolerations == (Toleration("gpu", "yes", "NoSchedule"), Toleration("any"))
     assert pods.node_selector == {"a": "b", "c": "d=e"}
     assert pods.resources == {"cpu": "4", "memory": "16Gi"}
-    assert (pods.gpus_per_rank, pods.ranks_per_pod, pods.mpijob) == (2, 1, "OpenMPI")
+    assert (pods.gpus_per_rank, pods.ranks_per_pod) == (2, 1)
     assert pods.shared_paths() == ["/more", "/data"], "what pods may only read is not for jobs"
 
 
