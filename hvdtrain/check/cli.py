@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 
 from hvdtrain.check.allreduce_check import judge_allreduce, show_allreduce
 from hvdtrain.check.check_report import format_report, make_report
-from hvdtrain.cluster.hosts import Host, slurm_hosts
+from hvdtrain.cluster.hosts import Host, slurm_hosts, ssh_user
 from hvdtrain.cluster.placement import place
 from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.jobs.kubernetes.pod_options import add_pod_options
 from hvdtrain.launch.host_arguments import add_where, named_hosts
+from hvdtrain.remote.own_addresses import is_this_host
 from hvdtrain.remote.problem import Problem, show_problem
 from hvdtrain.remote.remote_probe import Answer, Way
 
@@ -65,14 +66,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Check what ``arguments`` name, print what was found, and return the exit code.
 
     Raises:
-        ConfigurationError: Arguments can't be read, or the ranks don't fit on the hosts.
+        ConfigurationError: Arguments can't be read, the ranks don't fit on the hosts, or the hosts
+            have different users for ssh.
     """
     if arguments.on or arguments.pod_words:
         return _check_namespace(arguments)
     way, hosts = _hosts(arguments, os.environ)
     ranks = _ranks(hosts, arguments.num_proc)
+    user = ssh_user(host for host in hosts if not is_this_host(host.name))
     try:
-        return _run(arguments, way, ranks)
+        return _run(arguments, way, ranks, ["-l", user] if user else [])
     except KeyboardInterrupt:
         logger.warning("interrupted")
         return 128 + signal.SIGINT
@@ -89,10 +92,12 @@ def _check_namespace(arguments: argparse.Namespace) -> int:
     return _conclude(check_namespace(arguments.pod_words or (), arguments.num_proc))
 
 
-def _run(arguments: argparse.Namespace, way: Way, ranks: Mapping[str, int]) -> int:
+def _run(
+    arguments: argparse.Namespace, way: Way, ranks: Mapping[str, int], ssh: Sequence[str]
+) -> int:
     from hvdtrain.check.survey import probe_hosts
 
-    here, answers = probe_hosts(ranks, os.environ, way=way)
+    here, answers = probe_hosts(ranks, os.environ, way=way, ssh=ssh)
     if here.facts is None:
         words = here.failure.words if here.failure else ""
         logger.error(f"this host can't be asked: {words}")

@@ -50,7 +50,11 @@ _NOT_STARTED: dict[Way, FailureKind] = {
 
 
 def probe_hosts(
-    hosts: Mapping[str, int], environ: Mapping[str, str], *, way: Way
+    hosts: Mapping[str, int],
+    environ: Mapping[str, str],
+    *,
+    way: Way,
+    ssh: Sequence[str] = (),
 ) -> tuple[Answer, list[Answer]]:
     """Ask this host, and all ``hosts`` at the same time.
 
@@ -58,6 +62,7 @@ def probe_hosts(
         hosts: Ranks of each host by its name.
         environ: The environment of the commands.
         way: How to start something on a host; ``here`` asks none but this one.
+        ssh: Options of ssh.
 
     Returns:
         The answer of this host, and those of ``hosts``, in their order.
@@ -78,9 +83,10 @@ def probe_hosts(
             port=listener.getsockname()[1],
         )
         with ThreadPoolExecutor(max_workers=min(ASKED_AT_ONCE, 1 + len(remote))) as pool:
-            mine = pool.submit(_ask_one, "", "here", question, remote[:1], environ)
+            mine = pool.submit(_ask_one, "", "here", question, remote[:1], environ, ssh)
             theirs = {
-                name: pool.submit(_ask_one, name, way, question, [name], environ) for name in remote
+                name: pool.submit(_ask_one, name, way, question, [name], environ, ssh)
+                for name in remote
             }
             try:
                 here = mine.result()
@@ -132,6 +138,7 @@ def _ask_one(
     question: Question,
     towards: Sequence[str],
     environ: Mapping[str, str],
+    ssh: Sequence[str],
 ) -> Answer:
     """Start the probe on ``host`` and wait for its answer; never raises for what goes wrong.
 
@@ -142,7 +149,7 @@ def _ask_one(
     program = (sys.executable, "-P", "-m", "hvdtrain.remote.host_probe", asked)
     argv: Sequence[str] = program
     if way == "ssh":
-        argv = ssh_probe(host, program, environ)
+        argv = ssh_probe(host, program, environ, ssh)
     elif way == "srun":
         argv = srun_probe(host, program)
     asked_s = time.time()

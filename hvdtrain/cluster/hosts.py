@@ -4,8 +4,8 @@ A host is a name, an IPv4 or an IPv6 address; ``node[01-04,07]`` stands for seve
 many ranks as it has slots, one where nothing is said:
 
 ==================  =====================================================================
-``-H``              ``a:4,b:4``, ``node[01-04,07]:2``, ``10.0.0.1:2``, ``[fe80::1]:4``
-Open MPI            ``a slots=4 max_slots=8``
+``-H``              ``a:4,b:4``, ``node[01-04,07]:2``, ``10.0.0.1:2``, ``[fe80::1]:4``, ``me@a:4``
+Open MPI            ``a slots=4 max_slots=8``, ``me@a cpu=4``, ``a count=4 user_name=me``
 MPICH, Intel MPI    ``a:4``
 Horovod             ``a slots=4``, ``a:4``
 Slurm               ``node[01-04,07]`` and the tasks per node, ``2(x3),1``
@@ -26,17 +26,35 @@ from dataclasses import dataclass
 from hvdtrain.cluster.topology import slurm_task_counts
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["Host", "merge_hosts", "parse_hostfile", "parse_hosts", "read_names", "slurm_hosts"]
+__all__ = [
+    "Host",
+    "merge_hosts",
+    "parse_hostfile",
+    "parse_hosts",
+    "read_names",
+    "slurm_hosts",
+    "ssh_user",
+]
 
 _LIST_EXPECTED = (
     "Expected hosts with the number of ranks that each takes (1 where none is given), like "
-    "a:4,b:4, node[01-04,07]:2, 10.0.0.1:2 or [fe80::1]:4."
+    "a:4,b:4, node[01-04,07]:2, 10.0.0.1:2, [fe80::1]:4 or user@a:4."
 )
 _FILE_EXPECTED = (
     "Expected one host a line: its name, IPv4 or IPv6 address, or a list like node[01-04,07]; "
-    "then slots=4 (and max_slots=8), or :4 right behind the name, or nothing for one slot; # "
-    "starts a comment."
+    "then slots=4 (and max_slots=8), or :4 right behind the name, or nothing for one slot; "
+    "user@ before the name or user=NAME for the user of ssh, whose port --ssh-port sets; # starts "
+    "a comment."
 )
+# Synonyms in Open MPI's hostfiles, and in MPICH's; with "-" as with "_".
+# Source: prrte, src/util/hostfile/hostfile_lex.l
+_KEYS = {
+    **dict.fromkeys(("slots", "cpu", "count"), "slots"),
+    **dict.fromkeys(
+        ("max_slots", "slots_max", "max_cpu", "cpu_max", "max_count", "count_max"), "max_slots"
+    ),
+    **dict.fromkeys(("user", "username", "user_name"), "user"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +66,13 @@ class Host:
         slots: Ranks that it takes.
         max_slots: Ranks that it takes at most when more are asked for than all hosts have slots;
             ``None`` for any number.
+        user: The user to log in as; ``None`` for the one that ssh chooses.
     """
 
     name: str
     slots: int
     max_slots: int | None = None
+    user: str | None = None
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -72,7 +92,8 @@ def parse_hosts(text: str) -> list[Host]:
     """
     try:
         return merge_hosts(
-            Host(name=name, slots=1 if slots is None else slots) for name, slots in _read_list(text)
+            Host(name=name, slots=1 if slots is None else slots, user=user)
+            for user, name, slots in _read_list(text)
         )
     except ValueError as error:
         raise ConfigurationError(
@@ -157,13 +178,34 @@ def merge_hosts(hosts: Iterable[Host]) -> list[Host]:
         first = merged.setdefault(host.name.lower(), host)
         if first is host:
             continue
+        if first.user and host.user and first.user != host.user:
+            raise ConfigurationError(
+                f"{host.name} has the users {first.user} and {host.user}; name one"
+            )
         limited = first.max_slots is not None and host.max_slots is not None
         merged[host.name.lower()] = dataclasses.replace(
             first,
             slots=first.slots + host.slots,
             max_slots=(first.max_slots or 0) + (host.max_slots or 0) if limited else None,
+            user=first.user or host.user,
         )
     return list(merged.values())
+
+
+def ssh_user(remote: Iterable[Host]) -> str | None:
+    """Return the user to log in as on all ``remote`` hosts; ``None`` for the one that ssh chooses.
+
+    Raises:
+        ConfigurationError: The hosts have different users.
+    """
+    users = {host.user: host.name for host in remote}
+    if len(users) > 1:
+        shown = ", ".join(f"{user or 'none'} for {name}" for user, name in users.items())
+        raise ConfigurationError(
+            f"Hosts must all have the same user for ssh, got {shown}; give each host the same, or "
+            "none and set User for each host in ~/.ssh/config."
+        )
+    return next(iter(users), None)
 
 
 def read_names(text: str) -> list[tuple[str, str | None]]:
@@ -173,9 +215,8 @@ def read_names(text: str) -> list[tuple[str, str | None]]:
         ValueError: With the reason only; the caller says where it is.
     """
     hosts: list[tuple[str, str | None]] = []
-    # Commas inside brackets separate numbers.
-    for entry in re.split(r",(?![^\[\]]*\])", text):
-        names, behind = _read_entry(entry.strip())
+    for entry in _split(text):
+        names, behind = _read_entry(entry)
         hosts += [(name, behind) for name in names]
     return hosts
 
@@ -188,27 +229,50 @@ def _read_line(line: str) -> list[Host]:
     if not line:
         return []
     names, *words = re.sub(r"\s*=\s*", "=", line).split()
-    values: dict[str, int] = {}
+    values: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
-        key = key.lower().replace("-", "_")
-        if not equals or key not in ("slots", "max_slots"):
-            raise ValueError(f"{word!r} is neither slots=N nor max_slots=N")
-        if key in values:
-            raise ValueError(f"it has {key} twice")
-        values[key] = _count(value)
+        meaning = _KEYS.get(key.lower().replace("-", "_"))
+        if not equals or meaning is None:
+            raise ValueError(f"{word!r} is neither slots=N, max_slots=N nor user=NAME")
+        if meaning in values:
+            raise ValueError(f"it has {meaning} twice")
+        values[meaning] = value
+    own, most = (_count(values[key]) if key in values else None for key in ("slots", "max_slots"))
+    named = _user(values["user"]) if "user" in values else None
     hosts = []
-    for name, slots in _read_list(names):
-        if slots is not None and "slots" in values:
-            raise ValueError(f"{name} has :{slots} and slots={values['slots']}, expected one")
-        slots = values.get("slots", 1) if slots is None else slots
-        hosts.append(Host(name=name, slots=slots, max_slots=values.get("max_slots")))
+    for user, name, slots in _read_list(names):
+        if slots is not None and own is not None:
+            raise ValueError(f"{name} has :{slots} and slots={own}, expected one")
+        if user is not None and named is not None:
+            raise ValueError(f"{name} has {user}@ and user={named}, expected one")
+        # Open MPI starts as many ranks as it may at most where nothing else is said.
+        slots = next((count for count in (slots, own, most or None) if count is not None), 1)
+        hosts.append(Host(name=name, slots=slots, max_slots=most, user=user or named))
     return hosts
 
 
-def _read_list(text: str) -> list[tuple[str, int | None]]:
-    """Names and slots of hosts separated by commas."""
-    return [(name, None if slots is None else _count(slots)) for name, slots in read_names(text)]
+def _read_list(text: str) -> list[tuple[str | None, str, int | None]]:
+    """Users, names and slots of hosts separated by commas."""
+    hosts: list[tuple[str | None, str, int | None]] = []
+    for entry in _split(text):
+        user, _, rest = entry.rpartition("@")
+        for name, slots in read_names(rest if user else entry):
+            count = None if slots is None else _count(slots)
+            hosts.append((_user(user) if user else None, name, count))
+    return hosts
+
+
+def _split(text: str) -> list[str]:
+    # Commas inside brackets separate numbers.
+    return [entry.strip() for entry in re.split(r",(?![^\[\]]*\])", text)]
+
+
+def _user(text: str) -> str:
+    # A name that starts with "-" would reach ssh as an option.
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", text):
+        raise ValueError(f"{text!r} is not a valid user name")
+    return text
 
 
 def _read_entry(text: str) -> tuple[list[str], str | None]:

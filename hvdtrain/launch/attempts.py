@@ -392,7 +392,7 @@ class _Attempts:
         # One host that can't be reached keeps the ranks of all others from starting.
         names = [host.name for host in left]
         silent = unreachable(
-            names, self._environ, ssh=self._job.ssh, give_up=lambda: bool(self._received)
+            names, self._environ, ssh=self._site.ssh, give_up=lambda: bool(self._received)
         )
         return without(left, silent)
 

@@ -30,7 +30,7 @@ def add_where(group: argparse._ActionsContainer) -> None:
         "-H",
         "--hosts",
         metavar="HOSTS",
-        help="a:4,b:4 or node[01-04]:2; default: Slurm's, or this one",
+        help="a:4,b:4, node[01-04]:2 or user@a:4; default: Slurm's, or this one",
     )
     group.add_argument(
         "--hostfile", metavar="FILE", help="hosts and slots, a line each, in any dialect"

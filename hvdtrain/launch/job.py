@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.agent.messages import ATTEMPT, JOB, OUTPUT_DIR, format_addresses
 from hvdtrain.cluster.cores import available_cores
-from hvdtrain.cluster.hosts import Host, slurm_hosts
+from hvdtrain.cluster.hosts import Host, slurm_hosts, ssh_user
 from hvdtrain.cluster.placement import place, table
 from hvdtrain.cluster.roles import assign_roles, remaining
 from hvdtrain.config import COLUMNS, LAUNCHER, Settings, variable_name
@@ -98,6 +98,7 @@ class Resources:
         starter: The mpirun that starts the ranks, or the srun on the hosts of a Slurm job.
         elastic: Whether ranks go on without one that is lost.
         gpus: How many GPUs of this host a rank could use.
+        ssh: Options of ssh, which reaches other hosts.
         remark: Says which wish can't be had here, and what happens instead; empty for none.
     """
 
@@ -106,6 +107,7 @@ class Resources:
     starter: Mpirun | Srun
     elastic: bool
     gpus: int
+    ssh: tuple[str, ...] = ()
     remark: str = ""
 
     @property
@@ -118,7 +120,7 @@ def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
     """Look where ``job`` can run.
 
     Raises:
-        ConfigurationError: Hosts can't be read.
+        ConfigurationError: Hosts can't be read, or have different users for ssh.
         LaunchError: There is no usable mpirun or srun.
     """
     named: list[Host] | None
@@ -137,6 +139,7 @@ def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
             )
         hosts = [Host(name="localhost", slots=job.ranks)]
     mpirun = find_mpirun(Path(sys.executable).parent, environ) if slurm is None else None
+    user = ssh_user(host for host in hosts if not is_this_host(host.name))
     asked, wanted = job.settings.elastic, job.settings.goes_on_without
     why = why_not_start_elastic(mpirun) if wanted else ""
     instead = "is started again" if job.max_restarts else "ends (see --max-restarts)"
@@ -147,6 +150,7 @@ def find_resources(job: Job, environ: Mapping[str, str]) -> Resources:
         starter=mpirun or find_srun(environ),
         elastic=wanted and not why,
         gpus=_gpus(environ),
+        ssh=(*job.ssh, "-l", user) if user else job.ssh,
         remark=remark if asked and why else "",
     )
 
@@ -227,7 +231,7 @@ def make_command(
         names=forwarded(environ, job.extra),
         as_root=os.geteuid() == 0,
         hostfile=hostfile,
-        ssh=job.ssh,
+        ssh=site.ssh,
         more=job.mpi_args,
     )
 

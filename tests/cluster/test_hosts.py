@@ -6,7 +6,14 @@ import sys
 
 import pytest
 
-from hvdtrain.cluster.hosts import Host, merge_hosts, parse_hostfile, parse_hosts, slurm_hosts
+from hvdtrain.cluster.hosts import (
+    Host,
+    merge_hosts,
+    parse_hostfile,
+    parse_hosts,
+    slurm_hosts,
+    ssh_user,
+)
 from hvdtrain.cluster.topology import slurm_task_counts
 from hvdtrain.errors import ConfigurationError
 from tests.cluster import environments as env
@@ -85,8 +92,12 @@ BAD_LISTS = {
     "ipv6-zone-characters": ("fe80::1%a;b", "with a zone"),
     "ipv6-nodes": ("fe80::[1-2]", "no IPv6 address"),
     "group": ("@all", "'@all' is no host"),
-    "group-and-nodes": ("n[1-2]@all", "is no host"),
-    "user": ("me@a:2", "'me@a' is no host"),
+    "group-and-nodes": ("n[1-2]@all", "'n[1-2]' is not a valid user name"),
+    "user-empty": ("@a:2", "'@a' is no host"),
+    "user-option": ("-oProxyCommand=x@a", "'-oProxyCommand=x' is not a valid user name"),
+    "user-shell": ("$(id)@a", "'$(id)' is not a valid user name"),
+    "user-twice": ("me@you@a", "'me@you' is not a valid user name"),
+    "users-of-one-host": ("me@a,you@a", "a has the users me and you"),
     "minus": ("n[1-9]!n[2-3]", "is no host"),
     "and": ("n[1-9]&n[2-3]", "is no host"),
     "xor": ("n[1-9]^n[2-3]", "is no host"),
@@ -128,7 +139,7 @@ FILES = {
         "a slots=4 max_slots=8\nb slots=2 max-slots=2\nc\n",
         [("a", 4, 8), ("b", 2, 2), ("c", 1)],
     ),
-    "openmpi-keys": ("a SLOTS=4 Max_Slots=8\nb MAX-SLOTS=3", [("a", 4, 8), ("b", 1, 3)]),
+    "openmpi-keys": ("a SLOTS=4 Max_Slots=8\nb MAX-SLOTS=3", [("a", 4, 8), ("b", 3, 3)]),
     "openmpi-spaces": ("  a   slots = 4\tmax_slots= 8  \n", [("a", 4, 8)]),
     "openmpi-any-order": ("a max_slots=8 slots=4", [("a", 4, 8)]),
     "hydra": ("a:4\nb:2\nc", [("a", 4), ("b", 2), ("c", 1)]),
@@ -163,13 +174,49 @@ FILES = {
     "same-in-a-list": ("n2:4\nn[1-3]:2", [("n2", 6), ("n1", 2), ("n3", 2)]),
     "same-max-slots": ("a:2 max_slots=4\na:1 max_slots=1", [("a", 3, 5)]),
     "same-max-slots-once": ("a:2 max_slots=4\na:1\nb:1\nb:1 max_slots=2", [("a", 3), ("b", 2)]),
-    "same-max-slots-not-last": ("a max_slots=4\na\na max_slots=2", [("a", 3)]),
+    "same-max-slots-not-last": ("a max_slots=4\na\na max_slots=2", [("a", 7)]),
 }
 
 
 @pytest.mark.parametrize(("text", "expected"), FILES.values(), ids=FILES)
 def test_files(text: str, expected: list[tuple[str, int]]) -> None:
     assert parse_hostfile(text, "hostfiles/cluster") == hosts(*expected)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["slots_max", "slots-max", "max_cpu", "cpu-max", "max-count", "count_max", "cpu", "count"],
+)
+def test_synonyms_in_open_mpis_hostfiles(key: str) -> None:
+    most = 3 if "max" in key else None
+    assert parse_hostfile(f"a {key}=3", "hosts/mine") == [Host(name="a", slots=3, max_slots=most)]
+
+
+@pytest.mark.parametrize(
+    "line", ["me@a slots=2", "me@a:2", "a slots=2 user=me", "a:2 username=me", "a:2 user-name=me"]
+)
+def test_the_user_of_a_host(line: str) -> None:
+    expected = Host(name="a", slots=2, user="me")
+    assert parse_hostfile(line, "hosts/mine") == [expected]
+    assert parse_hosts("me@a:2,a") == [Host(name="a", slots=3, user="me")]
+
+
+def test_users_are_before_lists_and_addresses() -> None:
+    assert parse_hosts("me@n[1-2]:2,you@[fe80::1]:4,b") == [
+        Host(name="n1", slots=2, user="me"),
+        Host(name="n2", slots=2, user="me"),
+        Host(name="fe80::1", slots=4, user="you"),
+        Host(name="b", slots=1),
+    ]
+
+
+def test_all_hosts_have_the_same_user_for_ssh() -> None:
+    assert ssh_user(parse_hosts("me@a,me@b:2")) == "me"
+    assert ssh_user(parse_hosts("a,b")) is None
+    assert ssh_user([]) is None
+    for differ in ("me@a,you@b", "me@a,b"):
+        with pytest.raises(ConfigurationError, match=r"got me for a, (you|none) for b; give each"):
+            ssh_user(parse_hosts(differ))
 
 
 @pytest.mark.parametrize("name", ["cluster.example", "local"])
@@ -181,8 +228,10 @@ def test_files_that_we_ship(name: str) -> None:
 # Text, number of the line, that line as the message shows it, reason.
 BAD_FILES = {
     "word": ("a\nb slots=2 fast", 2, "b slots=2 fast", "'fast' is neither"),
-    "slots-behind-space": ("a 4", 1, "a 4", "'4' is neither slots=N nor max_slots=N"),
+    "slots-behind-space": ("a 4", 1, "a 4", "'4' is neither slots=N, max_slots=N nor user=NAME"),
     "key": ("a port=22", 1, "a port=22", "'port=22' is neither"),
+    "user": ("a user=-x", 1, "a user=-x", "'-x' is not a valid user name"),
+    "user-twice": ("me@a user_name=me", 1, "me@a user_name=me", "a has me@ and user=me"),
     "key-alone": ("a slots", 1, "a slots", "'slots' is neither"),
     "no-value": ("a slots=", 1, "a slots=", "'' is no number of slots"),
     "no-number": ("a\nb\nc slots=two", 3, "c slots=two", "'two' is no number of slots"),
@@ -198,6 +247,7 @@ BAD_FILES = {
     "max-zero": ("a max_slots=0", 1, "a max_slots=0", "max_slots=0"),
     "max-too-small-in-part": ("a:9 max_slots=9\na:4 max_slots=2", 2, "a:4 max_slots=2", "4"),
     "slots-twice": ("a slots=2 slots=2", 1, "a slots=2 slots=2", "slots twice"),
+    "slots-and-synonym": ("a slots=2 cpu=2", 1, "a slots=2 cpu=2", "slots twice"),
     "max-twice": ("a max_slots=2 max-slots=2", 1, "a max_slots=2 max-slots=2", "max_slots twice"),
     "colon-and-slots": ("a:2 slots=2", 1, "a:2 slots=2", "a has :2 and slots=2"),
     "ipv6-colon-and-slots": ("[::1]:2 slots=3", 1, "[::1]:2 slots=3", "::1 has :2 and slots=3"),

@@ -79,6 +79,26 @@ def test_horovodruns_flags_for_ssh_and_mpirun(cluster: Cluster) -> None:
     assert done.stdout.count("more words") == RANKS, done
 
 
+def test_a_hostfile_names_the_user_of_ssh(cluster: Cluster) -> None:
+    """Without it ssh would log in as a user that no host lets in; max_slots alone gives slots."""
+    hostfile = cluster.folder / "hosts"
+    hostfile.write_text("root@node1 max_slots=2\nnode2 cpu=1 user_name=root\n")
+    options = ["--hostfile", str(hostfile)]
+    body = "import socket; print(rank, socket.gethostname(), sep=':')"
+    with ssh_config(cluster, "Host *\nUser nobody"):
+        done = cluster.run(
+            [*HVDTRAIN, *options, "--", *program(body, ("python",))], env=ON_CLUSTER, timeout_s=60
+        )
+        check = [sys.executable, "-m", "hvdtrain", "check", "--no-allreduce"]
+        checked = cluster.run([*check, *options], env=ON_CLUSTER, timeout_s=60)
+        refused = cluster.run([*check, "-H", "node1,node2"], env=ON_CLUSTER, timeout_s=60)
+    assert done.returncode == 0, done
+    seen = [line.partition("] ")[2] for line in done.stdout.splitlines()]
+    assert sorted(seen) == ["0:node1", "1:node1", "2:node2"], done
+    assert checked.returncode == 0, checked
+    assert refused.stdout.count("ssh does not accept your key") == 1, refused
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_devices_of_several_hosts_reduce_together(
     cluster: Cluster, forked_python: list[str], way: str
