@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pwd
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import COMMANDS, main
+from hvdtrain.config import Settings
 from hvdtrain.version import __version__
 from tests.harness.jobs import REPOSITORY
 
@@ -28,20 +30,27 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         assert summary in shown
 
 
-def test_help_of_run_is_grouped_and_complete(
+def test_help_of_run_shows_the_common_options_and_help_all_the_rest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     assert main(["run", "--help"]) == 0
-    shown = capsys.readouterr().out
-    groups = ("where:", "ranks:", "how ranks train together", "other settings of the ranks")
-    for part in (*groups, "examples:", "exit codes:"):
-        assert part in shown
-    for flag in ("-np N, --num-proc N", "-H HOSTS, --hosts HOSTS", "--grace-s", "--share-gpus"):
-        assert flag in shown
-    lines = shown.splitlines()
-    assert len(lines) <= 90, "two screens"
-    assert max(map(len, lines)) <= 100
+    common = capsys.readouterr().out
+    assert main(["run", "--help-all"]) == 0
+    everything = capsys.readouterr().out
+    groups = ("ranks and hosts:", "output:", "failures and", "how ranks train", "other settings")
+    flags = ("-np N, --num-proc N", "-H HOSTS, --hosts HOSTS", "--max-restarts N", "--mode VALUE")
+    for part in (*groups, *flags, "examples:", "exit codes:"):
+        assert part in common, part
+        assert part in everything, part
+    for entry in dataclasses.fields(Settings):
+        assert f"  --{entry.name.replace('_', '-')}" in everything
+    for flag in ("--grace-s", "--worker-hosts", "--jobs-dir", "--chunk-bytes"):
+        assert flag in everything
+        assert f"  {flag}" not in common
+    assert len(common.splitlines()) <= 50, "one screen"
+    for line in (*common.splitlines(), *everything.splitlines()):
+        assert len(line) <= 100
 
 
 USAGE_ERRORS = {

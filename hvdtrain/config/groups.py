@@ -38,41 +38,46 @@ class ModeSettings:
     mode: str = setting(
         "allreduce",
         one_of("allreduce", "towers", "local-sgd", *_WITH_SERVERS),
-        "allreduce: ranks average gradients; towers: on several devices; local-sgd: weights; "
-        "async-ps, sync-ps: through servers",
+        "how ranks train together: allreduce (average gradients), towers (several "
+        "devices a rank), local-sgd (average weights), async-ps or sync-ps (parameter servers)",
     )
     devices_per_rank: int = setting(
-        1, positive_int, "towers: on how many devices a rank computes parts of its batch"
+        1, positive_int, "towers: number of devices that share a rank's batch"
     )
     sync_every: int = setting(
-        1, positive_int, "local-sgd: steps from one average of weights to the next"
+        1, positive_int, "local-sgd: steps between two averages of the weights"
     )
     outer_learning_rate: float = setting(
-        1.0, rate, "local-sgd: how far weights go towards their average"
+        1.0, rate, "local-sgd: factor for the move to the average of the weights"
     )
     outer_momentum: float = setting(
-        0.0, part_below_one, "local-sgd: Nesterov momentum of these moves"
+        0.0, part_below_one, "local-sgd: Nesterov momentum of that move"
     )
-    num_ps: int = setting(
-        1, positive_int, "how many ranks are parameter servers, in modes that have them"
-    )
+    num_ps: int = setting(1, positive_int, "async-ps, sync-ps: number of parameter servers")
     ps_ranks: tuple[int, ...] = setting(
-        (), ranks, "which ranks they are, like 2,3, or last: the last --num-ps", written="last"
+        (),
+        ranks,
+        "async-ps, sync-ps: ranks of the parameter servers, such as 2,3; last: the last --num-ps",
+        written="last",
     )
     staleness_bound: int | None = setting(
-        None, count_or("none"), "async-ps: most steps ahead of the slowest worker; 0: in step"
+        None,
+        count_or("none"),
+        "async-ps: maximum steps between a worker and the slowest one; 0: in step",
     )
     overlap: bool = setting(
-        False, flag, "1 lets workers of async-ps compute while their gradients travel"
+        False, flag, "async-ps: compute the next gradients while the last ones are sent"
     )
     backup_workers: int = setting(
-        0, count, "sync-ps: without how many of the slowest gradients a step does"
+        0, count, "sync-ps: number of slowest gradients that a step ignores"
     )
     worker_timeout_s: float = setting(
-        120.0, positive_float, "seconds before the others no longer wait for a worker's step"
+        120.0,
+        positive_float,
+        "async-ps, sync-ps: seconds to wait for a worker's step before continuing without it",
     )
     update_log: str | None = setting(
-        None, path_or_none("folder"), "folder in which each parameter server logs its updates"
+        None, path_or_none("folder"), "folder for each parameter server's log of updates"
     )
 
     @property
@@ -161,68 +166,66 @@ class Settings(ModeSettings):
     backend: str = setting(
         "auto",
         one_of("auto", "mpi", "nccl", "horovod"),
-        "what combines gradients: mpi, nccl, horovod, or auto",
+        "library that combines gradients: mpi, nccl, horovod or auto",
     )
     collectives: str = setting(
         "auto",
         one_of("auto", "mpi", "shared_memory"),
-        "with MPI: shared_memory (in two levels), mpi (plain), auto",
+        "allreduce over MPI: shared_memory (two levels), mpi (plain) or auto",
     )
     timeout_s: float = setting(
-        600.0, positive_float, "seconds a rank waits for others in a collective, then fails"
+        600.0, positive_float, "seconds to wait for other ranks in a collective before an error"
     )
     chunk_bytes: int | None = setting(
         None,
         count_or("auto", least=1),
-        "bytes combined at a time; auto: by the hosts",
+        "bytes combined at a time; auto: depends on the number of hosts",
         written="auto",
     )
     bucket_bytes: int | None = setting(
         None,
         count_or("auto"),
-        "bytes of gradients sent at a time; 0: all; auto: by the link",
+        "bytes of gradients sent at a time; 0: all; auto: depends on the link",
         written="auto",
     )
     compression: str = setting(
         "none",
         compression,
-        "form of gradients between hosts: none, fp16, bf16, int8, powersgd:RANK",
+        "format of gradients between hosts: none, fp16, bf16, int8 or powersgd:RANK",
     )
     non_finite: str = setting(
         "error",
         one_of("error", "ignore"),
-        "what NaN or infinity in gradients does: error, ignore",
+        "reaction to NaN or infinity in gradients: error or ignore",
     )
     # On which devices TensorFlow computes.
-    share_gpus: bool = setting(
-        False, flag, "1 lets more ranks than GPUs run on a host and share them"
-    )
+    share_gpus: bool = setting(False, flag, "allow more ranks than GPUs on a host")
     soft_placement: bool = setting(
-        True, flag, "1 lets TensorFlow compute elsewhere what a device can't"
+        True, flag, "let TensorFlow use another device for operations that a device lacks"
     )
     log_device_placement: bool = setting(
-        False, flag, "1 lets TensorFlow print what it computes on which device"
+        False, flag, "print the device of each TensorFlow operation"
     )
     # What happens when ranks die.
     elastic: bool | None = setting(
         None,
         flag_or_auto,
-        "1 lets the ranks that are left go on when one dies; auto: with parameter servers; needs "
-        "Open MPI 5",
+        "continue with the remaining ranks when one dies; auto: with parameter servers; "
+        "needs Open MPI 5",
         written="auto",
     )
-    min_np: int = setting(
-        1, positive_int, "how many ranks have to be left to go on or to start again"
-    )
+    min_np: int = setting(1, positive_int, "minimum number of ranks to continue or restart with")
     # What is written about the training.
     timeline_filename: str | None = setting(
-        None, path_or_none("file"), "file for a trace of rank 0; with {rank} in it: of each rank"
+        None, path_or_none("file"), "trace file of rank 0; with {rank} in its name, of each rank"
     )
     log_level: str = setting(
-        "info", log_level, "what hvdtrain itself prints: debug, info, warning, error"
+        "info",
+        log_level,
+        "lowest level of hvdtrain's messages to print: debug, info, warning or error",
     )
     log_with_timestamp: bool = setting(
-        False, flag, "1 puts time and rank before what hvdtrain itself prints"
+        False, flag, "start hvdtrain's messages with the time and the rank"
     )
 
     def check(self) -> None:

@@ -33,17 +33,32 @@ logger = logging.getLogger(__package__)
 # A hang is told shortly before ranks give up waiting for each other, while all can say where they
 # are.
 HANG_SHARE = 0.9
+# The options that --help shows; --help-all shows all.
+_COMMON = {
+    *(
+        "--help",
+        "--help-all",
+        "--config",
+        "--num-proc",
+        "--hosts",
+        "--hostfile",
+        "--env",
+        "--dry-run",
+    ),
+    *("--output-dir", "--chief-only", "--max-restarts", "--hang-timeout-s"),
+    *("--mode", "--elastic", "--share-gpus", "--log-level"),
+}
 _EPILOG = """\
 examples:
   hvdtrain run -np 2 -- python train.py --epochs 3
   hvdtrain run -np 8 -H a:4,b:4 -- python train.py
   hvdtrain run -- python train.py               in a Slurm job: on all its tasks
 
-exit codes: 0 when every rank ended well; else that of the rank that failed first, or 128 + n if
-signal n ended it or the job; 2 unusable arguments, 75 preempted (SIGUSR1, SIGUSR2), 124 a rank
-hangs, 125 the job can't be started. With --max-restarts that of the last attempt.
+exit codes: 0 if all ranks succeeded; else the code of the rank that failed first, or 128 + n if
+signal n ended it or the job; 2 for invalid arguments, 75 if preempted (SIGUSR1, SIGUSR2), 124 if a
+rank hangs, 125 if the job can't be started. With --max-restarts the code of the last attempt.
 
-horovodrun's flags work as well, --check-build among them: docs/horovodrun.md lists them all.
+The flags of horovodrun, such as --check-build, work too: docs/horovodrun.md lists them.
 """
 
 
@@ -52,67 +67,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hvdtrain run [-np N] [-H a:4,b:4] [options] [--] program [argument ...]"
     parser.epilog = _EPILOG
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    where = parser.add_argument_group("where")
+    rare: dict[argparse.Action, str | None] = {}
+    parser.add_argument("--help-all", action=_HelpAll, rare=rare, help="show all options and exit")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with options; those on the command line win"
+    )
+    where = parser.add_argument_group("ranks and hosts")
     add_where(where)
-    add_cluster(where)
-    where.add_argument("--oversubscribe", action="store_true", help="more ranks than slots may run")
     where.add_argument(
-        "--no-bind", action="store_true", help="let ranks run on all cores of their host"
-    )
-    where.add_argument(
-        "--dry-run", action="store_true", help="print the plan and the command; start nothing"
-    )
-    ranks = parser.add_argument_group("ranks")
-    ranks.add_argument(
-        "-x",
-        "--env",
+        *("-x", "--env"),
         action="append",
         default=[],
         type=_variable,
         metavar="NAME[=VALUE]",
-        help="pass a variable on to all ranks; may be repeated",
+        help="pass an environment variable to all ranks; may be repeated",
     )
-    ranks.add_argument(
-        "--output-dir", metavar="DIR", help="keep each rank's output in DIR/rank-N.log"
+    where.add_argument(
+        "--dry-run", action="store_true", help="print the plan and the command, start nothing"
     )
-    ranks.add_argument(
+    add_cluster(where)
+    where.add_argument("--oversubscribe", action="store_true", help="allow more ranks than slots")
+    where.add_argument(
+        "--no-bind", action="store_true", help="let ranks run on all cores of their host"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output-dir", metavar="DIR", help="write each rank's output to DIR/rank-N.log"
+    )
+    output.add_argument(
+        "--chief-only", action="store_true", help="show only rank 0's output, without tags"
+    )
+    output.add_argument(
+        "--no-collapse",
+        dest="collapse",
+        action="store_false",
+        help="show a line that several ranks print once for each",
+    )
+    output.add_argument(
         "--jobs-dir",
         metavar="DIR",
         help="folder for the records of jobs; default ~/.local/state/hvdtrain/jobs",
     )
-    ranks.add_argument(
-        "--chief-only", action="store_true", help="show rank 0's output alone, untagged"
-    )
-    ranks.add_argument(
-        "--no-collapse",
-        dest="collapse",
-        action="store_false",
-        help="show what several ranks print once for each",
-    )
-    for flag, default, what in (
-        ("--start-timeout-s", 120.0, "for all ranks to begin"),
-        ("--grace-s", 5.0, "from asking ranks to end to killing them"),
-        ("--preempt-grace-s", 60.0, "the same after SIGUSR1 and SIGUSR2, for a checkpoint"),
-    ):
-        text = f"{what}; default %(default)g"
-        ranks.add_argument(flag, type=_seconds, default=default, metavar="S", help=text)
-    failures = parser.add_argument_group("failures")
+    failures = parser.add_argument_group("failures and time limits")
     failures.add_argument(
         "--max-restarts",
         type=argument(count),
         default=0,
         metavar="N",
-        help="after a failure that this can mend start again, up to N times; default 0",
+        help="restart the job up to N times after a recoverable failure; default 0",
     )
     failures.add_argument(
         "--hang-timeout-s",
         type=_seconds,
         metavar="S",
-        help="for a step before the job hangs; 0: no limit; default 0.9 x --timeout-s",
+        help="seconds without a step after which the job hangs; 0: no limit; default 0.9 x "
+        "--timeout-s",
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="options from a TOML file; those given here win"
-    )
+    for flag, default, what in (
+        ("--start-timeout-s", 120.0, "seconds until all ranks must have started"),
+        ("--grace-s", 5.0, "seconds between SIGTERM and SIGKILL"),
+        ("--preempt-grace-s", 60.0, "seconds between SIGUSR1 or SIGUSR2 and SIGKILL"),
+    ):
+        text = f"{what}; default %(default)g"
+        failures.add_argument(flag, type=_seconds, default=default, metavar="S", help=text)
     modes = parser.add_argument_group(
         "how ranks train together (docs/parameter-servers.md, docs/towers.md, docs/local-sgd.md)"
     )
@@ -127,7 +144,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="error",
         help="the same as --non-finite error",
     )
+    rare.update(
+        (action, action.help)
+        for action in parser._actions
+        if not _COMMON.intersection(action.option_strings)
+    )
+    for action in rare:
+        action.help = argparse.SUPPRESS
     add_horovod_flags(parser)
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help with the options that ``--help`` leaves out."""
+
+    def __init__(self, *, rare: Mapping[argparse.Action, str | None], **others: Any) -> None:
+        super().__init__(nargs=0, **others)
+        self._rare = rare
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        for action, text in self._rare.items():
+            action.help = text
+        parser.print_help()
+        parser.exit()
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -234,7 +272,6 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
     flag = flag_name(entry.name)
     summary = entry.metadata["help"]
     if entry.metadata["is_switch"]:
-        summary = summary.removeprefix("1 ")
         if entry.default is False:
             group.add_argument(flag, action="store_const", const="1", help=summary)
         else:
@@ -248,7 +285,7 @@ def _add_setting(group: argparse._ArgumentGroup, entry: dataclasses.Field[Any]) 
         return text
 
     shown = f"{summary}; default {written_default(entry)}"
-    # The annotation says it also where None is the default.
+    # The type of the default doesn't tell, as it may be None.
     kind = str(entry.type).partition(" ")[0]
     metavar = {"int": "N", "float": "X"}.get(kind, "VALUE")
     group.add_argument(flag, type=argument(checked), metavar=metavar, help=shown)

@@ -17,6 +17,7 @@ __all__ = ["read_horovod_file", "read_job_file", "with_files"]
 
 # Short names that people know from the command line.
 _SHORT = {"np": "num-proc", "H": "hosts", "x": "env"}
+_NOT_IN_FILES = ("config", "config-file", "help", "help-all")
 # Types of values that stand for themselves; that of true and false is another.
 _PLAIN = {str, int, float}
 # What is on unless it is turned off.
@@ -80,7 +81,7 @@ def read_job_file(path: Path) -> list[str]:
 
 def _toml_arguments(path: Path, key: str, value: Any) -> list[str]:
     name = _SHORT.get(key, key.replace("_", "-"))
-    if not re.fullmatch(r"[a-z]+(-[a-z]+)*", name) or name in ("config", "config-file", "help"):
+    if not re.fullmatch(r"[a-z]+(-[a-z]+)*", name) or name in _NOT_IN_FILES:
         raise ConfigurationError(
             f"--config {path}: {key!r} can't stand there; expected options of hvdtrain run, as "
             "in its --help."
