@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from hvdtrain.checkpoint.durable import make_folders, reason, sync, write_file
-from hvdtrain.checkpoint.folders import (
-    PATIENCE_S,
-    CheckpointFolder,
-    aside_name,
-    find_complete,
-    folder_name,
-    keeps_changing,
-    new_name,
-    remove_folder,
-    settle,
-    sweep,
-)
-from hvdtrain.checkpoint.json_state import decode_state, encode_state
-from hvdtrain.checkpoint.lock import WriteLock, hold
-from hvdtrain.checkpoint.manifest import (
+from hvdtrain.checkpoint.files import (
     FILES,
     MANIFEST,
     MODEL,
@@ -38,17 +23,29 @@ from hvdtrain.checkpoint.manifest import (
     check_sizes,
     encode_manifest,
     file_facts,
+    make_folders,
     read_manifest,
     read_regular,
+    reason,
+    sync,
+    write_file,
 )
-from hvdtrain.checkpoint.snapshot import Snapshot
+from hvdtrain.checkpoint.folders import (
+    PATIENCE_S,
+    CheckpointFolder,
+    find_complete,
+    free_name,
+    hidden_name,
+    keeps_changing,
+    remove,
+    sweep,
+)
+from hvdtrain.checkpoint.lock import WriteLock, hold
+from hvdtrain.checkpoint.snapshot import Snapshot, decode_state, encode_state
 from hvdtrain.checkpoint.tensors import check_arrays, read_tensors, write_tensors
 from hvdtrain.errors import CheckpointError, ConfigurationError
 
-__all__ = ["Store"]
-
-# The manifest before it counts.
-_UNPUBLISHED = ".manifest.json"
+__all__ = ["BackgroundWriter", "Store"]
 
 # How often a reader looks again at least, however long it takes to read a checkpoint.
 _LOOKS = 5
@@ -61,12 +58,12 @@ _DAMAGE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.EUCLEAN)
 class Store:
     """A directory of checkpoints.
 
-    Everyone may read; the process that has written holds the directory until ``close``, until its
-    last Store of the directory is gone, or until it ends, however it ends.
+    Everyone may read; the process that has written holds the directory until its last Store of the
+    directory is gone, or until it ends, however it ends.
 
     Args:
         directory: Made, with those above it, when the first checkpoint is written.
-        keep: How many checkpoints stay.
+        keep: How many steps to keep a checkpoint of.
         notice: Called with a sentence to show when something is wrong that doesn't stop the work.
         lock_timeout_s: How long ``write`` waits for another process that writes there.
 
@@ -97,8 +94,8 @@ class Store:
     def write(self, snapshot: Snapshot) -> Path:
         """Publish a snapshot and return its folder; it is on the disk then.
 
-        A checkpoint of the same step is replaced. Afterwards only the newest ``keep`` up to this
-        step stay.
+        Afterwards the newest checkpoint of each of the newest ``keep`` steps up to this one is
+        left.
 
         Raises:
             CheckpointError: The snapshot can't be stored, the directory can't be written to, or
@@ -110,8 +107,10 @@ class Store:
             make_folders(self._directory)
             lock = self._locked()
             with lock.mutex:
-                sweep(self._directory, alone=lock.alone)
+                if lock.alone:
+                    sweep(self._directory)
                 folder = self._publish(snapshot, state)
+                self._prune(snapshot.step)
         except OSError as error:
             raise CheckpointError(
                 f"{what} can't be written to {self._directory}: {reason(error)}. Checkpoints "
@@ -119,12 +118,10 @@ class Store:
             ) from error
         except CheckpointError as error:
             raise CheckpointError(f"{what} can't be written: {error}") from None
-        with lock.mutex:
-            self._prune(snapshot.step)
         return folder
 
     def newest(self) -> Snapshot | None:
-        """The newest checkpoint that is intact; None if there has been none.
+        """Return the newest checkpoint that is intact; None if there has been none.
 
         Those that are damaged are named through ``notice``.
 
@@ -138,7 +135,7 @@ class Store:
         if snapshot is None and problems:
             raise CheckpointError(
                 f"No checkpoint in {self._directory} is intact: {'; '.join(problems)}. Put an "
-                "intact copy there, or name another directory to begin anew."
+                "intact copy there, or name another directory to start over."
             )
         if snapshot is not None:
             for problem in problems:
@@ -148,7 +145,7 @@ class Store:
         return snapshot
 
     def steps(self) -> list[int]:
-        """The steps with a complete checkpoint, ascending; only manifests are read.
+        """Return the steps with a complete checkpoint, ascending; only manifests are read.
 
         Raises:
             CheckpointError: The directory can't be read.
@@ -165,10 +162,6 @@ class Store:
             self._refuse(error)
         return sorted(steps)
 
-    def close(self) -> None:
-        """Let other processes write; a later ``write`` holds the directory again."""
-        self._lock = None
-
     def _locked(self) -> WriteLock:
         lock = hold(self._directory, self._lock_timeout_s)
         if not lock.alone and lock is not self._lock:
@@ -181,61 +174,43 @@ class Store:
         return lock
 
     def _publish(self, snapshot: Snapshot, state: bytes) -> Path:
-        step = snapshot.step
-        final = self._directory / folder_name(step)
-        draft = self._directory / new_name("writing", step)
-        publishing = False
+        draft = self._directory / hidden_name("writing", snapshot.step)
         try:
-            self._write_draft(draft, snapshot, state)
-            publishing = True
-            if final.exists():
-                final.rename(self._directory / aside_name(step))
+            draft.mkdir()
+            write_file(draft / STATE, state)
+            mode = (draft / STATE).stat().st_mode
+            for name, arrays in ((MODEL, snapshot.model), (RANKS, snapshot.ranks)):
+                write_tensors(draft / name, arrays)
+                (draft / name).chmod(mode)  # the library makes files that only their owner can read
+                sync(draft / name)
+            # Checksums of what the files say now, not of the memory: the library wrote them.
+            manifest = {name: file_facts(draft / name) for name in FILES}
+            write_file(draft / MANIFEST, encode_manifest(snapshot.step, manifest))
+            sync(draft)
+            final = self._directory / free_name(self._directory, snapshot.step)
             draft.rename(final)
             sync(self._directory)
-            (final / _UNPUBLISHED).rename(final / MANIFEST)
-            sync(final)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
-            if publishing:
-                # Undo what is published in part; if that fails, the next writer or reader copes.
-                with contextlib.suppress(OSError):
-                    if final.is_dir() and not os.path.lexists(final / MANIFEST):
-                        remove_folder(final, step)
-                    settle(self._directory, step)
             raise
         return final
-
-    def _write_draft(self, draft: Path, snapshot: Snapshot, state: bytes) -> None:
-        """Write all that needs space, so that publishing can't fail for want of it."""
-        draft.mkdir()
-        write_file(draft / STATE, state)
-        mode = (draft / STATE).stat().st_mode
-        for name, arrays in ((MODEL, snapshot.model), (RANKS, snapshot.ranks)):
-            write_tensors(draft / name, arrays)
-            (draft / name).chmod(mode)  # the library makes files that only their owner can read
-            sync(draft / name)
-        # Checksums of what the files say now, not of the memory: the library wrote them.
-        manifest = {name: file_facts(draft / name) for name in FILES}
-        write_file(draft / _UNPUBLISHED, encode_manifest(snapshot.step, manifest))
-        sync(draft)
 
     def _prune(self, step: int) -> None:
         """Remove what ``keep`` has no room for, but nothing that could be the last good one.
 
         Only those count whose files have the right sizes and which no reader of this Store found
-        damaged. Later steps neither count nor go: training went back behind them, so they are
-        damaged or belong to somebody else.
+        damaged; of each step the newest. Later steps neither count nor go: training resumed from
+        before them, so they are damaged or belong to another training.
         """
+        kept: set[int] = set()
         try:
-            settle(self._directory, step)
-            sound = 0
             for found in find_complete(self._directory):
-                if found.step > step or found.aside:
+                if found.step > step:
                     continue
-                if sound >= self._keep:
-                    remove_folder(found.path, found.step)
+                if found.step in kept or len(kept) == self._keep:
+                    remove(found)
                 elif self._is_sound(found):
-                    sound += 1
+                    kept.add(found.step)
         except (OSError, CheckpointError) as error:
             text = reason(error) if isinstance(error, OSError) else str(error)
             self._notice(f"Old checkpoints in {self._directory} can't be removed: {text}.")
@@ -250,26 +225,23 @@ class Store:
         return True
 
     def _first_intact(self) -> tuple[Snapshot | None, list[str]]:
-        """The newest intact checkpoint, and what is wrong with those that are newer."""
+        """Return the newest intact checkpoint, and what is wrong with those that are newer."""
         give_up_s = time.monotonic() + PATIENCE_S
         for look in itertools.count(1):
             snapshot: Snapshot | None = None
             problems: dict[CheckpointFolder, str] = {}
-            listed = find_complete(self._directory)
-            for found in listed:
+            for found in find_complete(self._directory):
                 try:
                     snapshot = _load(found)
                     break
                 except DamagedError as error:
                     problems[found] = f"{found.path}: {error}"
-            # What seems damaged or missing may have been replaced meanwhile.
-            if all(found.is_there() for found in problems) and (
-                snapshot is not None or find_complete(self._directory) == listed
-            ):
+            # What seems damaged may have been removed meanwhile, as newer ones were written.
+            if not problems or problems.keys() <= set(find_complete(self._directory)):
                 break
             if look >= _LOOKS and time.monotonic() > give_up_s:
                 raise keeps_changing()
-        self._damaged |= set(problems)
+        self._damaged |= problems.keys()
         return snapshot, list(problems.values())
 
     def _refuse(self, error: OSError) -> NoReturn:
@@ -278,8 +250,61 @@ class Store:
         ) from error
 
 
+class BackgroundWriter:
+    """Writes one snapshot at a time on a thread of its own, while training goes on.
+
+    Args:
+        store: Where they go; used by the writing thread while ``busy``.
+        report: Called on that thread with the step of each checkpoint that is safely on disk.
+    """
+
+    def __init__(self, store: Store, report: Callable[[int], None]) -> None:
+        self._store = store
+        self._report = report
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        self.written_s: list[float] = []
+        """The seconds that each successful write took."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot is being written; its arrays must stay as they are."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Start to write ``snapshot``, after the one before is on disk."""
+        self.wait()
+        self._thread = threading.Thread(
+            target=self._write, args=(snapshot,), name="hvdtrain checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is being written, or the time is over."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def take_error(self) -> CheckpointError | None:
+        """Return why the latest snapshot could not be written, once; None if it could."""
+        error, self._error = self._error, None
+        return error
+
+    def _write(self, snapshot: Snapshot) -> None:
+        start = time.monotonic()
+        try:
+            self._store.write(snapshot)
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:
+            # A thread has nobody above it who would see this.
+            self._error = CheckpointError(f"{type(error).__name__}: {error}")
+        else:
+            self.written_s.append(time.monotonic() - start)
+            self._report(snapshot.step)
+
+
 def _check(snapshot: Snapshot) -> bytes:
-    """The text of the state, if the whole snapshot can be stored."""
+    """Return the text of the state, if the whole snapshot can be stored."""
     if type(snapshot.step) is not int or snapshot.step < 0:
         raise CheckpointError(
             f"A checkpoint's step is {snapshot.step!r}; expected an int that is not negative."
@@ -311,6 +336,4 @@ def _load(found: CheckpointFolder) -> Snapshot:
         if error.errno not in _DAMAGE:
             raise
         raise DamagedError(error.strerror or str(error)) from None
-    if not found.is_there():
-        raise DamagedError("it was replaced while it was read")
     return Snapshot(step=found.step, state=state, model=model, ranks=ranks)

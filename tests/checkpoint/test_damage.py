@@ -177,9 +177,10 @@ def test_one_of_a_newer_version_is_not_passed_over(directory: Path) -> None:
         Store(directory).newest()
 
 
-def test_writing_a_damaged_step_again_mends_it(directory: Path) -> None:
+def test_saving_a_damaged_step_again_removes_the_damaged_one(directory: Path) -> None:
+    folder = directory / "step-00000020"
     for name in NAMES:
-        flip(directory / "step-00000020" / name, 0)
-        Store(directory).write(snapshot(21, step=20))
+        flip(folder / name, 0)
+        folder = Store(directory).write(snapshot(21, step=20))
         assert _newest(directory) == (21, [])
-        assert files(directory) == ["step-00000010", "step-00000020"]
+        assert files(directory) == ["step-00000010", folder.name]

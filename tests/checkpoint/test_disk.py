@@ -12,6 +12,7 @@ import pytest
 
 from hvdtrain import CheckpointError
 from hvdtrain.checkpoint import Store
+from hvdtrain.checkpoint.folders import CheckpointFolder
 from tests.checkpoint.disks import SMALL_BYTES, remount
 from tests.checkpoint.samples import check, files, snapshot
 
@@ -183,10 +184,10 @@ def test_what_cant_be_removed_is_told_and_the_new_one_is_there(tmp_path: Path, m
     store = Store(tmp_path, keep=1, notice=notices.append)
     store.write(snapshot(1, step=1))
 
-    def refuse(path: Path, hidden: Path) -> None:
-        raise PermissionError(1, "Operation not permitted", str(path))
+    def refuse(folder: CheckpointFolder) -> None:
+        raise PermissionError(1, "Operation not permitted", str(folder.path))
 
-    monkeypatch.setattr("hvdtrain.checkpoint.store.remove_folder", refuse)
+    monkeypatch.setattr("hvdtrain.checkpoint.store.remove", refuse)
     store.write(snapshot(2, step=2))
     assert check(store.newest()) == 2
     (notice,) = notices

@@ -32,34 +32,6 @@ def _snapshot() -> Snapshot:
     )
 
 
-def test_with_plain_safetensors_and_json(tmp_path: Path, run_command) -> None:
-    folder = Store(tmp_path).write(_snapshot())
-    program = f"""{BLOCKED}
-import json, ml_dtypes, numpy
-from safetensors import safe_open
-folder = {str(folder)!r}
-print(json.load(open(folder + "/state.json")))
-for name in ("model", "ranks"):
-    with safe_open(folder + "/" + name + ".safetensors", framework="np") as file:
-        types = json.loads((file.metadata() or {{}}).get("hvdtrain.dtypes", "{{}}"))
-        for key in sorted(file.keys()):
-            array = file.get_tensor(key)
-            if key in types:
-                array = array.view(types[key])
-            print(key, array.dtype, array.ravel().tolist())
-"""
-    done = run_command([sys.executable, "-c", program])
-    assert done.returncode == 0, done
-    assert done.stdout.splitlines() == [
-        "{'epoch': 3, 'best': {'$float': 'inf'}}",
-        "eighth float8_e4m3fn [1.5, -2.0]",
-        "half bfloat16 [1.0, 1.0]",
-        "wave complex128 [(1+2j)]",
-        "weights float32 [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]",
-        "rank/0/seed int64 [7, 8]",
-    ]
-
-
 def test_with_the_program_of_the_document(tmp_path: Path, run_command) -> None:
     folder = Store(tmp_path / "runs" / "mnist").write(_snapshot())
     assert folder.name == "step-00000120"

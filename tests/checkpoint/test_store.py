@@ -90,7 +90,7 @@ def test_state_comes_back(tmp_path: Path) -> None:
     version, numbers, gauss = state.pop("random")
     assert found.pop("random") == [version, list(numbers), gauss]
     assert found == state
-    assert math.isnan(_again(tmp_path, _snapshot(state={"loss": math.nan})).state["loss"])
+    assert math.isnan(_again(tmp_path / "nan", _snapshot(state={"loss": math.nan})).state["loss"])
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_the_newest_stay(tmp_path: Path) -> None:
         store.write(snapshot(write))
         assert store.steps() == list(range(max(0, write * 2 // 3 - 1), write * 2 // 3 + 1))
         assert check(store.newest()) == write
-    assert files(tmp_path) == ["step-00000006", "step-00000007"]
+    assert files(tmp_path) == ["step-00000006-2", "step-00000007"]
 
 
 def test_fewer_stay_where_keep_became_less(tmp_path: Path) -> None:
@@ -168,12 +168,28 @@ def test_fewer_stay_where_keep_became_less(tmp_path: Path) -> None:
     assert Store(tmp_path).steps() == [4, 5]
 
 
-def test_a_step_is_written_again(tmp_path: Path) -> None:
-    store = Store(tmp_path, keep=1)
-    for write in range(3):
-        store.write(snapshot(write, step=7, floats=10 * write))
+def test_a_step_that_is_saved_again_has_another_name_and_counts_once(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=2)
+    store.write(snapshot(100, step=5))
+    for write in range(11):
+        folder = store.write(snapshot(write, step=7, floats=10 * write))
+        assert folder.name == ("step-00000007" if write == 0 else f"step-00000007-{write + 1}")
         assert check(Store(tmp_path).newest()) == write
-        assert files(tmp_path) == ["step-00000007"]
+        assert files(tmp_path) == ["step-00000005", folder.name]
+
+
+def test_of_several_of_a_step_the_newest_intact_one_is_used(tmp_path: Path) -> None:
+    """Both are there where a writer was killed before it removed the former one."""
+    store = Store(tmp_path / "runs")
+    (tmp_path / "runs").mkdir()
+    for write, name in enumerate(["step-00000007", "step-00000007-10", "step-00000007-9"], start=1):
+        Store(tmp_path / name).write(snapshot(write, step=7)).rename(tmp_path / "runs" / name)
+    assert check(store.newest()) == 2
+    flip(tmp_path / "runs" / "step-00000007-10" / "state.json", 0)
+    assert check(store.newest()) == 3
+    assert store.steps() == [7]
+    store.write(snapshot(4, step=7))
+    assert files(tmp_path / "runs") == ["step-00000007-11"]
 
 
 def test_a_small_one_that_was_damaged_keeps_the_one_before(tmp_path: Path) -> None:
@@ -215,7 +231,8 @@ def test_later_steps_neither_count_nor_go(tmp_path: Path) -> None:
 
 
 def test_names_that_only_look_alike_are_left_alone(tmp_path: Path) -> None:
-    others = ["step-1", "step-000000010", "step-00000001x", "notes", ".writing-mine"]
+    others = ["step-1", "step-000000010", "step-00000001x", "step-00000001-1", "notes"]
+    others.append(".writing-mine")
     for name in others:
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text("mine")

@@ -37,7 +37,7 @@ class Checkpoint(keras.callbacks.Callback):
         every_steps: Save after so many steps.
         every_s: Save after so many seconds. Without both of them, at the end of every epoch; the
             end of the training is saved always.
-        keep: How many of the newest to keep.
+        keep: How many of the newest steps to keep a checkpoint of.
         export: Also save the model as a ``.keras`` file at this path, at the end of each epoch
             after which a checkpoint is taken, and when training goes on from one of these.
         on_error: On a full disk or the like ``"warn"`` says so once and trains on, ``"raise"``

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint import Snapshot, Store
-from hvdtrain.checkpoint.background_writer import BackgroundWriter
+from hvdtrain.checkpoint.store import BackgroundWriter
 from hvdtrain.errors import CheckpointError, Preempted
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
