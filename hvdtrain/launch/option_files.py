@@ -24,6 +24,8 @@ _PLAIN = {str, int, float}
 _ON = {
     entry.name.replace("_", "-") for entry in dataclasses.fields(Settings) if entry.default is True
 }
+# Options that may be repeated; a list of texts repeats them.
+_REPEATED = {"env", "sbatch", "volume", "node-selector", "toleration", "pull-secret"}
 # What the flags for the keys of each section begin with.
 # Source: horovod/runner/common/util/config_parser.py
 _SECTIONS = {
@@ -38,11 +40,15 @@ _SECTIONS = {
 _OPPOSITES = {"--log-with-timestamp": "--log-without-timestamp"}
 
 
-def with_files(options: Sequence[str]) -> list[str]:
+def with_files(options: Sequence[str], folder: Path = Path()) -> list[str]:
     """Replace ``--config-file`` and ``--config`` by the options in those files, which come first.
 
     So options that were typed win, and whoever runs the job needs no file. What stands behind
     ``--`` is left alone.
+
+    Args:
+        options: The options as they were typed.
+        folder: The folder that relative paths start from.
 
     Raises:
         ConfigurationError: A file can't be read.
@@ -52,8 +58,8 @@ def with_files(options: Sequence[str]) -> list[str]:
     parser.add_argument("--config", type=Path)
     at = list(options).index("--") if "--" in options else len(options)
     named, rest = parser.parse_known_args(options[:at])
-    horovods = read_horovod_file(named.config_file) if named.config_file else []
-    own = read_job_file(named.config) if named.config else []
+    horovods = read_horovod_file(folder / named.config_file) if named.config_file else []
+    own = read_job_file(folder / named.config) if named.config else []
     return [*horovods, *own, *rest, *options[at:]]
 
 
@@ -61,8 +67,8 @@ def read_job_file(path: Path) -> list[str]:
     """The options in the file as arguments: ``grace-s = 10`` as ``--grace-s=10``.
 
     Names are those of the flags, with dashes or underscores. ``true`` stands for a flag without
-    a value, ``false`` for none, or for the ``--no-`` of one that is on by default; ``hosts`` may
-    be a list, ``env`` a list or a table of names and values.
+    a value, ``false`` for none, or for the ``--no-`` of one that is on by default; ``hosts`` and
+    what may be repeated can be lists, ``env`` a table of names and values.
 
     Raises:
         ConfigurationError: The file can't be read, is no TOML, or holds what no flag takes.
@@ -95,13 +101,13 @@ def _toml_arguments(path: Path, key: str, value: Any) -> list[str]:
         return [f"--{name}={value}"]
     if texts and name in ("hosts", "worker-hosts", "ps-hosts"):
         return [f"--{name}={','.join(value)}"]
-    if texts and name == "env":
+    if texts and name in _REPEATED:
         return [f"--{name}={entry}" for entry in value]
     if isinstance(value, dict) and name == "env" and set(map(type, value.values())) <= _PLAIN:
         return [f"--{name}={variable}={text}" for variable, text in value.items()]
     raise ConfigurationError(
         f"--config {path}: {key} = {value!r} can't be used; expected a text, a number, true, for "
-        "hosts a list of texts, or for env a table of names and values."
+        "hosts and what may be repeated a list of texts, or for env a table of names and values."
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -26,6 +27,7 @@ from hvdtrain.jobs.naming import split_backend
 from hvdtrain.jobs.progress import left_s
 from hvdtrain.jobs.spec import LOCAL, JobSpec, make_spec, secret_values, with_changes
 from hvdtrain.jobs.submission import start_again, submit_job
+from hvdtrain.launch.option_files import with_files
 from hvdtrain.serve.index import JobIndex, matching
 from hvdtrain.serve.requests import acting, job_of
 from hvdtrain.serve.row_details import RowDetails
@@ -157,11 +159,11 @@ class JobApi:
 
     def plan(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Answer with the plan of what would be started."""
-        return {"plan": self._planned(self._asked(body), self._environ_of(body)).plan}
+        return {"plan": self._planned(*self._asked(body)).plan}
 
     def submit(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Start a job."""
-        return self._submit(self._asked(body), self._environ_of(body))
+        return self._submit(*self._asked(body))
 
     def stop(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Have a job end."""
@@ -174,10 +176,11 @@ class JobApi:
 
     def restart(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Start a job that has ended again."""
-        job, environ = job_of(self._index, request), self._environ_of(body)
+        job = job_of(self._index, request)
+        words, environ = self._options(body, job.spec().folder)
         start_again(
             job,
-            lambda spec: self._changed(spec, body),
+            lambda spec: _changed(spec, words, body),
             lambda spec: planned(job.path, spec, environ).ranks,
             environ,
         )
@@ -185,8 +188,9 @@ class JobApi:
 
     def clone(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Start a job like another one."""
-        spec = self._changed(job_of(self._index, request).spec(), body)
-        return self._submit(spec, self._environ_of(body))
+        spec = job_of(self._index, request).spec()
+        words, environ = self._options(body, spec.folder)
+        return self._submit(_changed(spec, words, body), environ)
 
     def _submit(self, spec: JobSpec, environ: Mapping[str, str]) -> Mapping[str, Any]:
         ranks = self._planned(spec, environ).ranks
@@ -197,31 +201,34 @@ class JobApi:
     def _planned(self, spec: JobSpec, environ: Mapping[str, str]) -> Planned:
         return planned(self._index.directory / "NAME", spec, environ)
 
-    def _environ_of(self, body: Mapping[str, Any]) -> Mapping[str, str]:
-        """Variables for a job that is asked for, and secrets that come with it."""
-        return {**self._environ, **secret_values(_words(body, "options"))}
+    def _options(self, body: Mapping[str, Any], folder: str) -> tuple[list[str], Mapping[str, str]]:
+        """Return the options of a request, files replaced, and the variables for its job."""
+        words = with_files(_words(body, "options"), Path(folder))
+        return words, {**self._environ, **secret_values(words)}
 
-    def _asked(self, body: Mapping[str, Any]) -> JobSpec:
-        """The job that is asked for.
+    def _asked(self, body: Mapping[str, Any]) -> tuple[JobSpec, Mapping[str, str]]:
+        """Return the job that is asked for, and its variables.
 
         Nothing of it is restricted: any program, with any options, runs as this process's user.
         """
-        program, options = _words(body, "program"), _words(body, "options")
+        program = _words(body, "program")
         folder = body.get("folder")
         if not isinstance(folder, str) or not os.path.isdir(folder):
             raise JobError(f"folder is {folder!r}; expected one that is there.")
-        rest, backend = split_backend(options)
+        words, environ = self._options(body, folder)
+        rest, backend = split_backend(words)
         spec = make_spec(rest, program, {})
-        return dataclasses.replace(spec, folder=folder, backend=backend or LOCAL)
-
-    def _changed(self, spec: JobSpec, body: Mapping[str, Any]) -> JobSpec:
-        options, backend = split_backend(_words(body, "options"))
-        program = _words(body, "program")
-        return with_changes(spec, [*options, *(["--", *program] if program else [])], backend)
+        return dataclasses.replace(spec, folder=folder, backend=backend or LOCAL), environ
 
     def _row(self, view: JobView) -> Mapping[str, Any]:
         job = JobFolder(self._index.directory / view.name)
         return {**view_to_json(view), **self._details.of(job, view)}
+
+
+def _changed(spec: JobSpec, words: Sequence[str], body: Mapping[str, Any]) -> JobSpec:
+    options, backend = split_backend(words)
+    program = _words(body, "program")
+    return with_changes(spec, [*options, *(["--", *program] if program else [])], backend)
 
 
 def view_to_json(view: JobView) -> Mapping[str, Any]:

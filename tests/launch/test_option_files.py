@@ -33,6 +33,10 @@ FILES = {
     "off": ("soft-placement = false\nshare-gpus = false", ["--no-soft-placement"]),
     "on": ("soft-placement = true", ["--soft-placement"]),
     "list": ('env = ["A=1", "B"]', ["--env=A=1", "--env=B"]),
+    "list-of-sbatch": (
+        'sbatch = ["--partition=gpu", "--qos=low"]',
+        ["--sbatch=--partition=gpu", "--sbatch=--qos=low"],
+    ),
     "short-list": ('x = ["A"]', ["--env=A"]),
     "table": ('[env]\nA = 1\nB = "x y"\nC = ""', ["--env=A=1", "--env=B=x y", "--env=C="]),
     "dash": ('hostfile = "-"', ["--hostfile=-"]),

@@ -194,6 +194,33 @@ def test_what_may_run_is_not_said_to_be_told_to_stop(jobs_dir: Path, page: TestC
         assert (answer.status_code, f"{job.name} may be running: " in answer.text) == (400, True)
 
 
+def test_options_in_a_file_count_as_typed_ones(
+    page: TestClient, tmp_path: Path, jobs_dir: Path
+) -> None:
+    """Slurm's among them; a path starts from the folder of the job, as where it is submitted."""
+    (tmp_path / "job.toml").write_text(
+        "np = 2\non = 'slurm'\nsbatch = ['--partition=gpu']\n[env]\nMY_KEY = 'hunter2'"
+    )
+    typed = ["--num-proc=2", "--on=slurm", "--sbatch=--partition=gpu", "--env=MY_KEY=hunter2"]
+    plans = []
+    for options in (["--config", "job.toml"], typed):
+        asked = {"program": ["true"], "options": options, "folder": str(tmp_path)}
+        answer = page.post("/api/plan", json=asked)
+        assert answer.status_code == 200, answer.text
+        plans.append(answer.json()["plan"])
+    assert plans[0] == plans[1]
+    assert "--partition=gpu" in plans[0]
+    missing = {"program": ["true"], "options": ["--config=none.toml"], "folder": str(tmp_path)}
+    refused = page.post("/api/plan", json=missing)
+    assert (refused.status_code, "none.toml can't be read" in refused.text) == (400, True)
+    job = _job(jobs_dir, 1.0, "true", phase="ended", code=0)
+    _until_listed(page, 1)
+    for way in ("clone", "restart"):
+        missing = {"options": ["--config=none.toml"]}
+        answer = page.post(f"/api/jobs/{job.name}/{way}", json=missing)
+        assert (answer.status_code, "none.toml can't be read" in answer.text) == (400, True)
+
+
 @pytest.mark.mpi
 @pytest.mark.essential
 def test_a_real_job_is_planned_started_stopped_and_started_again(
