@@ -7,15 +7,14 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from hvdtrain.cluster.ranges import parse_runs
 from hvdtrain.config.fields import argument, count
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import catch_up, view_job
-from hvdtrain.jobs.log_format import LAUNCHER, LogLine
-from hvdtrain.jobs.log_reader import Found, fits, log_end, read_last, read_log
+from hvdtrain.jobs.log import LAUNCHER, LogEntry, LogLine, log_end, read_before, read_log
 from hvdtrain.jobs.naming import add_name, named_job
 
 __all__ = ["add_arguments", "run"]
@@ -47,49 +46,51 @@ def run(arguments: argparse.Namespace) -> int:
         JobError: There is no such job.
         ConfigurationError: A regular expression that is none.
     """
-    ranks, wanted = arguments.rank, _wanted(arguments.grep, arguments.regex)
+    wanted = _wanted(arguments.rank, arguments.grep, arguments.regex)
     job = named_job(arguments)
     catch_up(job)
     begin = 0
-    found: Iterable[Found] = ()
-    if arguments.lines is None:
-        found = read_log(job.log, ranks=ranks, wanted=wanted)
-    elif arguments.lines:
-        found = read_last(job.log, arguments.lines, ranks=ranks, wanted=wanted)
-    else:
-        begin = log_end(job.log)
-    for one in found:
-        begin = one.end
-        _print(one, with_time=arguments.time)
-    if arguments.follow:
-        _follow(job, begin, lambda line: fits(line, ranks, wanted), with_time=arguments.time)
+    if arguments.lines is not None:
+        part = read_before(job.log, log_end(job.log), arguments.lines, wanted)
+        for entry in part.entries:
+            _print(entry, with_time=arguments.time)
+        begin = part.end
+    if arguments.lines is None or arguments.follow:
+        _print_from(job, begin, wanted, with_time=arguments.time, follow=arguments.follow)
     return 0
 
 
-def _follow(
-    job: JobFolder, begin: int, shown: Callable[[LogLine], bool], *, with_time: bool
+def _print_from(
+    job: JobFolder,
+    begin: int,
+    wanted: Callable[[LogLine], bool],
+    *,
+    with_time: bool,
+    follow: bool,
 ) -> None:
-    """Print what comes until the job is over."""
-    is_over, doubt = False, ""
-    while not is_over:
+    """Print matching lines from a position to the end; with ``follow`` until the job is over."""
+    is_over, doubt = not follow, ""
+    while True:
+        for entry in read_log(job.log, begin):
+            begin = entry.end
+            if entry.line is None or wanted(entry.line):
+                _print(entry, with_time=with_time)
+        if is_over:
+            return
         sys.stdout.flush()
         time.sleep(POLL_S)
-        # Asked before the log is read, so that nothing comes behind it.
+        # Read before the log, so that nothing comes after it.
         view = view_job(job)
         is_over = view.is_over
         if view.doubt not in ("", doubt):
             doubt = view.doubt
             LOGGER.warning("%s", doubt)
-        for one in read_log(job.log, begin):
-            begin = one.end
-            if one.line is None or shown(one.line):
-                _print(one, with_time=with_time)
 
 
-def _print(found: Found, *, with_time: bool) -> None:
-    line = found.line
+def _print(entry: LogEntry, *, with_time: bool) -> None:
+    line = entry.line
     if line is None:
-        print(f"... {(found.end - found.begin) / 2**20:.1f} MiB of the log are not kept ...")
+        print(f"... {(entry.end - entry.begin) / 2**20:.1f} MiB of the log are not kept ...")
         return
     at = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(line.time_s))} " if with_time else ""
     who = "hvdtrain run:" if line.rank == LAUNCHER else f"[{line.rank}]"
@@ -101,15 +102,18 @@ def _print(found: Found, *, with_time: bool) -> None:
         print(text.encode(encoding, "replace").decode(encoding))
 
 
-def _wanted(text: str | None, pattern: str | None) -> Callable[[str], bool] | None:
-    tests: list[Callable[[str], object]] = []
-    if text is not None:
-        tests.append(lambda line: text in line)
-    if pattern is not None:
-        try:
-            tests.append(re.compile(pattern).search)
-        except re.error as error:
-            raise ConfigurationError(
-                f"--regex {pattern!r} is no regular expression: {error}. Use --grep for text."
-            ) from None
-    return (lambda line: all(test(line) for test in tests)) if tests else None
+def _wanted(
+    ranks: Sequence[range] | None, text: str | None, pattern: str | None
+) -> Callable[[LogLine], bool]:
+    """Return the test for lines of ``ranks`` that contain ``text`` and match ``pattern``."""
+    try:
+        expression = re.compile(pattern or "")
+    except re.error as error:
+        raise ConfigurationError(
+            f"--regex {pattern!r} is not a valid regular expression: {error}. Use --grep for text."
+        ) from None
+    return lambda line: (
+        (ranks is None or any(line.rank in run for run in ranks))
+        and (text or "") in line.text
+        and expression.search(line.text) is not None
+    )

@@ -10,11 +10,10 @@ from typing import Any
 
 from hvdtrain.cluster.ranges import format_table, listing, span
 from hvdtrain.errors import JobError
+from hvdtrain.jobs.files import last_json_line, read_json_lines
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.job_view import JobView, command_line, view_job
-from hvdtrain.jobs.json_lines import last_json_line, read_json_lines
+from hvdtrain.jobs.job_view import JobView, command_line, left_s, view_job
 from hvdtrain.jobs.naming import add_name, named_job
-from hvdtrain.jobs.progress import left_s
 
 __all__ = ["add_arguments", "run"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.json_file import write_json
+from hvdtrain.jobs.files import write_json
 from hvdtrain.jobs.process_identity import is_alive
 from hvdtrain.jobs.spec import JobSpec, spec_from_json
 from hvdtrain.jobs.state import JobState, Status, state_from_json, status_of

@@ -11,11 +11,13 @@ from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.backend import Answer, JobBackend
 from hvdtrain.jobs.backends import keeper_of
+from hvdtrain.jobs.files import newest_json_lines
 from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.metrics import steps_per_s
 from hvdtrain.jobs.spec import BackendKind, JobSpec
 from hvdtrain.jobs.state import NO_ANSWER, JobState, Status
 
-__all__ = ["JobView", "catch_up", "command_line", "view_job", "view_jobs"]
+__all__ = ["JobView", "catch_up", "command_line", "left_s", "view_job", "view_jobs"]
 
 # What a view has as it stands in the files.
 _OF_SPEC = ("program", "options", "folder", "created_s", "slurm_job")
@@ -111,6 +113,14 @@ def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
     for backend, specs in asked.items():
         answers |= backend.ask(specs)
     return [_view(job, state, spec, answers.get(job.name)) for job, state, spec in found]
+
+
+def left_s(job: JobFolder, view: JobView) -> float | None:
+    """Return the seconds until a running job ends, at its current pace; None if unknown."""
+    if view.status != "running" or view.total_steps is None or view.step is None:
+        return None
+    pace = steps_per_s(newest_json_lines(job.metrics))
+    return None if pace is None else max(0, view.total_steps - view.step) / pace
 
 
 def catch_up(job: JobFolder) -> None:

@@ -18,12 +18,11 @@ from typing import Any
 
 from hvdtrain.agent.backlog import Backlog
 from hvdtrain.cluster.ranges import counted
+from hvdtrain.jobs.files import append_json_line
 from hvdtrain.jobs.folder import HEARTBEAT_S, JobFolder
-from hvdtrain.jobs.json_lines import append_json_line
-from hvdtrain.jobs.log_format import LAUNCHER, LogLine
-from hvdtrain.jobs.log_writer import LogWriter
+from hvdtrain.jobs.log import LAUNCHER, LogLine, LogWriter
+from hvdtrain.jobs.metrics import RollUp
 from hvdtrain.jobs.process_identity import own_identity
-from hvdtrain.jobs.roll_up import RollUp
 from hvdtrain.jobs.state import JobState
 
 __all__ = ["JobRecorder"]

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.file_lock import lock_descriptor
+from hvdtrain.jobs.files import lock_descriptor
 
 __all__ = ["Turn"]
 

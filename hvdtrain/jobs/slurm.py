@@ -18,9 +18,8 @@ from pathlib import Path
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.backend import Answer
-from hvdtrain.jobs.file_lock import try_lock
+from hvdtrain.jobs.files import try_lock, write_json
 from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder
-from hvdtrain.jobs.json_file import write_json
 from hvdtrain.jobs.local_queue import job_environment
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import GOES_ON, GONE, NO_ANSWER

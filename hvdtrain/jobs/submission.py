@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.backends import backend_of
-from hvdtrain.jobs.file_lock import try_lock
+from hvdtrain.jobs.files import try_lock
 from hvdtrain.jobs.folder import JobFolder, create_job
 from hvdtrain.jobs.job_view import view_job
 from hvdtrain.jobs.spec import JobSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
+from hvdtrain.jobs.metrics import spread
 from hvdtrain.jobs.recorder import JobRecorder
-from hvdtrain.jobs.roll_up import spread
 from hvdtrain.launch.job_progress import JobProgress, held_by
 from hvdtrain.launch.rank_pace import find_straggler
 

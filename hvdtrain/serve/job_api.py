@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,21 +19,19 @@ from hvdtrain.cluster.ranges import parse_runs
 from hvdtrain.errors import JobError
 from hvdtrain.job_commands.planned import Planned, planned
 from hvdtrain.job_commands.stop import stop_job
+from hvdtrain.jobs.files import last_json_line, read_json_lines, sampled_json_lines, size_of
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.job_view import JobView
-from hvdtrain.jobs.json_lines import last_json_line, read_json_lines, sampled_json_lines
-from hvdtrain.jobs.log_reader import Found, log_end, read_before, read_log
-from hvdtrain.jobs.metrics_rows import metrics_rows
+from hvdtrain.jobs.job_view import JobView, left_s
+from hvdtrain.jobs.log import LogEntry, LogLine, log_end, read_before, read_log
+from hvdtrain.jobs.metrics import goodput, metrics_rows
 from hvdtrain.jobs.naming import split_backend
-from hvdtrain.jobs.progress import left_s
 from hvdtrain.jobs.spec import LOCAL, JobSpec, make_spec, secret_values, with_changes
 from hvdtrain.jobs.submission import start_again, submit_job
 from hvdtrain.launch.option_files import with_files
 from hvdtrain.serve.index import JobIndex, matching
 from hvdtrain.serve.requests import acting, job_of
-from hvdtrain.serve.row_details import RowDetails
 
-__all__ = ["JobApi", "found_to_json", "view_to_json"]
+__all__ = ["JobApi", "entry_to_json", "view_to_json"]
 
 MOST_JOBS = 100
 MOST_LINES = 2000
@@ -42,6 +41,10 @@ MOST_POINTS = 2000
 # Of many ranks fewer rows: a row of a thousand ranks takes a millisecond.
 MOST_RANK_ROWS = 300
 MOST_RANK_CELLS = 40_000
+# Of the curves in the list; those of running jobs are drawn again no more often than this.
+POINTS = 32
+CURVE_INTERVAL_S = 10.0
+MOST_CURVES = 5000
 # How long a request may look through a log; it says where it stopped.
 SEARCH_S = 0.1
 
@@ -57,7 +60,7 @@ class JobApi:
     def __init__(self, index: JobIndex, environ: Mapping[str, str]) -> None:
         self._index = index
         self._environ = environ
-        self._details = RowDetails()
+        self._curves = CurveCache()
 
     def routes(self) -> list[Route]:
         """All routes, with the methods that they have."""
@@ -131,27 +134,21 @@ class JobApi:
         count = min(_number(query, "count", 500), MOST_LINES)
         ranks, text = _ranks(query.get("ranks", "")), query.get("grep", "")
 
-        def wanted(line: str) -> bool:
-            return text in line
+        def wanted(line: LogLine) -> bool:
+            return text in line.text and (ranks is None or any(line.rank in run for run in ranks))
 
         if "begin" not in query:
-            part = read_before(
-                job.log,
-                _number(query, "before", log_end(job.log)),
-                count,
-                ranks=ranks,
-                wanted=wanted if text else None,
-                patience_s=SEARCH_S,
-            )
-            rows = [found_to_json(one) for one in part.found]
+            end = _number(query, "before", log_end(job.log))
+            part = read_before(job.log, end, count, wanted, patience_s=SEARCH_S)
+            rows = [entry_to_json(entry) for entry in part.entries]
             return JSONResponse({"lines": rows, "begin": part.begin, "next": part.end})
         lines, position = [], _number(query, "begin", 0)
         until = time.monotonic() + SEARCH_S
         complete = True
-        for one in read_log(job.log, position, ranks=ranks):
-            position = one.end
-            if one.line is None or wanted(one.line.text):
-                lines.append(found_to_json(one))
+        for entry in read_log(job.log, position):
+            position = entry.end
+            if entry.line is None or wanted(entry.line):
+                lines.append(entry_to_json(entry))
             if len(lines) >= count or time.monotonic() > until:
                 complete = False
                 break
@@ -222,7 +219,50 @@ class JobApi:
 
     def _row(self, view: JobView) -> Mapping[str, Any]:
         job = JobFolder(self._index.directory / view.name)
-        return {**view_to_json(view), **self._details.of(job, view)}
+        return {
+            **view_to_json(view),
+            "metrics": last_json_line(job.metrics),
+            "left_s": left_s(job, view),
+            **self._curves.of(job, is_over=view.is_over),
+        }
+
+
+class CurveCache:
+    """The curve and the goodput of jobs, read again when a job's files change."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[int, int], float, Mapping[str, Any]]] = {}
+
+    def of(self, job: JobFolder, *, is_over: bool) -> Mapping[str, Any]:
+        """Return the ``curve`` and the ``goodput`` of a job.
+
+        The curve has ``values`` from the first to the last, and what they are ``of``: the loss, or
+        samples per second if the program reports no loss.
+        """
+        files, now = (size_of(job.metrics), size_of(job.events)), time.monotonic()
+        before, read_at, details = self._known.get(job.name, ((-1, -1), 0.0, {}))
+        is_fresh = not is_over and now - read_at < CURVE_INTERVAL_S and details
+        if before != files and not is_fresh:
+            curve = _curve(list(sampled_json_lines(job.metrics, POINTS)))
+            details = {"curve": curve, "goodput": goodput(job) if is_over else None}
+            if len(self._known) > MOST_CURVES:
+                self._known.clear()
+            self._known[job.name] = files, now, details
+        return details
+
+
+def _curve(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    losses = [row["loss"] for row in rows if isinstance(row.get("loss"), (int, float))]
+    if losses:
+        return {"of": "loss", "values": losses}
+    known = [row for row in rows if isinstance(row.get("samples"), (int, float))]
+    # Without the time across a restart.
+    rates = [
+        (row["samples"] - before["samples"]) / (row["time"] - before["time"])
+        for before, row in itertools.pairwise(known)
+        if row["time"] > before["time"] and row["samples"] > before["samples"]
+    ]
+    return {"of": "rate", "values": rates}
 
 
 def _changed(spec: JobSpec, words: Sequence[str], body: Mapping[str, Any]) -> JobSpec:
@@ -236,15 +276,15 @@ def view_to_json(view: JobView) -> Mapping[str, Any]:
     return {**view.to_json(), "is_over": view.is_over}
 
 
-def found_to_json(found: Found) -> list[Any]:
-    """Begin, end, time, rank, stream and text of a line; begin and end where lines are missing."""
-    line = found.line
+def entry_to_json(entry: LogEntry) -> list[Any]:
+    """Begin, end, time, rank, stream and text of a line; begin and end of a gap."""
+    line = entry.line
     if line is None:
-        return [found.begin, found.end]
+        return [entry.begin, entry.end]
     text = line.text
     if (more := len(text) - MOST_CHARACTERS) > 0:
         text = f"{text[:MOST_CHARACTERS]} ... {more} more characters: hvdtrain logs prints them"
-    return [found.begin, found.end, line.time_s, line.rank, line.stream, text]
+    return [entry.begin, entry.end, line.time_s, line.rank, line.stream, text]
 
 
 def _environment(job: JobFolder) -> Mapping[str, Any]:

@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from hvdtrain.jobs.files import last_json_line
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.json_lines import last_json_line
-from hvdtrain.jobs.log_reader import log_end
-from hvdtrain.jobs.progress import left_s
+from hvdtrain.jobs.job_view import left_s
+from hvdtrain.jobs.log import log_end
 from hvdtrain.serve.index import JobIndex
 from hvdtrain.serve.job_api import view_to_json
 from hvdtrain.serve.requests import job_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from hvdtrain.jobs.json_lines import last_json_line
+from hvdtrain.jobs.files import last_json_line
 from hvdtrain.serve.index import JobIndex
 
 __all__ = ["export"]

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.jobs.log_format import (
-    BLOCK_BYTES,
+from hvdtrain.jobs.log import (
     LAUNCHER,
-    Block,
+    LogEntry,
     LogLine,
-    block_from_json,
+    LogWriter,
     format_line,
+    log_end,
     parse_line,
+    read_before,
+    read_log,
     segment_path,
     segments,
 )
-from hvdtrain.jobs.log_reader import Found, log_end, read_before, read_last, read_log
-from hvdtrain.jobs.log_writer import LogWriter
 
 TEXTS = {
     "plain": "epoch 1",
@@ -37,8 +37,8 @@ def _line(text: str, rank: int = 0, time_s: float = 1.5, stream: str = "stdout")
     return LogLine(time_s=time_s, rank=rank, stream=stream, text=text)
 
 
-def _texts(folder: Path, begin: int = 0, **options) -> list[str | None]:
-    return [one.line and one.line.text for one in read_log(folder, begin, **options)]
+def _texts(folder: Path, begin: int = 0) -> list[str | None]:
+    return [one.line and one.line.text for one in read_log(folder, begin)]
 
 
 @pytest.mark.parametrize("rank", [LAUNCHER, 0, 1023])
@@ -59,15 +59,6 @@ def test_what_no_line_is_is_none() -> None:
     assert parse_line(format_line(_line("a\nb"))) == _line("a b")
 
 
-def test_a_block_comes_back_as_it_was() -> None:
-    block = Block(begin=7, end=90, time_s=1.5, ranks=[range(-1, 0), range(4), range(7, 8)])
-    again = block_from_json(block.to_json())
-    assert again is not None
-    assert {rank for run in again.ranks for rank in run} == {-1, 0, 1, 2, 3, 7}
-    assert block_from_json({"begin": 1}) is None
-    assert block_from_json({**block.to_json(), "ranks": "4-2"}) is None
-
-
 def test_lines_are_read_while_they_are_written(tmp_path: Path) -> None:
     folder = tmp_path / "log"
     assert _texts(folder) == []
@@ -78,7 +69,8 @@ def test_lines_are_read_while_they_are_written(tmp_path: Path) -> None:
     writer.append([_line("c")])
     assert _texts(folder, end) == ["c"]
     writer.close()
-    # The same job starts again.
+    # As an earlier version left it; and the same job starts again.
+    (folder / f"{0:020}.idx").write_text('{"begin":0,"end":7,"time":1.5,"ranks":"0"}\n')
     writer = LogWriter(folder)
     writer.append([_line("d")])
     writer.close()
@@ -116,47 +108,21 @@ def test_segments_follow_without_a_gap(long_log: Path) -> None:
     assert None not in texts
 
 
-def test_ranks_and_texts_are_chosen(long_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wanted(text: str) -> bool:
-        return text.startswith("10")
-
-    numbers = [n for n in range(2000) if n // 250 % 4 in (0, 3)]
-    ranks = [range(1), range(3, 4)]
-    texts = _texts(long_log, ranks=ranks)
-    assert [int(text.split()[0]) for text in texts if text] == numbers
-    texts = _texts(long_log, ranks=ranks, wanted=wanted)
-    assert [text.split()[0] for text in texts if text] == [
-        str(n) for n in numbers if str(n).startswith("10")
-    ]
-    assert _texts(long_log, ranks=[range(9, 10)]) == []
-
-    # Blocks without a line of them are not even read.
-    parsed = []
-    monkeypatch.setattr(
-        "hvdtrain.jobs.log_reader.parse_line", lambda data: parsed.append(data) or parse_line(data)
-    )
-    assert len(_texts(long_log, ranks=[range(2, 3)])) == 500
-    assert len(parsed) < 500 + 6 * BLOCK_BYTES // 1000
-    for path in long_log.glob("*.idx"):
-        path.unlink()
-    assert len(_texts(long_log, ranks=[range(2, 3)])) == 500
-
-
 @pytest.mark.parametrize("lines", [0, 1, 3, 700, 2000, 5000])
 def test_the_last_lines(long_log: Path, lines: int) -> None:
-    found = read_last(long_log, lines)
-    shown = [int(one.line.text.split()[0]) for one in found if one.line]
+    part = read_before(long_log, log_end(long_log), lines)
+    shown = [int(one.line.text.split()[0]) for one in part.entries if one.line]
     assert shown == list(range(max(0, 2000 - lines), 2000))
-    ranks = [int(one.line.rank) for one in read_last(long_log, lines, ranks=[range(1)]) if one.line]
-    assert ranks == [0] * min(lines, 500)
+    part = read_before(long_log, log_end(long_log), lines, lambda line: line.rank == 0)
+    assert [one.line.rank for one in part.entries if one.line] == [0] * min(lines, 500)
 
 
-def _backwards(folder: Path, lines: int, **filters) -> list[Found]:
+def _backwards(folder: Path, lines: int, *wanted) -> list[LogEntry]:
     position, found = log_end(folder), []
     while position > 0:
-        part = read_before(folder, position, lines, **filters)
+        part = read_before(folder, position, lines, *wanted)
         assert part.begin < position
-        position, found = part.begin, part.found + found
+        position, found = part.begin, part.entries + found
     return found
 
 
@@ -171,7 +137,7 @@ def test_a_log_read_backwards_is_the_same(tmp_path: Path, lines: int) -> None:
     assert sum(one.line is None for one in everything) == 1
     assert _backwards(folder, lines) == everything
     texts = [one for one in everything if one.line is None or one.line.rank == 2]
-    assert _backwards(folder, lines, ranks=[range(2, 3)]) == texts
+    assert _backwards(folder, lines, lambda line: line.rank == 2) == texts
 
 
 def test_a_log_read_backwards_ends_with_a_whole_line(long_log: Path) -> None:
@@ -179,22 +145,22 @@ def test_a_log_read_backwards_ends_with_a_whole_line(long_log: Path) -> None:
     with segment_path(long_log, segments(long_log)[-1]).open("ab") as file:
         file.write(b"1764168603.123 0 o half")
     part = read_before(long_log, log_end(long_log), 2)
-    assert part.end == part.found[-1].end == end
-    assert read_before(long_log, log_end(long_log), 2, wanted=lambda text: False).end == end
+    assert part.end == part.entries[-1].end == end
+    assert read_before(long_log, log_end(long_log), 2, lambda line: False).end == end
 
 
 def test_a_search_backwards_reads_no_line_twice(long_log: Path, monkeypatch) -> None:
     parsed = []
     monkeypatch.setattr(
-        "hvdtrain.jobs.log_reader.parse_line", lambda data: parsed.append(data) or parse_line(data)
+        "hvdtrain.jobs.log.parse_line", lambda data: parsed.append(data) or parse_line(data)
     )
-    assert _backwards(long_log, 1, wanted=lambda text: False) == []
+    assert _backwards(long_log, 1, lambda line: False) == []
     assert len(parsed) == 2000
 
 
 def test_a_search_without_patience_says_how_far_it_came(long_log: Path) -> None:
-    part = read_before(long_log, log_end(long_log), 1, wanted=lambda text: False, patience_s=0)
-    assert part.found == []
+    part = read_before(long_log, log_end(long_log), 1, lambda line: False, patience_s=0)
+    assert part.entries == []
     assert part.begin == log_end(long_log)
 
 
@@ -215,9 +181,6 @@ def test_of_a_long_log_the_beginning_and_the_end_are_kept(tmp_path: Path) -> Non
     assert numbers[:at] == list(range(at))
     assert numbers[at:] == list(range(numbers[at], 1000))
     assert gap.end - gap.begin > 300_000
-    assert {path.stem for path in folder.glob("*.idx")} <= {
-        path.stem for path in folder.glob("*.log")
-    }
     # Who had read up to the middle goes on behind the gap.
     assert next(read_log(folder, gap.begin + 5)).end == gap.end
 

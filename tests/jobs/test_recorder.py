@@ -10,9 +10,9 @@ import pytest
 
 from hvdtrain.agent import backlog
 from hvdtrain.jobs import recorder as module
+from hvdtrain.jobs.files import read_json_lines
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.json_lines import read_json_lines
-from hvdtrain.jobs.log_reader import read_log
+from hvdtrain.jobs.log import read_log
 from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.recorder import JobRecorder
 

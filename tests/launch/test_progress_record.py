@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.agent.rank_report import RankReport, Usage
+from hvdtrain.jobs.files import read_json_lines
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.json_lines import read_json_lines
 from hvdtrain.jobs.recorder import JobRecorder
 from hvdtrain.launch.job_progress import JobProgress
 from hvdtrain.launch.progress_record import RANKS_INTERVAL_S, ProgressRecord

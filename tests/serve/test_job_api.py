@@ -12,14 +12,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from hvdtrain.jobs.files import append_json_line
 from hvdtrain.jobs.folder import JobFolder, create_job
-from hvdtrain.jobs.json_lines import append_json_line
-from hvdtrain.jobs.log_format import LogLine
-from hvdtrain.jobs.log_writer import LogWriter
+from hvdtrain.jobs.log import LogLine, LogWriter
 from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
-from hvdtrain.serve.job_api import MOST_CHARACTERS
+from hvdtrain.serve import job_api
+from hvdtrain.serve.job_api import MOST_CHARACTERS, CurveCache
 from tests.launch.jobs import kill_marked, program, with_mark
 
 NASTY = ["$(touch pwned)", "a'b\"c", "two\nlines", "<script>alert(1)</script>", ""]
@@ -94,6 +94,46 @@ def test_a_job_is_told_with_what_it_ran_with_and_what_is_left(
     assert (row["left_s"], row["goodput"], row["curve"]["of"]) == (8, None, "loss")
     (job.path / "spec.json").write_text("{")
     assert _get(page, f"/api/jobs/{job.name}")["environment"]["versions"] == {}
+
+
+def test_a_curve_has_few_points_whatever_a_job_wrote(jobs_dir: Path) -> None:
+    job = _job(jobs_dir, 1.0, "a.py")
+    nothing = {"curve": {"of": "rate", "values": []}, "goodput": None}
+    assert CurveCache().of(job, is_over=True) == nothing
+    # The second time samples begin anew.
+    for time_s, samples in enumerate([0, 10, 30, 0, 40]):
+        append_json_line(job.metrics, {"time": float(time_s), "step": 1, "samples": samples})
+    curve = CurveCache().of(job, is_over=False)["curve"]
+    assert curve == {"of": "rate", "values": [10, 20, 40]}
+    job.metrics.unlink()
+    for step in range(1000):
+        append_json_line(job.metrics, {"time": float(step), "step": step, "loss": 1000 - step})
+    append_json_line(job.events, {"kind": "summary", "kept": 0.5})
+    details = CurveCache().of(job, is_over=True)
+    values = details["curve"]["values"]
+    assert details["curve"]["of"] == "loss"
+    assert (values[0], values[-1], details["goodput"]) == (1000, 1, 0.5)
+    assert 20 <= len(values) <= job_api.POINTS + 2
+
+
+def test_a_curve_is_not_read_again_without_need(
+    jobs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, curves = _job(jobs_dir, 1.0, "a.py"), CurveCache()
+
+    def values(loss: float | None, *, is_over: bool) -> list[float]:
+        if loss is not None:
+            append_json_line(job.metrics, {"time": loss, "loss": loss})
+        return curves.of(job, is_over=is_over)["curve"]["values"]
+
+    assert values(1.0, is_over=False) == [1.0]
+    # That of a running job may be some seconds old.
+    assert values(2.0, is_over=False) == [1.0]
+    assert values(None, is_over=True) == [1.0, 2.0]
+    monkeypatch.setattr(job_api, "CURVE_INTERVAL_S", 0.0)
+    assert values(3.0, is_over=False) == [1.0, 2.0, 3.0]
+    monkeypatch.setattr(job_api, "_curve", None)
+    assert values(None, is_over=True) == [1.0, 2.0, 3.0], "nothing has changed"
 
 
 def test_a_log_is_read_a_part_at_a_time(jobs_dir: Path, page: TestClient) -> None:

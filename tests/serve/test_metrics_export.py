@@ -4,8 +4,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from hvdtrain.jobs.files import append_json_line
 from hvdtrain.jobs.folder import create_job
-from hvdtrain.jobs.json_lines import append_json_line
 from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState

@@ -11,8 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from hvdtrain.jobs.folder import JobFolder, create_job
-from hvdtrain.jobs.log_format import LogLine
-from hvdtrain.jobs.log_writer import LogWriter
+from hvdtrain.jobs.log import LogLine, LogWriter
 from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState

@@ -16,13 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.jobs.file_lock import try_lock
+from hvdtrain.jobs.files import append_json_line, try_lock, write_json
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.json_file import write_json
-from hvdtrain.jobs.json_lines import append_json_line
-from hvdtrain.jobs.log_format import LAUNCHER, LogLine, parse_line, segment_path, segments
-from hvdtrain.jobs.log_reader import log_end
-from hvdtrain.jobs.log_writer import LogWriter
+from hvdtrain.jobs.log import (
+    LAUNCHER,
+    LogLine,
+    LogWriter,
+    log_end,
+    parse_line,
+    segment_path,
+    segments,
+)
 from hvdtrain.jobs.state import JobState, state_from_json
 
 __all__ = ["Mirror", "Position", "opened"]

@@ -23,8 +23,7 @@ from typing import Any
 
 from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder
 from hvdtrain.jobs.kubernetes.manifests import RECORDS_FOLDER
-from hvdtrain.jobs.log_format import format_line
-from hvdtrain.jobs.log_reader import read_log
+from hvdtrain.jobs.log import format_line, read_log
 
 __all__ = ["Records", "hold_own", "main"]
 

@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.jobs.files import append_json_line, read_json_lines
 from hvdtrain.jobs.folder import JobFolder, create_job
-from hvdtrain.jobs.json_lines import append_json_line, read_json_lines
 from hvdtrain.jobs.kubernetes import mirror, records
 from hvdtrain.jobs.kubernetes.mirror import opened
 from hvdtrain.jobs.kubernetes.records import Records
-from hvdtrain.jobs.log_format import LogLine
-from hvdtrain.jobs.log_reader import read_log
-from hvdtrain.jobs.log_writer import LogWriter
+from hvdtrain.jobs.log import LogLine, LogWriter, read_log
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
 

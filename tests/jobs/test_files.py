@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.jobs.json_lines import (
+from hvdtrain.jobs.files import (
     append_json_line,
     append_whole,
-    estimated_lines,
     last_json_line,
     newest_json_lines,
     read_json_lines,
@@ -87,11 +86,3 @@ def test_on_a_full_disk_lines_are_written_whole_or_not_at_all(small_disk: Path) 
     assert os.fstat(descriptor).st_size == len(line)
     assert append_whole(descriptor, line) == 2 * len(line)
     os.close(descriptor)
-
-
-@pytest.mark.parametrize("count", [0, 1, 100, 20_000])
-def test_how_many_lines_there_are_about(tmp_path: Path, count: int) -> None:
-    path = tmp_path / "a.jsonl"
-    assert estimated_lines(path) == 0
-    path.write_text("".join(f'{{"number": {number}}}\n' for number in range(count)))
-    assert estimated_lines(path) == pytest.approx(count, rel=0.1)

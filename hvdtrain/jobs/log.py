@@ -1,0 +1,270 @@
+"""The log of a job: one process appends lines, others read them meanwhile and afterwards.
+
+``log/`` holds segments, each named by the position of its first byte in the whole log
+(``00000000000004194304.log``). A line of a segment is::
+
+    1764168603.123 3 o the text
+
+with the time in seconds since 1970, the rank (``-`` for the launcher), ``o`` or ``e`` for stdout or
+stderr, and the text. Segments in the middle are removed when the log grows too long: lines are
+missing where a segment does not begin at the end of the one before. Earlier versions also wrote an
+index next to each segment (``.idx``), which is not read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hvdtrain.jobs.files import append_whole, size_of
+
+__all__ = [
+    "LAUNCHER",
+    "LogEntry",
+    "LogLine",
+    "LogPart",
+    "LogWriter",
+    "format_line",
+    "log_end",
+    "parse_line",
+    "read_before",
+    "read_log",
+    "segment_path",
+    "segments",
+]
+
+# The rank of the launcher's lines.
+LAUNCHER = -1
+# A backward search reads a segment at a time.
+SEGMENT_BYTES = 1 << 20
+HEAD_BYTES = 16 << 20
+TAIL_BYTES = 256 << 20
+_LINE = re.compile(rb"(\d+\.\d{3}) (-|\d+) ([oe]) (.*)", re.DOTALL)
+_LETTERS = {"stdout": "o", "stderr": "e"}
+_STREAMS = {b"o": "stdout", b"e": "stderr"}
+
+
+class LogLine(NamedTuple):
+    """A line of a rank or of the launcher.
+
+    Attributes:
+        time_s: When the launcher received it, in seconds since 1970.
+        rank: Its rank; ``LAUNCHER`` for the launcher itself.
+        stream: ``"stdout"`` or ``"stderr"``.
+        text: The text without its newline.
+    """
+
+    time_s: float
+    rank: int
+    stream: str
+    text: str
+
+
+class LogEntry(NamedTuple):
+    """A line of a log, or a gap.
+
+    Attributes:
+        begin: Its position in the whole log.
+        end: The position after it.
+        line: The line; None if the bytes from ``begin`` to ``end`` have been removed.
+    """
+
+    begin: int
+    end: int
+    line: LogLine | None
+
+
+class LogPart(NamedTuple):
+    """The matches in a part of a log.
+
+    Attributes:
+        entries: The matching lines, and the gaps.
+        begin: Where the search stopped.
+        end: The end of the last whole line.
+    """
+
+    entries: list[LogEntry]
+    begin: int
+    end: int
+
+
+class LogWriter:
+    """The only writer of a log; it continues an existing one.
+
+    Args:
+        folder: The folder of the segments; created if missing.
+        segment_bytes: About the size of a segment.
+        head_bytes: Bytes at the beginning that are never removed.
+        tail_bytes: Bytes at the end that are kept.
+
+    Raises:
+        OSError: The folder can't be created.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        head_bytes: int = HEAD_BYTES,
+        tail_bytes: int = TAIL_BYTES,
+    ) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder = folder
+        self._segment_bytes = segment_bytes
+        self._head_bytes = head_bytes
+        self._tail_bytes = tail_bytes
+        self._segment = max(segments(folder), default=0)
+        self._descriptor = self._open(self._segment)
+        self._end = self._segment + os.fstat(self._descriptor).st_size
+
+    def append(self, lines: Sequence[LogLine]) -> None:
+        """Append lines, all or none.
+
+        Raises:
+            OSError: They can't be written, for instance because the disk is full.
+        """
+        if not lines:
+            return
+        if self._end - self._segment >= self._segment_bytes:
+            descriptor = self._open(self._end)
+            os.close(self._descriptor)
+            self._descriptor, self._segment = descriptor, self._end
+            self._remove_middle()
+        size = append_whole(self._descriptor, b"".join(map(format_line, lines)))
+        self._end = self._segment + size
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _open(self, begin: int) -> int:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        return os.open(segment_path(self._folder, begin), flags, 0o600)
+
+    def _remove_middle(self) -> None:
+        for begin, end in itertools.pairwise(segments(self._folder)):
+            if begin >= self._head_bytes and end <= self._end - self._tail_bytes:
+                segment_path(self._folder, begin).unlink(missing_ok=True)
+
+
+def read_log(folder: Path, begin: int = 0, end: int | None = None) -> Iterator[LogEntry]:
+    """Yield the lines and gaps from a position to the last whole line that exists now.
+
+    Args:
+        folder: The folder of the segments.
+        begin: Where a line begins: the end of another one, or 0.
+        end: The same; lines that begin at or after it are left out.
+    """
+    position = begin
+    for start in segments(folder):
+        path = segment_path(folder, start)
+        segment_end = _segment_end(folder, start)
+        if segment_end <= position:
+            continue
+        if end is not None and position >= end:
+            return
+        if start > position:
+            yield LogEntry(position, start, None)
+            position = start
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            # The writer has removed it in the meantime.
+            continue
+        with file:
+            file.seek(position - start)
+            while end is None or position < end:
+                data = file.readline()
+                if not data.endswith(b"\n"):
+                    break
+                if (line := parse_line(data)) is not None:
+                    yield LogEntry(position, position + len(data), line)
+                position += len(data)
+        # A writer that was killed may have left part of a line.
+        position = max(position, segment_end)
+
+
+def read_before(
+    folder: Path,
+    end: int,
+    count: int,
+    wanted: Callable[[LogLine], bool] = lambda line: True,
+    *,
+    patience_s: float = math.inf,
+) -> LogPart:
+    """Return the last ``count`` matching lines before a position, and the gaps between them.
+
+    Args:
+        folder: The folder of the segments.
+        end: Where a line begins, or the end of the log.
+        count: The number of lines.
+        wanted: Whether a line matches.
+        patience_s: Seconds after which the search stops with fewer lines.
+    """
+    until = time.monotonic() + patience_s
+    starts = [start for start in segments(folder) if start < end]
+    entries: list[LogEntry] = []
+    begin, last = end, end
+    while starts and len(entries) < count and time.monotonic() < until:
+        starts.pop()
+        stop, begin = begin, _segment_end(folder, starts[-1]) if starts else 0
+        earlier = list(read_log(folder, begin, stop))
+        if stop == end:
+            # The log may end with part of a line.
+            last = earlier[-1].end if earlier else begin
+        entries = [e for e in earlier if e.line is None or wanted(e.line)] + entries
+    if len(entries) > count:
+        entries = entries[len(entries) - count :]
+        begin = entries[0].begin if entries else end
+    return LogPart(entries, begin, last)
+
+
+def log_end(folder: Path) -> int:
+    """Return the position after the last byte that exists now."""
+    return _segment_end(folder, max(segments(folder), default=0))
+
+
+def _segment_end(folder: Path, start: int) -> int:
+    return start + size_of(segment_path(folder, start))
+
+
+def format_line(line: LogLine) -> bytes:
+    """Return a line as it is stored, with a newline."""
+    rank = "-" if line.rank == LAUNCHER else line.rank
+    # Text that came through JSON may hold lone surrogates.
+    text = line.text.replace("\n", " ").encode(errors="backslashreplace")
+    return f"{line.time_s:.3f} {rank} {_LETTERS[line.stream]} ".encode() + text + b"\n"
+
+
+def parse_line(data: bytes) -> LogLine | None:
+    """Parse the output of ``format_line``, with or without its newline; None for anything else."""
+    match = _LINE.fullmatch(data.removesuffix(b"\n"))
+    if match is None:
+        return None
+    time_s, rank, letter, text = match.groups()
+    return LogLine(
+        time_s=float(time_s),
+        rank=LAUNCHER if rank == b"-" else int(rank),
+        stream=_STREAMS[letter],
+        text=text.decode(errors="replace"),
+    )
+
+
+def segment_path(folder: Path, begin: int) -> Path:
+    """Return the path of the segment that begins at a position."""
+    return folder / f"{begin:020}.log"
+
+
+def segments(folder: Path) -> list[int]:
+    """Return the positions at which the existing segments begin, in order."""
+    try:
+        return sorted(int(path.stem) for path in folder.iterdir() if path.suffix == ".log")
+    except FileNotFoundError:
+        return []
