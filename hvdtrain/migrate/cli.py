@@ -1,16 +1,17 @@
-"""``hvdtrain migrate``: what a script for Horovod needs to run with hvdtrain."""
+"""``hvdtrain migrate``: move scripts that use Horovod to hvdtrain."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
 from pathlib import Path
 
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.migrate import script_files
-from hvdtrain.migrate.migration import Migration, migrate
+from hvdtrain.migrate.script import Migration, migrate
 
 __all__ = ["add_arguments", "run"]
 
@@ -20,11 +21,8 @@ _EPILOG = """\
 examples:
   hvdtrain migrate train.py            show what would change, and what is left to do
   hvdtrain migrate --write *.py        change the files; train.py.orig is the original
-  hvdtrain migrate train.py | patch -p0
-                                       the same without the original
 
 exit codes: 0 nothing is left to do by hand, 1 something is, 2 unusable arguments or files.
-docs/horovod.md tells more.
 """
 
 
@@ -41,61 +39,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show what becomes of the files, write them if asked to, and return the exit code.
+    """Show the changes, write them if requested, and return the exit code.
 
     Raises:
         ConfigurationError: A file can't be read, isn't Python, or can't be written.
     """
-    scripts = _migrations([Path(name) for name in arguments.files])
-    changed = {path: script for path, script in scripts.items() if script.old != script.new}
-    if arguments.write:
-        script_files.refuse_to_lose_originals(changed)
-    for path, script in changed.items():
-        sys.stdout.flush()
-        sys.stdout.buffer.write(script.diff(os.fsencode(path)))
-        sys.stdout.buffer.flush()
-    if arguments.write:
-        for path, script in changed.items():
-            script_files.write(path, script.old, script.new)
-    print(_report(scripts, written=arguments.write), file=sys.stderr)
-    return LEFT if any(script.left for script in scripts.values()) else DONE
-
-
-def _migrations(paths: Sequence[Path]) -> dict[Path, Migration]:
-    """Migrate each file in memory, and write nothing; a file that is named twice is one.
-
-    Raises:
-        ConfigurationError: Some can't be used; all of those are named.
-    """
     scripts: dict[Path, Migration] = {}
     unusable: list[str] = []
-    seen: set[str] = set()
-    for path in paths:
-        if os.path.realpath(path) in seen:
-            continue
-        seen.add(os.path.realpath(path))
+    for path in {os.path.realpath(name): Path(name) for name in arguments.files}.values():
         try:
-            scripts[path] = migrate(script_files.read(path))
+            scripts[path] = migrate(_read(path))
+            changes = scripts[path].old != scripts[path].new
+            if arguments.write and changes and os.path.lexists(_original(path)):
+                raise ConfigurationError(f"{_original(path)} exists; move or remove it")
         except ConfigurationError as error:
             unusable.append(f"{path}: {error}")
     if unusable:
         raise ConfigurationError("\n".join([*unusable, "Nothing was written."]))
-    return scripts
+    for path, script in scripts.items():
+        sys.stdout.flush()
+        sys.stdout.buffer.write(script.diff(os.fsencode(path)))
+        sys.stdout.buffer.flush()
+        if arguments.write and script.old != script.new:
+            _write(path, script)
+    findings = [(path, finding) for path, script in scripts.items() for finding in script.findings]
+    for path, (line, text) in findings:
+        print(f"{path}:{line}: {text}", file=sys.stderr)
+    lines = sum(script.changed_lines for script in scripts.values())
+    verb = "changed" if arguments.write else "to change"
+    print(f"lines {verb}: {lines}, edits left for you: {len(findings)}", file=sys.stderr)
+    return LEFT if findings else DONE
 
 
-def _report(scripts: Mapping[Path, Migration], *, written: bool) -> str:
-    """A line for each finding, and one that counts."""
-    lines = [
-        f"{path}:{finding.line}: {'note: ' if finding.note else ''}{finding.text}"
-        for path, script in scripts.items()
-        for finding in script.findings
-    ]
-    changed = sum(script.changed_lines for script in scripts.values())
-    left = sum(script.left for script in scripts.values())
-    verb = "changed" if written else "to change"
-    lines.append(f"{_count(changed, 'line')} {verb}, {_count(left, 'edit')} left for you")
-    return "\n".join(lines)
+def _read(path: Path) -> bytes:
+    if path.suffix.lower() == ".ipynb":
+        command = f"jupyter nbconvert --to script {shlex.quote(str(path))}"
+        raise ConfigurationError(f"it is a notebook; migrate the script that this makes: {command}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"it can't be read: {error.strerror}") from None
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
+def _original(path: Path) -> Path:
+    """Return the path of the original: next to the file itself, if the path is a link."""
+    return Path(os.path.realpath(path) + ".orig")
+
+
+def _write(path: Path, script: Migration) -> None:
+    """Replace a file atomically, and keep the original.
+
+    Raises:
+        ConfigurationError: The disk or the folder refuses it; the file is unchanged.
+    """
+    target = os.path.realpath(path)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".migrate-", dir=os.path.dirname(target)) as folder:
+            copies = [os.path.join(folder, name) for name in ("old", "new")]
+            for copy, code in zip(copies, (script.old, script.new)):
+                shutil.copy(target, copy)
+                with open(copy, "wb") as file:
+                    file.write(code)
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(copies[0], _original(path))
+            os.replace(copies[1], target)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path}: it can't be written: {error.strerror}. It is unchanged."
+        ) from None

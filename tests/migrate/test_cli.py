@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.cli import main
-from hvdtrain.errors import ConfigurationError
-from hvdtrain.migrate import script_files
+from hvdtrain.migrate import cli
 from tests.harness.jobs import REPOSITORY
 
 OLD = "import horovod.keras as hvd\nhvd.init()\n"
@@ -45,7 +42,7 @@ def test_changes_are_shown_and_nothing_is_written(folder: Path, capfdbinary) -> 
         "+import hvdtrain.keras as hvd",
         " hvd.init()",
     ]
-    assert shown.err == b"1 line to change, 0 edits left for you\n"
+    assert shown.err == b"lines to change: 1, edits left for you: 0\n"
     assert (folder / "train.py").read_text() == OLD
     assert names(folder) == ["train.py"]
 
@@ -57,9 +54,9 @@ def test_what_is_left_is_shown_and_exits_1(folder: Path, capfdbinary) -> None:
     shown = capfdbinary.readouterr()
     assert shown.out.count(b"--- ") == 1
     assert shown.err.decode().splitlines() == [
-        "model.py:2: tf.train.AdamOptimizer is gone since TensorFlow 2; use keras.optimizers.Adam; "
-        "or take it from tf.compat.v1",
-        "1 line to change, 1 edit left for you",
+        "model.py:2: tf.train.AdamOptimizer is gone since TensorFlow 2; take it from tf.compat.v1 "
+        "(tf_upgrade_v2 does so), or use Keras",
+        "lines to change: 1, edits left for you: 1",
     ]
 
 
@@ -72,15 +69,6 @@ def test_the_document_shows_what_is_printed(folder: Path, run_command) -> None:
     assert done.stdout + done.stderr == shown
 
 
-def test_notes_leave_nothing_to_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (
-        f"{OLD}import tensorflow as tf\ntf.config.set_visible_devices(g[hvd.local_rank()], 'GPU')\n"
-    )
-    (folder / "train.py").write_text(text)
-    assert main(["migrate", "train.py"]) == 0
-    assert "train.py:4: note: hvdtrain.init() has bound the GPU" in capsys.readouterr().err
-
-
 def test_files_are_written_and_originals_kept(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +76,7 @@ def test_files_are_written_and_originals_kept(
     (folder / "train.py").chmod(0o750)
     (folder / "model.py").write_text(GONE)
     assert main(["migrate", "--write", "train.py", "model.py"]) == 1
-    assert "1 line changed, 1 edit left for you" in capsys.readouterr().err
+    assert "lines changed: 1, edits left for you: 1" in capsys.readouterr().err
     assert names(folder) == ["model.py", "train.py", "train.py.orig"]
     assert (folder / "train.py").read_text() == NEW
     assert (folder / "train.py.orig").read_text() == OLD
@@ -114,17 +102,9 @@ def test_an_original_is_never_lost(folder: Path, capsys: pytest.CaptureFixture[s
         (folder / name).write_text(OLD)
     (folder / "train.py.orig").write_text("mine")
     assert main(["migrate", "--write", "first.py", "train.py"]) == 2
-    assert "train.py.orig: there already" in capsys.readouterr().err
+    assert "train.py.orig exists; move or remove it" in capsys.readouterr().err
     assert names(folder) == ["first.py", "train.py", "train.py.orig"]
     assert (folder / "first.py").read_text() == OLD
-    assert (folder / "train.py.orig").read_text() == "mine"
-
-
-def test_not_even_one_that_came_meanwhile(folder: Path) -> None:
-    (folder / "train.py").write_text(OLD)
-    (folder / "train.py.orig").write_text("mine")
-    with pytest.raises(ConfigurationError, match="File exists"):
-        script_files.write(folder / "train.py", OLD.encode(), NEW.encode())
     assert (folder / "train.py.orig").read_text() == "mine"
 
 
@@ -135,28 +115,24 @@ def test_all_unusable_files_are_told_and_none_is_written(
     (folder / "old.py").write_text("x = 1\nprint 'x'\n")
     assert main(["migrate", "--write", "train.py", "old.py", "none.py", "."]) == 2
     shown = capsys.readouterr()
-    assert "old.py: line 2 isn't Python 3: " in shown.err
+    assert "old.py: it isn't Python 3: " in shown.err
     assert "none.py: it can't be read: No such file or directory" in shown.err
-    assert ".: it can't be read: Is a directory; name the scripts in it" in shown.err
-    assert "notebooks (.ipynb) as scripts first: jupyter nbconvert --to script" in shown.err
+    assert ".: it can't be read: Is a directory" in shown.err
     assert shown.out == ""
     assert names(folder) == ["old.py", "train.py"]
     assert (folder / "train.py").read_text() == OLD
 
 
-@pytest.mark.parametrize("options", [[], ["--write"]])
-def test_a_notebook_is_an_error_that_names_the_way(
-    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+def test_a_notebook_is_an_error_with_the_command_that_converts_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cell = {"cell_type": "code", "metadata": {}, "outputs": [], "source": [OLD]}
-    text = json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
-    (folder / "my model.ipynb").write_text(text)
-    assert main(["migrate", *options, "my model.ipynb"]) == 2
+    (folder / "my model.ipynb").write_text(OLD)
+    assert main(["migrate", "--write", "my model.ipynb"]) == 2
     shown = capsys.readouterr()
     assert "is a notebook" in shown.err
     assert "jupyter nbconvert --to script 'my model.ipynb'" in shown.err
     assert shown.out == ""
-    assert (folder / "my model.ipynb").read_text() == text
+    assert (folder / "my model.ipynb").read_text() == OLD
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(
@@ -167,38 +143,8 @@ def test_a_full_disk_leaves_the_file_as_it_was(
     def full(*names: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(script_files.os, "replace", full)
+    monkeypatch.setattr(cli.os, "replace", full)
     assert main(["migrate", "--write", "train.py"]) == 2
     assert "train.py: it can't be written: No space left on device" in capsys.readouterr().err
     assert names(folder) == ["train.py"]
     assert (folder / "train.py").read_text() == OLD
-
-
-def test_help_is_one_screen(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    assert main(["migrate", "--help"]) == 0
-    shown = capsys.readouterr().out
-    for part in ("--write", "FILE.orig", "examples:", "exit codes:"):
-        assert part in shown
-    assert len(shown.splitlines()) <= 24
-
-
-def test_no_file_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["migrate"]) == 2
-    assert "FILE" in capsys.readouterr().err
-
-
-def test_it_loads_nothing_heavy(folder: Path) -> None:
-    (folder / "train.py").write_text(OLD)
-    code = """if True:
-        import sys
-        from hvdtrain.cli import main
-        assert main(["migrate", sys.argv[1]]) == 0
-        heavy = {"tensorflow", "keras", "numpy", "mpi4py", "importlib.metadata"}
-        print("HEAVY", sorted(heavy & set(sys.modules)))
-    """
-    argv = [sys.executable, "-c", code, str(folder / "train.py")]
-    shown = subprocess.check_output(argv, cwd=REPOSITORY, text=True, timeout=30)
-    assert shown.splitlines()[-1] == "HEAVY []"

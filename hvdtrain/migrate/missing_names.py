@@ -1,0 +1,84 @@
+"""Names that scripts for Horovod use and that no longer exist, with their replacements.
+
+The tests compare Horovod's names with docs/horovod-names.md, and the others with the installed
+TensorFlow and Keras.
+"""
+
+from __future__ import annotations
+
+__all__ = ["MISSING", "advice_on"]
+
+# Modules of Horovod that hvdtrain offers; those within them that it lacks are in the table.
+_OFFERED = ("__version__", "keras", "tensorflow")
+_PROBLEMS = {
+    "horovod": "is not offered by hvdtrain",
+    "keras": "is gone since Keras 3",
+    "tensorflow": "is gone since TensorFlow 2",
+}
+_SESSION = "drop it: hvdtrain.init() binds the GPU, and TensorFlow 2 needs no session"
+
+# A package, names in it, and what to do about them and all names within them. `keras` stands for
+# `tensorflow.keras`, too.
+_TABLE = (
+    ("horovod", "mxnet torch", "hvdtrain trains Keras models on TensorFlow alone"),
+    ("horovod", "ray run runner spark", "start the script with hvdtrain run, mpirun or srun"),
+    (
+        "horovod.tensorflow",
+        "data functions gradient_aggregation gradient_aggregation_eager mpi_ops sync_batch_norm "
+        "util elastic.broadcast_object_fn elastic.init elastic.rank elastic.shutdown",
+        "take its names from hvdtrain.tensorflow",
+    ),
+    (
+        "horovod.tensorflow",
+        "LocalGradientAggregationHelper check_extension check_num_rank_power_of_2 elastic.run_fn "
+        "gpu_available handle_average_backwards_compatibility refs_to_vars split_list vars_to_refs",
+        "it is internal to Horovod",
+    ),
+    (
+        "horovod.keras",
+        "broadcast_global_variables",
+        "use broadcast_variables, or in fit the callback BroadcastGlobalVariablesCallback",
+    ),
+    (
+        "horovod.keras",
+        "is_version_greater_equal_than callbacks.is_version_greater_equal_than",
+        "it is internal to Horovod",
+    ),
+    ("tensorflow", "ConfigProto GPUOptions", _SESSION),
+    (
+        "tensorflow",
+        "Session app flags get_variable gfile global_variables global_variables_initializer "
+        "logging placeholder trainable_variables train.AdagradOptimizer "
+        "train.AdamOptimizer train.GradientDescentOptimizer train.MomentumOptimizer "
+        "train.MonitoredTrainingSession train.RMSPropOptimizer train.Saver train.StopAtStepHook "
+        "train.get_or_create_global_step",
+        "take it from tf.compat.v1 (tf_upgrade_v2 does so), or use Keras",
+    ),
+    ("tensorflow", "layers", "use keras.layers"),
+    ("tensorflow", "contrib estimator", "write a Keras model"),
+    ("keras", "backend.get_session backend.set_session", _SESSION),
+    ("keras", "optimizers.legacy", "take its classes from keras.optimizers"),
+    ("keras", "utils.np_utils", "use keras.utils.to_categorical"),
+)
+MISSING = {
+    f"{package}.{name}": advice for package, names, advice in _TABLE for name in names.split()
+}
+
+
+def advice_on(name: str) -> str | None:
+    """Return why a name such as ``tensorflow.train.AdamOptimizer`` is missing, and its successor.
+
+    Returns:
+        The predicate of a sentence about the name; None if the name isn't known to be missing.
+    """
+    parts = name.split(".")
+    if parts[0] == "hvdtrain":
+        parts[0] = "horovod"
+    if "tensorflow" in parts[:2] and "keras" in parts[1:3]:
+        parts.remove("tensorflow")
+    for end in range(len(parts), 1, -1):
+        advice = MISSING.get(".".join(parts[:end]))
+        if advice is not None:
+            return f"{_PROBLEMS[parts[0]]}; {advice}"
+    lacks = name.startswith("horovod.") and parts[1] not in _OFFERED
+    return _PROBLEMS["horovod"] if lacks else None

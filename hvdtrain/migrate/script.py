@@ -1,0 +1,204 @@
+"""Rewrite the imports of one script from Horovod to hvdtrain, and list the remaining edits."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import difflib
+import io
+import re
+import tokenize
+import warnings
+from dataclasses import dataclass
+
+from hvdtrain.errors import ConfigurationError
+from hvdtrain.migrate.missing_names import advice_on
+
+__all__ = ["Migration", "migrate"]
+
+# Lines end where Python's tokenizer ends them, which str.splitlines does more often.
+_LINE_END = re.compile(rb"\r\n|\r|\n")
+# The syntax tree has no position for the module of `from ... import`.
+_FROM = re.compile(rb"from(?:[ \t\f]|\\(?:\r\n|\r|\n))+(?=horovod\b)")
+# Scripts with one of these functions may name modules in strings.
+_IMPORTER = re.compile(rb"\b(?:__import__|find_spec|import_module|importorskip)\b")
+_MODULE = re.compile(r"horovod(?:\.\w*)*")
+_IMPORT_LINE = re.compile(r"^\s*(?:import|from)\s+horovod\b", re.MULTILINE)
+
+# Attributes, and arguments of calls, that Keras 3 lacks.
+_ATTRIBUTES = {f"{name}_generator": f"use {name}" for name in ("evaluate", "fit", "predict")}
+_ARGUMENTS = {("compile", "experimental_run_tf_function"): "drop it"}
+for _optimizer in ("Adadelta", "Adagrad", "Adam", "Adamax", "Ftrl", "Nadam", "RMSprop", "SGD"):
+    _ARGUMENTS[_optimizer, "lr"] = "write learning_rate"
+    _ARGUMENTS[_optimizer, "decay"] = "give learning_rate a schedule"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Migration:
+    """The bytes of a script before and after the rewrite, and the remaining edits by line."""
+
+    old: bytes
+    new: bytes
+    findings: tuple[tuple[int, str], ...]
+
+    @property
+    def changed_lines(self) -> int:
+        """The number of lines that change; the number of lines stays."""
+        return sum(a != b for a, b in zip(self.old.split(b"\n"), self.new.split(b"\n")))
+
+    def diff(self, name: bytes) -> bytes:
+        """Return the changes in the unified format, for a file of this name."""
+        # Lines as diff and patch count them: a carriage return belongs to its line.
+        old, new = (io.BytesIO(code).readlines() for code in (self.old, self.new))
+        lines = difflib.diff_bytes(difflib.unified_diff, old, new, name, name)
+        no_end = b"\n\\ No newline at end of file\n"
+        return b"".join(line if line.endswith(b"\n") else line + no_end for line in lines)
+
+
+def migrate(raw: bytes) -> Migration:
+    """Rewrite what is certain in a script, and find the rest.
+
+    Raises:
+        ConfigurationError: It isn't Python 3, or wouldn't be after the rewrite.
+    """
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        text = raw.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"it can't be decoded: {error}") from None
+    if text.encode(encoding) != raw:
+        raise ConfigurationError(f"its encoding, {encoding}, can't be written back unchanged")
+    script = _Script(text.encode(), _parse(text))
+    script.check_imports()
+    script.check_names()
+    script.check_calls()
+    script.check_strings()
+    new = script.renamed().decode()
+    _parse(new)
+    return Migration(old=raw, new=new.encode(encoding), findings=tuple(sorted(script.findings)))
+
+
+class _Script:
+    """A script in UTF-8, the places where it names ``horovod``, and the findings so far."""
+
+    def __init__(self, code: bytes, tree: ast.Module) -> None:
+        self.code = code
+        self.nodes = [*ast.walk(tree)]
+        self.line_starts = [0, *(match.end() for match in _LINE_END.finditer(code))]
+        # The dotted names, as imported, that a name may stand for; `try` may import several.
+        self.origins: dict[str, list[str]] = collections.defaultdict(list)
+        self.places: set[int] = set()
+        self.findings: set[tuple[int, str]] = set()
+
+    def renamed(self) -> bytes:
+        """Return the code with hvdtrain at all places."""
+        code = self.code
+        for place in sorted(self.places, reverse=True):
+            code = code[:place] + b"hvdtrain" + code[place + len(b"horovod") :]
+        return code
+
+    def check_imports(self) -> None:
+        """Rename imports of what hvdtrain offers, and report missing names."""
+        for node in self.nodes:
+            for alias in node.names if isinstance(node, ast.Import) else ():
+                package = alias.name.partition(".")[0]
+                self.origins[alias.asname or package].append(
+                    alias.name if alias.asname else package
+                )
+                if not self._report_missing(alias, alias.name) and package == "horovod":
+                    self._rename(alias, self._place(alias))
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                for alias, name in zip(node.names, names):
+                    self.origins[alias.asname or alias.name].append(name)
+                missing = [self._report_missing(node, name) for name in names]
+                match = _FROM.match(self.code, self._place(node))
+                if match and not all(missing):
+                    self._rename(node, match.end())
+
+    def check_names(self) -> None:
+        """Rename the uses of ``horovod`` itself, and report missing names."""
+        inner = {node.value for node in self.nodes if isinstance(node, ast.Attribute)}
+        for node in self.nodes:
+            root, *attributes = _parts(node) or [""]
+            origins = self.origins.get(root, [])
+            if node in inner or not origins:
+                continue
+            advice = [advice_on(".".join((origin, *attributes))) for origin in origins]
+            # A name that is imported in several ways is fine if one of them is.
+            if not all(advice):
+                if root == "horovod":
+                    self._rename(node, self._place(node))
+            elif not any(map(advice_on, origins)):
+                self._report(node, f"{'.'.join((root, *attributes))} {advice[0]}")
+
+    def check_calls(self) -> None:
+        """Report attributes and arguments that Keras 3 refuses."""
+        for node in self.nodes:
+            if isinstance(node, ast.Attribute) and node.attr in _ATTRIBUTES:
+                self._report(node, f"{node.attr} is gone since Keras 3; {_ATTRIBUTES[node.attr]}")
+            if not isinstance(node, ast.Call):
+                continue
+            parts = _parts(node.func) or [""]
+            for keyword in node.keywords:
+                advice = _ARGUMENTS.get((parts[-1], keyword.arg or ""))
+                if advice is not None:
+                    self._report(keyword, f"{keyword.arg} is gone since Keras 3; {advice}")
+            if parts[-1] == "variables":
+                written = ".".join(parts)
+                self._report(node, f"{written} is a property since Keras 3; write it without ()")
+
+    def check_strings(self) -> None:
+        """Report code in strings, and the modules of ``importlib.import_module`` and the like."""
+        docstrings = {node.value for node in self.nodes if isinstance(node, ast.Expr)}
+        for node in self.nodes:
+            text = node.value if isinstance(node, ast.Constant) else None
+            if not isinstance(text, str) or node in docstrings:
+                continue
+            if _MODULE.fullmatch(text) and _IMPORTER.search(self.code):
+                new = text.replace("horovod", "hvdtrain", 1)
+                by_hand = f"is a string; where it names a module write {new!r} by hand"
+                self._report(node, f"{text!r} {advice_on(text.strip('.')) or by_hand}")
+            elif _IMPORT_LINE.search(text):
+                self._report(node, "a string imports horovod; write hvdtrain in it by hand")
+
+    def _place(self, node: ast.AST) -> int:
+        """Return the place in the code where a node begins."""
+        line, column = node.lineno, node.col_offset  # type: ignore[attr-defined]
+        return self.line_starts[line - 1] + int(column)
+
+    def _rename(self, node: ast.AST, place: int) -> None:
+        # Python 3.11 doesn't know all columns within f-strings.
+        if self.code.startswith(b"horovod", place):
+            self.places.add(place)
+        else:
+            self._report(node, "horovod has no known column here; write hvdtrain by hand")
+
+    def _report_missing(self, node: ast.AST, name: str) -> bool:
+        """Report a name if it is missing, and return whether it is."""
+        advice = advice_on(name)
+        if advice is not None:
+            self._report(node, f"{name} {advice}")
+        return advice is not None
+
+    def _report(self, node: ast.AST, text: str) -> None:
+        self.findings.add((node.lineno, text))  # type: ignore[attr-defined]
+
+
+def _parse(text: str) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            # Such as invalid escapes, which are the author's business.
+            warnings.simplefilter("ignore")
+            return ast.parse(text, "script")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigurationError(f"it isn't Python 3: {error or 'nested too deeply'}") from None
+
+
+def _parts(node: ast.AST) -> list[str]:
+    """Return the parts of ``a.b.c``; nothing for other expressions."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(parts)] if isinstance(node, ast.Name) else []

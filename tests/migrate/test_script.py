@@ -1,0 +1,246 @@
+"""Which lines of a script change, and which edits are reported."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+
+import pytest
+
+from hvdtrain.errors import ConfigurationError
+from hvdtrain.migrate.script import Migration, migrate
+from tests.harness.required import do_without
+
+# A script, the lines that change, and words of the findings, by line.
+SCRIPTS: dict[str, tuple[str, list[int], dict[int, str]]] = {
+    "loop": (
+        """\
+import tensorflow as tf
+
+import horovod
+import horovod.tensorflow as hvd
+
+
+def train():
+    # Horovod: initialize Horovod.
+    hvd.init()
+    opt = tf.optimizers.Adam(0.001 * hvd.size())
+    hvd.broadcast_variables(opt.variables(), root_rank=0)
+
+
+horovod.run(train, np=4)
+""",
+        [3, 4],
+        {
+            11: "opt.variables is a property since Keras 3; write it without ()",
+            14: "horovod.run is not offered by hvdtrain; start the script with hvdtrain run",
+        },
+    ),
+    "keras": (
+        """\
+import keras
+from keras import backend as K
+import tensorflow as tf
+import horovod.keras as hvd
+from horovod.keras import callbacks
+K.set_session(tf.Session(config=tf.ConfigProto()))
+opt = keras.optimizers.Adadelta(lr=1.0 * hvd.size(),
+                                decay=1e-6)
+model.compile(optimizer=hvd.DistributedOptimizer(opt), experimental_run_tf_function=False)
+model.fit_generator(data, callbacks=[callbacks.BroadcastGlobalVariablesCallback(0)])
+tf.compat.v1.logging.info(f'{args.lr} {tf.keras.layers.Dense(1)} {sorted(x, decay=1)}')
+""",
+        [4, 5],
+        {
+            6: "tf.ConfigProto is gone since TensorFlow 2; drop it: hvdtrain.init() binds",
+            7: "lr is gone since Keras 3; write learning_rate",
+            8: "decay is gone since Keras 3; give learning_rate a schedule",
+            9: "experimental_run_tf_function is gone since Keras 3; drop it",
+            10: "fit_generator is gone since Keras 3; use fit",
+        },
+    ),
+    "dotted": (
+        """\
+import horovod.tensorflow, horovod.torch as torch_hvd
+import horovod.tensorflow.elastic
+
+horovod.tensorflow.init()  # as horovod.tensorflow says
+state = horovod.tensorflow.elastic.TensorFlowState(['horovod.tensorflow'])
+print(f'{horovod.tensorflow.rank()} of {horovod.__version__}')
+horovod.torch.init()
+torch_hvd.init()
+""",
+        [1, 2, 4, 5, 6],
+        {1: "horovod.torch is not offered by hvdtrain; hvdtrain trains Keras", 7: "horovod.torch"},
+    ),
+    "from": (
+        """\
+from horovod import tensorflow as hvd
+from horovod.tensorflow import (
+    allreduce as mean,
+    refs_to_vars)
+from horovod \\
+    .keras import callbacks
+from horovod import keras, spark
+from horovod.torch import init
+try:
+    from   horovod.tensorflow\timport keras as hvd_keras; import horovod.keras as old
+except ImportError:
+    hvd_keras = None
+init()
+from .horovod import tensorflow
+""",
+        [1, 2, 5, 7, 10],
+        {
+            2: "horovod.tensorflow.refs_to_vars is not offered by hvdtrain; it is internal",
+            7: "horovod.spark is not offered by hvdtrain; start the script with hvdtrain run",
+            8: "horovod.torch.init is not offered by hvdtrain",
+        },
+    ),
+    "formatted": (
+        r'''
+import horovod.keras
+
+a = f"horovod.keras.rank() {horovod.keras.rank()} {{horovod.keras.rank()}}"
+b = f'é {f"{horovod.keras.rank()}"} {"horovod" + horovod.keras.rank()}' "h" rf"\{horovod.keras}"
+d = f"""
+ é{
+  horovod.keras.rank()} horovod {horovod.keras.rank()
+  + horovod.keras.rank()}""" f"\
+  {horovod.keras.rank()}"
+''',
+        [2, 4, 5, 8, 9, 10],
+        {},
+    ),
+    "alternatives": (
+        """\
+try:
+    import horovod, horovod.keras
+    from keras import backend as K
+except ImportError:
+    horovod = None
+    from mine import backend as K
+import horovod as h
+K.set_session(horovod.keras.init())
+""",
+        [2, 5, 7, 8],
+        {},
+    ),
+    "strings": (
+        """\
+'''Takes the place of
+import horovod.keras as hvd
+'''
+import importlib
+from importlib import import_module as load
+hvd = importlib.import_module("horovod.tensorflow.keras")
+package = __import__('horovod')
+torch = load("horovod.torch")
+other = load(f"horovod.{package}")
+print("horovod is here", "horovod.keras is")
+exec("if True:\\n    import horovod.keras as hvd")
+""",
+        [],
+        {
+            6: "where it names a module write 'hvdtrain.tensorflow.keras' by hand",
+            7: "'horovod' is a string; where it names a module write 'hvdtrain' by hand",
+            8: "'horovod.torch' is not offered by hvdtrain; hvdtrain trains Keras models on",
+            9: "'horovod.' is a string; where it names a module write 'hvdtrain.' by hand",
+            11: "a string imports horovod; write hvdtrain in it by hand",
+        },
+    ),
+    "other": (
+        "# import horovod\nlog.getLogger('horovod.keras')\nhorovod = 3\nx.horovod.y\n",
+        [],
+        {},
+    ),
+}
+each_script = pytest.mark.parametrize("name", SCRIPTS)
+
+
+def texts(migration: Migration) -> dict[int, str]:
+    """All findings, by line."""
+    lines: dict[int, str] = {}
+    for line, text in migration.findings:
+        lines[line] = lines.get(line, "") + text + "\n"
+    return lines
+
+
+@each_script
+def test_offered_imports_change_and_missing_names_are_reported(name: str) -> None:
+    text, changed, expected = SCRIPTS[name]
+    migration = migrate(text.encode())
+    old, new = text.split("\n"), migration.new.decode().split("\n")
+    assert [number for number, (a, b) in enumerate(zip(old, new), 1) if a != b] == changed
+    assert migration.changed_lines == len(changed)
+    lines = texts(migration)
+    assert lines.keys() == expected.keys(), lines
+    for line, words in expected.items():
+        assert words in lines[line]
+    # Only names change: no constant, and nothing else.
+    before, after = ast.parse(text), ast.parse(migration.new)
+    assert ast.dump(after).replace("hvdtrain", "horovod") == ast.dump(before)
+    assert ast.dump(after).count("Constant(value='hvdtrain") == 0
+    assert migrate(migration.new).new == migration.new
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\r"], ids=["crlf", "cr"])
+def test_line_ends_stay(end: str) -> None:
+    text = SCRIPTS["from"][0] + SCRIPTS["formatted"][0]
+    migration, other = migrate(text.encode()), migrate(text.replace("\n", end).encode())
+    assert other.new == migration.new.replace(b"\n", end.encode())
+    assert other.findings == migration.findings
+
+
+@pytest.mark.parametrize("change", [("", ""), ("\n", "\r\n"), ("callbacks\n", "callbacks")])
+def test_patch_applies_the_diff(change: tuple[str, str], tmp_path, run_command) -> None:
+    if shutil.which("patch") is None:
+        do_without("patch", "the program patch isn't installed")
+    text = "import horovod.keras as hvd\nfrom horovod.keras import callbacks\n".replace(*change)
+    (tmp_path / "train.py").write_bytes(text.encode())
+    migration = migrate(text.encode())
+    (tmp_path / "diff").write_bytes(migration.diff(b"train.py"))
+    done = run_command(["patch", "--binary", str(tmp_path / "train.py"), str(tmp_path / "diff")])
+    assert done.returncode == 0, done
+    assert (tmp_path / "train.py").read_bytes() == migration.new
+
+
+BYTES = {
+    "bom": b"\xef\xbb\xbfimport horovod.keras as hvd\n",
+    "cookie": "# coding: latin-1\nname = 'é'; import horovod.keras as hvd\n".encode("latin-1"),
+    "utf-8": "name = 'é漢😀'; import horovod.keras as hvd # é\n".encode(),
+    "form-feed": b"'a\x0cb'\n\x0cimport horovod.keras as hvd\n",
+    "other-line-ends": "x = '\u2028\x85'\nimport horovod.keras as hvd\n".encode(),
+    "no-end": b"if x:\n\timport horovod.keras as hvd",
+    "invalid-escape": b"x = '\\d'; import horovod.keras as hvd",
+}
+
+
+@pytest.mark.parametrize("raw", BYTES.values(), ids=BYTES)
+def test_all_other_bytes_stay(raw: bytes, recwarn) -> None:
+    migration = migrate(raw)
+    assert migration.new == raw.replace(b"horovod", b"hvdtrain")
+    assert migration.findings == ()
+    assert not recwarn.list
+
+
+def test_long_expressions_are_no_recursion() -> None:
+    terms = " + ".join(["horovod.keras.rank()"] * 800)
+    text = f"import horovod.keras\nprint({terms})\n".encode()
+    assert migrate(text).new == text.replace(b"horovod", b"hvdtrain")
+
+
+UNUSABLE = {
+    "python-2": (b"x = 1\nprint 'x'\n", r"it isn't Python 3: .*line 2"),
+    "bad-utf-8": (b"x = '\xe9'\n", "it can't be decoded: "),
+    "unknown-cookie": (b"# coding: no-such\n", "it can't be decoded: unknown encoding"),
+    "no-way-back": (b"# coding: iso2022_jp\n# \x1b(B\n", "can't be written back unchanged"),
+    "null": (b"x = 1\x00\n", "null"),
+    "deep": (b"(" * 5000 + b")" * 5000, "isn't Python 3: "),
+}
+
+
+@pytest.mark.parametrize(("raw", "words"), UNUSABLE.values(), ids=UNUSABLE)
+def test_other_texts_are_refused(raw: bytes, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        migrate(raw)
