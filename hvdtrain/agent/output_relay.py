@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.agent.backlog import BackgroundWriter
-from hvdtrain.agent.launcher_link import LauncherLink
-from hvdtrain.agent.messages import ATTEMPT, OUTPUT_DIR
+from hvdtrain.agent.messages import ATTEMPT, OUTPUT_DIR, LauncherLink
 from hvdtrain.agent.output_lines import LineSplitter
 from hvdtrain.cluster.ranges import counted
 

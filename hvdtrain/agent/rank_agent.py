@@ -21,17 +21,22 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from hvdtrain.agent.child_guard import adopt_orphans, die_with_parent, run_guarded
-from hvdtrain.agent.cpu_share import take_cores
 from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode, signal_name
-from hvdtrain.agent.gpu_usage import GpuWatch, own_gpu
-from hvdtrain.agent.launcher_link import LauncherLink
-from hvdtrain.agent.messages import JOB, connect, parse_addresses
+from hvdtrain.agent.messages import BIND, JOB, LauncherLink, connect, parse_addresses
 from hvdtrain.agent.oom import OomWatch
 from hvdtrain.agent.output_relay import OutputRelay
-from hvdtrain.agent.process_tree import descendants, is_stopped, kill_descendants, shell_code
+from hvdtrain.agent.process_tree import (
+    adopt_orphans,
+    descendants,
+    die_with_parent,
+    is_stopped,
+    kill_descendants,
+    run_guarded,
+    shell_code,
+)
 from hvdtrain.agent.rank_report import ReportPipe
-from hvdtrain.agent.usage import UsageWatch
+from hvdtrain.agent.usage import GpuWatch, UsageWatch, own_gpu
+from hvdtrain.cluster.placement import share_of_cores
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.config import LAUNCHER, variable_name
 from hvdtrain.errors import HvdtrainError
@@ -114,7 +119,7 @@ class Agent:
         self._child = subprocess.Popen(
             program,
             env={
-                **take_cores(self._topology, self._environ),
+                **_take_cores(self._topology, self._environ),
                 **self._environ,
                 **self._report_pipe.variables,
             },
@@ -277,6 +282,23 @@ class Agent:
         deadline = time.monotonic() + FLUSH_S
         while self._launcher.is_full and time.monotonic() < deadline:
             self._wait(0.05)
+
+
+def _take_cores(place: Topology, environ: Mapping[str, str]) -> dict[str, str]:
+    """Bind this process to its rank's share of the cores; the variables that go with it.
+
+    Every library would otherwise compute with as many threads as the host has cores.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    # Where Slurm gave the job fewer, but binds nobody, it can't be told which they are.
+    allowed = min(len(cores), int(environ.get("SLURM_CPUS_ON_NODE", len(cores))))
+    share = share_of_cores(place.local_rank, place.local_size, allowed) or (0, 0)
+    if place.local_size <= allowed == len(cores) and environ.get(BIND) != "0":
+        os.sched_setaffinity(0, cores[share[0] : share[1] + 1])
+    threads = str(share[1] - share[0] + 1)
+    return {"TF_NUM_INTRAOP_THREADS": threads, "OMP_NUM_THREADS": threads}
 
 
 if __name__ == "__main__":
