@@ -25,10 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.jobs.log_format import LogLine
-from hvdtrain.jobs.log_writer import LogWriter
-
 from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.log import LogLine, LogWriter
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
 
