@@ -17,8 +17,9 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from hvdtrain.jobs.spec import BackendKind
 from hvdtrain.serve.index import JobIndex
@@ -26,7 +27,6 @@ from hvdtrain.serve.job_api import JobApi
 from hvdtrain.serve.live import LiveApi
 from hvdtrain.serve.metrics_export import export
 from hvdtrain.serve.security import COOKIE, SESSION_S, Guard, Keys, OneTimeCodes
-from hvdtrain.serve.static_files import StaticFiles
 from hvdtrain.version import __version__
 
 __all__ = ["make_app"]
@@ -74,14 +74,13 @@ def make_app(
         closing.set()
         index.close()
 
-    files = StaticFiles(STATIC)
     session = _Session(
-        keys, codes or OneTimeCodes(0), files, secure=scheme == "https", read_only=read_only
+        keys, codes or OneTimeCodes(0), secure=scheme == "https", read_only=read_only
     )
     jobs = JobApi(index, os.environ if environ is None else environ)
 
     async def index_page(_: Request) -> Response:
-        return files.page("index.html")
+        return FileResponse(STATIC / "index.html")
 
     async def metrics(_: Request) -> Response:
         text = await run_in_threadpool(export, index, with_ranks=rank_metrics)
@@ -94,7 +93,7 @@ def make_app(
             *jobs.routes(),
             *LiveApi(index, closing).routes(),
             Route("/metrics", metrics, methods=["GET"]),
-            Route("/static/{path:path}", files.answer, methods=["GET"]),
+            Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[Middleware(Guard, keys=keys, hosts=hosts, scheme=scheme, read_only=read_only)],
         lifespan=lifespan,
@@ -108,14 +107,12 @@ class _Session:
         self,
         keys: Keys,
         codes: OneTimeCodes,
-        files: StaticFiles,
         *,
         secure: bool,
         read_only: bool,
     ) -> None:
         self._keys = keys
         self._codes = codes
-        self._files = files
         self._secure = secure
         self._read_only = read_only
 
@@ -146,7 +143,7 @@ class _Session:
                 # A redirect would not do: the link may come from a file, and where another site
                 # began a chain of redirects, browsers send no strict cookie.
                 return self._let_in(Response(_ENTER, media_type="text/html"))
-        return self._files.page("login.html", 403 if given else 200)
+        return FileResponse(STATIC / "login.html", 403 if given else 200)
 
     def _let_in(self, answer: Response) -> Response:
         answer.set_cookie(

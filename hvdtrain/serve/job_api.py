@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from hvdtrain.cluster.ranges import parse_runs
-from hvdtrain.errors import JobError
+from hvdtrain.errors import HvdtrainError, JobError
 from hvdtrain.job_commands.planned import Planned, planned
 from hvdtrain.job_commands.stop import stop_job
 from hvdtrain.jobs.files import last_json_line, read_json_lines, sampled_json_lines, size_of
@@ -29,9 +31,8 @@ from hvdtrain.jobs.spec import LOCAL, JobSpec, make_spec, secret_values, with_ch
 from hvdtrain.jobs.submission import start_again, submit_job
 from hvdtrain.launch.option_files import with_files
 from hvdtrain.serve.index import JobIndex, matching
-from hvdtrain.serve.requests import acting, job_of
 
-__all__ = ["JobApi", "entry_to_json", "view_to_json"]
+__all__ = ["JobApi", "entry_to_json", "job_of", "view_to_json"]
 
 MOST_JOBS = 100
 MOST_LINES = 2000
@@ -45,6 +46,7 @@ MOST_RANK_CELLS = 40_000
 POINTS = 32
 CURVE_INTERVAL_S = 10.0
 MOST_CURVES = 5000
+MOST_BODY = 1 << 20
 # How long a request may look through a log; it says where it stopped.
 SEARCH_S = 0.1
 
@@ -66,15 +68,15 @@ class JobApi:
         """All routes, with the methods that they have."""
         return [
             Route("/api/jobs", self.list_jobs, methods=["GET"]),
-            Route("/api/jobs", acting(self.submit), methods=["POST"]),
-            Route("/api/plan", acting(self.plan), methods=["POST"]),
+            Route("/api/jobs", _acting(self.submit), methods=["POST"]),
+            Route("/api/plan", _acting(self.plan), methods=["POST"]),
             Route("/api/jobs/{name}", self.show, methods=["GET"]),
             Route("/api/jobs/{name}/metrics", self.metrics, methods=["GET"]),
             Route("/api/jobs/{name}/ranks", self.ranks, methods=["GET"]),
             Route("/api/jobs/{name}/log", self.log, methods=["GET"]),
-            Route("/api/jobs/{name}/stop", acting(self.stop), methods=["POST"]),
-            Route("/api/jobs/{name}/restart", acting(self.restart), methods=["POST"]),
-            Route("/api/jobs/{name}/clone", acting(self.clone), methods=["POST"]),
+            Route("/api/jobs/{name}/stop", _acting(self.stop), methods=["POST"]),
+            Route("/api/jobs/{name}/restart", _acting(self.restart), methods=["POST"]),
+            Route("/api/jobs/{name}/clone", _acting(self.clone), methods=["POST"]),
         ]
 
     def list_jobs(self, request: Request) -> Response:
@@ -321,3 +323,49 @@ def _ranks(text: str) -> Sequence[range] | None:
         return parse_runs(text)
     except ValueError as error:
         raise HTTPException(400, f"ranks: {error}") from None
+
+
+def job_of(index: JobIndex, request: Request) -> JobFolder:
+    """Return the folder of the job that a path names.
+
+    Raises:
+        HTTPException: There is no such job.
+    """
+    job = index.folder(request.path_params["name"])
+    if job is None:
+        raise HTTPException(404, "There is no such job.")
+    return job
+
+
+def _acting(
+    act: Callable[[Mapping[str, Any], Request], Mapping[str, Any]],
+) -> Callable[[Request], Any]:
+    """Return a route that reads JSON, acts on a thread, and answers or refuses in JSON."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            body = await _body(request)
+            return JSONResponse(await run_in_threadpool(act, body, request))
+        except HvdtrainError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        except SystemExit:
+            return JSONResponse({"error": "hvdtrain run has no such options."}, 400)
+
+    return answer
+
+
+async def _body(request: Request) -> Mapping[str, Any]:
+    if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+        raise HTTPException(415, "Expected application/json.")
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MOST_BODY:
+            raise HTTPException(413, "That is too long.")
+    try:
+        body = json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        raise HTTPException(400, "Expected JSON.") from None
+    if not isinstance(body, dict):
+        raise HTTPException(400, "Expected a JSON object.")
+    return body

@@ -17,8 +17,7 @@ from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import left_s
 from hvdtrain.jobs.log import log_end
 from hvdtrain.serve.index import JobIndex
-from hvdtrain.serve.job_api import view_to_json
-from hvdtrain.serve.requests import job_of
+from hvdtrain.serve.job_api import job_of, view_to_json
 
 __all__ = ["LiveApi"]
 

@@ -31,7 +31,7 @@ export function swatch(at) {
 //
 // title: what is drawn. format: how a value is written. labels: the names of curves; one has none.
 // key: charts with the same one show the same part. fromZero: how large a value is counts.
-export class Chart {
+class Chart {
   constructor({ title, format = number, labels = [""], key = null, fromZero = false }) {
     this.labels = labels;
     this.format = format;
@@ -188,3 +188,61 @@ function nearest(column, at) {
 }
 
 export const join = (tables) => uPlot.join(tables);
+
+// A section of charts over steps or seconds, which the reader chooses.
+//
+// kinds: for each chart the name of its column, and the options of Chart. note: stands above them.
+export class Curves {
+  constructor(key, kinds, { layout = "charts", note = null } = {}) {
+    this.over = "step";
+    this.charts = kinds.map(([name, options]) => [name, new Chart({ key, ...options })]);
+    this.buttons = ["step", "time"].map((over) =>
+      h("button", { type: "button", onclick: () => this.#choose(over) }, over === "step" ? "steps" : "time"),
+    );
+    const reset = () => this.charts.forEach(([, chart]) => chart.reset());
+    this.element = h(
+      "section",
+      { class: "curves", "aria-labelledby": "curves" },
+      h(
+        "div",
+        { class: "section" },
+        h("h2", { id: "curves" }, "Curves"),
+        h("div", { class: "switch", role: "group", "aria-label": "Curves over" }, this.buttons),
+        h("button", { type: "button", class: "plain", onclick: reset }, "Show all"),
+        h("span", { class: "hint" }, "Drag to zoom in, double click to zoom out."),
+      ),
+      note,
+      h(
+        "div",
+        { class: layout },
+        this.charts.map(([, chart]) => chart.element),
+      ),
+    );
+    this.#press();
+  }
+
+  // read: columns and texts of a chart by "step" or "time" and its name, as Chart.set takes them.
+  update(read) {
+    this.read = read;
+    for (const [name, chart] of this.charts) {
+      const [columns, texts] = read(this.over, name, chart.format);
+      chart.set(columns, this.over, texts);
+    }
+  }
+
+  destroy() {
+    this.charts.forEach(([, chart]) => chart.destroy());
+  }
+
+  #choose(over) {
+    this.over = over;
+    this.#press();
+    this.update(this.read);
+  }
+
+  #press() {
+    this.buttons.forEach((button, at) =>
+      button.setAttribute("aria-pressed", String((at === 0) === (this.over === "step"))),
+    );
+  }
+}

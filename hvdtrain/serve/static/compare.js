@@ -1,16 +1,18 @@
 // Two to eight jobs beside each other: their curves, and in what their settings differ.
 import { get, jobPath, now, session } from "./api.js";
-import { Chart, join, swatch } from "./charts.js";
+import { Curves, join, swatch } from "./charts.js";
 import { field, h, newId } from "./dom.js";
 import { NONE, count, isNumber, number, span } from "./format.js";
 import { complain } from "./notices.js";
 import { compareLink, jobLink } from "./router.js";
 import { Series } from "./series.js";
-import { differences } from "./settings.js";
 import { badge } from "./status.js";
+import { joinWords } from "./words.js";
 
 const MOST = 8;
 const POINTS = 600;
+// Flags of hvdtrain run that mean the same.
+const SAME = { "--num-proc": "-np", "--hosts": "-H", "--env": "-x" };
 
 export async function compareView({ query }) {
   const names = [...new Set((query.get("jobs") ?? "").split(",").filter(Boolean))].slice(0, MOST);
@@ -40,45 +42,19 @@ export async function compareView({ query }) {
 function fill(main, jobs) {
   main.append(h("h1", {}, "Compare"), jobs.length < MOST ? adder(jobs) : "");
   if (!jobs.length) return undefined;
-  const charts = [
-    ["loss", new Chart({ title: "Loss", labels: jobs.map(({ name }) => name), key: "compare" })],
+  const labels = jobs.map(({ name }) => name);
+  const curves = new Curves(
+    "compare",
     [
-      "rate",
-      new Chart({
-        title: "Samples per second",
-        labels: jobs.map(({ name }) => name),
-        key: "compare",
-        fromZero: true,
-      }),
+      ["loss", { title: "Loss", labels }],
+      ["rate", { title: "Samples per second", labels, fromZero: true }],
     ],
-  ];
-  const buttons = ["step", "time"].map((over) =>
-    h("button", { type: "button", onclick: () => draw(over) }, over === "step" ? "steps" : "time"),
+    { layout: "charts two" },
   );
   const diff = differences(jobs);
   main.append(
     h("section", { class: "card flush" }, outcomes(jobs)),
-    h(
-      "section",
-      { class: "curves", "aria-labelledby": "curves" },
-      h(
-        "div",
-        { class: "section" },
-        h("h2", { id: "curves" }, "Curves"),
-        h("div", { class: "switch", role: "group", "aria-label": "Curves over" }, buttons),
-        h(
-          "button",
-          { type: "button", class: "plain", onclick: () => charts.forEach(([, chart]) => chart.reset()) },
-          "Show all",
-        ),
-        h("span", { class: "hint" }, "Drag to zoom in, double click to zoom out."),
-      ),
-      h(
-        "div",
-        { class: "charts two" },
-        charts.map(([, chart]) => chart.element),
-      ),
-    ),
+    curves.element,
     h(
       "section",
       { class: "settings", "aria-labelledby": "settings" },
@@ -93,24 +69,12 @@ function fill(main, jobs) {
     ),
   );
 
-  function draw(over) {
-    buttons.forEach((button, at) =>
-      button.setAttribute("aria-pressed", String((at === 0) === (over === "step"))),
-    );
-    for (const [name, chart] of charts) {
-      const columns = join(jobs.map(({ series }) => series.columns(over, name)));
-      chart.set(columns, over, {
-        words: jobs
-          .map(
-            ({ name: job, series }) => `${job}: ${number(series.columns(over, name)[1].findLast(isNumber))}`,
-          )
-          .join("; "),
-      });
-    }
-  }
-
-  draw("step");
-  return () => charts.forEach(([, chart]) => chart.destroy());
+  curves.update((over, name) => {
+    const tables = jobs.map(({ series }) => series.columns(over, name));
+    const last = tables.map(([, ys], at) => `${labels[at]}: ${number(ys.findLast(isNumber))}`);
+    return [join(tables), { words: last.join("; ") }];
+  });
+  return () => curves.destroy();
 }
 
 function outcomes(jobs) {
@@ -203,4 +167,61 @@ function adder(jobs) {
     names,
     h("button", {}, "Add"),
   );
+}
+
+// Words as flags with their values, and what belongs to no flag.
+function flagsOf(words) {
+  const flags = new Map();
+  const rest = [];
+  let flag = null;
+  const add = (name, value) => flags.set(name, [...(flags.get(name) ?? []), value]);
+  for (const word of words) {
+    const isFlag = /^-[-\w]*[a-zA-Z]/.test(word);
+    if (isFlag && flag) add(flag, "");
+    if (isFlag && word.startsWith("--") && word.includes("=")) {
+      const at = word.indexOf("=");
+      add(named(word.slice(0, at)), word.slice(at + 1));
+      flag = null;
+    } else if (isFlag) flag = named(word);
+    else if (flag) {
+      add(flag, word);
+      flag = null;
+    } else rest.push(word);
+  }
+  if (flag) add(flag, "");
+  return { flags, rest };
+}
+
+const named = (flag) => SAME[flag] ?? flag;
+
+// A name and a text for each setting of a job.
+function settingsOf(job) {
+  const options = flagsOf(job.options);
+  const program = flagsOf(job.program);
+  const settings = new Map([["program", joinWords(program.rest)]]);
+  for (const [flag, values] of program.flags) settings.set(`program ${flag}`, said(values));
+  // The last one wins, except where each adds something.
+  for (const [flag, values] of options.flags)
+    settings.set(flag, said(flag === "-x" ? values : values.slice(-1)));
+  if (options.rest.length) settings.set("other options", joinWords(options.rest));
+  settings.set("working directory", job.folder);
+  settings.set("ranks", job.ranks ? String(job.ranks) : "");
+  settings.set(
+    "hosts",
+    Object.entries(job.hosts)
+      .map(([host, ranks]) => `${host}: ${ranks}`)
+      .join(", "),
+  );
+  return settings;
+}
+
+const said = (values) => values.map((value) => value || "yes").join(", ");
+
+// Rows [name, text of each job] of the settings in which jobs differ.
+function differences(jobs) {
+  const all = jobs.map(settingsOf);
+  const names = [...new Set(all.flatMap((settings) => [...settings.keys()]))];
+  return names
+    .map((name) => [name, ...all.map((settings) => settings.get(name) ?? "")])
+    .filter(([, first, ...others]) => others.some((text) => text !== first));
 }
