@@ -17,11 +17,22 @@ from hvdtrain.keras.chief_failover import ChiefFailover
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.loss_so_far import LossSoFar
 from hvdtrain.keras.membership import Membership
+from hvdtrain.keras.model_parts import has_own
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import initial_epoch, set_initial_epoch
 
-__all__ = ["MeetAtEnd", "list_callbacks", "stops_at_nan", "wrap_callbacks"]
+__all__ = ["MeetAtEnd", "StopTogether", "list_callbacks", "stops_at_nan", "wrap_callbacks"]
+
+# For each loop the attribute with which a callback ends it, and the hooks that see its batches.
+_LOOPS = {
+    "train": (
+        "stop_training",
+        ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
+    ),
+    "test": ("stop_evaluating", ("on_test_batch_begin", "on_test_batch_end")),
+    "predict": ("stop_predicting", ("on_predict_batch_begin", "on_predict_batch_end")),
+}
 
 
 def list_callbacks(callbacks: Any) -> list[Any]:
@@ -61,6 +72,7 @@ def wrap_callbacks(
         _Progress(epochs),
         *shares,
         *others,
+        StopTogether(collectives, callbacks),
         after,
         *checkpoints,
         _EndIfTooFew(membership),
@@ -79,6 +91,66 @@ class MeetAtEnd(keras.callbacks.Callback):
 
     def on_predict_end(self, logs: Any = None) -> None:
         self._collectives.barrier(name="end of predict")
+
+
+class StopTogether(keras.callbacks.Callback):
+    """Ends a loop on all ranks after the batch in which a callback of one rank has ended it.
+
+    Comes after the user's callbacks. Ranks exchange a number after the first batch of each epoch,
+    evaluation and prediction, and after every batch if a rank has code of the user's that can act
+    then: a callback with hooks for batches, or a ``train_step`` that runs eagerly.
+    """
+
+    def __init__(self, collectives: Collectives, callbacks: Sequence[Any]) -> None:
+        super().__init__()
+        self._collectives = collectives
+        self._callbacks = callbacks
+        self._every_batch = dict.fromkeys(_LOOPS, False)
+        self._first = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._begin("train")
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._begin("test")
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        self._begin("predict")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._first = True
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._agree("train")
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._agree("test")
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._agree("predict")
+
+    def _begin(self, loop: str) -> None:
+        _, hooks = _LOOPS[loop]
+        mine = any(_is_users(getattr(entry, h, None)) for entry in self._callbacks for h in hooks)
+        mine = mine or (self.model.run_eagerly and has_own(self.model, f"{loop}_step"))
+        self._every_batch[loop] = self._any(mine, f"callbacks that see batches of {loop}")
+        self._first = True
+
+    def _agree(self, loop: str) -> None:
+        if self._every_batch[loop] or self._first:
+            self._first = False
+            attribute, _ = _LOOPS[loop]
+            stop = self._any(getattr(self.model, attribute), attribute)
+            setattr(self.model, attribute, stop)
+
+    def _any(self, mine: bool, name: str) -> bool:
+        return bool(self._collectives.allreduce(np.array(bool(mine)), "max", name=name))
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a callback's hook is neither Keras' nor hvdtrain's."""
+    package = (getattr(hook, "__module__", None) or "").split(".")[0]
+    return hook is not None and package not in ("keras", "hvdtrain")
 
 
 def stops_at_nan(callbacks: Sequence[Any]) -> bool:

@@ -14,7 +14,13 @@ import tensorflow as tf
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.keras.callback_list import MeetAtEnd, list_callbacks, stops_at_nan, wrap_callbacks
+from hvdtrain.keras.callback_list import (
+    MeetAtEnd,
+    StopTogether,
+    list_callbacks,
+    stops_at_nan,
+    wrap_callbacks,
+)
 from hvdtrain.keras.chief_failover import CHIEF_ONLY, ChiefFailover
 from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.batch_structure import is_absent
@@ -403,7 +409,8 @@ class FitLoop:
         """Return the user's callbacks of ``evaluate`` or ``predict`` that this rank runs."""
         listed = list_callbacks(callbacks)
         chief = self._membership.is_chief
-        return [entry for entry in listed if chief or not isinstance(entry, CHIEF_ONLY)]
+        mine = [entry for entry in listed if chief or not isinstance(entry, CHIEF_ONLY)]
+        return [*mine, StopTogether(self._collectives, listed)]
 
     def _prepare(self, sharded: ShardedInput) -> None:
         """Build metrics and losses before the first step: every rank must have all of them."""

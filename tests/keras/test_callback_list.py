@@ -93,6 +93,112 @@ def test_a_stop_on_one_rank_stops_all(world):
     assert history.epoch == [0]
 
 
+class StopAt(keras.callbacks.Callback):
+    """Ends a loop in one hook, on the last rank only, when it is called with a number."""
+
+    def __init__(self, hook: str, number: int, attribute: str = "stop_training") -> None:
+        super().__init__()
+        self.ends: list[str] = []
+
+        def stop(n: int, logs: Any = None) -> None:
+            if state.rank() == state.size() - 1 and n == number:
+                setattr(self.model, attribute, True)
+
+        setattr(self, hook, stop)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        assert "val_loss" in logs
+        self.ends.append(f"epoch {epoch}")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.ends.append("training")
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize(
+    ("hook", "number", "steps"),
+    [
+        ("on_train_batch_end", 1, 2),
+        ("on_train_batch_begin", 1, 2),
+        ("on_batch_end", 1, 2),
+        ("on_epoch_begin", 0, 1),
+    ],
+)
+def test_a_stop_within_an_epoch_on_one_rank_ends_all_at_that_batch(world, hook, number, steps):
+    model = classifier()
+    world.distribute(model)
+    stop = StopAt(hook, number)
+    data = {"validation_data": (X[:20], Y[:20]), "verbose": 0}
+    size = 12 // world.size()
+    model.fit(X[:48], Y[:48], batch_size=size, epochs=3, callbacks=[stop], **data)
+    assert stop.ends == ["epoch 0", "training"]
+    assert int(model.optimizer.iterations) == steps
+    assert alike(model)
+
+
+@pytest.mark.ranks(2)
+def test_a_stop_by_a_callback_that_one_rank_has_ends_all_at_that_block(world):
+    model = classifier(steps_per_execution=2)
+    world.distribute(model)
+    callbacks = []
+    if world.rank() == 1:
+
+        def stop(batch: int, logs: Any) -> None:
+            model.stop_training = batch == 3
+
+        callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=stop)]
+    model.fit(X[:48], Y[:48], batch_size=4, verbose=0, callbacks=callbacks)
+    assert int(model.optimizer.iterations) == 4
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_stop_in_an_eager_step_of_one_rank_ends_all_at_that_batch(world):
+    class Stops(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            logs = super().train_step(data)
+            if state.rank() == state.size() - 1 and int(self.optimizer.iterations) == 2:
+                self.stop_training = True
+            return logs
+
+    model = Stops([keras.Input((6,)), keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, run_eagerly=True)
+    world.distribute(model)
+    model.fit(X[:48], Y[:48], batch_size=12 // world.size(), verbose=0)
+    assert int(model.optimizer.iterations) == 2
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_stop_on_one_rank_ends_evaluation_and_prediction_of_all(world):
+    model = classifier()
+    world.distribute(model)
+    size = 12 // world.size()
+    stop = StopAt("on_test_batch_end", 1, "stop_evaluating")
+    losses = model.evaluate(X[:48], Y[:48], batch_size=size, verbose=0, callbacks=[stop])
+    first = model.evaluate(X[:24], Y[:24], batch_size=size, verbose=0)
+    np.testing.assert_allclose(losses, first, rtol=1e-5)
+    stop = StopAt("on_predict_batch_end", 1, "stop_predicting")
+    assert len(model.predict(X[:48], batch_size=size, verbose=0, callbacks=[stop])) == 24
+
+
+@pytest.mark.ranks(2)
+def test_ranks_agree_on_every_batch_only_for_hooks_of_the_users(world, monkeypatch):
+    collectives = state.collectives()
+    names = []
+    allreduce = type(collectives).allreduce
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        names.append(options.get("name"))
+        return allreduce(self, *args, **options)
+
+    monkeypatch.setattr(type(collectives), "allreduce", noted)
+    model = classifier()
+    world.distribute(model)
+    stop = keras.callbacks.EarlyStopping("loss")
+    model.fit(X[:48], Y[:48], batch_size=6, verbose=0, callbacks=[stop, world.StepLog()])
+    assert names.count("stop_training") == 1
+
+
 @pytest.mark.essential
 @pytest.mark.ranks(2)
 def test_early_stopping_and_plateaus_decide_alike(world):

@@ -197,7 +197,7 @@ class WorkerSession(CheckpointSession):
 
     def _wait_for_others(self, *, stop: bool) -> None:
         client = self._exchange.reach()
-        client.leave(stop=stop and self._job.is_chief)
+        client.leave(stop=stop)
         pause_s = _SHORTEST_PAUSE_S
         with report.during("waiting for other workers"):
             while client.training:

@@ -138,7 +138,7 @@ class WorkerFit(keras.callbacks.Callback):
     def _finish(self, client: Client, *, stop: bool) -> list[np.ndarray]:
         """Wait for the others; returns the last weights, and gives the chief the last state."""
         if not self.job.is_chief:
-            return client.end()
+            return client.end(stop=stop)
         states = self.job.shards.state.buffers()
         weights = client.end(stop=stop, states=states)
         self.job.shards.state.put(states)

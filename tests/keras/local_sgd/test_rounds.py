@@ -58,6 +58,22 @@ def normalized(**options: Any) -> keras.Model:
     return model
 
 
+@pytest.mark.ranks(2)
+def test_a_stop_on_one_rank_within_a_round_ends_all_at_that_batch(local_sgd):
+    world = local_sgd(4)
+    model = classifier()
+    world.distribute(model)
+
+    def stop(batch: int, logs: Any) -> None:
+        if world.rank() == 1 and batch == 1:
+            model.stop_training = True
+
+    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=stop)]
+    model.fit(X[:ROWS], Y[:ROWS], batch_size=JOINT_BATCH // 2, verbose=0, callbacks=callbacks)
+    assert int(model.optimizer.iterations) == 2
+    assert alike(model)
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("outer", [{}, {"outer_learning_rate": 0.7, "outer_momentum": 0.9}])
 def test_ranks_are_alike_after_each_round_and_at_the_end_of_epochs(local_sgd, outer):

@@ -205,6 +205,15 @@ CALLBACKS = program("""
         patience=2, min_delta=1e9, restore_best_weights=True
     )
     train("stopping", [stopping], 50)
+
+
+    class WorkerStops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if RANK == 1:
+                self.model.stop_training = True
+
+
+    train("a worker stops", [WorkerStops()], 50)
 """)
 
 
@@ -224,6 +233,9 @@ def test_the_chiefs_callbacks_decide_for_all(launch):
         assert chief["steps"] == steps <= worker["steps"] <= steps + 1
         assert chief["epochs"] == server["epochs"] == steps // 2
         assert chief["rate"] == pytest.approx(0.1 if what == "stopping" else 0.0)
+    chief, worker, _ = facts(done, "a worker stops")
+    assert worker["steps"] == 1
+    assert 1 <= chief["steps"] <= 3, "the answer to its next gradient ends the chief"
 
 
 SLOW = program("""
