@@ -8,12 +8,14 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 
 from hvdtrain.cluster.ranges import parse_runs
 from hvdtrain.config.fields import argument, count
-from hvdtrain.errors import ConfigurationError
+from hvdtrain.errors import ConfigurationError, JobError
+from hvdtrain.jobs.backends import keeper_of
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.job_view import catch_up, view_job
+from hvdtrain.jobs.job_view import view_job
 from hvdtrain.jobs.log import LAUNCHER, LogEntry, LogLine, log_end, read_before, read_log
 from hvdtrain.jobs.naming import add_name, named_job
 
@@ -21,6 +23,10 @@ __all__ = ["add_arguments", "run"]
 
 LOGGER = logging.getLogger(__name__)
 POLL_S = 0.3
+# How often a queue is asked for more of a log.
+QUEUE_POLL_S = 1.0
+# Lines of ranks, as hvdtrain run prints them.
+_OF_RANKS = re.compile(r"\[([\d,-]+)(?: [^]]*)?\] (.*)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     wanted = _wanted(arguments.rank, arguments.grep, arguments.regex)
     job = named_job(arguments)
-    catch_up(job)
+    if (lines := _queue_lines(job, "")) is not None:
+        _print_queue_log(job, lines, wanted, arguments)
+        return 0
     begin = 0
     if arguments.lines is not None:
         part = read_before(job.log, log_end(job.log), arguments.lines, wanted)
@@ -87,14 +95,70 @@ def _print_from(
             LOGGER.warning("%s", doubt)
 
 
+def _queue_lines(job: JobFolder, after: str) -> Sequence[tuple[str, str]] | None:
+    """Return the lines that only the job's queue has, with their times; None if it has none."""
+    try:
+        spec = job.spec()
+    except JobError:
+        return None
+    return keeper_of(spec).log_lines(job, spec, after)
+
+
+def _print_queue_log(
+    job: JobFolder,
+    lines: Sequence[tuple[str, str]],
+    wanted: Callable[[LogLine], bool],
+    arguments: argparse.Namespace,
+) -> None:
+    """Print a log that only the job's queue has, as the launcher printed it."""
+    is_over, after, doubt = not arguments.follow, "", ""
+    most = len(lines) if arguments.lines is None else arguments.lines
+    while True:
+        after = lines[-1][0] if lines else after
+        fitting = [(at, text) for at, text in lines if _fits(text, wanted)]
+        for at, text in fitting[max(0, len(fitting) - most) :]:
+            when = _clock(datetime.fromisoformat(at).timestamp()) if arguments.time else ""
+            _write(f"{when}{text}")
+        if is_over:
+            return
+        sys.stdout.flush()
+        time.sleep(QUEUE_POLL_S)
+        # Asked before the log is read, so that nothing comes behind it.
+        is_over = view_job(job).is_over
+        try:
+            lines = _queue_lines(job, after) or ()
+        except JobError as error:
+            if is_over:
+                raise
+            if str(error) != doubt:
+                doubt = str(error)
+                LOGGER.warning("%s", doubt)
+            lines = ()
+        most = len(lines)
+
+
+def _fits(text: str, wanted: Callable[[LogLine], bool]) -> bool:
+    """Return whether a line that ``hvdtrain run`` printed is wanted, of one of its ranks."""
+    found = _OF_RANKS.fullmatch(text)
+    ranks = [LAUNCHER] if found is None else [rank for run in parse_runs(found[1]) for rank in run]
+    said = text if found is None else found[2]
+    return any(wanted(LogLine(time_s=0, rank=rank, stream="stdout", text=said)) for rank in ranks)
+
+
 def _print(entry: LogEntry, *, with_time: bool) -> None:
     line = entry.line
     if line is None:
         print(f"... {(entry.end - entry.begin) / 2**20:.1f} MiB of the log are not kept ...")
         return
-    at = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(line.time_s))} " if with_time else ""
     who = "hvdtrain run:" if line.rank == LAUNCHER else f"[{line.rank}]"
-    text = f"{at}{who} {line.text}"
+    _write(f"{_clock(line.time_s) if with_time else ''}{who} {line.text}")
+
+
+def _clock(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S ", time.localtime(time_s))
+
+
+def _write(text: str) -> None:
     try:
         print(text)
     except UnicodeEncodeError:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import JobState
 
 __all__ = ["Answer", "JobBackend"]
 
@@ -19,11 +20,13 @@ class Answer(NamedTuple):
         queue: Which queue, as a person names it.
         word: The job's state there, as ``hvdtrain.jobs.state.status_of`` takes it.
         why: The reason for that, in the queue's words.
+        state: The job's state if no folder has it and the queue knows it.
     """
 
     queue: str
     word: str
     why: str
+    state: JobState | None = None
 
 
 class JobBackend(Protocol):
@@ -56,13 +59,24 @@ class JobBackend(Protocol):
             subprocess.SubprocessError: The same.
         """
 
-    def ask(self, jobs: Mapping[str, JobSpec]) -> Mapping[str, Answer]:
-        """What the queue says of jobs, by their names; nothing where there is nobody to ask."""
+    def ask(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, Answer]:
+        """Return what the queue says of jobs, by their folders; nothing if there is no queue."""
 
-    def fetch(self, job: JobFolder, spec: JobSpec) -> None:
-        """Bring a job's folder up to date, where its launcher writes into another.
+    def log_lines(
+        self, job: JobFolder, spec: JobSpec, after: str
+    ) -> Sequence[tuple[str, str]] | None:
+        """Return the log of a job that has none in its folder; None if it has.
 
-        Where that can't be had now, the folder stays as it is.
+        Args:
+            job: Its folder.
+            spec: Its specification.
+            after: The time of a line; only later ones are returned. Empty for all.
+
+        Returns:
+            The time of each line as RFC 3339 writes it, and its text.
+
+        Raises:
+            JobError: The log can't be read, or is gone.
         """
 
     def stop(self, job: JobFolder, spec: JobSpec, *, waits: bool, save: bool) -> bool:

@@ -195,13 +195,13 @@ class JobFolder:
             replace(before, phase="ended", code=code, cause="ordered", verdict=verdict)
         )
 
-    def touch_state(self, heard_s: float | None = None) -> None:
-        """Say that what was said last still holds, or did so at a time in seconds since 1970.
+    def touch_state(self) -> None:
+        """Confirm that the state that was written last still holds.
 
         Raises:
             OSError: That can't be said.
         """
-        os.utime(self._state, None if heard_s is None else (heard_s, heard_s))
+        os.utime(self._state)
 
     def request_stop(self, number: int) -> None:
         """Leave word that the job is to stop, for a launcher on any host.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.agent.exit_codes import ExitCode
@@ -15,9 +17,9 @@ from hvdtrain.jobs.files import newest_json_lines
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.metrics import steps_per_s
 from hvdtrain.jobs.spec import BackendKind, JobSpec
-from hvdtrain.jobs.state import NO_ANSWER, JobState, Status
+from hvdtrain.jobs.state import NO_ANSWER, JobState, Status, status_of
 
-__all__ = ["JobView", "catch_up", "command_line", "left_s", "view_job", "view_jobs"]
+__all__ = ["JobView", "command_line", "left_s", "view_job", "view_jobs"]
 
 # What a view has as it stands in the files.
 _OF_SPEC = ("program", "options", "folder", "created_s", "slurm_job")
@@ -104,15 +106,15 @@ def view_job(job: JobFolder) -> JobView:
 
 def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
     """Read what there is to show of each; ask its queue about one that only that knows of."""
-    found = [(job, *_read(job)) for job in jobs]
-    asked: dict[JobBackend, dict[str, JobSpec]] = {}
+    found = [(job, job.state(), _spec(job)) for job in jobs]
+    asked: dict[JobBackend, dict[Path, JobSpec]] = {}
     for job, state, spec in found:
         if spec is not None and _is_queues(job, state):
-            asked.setdefault(keeper_of(spec), {})[job.name] = spec
-    answers: dict[str, Answer] = {}
+            asked.setdefault(keeper_of(spec), {})[job.path] = spec
+    answers: dict[Path, Answer] = {}
     for backend, specs in asked.items():
         answers |= backend.ask(specs)
-    return [_view(job, state, spec, answers.get(job.name)) for job, state, spec in found]
+    return [_view(job, state, spec, answers.get(job.path)) for job, state, spec in found]
 
 
 def left_s(job: JobFolder, view: JobView) -> float | None:
@@ -121,20 +123,6 @@ def left_s(job: JobFolder, view: JobView) -> float | None:
         return None
     pace = steps_per_s(newest_json_lines(job.metrics))
     return None if pace is None else max(0, view.total_steps - view.step) / pace
-
-
-def catch_up(job: JobFolder) -> None:
-    """Bring a job's folder up to date, where its launcher writes into another."""
-    _read(job)
-
-
-def _read(job: JobFolder) -> tuple[JobState | None, JobSpec | None]:
-    """State and specification as they are now, wherever the launcher writes; None for unknown."""
-    state, spec = job.state(), _spec(job)
-    if spec is not None and state is not None and state.phase != "ended":
-        keeper_of(spec).fetch(job, spec)
-        state = job.state()
-    return state, spec
 
 
 def _spec(job: JobFolder) -> JobSpec | None:
@@ -157,7 +145,15 @@ def _is_queues(job: JobFolder, state: JobState | None) -> bool:
 def _view(
     job: JobFolder, state: JobState | None, spec: JobSpec | None, answer: Answer | None
 ) -> JobView:
-    status = job.status(state, answer.word if answer is not None else None)
+    if answer is not None and answer.state is not None:
+        state = answer.state
+        status = status_of(state, alive=True, quiet_s=0, patience_s=0)
+        if state.phase == "ended":
+            # The queue forgets it some day.
+            with contextlib.suppress(OSError):
+                job.write_state(state)
+    else:
+        status = job.status(state, answer.word if answer is not None else None)
     known: dict[str, Any] = {"name": job.name, "status": status, "created_s": job.created_s()}
     if spec is not None:
         known |= {name: getattr(spec, name) for name in _OF_SPEC}

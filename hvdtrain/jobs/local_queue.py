@@ -68,12 +68,12 @@ class LocalQueue:
                 check=True,
             )
 
-    def ask(self, jobs: Mapping[str, JobSpec]) -> Mapping[str, Answer]:
+    def ask(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, Answer]:
         """Nothing: a job's process or folder tells all."""
         return {}
 
-    def fetch(self, job: JobFolder, spec: JobSpec) -> None:
-        """Nothing: the launcher writes into the job's folder itself."""
+    def log_lines(self, job: JobFolder, spec: JobSpec, after: str) -> None:
+        """Nothing: the job's folder has its log."""
 
     def stop(self, job: JobFolder, spec: JobSpec, *, waits: bool, save: bool) -> bool:
         """Tell the launcher, which says so itself; see ``JobBackend``."""

@@ -59,18 +59,18 @@ class SlurmQueue:
         number = submit(argv, {**job_environment(spec, environ), **own}, spec.folder)
         job.write_spec(dataclasses.replace(spec, slurm_job=number))
 
-    def ask(self, jobs: Mapping[str, JobSpec]) -> Mapping[str, Answer]:
+    def ask(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, Answer]:
         """What squeue said of them last; see ``JobBackend``."""
         known = _WATCHER.answer()
         # sbatch has not named the number of the others yet.
         return {
-            name: Answer("Slurm", *_state_in(known, spec))
-            for name, spec in jobs.items()
+            folder: Answer("Slurm", *_state_in(known, spec))
+            for folder, spec in jobs.items()
             if spec.slurm_job
         }
 
-    def fetch(self, job: JobFolder, spec: JobSpec) -> None:
-        """Nothing: the launcher writes into the job's folder itself."""
+    def log_lines(self, job: JobFolder, spec: JobSpec, after: str) -> None:
+        """Nothing: the job's folder has its log."""
 
     def stop(self, job: JobFolder, spec: JobSpec, *, waits: bool, save: bool) -> bool:
         """Run scancel; see ``JobBackend``."""

@@ -56,7 +56,12 @@ NO_ANSWER = "NO_ANSWER"
 _WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 # Some of them for a moment only, in which nobody can have said anything yet.
 _RUNS = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", GOES_ON)
-_OF_CAUSES: Mapping[str, Status] = {"done": "done", "ordered": "stopped", "preempted": "preempted"}
+_OF_CAUSES: Mapping[str, Status] = {
+    "done": "done",
+    "ordered": "stopped",
+    "preempted": "preempted",
+    "lost": "lost",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

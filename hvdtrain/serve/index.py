@@ -129,7 +129,7 @@ class JobIndex:
             return True
         if view.is_over or queues:
             return not view.is_over
-        # What pods see on no volume is read through the cluster.
+        # The cluster is asked about jobs whose folder is on no volume.
         is_read_here = view.on != "kubernetes"
         return is_read_here and (not view.slurm_job or view.status == "running")
 

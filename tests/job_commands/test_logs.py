@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import main
+from hvdtrain.job_commands.logs import _fits, _wanted
 from hvdtrain.jobs.folder import create_job
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
@@ -36,3 +37,10 @@ def test_a_job_whose_state_is_unknown_is_followed_stopped_and_restarted_with_the
         assert main(["logs", job.name, "-f", "--jobs-dir", str(tmp_path)]) == 0
     ending.join(10)
     assert caplog.text.count(words) == 1
+
+
+def test_ranks_are_found_in_what_a_launcher_printed() -> None:
+    lines = ["[0,2-3 node-1] a", "[1] b", "hvdtrain run: ended", "hvdtrain: waits for [1] c"]
+    found = [text for text in lines if _fits(text, _wanted([range(2, 9)], None, None))]
+    assert found == ["[0,2-3 node-1] a"]
+    assert [text for text in lines if _fits(text, _wanted(None, "b", "^b$"))] == ["[1] b"]

@@ -141,12 +141,12 @@ class ClusterApi:
         return list(found["items"])
 
     def log(self, pod: str, container: str, since: str) -> str:
-        """What a container has printed, each line behind the node's time.
+        """Return what a container has printed, each line after the node's time.
 
         Args:
             pod: The name of its pod.
             container: Its name there.
-            since: Such a time, before which nothing is wanted; empty for the beginning.
+            since: A time of such a line, with whose second to start; empty for the beginning.
 
         Raises:
             JobError: The cluster does not say.

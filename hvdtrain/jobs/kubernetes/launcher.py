@@ -30,7 +30,6 @@ from hvdtrain.jobs.kubernetes.manifests import (
     SSH_PORT,
     launcher_host,
 )
-from hvdtrain.jobs.kubernetes.records import hold_own
 from hvdtrain.jobs.kubernetes.run_child import RunChild
 from hvdtrain.jobs.kubernetes.worker_watch import WorkerWatch
 
@@ -50,7 +49,6 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job, free its workers if it has ended for good, and return its exit code."""
     name, words = arguments[0], arguments[list(arguments).index("--") + 1 :]
     child = RunChild()
-    _held = hold_own(os.environ)
     _take_keys()
     listed = Path(FOLDER, "hostfile")
     hosts = parse_hostfile(listed.read_text(), str(listed))
@@ -72,8 +70,8 @@ def main(arguments: Sequence[str]) -> int:
         free_workers(
             name, has_failed=code != 0, give_up=lambda: child.is_ordered and not was_stopped
         )
-    if was_stopped and code is None:
-        _say_it_is_stopped(JobFolder(Path(os.environ[JOB_FOLDER])))
+    if was_stopped and code is None and (folder := os.environ.get(JOB_FOLDER)):
+        _say_it_is_stopped(JobFolder(Path(folder)))
     return 128 + signal.SIGTERM if code is None else code
 
 

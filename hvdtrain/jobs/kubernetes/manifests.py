@@ -5,8 +5,7 @@ its pod is lost; it owns everything else, so that deleting it leaves nothing. A 
 workers, whose names a headless Service makes known: sshd runs in them, as an ordinary user on a
 high port, with keys that a Secret has for this job alone. A ConfigMap has the hostfile. The
 launcher may look at the job's pods and scale its workers, and nothing else; workers may do nothing.
-Where the job's folder is on no volume, a second container beside the launcher prints what is
-written there, so that it can be read as the log of that container.
+Where the job's folder is on no volume, the launcher keeps none: the log of its pod is all there is.
 """
 
 from __future__ import annotations
@@ -16,18 +15,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.jobs.folder import JOB_FOLDER
+from hvdtrain.jobs.folder import JOB_FOLDER, JOBS_DIR
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, Toleration
 from hvdtrain.jobs.kubernetes.ssh_keys import HOST_ALIAS, KEY_FILES, SshKeys
 
 __all__ = [
     "JOB_LABEL",
-    "RECORDS",
-    "RECORDS_FOLDER",
     "ROLE_LABEL",
     "SSH_PORT",
     "STOP",
     "PodJob",
+    "container_of",
     "job_objects",
     "launcher_host",
     "plural",
@@ -46,9 +44,6 @@ SSH_PORT = 2222
 FOLDER = "/etc/hvdtrain"
 KEYS_FOLDER = "/etc/hvdtrain-keys"
 SSH_FOLDER = "/tmp/hvdtrain-ssh"
-# The container that prints what is written in a job's folder, and where that is then.
-RECORDS = "hvdtrain-records"
-RECORDS_FOLDER = "/tmp/hvdtrain-records"
 # Where an image's ssh reads more of its configuration.
 SSH_CONFIG = "/etc/ssh/ssh_config.d/hvdtrain.conf"
 # How often the launcher's pod may be lost.
@@ -192,7 +187,7 @@ def _launcher_job(job: PodJob) -> Object:
 
 def _workers(job: PodJob) -> Object:
     pod = _worker_pod(job)
-    container = _container(pod)
+    container = container_of(pod)
     container["command"] = [job.pods.python, "-P", "-m", f"{POD_MODULES}.worker"]
     container["ports"] = [{"name": "ssh", "containerPort": SSH_PORT}]
     container["readinessProbe"] = {"tcpSocket": {"port": "ssh"}, "periodSeconds": 2}
@@ -303,23 +298,10 @@ def _launcher_pod(job: PodJob) -> Object:
     pod = _pod(job, "launcher")
     # Whatever it is started again for, a new pod does it, and the log of this one is kept.
     pod["spec"]["restartPolicy"] = "Never"
-    container = _container(pod)
+    container = container_of(pod)
     container["command"] = [job.pods.python, "-P", "-m", *words]
     container["env"] = [*(container.get("env") or ()), *_variables(job)]
-    if not job.folder:
-        _mount(pod, "hvdtrain-records", {"emptyDir": {}}, RECORDS_FOLDER)
-        pod["spec"]["containers"].append(_records(job, container))
     return pod
-
-
-def _records(job: PodJob, launcher: Object) -> Object:
-    """A container that prints what the launcher writes; it sees what that sees."""
-    seen = ("image", "imagePullPolicy", "env", "envFrom", "volumeMounts", "securityContext")
-    return {
-        "name": RECORDS,
-        "command": [job.pods.python, "-P", "-m", f"{POD_MODULES}.records", RECORDS_FOLDER],
-        **{name: copy.deepcopy(launcher[name]) for name in seen if name in launcher},
-    }
 
 
 def _worker_pod(job: PodJob) -> Object:
@@ -329,7 +311,7 @@ def _worker_pod(job: PodJob) -> Object:
     wanted = dict(job.pods.resources)
     if job.pods.gpus_per_rank:
         wanted[GPU] = str(job.pods.gpus_per_rank * job.pods.ranks_per_pod)
-    container = _container(pod)
+    container = container_of(pod)
     if wanted:
         container["resources"] = {"requests": wanted, "limits": dict(wanted)}
     mounts = container.get("volumeMounts") or ()
@@ -356,7 +338,7 @@ def _pod(job: PodJob, role: str) -> Object:
         _add(spec, "tolerations", _toleration(taint))
     for name in pods.pull_secrets:
         _add(spec, "imagePullSecrets", {"name": name})
-    container = _container(pod)
+    container = container_of(pod)
     container["image"] = pods.image
     # The last lines stay in what is said of the pod, as long as it is there.
     container["terminationMessagePolicy"] = "FallbackToLogsOnError"
@@ -378,8 +360,8 @@ def _wire(pod: Object, job: PodJob) -> None:
     _mount(pod, "hvdtrain-keys", {"secret": secret}, KEYS_FOLDER)
 
 
-def _container(pod: Object) -> Object:
-    """The container that hvdtrain runs in: of a template the one of that name, or the first."""
+def container_of(pod: Object) -> Object:
+    """Return the container that hvdtrain runs in: the one of that name, or the first."""
     containers: list[Object] = pod["spec"].setdefault("containers", [])
     if not containers:
         containers.append({"name": _CONTAINER})
@@ -392,7 +374,7 @@ def _container(pod: Object) -> Object:
 def _mount(pod: Object, name: str, source: Object | None, path: str, **more: Any) -> None:
     if source is not None:
         _add(pod["spec"], "volumes", {"name": name, **source})
-    _add(_container(pod), "volumeMounts", {"name": name, "mountPath": path, **more})
+    _add(container_of(pod), "volumeMounts", {"name": name, "mountPath": path, **more})
 
 
 def _toleration(taint: Toleration) -> Object:
@@ -408,7 +390,8 @@ def _add(content: Object, name: str, value: Object) -> None:
 
 
 def _variables(job: PodJob) -> list[Object]:
-    variables = {**job.variables, JOB_FOLDER: job.folder or RECORDS_FOLDER}
+    folder = {JOB_FOLDER: job.folder} if job.folder else {JOBS_DIR: ""}
+    variables = {**job.variables, **folder}
     plain: list[Object] = [{"name": name, "value": text} for name, text in variables.items()]
     kept = [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": job.name, "key": name}}}

@@ -15,10 +15,15 @@ from hvdtrain.errors import ConfigurationError, HvdtrainError, JobError
 from hvdtrain.jobs.backend import Answer
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi, SilentClusterError
-from hvdtrain.jobs.kubernetes.manifests import RECORDS, Object, PodJob, job_objects
-from hvdtrain.jobs.kubernetes.mirror import Mirror, opened
+from hvdtrain.jobs.kubernetes.manifests import Object, PodJob, container_of, job_objects
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, read_pod_options
-from hvdtrain.jobs.kubernetes.pod_states import launchers_of, state_of, workers_of
+from hvdtrain.jobs.kubernetes.pod_states import (
+    ALL_GONE,
+    launchers_of,
+    seen_state,
+    state_of,
+    workers_of,
+)
 from hvdtrain.jobs.kubernetes.ssh_keys import make_keys
 from hvdtrain.jobs.spec import JobSpec, asked_for, is_secret
 from hvdtrain.jobs.state import GONE, NO_ANSWER
@@ -125,21 +130,38 @@ class PodBackend:
         api.replace_old(wanted.name)
         api.create(objects)
 
-    def ask(self, jobs: Mapping[str, JobSpec]) -> Mapping[str, Answer]:
-        """What the state of each job's pods is; see ``JobBackend``."""
-        return {name: Answer("Kubernetes", *self._state(name, spec)) for name, spec in jobs.items()}
+    def ask(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, Answer]:
+        """Return the state of each job's pods; see ``JobBackend``."""
+        return {folder: self._answer(folder, spec) for folder, spec in jobs.items()}
 
-    def fetch(self, job: JobFolder, spec: JobSpec) -> None:
-        """Write what its pods have said since, where they don't see the folder."""
-        # Options may be those of another version, and unreadable here.
-        with contextlib.suppress(HvdtrainError, OSError):
-            pods = read_pod_options(spec.backend.options)
-            if _is_shared(job.path, pods):
-                return
-            with opened(job) as mirror:
-                if mirror is not None:
-                    with self._looked_at(pods) as api:
-                        _write_news(mirror, api, object_name(job.name))
+    def log_lines(
+        self, job: JobFolder, spec: JobSpec, after: str
+    ) -> Sequence[tuple[str, str]] | None:
+        """Return what launchers have printed if they don't see the folder; see ``JobBackend``."""
+        pods = read_pod_options(spec.backend.options)
+        if _is_shared(job.path, pods):
+            return None
+        name, found = object_name(job.name), []
+        with self._looked_at(pods) as api:
+            launchers = launchers_of(api.pods(name))
+            if not launchers and api.job(name) is None:
+                raise JobError(f"{job.name} has no log: {ALL_GONE}")
+            for pod in launchers:
+                if pod["status"].get("phase") == "Pending":
+                    continue
+                container = container_of(pod)["name"]
+                try:
+                    text = api.log(pod["metadata"]["name"], container, after)
+                except JobError:
+                    # Of a launcher before the last, whose node is gone.
+                    if pod is launchers[-1]:
+                        raise
+                    continue
+                for line in text.splitlines():
+                    at, _, said = line.partition(" ")
+                    if at > after:
+                        found.append((at, said))
+        return found
 
     def stop(self, job: JobFolder, spec: JobSpec, *, waits: bool, save: bool) -> bool:
         """Delete what waits; leave word for what runs; see ``JobBackend``."""
@@ -156,21 +178,23 @@ class PodBackend:
             api.ask_to_stop(name, "save" if save else "now")
         return waits
 
-    def _state(self, name: str, spec: JobSpec) -> tuple[str, str]:
-        """What the cluster says of a job, as ``state_of``; ``NO_ANSWER`` where it says nothing."""
+    def _answer(self, folder: Path, spec: JobSpec) -> Answer:
+        """Return what the cluster says of a job; ``NO_ANSWER`` if it does not answer."""
+        name, listed = object_name(folder.name), []
         try:
             pods = read_pod_options(spec.backend.options)
             with self._looked_at(pods) as api:
-                found = api.job(object_name(name))
-                if found is None:
-                    return GONE, ""
-                listed = api.pods(object_name(name))
-                word, why = state_of(found, listed)
-                if not why and not (launchers_of(listed) and workers_of(listed)):
-                    why = api.why_not_created(object_name(name))
-                return word, why
+                if (found := api.job(name)) is None:
+                    word, why = GONE, ""
+                else:
+                    listed = api.pods(name)
+                    word, why = state_of(found, listed)
+                    if not why and not (launchers_of(listed) and workers_of(listed)):
+                        why = api.why_not_created(name)
         except HvdtrainError as error:
-            return NO_ANSWER, str(error)
+            return Answer("Kubernetes", NO_ANSWER, str(error))
+        state = None if _is_shared(folder, pods) else seen_state(word, why, listed)
+        return Answer("Kubernetes", word, why, state)
 
     @contextlib.contextmanager
     def _looked_at(self, pods: PodOptions) -> Iterator[ClusterApi]:
@@ -183,18 +207,6 @@ class PodBackend:
         except SilentClusterError:
             self._silent_until[key] = time.monotonic() + SILENT_S
             raise
-
-
-def _write_news(mirror: Mirror, api: ClusterApi, name: str) -> None:
-    """Write what a job's launchers have said since."""
-    launchers = launchers_of(api.pods(name))
-    uids = [pod["metadata"]["uid"] for pod in launchers]
-    known = mirror.position.pod
-    # Of those before, all is there.
-    for pod in launchers[uids.index(known) if known in uids else 0 :]:
-        uid = pod["metadata"]["uid"]
-        since = mirror.position.since if uid == known else ""
-        mirror.write(uid, api.log(pod["metadata"]["name"], RECORDS, since))
 
 
 def _is_shared(folder: Path, pods: PodOptions) -> bool:

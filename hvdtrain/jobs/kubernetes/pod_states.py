@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.cluster.managed_hosts import HostState, ManagedHost
 from hvdtrain.jobs.kubernetes.manifests import ROLE_LABEL, STOP, Object
-from hvdtrain.jobs.state import GOES_ON
+from hvdtrain.jobs.state import GOES_ON, GONE, JobState
 
 __all__ = [
+    "ALL_GONE",
     "ending_launchers",
     "find_condition",
     "hosts_of",
     "launchers_of",
+    "seen_state",
     "state_of",
     "troubles_of",
     "workers_of",
@@ -31,6 +34,11 @@ _CANT_START = {
     "CrashLoopBackOff": "its container ends again and again",
 }
 _MOST_TOLD = 3
+NO_VOLUME = "no volume has its folder"
+ALL_GONE = (
+    f"its pods are gone, and with them its log and its history: {NO_VOLUME}. Submit jobs with "
+    "--volume CLAIM:/PATH and a --jobs-dir below that path to keep them."
+)
 # How much longer than its grace period a pod may take to end.
 _LATE_S = 30.0
 
@@ -58,6 +66,41 @@ def state_of(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
         return "CANCELLED", why
     # Unless the cluster has given up, another launcher is to come.
     return ("FAILED" if has_failed else "REQUEUED"), why
+
+
+def seen_state(word: str, why: str, pods: Sequence[Object]) -> JobState | None:
+    """Return the state of a job whose folder its pods don't see; None if it waits for its pods.
+
+    Args:
+        word: Its state by its cluster, as ``state_of`` returns it, or ``GONE``.
+        why: The reason.
+        pods: Its pods.
+    """
+    if word in ("PENDING", "REQUEUED"):
+        return None
+    if word in (GOES_ON, "RUNNING"):
+        ready = [find_condition(pod["status"], "Ready", "True") for pod in workers_of(pods)]
+        if not ready or not all(ready):
+            return JobState(phase="queued")
+        return JobState(phase="running", verdict=f"{NO_VOLUME}; hvdtrain logs reads its pods' log")
+    if word == GONE:
+        return JobState(phase="ended", since_s=time.time(), cause="lost", verdict=ALL_GONE)
+    return JobState(
+        phase="ended",
+        since_s=_ended_s(pods),
+        code=0 if word == "COMPLETED" else None,
+        cause={"COMPLETED": "done", "CANCELLED": "ordered"}.get(word, "failed"),
+        verdict=why,
+    )
+
+
+def _ended_s(pods: Sequence[Object]) -> float:
+    """When the last launcher ended, in seconds since 1970; now if that is not known."""
+    for pod in reversed(launchers_of(pods)):
+        for container in pod["status"].get("containerStatuses") or ():
+            if at := ((container.get("state") or {}).get("terminated") or {}).get("finishedAt"):
+                return datetime.fromisoformat(at).timestamp()
+    return time.time()
 
 
 def launchers_of(pods: Sequence[Object]) -> list[Object]:

@@ -9,12 +9,7 @@ import pytest
 import yaml
 
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.jobs.kubernetes.manifests import (
-    RECORDS,
-    RECORDS_FOLDER,
-    PodJob,
-    job_objects,
-)
+from hvdtrain.jobs.kubernetes.manifests import PodJob, job_objects
 from hvdtrain.jobs.kubernetes.pod_backend import as_yaml, object_name, objects_of, pod_job
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, Toleration, Volume
 from hvdtrain.jobs.kubernetes.ssh_keys import make_keys
@@ -163,18 +158,11 @@ def test_a_folder_that_pods_see_is_theirs() -> None:
     assert pod_job(Path("/other/a"), spec, {}, ranks=2).folder == ""
 
 
-def test_what_no_volume_has_is_printed_by_a_container_beside_the_launcher() -> None:
-    template = {"spec": {"containers": [{"name": "c", "resources": {"limits": {"cpu": "8"}}}]}}
-    pods = {"template": template, "volumes": (Volume("data", "/data"),)}
-    found = _by_kind(job_objects(_job(folder="", pods=pods), make_keys()))
-    launcher, records = found["Job"]["spec"]["template"]["spec"]["containers"]
-    assert (records["name"], records["command"][-1]) == (RECORDS, RECORDS_FOLDER)
-    mounted = [mount["mountPath"] for mount in records["volumeMounts"]]
-    assert mounted == ["/data", RECORDS_FOLDER], "it needs no keys"
-    assert {"name": "HVDTRAIN_JOB_FOLDER", "value": RECORDS_FOLDER} in launcher["env"]
-    assert (records["env"], records["image"]) == (launcher["env"], "i")
-    assert "resources" not in records, "it computes nothing"
-    _container(found["StatefulSet"]["spec"]["template"])
+def test_a_launcher_that_sees_no_folder_keeps_none() -> None:
+    found = _by_kind(job_objects(_job(folder=""), make_keys()))
+    env = _container(found["Job"]["spec"]["template"])["env"]
+    assert {"name": "HVDTRAIN_JOBS_DIR", "value": ""} in env
+    assert "HVDTRAIN_JOB_FOLDER" not in str(env)
 
 
 def test_what_pods_can_not_do_is_refused() -> None:

@@ -309,13 +309,24 @@ def test_weights_are_those_of_a_run_elsewhere_and_jobs_run_side_by_side(
     alone = commands.run("run", "-np", "2", "--", *program(tmp_path), timeout_s=FOLLOWED_S).stdout
     (weights,) = re.findall(r"weights .*", alone)
     assert weights in commands.run("logs", "-f", trained, timeout_s=FOLLOWED_S).stdout
-    # What no volume has is read through the cluster, and stays when the pods are gone.
+    # The log of a job without a volume is that of its pods, and gone with them.
     followed = outside.run("logs", "-f", other, timeout_s=FOLLOWED_S).stdout
-    assert "[0] rank 0 of 2" in followed
-    assert "[1] rank 1 of 2" in followed
+    assert f"[0 {other}-worker-0] rank 0 of 2\n" in followed
+    second = f"[1 {other}-worker-1] rank 1 of 2\n"
+    assert outside.run("logs", "--rank", "1", other).stdout == second
+    assert outside.run("logs", other).stdout == followed
+    last = outside.run("logs", "-t", "-n", "1", "--grep", "rank", other).stdout
+    assert re.fullmatch(r"20[-\d]+ [:\d]+ \[[01] .*\] rank [01] of 2\n", last)
     assert (outside.view(other)["status"], commands.view(trained)["status"]) == ("done", "done")
     commands.cluster.ask(f"{JOBS}/{objects_named(other)}{WITH_PODS}", method="DELETE")
-    assert "rank 1 of 2" in outside.run("logs", other).stdout
+    log = f"{PODS}?labelSelector=hvdtrain/job={other}"
+    commands.cluster.wait_for("end of its pods", log, lambda found: not found["items"])
+    gone = "its pods are gone, and with them its log and its history: no volume has its folder."
+    assert f"{other} has no log: {gone}" in outside.run("logs", other, code=1).stderr
+    assert outside.view(other)["status"] == "done", "it was seen before"
+    (outside.jobs / other / "state.json").write_text('{"phase": "queued"}')
+    view = outside.view(other)
+    assert (view["status"], view["verdict"].partition(" Submit")[0]) == ("lost", gone)
 
 
 def test_what_no_volume_has_is_stopped_and_started_again(
@@ -327,14 +338,14 @@ def test_what_no_volume_has_is_stopped_and_started_again(
     for _ in range(2):
         outside.wait_for(name, lambda job: job["status"] == "running")
         deadline = time.monotonic() + 200
-        while "[0] here" not in outside.run("logs", "-n", "1", name).stdout:
+        while "] here" not in outside.run("logs", "-n", "1", name).stdout:
             assert time.monotonic() < deadline
             time.sleep(1.0)
         outside.run("stop", "--wait", "240", name)
         assert outside.view(name)["status"] == "stopped"
         if _ == 0:
             outside.run("restart", name)
-    assert outside.run("logs", name).stdout.count("[0] here") == 2
+    assert outside.run("logs", name).stdout.count("] here") == 1
 
 
 def test_a_launcher_waits_for_the_ranks_of_the_one_before_it(
@@ -398,8 +409,9 @@ def test_pods_of_another_user_than_root(commands: Commands, tmp_path: Path) -> N
     outside = Commands(commands.cluster, tmp_path / "jobs")
     pods = ("--template", str(file))
     name = outside.submit(sys.executable, "-c", _SUM, ranks=2, pods=pods)
-    log = outside.run("logs", "-f", name, timeout_s=FOLLOWED_S).stdout
-    assert log.count(f"sum 2 of user {USER_ID}") == 2, log
+    outside.run("logs", "-f", name, timeout_s=FOLLOWED_S)
+    for rank in ("0", "1"):
+        assert f"sum 2 of user {USER_ID}" in outside.run("logs", "--rank", rank, name).stdout
 
 
 @pytest.mark.parametrize("mpi", ["mpich", "intel-mpi"])

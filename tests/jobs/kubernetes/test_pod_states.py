@@ -5,8 +5,13 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.jobs.kubernetes.pod_states import ending_launchers, hosts_of, state_of
-from hvdtrain.jobs.state import GOES_ON
+from hvdtrain.jobs.kubernetes.pod_states import (
+    ending_launchers,
+    hosts_of,
+    seen_state,
+    state_of,
+)
+from hvdtrain.jobs.state import GOES_ON, GONE
 
 
 def _pod(role: str = "launcher", **status: Any) -> dict[str, Any]:
@@ -100,6 +105,39 @@ def test_what_was_stopped_waits_for_no_other_launcher(job) -> None:
     assert state_of(job, [_pod(phase="Succeeded")]) == ("COMPLETED", "")
     # The last was lost with its node, before it could do it.
     assert state_of(job, [_pod(phase="Failed"), _pod(phase="Pending")]) == ("PENDING", "")
+
+
+_READY = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+SEEN = {
+    "it waits": ("PENDING", [], None),
+    "its workers start": (GOES_ON, [_pod(phase="Running"), _pod("worker")], ("queued", None, "")),
+    "its workers are ready": (GOES_ON, [_pod("worker", **_READY)], ("running", None, "")),
+    "one worker is not": (
+        GOES_ON,
+        [_pod("worker", **_READY), _pod("worker", **_UNSCHEDULABLE)],
+        ("queued", None, ""),
+    ),
+    "done": ("COMPLETED", [], ("ended", 0, "done")),
+    "stopped": ("CANCELLED", [], ("ended", None, "ordered")),
+    "failed": ("FAILED", [], ("ended", None, "failed")),
+    "its objects are gone": (GONE, [], ("ended", None, "lost")),
+}
+
+
+@pytest.mark.parametrize(("word", "pods", "seen"), SEEN.values(), ids=SEEN)
+def test_the_state_of_a_job_without_a_volume_is_that_of_its_pods(word, pods, seen) -> None:
+    state = seen_state(word, "why", pods)
+    assert seen == (None if state is None else (state.phase, state.code, state.cause))
+
+
+def test_a_job_without_a_volume_ended_when_its_launcher_did() -> None:
+    launcher = _pod(**_ended(1, "no"))
+    terminated = launcher["status"]["containerStatuses"][0]["state"]["terminated"]
+    terminated["finishedAt"] = "2026-11-27T11:07:23Z"
+    state = seen_state("FAILED", "launcher: its container ended: no", [launcher])
+    assert state is not None
+    assert state.since_s == datetime(2026, 11, 27, 11, 7, 23, tzinfo=UTC).timestamp()
+    assert state.verdict == "launcher: its container ended: no"
 
 
 def test_launchers_that_are_told_to_end_may_still_have_ranks() -> None:
