@@ -212,7 +212,9 @@ def test_what_can_not_start_is_told_at_once(commands: Commands) -> None:
     assert said.startswith("hvdtrain submit: 3 ranks don't fit")
     assert commands.run("jobs").startswith("no jobs in ")
     assert "there is no job 'nothing'" in commands.run("show", "nothing", code=1)
-    assert "is not a valid regular expression" in commands.run("logs", "nothing", "--regex", "(", code=2)
+    assert "is not a valid regular expression" in commands.run(
+        "logs", "nothing", "--regex", "(", code=2
+    )
     assert "-np 1" in commands.run("submit", "-np", "1", "--dry-run", "--", "true")
     assert "standard input" in commands.run("submit", "-np", "1", "--", "python", "-", code=2)
     assert not (commands.folder / "jobs").exists()

@@ -19,7 +19,9 @@ from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
 from hvdtrain.serve import job_api
+from hvdtrain.serve.index import JobIndex
 from hvdtrain.serve.job_api import MOST_CHARACTERS, CurveCache
+from hvdtrain.serve.metrics_export import export
 from tests.launch.jobs import kill_marked, program, with_mark
 
 NASTY = ["$(touch pwned)", "a'b\"c", "two\nlines", "<script>alert(1)</script>", ""]
@@ -92,6 +94,7 @@ def test_a_job_is_told_with_what_it_ran_with_and_what_is_left(
     _until_listed(page, 1)
     [row] = _get(page, "/api/jobs")["jobs"]
     assert (row["left_s"], row["goodput"], row["curve"]["of"]) == (8, None, "loss")
+    assert (row["metrics"]["loss"], row["is_over"]) == (1.0, False)
     (job.path / "spec.json").write_text("{")
     assert _get(page, f"/api/jobs/{job.name}")["environment"]["versions"] == {}
 
@@ -160,6 +163,40 @@ def test_a_log_is_read_a_part_at_a_time(jobs_dir: Path, page: TestClient) -> Non
     assert _get(page, path, begin=last["next"])["lines"][0][3:] == [-1, "stderr", "more"]
 
 
+def test_a_log_is_read_backwards(jobs_dir: Path, page: TestClient) -> None:
+    job = _job(jobs_dir, 1.0, "a.py")
+    LogWriter(job.log).append([LogLine(1.5, n % 2, "stdout", f"line {n}") for n in range(100)])
+
+    def ask(**query: Any) -> tuple[list[str], dict[str, Any]]:
+        told = _get(page, f"/api/jobs/{job.name}/log", **{"count": 10, **query})
+        return [line[5].removeprefix("line ") for line in told["lines"]], told
+
+    texts, last = ask()
+    assert texts == [str(n) for n in range(90, 100)]
+    texts, earlier = ask(before=last["begin"], ranks="1")
+    assert texts == [str(n) for n in range(71, 90, 2)]
+    assert ask(before=earlier["begin"], grep="line 8")[0] == ["8"]
+    assert ask(begin=last["next"])[1] == {"lines": [], "next": last["next"], "complete": True}
+    assert ask(grep="no such text")[1] == {"lines": [], "begin": 0, "next": last["next"]}
+
+
+def test_of_many_ranks_fewer_rows_are_told(
+    jobs_dir: Path, page: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = _job(jobs_dir, 1.0, "a.py")
+    path = f"/api/jobs/{job.name}/ranks"
+    assert _get(page, path) == {"rows": [], "now": {}}
+    for number in range(100):
+        row = {"time": float(number), "step": [number] * 4, "own_s": [0.1, 0.2, None, 0.4]}
+        append_json_line(job.ranks, row)
+    told = _get(page, path, count=50)
+    assert told["now"] == row
+    assert told["rows"][0] == {"time": 0.0, "own_s": [0.1, 0.2, None, 0.4]}
+    assert 40 <= len(told["rows"]) <= 52
+    monkeypatch.setattr(job_api, "MOST_RANK_CELLS", 40)
+    assert 5 <= len(_get(page, path, count=50)["rows"]) <= 12
+
+
 def test_of_a_very_long_line_the_page_gets_the_beginning(jobs_dir: Path, page: TestClient) -> None:
     job = _job(jobs_dir, 1.0, "a.py")
     lines = ["x" * MOST_CHARACTERS, "y" * (MOST_CHARACTERS + 7)]
@@ -191,6 +228,21 @@ def test_prometheus_reads_how_far_jobs_are(jobs_dir: Path, page: TestClient) -> 
     rates = [v for name, v in found.items() if name[0] == "hvdtrain_job_reduced_bytes_per_second"]
     assert rates == [7 << 20] * 2
     assert not [name for name in found if name[0].startswith("hvdtrain_rank")]
+
+
+def test_prometheus_is_told_of_each_rank_where_that_is_wanted(jobs_dir: Path) -> None:
+    job = _job(jobs_dir, 1.0, "a.py", ranks=2)
+    now = {"step": [2, None], "phase": ["training", ""], "rss_mb": [3, 4], "own_s": [0.5, 1]}
+    append_json_line(job.ranks, now)
+    families = text_string_to_metric_families(export(JobIndex(jobs_dir), with_ranks=True).decode())
+    samples = [sample for family in families for sample in family.samples]
+    assert {(s.name, s.labels["rank"]): s.value for s in samples if "rank" in s.labels} == {
+        ("hvdtrain_rank_step", "0"): 2,
+        ("hvdtrain_rank_own_step_seconds", "0"): 0.5,
+        ("hvdtrain_rank_own_step_seconds", "1"): 1,
+        ("hvdtrain_rank_memory_bytes", "0"): 3 << 20,
+        ("hvdtrain_rank_memory_bytes", "1"): 4 << 20,
+    }
 
 
 @pytest.mark.parametrize(

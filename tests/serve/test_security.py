@@ -157,6 +157,7 @@ def test_read_only_refuses_every_route_that_is_not_for_reading(tmp_path: Path) -
         ]
         with TestClient(app, base_url=BASE, follow_redirects=False) as client:
             client.headers["authorization"] = f"Bearer {TOKEN}"
+            assert client.get("/api/session").json()["read_only"] == read_only
             answers = {way: client.request(*way, json={}) for way in acting}
             codes[read_only] = {way: answer.status_code for way, answer in answers.items()}
             for (_, path), answer in answers.items():
