@@ -61,7 +61,8 @@ def enter_job() -> World:
         claim_rank(os.environ)
     roles = assign_roles(topology.size, settings)
     choice = choose_backend(topology, settings.backend, has_servers=settings.has_servers)
-    collectives = _engine(choice, topology, settings)
+    with report.during("starting MPI"):
+        collectives = _engine(choice, topology, settings)
     if topology.size > 1:
         from hvdtrain.collectives import exit_hooks
 

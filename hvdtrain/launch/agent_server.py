@@ -25,14 +25,12 @@ from hvdtrain.agent.rank_report import (
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import RankExit
-from hvdtrain.launch.job_progress import JobProgress
-from hvdtrain.launch.stderr_text import begins_traceback
-from hvdtrain.launch.tracebacks import HOLD_S, TracebackFilter
+from hvdtrain.launch.job_progress import STARTING_MPI, JobProgress
 
 __all__ = ["AgentServer"]
 
-# Of stderr, for the words at the end of the job.
-KEPT_LINES = 400
+# Of stderr, for the description of a failure.
+KEPT_LINES = 100
 KEPT_CHARACTERS = 1 << 14
 # JSON takes up to six bytes for a character.
 MOST_BYTES = 8 * LONGEST_LINE
@@ -51,8 +49,8 @@ class _Rank:
     decoder: Decoder
     confirmed: int = 0
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
-    told: FailureRecord | None = None
-    failing_since: float | None = None
+    record: FailureRecord | None = None
+    recorded_at: float = 0.0
     was_signalled: bool = False
     end: RankExit | None = None
 
@@ -64,7 +62,6 @@ class AgentServer:
         ranks: How many agents there will be, one for each rank.
         console: Where their lines go.
         local: Take connections from this host alone.
-        hold_s: How long a rank may take to fail after its traceback.
         hides: Whether a line of stderr is worth nothing anywhere; None for none.
         heard: Told every other line: of which rank, on which stream, what.
         holds_up: Whether ranks should pause before they write more; None for never.
@@ -86,7 +83,6 @@ class AgentServer:
         console: Console,
         *,
         local: bool,
-        hold_s: float = HOLD_S,
         hides: Callable[[str], bool] | None = None,
         heard: Callable[[int, str, str], object] | None = None,
         holds_up: Callable[[], bool] | None = None,
@@ -104,7 +100,6 @@ class AgentServer:
         self._order: bytes | None = None
         self._connected: dict[int, _Rank] = {}
         self._unconfirmed: set[_Rank] = set()
-        self._tracebacks = TracebackFilter(self.ends, self._print_error, hold_s=hold_s)
         _allow_connections(ranks)
         self._listener = _listen(local)
         self._listener.setblocking(False)
@@ -137,7 +132,6 @@ class AgentServer:
             for rank in self._unconfirmed:
                 self._confirm(rank)
             self._unconfirmed.clear()
-        self._tracebacks.review()
         self._console.review()
 
     def stop(self, number: int, grace_s: float) -> None:
@@ -173,8 +167,7 @@ class AgentServer:
                 self._send(rank, encode("bye"))
 
     def settle(self) -> None:
-        """Show what was held back; of tracebacks those that matter, if a rank has failed."""
-        self._tracebacks.settle()
+        """Show the lines that still wait, and remove the status."""
         self._console.flush()
         self._console.status(0, "")
 
@@ -261,10 +254,8 @@ class AgentServer:
                 if (usage := read_usage(message)) is not None:
                     self.reports.usage[rank.number] = usage
             elif kind == "failure":
-                rank.told = read_failure(message)
-                rank.failing_since = time.monotonic()
-                if rank.told is not None and rank.told.is_own:
-                    self._tracebacks.note_failure(rank.number)
+                rank.record = read_failure(message)
+                rank.recorded_at = time.monotonic()
             elif kind == "looked":
                 self.stopped[rank.number] = bool(message.get("stopped"))
             elif kind == "told":
@@ -280,26 +271,23 @@ class AgentServer:
             self._heard(rank.number, stream, text)
         if stream == "stderr":
             rank.stderr.append(text[:KEPT_CHARACTERS])
-            if begins_traceback(text) and rank.told is None:
-                rank.failing_since = time.monotonic()
-            if self._tracebacks.take(rank, text):
-                return
         self._console.line(rank.number, rank.host, stream, text)
 
-    def _print_error(self, number: int, text: str) -> None:
-        self._console.line(number, self._connected[number].host, "stderr", text)
-
     def _note_end(self, rank: _Rank, code: int | None, kills: OomKills | None = None) -> None:
-        failed_at = time.monotonic()
-        # Python exits with 1 after a traceback, but may take its time to do so.
-        if code == 1 and rank.failing_since is not None:
-            failed_at = rank.failing_since
+        failed_at, record = time.monotonic(), rank.record
+        report = self.reports.latest.get(rank.number)
+        if code == 1 and record is not None:
+            # Python may take long to exit after the exception.
+            failed_at = rank.recorded_at
+        elif code == 1 and report is not None and report.phase == STARTING_MPI:
+            # No Python code can record the time-out there; see hvdtrain.collectives.mpi_start.
+            record = FailureRecord(exception="CollectiveTimeoutError")
         rank.end = RankExit(
             rank=rank.number,
             host=rank.host,
             code=code,
             stderr=tuple(rank.stderr),
-            told=rank.told,
+            record=record,
             was_signalled=rank.was_signalled,
             kills=kills,
             failed_at=failed_at,

@@ -24,7 +24,7 @@ from hvdtrain.jobs.recorder import JobRecorder
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Plan
-from hvdtrain.launch.console import Console
+from hvdtrain.launch.console import Console, Screen
 from hvdtrain.launch.host_watch import HostWatch
 from hvdtrain.launch.job import (
     Job,
@@ -36,7 +36,7 @@ from hvdtrain.launch.job import (
     make_plan,
 )
 from hvdtrain.launch.outcome import Outcome
-from hvdtrain.launch.rank_variables import hides_information
+from hvdtrain.launch.rank_variables import hides_information, is_information
 from hvdtrain.launch.recording import new_recorder, submitted_recorder
 from hvdtrain.launch.restarts import (
     account,
@@ -46,8 +46,6 @@ from hvdtrain.launch.restarts import (
     remains,
     without,
 )
-from hvdtrain.launch.screen import Screen
-from hvdtrain.launch.stderr_text import is_information
 from hvdtrain.launch.summary import goodput, summarise
 from hvdtrain.launch.supervisor import Supervisor
 from hvdtrain.launch.turn import await_turn, gpu_variables, slots_of

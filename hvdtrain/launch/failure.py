@@ -1,8 +1,7 @@
-"""The first failure of a job, and what to say about it; pure functions of the agents' reports."""
+"""The first failure of a job and its description: pure functions of the agents' reports."""
 
 from __future__ import annotations
 
-import functools
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,58 +9,49 @@ from dataclasses import dataclass
 from hvdtrain.agent.exit_codes import ExitCode, signal_name
 from hvdtrain.agent.rank_report import FailureRecord, OomKills
 from hvdtrain.cluster.ranges import counted
-from hvdtrain.launch.stderr_text import begins_crash, exception_name, excerpt
 
 __all__ = ["RankExit", "describe", "describe_loss", "exit_code", "first_failure"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """The end of one rank: its exit code, its last words, and whether it was told to end.
+    """The end of one rank.
 
     Attributes:
         rank: Its number.
-        host: Where it ran.
-        code: Its exit code; None where its agent was lost without a word.
-        stderr: Its last lines.
-        told: Why it failed, as its program told; None where that told nothing.
+        host: Its host.
+        code: Its exit code; None if the connection to its agent was lost.
+        stderr: The last lines of its stderr.
+        record: The failure that its program recorded; None if it recorded none.
         was_signalled: Whether the launcher, mpirun or srun had told it to end before.
         failed_at: When it failed, in seconds of the launcher's clock.
-        kills: Processes that the kernel killed for lack of memory meanwhile; None where nobody
-            looked.
+        kills: Processes that the kernel killed for lack of memory meanwhile; None if unknown.
     """
 
     rank: int
     host: str
     code: int | None
     stderr: Sequence[str] = ()
-    told: FailureRecord | None = None
+    record: FailureRecord | None = None
     was_signalled: bool = False
     failed_at: float = 0.0
     kills: OomKills | None = None
 
-    @functools.cached_property
-    def failure(self) -> FailureRecord | None:
-        """Its failure, as its program told it, else as its last lines say; None for no reason."""
-        if self.told is None and (name := exception_name(self.stderr)):
-            return FailureRecord(exception=name)
-        return self.told
-
     @property
     def follows(self) -> bool:
-        """Whether it ended, by its own account, because another rank had."""
-        return self.failure is not None and self.failure.kind == "follows"
+        """Whether it recorded that it ended because another rank had."""
+        return self.record is not None and self.record.kind == "follows"
 
     @property
     def hung(self) -> bool:
-        """Whether it ended, by its own account, because it waited too long for other ranks."""
-        return self.failure is not None and self.failure.kind == "hang"
+        """Whether it recorded that it waited too long for other ranks."""
+        return self.record is not None and self.record.kind == "hang"
 
     @property
     def has_own_failure(self) -> bool:
-        """Whether it failed of itself, whatever it was told."""
-        crashed = any(map(begins_crash, self.stderr))
-        return crashed or (self.failure is not None and self.failure.is_own)
+        """Whether it failed of itself, even if it was told to end."""
+        crashed = self.code is not None and self.code - 128 in _CRASHES
+        return crashed or (self.record is not None and self.record.is_own)
 
     @property
     def ended_by_mpi(self) -> bool:
@@ -85,6 +75,10 @@ class RankExit:
 
 
 _KILLED = 128 + signal.SIGKILL
+# Signals that nobody sends to end a program.
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_SHOWN_LINES = 30
+_SHOWN_CHARACTERS = 500
 # What Open MPI says where PMIx tells of a loss, and what it ends with: MPI_ERR_UNKNOWN for that of
 # another rank, PMIX_ERR_LOST_CONNECTION (-61) for that of what started it, such as slurmstepd.
 _PMIX_EVENT = "An error occurred in PMIx Event Notification"
@@ -125,13 +119,12 @@ def describe(first: RankExit, what: str = "") -> str:
     comma = f", {what}," if what else ""
     lines = [f"rank {first.rank} on {first.host}{comma} failed first: {_how(first)}"]
     lines += _about_memory(first)
-    said = excerpt(first.stderr)
-    if not said and first.told is not None:
-        # Its stderr goes elsewhere.
-        said = first.told.traceback.splitlines()
-    if said:
-        lines.append("its last words:")
-        lines += ["  " + line for line in said]
+    if first.record is not None and first.record.traceback:
+        title, shown = "traceback:", first.record.traceback.splitlines()
+    else:
+        title, shown = "last lines of stderr:", list(first.stderr[-_SHOWN_LINES:])
+    if shown:
+        lines += [title, *(f"  {line[:_SHOWN_CHARACTERS]}" for line in shown)]
     return "\n".join(lines)
 
 

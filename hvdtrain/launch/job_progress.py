@@ -16,6 +16,8 @@ from hvdtrain.launch.rank_pace import RankPaces
 __all__ = ["JobProgress", "describe_hang", "hangs", "held_by", "missing", "stuck"]
 
 TRAINING = "training"
+# Within init(), before ranks can exchange anything.
+STARTING_MPI = "starting MPI"
 # A parameter server makes no steps of its own.
 SERVING = "serving"
 # Tracing, XLA and the first reading of the data belong to the first step.
@@ -68,6 +70,11 @@ class JobProgress:
     def moved_at(self) -> float | None:
         """The time when a step, a phase or a rank was last new; None where nothing was reported."""
         return max(self.moved.values(), default=None)
+
+    @property
+    def started(self) -> set[int]:
+        """Ranks that have started MPI, or report without."""
+        return {r for r, report in self.latest.items() if report.phase not in ("", STARTING_MPI)}
 
     @property
     def step(self) -> int | None:

@@ -216,7 +216,9 @@ def _cause(first: RankExit, record: JobRecord) -> Cause:
     lost = first.code is None or first.follows or by_mpi
     if lost or exit_code(first) == ExitCode.HANG or signal_name(first.code or 0) is not None:
         return "infrastructure"
-    return "exception" if first.code == 1 and first.failure is not None else "own code"
+    # A program that reports nothing records no exception either, and 1 is Python's code after one.
+    raised = first.record is not None or first.rank not in record.reports.latest
+    return "exception" if first.code == 1 and raised else "own code"
 
 
 def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[str], list[str]]:

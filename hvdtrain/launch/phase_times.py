@@ -12,6 +12,7 @@ __all__ = ["PhaseTimes", "TrainingWaits"]
 # What phases are called in a summary; those that a program of the user's makes up are "other".
 _KINDS = {
     "": "start",
+    "starting MPI": "start",
     "started": "start",
     "compiling": "start",
     "training": "training",

@@ -11,6 +11,7 @@ __all__ = [
     "OVER_TCP",
     "forwarded",
     "hides_information",
+    "is_information",
     "network_variables",
     "rank_environment",
 ]
@@ -18,6 +19,12 @@ __all__ = [
 # "vader" is the name of shared memory that Open MPI 4 and 5 both know.
 OVER_TCP = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp", "OMPI_MCA_osc": "^ucx"}
 _LEVEL, _WITHOUT_INFORMATION = "TF_CPP_MIN_LOG_LEVEL", "1"
+# TensorFlow's first messages of the level INFO, with a date of zeros; they precede its reading of
+# the variable.
+_EARLY_INFORMATION = re.compile(
+    r"I0000 00:00:\d+\.\d+ +\d+ \S+:\d+\] "
+    r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
+)
 _FORWARDED = re.compile(
     r"PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_\w+|PYTHON\w*"
     r"|(OMP|TF|KERAS|NCCL|HVDTRAIN|XLA|CUDA|MKL|KMP|OPENBLAS|TENSORBOARD)_\w+"
@@ -68,3 +75,8 @@ def hides_information(environ: Mapping[str, str]) -> bool:
     """Whether ranks with ``environ`` print no messages of TensorFlow's of the level INFO."""
     level = environ.get(_LEVEL, _WITHOUT_INFORMATION)
     return level.isdecimal() and int(level) >= int(_WITHOUT_INFORMATION)
+
+
+def is_information(line: str) -> bool:
+    """Whether a line is information of TensorFlow's that ``TF_CPP_MIN_LOG_LEVEL`` can't hide."""
+    return _EARLY_INFORMATION.match(line) is not None

@@ -275,11 +275,11 @@ class Supervisor:
 
     @property
     def _elastic(self) -> bool:
-        """Whether ranks go on without one that is lost: not before all have come to MPI's start."""
+        """Whether ranks continue without a lost one: not before all have started MPI."""
         if self._min_np is None:
             return False
         there = set(range(self._server.ranks)).difference(self._server.dropped)
-        return there <= self._server.reports.latest.keys()
+        return there <= self._server.reports.started
 
     def _note_loss(self, end: RankExit) -> bool:
         """Tell of a rank that died, and whether the others go on."""

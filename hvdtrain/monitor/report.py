@@ -13,15 +13,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import json
 import math
 import os
 import signal
 import stat
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 from hvdtrain.config import LONGEST_WORD, REPORT_FD
@@ -136,7 +139,7 @@ def watch(
     reporter.reduced_bytes = reduced_bytes
 
 
-# Programs don't call it, so it is no public name: hvdtrain.init() sees to it.
+# Not public: hvdtrain's own hook calls it, which knows the error between ranks behind another one.
 def failed(cause: BaseException, error: BaseException) -> None:
     """This rank's program ends by ``cause``, of which Python prints ``error``, or the same."""
     (_reporter or _begin()).tell_failure(cause, error)
@@ -161,6 +164,7 @@ class _Reporter:
         self._file = file
         self._pid: int | None = None
         self._told = b""
+        self._has_failed = False
         # A signal handler may report while the thread that it interrupts does.
         self._lock = threading.RLock()
 
@@ -177,6 +181,7 @@ class _Reporter:
             if signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
                 faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True)
                 self._pid = os.getpid()
+        sys.excepthook = functools.partial(self._on_exception, sys.excepthook)
         os.register_at_fork(after_in_child=self._fall_silent)
         atexit.register(self.tell)
         threading.Thread(target=self._tell_often, name="hvdtrain-report", daemon=True).start()
@@ -209,9 +214,10 @@ class _Reporter:
                 self._told = line
 
     def tell_failure(self, cause: BaseException, error: BaseException) -> None:
-        """Write why the program ends; never waits, never raises."""
-        if self._file is None:
+        """Write why the program ends, the first time; never waits, never raises."""
+        if self._file is None or self._has_failed:
             return
+        self._has_failed = True
         with contextlib.suppress(Exception), self._lock:
             record = {
                 "kind": "failure",
@@ -225,6 +231,16 @@ class _Reporter:
             while lines and len(_line(record | {"traceback": "\n".join(lines)})) > MOST_BYTES:
                 del lines[len(lines) // 2]
             self._send(_line(record | {"traceback": "\n".join(lines)}))
+
+    def _on_exception(
+        self,
+        previous: Callable[..., object],
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        self.tell_failure(error, error)
+        previous(kind, error, trace)
 
     def _send(self, line: bytes) -> bool:
         """Write a line as a whole or not at all; return whether that was possible."""

@@ -152,10 +152,10 @@ class Account:
 
     @property
     def told(self) -> list[str]:
-        """The launcher's words, without the last words of ranks."""
+        """The launcher's messages, without what ranks printed."""
         lines = [line for line in self.errors.splitlines() if line.startswith(_TOLD)]
         said = [line for line in lines if not line.startswith(_TOLD + " ")]
-        return [line for line in said if not line.endswith("its last words:")]
+        return [line for line in said if not line.endswith(("traceback:", "last lines of stderr:"))]
 
     @property
     def recoveries(self) -> int:

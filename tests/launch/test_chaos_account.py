@@ -8,7 +8,7 @@ from tests.launch.chaos_plan import Fault
 ERRORS = """\
 [0 node1] hvdtrain: no checkpoint could be saved, training goes on: Checkpoint of step 3 ...
 hvdtrain run: rank 1 on node2 failed first: ended by signal 9 (SIGKILL); by a person
-hvdtrain run: its last words:
+hvdtrain run: last lines of stderr:
 hvdtrain run:   nothing of interest
 hvdtrain run: attempt 2 of 11 starts in 1 s on node1, node2 (2 ranks); lost: 2 steps, 1 s, since ...
 hvdtrain run: 2 attempts; lost in all: 2 steps, 1 s

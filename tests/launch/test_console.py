@@ -1,4 +1,4 @@
-"""What the ranks write comes out with their tags, beside a status that is drawn again."""
+"""Lines of ranks with their tags, lines that several ranks print, the status, and the screen."""
 
 from __future__ import annotations
 
@@ -6,13 +6,27 @@ import fcntl
 import io
 import os
 import pty
+import random
 import re
 import struct
+import subprocess
+import sys
 import termios
+import time
+from typing import Any
 
 import pytest
 
-from hvdtrain.launch.console import Console
+from hvdtrain.agent import backlog
+from hvdtrain.launch.console import (
+    MOST_WAITING,
+    WINDOW_S,
+    Console,
+    Screen,
+    _Collapse,
+    _describe_ranks,
+)
+from tests.harness.jobs import REPOSITORY
 
 
 class Terminal(io.StringIO):
@@ -152,22 +166,107 @@ def test_only_the_chiefs_status_is_shown_and_only_on_a_terminal() -> None:
     assert (terminal.getvalue(), out.getvalue(), err.getvalue()) == ("", "", "")
 
 
-def test_what_several_ranks_print_is_shown_once() -> None:
-    out, err = Terminal(), io.StringIO()
-    console = Console(
-        out, err, ranks=12, with_host=True, chief_only=False, collapse=True, environ={}
-    )
+def collapsing(ranks: int, with_host: bool = False) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    console = Console(out, out, ranks=ranks, with_host=with_host, chief_only=False, collapse=True)
+    return console, out
+
+
+COLLAPSED: dict[str, tuple[list[tuple[int, str]], list[str]]] = {
+    "all-ranks": ([(rank, "hello") for rank in (2, 0, 3, 1)], ["[0-3] hello"]),
+    "some": ([(3, "hello"), (0, "hello"), (3, "a")], ["[0,3] hello", "[3] a"]),
+    "repeated": (
+        [(0, "a"), (0, "a"), (1, "a"), (1, "a"), (1, "a")],
+        ["[0,1] a", "[0,1] a", "[1] a"],
+    ),
+    "own-lines-before": (
+        [(0, "own 0"), (0, "a"), (0, "b"), (1, "own 1"), (1, "a"), (1, "b")],
+        ["[0] own 0", "[1] own 1", "[0,1] a", "[0,1] b"],
+    ),
+    "opposite-orders": ([(0, "a"), (0, "b"), (1, "b"), (1, "a")], ["[0] a", "[0,1] b", "[1] a"]),
+    "logged-at-different-times": (
+        [
+            (0, "W0000 00:00:1795552261.046417   17820 gpu_device.cc:2342] No GPU"),
+            (1, "W0000 00:00:1795552261.391135    1728 gpu_device.cc:2342] No GPU"),
+            (2, "2026-11-24 20:29:51,123 WARNING slow"),
+            (3, "2026-11-24 20:29:51,124 WARNING slow"),
+        ],
+        [
+            "[0,1] W0000 00:00:1795552261.046417   17820 gpu_device.cc:2342] No GPU",
+            "[2,3] 2026-11-24 20:29:51,123 WARNING slow",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("lines", "shown"), COLLAPSED.values(), ids=COLLAPSED)
+def test_what_several_ranks_print_is_shown_once(
+    lines: list[tuple[int, str]], shown: list[str]
+) -> None:
+    console, out = collapsing(4)
+    for rank, text in lines:
+        console.line(rank, "node1", "stdout", text)
+    console.flush()
+    assert out.getvalue().splitlines() == shown
+
+
+def test_a_line_waits_for_a_moment_unless_no_rank_is_missing() -> None:
+    console, out = collapsing(2)
+    for rank, text in ((0, "a"), (0, "b"), (1, "a")):
+        console.line(rank, "node1", "stdout", text)
+    began = time.monotonic()
+    console.review()
+    assert out.getvalue() == "[0,1] a\n"
+    console.review(began + 2 * WINDOW_S)
+    assert out.getvalue() == "[0,1] a\n[0] b\n"
+    for number in range(3 * MOST_WAITING):
+        console.line(0, "node1", "stdout", str(number))
+    console.review(began)
+    assert len(out.getvalue().splitlines()) == 2 + 2 * MOST_WAITING, "a flood does not wait"
+    console.notice("the end")
+    assert out.getvalue().splitlines()[2:-1] == [f"[0] {n}" for n in range(3 * MOST_WAITING)]
+
+
+def test_streams_stay_apart_and_the_tag_has_the_host_if_it_is_one() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    console = Console(out, err, ranks=12, with_host=True, chief_only=False, collapse=True)
     for rank in range(12):
         console.line(rank, f"node{rank // 8}", "stdout", "hello")
     for rank in (3, 0):
-        console.line(rank, "node0", "stderr", "careful")
-    console.line(3, "node0", "stderr", "alone")
-    console.review()
-    assert (out.screen(), err.getvalue()) == (["[0-11] hello", ""], ""), "the others may come"
-    console.notice("the end")
-    assert err.getvalue().splitlines() == [
-        *("[0,3 node0] careful", "[ 3 node0] alone", "hvdtrain run: the end")
-    ]
+        console.line(rank, "node0", "stderr", "hello")
+    console.flush()
+    assert (out.getvalue(), err.getvalue()) == ("[0-11] hello\n", "[0,3 node0] hello\n")
+
+
+def test_no_line_is_lost_and_each_rank_keeps_its_order() -> None:
+    """64 ranks, each with some of the same lines, in almost the same order."""
+    dice = random.Random(0)
+    collapse, saw = _Collapse(64), []
+    wrote: dict[int, list[str]] = {rank: [] for rank in range(64)}
+    for step in range(5000):
+        rank, now = dice.randrange(64), step / 2000
+        text = f"{len(wrote[rank]) // 4}.{dice.randrange(3)}"
+        wrote[rank].append(text)
+        collapse.add(rank, "node1", "stdout", text, now)
+        saw += collapse.take(now)
+    saw += collapse.take(float("inf"))
+    for rank, lines in wrote.items():
+        assert [group.line.text for group in saw if rank in group.hosts] == lines
+    assert len(saw) < 2500, "of 5000 lines"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3, 0], "0,3"),
+        ([7, *range(4)], "0-3,7"),
+        (range(64), "0-63"),
+        (range(0, 64, 2), "0,2,4,... 32 ranks"),
+        ([*range(100), *range(200, 300), *range(400, 500)], "0-99,200-299,400-499"),
+    ],
+)
+def test_ranks_in_few_words(ranks: list[int], text: str) -> None:
+    assert _describe_ranks(ranks) == text
 
 
 @pytest.mark.parametrize(
@@ -193,3 +292,99 @@ def test_the_status_fits_into_the_window_as_it_is_now() -> None:
             fcntl.ioctl(out, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
             console.status(0, "0123456789")
             assert screen.read(100).decode() == f"\r\x1b[K{shown}"
+
+
+def in_a_process(code: str, encoding: str = "utf-8", **streams: Any) -> Any:
+    program = f"""if True:
+        import sys
+        from hvdtrain.launch.console import Screen
+        screen = Screen(sys.stdout, sys.stderr)
+        {code}
+        screen.stderr.write("the job goes on\\n")
+        screen.close(30.0, lambda: False)
+        sys.exit(3)
+    """
+    return subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", program],
+        env={"PYTHONIOENCODING": encoding},
+        stderr=subprocess.PIPE,
+        cwd=REPOSITORY,
+        encoding=encoding,
+        timeout=30,
+        check=False,
+        **streams,
+    )
+
+
+def test_the_job_goes_on_when_nobody_reads_any_more() -> None:
+    reader = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
+    assert reader.wait(timeout=30) == 0
+    code = "for _ in range(3): screen.stdout.write('text\\n')"
+    done = in_a_process(code, stdout=reader.stdin)
+    assert reader.stdin is not None
+    reader.stdin.close()
+    assert (done.returncode, done.stderr) == (3, "the job goes on\n")
+
+
+def test_the_job_goes_on_when_the_disk_is_full() -> None:
+    code = "for _ in range(3): screen.stdout.write('text\\n')"
+    with open("/dev/full", "w") as full:
+        done = in_a_process(code, stdout=full)
+    assert (done.returncode, done.stderr) == (3, "the job goes on\n")
+
+
+def test_characters_that_the_locale_has_not_become_question_marks() -> None:
+    code = r"screen.stdout.write('1/3 \u2501\u2501 \xe9\n')"
+    done = in_a_process(code, "latin-1", stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (3, "1/3 ?? é\n"), done.stderr
+
+
+def test_what_was_printed_before_comes_before() -> None:
+    code = "print('plan'); screen = Screen(sys.stdout, sys.stderr); screen.stdout.write('line\\n')"
+    assert in_a_process(code, stdout=subprocess.PIPE).stdout == "plan\nline\n"
+
+
+def test_a_terminal_gets_both_streams_in_their_order() -> None:
+    main, side = pty.openpty()
+    with os.fdopen(side, "w") as out, os.fdopen(main, "rb", buffering=0) as terminal:
+        with os.fdopen(os.dup(out.fileno()), "w") as err:
+            screen = Screen(out, err)
+            assert screen.stdout.isatty()
+            for number in range(100):
+                (screen.stdout, screen.stderr)[number % 2].write(f"{number}\n")
+            screen.close(10.0, lambda: False)
+        assert terminal.read(4000).split() == [b"%d" % number for number in range(100)]
+
+
+def test_a_reader_that_pauses_gets_the_number_of_lines_and_the_newest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backlog, "MOST_BYTES", 1 << 19)
+    monkeypatch.setattr(backlog, "HOLD_BYTES", 1 << 18)
+    reader, descriptor = os.pipe()
+    with os.fdopen(descriptor, "w") as out, os.fdopen(reader) as lines:
+        screen = Screen(out, io.StringIO())
+        for number in range(2000):
+            screen.stdout.write(f"{number} {'x' * 1000}\n")
+        assert screen.holds_up
+        shown = []
+        for line in lines:
+            shown.append(line[:40].partition(" x")[0])
+            if shown[-1] == "1999":
+                break
+        screen.close(10.0, lambda: False)
+    # The thread may have read a part of the backlog between two drops.
+    gaps = [line for line in shown if line.startswith("hvdtrain run: ")]
+    numbers = [int(line) for line in shown if line not in gaps]
+    dropped = [int(line.split()[2]) for line in gaps]
+    assert 0 < sum(dropped) == 2000 - len(numbers)
+    assert numbers == sorted(numbers)
+    assert numbers[-400:] == list(range(1600, 2000)), "the newest lines are kept"
+
+
+def test_a_stream_in_memory_is_written_at_once() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    screen = Screen(out, err)
+    screen.stdout.write("a\n")
+    screen.stderr.write("b\n")
+    assert (out.getvalue(), err.getvalue()) == ("a\n", "b\n")

@@ -10,33 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.jobs import StartedJob
+from tests.launch.jobs import COLLAPSING, StartedJob
 
 pytestmark = pytest.mark.mpi
 
 # Leaves a file for the test, which then interrupts.
 READY = "open(os.path.join({folder!r}, str(rank)), 'w').close()"
-WAIT = f"{READY}\ntime.sleep(120)"
-# What the ranks do, and what they are seen to write between the start and the launcher's verdict.
-INTERRUPTED: dict[str, tuple[str, list[str]]] = {
-    "waits": (WAIT, []),
-    "has-a-handler": (
-        "import signal\n"
-        "def save(number, frame): print('saved', rank); sys.exit(0)\n"
-        f"signal.signal(signal.SIGINT, save)\n{WAIT}",
-        ["[0] saved 0", "[1] saved 1"],
-    ),
-    "says-so-on-stderr": (
-        "import atexit\n"
-        f"atexit.register(lambda: print('bye', rank, file=sys.stderr, flush=True))\n{WAIT}",
-        ["[0] bye 0", "[1] bye 1"],
-    ),
-    "has-workers": (
-        f"import multiprocessing\npool = multiprocessing.Pool(2)\n{READY}\n"
-        "pool.map(time.sleep, [120] * 4, chunksize=1)",
-        [],
-    ),
-}
 
 
 def interrupt(job: StartedJob, folder: Path, number: int = signal.SIGINT) -> list[str]:
@@ -48,48 +27,31 @@ def interrupt(job: StartedJob, folder: Path, number: int = signal.SIGINT) -> lis
     return output.splitlines()
 
 
-@pytest.mark.parametrize(("body", "seen"), INTERRUPTED.values(), ids=INTERRUPTED)
-def test_ctrl_c_is_quiet(
-    start_job: Callable[..., StartedJob], tmp_path: Path, body: str, seen: list[str]
+def test_ctrl_c_lets_programs_clean_up(
+    start_job: Callable[..., StartedJob], tmp_path: Path
 ) -> None:
-    job = start_job("-np", "2", body=body.format(folder=str(tmp_path)))
-    *lines, last = interrupt(job, tmp_path)
-    assert sorted(lines) == seen
-    assert last == "hvdtrain run: the job was ended by SIGINT"
-
-
-def test_an_error_of_its_own_is_seen(start_job: Callable[..., StartedJob], tmp_path: Path) -> None:
+    """What they print meanwhile is shown, a line of all ranks once, and the end comes last."""
     body = f"""
+    import atexit, multiprocessing
+    pool = multiprocessing.Pool(2)
+    atexit.register(lambda: print('bye', rank, file=sys.stderr, flush=True))
     try:
         {READY.format(folder=str(tmp_path))}
-        time.sleep(120)
+        pool.map(time.sleep, [120] * 4, chunksize=1)
     finally:
-        if rank == 1:
-            raise ValueError("disk full")
+        print("saved")
     """
-    *lines, last = interrupt(start_job("-np", "2", body=body), tmp_path)
-    assert lines[-1] == "[1] ValueError: disk full"
-    assert {line[:3] for line in lines} == {"[1]"}
+    *lines, last = interrupt(start_job("-np", "2", body=body, command=COLLAPSING), tmp_path)
+    assert {"[0] bye 0", "[1] bye 1"} <= set(lines)
+    saved = [line for line in lines if line.endswith("] saved")]
+    assert saved in (["[0,1] saved"], ["[0] saved", "[1] saved"], ["[1] saved", "[0] saved"])
     assert last == "hvdtrain run: the job was ended by SIGINT"
 
 
-def test_the_files_have_all_of_it(start_job: Callable[..., StartedJob], tmp_path: Path) -> None:
-    ready, logs = tmp_path / "ready", tmp_path / "logs"
-    ready.mkdir()
-    body = WAIT.format(folder=str(ready))
-    job = start_job("-np", "2", "--output-dir", str(logs), body=body)
-    assert interrupt(job, ready) == ["hvdtrain run: the job was ended by SIGINT"]
-    for rank in (0, 1):
-        text = (logs / f"rank-{rank}.log").read_text()
-        assert text.startswith("Traceback (most recent call last):\n")
-        assert text.endswith("\nKeyboardInterrupt\n")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ranks_that_wait_for_each_other_complain_of_nobody(
-    start_job: Callable[..., StartedJob], tmp_path: Path, number: int
+def test_ranks_that_wait_for_each_other_end_in_time(
+    start_job: Callable[..., StartedJob], tmp_path: Path
 ) -> None:
-    """One dies first, and the other, which waits for it, notices."""
+    """One dies first, and the other, which waits for it, is not taken for a failure."""
     body = f"""
     import numpy as np, signal, hvdtrain
     from hvdtrain import world
@@ -97,16 +59,13 @@ def test_ranks_that_wait_for_each_other_complain_of_nobody(
     if rank == 1:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     world.collectives().allreduce(np.ones(3))
-    print("ready")
     {READY.format(folder=str(tmp_path))}
     while True:
         world.collectives().allreduce(np.ones(3))
     """
-    *lines, last = interrupt(start_job("-np", "2", body=body), tmp_path, number)
-    # TensorFlow has its say while it is loaded.
-    after = lines[max(index for index, text in enumerate(lines) if text.endswith("] ready")) + 1 :]
-    assert after == []
-    assert last == f"hvdtrain run: the job was ended by {signal.Signals(number).name}"
+    *lines, last = interrupt(start_job("-np", "2", body=body), tmp_path)
+    assert not [line for line in lines if "failed first" in line]
+    assert last == "hvdtrain run: the job was ended by SIGINT"
 
 
 # ``hvdtrain run`` that is told to stop whenever its ranks have ended.

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from hvdtrain.agent.rank_report import RankReport
+from hvdtrain.agent.rank_report import FailureRecord, RankReport
 from hvdtrain.launch.failure import RankExit
 from hvdtrain.launch.job_progress import JobProgress
 from hvdtrain.launch.outcome import Cause, JobRecord, Outcome, classify, preempted
 
-TRACE = ("Traceback (most recent call last):", '  File "train.py", line 3', "ValueError: 3")
-PEER = (*TRACE[:2], "hvdtrain.errors.PeerFailedError: rank 1 failed")
-TIMEOUT = (*TRACE[:2], "hvdtrain.errors.CollectiveTimeoutError: rank 1 did not arrive")
+VALUE, PEER, TIMEOUT = (
+    FailureRecord(exception=name)
+    for name in ("ValueError", "PeerFailedError", "CollectiveTimeoutError")
+)
 PMIX = ("[b:00000] *** An error occurred in PMIx Event Notification", "[b:00000] *** Unknown error")
 HOSTS = {0: "a", 1: "b"}
 
 
-def end(rank: int, code: int | None, stderr: Sequence[str] = (), **more: Any) -> RankExit:
+def end(rank: int, code: int | None, record: FailureRecord | None = None, **more: Any) -> RankExit:
     at = float(more.pop("at", rank))
-    return RankExit(rank=rank, host=HOSTS[rank], code=code, stderr=stderr, failed_at=at, **more)
+    return RankExit(rank=rank, host=HOSTS[rank], code=code, record=record, failed_at=at, **more)
+
+
+def started(*ranks: int) -> JobProgress:
+    reports = JobProgress()
+    for rank in ranks:
+        reports.note(rank, RankReport(phase="started"), 0.0)
+    return reports
 
 
 def ended(*ends: RankExit, reports: JobProgress | None = None, **seen: Any) -> Outcome:
@@ -48,15 +55,16 @@ def told(number: int) -> dict[str, Any]:
 KILLED = 128 + signal.SIGKILL
 ENDED: dict[str, tuple[list[RankExit], dict[str, Any], int, Cause]] = {
     "well": ([end(0, 0), end(1, 0)], {}, 0, "done"),
-    "exception": ([end(1, 1, TRACE), end(0, 1, PEER)], {}, 1, "exception"),
+    "exception": ([end(1, 1, VALUE), end(0, 1, PEER)], {}, 1, "exception"),
     "killed": ([end(1, KILLED), end(0, 1, PEER)], {}, KILLED, "infrastructure"),
-    "crashed": ([end(1, 139, TRACE)], {}, 139, "infrastructure"),
+    "crashed": ([end(1, 139)], {}, 139, "infrastructure"),
     "lost": ([end(1, None), end(0, 143, was_signalled=True)], {}, KILLED, "infrastructure"),
     "waited-in-vain": ([end(0, 1, TIMEOUT)], {}, 124, "infrastructure"),
     "hang": ([end(0, 143, was_signalled=True)], {"hang": "the job hangs"}, 124, "infrastructure"),
     "only-an-echo": ([end(0, 1, PEER)], {}, 1, "infrastructure"),
     "own-code": ([end(0, 3)], {}, 3, "own code"),
-    "own-code-1": ([end(0, 1, ("train.py: no such data",))], {}, 1, "own code"),
+    "own-code-1": ([end(0, 1)], {"reports": started(0)}, 1, "own code"),
+    "1-before-the-start": ([end(0, 1)], {"reports": started(1)}, 1, "exception"),
     "own-code-14": ([end(0, 14), end(1, 143, was_signalled=True)], {}, 14, "own code"),
     "killed-and-ended-by-mpi": ([end(0, 14), end(1, KILLED)], {}, KILLED, "infrastructure"),
     "lost-and-ended-by-mpi": (
@@ -66,7 +74,7 @@ ENDED: dict[str, tuple[list[RankExit], dict[str, Any], int, Cause]] = {
         "infrastructure",
     ),
     "ended-by-mpi": (
-        [end(0, 195, PMIX), end(1, 143, was_signalled=True)],
+        [end(0, 195, stderr=PMIX), end(1, 143, was_signalled=True)],
         {},
         195,
         "infrastructure",
@@ -78,8 +86,8 @@ ENDED: dict[str, tuple[list[RankExit], dict[str, Any], int, Cause]] = {
         "infrastructure",
     ),
     "own-code-in-slurm": ([end(0, 3)], {"starter": "/usr/bin/srun"}, 3, "own code"),
-    "exception-and-ended-by-mpi": ([end(0, 14, PMIX), end(1, 1, TRACE)], {}, 1, "exception"),
-    "exception-14": ([end(0, 14, TRACE), end(1, None, was_signalled=True)], {}, 14, "own code"),
+    "exception-and-ended-by-mpi": ([end(0, 14, stderr=PMIX), end(1, 1, VALUE)], {}, 1, "exception"),
+    "exception-14": ([end(0, 14, VALUE), end(1, None, was_signalled=True)], {}, 14, "own code"),
     "255": ([end(0, 255)], {}, 255, "own code"),
     "missing": ([], {"seen": {0: "a"}}, 125, "infrastructure"),
     "missing-and-told-to-end": (

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.launch.rank_variables import forwarded, hides_information, rank_environment
+from hvdtrain.launch.rank_variables import (
+    forwarded,
+    hides_information,
+    is_information,
+    rank_environment,
+)
 
+TO_STDERR = "are written to STDERR"
 FOLDERS = [Path("/venv/bin"), Path("/mpi/bin")]
 
 
@@ -70,3 +76,18 @@ def test_extra_names_are_forwarded_once() -> None:
 def test_who_asks_for_information_gets_it(level: str | None, hidden: bool) -> None:
     environ = {} if level is None else {"TF_CPP_MIN_LOG_LEVEL": level}
     assert hides_information(environ) is hidden
+
+
+@pytest.mark.parametrize(
+    ("line", "is_one"),
+    [
+        ("I0000 00:00:1795552261.046417   17820 port.cc:153] oneDNN is on", True),
+        (f"WARNING: All log messages before absl::InitializeLog() is called {TO_STDERR}", True),
+        ("W0000 00:00:1795552261.046417   17820 gpu_device.cc:2342] Cannot dlopen", False),
+        # The program's own, through absl-py.
+        ("I1124 20:29:51.046417 140 train.py:12] epoch 3", False),
+        ("", False),
+    ],
+)
+def test_information_that_can_not_be_turned_off(line: str, is_one: bool) -> None:
+    assert is_information(line) is is_one

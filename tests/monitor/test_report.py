@@ -141,6 +141,13 @@ def test_why_the_program_ends_is_told(start) -> None:
     assert "KeyError: 'x'" in failure["traceback"], "all but what a pipe doesn't take as a whole"
 
 
+def test_an_exception_is_recorded_without_init(start) -> None:
+    program = start("report.phase('training'); raise ValueError('no such batch')")
+    assert "ValueError: no such batch" in program.end()[1]
+    (failure,) = [told for told in program.reports() if told["kind"] == "failure"]
+    assert (failure["exception"], failure["message"]) == ("ValueError", "no such batch")
+
+
 def test_a_long_traceback_is_told_without_its_middle(start) -> None:
     program = start("""
         def fall(depth):
