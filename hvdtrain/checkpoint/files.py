@@ -10,11 +10,9 @@ import hashlib
 import io
 import json
 import os
-import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.errors import CheckpointError
 
@@ -25,7 +23,6 @@ __all__ = [
     "RANKS",
     "STATE",
     "DamagedError",
-    "FileFacts",
     "Manifest",
     "check_contents",
     "check_sizes",
@@ -63,10 +60,8 @@ _REMEDY = {
     errno.EIO: "Have the disk checked, or name a directory on another one",
 }
 
-# The size of a file in bytes, and the SHA-256 of its content in hexadecimal digits.
-FileFacts = tuple[int, str]
-# Those of each file of a checkpoint, by its name.
-Manifest = Mapping[str, FileFacts]
+# Of each file of a checkpoint: its size in bytes, and its SHA-256 in hexadecimal digits.
+Manifest = Mapping[str, tuple[int, str]]
 
 
 class DamagedError(Exception):
@@ -74,14 +69,14 @@ class DamagedError(Exception):
 
 
 def encode_manifest(step: int, manifest: Manifest) -> bytes:
-    """The text of manifest.json."""
+    """Return the text of manifest.json."""
     files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in manifest.items()}
     content = {"format": _FORMAT, "step": step, "files": files}
     return json.dumps(content, indent=1).encode("ascii") + b"\n"
 
 
-def file_facts(path: Path) -> FileFacts:
-    """The facts of a file as it is now, read piece by piece.
+def file_facts(path: Path) -> tuple[int, str]:
+    """Return size and SHA-256 of a file as it is now, read piece by piece.
 
     Raises:
         DamagedError: It is no regular file.
@@ -99,7 +94,7 @@ def file_facts(path: Path) -> FileFacts:
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
-    """The manifest of the checkpoint of this step.
+    """Read the manifest of the checkpoint of this step.
 
     Raises:
         DamagedError: It isn't one.
@@ -110,7 +105,7 @@ def read_manifest(folder: Path, step: int) -> Manifest:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
-        raise DamagedError(f"{MANIFEST} is no JSON") from None
+        raise DamagedError(f"{MANIFEST} is not valid JSON") from None
     version = content.get("format") if isinstance(content, dict) else None
     if type(version) is not int or version < 1:
         raise DamagedError(f"{MANIFEST} has no format version")
@@ -122,9 +117,10 @@ def read_manifest(folder: Path, step: int) -> Manifest:
     if content.get("step") != step or type(content["step"]) is not int:
         raise DamagedError(f"{MANIFEST} is of step {content.get('step')!r}, not {step}")
     files = content.get("files")
-    if not isinstance(files, dict) or set(files) != set(FILES):
-        raise DamagedError(f"{MANIFEST} doesn't name the files {', '.join(FILES)}")
-    return {name: _facts(name, files[name]) for name in FILES}
+    try:
+        return {name: (int(files[name]["bytes"]), files[name]["sha256"]) for name in FILES}
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise DamagedError(f"{MANIFEST} lacks size or checksum of {', '.join(FILES)}") from None
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
@@ -183,16 +179,6 @@ def _open_regular(path: Path) -> io.FileIO:
         raise DamagedError(f"{path.name} is no regular file")
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return io.FileIO(os.open(path, flags))
-
-
-def _facts(name: str, content: Any) -> FileFacts:
-    if isinstance(content, dict):
-        size: Any = content.get("bytes")
-        digest: Any = content.get("sha256")
-        is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
-        if is_size and isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest):
-            return size, digest
-    raise DamagedError(f"{MANIFEST} has no size and checksum of {name}")
 
 
 def reason(error: OSError) -> str:

@@ -17,7 +17,6 @@ __all__ = ["Snapshot", "decode_state", "encode_state"]
 # JSON has no infinity, where callbacks' "best so far" begins, and no NaN, where a loss may end.
 # They are written as {"$float": "inf"}.
 _FLOAT = "$float"
-_NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ def decode_state(text: bytes) -> dict[str, Any]:
         ValueError: The text is no such JSON.
     """
     try:
-        state = json.loads(text, object_hook=_object, parse_constant=_refuse_constant)
+        state = json.loads(text, object_hook=_object)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(state, dict):
@@ -103,13 +102,4 @@ def _key(key: Any, place: str) -> str:
 
 
 def _object(content: dict[str, Any]) -> Any:
-    if set(content) != {_FLOAT}:
-        return content
-    text = content[_FLOAT]
-    if not isinstance(text, str) or text not in _NOT_FINITE:
-        raise ValueError(f"{_FLOAT} is {text!r}, not one of {', '.join(_NOT_FINITE)}")
-    return _NOT_FINITE[text]
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+    return float(str(content[_FLOAT])) if set(content) == {_FLOAT} else content

@@ -35,8 +35,7 @@ from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_model, check_alike
 from hvdtrain.keras.optimizer_patch import accumulates, is_distributed
 from hvdtrain.keras.predictions import join_predictions, noting_rows
-from hvdtrain.keras.saving.begin_session import begin_session
-from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
+from hvdtrain.keras.saving.checkpoint_callback import begin_session, find_checkpoint_callback
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 from hvdtrain.keras.step_results import join_logs, joint_metrics, results_of_metrics
 from hvdtrain.monitor import report

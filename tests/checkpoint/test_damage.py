@@ -102,11 +102,10 @@ def test_something_else_in_its_place(name: str, kind: str, directory: Path) -> N
         ({"format": "1"}, "no format version"),
         ({"step": 10}, "is of step 10, not 20"),
         ({"step": "20"}, "is of step '20', not 20"),
-        ({"files": {}}, "doesn't name the files"),
-        ({"files": {"../../etc/passwd": {}}}, "doesn't name the files"),
-        ({"files": _each({"bytes": -1, "sha256": "0" * 64})}, "no size"),
+        ({"files": {}}, "lacks size or checksum"),
+        ({"files": _each({"bytes": 1})}, "lacks size or checksum"),
+        ({"files": _each({"bytes": "1", "sha256": "0" * 64})}, "bytes, its"),
         ({"files": _each({"bytes": 2**70, "sha256": "0" * 64})}, "bytes, its"),
-        ({"files": _each({"bytes": 1, "sha256": "x" * 64})}, "no size"),
         ({"padding": " " * 100_000}, "more than 65536 bytes"),
     ],
     ids=lambda value: str(value)[:40],
@@ -129,8 +128,7 @@ def test_a_manifest_that_is_none(text: str, directory: Path) -> None:
     ("name", "content"),
     [
         ("state.json", b"[]"),
-        ("state.json", b'{"a": NaN}'),
-        ("state.json", b'{"a": {"$float": "1"}}'),
+        ("state.json", b'{"a": {"$float": ["inf"]}}'),
         ("state.json", b"[" * 100_000),
         ("model.safetensors", b"\xff" * 100),
         ("model.safetensors", b"\xff" * 7 + b"\x7f"),
@@ -158,7 +156,7 @@ def test_files_that_fit_their_manifest_and_are_none(
     _replace(folder / "manifest.json", files=listed)
     write, (notice,) = _newest(directory)
     assert write == 10
-    assert f"{name}: it" in notice or "is not JSON" in notice or "$float" in notice, notice
+    assert f"{name}: it" in notice or "could not convert" in notice, notice
 
 
 def test_all_are_damaged(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""The schedule of checkpoints: when ranks meet to decide, when one is due; no clock, no ranks.
+"""When a checkpoint is taken: what a user asked for, steps and seconds, and signals.
 
 Steps are counted alike on all ranks, seconds are not: the chief's clock decides, and a signal may
 reach any rank. So the ranks exchange a word, but not after every step: the chief says after how
@@ -7,11 +7,62 @@ many steps the next time is, so that it comes to about ``LOOK_S``.
 
 from __future__ import annotations
 
-__all__ = ["LOOK_S", "CheckpointSchedule"]
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from hvdtrain.errors import ConfigurationError
+
+__all__ = ["LOOK_S", "CheckpointOptions", "CheckpointSchedule", "PreemptionSignals"]
 
 # A signal waits no longer than that and a step; an exchange takes about a ten-thousandth of it.
 LOOK_S = 0.5
 MOST_STEPS = 10_000
+
+_CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# What says no more than that time is nearly over, and may say so again.
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """The arguments of ``hvdtrain.Checkpoint``, which says what they mean.
+
+    Raises:
+        ConfigurationError: One of them can't be used.
+    """
+
+    directory: str
+    every_steps: int | None
+    every_s: float | None
+    keep: int
+    export: str | None
+    on_error: str
+
+    def __post_init__(self) -> None:
+        whole = "a whole number above 0"
+        for name, usable, expected in (
+            ("every_steps", self.every_steps is None or _is_count(self.every_steps), whole),
+            ("every_s", self.every_s is None or self.every_s > 0, "seconds, more than 0"),
+            ("keep", _is_count(self.keep), whole),
+            (
+                "export",
+                self.export is None or self.export.endswith(".keras"),
+                "a path that ends in .keras",
+            ),
+            ("on_error", self.on_error in ("warn", "raise"), '"warn" or "raise"'),
+        ):
+            if not usable:
+                raise ConfigurationError(
+                    f"Checkpoint({name}={getattr(self, name)!r}): expected {expected}."
+                )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value > 0
 
 
 class CheckpointSchedule:
@@ -78,3 +129,36 @@ class CheckpointSchedule:
         """Note that a checkpoint was taken; on the chief."""
         self._taken_s = now_s
         self._overdue = False
+
+
+class PreemptionSignals:
+    """Notes such signals from ``catch`` to ``release``, so that a step can be finished and saved.
+
+    Only the main thread may change what a signal does; in another one nothing is caught.
+    """
+
+    def __init__(self) -> None:
+        self._previous: dict[int, Any] = {}
+        self.received = 0
+        """The first that came, as a number; 0 for none."""
+
+    def catch(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._note) for number in _CAUGHT}
+
+    def release(self, *, handled: bool) -> None:
+        """Let signals do what they did before; one that came and was not handled does it now.
+
+        Where it was handled the program is about to end. Another warning, which comes by several
+        ways where Slurm and a launcher both tell, must not kill it before it has said how.
+        """
+        for number, previous in self._previous.items():
+            after = signal.SIG_DFL if previous is None else previous
+            is_over = handled and number in _WARNINGS and after == signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if is_over else after)
+        self._previous = {}
+        if self.received and not handled:
+            os.kill(os.getpid(), self.received)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -18,15 +20,18 @@ from hvdtrain.errors import CheckpointError, Preempted
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Change, Membership
-from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
-from hvdtrain.keras.saving.checkpoint_schedule import CheckpointSchedule
-from hvdtrain.keras.saving.model_export import export_model
-from hvdtrain.keras.saving.preemption_signals import PreemptionSignals
+from hvdtrain.keras.saving.checkpoint_schedule import (
+    CheckpointOptions,
+    CheckpointSchedule,
+    PreemptionSignals,
+)
 from hvdtrain.keras.saving.resume import move, restore
-from hvdtrain.keras.saving.training_progress import TrainingProgress
-from hvdtrain.keras.saving.training_snapshot import take_snapshot
+from hvdtrain.keras.saving.training_progress import (
+    TrainingProgress,
+    WorkerPosition,
+    take_snapshot,
+)
 from hvdtrain.keras.saving.training_state import TrainingState
-from hvdtrain.keras.saving.worker_position import WorkerPosition
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import set_initial_epoch
 
@@ -354,7 +359,7 @@ class CheckpointSession:
         def export() -> None:
             try:
                 if path is not None:
-                    export_model(self._state.model, path)
+                    _export_model(self._state.model, path)
             except OSError as error:
                 self._complain(f"The model can't be saved as {path}: {error.strerror or error}.")
 
@@ -406,3 +411,22 @@ class CheckpointSession:
     def _say(self, text: str, level: int = logging.INFO) -> None:
         if self._membership.is_chief:
             logger.log(level, text)
+
+
+def _export_model(model: keras.Model, path: str) -> None:
+    """Save the model; the file at the path is always a whole one: the former or this.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.stem}-{os.getpid()}.keras")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        model.save(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,4 +1,4 @@
-"""The progress of a training: what a checkpoint says beside its arrays."""
+"""The progress of a training: what a checkpoint holds next to its arrays."""
 
 from __future__ import annotations
 
@@ -9,12 +9,83 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.checkpoint import Snapshot
 from hvdtrain.errors import CheckpointError, DataError
 from hvdtrain.keras.data.data_position import Position
-from hvdtrain.keras.epoch_iterator import EpochPlace
-from hvdtrain.keras.saving.worker_position import WorkerPosition
+from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
+from hvdtrain.keras.model_parts import built_for
+from hvdtrain.keras.saving.callback_states import callback_states
+from hvdtrain.keras.saving.training_state import TrainingState
+from hvdtrain.tensorflow import random_seed
 
-__all__ = ["TrainingProgress", "history_so_far"]
+__all__ = ["TrainingProgress", "WorkerPosition", "take_snapshot"]
+
+_NONE = -1
+
+
+@dataclass(frozen=True)
+class WorkerPosition:
+    """The position of one rank in its training.
+
+    Attributes:
+        epoch: The epoch in work, or the next one where no step of one is done; from 0.
+        place: Where its data stands.
+        samples: How many samples it has trained on.
+    """
+
+    epoch: int
+    place: EpochPlace
+    samples: int
+
+    def to_numbers(self) -> tuple[int, ...]:
+        """Return nine numbers, for ``from_numbers``."""
+        place, position = self.place, self.place.position
+        counts = (self.epoch, self.samples, place.epoch_step, place.epochs, place.passes)
+        if position is None:
+            return (*counts, *[_NONE] * 4)
+        return (
+            *counts,
+            position.epoch,
+            position.start,
+            len(position.missed),
+            _NONE if position.joint_batch is None else position.joint_batch,
+        )
+
+    @classmethod
+    def from_numbers(
+        cls, numbers: tuple[int, ...], *, ranks: int, begins: Mapping[int, Position]
+    ) -> WorkerPosition:
+        """The position that ``to_numbers`` was called on.
+
+        Args:
+            numbers: The numbers that it returned.
+            ranks: How many ranks there are.
+            begins: Where passes of this rank began that did not begin at their start: what is left
+                of the places that were missed in one are the last of those that were.
+        """
+        epoch, samples, epoch_step, epochs, passes, *rest = numbers
+        position = None
+        if rest[0] != _NONE:
+            missed = begins[rest[0]].missed[-rest[2] :] if rest[2] else ()
+            joint_batch = None if rest[3] == _NONE else rest[3]
+            position = Position(
+                epoch=rest[0], start=rest[1], missed=missed, joint_batch=joint_batch
+            )
+        place = EpochPlace(
+            position=position, epoch_step=epoch_step, epochs=epochs, passes=passes, ranks=ranks
+        )
+        return cls(epoch, place, samples)
+
+    @classmethod
+    def from_json(cls, value: Any) -> WorkerPosition:
+        """The position of which ``dataclasses.asdict`` made this.
+
+        Raises:
+            DataError: Its position in the data is not valid.
+            KeyError: Something else is missing.
+        """
+        place = EpochPlace.from_json(value["place"])
+        return cls(int(value["epoch"]), place, int(value["samples"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +165,55 @@ class TrainingProgress:
         return self.place.epoch_step > 0
 
 
-def history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:
+def take_snapshot(
+    state: TrainingState,
+    epochs: EpochIterator,
+    ranks: Mapping[str, np.ndarray],
+    others: Sequence[WorkerPosition],
+    *,
+    epoch: int,
+    epoch_step: int,
+    logs: Mapping[str, Any] | None,
+    seed: int,
+) -> Snapshot:
+    """Copy what a checkpoint is to hold; the copies are overwritten the next time.
+
+    Args:
+        epochs: Where ``fit`` stands in its data.
+        ranks: What each rank has of its own, from ``TrainingState.gather_own``.
+        others: Where the ranks after the chief stand, if each goes its own way.
+        epoch: The one in work, or the next.
+        epoch_step: Steps of it that are done.
+        logs: The logs of the epoch that has just ended, if one has.
+        seed: The seed of the data's orders.
+    """
+    counted = {
+        f"rank/{rank}/samples": np.array(other.samples) for rank, other in enumerate(others, 1)
+    }
+    ranks = {**ranks, **counted}
+    kept, arrays = callback_states(state.callbacks)
+    data, place = epochs.sharded, epochs.place(epoch_step=epoch_step)
+    progress = TrainingProgress(
+        step=epochs.step,
+        epoch=epoch,
+        place=place,
+        unit=data.unit,
+        seed=seed,
+        tensorflow_seed=random_seed.current_seed(),
+        presharded=data.presharded,
+        samples=sum(int(ranks[f"rank/{rank}/samples"]) for rank in range(place.ranks)),
+        callbacks=kept,
+        history=_history_so_far(state.model.history, epoch - 1, logs),
+        others=others,
+        begins=list(epochs.begins.values()),
+        each=data.each,
+        built=built_for(state.model),
+    )
+    model = {**state.shared(), **arrays}
+    return Snapshot(step=epochs.step, state=progress.to_json(), model=model, ranks=ranks)
+
+
+def _history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:
     """The logs that ``fit`` will return for the epochs so far, in plain values.
 
     ``logs`` are those of ``epoch``, which has just ended; None if none has. ``history`` is Keras'

@@ -26,7 +26,7 @@ from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_weights
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
-from hvdtrain.keras.saving.preemption_signals import PreemptionSignals
+from hvdtrain.keras.saving.checkpoint_schedule import PreemptionSignals
 from hvdtrain.keras.saving.resume import broadcast_arrays, find
 from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState

@@ -19,16 +19,13 @@ from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
 from hvdtrain.keras.learning_rate import follow_saved
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.optimizer_patch import accumulators, plain_optimizers
-from hvdtrain.keras.saving.begin_session import open_store
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks
-from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
-from hvdtrain.keras.saving.checkpoint_options import CheckpointOptions
-from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S
+from hvdtrain.keras.saving.checkpoint_callback import Checkpoint, open_store
+from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S, CheckpointOptions
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
 from hvdtrain.keras.saving.resume import restore_kept
-from hvdtrain.keras.saving.training_progress import TrainingProgress
+from hvdtrain.keras.saving.training_progress import TrainingProgress, WorkerPosition
 from hvdtrain.keras.saving.training_state import TrainingState
-from hvdtrain.keras.saving.worker_position import WorkerPosition
 from hvdtrain.keras.served.gradient_exchange import GradientExchange
 from hvdtrain.keras.served.served_fit import ServedJob, find_for_all
 from hvdtrain.monitor import report

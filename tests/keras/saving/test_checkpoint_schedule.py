@@ -1,10 +1,22 @@
-"""When ranks meet, and when a checkpoint is due."""
+"""When ranks meet, when a checkpoint is due, and what signals do."""
+
+import os
+import signal
+from collections.abc import Iterator
 
 import pytest
 
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
-from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S, MOST_STEPS, CheckpointSchedule
+from hvdtrain.keras.saving.checkpoint_schedule import (
+    LOOK_S,
+    MOST_STEPS,
+    CheckpointSchedule,
+    PreemptionSignals,
+)
+
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+_ALL = (*WARNINGS, signal.SIGTERM)
 
 
 def test_without_a_word_it_is_every_epoch():
@@ -85,3 +97,55 @@ def test_the_next_meeting_is_half_a_second_away(step_s, since_s, expected):
 def test_arguments_that_cannot_be_used(options, told, tmp_path):
     with pytest.raises(ConfigurationError, match=told):
         Checkpoint(tmp_path, **options)
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in _ALL}
+    for number in _ALL:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def _caught() -> PreemptionSignals:
+    signals = PreemptionSignals()
+    signals.catch()
+    return signals
+
+
+def test_a_signal_is_noted_and_the_first_counts() -> None:
+    signals = _caught()
+    assert signals.received == 0
+    os.kill(os.getpid(), signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.received == signal.SIGUSR2
+
+
+@pytest.mark.parametrize("number", WARNINGS)
+def test_a_warning_that_comes_again_kills_nobody_on_the_way_out(number: signal.Signals) -> None:
+    signals = _caught()
+    os.kill(os.getpid(), number)
+    signals.release(handled=True)
+    os.kill(os.getpid(), number)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_without_one_all_is_as_before() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    own = signal.getsignal(signal.SIGUSR2)
+    _caught().release(handled=False)
+    expected = [signal.SIG_DFL, own, signal.SIG_DFL]
+    assert [signal.getsignal(number) for number in _ALL] == expected
+
+
+def test_a_programs_own_handler_hears_what_was_not_handled() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    signals = _caught()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == []
+    signals.release(handled=False)
+    assert heard == [signal.SIGUSR1]

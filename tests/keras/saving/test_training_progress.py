@@ -7,8 +7,7 @@ import pytest
 from hvdtrain.errors import CheckpointError
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.epoch_iterator import EpochPlace
-from hvdtrain.keras.saving.training_progress import TrainingProgress
-from hvdtrain.keras.saving.worker_position import WorkerPosition
+from hvdtrain.keras.saving.training_progress import TrainingProgress, WorkerPosition
 from hvdtrain.parameter_server.protocol import POSITION_NUMBERS
 
 BEGIN = Position(epoch=4, start=30, missed=(2, 3, 7, 9), joint_batch=6)
