@@ -96,10 +96,9 @@ chaos: $(VENV)/.dev
 # Ways whose environments are not there are named, with how to get them, and left out.
 bench: $(VENV)/.dev
 	mkdir -p $(BENCH_FOLDER)
-	@echo 'All ways need: make environments NAMES="torch horovod-optimised", and matplotlib to draw'
+	@echo 'All ways need: make environments NAMES="torch horovod-optimised"'
 	$(BIN)/python benchmarks/against_peers.py --json $(BENCH_FOLDER)/peers.json \
-		--markdown $(BENCH_FOLDER)/peers.md \
-		$$($(BIN)/python -c 'import matplotlib' 2>/dev/null && echo --plots $(BENCH_FOLDER)) $(BENCH)
+		--markdown $(BENCH_FOLDER)/peers.md $(BENCH)
 
 environments: $(VENV)/.dev
 	$(BIN)/python -m tests.environments $(NAMES)

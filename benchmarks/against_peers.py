@@ -18,15 +18,12 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from figures import place_of_figures
-from peers.plan import RANKS, Sizes, full_sizes, make_plan, quick_sizes
+from peers.plan import RANKS, full_sizes, make_plan, quick_sizes
 from peers.running import run_plan
-from peers.summary import Values, collect, report
-from peers.ways import MEASURES, WAYS, Way, find_ways
+from peers.summary import report
+from peers.ways import MEASURES, WAYS, find_ways
 
 from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.launch.host_arguments import whole_number
@@ -78,8 +75,6 @@ def main() -> int:
             "repetitions": entries,
         }
         asked.json.write_text(json.dumps(content, indent=2) + "\n")
-    if asked.plots:
-        draw(asked.plots, entries, ways, sizes, links)
     return 1 if any("error" in entry for entry in entries) else 0
 
 
@@ -104,31 +99,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one small job of each way")
     parser.add_argument("--json", type=Path, help="write every job's figures there")
     parser.add_argument("--markdown", type=Path, help="write the tables there, too")
-    parser.add_argument(
-        "--plots", type=place_of_figures, metavar="FOLDER", help="draw figures there (SVG)"
-    )
     return parser.parse_args(arguments)
-
-
-def draw(
-    folder: Path,
-    entries: list[dict[str, Any]],
-    ways: Mapping[str, Way],
-    sizes: Sizes,
-    links: str,
-) -> None:
-    """A picture for each of what was measured that has one."""
-    from peers.plots import draw_allreduce, draw_training
-
-    labels = {name: way.label for name, way in ways.items()}
-    for where, place in (("host", f"{RANKS} ranks on one host"), ("cluster", links)):
-        values: Values = collect(entries, "allreduce", where)
-        if values:
-            title = f"allreduce, {place}"
-            draw_allreduce(folder / f"allreduce-{where}.svg", values, labels, sizes, title)
-    values = collect(entries, "training", "host")
-    if any("mlp samples_per_s" in found for found in values.values()):
-        draw_training(folder / "training.svg", values, labels, sizes, "training")
 
 
 def say(line: str) -> None:

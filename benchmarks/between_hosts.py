@@ -10,8 +10,8 @@ Hosts are those of the tests, on this machine: it needs root, and the packages o
 tests/testbed/packages.txt. Links are shaped by tbf in both directions, and on request a program
 keeps what is sent for half a round trip. Each way takes its turn,
 with float32 of so many bytes as a result, above 1 MiB in 40 arrays; TCP moves as many bytes as
-leave a host at least, 2 (n - 1) / n of them for an allreduce of n hosts, (n - 1) / n for an
-allgather and all for a broadcast, to the next host and from the one before at the same time.
+leave a host at least, 2 (n - 1) / n of them for an allreduce of n hosts and all
+for a broadcast, to the next host and from the one before at the same time.
 Horovod runs in jobs of its own between the others', in the environment that the tests use
 (make environments NAMES=horovod).
 """
@@ -23,7 +23,7 @@ import json
 from pathlib import Path
 from statistics import median
 
-from cluster_jobs import HOROVOD, HVDTRAIN, shaped_hosts
+from cluster_jobs import HOROVOD, HVDTRAIN, run_on_hosts, shaped_cluster
 
 WORKER = Path(__file__).with_name("link_calls.py")
 
@@ -35,9 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--call", default="allreduce", choices=("allreduce", "broadcast", "allgather")
-    )
+    parser.add_argument("--call", default="allreduce", choices=("allreduce", "broadcast"))
     parser.add_argument("--hosts", type=int, default=4, help="default %(default)s")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="default %(default)s")
     parser.add_argument("--rate", default="200mbit", help="of each link; default %(default)s")
@@ -58,7 +56,6 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="of a way in a job; default 5")
     parser.add_argument("--jobs", type=int, default=1, help="default %(default)s")
     parser.add_argument("--horovod", action="store_true", help="compare with Horovod, too")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
     asked = parser.parse_args()
     if asked.compression and asked.call != "allreduce":
         parser.error("--compression is of an allreduce")
@@ -70,9 +67,6 @@ def main() -> None:
     )
     for size in asked.bytes:
         print_table(size, {way: times[size] for way, times in found.items() if size in times})
-    if asked.json:
-        figures = {name: value for name, value in vars(asked).items() if name != "json"}
-        asked.json.write_text(json.dumps({**figures, "seconds": found}, indent=2) + "\n")
 
 
 def print_table(size: int, found: dict[str, list[float]]) -> None:
@@ -95,9 +89,11 @@ def run(asked: argparse.Namespace) -> Found:
     libraries = [HVDTRAIN, HOROVOD] if asked.horovod else [HVDTRAIN]
     found: Found = {}
     links = (asked.rate, asked.queue_ms, asked.round_trip_ms)
-    with shaped_hosts(asked.hosts, asked.ranks_per_host, *links) as hosts:
+    with shaped_cluster(asked.hosts, *links) as hosts:
         for library in libraries * asked.jobs:
-            for way, by_size in hosts.run(library, [WORKER, library, job]).items():
+            program = [WORKER, library, job]
+            by_way = run_on_hosts(*hosts, library, program, asked.ranks_per_host)
+            for way, by_size in by_way.items():
                 for size, times in by_size.items():
                     found.setdefault(way, {}).setdefault(int(size), []).extend(times)
     return found

@@ -1,4 +1,4 @@
-"""Running programs of benchmarks on the hosts of the tests, each beside others on this machine."""
+"""Running programs of benchmarks on the hosts of the tests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = [
     "HOROVOD",
     "HVDTRAIN",
     "REPOSITORY",
-    "Hosts",
     "mpirun_between",
+    "run_on_hosts",
     "shaped_cluster",
-    "shaped_hosts",
 ]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 JOB_TIMEOUT_S = 900.0
+QUEUE_MS = 20
 HVDTRAIN = "hvdtrain"
 HOROVOD = "horovod"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -30,13 +30,13 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 def mpirun_between(
     hosts: Sequence[str], ranks_per_host: int, *, horovods: bool
 ) -> tuple[list[str], dict[str, str | None]]:
-    """What starts so many ranks on each host, and what changes in the environment for it.
+    """Return the mpirun command for ranks on hosts, and the changes of its environment.
 
     Args:
         hosts: Their names.
-        ranks_per_host: So many.
-        horovods: Whether with the system's Open MPI, which Horovod was built with, and not with the
-            one beside hvdtrain.
+        ranks_per_host: The number of ranks on each.
+        horovods: Whether to use the system's Open MPI, which Horovod was built with, instead of
+            the one next to hvdtrain.
     """
     slots = ",".join(f"{host}:{ranks_per_host}" for host in hosts)
     by_host = f"ppr:{ranks_per_host}:node"
@@ -49,56 +49,42 @@ def mpirun_between(
     return argv, {**AS_ROOT}
 
 
-class Hosts:
-    """Some hosts with links of a known speed.
+def run_on_hosts(
+    cluster: Any,
+    environ: dict[str, str | None],
+    library: str,
+    program: Sequence[Any],
+    ranks_per_host: int = 1,
+) -> Any:
+    """Run a program on all hosts, and parse the last line of its output as JSON.
 
     Args:
         cluster: The test cluster.
-        environ: What programs are to have in their environment there.
-        ranks_per_host: So many ranks on each.
+        environ: Changes of the environment of programs there.
+        library: ``HVDTRAIN``, or ``HOROVOD`` for the environment with that.
+        program: A script and its arguments.
+        ranks_per_host: The number of ranks on each host.
     """
+    from tests.environments import folder_of
 
-    def __init__(self, cluster: Any, environ: dict[str, str | None], ranks_per_host: int) -> None:
-        self._cluster, self._environ = cluster, environ
-        self._ranks_per_host = ranks_per_host
-
-    def run(self, library: str, program: Sequence[Any]) -> Any:
-        """Run a program on all ranks; what the last line of its output says, which is JSON.
-
-        Args:
-            library: ``HVDTRAIN``, or ``HOROVOD`` for the environment that has that.
-            program: A script and its arguments.
-        """
-        from tests.environments import folder_of
-
-        horovods = library == HOROVOD
-        argv, changes = mpirun_between(self._cluster.hosts, self._ranks_per_host, horovods=horovods)
-        python = folder_of(HOROVOD) / "bin" / "python" if horovods else sys.executable
-        argv += [*map(str, (python, *program))]
-        environ = {**self._environ, **changes}
-        done = self._cluster.run(argv, env=environ, timeout_s=JOB_TIMEOUT_S)
-        if done.returncode:
-            raise SystemExit(f"{done.stdout}{done.stderr}\nthe ranks ended with {done.returncode}")
-        *told, found = done.stdout.splitlines()
-        for line in told:
-            print(line, flush=True)
-        return json.loads(found)
-
-
-@contextmanager
-def shaped_hosts(
-    count: int, ranks_per_host: int, rate: str, queue_ms: int, round_trip_ms: float = 0
-) -> Iterator[Hosts]:
-    """Hosts with links of this rate, as tc writes it; they are gone after the block."""
-    with shaped_cluster(count, rate, queue_ms, round_trip_ms) as (cluster, environ):
-        yield Hosts(cluster, environ, ranks_per_host)
+    horovods = library == HOROVOD
+    argv, changes = mpirun_between(cluster.hosts, ranks_per_host, horovods=horovods)
+    python = folder_of(HOROVOD) / "bin" / "python" if horovods else sys.executable
+    argv += map(str, (python, *program))
+    done = cluster.run(argv, env={**environ, **changes}, timeout_s=JOB_TIMEOUT_S)
+    if done.returncode:
+        raise SystemExit(f"{done.stdout}{done.stderr}\nthe ranks ended with {done.returncode}")
+    *lines, found = done.stdout.splitlines()
+    for line in lines:
+        print(line, flush=True)
+    return json.loads(found)
 
 
 @contextmanager
 def shaped_cluster(
-    count: int, rate: str, queue_ms: int, round_trip_ms: float = 0
+    count: int, rate: str, queue_ms: int = QUEUE_MS, round_trip_ms: float = 0
 ) -> Iterator[tuple[Any, dict[str, str | None]]]:
-    """The cluster of the tests, and what programs are to have in their environment there."""
+    """Provide the test cluster, and the environment for programs there."""
     sys.path.insert(0, str(REPOSITORY))
     from tests.launch.jobs import ON_CLUSTER
     from tests.testbed.cluster import Cluster

@@ -35,17 +35,7 @@ MOST_CALLS = 100
 BYTES_PER_RUN = 2 << 20
 
 Way = Callable[[], object]
-NAMES_OF_MPI = {
-    "allreduce": "MPI_Allreduce",
-    "broadcast": "MPI_Bcast",
-    "allgather": "MPI_Allgather",
-}
-# How much of the bytes of a result leaves a host at least, of so many hosts.
-LEAST_LEAVES: dict[str, Callable[[int], float]] = {
-    "allreduce": lambda hosts: 2 * (hosts - 1) / hosts,
-    "broadcast": lambda hosts: 1.0,
-    "allgather": lambda hosts: (hosts - 1) / hosts,
-}
+NAMES_OF_MPI = {"allreduce": "MPI_Allreduce", "broadcast": "MPI_Bcast"}
 Found = dict[str, dict[int, list[float]]]
 
 
@@ -75,66 +65,41 @@ def measure_hvdtrain(job: dict[str, Any]) -> Found:
     if engine.rank == 0:
         print(f"a byte to the next host and one back: {round_trip_s * 1e3:.3f} ms", flush=True)
     for size in job["bytes"]:
-        pair = Pair(call, size, world, engine)
-        ways: dict[str, Way] = {
-            NAMES_OF_MPI[call]: pair.of_mpi,
-            "hvdtrain": pair.of_hvdtrain,
-        }
+        of_mpi, of_hvdtrain, total = ways_of(call, size, world, engine)
+        ways: dict[str, Way] = {NAMES_OF_MPI[call]: of_mpi, "hvdtrain": of_hvdtrain}
         for form in job["compression"]:
-            ways[f"hvdtrain, {form}"] = functools.partial(pair.of_hvdtrain_in, form)
+            ways[f"hvdtrain, {form}"] = functools.partial(of_hvdtrain, wire=form)
         if size > ONE_ARRAY_BYTES:
-            moved = int(size * LEAST_LEAVES[call](hosts))
+            # What leaves a host at least.
+            moved = size if call == "broadcast" else 2 * (hosts - 1) * size // hosts
             ways = {"TCP": lambda moved=moved: link.move(moved), **ways}
             count_bytes(ways, size, world, topology.local_rank)
         time_ways(ways, size, runs, world.Barrier, found)
-        pair.of_hvdtrain()
-        if not np.allclose(np.concatenate([*map(np.ravel, pair.results)]), pair.total, rtol=1e-4):
+        results: Any = of_hvdtrain()
+        if not np.allclose(np.concatenate(results), total, rtol=1e-4):
             raise SystemExit("hvdtrain's results are not MPI's")
     engine.transport.leave()
     return found if engine.rank == 0 else {}
 
 
-class Pair:
-    """The same call of MPI, on one array, and of hvdtrain, on the arrays that it is made of."""
+def ways_of(call: str, size: int, world: Any, engine: Any) -> tuple[Way, Way, np.ndarray]:
+    """Return a call of MPI, on one array, and of hvdtrain, on several, and the result of MPI's."""
+    arrays = arrays_of(size, engine.rank)
+    flat = np.concatenate(arrays)
+    total = np.empty_like(flat)
 
-    def __init__(self, call: str, size: int, world: Any, engine: Any) -> None:
-        self._world, self._engine = world, engine
-        # Of an allgather each rank has its part.
-        self._arrays = arrays_of(size // engine.size if call == "allgather" else size, engine.rank)
-        self._flat = np.concatenate(self._arrays)
-        parts = engine.size if call == "allgather" else 1
-        self.total = np.empty(self._flat.size * parts, np.float32)
-        self.results: list[np.ndarray] = []
-        ways = {
-            "allreduce": (self._mpi_allreduce, self._allreduce),
-            "broadcast": (self._mpi_broadcast, self._broadcast),
-            "allgather": (self._mpi_allgather, self._allgather),
-        }
-        self.of_mpi, self.of_hvdtrain = ways[call]
+    def mpi_broadcast() -> None:
+        if engine.rank == 0:
+            total[:] = flat
+        world.Bcast(total)
 
-    def _mpi_allreduce(self) -> None:
-        self._world.Allreduce(self._flat, self.total)
+    def broadcast() -> list[np.ndarray]:
+        return [engine.broadcast(array, name="array") for array in arrays]
 
-    def _allreduce(self) -> None:
-        self.results[:] = self._engine.grouped_allreduce(self._arrays, name="arrays")
-
-    def of_hvdtrain_in(self, form: str) -> None:
-        """An allreduce in which arrays cross in a smaller form."""
-        self._engine.grouped_allreduce(self._arrays, name="arrays", wire=form)
-
-    def _mpi_broadcast(self) -> None:
-        if self._engine.rank == 0:
-            self.total[:] = self._flat
-        self._world.Bcast(self.total)
-
-    def _broadcast(self) -> None:
-        self.results[:] = [self._engine.broadcast(array, name="array") for array in self._arrays]
-
-    def _mpi_allgather(self) -> None:
-        self._world.Allgather(self._flat, self.total)
-
-    def _allgather(self) -> None:
-        self.results[:] = [self._engine.allgather(self._flat, name="array")]
+    if call == "broadcast":
+        return mpi_broadcast, broadcast, total
+    of_mpi = functools.partial(world.Allreduce, flat, total)
+    return of_mpi, functools.partial(engine.grouped_allreduce, arrays, name="arrays"), total
 
 
 def measure_horovod(job: dict[str, Any]) -> Found:
@@ -146,9 +111,7 @@ def measure_horovod(job: dict[str, Any]) -> Found:
     call, runs = job["call"], job["runs"]
     found: Found = {}
     for size in job["bytes"]:
-        share = size // hvd.size() if call == "allgather" else size
-        tensors = [tf.constant(array) for array in arrays_of(share, hvd.rank())]
-        flat = tf.concat(tensors, 0)
+        tensors = [tf.constant(array) for array in arrays_of(size, hvd.rank())]
         ways: dict[str, Way] = {
             "allreduce": lambda tensors=tensors: hvd.grouped_allreduce(
                 tensors, op=hvd.Sum, name="arrays"
@@ -156,7 +119,6 @@ def measure_horovod(job: dict[str, Any]) -> Found:
             "broadcast": lambda tensors=tensors: [
                 hvd.broadcast(tensor, 0, name=f"array {n}") for n, tensor in enumerate(tensors)
             ],
-            "allgather": lambda flat=flat: hvd.allgather(flat, name="array"),
         }
 
         def barrier() -> None:
@@ -187,9 +149,9 @@ def bytes_sent() -> int:
     raise SystemExit("there is no eth0")
 
 
-def arrays_of(size: int, rank: int, count: int = 0) -> list[np.ndarray]:
-    """float32 of so many bytes in all, in one array or in several; 0 lets the size say how many."""
-    count = count or (1 if size <= ONE_ARRAY_BYTES else ARRAYS)
+def arrays_of(size: int, rank: int) -> list[np.ndarray]:
+    """Return float32 of so many bytes in all, in one array or, if that is large, in several."""
+    count = 1 if size <= ONE_ARRAY_BYTES else ARRAYS
     chance = np.random.default_rng(rank)
     return [chance.random(max(1, size // 4 // count), np.float32) for _ in range(count)]
 

@@ -87,17 +87,8 @@ def make_jobs(folder: Path, jobs: int, ranks: int, log_mb: int) -> None:
         job = _write_job(folder, name, begin_s, rng, cause=cause, **state)
         _write_lines(job.metrics, _metrics(120, begin_s, rng))
         _write_lines(job.events, [{"time": begin_s, "kind": "summary", "kept": 0.9}])
-    large = _write_job(
-        folder,
-        _LARGE,
-        now_s - 90_000,
-        rng,
-        ranks=ranks,
-        hosts=hosts,
-        code=0,
-        cause="done",
-        step=80_000,
-    )
+    state = {"ranks": ranks, "hosts": hosts, "code": 0, "cause": "done", "step": 80_000}
+    large = _write_job(folder, _LARGE, now_s - 90_000, rng, **state)
     _write_lines(large.metrics, _metrics(80_000, now_s - 90_000, rng))
     saved = [{"time": now_s, "kind": "checkpoint", "step": step} for step in range(0, 80_000, 100)]
     _write_lines(large.events, saved)
@@ -226,7 +217,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1_000, help="default %(default)s")
     parser.add_argument("--log-mb", type=int, default=100, help="default %(default)s")
     parser.add_argument("--folder", type=Path, help="for the jobs; default: one that is removed")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = asked.folder or Path(scratch, "jobs")
@@ -247,8 +237,6 @@ def main() -> None:
         print(f"{name:<30} {statistics.median(values):6.0f} ms, at most {max(values):6.0f} ms")
     slow = [name for name, values in times.items() if statistics.median(values) > MOST_MS]
     print(f"over {MOST_MS} ms: {', '.join(slow) or 'none'}")
-    if asked.json:
-        asked.json.write_text(json.dumps(times) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,122 +1,169 @@
-"""Predictions of ``hvdtrain bench predict``'s model held against runs on up to 16 hosts.
+"""The model of ``hvdtrain bench predict`` compared with runs on up to 16 hosts.
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py --rate 50mbit --hosts 2 4 8 16 --bytes 4194304
 
 Hosts are those of the tests, on this machine: it needs root, and the packages of
-tests/testbed/packages.txt. What calls, messages and bytes cost is measured on two hosts whose links
-are not slowed down; nothing is fitted to the runs that are predicted. There each rank has a host of
-its own with links shaped by tbf, and all share the cores of this machine.
+tests/testbed/packages.txt. The costs of calls, messages and bytes are measured on two hosts whose
+links are not slowed down; nothing is fitted to the runs that are predicted. There each rank has a
+host of its own with links shaped by tbf, all share the cores of this machine, and sleeping stands
+for computing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
+import os
+import threading
+import time
 from statistics import median
 from typing import Any
 
-from cluster_jobs import HVDTRAIN, shaped_hosts
+import numpy as np
+from cluster_jobs import HVDTRAIN, run_on_hosts, shaped_cluster
 
 from hvdtrain.bench.cost_model import Cluster, Costs, Step, predict_allreduce, predict_step
 from hvdtrain.bench.options import bytes_per_s
 from hvdtrain.cluster.cores import available_cores
-from hvdtrain.collectives.link_speed import Link
+from hvdtrain.cluster.topology import read_topology
+from hvdtrain.collectives import create, link_speed
+from hvdtrain.config import read_settings
 
-WORKER = Path(__file__).with_name("scaling_steps.py")
 FAST = "20gbit"
 # Of what tbf lets through TCP's payload takes this share, with frames of 1500 bytes.
 PAYLOAD = 1448 / 1514
 SMALL_BYTES = 4096
 SEGMENTS = (8 << 10, 256 << 10)
+RUNS = 5
+ARRAYS = 40
+COMPUTE_S = 1.0
+COMPUTE_TIMEOUT_S = 60.0
+BACKWARD = 2 / 3
 
 
 def main() -> None:
-    """Measure costs, predict, run, and print how far apart both are."""
+    """Measure costs, predict, run, and print the differences."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--rate", default="100mbit", help="of each link; default %(default)s")
-    parser.add_argument("--queue-ms", type=int, default=20, help="before it; default %(default)s")
     parser.add_argument("--bytes", type=int, default=8 << 20, help="of gradients; default 8 MiB")
-    parser.add_argument("--compute-ms", type=float, default=1000.0, help="default %(default)s")
-    parser.add_argument("--backward", type=float, default=2 / 3, help="share of it; default 2/3")
-    parser.add_argument("--runs", type=int, default=5, help="default %(default)s")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
-    asked = parser.parse_args()
-
-    costs = measure_costs(asked)
+    parser.add_argument("--rank", type=int, metavar="SEGMENT_BYTES", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        measure_rank(arguments.bytes, arguments.rank)
+        return
+    nbytes = arguments.bytes
+    costs = measure_costs(nbytes)
     print(
         f"a call {costs.call_s * 1e6:.0f} us, a message {costs.message_s * 1e6:.0f} us, "
         f"a core {costs.core_bytes_per_s / 1e6:.0f} MB/s"
     )
-    step = Step(
-        compute_s=asked.compute_ms / 1e3, gradient_bytes=asked.bytes, backward=asked.backward
-    )
-    print(f"links of {asked.rate}, {asked.bytes} bytes, {asked.compute_ms:g} ms of computing\n")
+    step = Step(compute_s=COMPUTE_S, gradient_bytes=nbytes, backward=BACKWARD)
     print("| hosts | allreduce predicted | measured | off | step predicted | measured | off |")
     print("|---|---|---|---|---|---|---|")
-    figures = []
-    for hosts in asked.hosts:
+    for hosts in arguments.hosts:
         cluster = Cluster(
             hosts=hosts,
             ranks_per_host=1,
-            link=Link(100e-6, link_bytes_per_s(asked.rate)),
+            link=link_speed.Link(100e-6, bytes_per_s(arguments.rate) * PAYLOAD),
             ranks_per_core=max(1.0, hosts / available_cores()),
         )
-        predicted = (
-            predict_allreduce(costs, cluster, asked.bytes).seconds,
-            predict_step(costs, cluster, step).seconds,
+        found = run(nbytes, hosts, arguments.rate)
+        pairs = (
+            (predict_allreduce(costs, cluster, nbytes).seconds, median(found["allreduce_s"])),
+            (predict_step(costs, cluster, step).seconds, median(found["step_s"])),
         )
-        found = run(asked, hosts, asked.rate)
-        measured = median(found["allreduce_s"]), median(found["step_s"])
-        cells = [
-            f"{p * 1e3:.0f} ms | {m * 1e3:.0f} ms | {p / m - 1:+.0%}"
-            for p, m in zip(predicted, measured)
-        ]
+        cells = [f"{p * 1e3:.0f} ms | {m * 1e3:.0f} ms | {p / m - 1:+.0%}" for p, m in pairs]
         print(f"| {hosts} | {' | '.join(cells)} |", flush=True)
-        figures.append({"hosts": hosts, "predicted_s": predicted, "measured": found})
-    if asked.json:
-        asked.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def measure_costs(asked: argparse.Namespace) -> Costs:
-    """What calls, messages and bytes cost where links are no limit, on two hosts.
+def measure_costs(nbytes: int) -> Costs:
+    """Measure the costs of calls, messages and bytes on two hosts with fast links.
 
     The same array in small segments takes more messages, and nothing else is different.
     """
-    small, large = (run(asked, 2, FAST, segment_bytes) for segment_bytes in SEGMENTS)
+    small, large = (run(nbytes, 2, FAST, segment_bytes) for segment_bytes in SEGMENTS)
     call_s = median(large["small_s"])
     many_s, few_s = median(small["allreduce_s"]), median(large["allreduce_s"])
     # Half of the array goes to the other host, to be added up, and the sum of the other half.
-    many, few = (asked.bytes / segment_bytes for segment_bytes in SEGMENTS)
+    many, few = (nbytes / segment_bytes for segment_bytes in SEGMENTS)
     message_s = (many_s - few_s) / (many - few)
     rest_s = few_s - call_s - few * message_s
-    return Costs(call_s=call_s, message_s=message_s, core_bytes_per_s=asked.bytes / rest_s)
+    return Costs(call_s=call_s, message_s=message_s, core_bytes_per_s=nbytes / rest_s)
 
 
-def run(
-    asked: argparse.Namespace, hosts: int, rate: str, segment_bytes: int | None = None
-) -> dict[str, Any]:
-    """What the ranks of one job found, with segments as hvdtrain chooses them, if not told."""
-    job = {
-        "bytes": asked.bytes,
-        "small_bytes": SMALL_BYTES,
-        "segment_bytes": segment_bytes,
-        "runs": asked.runs,
-        "compute_s": asked.compute_ms / 1e3,
-        "backward": asked.backward,
-    }
-    with shaped_hosts(hosts, 1, rate, asked.queue_ms) as built:
-        found: dict[str, Any] = built.run(HVDTRAIN, [WORKER, json.dumps(job)])
+def run(nbytes: int, hosts: int, rate: str, segment_bytes: int = 0) -> dict[str, Any]:
+    """Run this program on hosts; 0 leaves the size of segments to hvdtrain."""
+    program = [__file__, "--bytes", nbytes, "--rank", segment_bytes]
+    with shaped_cluster(hosts, rate) as (cluster, environ):
+        found: dict[str, Any] = run_on_hosts(cluster, environ, HVDTRAIN, program)
         return found
 
 
-def link_bytes_per_s(rate: str) -> float:
-    """What TCP can move over a link of a rate as tc writes it."""
-    return bytes_per_s(rate) * PAYLOAD
+def measure_rank(nbytes: int, segment_bytes: int) -> None:
+    """Measure on one rank; the chief prints the seconds of the slowest as JSON."""
+    if segment_bytes:
+        link_speed.LEAST_SEGMENT_BYTES = link_speed.MOST_SEGMENT_BYTES = segment_bytes
+    engine: Any = create(read_topology(os.environ), read_settings(os.environ))
+    arrays = [np.ones(nbytes // 4 // ARRAYS, np.float32) for _ in range(ARRAYS)]
+    small = [np.ones(SMALL_BYTES // 4, np.float32)]
+    found = {
+        "allreduce_s": [time_allreduce(engine, arrays) for _ in range(RUNS + 1)][1:],
+        "small_s": [time_allreduce(engine, small) for _ in range(10 * RUNS + 1)][1:],
+        "step_s": [time_step(engine, arrays) for _ in range(RUNS + 1)][1:],
+    }
+    engine.transport.leave()
+    if engine.rank == 0:
+        print(json.dumps(found), flush=True)
+
+
+def time_allreduce(engine: Any, arrays: list[np.ndarray]) -> float:
+    """Return the seconds of an allreduce on the slowest rank."""
+    engine.barrier(name="begin")
+    begun_s = time.perf_counter()
+    engine.grouped_allreduce(arrays, name="arrays")
+    return slowest(engine, time.perf_counter() - begun_s)
+
+
+def time_step(engine: Any, arrays: list[np.ndarray]) -> float:
+    """Return the seconds of a step on the slowest rank; its last part yields the gradients."""
+    engine.barrier(name="begin")
+    buckets = divide(arrays, engine.bucket_bytes)
+    ready = [threading.Event() for _ in buckets]
+
+    def compute() -> None:
+        time.sleep(COMPUTE_S * (1 - BACKWARD))
+        for event in ready:
+            time.sleep(COMPUTE_S * BACKWARD / len(ready))
+            event.set()
+
+    begun_s = time.perf_counter()
+    computing = threading.Thread(target=compute)
+    computing.start()
+    for event, bucket in zip(ready, buckets):
+        if not event.wait(COMPUTE_TIMEOUT_S):
+            raise SystemExit(f"no gradients within {COMPUTE_TIMEOUT_S:g} s")
+        engine.grouped_allreduce(bucket, name="bucket")
+    computing.join(COMPUTE_TIMEOUT_S)
+    return slowest(engine, time.perf_counter() - begun_s)
+
+
+def divide(arrays: list[np.ndarray], bucket_bytes: int) -> list[list[np.ndarray]]:
+    """Divide arrays into buckets of so many bytes, or into one if it is 0."""
+    buckets: list[list[np.ndarray]] = [[]]
+    for array in arrays:
+        if bucket_bytes and sum(each.nbytes for each in buckets[-1]) >= bucket_bytes:
+            buckets.append([])
+        buckets[-1].append(array)
+    return buckets
+
+
+def slowest(engine: Any, seconds: float) -> float:
+    """Return the largest of all ranks' values."""
+    return float(engine.allreduce(np.array(seconds), "max", name="seconds"))
 
 
 if __name__ == "__main__":

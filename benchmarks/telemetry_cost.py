@@ -11,10 +11,8 @@ same machine. Medians of the epochs are compared; the first two, which compile, 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -55,7 +53,6 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=42, help="default %(default)s")
     parser.add_argument("--steps", type=int, default=60, help="in an epoch; default %(default)s")
     parser.add_argument("--batch-size", type=int, default=16, help="per rank; default %(default)s")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
     asked = parser.parse_args()
     hvdtrain.init()
     if not report.is_heard():
@@ -79,8 +76,6 @@ def main() -> None:
     step_ms = {"reporting": told / asked.steps * 1e3, "mute": mute / asked.steps * 1e3}
     print(f"a step takes {step_ms['reporting']:.3f} ms, and mute {step_ms['mute']:.3f} ms")
     print(f"reporting costs {told / mute - 1:+.2%} (at most 1 %)")
-    if asked.json:
-        asked.json.write_text(json.dumps({**step_ms, "cost": told / mute - 1}) + "\n")
 
 
 if __name__ == "__main__":
