@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -144,17 +143,11 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         if not folder.is_dir():
             raise ConfigurationError(f"--directory {folder}: there is no such folder.")
         options["directory"] = str(folder)
-    for name in ("json", "plot"):
-        if options.get(name):
-            path = Path(options[name]).absolute()
-            if not path.parent.is_dir():
-                raise ConfigurationError(
-                    f"--{name} {options[name]}: there is no folder {path.parent}; create it first."
-                )
-            options[name] = str(path)
-    if options.get("plot") and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            "--plot needs matplotlib, which is not installed; pip install matplotlib, or take "
-            "the figures from --json."
-        )
+    if options.get("json"):
+        path = Path(options["json"]).absolute()
+        if not path.parent.is_dir():
+            raise ConfigurationError(
+                f"--json {options['json']}: there is no folder {path.parent}; create it first."
+            )
+        options["json"] = str(path)
     return options

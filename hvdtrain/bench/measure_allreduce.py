@@ -5,7 +5,6 @@ Where the devices reduce (``--backend nccl``), tensors of the same sizes there, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ from hvdtrain.bench.options import AllreduceOptions
 from hvdtrain.bench.results import BenchReport, format_seconds
 from hvdtrain.bench.timing import algorithm_bandwidth, bus_bandwidth, time_in_turn
 from hvdtrain.collectives import Collectives
-from hvdtrain.config import variable_name
 
 if TYPE_CHECKING:
     from hvdtrain.tensorflow.device_collectives import DeviceCollectives
@@ -34,8 +32,6 @@ MOST_CALLS = 200
 
 def measure(options: AllreduceOptions) -> None:
     """Measure on the ranks that are there; the chief prints and writes."""
-    if options.engine != "auto":
-        os.environ[variable_name("collectives")] = options.engine
     hvdtrain.init()
     collectives = world.collectives()
     report = BenchReport("allreduce", options, collectives.size, world.is_chief)
@@ -57,9 +53,6 @@ def measure(options: AllreduceOptions) -> None:
         report.add(tensors=there)
     measure_gradients(report, collectives, options.repetitions, options.max_bytes)
     report.finish(options.json)
-    if options.plot and world.is_chief():
-        _plot_sizes(rows, collectives.size, options.plot)
-        report.print(f"drawn in {options.plot}")
 
 
 def array_sizes(max_bytes: int) -> list[int]:
@@ -162,28 +155,3 @@ def _show_sizes(report: BenchReport, rows: list[dict[str, Any]]) -> None:
         "\ncopy: every rank copies as many bytes once in its memory at the same time; ratio: best"
         "\ntime over best copy."
     )
-
-
-def _plot_sizes(rows: list[dict[str, Any]], ranks: int, path: str) -> None:
-    """Draw time and bandwidth over size into ``path``; its ending says in which format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    sizes = [row["bytes"] for row in rows]
-    figure, (times, bandwidths) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    figure.suptitle(f"allreduce, {ranks} ranks, {rows[0]['engine']}")
-    times.plot(sizes, [row["best_s"] * 1e6 for row in rows], "o-", label="allreduce, best")
-    times.plot(sizes, [row["median_s"] * 1e6 for row in rows], "o:", label="allreduce, median")
-    times.plot(sizes, [row["copy_best_s"] * 1e6 for row in rows], "s--", label="copy, best")
-    times.set(xlabel="bytes a rank", ylabel="microseconds", yscale="log")
-    bandwidths.plot(sizes, [row["bus_bandwidth"] / 1e9 for row in rows], "o-", label="busbw")
-    bandwidths.plot(sizes, [row["copy_bandwidth"] / 1e9 for row in rows], "s--", label="copy")
-    bandwidths.set(xlabel="bytes a rank", ylabel="GB/s", ylim=(0, None))
-    for axes in (times, bandwidths):
-        axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -37,8 +37,6 @@ def measure(options: PredictOptions) -> None:
             hosts=hosts,
             ranks_per_host=options.ranks_per_host,
             link=link,
-            ranks_per_core=options.ranks_per_core,
-            asked_chunk_bytes=options.chunk_bytes,
         )
         time = predict_step(costs, cluster, step)
         mean_s = options.host_days * DAY_S / hosts

@@ -71,15 +71,15 @@ class _StepClock(keras.callbacks.Callback):
 
 def measure(options: TrainingOptions) -> None:
     """Measure on the ranks that are there; the chief prints and writes."""
-    tf.config.threading.set_intra_op_parallelism_threads(options.intra_op_threads)
-    tf.config.threading.set_inter_op_parallelism_threads(options.inter_op_threads)
+    # With more, a rank alone would use the cores of all.
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
     hvdtrain.init()
     collectives = world.collectives()
     report = BenchReport("training", options, collectives.size, world.is_chief)
     report.print(
-        f"batch {options.batch_size} a rank, {options.intra_op_threads} intra-op and "
-        f"{options.inter_op_threads} inter-op threads a rank; {options.runs} runs of "
-        f"{options.steps} steps each, in turn\n"
+        f"batch {options.batch_size} a rank, one thread of TensorFlow a rank; {options.runs} runs "
+        f"of {options.steps} steps each, in turn\n"
     )
     rows = []
     for name in options.models.split(","):

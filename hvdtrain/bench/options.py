@@ -91,14 +91,8 @@ class AllreduceOptions(Options):
     """Options of ``hvdtrain bench allreduce``."""
 
     summary = "time and bandwidth of allreduce, by size"
-    engine: str = _option(
-        "auto",
-        choices=("auto", "mpi", "shared_memory"),
-        help="engine for host memory; default %(default)s",
-    )
     max_bytes: int = _count(256 << 20, "no array is larger")
     repetitions: int = _count(20, "measurements of each")
-    plot: str = _option("", metavar="FILE", help="draw the table (PNG, PDF or SVG; matplotlib)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +111,6 @@ class TrainingOptions(Options):
     warmup_steps: int = _count(5, "steps at the start of each run that don't count")
     runs: int = _count(5, "runs of one rank and of all, in turn")
     memory_steps: int = _count(100, "steps over which the resident set is compared")
-    intra_op_threads: int = _count(1, "TensorFlow's threads within an operation, on each rank")
-    inter_op_threads: int = _count(
-        1, "TensorFlow's threads for operations side by side, on each rank"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,13 +181,6 @@ class PredictOptions(Options):
     message_us: float = _number(60.0, "a message between hosts, of a rank's core")
     core: float = _number(1e9, "bytes a second that a core sends while it receives as much")
     memory: float = _number(3.5e9, "bytes a second of gradients that ranks of a host add up")
-    ranks_per_core: float = _number(1.0, "ranks that share a core")
-    chunk_bytes: int | None = _option(
-        None,
-        type=whole_number,
-        metavar="N",
-        help="bytes through shared memory at a time; default: as many as would be chosen",
-    )
     host_days: float = _number(1000.0, "from one failure of a host to its next, in the mean")
     checkpoint_s: float = _number(2.0, "for which a checkpoint keeps training waiting")
     restart_s: float = _number(60.0, "from a failure to the next step")
