@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from hvdtrain.job_commands.planned import changes_of, planned
+from hvdtrain.job_commands.requests import changes_of, new_job_request, request_for
 from hvdtrain.jobs.naming import add_changes, add_name, directory_of, named_job
 from hvdtrain.jobs.spec import secret_values, with_changes
 from hvdtrain.jobs.submission import start_again, submit_job
@@ -32,14 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     environ = {**os.environ, **secret_values(words)}
     if arguments.command == "clone":
         spec = with_changes(job.spec(), words, backend)
-        ranks = planned(directory / "NAME", spec, environ).ranks
-        job = submit_job(directory, spec, environ, ranks=ranks)
+        job = submit_job(new_job_request(directory, spec, environ))
     else:
-        start_again(
-            job,
-            lambda spec: with_changes(spec, words, backend),
-            lambda spec: planned(job.path, spec, environ).ranks,
-            environ,
-        )
+        start_again(job, lambda spec: request_for(job, with_changes(spec, words, backend), environ))
     print(job.name)
     return 0

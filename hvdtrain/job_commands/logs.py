@@ -13,7 +13,7 @@ from datetime import datetime
 from hvdtrain.cluster.ranges import parse_runs
 from hvdtrain.config.fields import argument, count
 from hvdtrain.errors import ConfigurationError, JobError
-from hvdtrain.jobs.backends import keeper_of
+from hvdtrain.jobs.backends import queue_of
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import view_job
 from hvdtrain.jobs.log import LAUNCHER, LogEntry, LogLine, log_end, read_before, read_log
@@ -101,7 +101,7 @@ def _queue_lines(job: JobFolder, after: str) -> Sequence[tuple[str, str]] | None
         spec = job.spec()
     except JobError:
         return None
-    return keeper_of(spec).log_lines(job, spec, after)
+    return queue_of(spec).log_lines(job, spec, after)
 
 
 def _print_queue_log(

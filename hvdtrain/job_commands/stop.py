@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.backends import keeper_of
+from hvdtrain.jobs.backends import queue_of
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import JobView, view_job
 from hvdtrain.jobs.naming import add_name, named_job
@@ -71,11 +71,9 @@ def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
         JobError: It can't be told.
     """
     view.require_known()
-    waits = view.status == "queued"
     try:
         spec = _spec(job)
-        if keeper_of(spec).stop(job, spec, waits=waits, save=save):
-            job.cancel()
+        queue_of(spec).cancel(job, spec, is_queued=view.status == "queued", save=save)
     except OSError as error:
         raise JobError(f"{job.name} can't be stopped: {error.strerror}") from None
 

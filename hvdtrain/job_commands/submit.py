@@ -8,7 +8,8 @@ import os
 from collections.abc import Sequence
 
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.job_commands.planned import planned
+from hvdtrain.job_commands.requests import new_job_request
+from hvdtrain.jobs.backends import backend_of
 from hvdtrain.jobs.naming import add_backend, directory_of, split_backend
 from hvdtrain.jobs.spec import LOCAL, secret_values
 from hvdtrain.jobs.submission import submit_job
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigurationError: The job can't be started as it is described.
-        JobError: It can't be handed over.
+        JobError: It can't be submitted.
     """
     spec = launch.spec_of(arguments, os.environ)
     options, backend = split_backend(spec.options)
@@ -70,10 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
     words = arguments.argv[: len(arguments.argv) - len(arguments.program)]
     environ = {**os.environ, **secret_values(words)}
-    ranks, plan = planned(directory / "NAME", spec, environ)
+    request = new_job_request(directory, spec, environ)
     if arguments.dry_run or arguments.output:
-        print(plan, end="")
+        print(backend_of(spec).plan(request).preview(), end="")
         return 0
-    job = submit_job(directory, spec, environ, ranks=ranks)
+    job = submit_job(request)
     print(job.name)
     return 0

@@ -1,26 +1,56 @@
-"""The protocol of what runs jobs: this machine's queue, Slurm, or a cluster of Kubernetes."""
+"""The contract of a queue backend: this machine's queue, Slurm, or a Kubernetes cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
 
-__all__ = ["Answer", "JobBackend"]
+__all__ = ["JobBackend", "JobPlan", "JobRequest", "QueueState"]
 
 
-class Answer(NamedTuple):
-    """What a queue says of a job.
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """A job to plan and submit.
 
     Attributes:
-        queue: Which queue, as a person names it.
-        word: The job's state there, as ``hvdtrain.jobs.state.status_of`` takes it.
-        why: The reason for that, in the queue's words.
-        state: The job's state if no folder has it and the queue knows it.
+        job: Its folder, which may not exist yet.
+        spec: Its specification.
+        environ: The variables of the process that submits it.
+        ranks: The number of ranks; None for as many as there is room for.
+    """
+
+    job: JobFolder
+    spec: JobSpec
+    environ: Mapping[str, str]
+    ranks: int | None
+
+
+class JobPlan(Protocol):
+    """What a backend would submit for a request."""
+
+    def preview(self) -> str:
+        """Return what ``--dry-run`` prints: what would be started, which is checked.
+
+        Raises:
+            ConfigurationError: The job can't be started.
+            JobError: That can't be determined.
+        """
+
+
+class QueueState(NamedTuple):
+    """The state of a job in its queue.
+
+    Attributes:
+        queue: The name of the queue.
+        word: The state, as ``hvdtrain.jobs.state.status_of`` takes it.
+        why: The reason for it, as the queue gives it.
+        state: The state of the job if its folder does not have it and the queue knows it.
     """
 
     queue: str
@@ -29,38 +59,30 @@ class Answer(NamedTuple):
     state: JobState | None = None
 
 
-class JobBackend(Protocol):
-    """Takes jobs, tells of those that wait or have gone without a word, and ends them."""
+Plan = TypeVar("Plan", bound=JobPlan)
 
-    def plan(
-        self, folder: Path, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
-    ) -> str:
-        """What would be started, in words or as what takes jobs reads it; nothing is.
 
-        Args:
-            folder: The folder that the job would have.
-            spec: What is asked for.
-            environ: The variables of who asks.
-            ranks: How many ranks are asked for; None for as many as there is room for.
+class JobBackend(Protocol[Plan]):
+    """Plans, submits, describes and cancels jobs."""
+
+    def plan(self, request: JobRequest) -> Plan:
+        """Return what ``submit`` would submit; nothing is started.
 
         Raises:
-            ConfigurationError: It can't be started; the message says why.
-            JobError: That can't be told.
+            ConfigurationError: The job can't be started.
         """
 
-    def hand_over(
-        self, job: JobFolder, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
-    ) -> None:
-        """Have a job run, now or in its turn, whatever becomes of this process; as ``plan``.
+    def submit(self, plan: Plan) -> None:
+        """Queue a job, which outlives this process.
 
         Raises:
-            JobError: It is not taken.
-            OSError: Something that is needed for it can't be written or started.
+            JobError: The queue refuses it.
+            OSError: Something that it needs can't be written or started.
             subprocess.SubprocessError: The same.
         """
 
-    def ask(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, Answer]:
-        """Return what the queue says of jobs, by their folders; nothing if there is no queue."""
+    def describe(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, QueueState]:
+        """Return the states of jobs, by their folders, as far as the queue knows them."""
 
     def log_lines(
         self, job: JobFolder, spec: JobSpec, after: str
@@ -79,19 +101,16 @@ class JobBackend(Protocol):
             JobError: The log can't be read, or is gone.
         """
 
-    def stop(self, job: JobFolder, spec: JobSpec, *, waits: bool, save: bool) -> bool:
-        """Have a job end that is not over; it may take a while to do so.
+    def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
+        """Ask a job to stop, which may take a while; one that is still queued is removed at once.
 
         Args:
             job: Its folder.
-            spec: What was asked for.
-            waits: Whether it is still in the queue.
-            save: Whether its ranks are to save what they have before.
-
-        Returns:
-            Whether it has been taken out of the queue, and has nobody who would say so.
+            spec: Its specification.
+            is_queued: Whether it has not started.
+            save: Whether its ranks save a checkpoint first.
 
         Raises:
-            JobError: It can't be told.
+            JobError: The queue can't be reached.
             OSError: The same.
         """

@@ -160,7 +160,7 @@ class JobFolder:
         return status_of(state, alive=alive, quiet_s=quiet_s, patience_s=PATIENCE_S, queue=queue)
 
     def discard(self) -> None:
-        """Remove the folder of a job that could not be handed over."""
+        """Remove the folder of a job that could not be submitted."""
         for path in (self._spec, self._state, self.words):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):

@@ -11,8 +11,8 @@ from typing import Any
 
 from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.backend import Answer, JobBackend
-from hvdtrain.jobs.backends import keeper_of
+from hvdtrain.jobs.backend import JobBackend, QueueState
+from hvdtrain.jobs.backends import queue_of
 from hvdtrain.jobs.files import newest_json_lines
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.metrics import steps_per_s
@@ -107,13 +107,13 @@ def view_job(job: JobFolder) -> JobView:
 def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
     """Read what there is to show of each; ask its queue about one that only that knows of."""
     found = [(job, job.state(), _spec(job)) for job in jobs]
-    asked: dict[JobBackend, dict[Path, JobSpec]] = {}
+    asked: dict[JobBackend[Any], dict[Path, JobSpec]] = {}
     for job, state, spec in found:
         if spec is not None and _is_queues(job, state):
-            asked.setdefault(keeper_of(spec), {})[job.path] = spec
-    answers: dict[Path, Answer] = {}
+            asked.setdefault(queue_of(spec), {})[job.path] = spec
+    answers: dict[Path, QueueState] = {}
     for backend, specs in asked.items():
-        answers |= backend.ask(specs)
+        answers |= backend.describe(specs)
     return [_view(job, state, spec, answers.get(job.path)) for job, state, spec in found]
 
 
@@ -143,7 +143,7 @@ def _is_queues(job: JobFolder, state: JobState | None) -> bool:
 
 
 def _view(
-    job: JobFolder, state: JobState | None, spec: JobSpec | None, answer: Answer | None
+    job: JobFolder, state: JobState | None, spec: JobSpec | None, answer: QueueState | None
 ) -> JobView:
     if answer is not None and answer.state is not None:
         state = answer.state
@@ -179,7 +179,7 @@ def _view(
     return JobView(**known)
 
 
-def _lost(job: JobFolder, answer: Answer | None) -> str:
+def _lost(job: JobFolder, answer: QueueState | None) -> str:
     said = "its hvdtrain run is gone and left no word: it was killed, or its host went down"
     if answer is not None:
         why = f"{answer.word}: {answer.why}" if answer.why not in ("", "None") else answer.word

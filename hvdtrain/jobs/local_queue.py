@@ -6,13 +6,15 @@ import dataclasses
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.agent.messages import ATTEMPT, JOB, OUTPUT_DIR
 from hvdtrain.config import COLUMNS, LAUNCHER, REPORT_FD, Settings, variable_name
 from hvdtrain.errors import ConfigurationError, JobError
-from hvdtrain.jobs.backend import Answer
+from hvdtrain.jobs.backend import JobRequest, QueueState
 from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder
 from hvdtrain.jobs.process_identity import send_signal
 from hvdtrain.jobs.spec import JobSpec
@@ -21,21 +23,31 @@ __all__ = ["LocalQueue", "job_environment"]
 
 _OF_RANKS = {ATTEMPT, COLUMNS, JOB, LAUNCHER, OUTPUT_DIR, REPORT_FD}
 PLAN_TIMEOUT_S = 60.0
-START_TIMEOUT_S = 30.0
 
 
-class LocalQueue:
-    """This machine; without a daemon, as each job waits for free slots itself."""
+@dataclass(frozen=True, kw_only=True)
+class LocalPlan:
+    """A process that runs a job.
 
-    def plan(
-        self, folder: Path, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
-    ) -> str:
-        """The plan that ``hvdtrain run`` makes of a job; see ``JobBackend``."""
+    Attributes:
+        request: The job.
+        argv: Its command.
+        environ: Its variables.
+    """
+
+    request: JobRequest
+    argv: Sequence[str]
+    environ: Mapping[str, str]
+
+    def preview(self) -> str:
+        """Return the plan that ``hvdtrain run`` makes; see ``JobPlan``."""
+        spec = self.request.spec
+        at = len(self.argv) - len(spec.program) - 1
         try:
             done = subprocess.run(
-                _command(spec, "--dry-run"),
+                [*self.argv[:at], "--dry-run", *self.argv[at:]],
                 cwd=spec.folder,
-                env=job_environment(spec, environ),
+                env=self.environ,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -51,43 +63,52 @@ class LocalQueue:
             raise ConfigurationError(said or f"hvdtrain run --dry-run ended with {done.returncode}")
         return done.stdout
 
-    def hand_over(
-        self, job: JobFolder, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
-    ) -> None:
-        """Start the process; see ``JobBackend``."""
+
+class LocalQueue:
+    """This machine; it needs no daemon, as each job waits for free slots itself."""
+
+    def plan(self, request: JobRequest) -> LocalPlan:
+        """Return the process that runs a job; see ``JobBackend``."""
+        spec = request.spec
+        return LocalPlan(
+            request=request,
+            argv=[
+                *(spec.python, "-P", "-m", "hvdtrain", "run", *spec.options, "--", *spec.program)
+            ],
+            environ=job_environment(spec, request.environ),
+        )
+
+    def submit(self, plan: LocalPlan) -> None:
+        """Start the process in a session of its own; see ``JobBackend``."""
+        job = plan.request.job
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         with open(os.open(job.words, flags, 0o600), "wb") as words:
-            subprocess.run(
-                [spec.python, "-P", "-m", "hvdtrain.jobs.detach", *_command(spec)],
-                cwd=spec.folder,
-                env={**job_environment(spec, environ), JOB_FOLDER: str(job.path)},
+            process = subprocess.Popen(
+                plan.argv,
+                cwd=plan.request.spec.folder,
+                env={**plan.environ, JOB_FOLDER: str(job.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=words,
                 stderr=words,
-                timeout=START_TIMEOUT_S,
-                check=True,
+                start_new_session=True,
             )
+        # A page lives on for long, and must not keep the process as a zombie.
+        threading.Thread(target=process.wait, name="hvdtrain-reaper", daemon=True).start()
 
-    def ask(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, Answer]:
-        """Nothing: a job's process or folder tells all."""
+    def describe(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, QueueState]:
+        """Return nothing: a job's process and folder have its state."""
         return {}
 
     def log_lines(self, job: JobFolder, spec: JobSpec, after: str) -> None:
-        """Nothing: the job's folder has its log."""
+        """Return None: the job's folder has its log."""
 
-    def stop(self, job: JobFolder, spec: JobSpec, *, waits: bool, save: bool) -> bool:
-        """Tell the launcher, which says so itself; see ``JobBackend``."""
+    def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
+        """Send the launcher a signal, or leave it a request; see ``JobBackend``."""
         state = job.state()
         number = signal.SIGUSR1 if save else signal.SIGTERM
         if state is None or not state.launcher or not send_signal(state.launcher, number):
-            # It runs on another host, or is about to start: it will find this.
+            # It runs on another host, or is about to start.
             job.request_stop(number)
-        return False
-
-
-def _command(spec: JobSpec, *more: str) -> list[str]:
-    """The command that runs a job; ``more`` are further options."""
-    return [spec.python, "-P", "-m", "hvdtrain", "run", *spec.options, *more, "--", *spec.program]
 
 
 def job_environment(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:

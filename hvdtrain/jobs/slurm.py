@@ -1,4 +1,4 @@
-"""Jobs that Slurm runs: handed over by sbatch, asked about by squeue, ended by scancel."""
+"""Jobs that Slurm runs: submitted by sbatch, described by squeue, cancelled by scancel."""
 
 from __future__ import annotations
 
@@ -17,22 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.backend import Answer
+from hvdtrain.jobs.backend import JobRequest, QueueState
 from hvdtrain.jobs.files import try_lock, write_json
 from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder
 from hvdtrain.jobs.local_queue import job_environment
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import GOES_ON, GONE, NO_ANSWER
 
-__all__ = [
-    "QueueAnswer",
-    "QueueWatcher",
-    "SlurmQueue",
-    "cancel",
-    "sbatch_argv",
-    "script_path",
-    "submit",
-]
+__all__ = ["QueueAnswer", "QueueWatcher", "SlurmQueue", "script_path"]
 
 # What a controller that is down takes to say so is its own affair.
 TIMEOUT_S = 20.0
@@ -41,41 +33,75 @@ INTERVAL_S = 15.0
 POLL_S = 0.1
 
 
+@dataclass(frozen=True, kw_only=True)
+class SlurmPlan:
+    """A call of sbatch.
+
+    Attributes:
+        request: The job.
+        argv: The command.
+        environ: Its variables.
+    """
+
+    request: JobRequest
+    argv: Sequence[str]
+    environ: Mapping[str, str]
+
+    def preview(self) -> str:
+        """Return the command: only Slurm knows the hosts."""
+        return f"{shlex.join(self.argv)}\n"
+
+
 class SlurmQueue:
     """The cluster that this is a login or compute node of."""
 
-    def plan(
-        self, folder: Path, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
-    ) -> str:
-        """The command that hands the job over; which hosts there will be only Slurm knows."""
-        return f"{shlex.join(sbatch_argv(folder.name, folder, spec, ranks=ranks))}\n"
-
-    def hand_over(
-        self, job: JobFolder, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
-    ) -> None:
-        """Run sbatch, and note the number of the Slurm job; see ``JobBackend``."""
-        argv = sbatch_argv(job.name, job.path, spec, ranks=ranks)
+    def plan(self, request: JobRequest) -> SlurmPlan:
+        """Return the call of sbatch; the job's own options of sbatch come last, and win."""
+        job, spec = request.job, request.spec
+        argv = [
+            "sbatch",
+            "--parsable",
+            f"--job-name={job.name}",
+            f"--output={job.path / 'slurm.txt'}",
+            *([] if request.ranks is None else [f"--ntasks={request.ranks}"]),
+            *spec.backend.options,
+            str(script_path()),
+            *spec.options,
+            "--",
+            *spec.program,
+        ]
         own = {JOB_FOLDER: str(job.path), "PYTHON": spec.python}
-        number = submit(argv, {**job_environment(spec, environ), **own}, spec.folder)
-        job.write_spec(dataclasses.replace(spec, slurm_job=number))
+        environ = {**job_environment(spec, request.environ), **own}
+        return SlurmPlan(request=request, argv=argv, environ=environ)
 
-    def ask(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, Answer]:
-        """What squeue said of them last; see ``JobBackend``."""
+    def submit(self, plan: SlurmPlan) -> None:
+        """Run sbatch, and record the number of the Slurm job; see ``JobBackend``."""
+        spec = plan.request.spec
+        said = _run(plan.argv, plan.environ, spec.folder)
+        # With several clusters theirs stands behind a semicolon.
+        number = said.strip().partition(";")[0]
+        if not number.isdecimal():
+            raise JobError(f"sbatch printed {said!r}, expected the number of a job.")
+        plan.request.job.write_spec(dataclasses.replace(spec, slurm_job=number))
+
+    def describe(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, QueueState]:
+        """Return what squeue printed of them last; see ``JobBackend``."""
         known = _WATCHER.answer()
-        # sbatch has not named the number of the others yet.
+        # sbatch has not printed the number of the others yet.
         return {
-            folder: Answer("Slurm", *_state_in(known, spec))
+            folder: QueueState("Slurm", *_state_in(known, spec))
             for folder, spec in jobs.items()
             if spec.slurm_job
         }
 
     def log_lines(self, job: JobFolder, spec: JobSpec, after: str) -> None:
-        """Nothing: the job's folder has its log."""
+        """Return None: the job's folder has its log."""
 
-    def stop(self, job: JobFolder, spec: JobSpec, *, waits: bool, save: bool) -> bool:
-        """Run scancel; see ``JobBackend``."""
-        cancel(spec.slurm_job, save=save)
-        return waits
+    def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
+        """Run scancel, which signals the ranks with ``save``; see ``JobBackend``."""
+        _run(["scancel", *(["--batch", "--signal=USR1"] if save else []), spec.slurm_job])
+        if is_queued:
+            job.cancel()
 
 
 def script_path() -> Path:
@@ -89,43 +115,6 @@ def script_path() -> Path:
         if path.exists():
             return path
     raise JobError(f"slurm/train.sh is not beside {here}; install hvdtrain again.")
-
-
-def sbatch_argv(name: str, folder: Path, spec: JobSpec, *, ranks: int | None) -> list[str]:
-    """The command that hands a job over; its own options of sbatch come last, and win.
-
-    Args:
-        name: The job's name.
-        folder: Its folder.
-        spec: What is asked for.
-        ranks: How many tasks to ask Slurm for; None for as many as it gives.
-    """
-    return [
-        "sbatch",
-        "--parsable",
-        f"--job-name={name}",
-        f"--output={folder / 'slurm.txt'}",
-        *([] if ranks is None else [f"--ntasks={ranks}"]),
-        *spec.backend.options,
-        str(script_path()),
-        *spec.options,
-        "--",
-        *spec.program,
-    ]
-
-
-def submit(argv: Sequence[str], environ: Mapping[str, str], folder: str) -> str:
-    """Run sbatch in a folder, where the job is to run; return the number of the Slurm job.
-
-    Raises:
-        JobError: It could not be handed over; the message has Slurm's reason.
-    """
-    said = _ask(argv, environ, folder)
-    # With several clusters theirs stands behind a semicolon.
-    number = said.strip().partition(";")[0]
-    if not number.isdecimal():
-        raise JobError(f"sbatch printed {said!r}, expected the number of a job.")
-    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +202,7 @@ def _ask_squeue() -> QueueAnswer:
     argv = ["squeue", "--noheader", "--states=all", "--format=%i %T %r", f"--user={os.getuid()}"]
     jobs = None
     with contextlib.suppress(JobError):
-        found = re.findall(r"^\s*(\d+) (\w+) ?(.*?)\s*$", _ask(argv), re.MULTILINE)
+        found = re.findall(r"^\s*(\d+) (\w+) ?(.*?)\s*$", _run(argv), re.MULTILINE)
         jobs = {number: (state, reason) for number, state, reason in found}
     return QueueAnswer(asked_s=asked_s, told_s=time.time(), jobs=jobs)
 
@@ -231,16 +220,7 @@ def _state_in(known: QueueAnswer, spec: JobSpec) -> tuple[str, str]:
     return (GOES_ON if goes_on else word), reason
 
 
-def cancel(number: str, *, save: bool) -> None:
-    """Have Slurm end a job; with ``save`` its ranks are told to save what they have.
-
-    Raises:
-        JobError: It can't be told; the message has Slurm's reason.
-    """
-    _ask(["scancel", *(["--batch", "--signal=USR1"] if save else []), number])
-
-
-def _ask(
+def _run(
     argv: Sequence[str], environ: Mapping[str, str] | None = None, folder: str | None = None
 ) -> str:
     try:

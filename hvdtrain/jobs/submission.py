@@ -1,13 +1,13 @@
-"""Hands jobs over to what runs them."""
+"""Submits jobs to their queues."""
 
 from __future__ import annotations
 
 import dataclasses
 import subprocess
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 from hvdtrain.errors import JobError
+from hvdtrain.jobs.backend import JobRequest
 from hvdtrain.jobs.backends import backend_of
 from hvdtrain.jobs.files import try_lock
 from hvdtrain.jobs.folder import JobFolder, create_job
@@ -15,87 +15,71 @@ from hvdtrain.jobs.job_view import view_job
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState
 
-__all__ = ["hand_over", "start_again", "submit_job"]
+__all__ = ["start_again", "submit_job"]
 
 
-def submit_job(
-    directory: Path, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
-) -> JobFolder:
-    """Make a folder for a job, and hand it over.
+def submit_job(request: JobRequest) -> JobFolder:
+    """Submit a new job; return its folder, which is next to that of the request.
 
     Raises:
-        JobError: It can't be handed over; it has no folder then.
+        ConfigurationError: The job can't be started as it is described.
+        JobError: It can't be submitted; it has no folder then.
     """
+    backend_of(request.spec).plan(request).preview()
+    directory = request.job.path.parent
     try:
-        folder = create_job(directory, spec)
+        job = create_job(directory, request.spec)
     except OSError as error:
         raise JobError(f"the job can't have a folder in {directory}: {error.strerror}") from None
     try:
-        hand_over(folder, spec, environ, ranks=ranks)
+        _submit(dataclasses.replace(request, job=job))
     except JobError:
-        folder.discard()
+        job.discard()
         raise
-    return folder
+    return job
 
 
-def start_again(
-    folder: JobFolder,
-    changed: Callable[[JobSpec], JobSpec],
-    ranks_of: Callable[[JobSpec], int | None],
-    environ: Mapping[str, str],
-) -> None:
-    """Hand over a job that has ended, in the folder that it has.
+def start_again(job: JobFolder, request_for: Callable[[JobSpec], JobRequest]) -> None:
+    """Submit a job that has ended, in its folder.
 
     Args:
-        folder: The job's folder.
-        changed: What is asked for now, made of what was asked for before.
-        ranks_of: How many ranks that has, if it can be started.
-        environ: This process's variables.
+        job: The job's folder.
+        request_for: Makes the request from the job's specification.
 
     Raises:
-        JobError: It has not ended, another process restarts it, or it can't be handed over.
+        ConfigurationError: The job can't be started as it is described.
+        JobError: It has not ended, another process restarts it, or it can't be submitted.
     """
     try:
         # Held until the job is queued: another process then sees that it has not ended.
-        with try_lock(folder.restart_lock) as lock:
+        with try_lock(job.restart_lock) as lock:
             if lock is None:
-                raise JobError(f"{folder.name} is being restarted by another process.")
-            view = view_job(folder)
+                raise JobError(f"{job.name} is being restarted by another process.")
+            view = view_job(job)
             view.require_known()
             if not view.is_over:
                 where = " and may still run" if view.status == "silent" else ""
                 raise JobError(
-                    f"{folder.name} is {view.status}{where}; only what has ended starts again. "
-                    f"hvdtrain stop {folder.name} ends it, "
-                    f"hvdtrain clone {folder.name} makes another."
+                    f"{job.name} is {view.status}{where}; only what has ended starts again. "
+                    f"hvdtrain stop {job.name} ends it, "
+                    f"hvdtrain clone {job.name} makes another."
                 )
-            spec = changed(folder.spec())
-            hand_over(folder, spec, environ, ranks=ranks_of(spec))
+            request = request_for(job.spec())
+            backend_of(request.spec).plan(request).preview()
+            _submit(request)
     except OSError as error:
-        raise JobError(f"{folder.restart_lock} can't be locked: {error.strerror}") from None
+        raise JobError(f"{job.restart_lock} can't be locked: {error.strerror}") from None
 
 
-def hand_over(
-    folder: JobFolder, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
-) -> None:
-    """Give a job to what runs it in its turn, whatever becomes of this process.
-
-    Args:
-        folder: The job's folder, which is queued then.
-        spec: What is asked for; it is written there.
-        environ: This process's variables.
-        ranks: How many there are; None for as many as there is room for.
-
-    Raises:
-        JobError: It can't be handed over.
-    """
+def _submit(request: JobRequest) -> None:
+    job, backend = request.job, backend_of(request.spec)
     try:
-        folder.write_spec(spec)
-        while folder.take_stop() is not None:
-            # Of somebody who wanted the run before to end, which has heard nothing of it.
+        job.write_spec(request.spec)
+        while job.take_stop() is not None:
+            # It was meant for the run before.
             pass
-        before = folder.state() or JobState(phase="queued")
-        folder.write_state(dataclasses.replace(before, phase="queued", launcher=None))
-        backend_of(spec).hand_over(folder, spec, environ, ranks=ranks)
+        before = job.state() or JobState(phase="queued")
+        job.write_state(dataclasses.replace(before, phase="queued", launcher=None))
+        backend.submit(backend.plan(request))
     except (OSError, subprocess.SubprocessError) as error:
-        raise JobError(f"job {folder.name} can't be handed over: {error}") from None
+        raise JobError(f"job {job.name} can't be submitted: {error}") from None

@@ -19,8 +19,9 @@ from starlette.routing import Route
 
 from hvdtrain.cluster.ranges import parse_runs
 from hvdtrain.errors import HvdtrainError, JobError
-from hvdtrain.job_commands.planned import Planned, planned
+from hvdtrain.job_commands.requests import new_job_request, request_for
 from hvdtrain.job_commands.stop import stop_job
+from hvdtrain.jobs.backends import backend_of
 from hvdtrain.jobs.files import last_json_line, read_json_lines, sampled_json_lines, size_of
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import JobView, left_s
@@ -158,7 +159,8 @@ class JobApi:
 
     def plan(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Answer with the plan of what would be started."""
-        return {"plan": self._planned(*self._asked(body)).plan}
+        job = new_job_request(self._index.directory, *self._asked(body))
+        return {"plan": backend_of(job.spec).plan(job).preview()}
 
     def submit(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
         """Start a job."""
@@ -177,12 +179,7 @@ class JobApi:
         """Start a job that has ended again."""
         job = job_of(self._index, request)
         words, environ = self._options(body, job.spec().folder)
-        start_again(
-            job,
-            lambda spec: _changed(spec, words, body),
-            lambda spec: planned(job.path, spec, environ).ranks,
-            environ,
-        )
+        start_again(job, lambda spec: request_for(job, _changed(spec, words, body), environ))
         return {"name": job.name}
 
     def clone(self, body: Mapping[str, Any], request: Request) -> Mapping[str, Any]:
@@ -192,13 +189,9 @@ class JobApi:
         return self._submit(_changed(spec, words, body), environ)
 
     def _submit(self, spec: JobSpec, environ: Mapping[str, str]) -> Mapping[str, Any]:
-        ranks = self._planned(spec, environ).ranks
-        job = submit_job(self._index.directory, spec, environ, ranks=ranks)
+        job = submit_job(new_job_request(self._index.directory, spec, environ))
         self._index.refresh()
         return {"name": job.name}
-
-    def _planned(self, spec: JobSpec, environ: Mapping[str, str]) -> Planned:
-        return planned(self._index.directory / "NAME", spec, environ)
 
     def _options(self, body: Mapping[str, Any], folder: str) -> tuple[list[str], Mapping[str, str]]:
         """Return the options of a request, files replaced, and the variables for its job."""

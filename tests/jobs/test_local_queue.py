@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import ConfigurationError, JobError
+from hvdtrain.jobs.backend import JobRequest
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.local_queue import LocalQueue
 from hvdtrain.jobs.process_identity import ProcessIdentity
@@ -21,7 +22,9 @@ def _spec(tmp_path: Path, *options: str, **fields: str) -> JobSpec:
 
 
 def _plan(spec: JobSpec, environ: Mapping[str, str]) -> str:
-    return LocalQueue().plan(Path("/jobs/NAME"), spec, environ, ranks=None)
+    job = JobFolder(Path("/jobs/NAME"))
+    request = JobRequest(job=job, spec=spec, environ=environ, ranks=None)
+    return LocalQueue().plan(request).preview()
 
 
 def test_a_job_has_its_own_settings_and_the_callers_other_variables(
@@ -62,5 +65,5 @@ def test_who_can_not_be_sent_a_signal_finds_a_word_that_says_as_much(launcher, t
     job = JobFolder(tmp_path)
     job.write_state(JobState(phase="running", launcher=launcher))
     for save, number in ((True, signal.SIGUSR1), (False, signal.SIGTERM)):
-        assert not LocalQueue().stop(job, _spec(tmp_path), waits=False, save=save)
+        LocalQueue().cancel(job, _spec(tmp_path), is_queued=False, save=save)
         assert job.take_stop() == number

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.slurm import QueueWatcher, SlurmQueue, cancel, sbatch_argv, script_path, submit
+from hvdtrain.jobs.backend import JobRequest
+from hvdtrain.jobs.folder import JobFolder
+from hvdtrain.jobs.slurm import QueueWatcher, SlurmPlan, SlurmQueue, script_path
 from hvdtrain.jobs.spec import LOCAL, Backend, JobSpec
 from hvdtrain.jobs.state import GOES_ON, GONE
 
@@ -21,23 +25,34 @@ SPEC = JobSpec(
 )
 
 
+def _plan(ranks: int | None, environ: Mapping[str, str]) -> SlurmPlan:
+    job = JobFolder(Path("/jobs/a-1"))
+    return SlurmQueue().plan(JobRequest(job=job, spec=SPEC, environ=environ, ranks=ranks))
+
+
 def test_the_command_is_a_list_of_words() -> None:
-    assert sbatch_argv("a-1", Path("/jobs/a-1"), SPEC, ranks=4) == [
+    plan = _plan(4, {"HOME": "/root", "HVDTRAIN_MODE": "sync-ps"})
+    assert plan.argv == [
         *("sbatch", "--parsable", "--job-name=a-1", "--output=/jobs/a-1/slurm.txt"),
         *("--ntasks=4", "--partition=gpu", str(script_path())),
         *("-np", "4", "--max-restarts", "2", "--", "python", "a b.py", "$(id)"),
     ]
-    assert not any("ntasks" in word for word in sbatch_argv("a", Path("/a"), SPEC, ranks=None))
+    assert shlex.split(plan.preview()) == plan.argv
+    assert plan.environ == {"HOME": "/root", "PYTHON": "", "HVDTRAIN_JOB_FOLDER": "/jobs/a-1"}
+    assert not any("ntasks" in word for word in _plan(None, {}).argv)
 
 
 def test_without_slurm_the_message_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert QueueWatcher().answer().jobs is None
+    spec = dataclasses.replace(SPEC, folder="/", slurm_job="1")
+    environ = {"PATH": str(tmp_path)}
+    request = JobRequest(job=JobFolder(tmp_path), spec=spec, environ=environ, ranks=1)
     with pytest.raises(JobError, match="sbatch is not there; sbatch is on Slurm's login"):
-        submit(["sbatch"], {"PATH": str(tmp_path)}, "/")
+        SlurmQueue().submit(SlurmQueue().plan(request))
     with pytest.raises(JobError, match="scancel is not there"):
-        cancel("1", save=True)
+        SlurmQueue().cancel(request.job, spec, is_queued=False, save=True)
 
 
 # Stands for squeue: notes each call, and takes a while.
@@ -83,7 +98,7 @@ def test_however_many_want_to_know_squeue_is_asked_once(
     # Every page and command of a process has the same watcher.
     monkeypatch.setattr("hvdtrain.jobs.slurm.INTERVAL_S", 0.2)
     time.sleep(0.2)
-    SlurmQueue().ask({"a": dataclasses.replace(SPEC, slurm_job="7")})
+    SlurmQueue().describe({Path("a"): dataclasses.replace(SPEC, slurm_job="7")})
     assert _count(calls) == 2
 
 
@@ -105,8 +120,8 @@ def test_without_a_place_for_the_file_a_process_asks_for_itself(
 def test_an_old_answer_is_not_taken_for_more_than_it_tells(calls: Path) -> None:
     def word(number: str, **changes: object) -> str | None:
         spec = dataclasses.replace(SPEC, slurm_job=number, **{"created_s": 1.0, **changes})
-        answers = SlurmQueue().ask({"a": spec})
-        return answers["a"].word if answers else None
+        answers = SlurmQueue().describe({Path("a"): spec})
+        return answers[Path("a")].word if answers else None
 
     assert (word("7"), word("9"), word("11")) == ("PENDING", "CANCELLED", GONE)
     # Submitted since then.

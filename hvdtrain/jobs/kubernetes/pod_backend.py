@@ -8,11 +8,12 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
 from hvdtrain.errors import ConfigurationError, HvdtrainError, JobError
-from hvdtrain.jobs.backend import Answer
+from hvdtrain.jobs.backend import JobRequest, QueueState
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi, SilentClusterError
 from hvdtrain.jobs.kubernetes.manifests import Object, PodJob, container_of, job_objects
@@ -99,6 +100,22 @@ def as_yaml(objects: Sequence[Object]) -> str:
     return (_HAS_A_KEY if keeps else "") + yaml.safe_dump_all(objects, sort_keys=False)
 
 
+class PodPlan(NamedTuple):
+    """The objects of a job.
+
+    Attributes:
+        job: The job.
+        objects: Its objects.
+    """
+
+    job: PodJob
+    objects: list[Object]
+
+    def preview(self) -> str:
+        """Return the objects as YAML."""
+        return as_yaml(self.objects)
+
+
 class PodBackend:
     """Clusters of Kubernetes, each as the job's own options name it."""
 
@@ -106,33 +123,26 @@ class PodBackend:
         # Who looks at many jobs waits for a cluster that says nothing once, and not for each.
         self._silent_until: dict[tuple[str, str], float] = {}
 
-    def plan(
-        self, folder: Path, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
-    ) -> str:
-        """The job's objects as YAML; see ``JobBackend``."""
-        return as_yaml(objects_of(pod_job(folder, spec, environ, ranks=ranks)))
+    def plan(self, request: JobRequest) -> PodPlan:
+        """Return the job's objects; see ``JobBackend``."""
+        job = pod_job(request.job.path, request.spec, request.environ, ranks=request.ranks)
+        return PodPlan(job, objects_of(job))
 
-    def hand_over(
-        self, job: JobFolder, spec: JobSpec, environ: Mapping[str, str], *, ranks: int | None
-    ) -> None:
-        """Create the job's objects; see ``JobBackend``.
-
-        Nothing of the job is there where this user may not, or the cluster refuses.
-        """
-        wanted = pod_job(job.path, spec, environ, ranks=ranks)
-        objects = objects_of(wanted)
-        api = ClusterApi.of_context(wanted.pods.context, wanted.pods.namespace)
-        if refused := api.refused_rights(objects):
+    def submit(self, plan: PodPlan) -> None:
+        """Create the job's objects, all or none; see ``JobBackend``."""
+        pods = plan.job.pods
+        api = ClusterApi.of_context(pods.context, pods.namespace)
+        if refused := api.refused_rights(plan.objects):
             raise JobError(
                 f"you may not {', '.join(refused)} in namespace {api.namespace}. Ask for a role "
                 "that may, or name an account of the launcher's with --service-account."
             )
-        api.replace_old(wanted.name)
-        api.create(objects)
+        api.replace_old(plan.job.name)
+        api.create(plan.objects)
 
-    def ask(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, Answer]:
+    def describe(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, QueueState]:
         """Return the state of each job's pods; see ``JobBackend``."""
-        return {folder: self._answer(folder, spec) for folder, spec in jobs.items()}
+        return {folder: self._state(folder, spec) for folder, spec in jobs.items()}
 
     def log_lines(
         self, job: JobFolder, spec: JobSpec, after: str
@@ -163,22 +173,22 @@ class PodBackend:
                         found.append((at, said))
         return found
 
-    def stop(self, job: JobFolder, spec: JobSpec, *, waits: bool, save: bool) -> bool:
-        """Delete what waits; leave word for what runs; see ``JobBackend``."""
+    def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
+        """Delete the objects of a queued job, ask a running one to stop; see ``JobBackend``."""
         pods = read_pod_options(spec.backend.options)
-        if not (waits or save) and _is_shared(job.path, pods):
-            # Also where the cluster can't be reached from here.
+        if not (is_queued or save) and _is_shared(job.path, pods):
+            # Also if the cluster can't be reached from here.
             job.request_stop(signal.SIGTERM)
-            return False
+            return
         api = ClusterApi.of_context(pods.context, pods.namespace)
         name = object_name(job.name)
-        if waits:
+        if is_queued:
             api.delete(name)
+            job.cancel()
         else:
             api.ask_to_stop(name, "save" if save else "now")
-        return waits
 
-    def _answer(self, folder: Path, spec: JobSpec) -> Answer:
+    def _state(self, folder: Path, spec: JobSpec) -> QueueState:
         """Return what the cluster says of a job; ``NO_ANSWER`` if it does not answer."""
         name, listed = object_name(folder.name), []
         try:
@@ -192,9 +202,9 @@ class PodBackend:
                     if not why and not (launchers_of(listed) and workers_of(listed)):
                         why = api.why_not_created(name)
         except HvdtrainError as error:
-            return Answer("Kubernetes", NO_ANSWER, str(error))
+            return QueueState("Kubernetes", NO_ANSWER, str(error))
         state = None if _is_shared(folder, pods) else seen_state(word, why, listed)
-        return Answer("Kubernetes", word, why, state)
+        return QueueState("Kubernetes", word, why, state)
 
     @contextlib.contextmanager
     def _looked_at(self, pods: PodOptions) -> Iterator[ClusterApi]:

@@ -230,7 +230,7 @@ function fill(main, { folder: here, backends }) {
       await showPlan();
       return;
     }
-    const answer = await busy("It is handed over…", () => post("/api/jobs", asked()));
+    const answer = await busy("Submitting…", () => post("/api/jobs", asked()));
     if (!answer) return;
     say(`${answer.name} was submitted.`);
     location.assign(jobLink(answer.name));

@@ -51,9 +51,9 @@ def test_a_cluster_that_says_nothing_is_not_waited_for(
         while _takes(silent):
             pass
         unreadable = dataclasses.replace(spec, backend=Backend("kubernetes", ("--colour=red",)))
-        ((_, word, why, _),) = PodBackend().ask({Path("/jobs/a"): unreadable}).values()
+        ((_, word, why, _),) = PodBackend().describe({Path("/jobs/a"): unreadable}).values()
         assert (word, "is no option" in why) == (NO_ANSWER, True)
-        answers = PodBackend().ask({Path(f"/jobs/{number}"): spec for number in range(5)})
+        answers = PodBackend().describe({Path(f"/jobs/{number}"): spec for number in range(5)})
         assert {answer.word for answer in answers.values()} == {NO_ANSWER}
         assert [_takes(silent) for _ in range(2)] == [True, False]
 

@@ -1,31 +1,20 @@
-"""The check that a job can be started as it is described: its plan, and the number of its ranks."""
+"""Requests for jobs, from specifications and command lines."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.jobs.backends import backend_of
+from hvdtrain.jobs.backend import JobRequest
+from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.naming import split_backend
 from hvdtrain.jobs.spec import Backend, JobSpec
 from hvdtrain.launch import cli as launch
 
-__all__ = ["Planned", "changes_of", "planned"]
-
-
-class Planned(NamedTuple):
-    """A job that could be started.
-
-    Attributes:
-        ranks: How many ranks it asks for; None where it takes what there is.
-        plan: What would be started, as ``JobBackend.plan`` says it.
-    """
-
-    ranks: int | None
-    plan: str
+__all__ = ["changes_of", "new_job_request", "request_for"]
 
 
 def changes_of(arguments: argparse.Namespace) -> tuple[list[str], Backend | None]:
@@ -48,21 +37,24 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError(message)
 
 
-def planned(folder: Path, spec: JobSpec, environ: Mapping[str, str]) -> Planned:
-    """Check a job, which is not started.
+def request_for(job: JobFolder, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
+    """Return the request for a job, whose options are checked.
 
     Args:
-        folder: The folder that it has, or would have.
-        spec: What is asked for.
+        job: Its folder; next to it if it is a new job.
+        spec: Its specification.
         environ: This process's variables.
 
     Raises:
-        ConfigurationError: It can't be started as it is described.
-        JobError: That can't be told.
+        ConfigurationError: The options or the program are not valid.
     """
     parser = _Parser(prog="hvdtrain run", allow_abbrev=False)
     launch.add_arguments(parser)
     arguments = parser.parse_args([*spec.options, "--", *spec.program])
     launch.program_of(arguments)
-    ranks = arguments.num_proc
-    return Planned(ranks, backend_of(spec).plan(folder, spec, environ, ranks=ranks))
+    return JobRequest(job=job, spec=spec, environ=environ, ranks=arguments.num_proc)
+
+
+def new_job_request(directory: Path, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
+    """Return the request for a new job in a directory; see ``request_for``."""
+    return request_for(JobFolder(directory / "NAME"), spec, environ)

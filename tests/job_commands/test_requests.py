@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hvdtrain.job_commands.planned import changes_of
+from hvdtrain.job_commands.requests import changes_of
 from hvdtrain.jobs.spec import Backend
 
 
