@@ -181,7 +181,7 @@ def test_the_command_loads_nothing_heavy() -> None:
     assert shown.splitlines()[-1] == "HEAVY []"
 
 
-COMMAND = [sys.executable, REPOSITORY / "bin" / "hvdtrain"]
+COMMAND = [sys.executable, "-P", "-m", "hvdtrain"]
 DRY_RUN = [*COMMAND, "run", "--dry-run", "-np", "1", "--", "true"]
 
 
@@ -248,29 +248,28 @@ def test_a_reader_that_has_seen_enough() -> None:
 # Sends SIGINT to itself when a module is about to be loaded.
 AT_IMPORT = """
 import os, runpy, signal, sys
-name, sys.argv = sys.argv[1], sys.argv[2:]
+_, name, *sys.argv = sys.argv
 class Interrupting:
     def find_spec(self, module, path, target=None):
         if module == name:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupting())
-runpy.run_path(sys.argv[0], run_name="__main__")
+runpy.run_module("hvdtrain", run_name="__main__")
 """
 
 
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        ("hvdtrain", ["jobs"]),
-        ("hvdtrain.errors", ["jobs"]),
+        ("hvdtrain.cli", ["jobs"]),
         ("argparse", ["jobs"]),
         ("hvdtrain.launch.cli", ["run", "--help"]),
         ("hvdtrain.jobs.job_view", ["jobs"]),
         ("hvdtrain.job_commands.logs", ["logs", "x"]),
-        ("hvdtrain.launch.attempts", DRY_RUN[2:]),
+        ("hvdtrain.launch.attempts", DRY_RUN[4:]),
     ],
 )
 def test_ctrl_c_is_code_130_without_a_traceback(module: str, arguments: list[str]) -> None:
-    argv = [sys.executable, "-c", AT_IMPORT, module, COMMAND[1], *arguments]
+    argv = [sys.executable, "-c", AT_IMPORT, module, "hvdtrain", *arguments]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
