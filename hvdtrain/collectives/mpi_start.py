@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -9,11 +10,10 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from hvdtrain.cluster.topology import Topology
-from hvdtrain.collectives.pmix_fence import fence
 from hvdtrain.collectives.shared_file import claim_mpi_segments, free_bytes
 from hvdtrain.errors import LaunchError
 
-__all__ = ["start_mpi", "why_not_elastic"]
+__all__ = ["fence", "start_mpi", "why_not_elastic"]
 
 # Only shared windows are used, which the UCX one-sided component can't serve and complains about.
 _ANY_HOSTS = {"OMPI_MCA_osc": "^ucx"}
@@ -98,6 +98,47 @@ def _ending_after(timeout_s: float | None) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+class _Data(ctypes.Union):
+    """The union in ``pmix_value_t``; most members are left out, as only its beginning is read."""
+
+    _fields_ = [("flag", ctypes.c_bool), ("longest", ctypes.c_uint64 * 4)]
+
+
+class _Value(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_uint16), ("data", _Data)]
+
+
+class _Info(ctypes.Structure):
+    """``pmix_info_t`` of pmix_common.h, alike in PMIx 3 to 6."""
+
+    _fields_ = [("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _Value)]
+
+
+_BOOL = 1
+_COLLECT_DATA = b"pmix.collect"
+
+
+def fence() -> bool:
+    """Wait under Slurm until MPI has started on all ranks.
+
+    Open MPI 5 ends its start with an empty fence of PMIx, which Slurm's plug-in lets ranks pass
+    before others have come (every time with Slurm 22.05.8). A message that arrives
+    meanwhile ends a rank in ``MPI_Init`` by SIGSEGV. A fence that asks for data, of which there is
+    none, holds all ranks.
+
+    Returns:
+        Whether it did; not if MPI has no PMIx (MPICH), or reaches no server of it.
+    """
+    try:
+        # The library that MPI has loaded, and nothing else.
+        pmix = ctypes.CDLL("libpmix.so.2", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    asked = _Info(_COLLECT_DATA, 0, _Value(_BOOL, _Data(True)))
+    all_ranks, count = None, ctypes.c_size_t(0)
+    return pmix.PMIx_Fence(all_ranks, count, ctypes.byref(asked), ctypes.c_size_t(1)) == 0
 
 
 def why_not_elastic(mpi: ModuleType, environ: Mapping[str, str]) -> str:

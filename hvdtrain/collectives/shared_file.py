@@ -86,9 +86,8 @@ class SharedFile:
         self._memory.madvise(mmap.MADV_DONTFORK)
 
     def own(self, start: int, nbytes: int) -> None:
-        """Give this process, a forked child, its own copy of a part of whole pages."""
-        whole = self.array(0, len(self._memory))
-        place = ctypes.c_void_p(whole.ctypes.data + start)
+        """Give this process, a forked child, its own memory in place of a part of whole pages."""
+        place = ctypes.c_void_p(self.array(start, nbytes).ctypes.data)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
@@ -96,11 +95,6 @@ class SharedFile:
         mapped = libc.mmap(place, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         if mapped != place.value:
             raise MemoryError(f"No {nbytes} bytes for a result: {os.strerror(ctypes.get_errno())}.")
-        done = start
-        while done < start + nbytes:
-            done += os.preadv(
-                self._descriptor, [memoryview(self._memory)[done : start + nbytes]], done
-            )
 
     @property
     def held_bytes(self) -> int:

@@ -28,10 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.collectives.arena import open_arena
+from hvdtrain.collectives.arena import ForkedCopies, open_arena
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, chunks_ahead
-from hvdtrain.collectives.fork_copies import ForkedCopies
 from hvdtrain.collectives.fusion import BufferPool, pack, split_evenly, unpack
 from hvdtrain.collectives.hierarchy import (
     CHUNK_BYTES,
