@@ -68,12 +68,12 @@ quick: $(VENV)/.dev
 	$(PYTEST) -m "not ranks and not in_job and not mpi and not cluster and not slow and not more"
 
 test: $(VENV)/.dev
-	$(PYTEST) --file-times -m "$(FIRST)"
+	$(PYTEST) --durations=40 -m "$(FIRST)"
 
 # Many of those on the cluster wait.
 test-all: private WORKERS := 4
 test-all: test
-	$(PYTEST) --file-times -m "not ($(FIRST))"
+	$(PYTEST) --durations=40 -m "not ($(FIRST))"
 
 test-horovod: $(VENV)/.dev
 	$(BIN)/python -m tests.environments horovod horovod-keras3

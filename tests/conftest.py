@@ -17,7 +17,6 @@ pytest_plugins = (
     "tests.checkpoint.disks",
     "tests.environments.plugin",
     "tests.harness.plugin",
-    "tests.harness.times",
     "tests.kubernetes.plugin",
     "tests.testbed.plugin",
     "pytester",

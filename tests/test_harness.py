@@ -22,7 +22,7 @@ def run_tests(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, forked
 
     def run(body: str, *arguments: str) -> pytest.RunResult:
         monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-        pytester.makeconftest('pytest_plugins = ("tests.harness.plugin", "tests.harness.times")')
+        pytester.makeconftest('pytest_plugins = ("tests.harness.plugin",)')
         pytester.makepyprojecttoml("[tool.pytest.ini_options]\ntimeout = 6\n")
         header = """
             import os, signal, sys, time
@@ -232,15 +232,6 @@ def test_no_file_outlives_a_session(run_tests, tmp_path: Path) -> None:
     assert not Path(temporary).exists()
 
 
-def test_time_is_told_by_file_the_slowest_first(run_tests, pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_slow="import time\ndef test_it(): time.sleep(0.3)")
-    result = run_tests("def test_one(): pass\ndef test_two(): pass", "--file-times")
-    result.assert_outcomes(passed=3)
-    result.stdout.re_match_lines(
-        [r" +0\.[3-9] s +1 tests  test_slow\.py", r".* 2 tests  test_it\.py"]
-    )
-
-
 def test_quick_ones_come_first_and_then_each_kind_in_turn(
     run_tests, pytester: pytest.Pytester
 ) -> None:
@@ -276,30 +267,6 @@ def test_without_mpirun_a_test_is_skipped_or_fails(run_tests, monkeypatch) -> No
     result.stdout.fnmatch_lines(["*mpirun is neither beside this Python nor on PATH*"])
     monkeypatch.setenv("HVDTRAIN_TEST_REQUIRE", "mpi")
     run_tests(body).assert_outcomes(failed=2)
-
-
-def test_launch_returns_what_the_job_did(launch) -> None:
-    done = launch(
-        2,
-        """
-        import os, sys
-        rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
-        print("rank", rank, sys.argv[1], os.environ["EXTRA"])
-        print("to stderr", file=sys.stderr)
-        sys.exit(3 if rank == "1" else 0)
-        """,
-        "argument",
-        env={"EXTRA": "extra"},
-    )
-    assert done.returncode == 3, done
-    assert "rank 1 argument extra" in done.stdout
-    assert "to stderr" in done.stderr
-    assert 0 < done.seconds < 30
-
-
-def test_launch_alone_has_no_launcher(launch) -> None:
-    done = launch(None, "import os; print([n for n in os.environ if n.startswith('OMPI_COMM')])")
-    assert (done.returncode, done.stdout) == (0, "[]\n")
 
 
 TELLS = """

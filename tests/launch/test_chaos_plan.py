@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
-from tests.launch.chaos_plan import KINDS, LASTS_S, LOSES_HOST, MOST_CALM_S, make_plan
+from tests.launch.chaos_plan import KINDS, LOSES_HOST, make_plan
 
 HOSTS = ("a", "b", "c", "d")
 SEEDS = range(300)
@@ -25,15 +23,6 @@ def test_every_kind_comes_up(duration_s: float) -> None:
         plan = make_plan(seed, duration_s, HOSTS, min_hosts=2)
         assert {fault.kind for fault in plan} == set(KINDS)
         assert len(plan) == duration_s // 20
-
-
-def test_they_are_spread_over_the_time() -> None:
-    for seed in SEEDS:
-        times = [fault.at_s for fault in make_plan(seed, 400.0, HOSTS, min_hosts=2)]
-        assert times == sorted(times)
-        assert 0 <= times[0] <= 20
-        assert 380 <= times[-1] <= 400
-        assert all(later - earlier <= 40 for earlier, later in pairwise(times))
 
 
 @pytest.mark.parametrize(
@@ -56,31 +45,6 @@ def test_nothing_happens_where_nothing_runs() -> None:
             assert fault.host in left
             if fault.kind == LOSES_HOST:
                 left.remove(fault.host)
-
-
-def test_the_first_host_keeps_its_link_and_has_the_disk() -> None:
-    seen = set()
-    for seed in SEEDS:
-        for fault in make_plan(seed, 400.0, HOSTS, min_hosts=2):
-            seen.add((fault.kind, fault.host))
-    everywhere = {(kind, host) for kind in ("kill", "stop") for host in HOSTS}
-    links = {(kind, host) for kind in ("cut", "interruption") for host in HOSTS[1:]}
-    assert seen == {*everywhere, *links, ("full disk", "a")}
-
-
-def test_how_long_they_last() -> None:
-    early = set()
-    for seed in SEEDS:
-        plan = make_plan(seed, 400.0, HOSTS, min_hosts=2)
-        for before, fault in pairwise(plan):
-            shortest, longest = LASTS_S.get(fault.kind, (0.0, 0.0))
-            assert shortest <= fault.lasts_s <= longest
-            assert 0 <= fault.calm_s <= MOST_CALM_S
-            assert (fault.room_bytes > 0) <= (fault.kind == "full disk")
-            if fault.early:
-                early.add((before.kind, fault.kind))
-    # Ranks start again after these alone.
-    assert early == {(kind, "kill") for kind in ("kill", "stop", "cut")}
 
 
 def test_an_elastic_job_goes_on_without_ranks_that_are_killed() -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.agent import backlog
 from hvdtrain.launch.console import (
     MOST_WAITING,
     WINDOW_S,
@@ -354,37 +353,3 @@ def test_a_terminal_gets_both_streams_in_their_order() -> None:
                 (screen.stdout, screen.stderr)[number % 2].write(f"{number}\n")
             screen.close(10.0, lambda: False)
         assert terminal.read(4000).split() == [b"%d" % number for number in range(100)]
-
-
-def test_a_reader_that_pauses_gets_the_number_of_lines_and_the_newest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(backlog, "MOST_BYTES", 1 << 19)
-    monkeypatch.setattr(backlog, "HOLD_BYTES", 1 << 18)
-    reader, descriptor = os.pipe()
-    with os.fdopen(descriptor, "w") as out, os.fdopen(reader) as lines:
-        screen = Screen(out, io.StringIO())
-        for number in range(2000):
-            screen.stdout.write(f"{number} {'x' * 1000}\n")
-        assert screen.holds_up
-        shown = []
-        for line in lines:
-            shown.append(line[:40].partition(" x")[0])
-            if shown[-1] == "1999":
-                break
-        screen.close(10.0, lambda: False)
-    # The thread may have read a part of the backlog between two drops.
-    gaps = [line for line in shown if line.startswith("hvdtrain run: ")]
-    numbers = [int(line) for line in shown if line not in gaps]
-    dropped = [int(line.split()[2]) for line in gaps]
-    assert 0 < sum(dropped) == 2000 - len(numbers)
-    assert numbers == sorted(numbers)
-    assert numbers[-400:] == list(range(1600, 2000)), "the newest lines are kept"
-
-
-def test_a_stream_in_memory_is_written_at_once() -> None:
-    out, err = io.StringIO(), io.StringIO()
-    screen = Screen(out, err)
-    screen.stdout.write("a\n")
-    screen.stderr.write("b\n")
-    assert (out.getvalue(), err.getvalue()) == ("a\n", "b\n")

@@ -189,28 +189,6 @@ def test_over_ssh_the_plan_is_what_happens(mpi: OtherMpi, cluster: Cluster) -> N
     assert {(place[1], place[4]) for place in seen} == {("3", "6")}
 
 
-# One stands for all: from here on the MPI makes no difference, and TensorFlow takes its time.
-@pytest.mark.parametrize("mpi", ["mpich"], indirect=True)
-def test_over_ssh_init_knows_the_hosts(mpi: OtherMpi, cluster: Cluster) -> None:
-    body = """
-    import hvdtrain
-    hvdtrain.init()
-    print("seen", rank, hvdtrain.local_rank(), hvdtrain.node_rank(), hvdtrain.size(), sep=";")
-    """
-    argv = [*mpi.hvdtrain_run, "-H", HOSTS, "--", *program(body)]
-    done = cluster.run(argv, env=mpi.environ, timeout_s=110)
-    assert done.returncode == 0, done
-    assert seen_by_ranks(done.stdout) == [list("0003"), list("1013"), list("2113")]
-
-
-def test_over_ssh_a_failing_rank_is_named(mpi: OtherMpi, cluster: Cluster) -> None:
-    body = "time.sleep(0.3)\nif rank == 2: sys.exit(7)\ntime.sleep(60)"
-    argv = [*mpi.hvdtrain_run, "-H", HOSTS, "--", *program(body)]
-    done = cluster.run(argv, env=mpi.environ, timeout_s=60)
-    assert done.returncode == 7, done
-    assert "rank 2 on node2 failed first: exit code 7" in done.stderr
-
-
 @pytest.fixture
 def remote_job(mpi: OtherMpi, cluster: Cluster) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A job on two hosts whose ranks wait, and what all its processes have in the environment."""

@@ -57,18 +57,6 @@ def test_ranks_stay_unbound_on_request(hvdtrain_run) -> None:
     assert (done.returncode, done.stdout) == (0, f"{len(os.sched_getaffinity(0))}\n"), done
 
 
-def test_ranks_can_talk(hvdtrain_run) -> None:
-    done = hvdtrain_run(
-        *("-np", "3"),
-        body="""
-        from mpi4py import MPI
-        print(MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.Get_rank() + 1))
-        """,
-    )
-    assert done.returncode == 0, done
-    assert sorted(done.stdout.splitlines()) == ["[0] 6", "[1] 6", "[2] 6"]
-
-
 def test_python_is_this_python_without_activation(hvdtrain_run) -> None:
     done = hvdtrain_run(*("-np", "1"), body="print(sys.prefix)", env={"PATH": "/usr/bin:/bin"})
     assert (done.returncode, done.stdout) == (0, f"[0] {sys.prefix}\n"), done
@@ -120,28 +108,6 @@ def test_every_rank_learns_its_role(hvdtrain_run) -> None:
     assert sorted(done.stdout.splitlines()) == sorted(
         [f"[{rank}] {text}" for rank in range(3) for text in ("sync-ps 1 (2,) (0, 1)", "False")]
     )
-
-
-def test_lines_stay_whole(hvdtrain_run) -> None:
-    """Also long ones that come in pieces, and in the order of each rank."""
-    done = hvdtrain_run(
-        *("-np", "3"),
-        body="""
-        for number in range(200):
-            line = f"{rank}-{number}-" + "x" * 3000 + "-end"
-            for start in range(0, len(line), 1000):
-                sys.stdout.write(line[start:start + 1000])
-                sys.stdout.flush()
-            print()
-        """,
-    )
-    assert done.returncode == 0
-    expected = {
-        rank: [f"[{rank}] {rank}-{n}-{'x' * 3000}-end" for n in range(200)] for rank in range(3)
-    }
-    for rank, lines in expected.items():
-        assert [line for line in done.stdout.splitlines() if line.startswith(f"[{rank}]")] == lines
-    assert len(done.stdout.splitlines()) == 600
 
 
 def test_what_several_ranks_print_is_shown_once(run_command, tmp_path: Path) -> None:
@@ -280,14 +246,6 @@ ENGINE = """
 """
 
 
-def test_a_failure_is_known_where_nothing_is_printed_of_it(hvdtrain_run) -> None:
-    body = "if rank == 1: raise ValueError('disk full')\n    engine.barrier()"
-    done = hvdtrain_run("-np", "3", body=f"{ENGINE}    {body}")
-    assert done.returncode == 1, done
-    assert re.search(r"rank 1 on \S+ failed first: exit code 1$", done.stderr, re.M), done
-    assert "ValueError: disk full" in done.stderr, done
-
-
 def test_a_hang_is_known_where_nothing_is_printed_of_it(hvdtrain_run) -> None:
     body = "if rank == 1: time.sleep(60)\n    engine.barrier()"
     done = hvdtrain_run("-np", "2", "--timeout-s", "2", body=f"{ENGINE}    {body}")
@@ -331,25 +289,6 @@ def test_a_signal_ends_all_ranks(start_job, hangups, tmp_path: Path, name: str) 
     assert job.process.returncode == (75 if name == "SIGUSR2" else 128 + number)
     assert f"the job was ended by {name}" in output
     assert job.left() == []
-
-
-def test_ranks_get_time_to_end_well(start_job, tmp_path: Path) -> None:
-    body = f"""
-    import signal
-    def save(number, frame):
-        time.sleep(1)
-        print("saved", rank)
-        sys.exit(0)
-    signal.signal(signal.SIGTERM, save)
-    {WAIT.format(folder=str(tmp_path))}
-    """
-    job = start_job("-np", "2", body=body)
-    job.wait_for(2, tmp_path)
-    job.process.send_signal(signal.SIGTERM)
-    output, _ = job.process.communicate(timeout=15)
-    assert job.process.returncode == 143
-    assert "[0] saved 0" in output
-    assert "[1] saved 1" in output
 
 
 MPIRUN = ("mpirun", "prterun", "mpiexec.hydra")

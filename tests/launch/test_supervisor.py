@@ -167,14 +167,6 @@ def test_a_starter_that_fails_when_the_ranks_are_done() -> None:
 
 
 @pytest.mark.slow
-def test_a_starter_that_dies_takes_the_ranks_with_it() -> None:
-    code = BOTH + "import time; time.sleep(1); os.kill(os.getpid(), 9)"
-    done = run(*python(code, "import time; time.sleep(60)"))
-    assert done.code != 0
-    assert done.seconds < 30
-
-
-@pytest.mark.slow
 def test_comments_of_the_starter_on_a_failed_rank_are_left_out() -> None:
     code = BOTH + (
         "codes = [rank.wait() for rank in ranks]\n"

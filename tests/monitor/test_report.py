@@ -245,22 +245,6 @@ def test_nobody_reads(start) -> None:
     assert (out, err, program.process.returncode) == ("gone\n", "", 0)
 
 
-def test_stacks_are_printed_on_request(start) -> None:
-    program = start(f"""
-        def stuck():
-            {WAIT}
-        report.phase("training")
-        stuck()
-    """)
-    program.until(lambda report: report["pid"] == program.process.pid)
-    time.sleep(0.2)
-    program.process.send_signal(signal.SIGQUIT)
-    time.sleep(0.2)
-    err = program.end()[1]
-    assert program.process.returncode == 0
-    assert "in stuck" in err
-
-
 def test_who_uses_sigquit_is_not_asked(start) -> None:
     program = start(f"""
         import signal
@@ -295,17 +279,6 @@ def test_a_signal_handler_may_report(start) -> None:
         program.reports()
         time.sleep(0.01)
     assert program.end()[1] == ""
-
-
-def test_a_step_costs_next_to_nothing(start) -> None:
-    program = start("""
-        import time
-        began = time.perf_counter()
-        for number in range(100_000): report.step(number, 0)
-        print((time.perf_counter() - began) / 100_000)
-    """)
-    # Some 0.1 us on a quiet machine.
-    assert float(program.end()[0]) < 20e-6
 
 
 def test_the_launcher_reads_what_is_told(start, tmp_path: Path) -> None:
