@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from hvdtrain.cluster.ranges import format_table
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi
-from hvdtrain.jobs.kubernetes.manifests import Object, PodJob, job_objects, resource_of
+from hvdtrain.jobs.kubernetes.manifests import PodJob, SshKeys, job_objects
 from hvdtrain.jobs.kubernetes.pod_backend import pod_job
 from hvdtrain.jobs.kubernetes.pod_options import read_pod_options
-from hvdtrain.jobs.kubernetes.ssh_keys import SshKeys
 from hvdtrain.jobs.spec import Backend, JobSpec
+from hvdtrain.pods.cluster_api import ClusterApi
+from hvdtrain.pods.names import Object, resource_of
 from hvdtrain.remote.problem import Problem, show_problem
 
 __all__ = ["check_namespace"]

@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.cli import main
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.jobs.kubernetes.ssh_keys import make_keys
+from hvdtrain.jobs.kubernetes.manifests import make_keys
 from hvdtrain.launch.option_files import read_horovod_file, read_job_file, with_files
 
 

@@ -17,33 +17,22 @@ from typing import Any
 
 from hvdtrain.jobs.folder import JOB_FOLDER, JOBS_DIR
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, Toleration
-from hvdtrain.jobs.kubernetes.ssh_keys import HOST_ALIAS, KEY_FILES, SshKeys
+from hvdtrain.pods.names import (
+    FOLDER,
+    JOB_LABEL,
+    KEYS_FOLDER,
+    ROLE_LABEL,
+    SSH_FOLDER,
+    SSH_PORT,
+    Object,
+    launcher_host,
+    worker_addresses,
+)
 
-__all__ = [
-    "JOB_LABEL",
-    "ROLE_LABEL",
-    "SSH_PORT",
-    "STOP",
-    "PodJob",
-    "container_of",
-    "job_objects",
-    "launcher_host",
-    "plural",
-    "resource_of",
-    "worker_addresses",
-]
+__all__ = ["PodJob", "SshKeys", "container_of", "job_objects", "make_keys"]
 
-JOB_LABEL = "hvdtrain/job"
-ROLE_LABEL = "hvdtrain/role"
-# What is asked of a Job that runs: to stop, "now" or once its ranks have saved what they have.
-STOP = "hvdtrain/stop"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 GPU = "nvidia.com/gpu"
-SSH_PORT = 2222
-# Where pods find their hostfile and their keys.
-FOLDER = "/etc/hvdtrain"
-KEYS_FOLDER = "/etc/hvdtrain-keys"
-SSH_FOLDER = "/tmp/hvdtrain-ssh"
 # Where an image's ssh reads more of its configuration.
 SSH_CONFIG = "/etc/ssh/ssh_config.d/hvdtrain.conf"
 # How often the launcher's pod may be lost.
@@ -54,11 +43,56 @@ KEPT_S = 7 * 24 * 3600
 GRACE_S = 60
 # Whoever an image's user is reads them, and makes a copy of his own; nobody else is in the pod.
 _KEY_MODE = 0o444
-POD_MODULES = "hvdtrain.jobs.kubernetes"
 _CONTAINER = "hvdtrain"
 _SHM = "/dev/shm"
+# The name by which all workers of a job are known, wherever they are.
+HOST_ALIAS = "hvdtrain"
+# The launcher's key, who may come in, the workers' key, and who they are.
+KEY_FILES = ("id_ed25519", "authorized_keys", "ssh_host_ed25519_key", "known_hosts")
 
-Object = dict[str, Any]
+
+@dataclass(frozen=True, kw_only=True)
+class SshKeys:
+    """Two pairs of Ed25519 keys as OpenSSH writes them; the private ones are secret."""
+
+    user_private: str
+    user_public: str
+    host_private: str
+    host_public: str
+
+    def files(self) -> Mapping[str, str]:
+        """The files of the Secret, by the names under which pods find them."""
+        texts = (
+            self.user_private,
+            f"{self.user_public}\n",
+            self.host_private,
+            f"{HOST_ALIAS} {self.host_public}\n",
+        )
+        return dict(zip(KEY_FILES, texts, strict=True))
+
+
+def make_keys() -> SshKeys:
+    """Make keys that nobody has yet."""
+    return SshKeys(
+        **dict(zip(("user_private", "user_public"), _pair())),
+        **dict(zip(("host_private", "host_public"), _pair())),
+    )
+
+
+def _pair() -> tuple[str, str]:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.generate()
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.OpenSSH,
+        serialization.NoEncryption(),
+    )
+    public = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
+    return private.decode(), public.decode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,28 +128,6 @@ class PodJob:
     def labels(self) -> dict[str, str]:
         """The labels of all that belongs to it."""
         return {"app.kubernetes.io/managed-by": "hvdtrain", JOB_LABEL: self.name}
-
-
-def plural(kind: str) -> str:
-    """The resource of a kind, as paths and rights name it."""
-    return f"{kind.lower()}s"
-
-
-def resource_of(one: Object) -> tuple[str, str]:
-    """The resource that an object is one of, and its API group; empty for the core's."""
-    group, _, _ = one["apiVersion"].rpartition("/")
-    return plural(one["kind"]), group
-
-
-def launcher_host(name: str) -> str:
-    """The hostname of a job's launcher, and the Service by which others know it."""
-    return f"{name}-launcher"
-
-
-def worker_addresses(name: str, workers: int) -> dict[str, str]:
-    """The names by which workers are reached, by the names of their pods."""
-    pods = [f"{name}-worker-{number}" for number in range(workers)]
-    return {pod: f"{pod}.{name}" for pod in pods}
 
 
 def hostfile_text(job: PodJob) -> str:
@@ -188,11 +200,11 @@ def _launcher_job(job: PodJob) -> Object:
 def _workers(job: PodJob) -> Object:
     pod = _worker_pod(job)
     container = container_of(pod)
-    container["command"] = [job.pods.python, "-P", "-m", f"{POD_MODULES}.worker"]
+    container["command"] = [job.pods.python, "-P", "-m", "hvdtrain.pods.worker"]
     container["ports"] = [{"name": "ssh", "containerPort": SSH_PORT}]
     container["readinessProbe"] = {"tcpSocket": {"port": "ssh"}, "periodSeconds": 2}
     # A pod that is to end does so once its ranks have saved what they have.
-    drain = {"command": [job.pods.python, "-P", "-m", f"{POD_MODULES}.drain"]}
+    drain = {"command": [job.pods.python, "-P", "-m", "hvdtrain.pods.worker", "drain"]}
     container["lifecycle"] = {**(container.get("lifecycle") or {}), "preStop": {"exec": drain}}
     _wire(pod, job)
     return _object(
@@ -294,7 +306,7 @@ def _selector(job: PodJob, role: str) -> dict[str, str]:
 def _launcher_pod(job: PodJob) -> Object:
     """The pod that runs ``hvdtrain run``; it takes no part in the training."""
     run = ["run", "-np", str(job.ranks), "--hostfile", f"{FOLDER}/hostfile", *job.options]
-    words = [f"{POD_MODULES}.launcher", job.name, "--", *run, "--", *job.program]
+    words = ["hvdtrain.pods.launcher", job.name, "--", *run, "--", *job.program]
     pod = _pod(job, "launcher")
     # Whatever it is started again for, a new pod does it, and the log of this one is kept.
     pod["spec"]["restartPolicy"] = "Never"

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,24 +16,32 @@ import yaml
 from hvdtrain.errors import ConfigurationError, HvdtrainError, JobError
 from hvdtrain.jobs.backend import JobRequest, QueueState
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi, SilentClusterError
-from hvdtrain.jobs.kubernetes.manifests import Object, PodJob, container_of, job_objects
+from hvdtrain.jobs.kubernetes.manifests import PodJob, container_of, job_objects, make_keys
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, read_pod_options
-from hvdtrain.jobs.kubernetes.pod_states import (
-    ALL_GONE,
-    launchers_of,
-    seen_state,
-    state_of,
-    workers_of,
-)
-from hvdtrain.jobs.kubernetes.ssh_keys import make_keys
 from hvdtrain.jobs.spec import JobSpec, asked_for, is_secret
-from hvdtrain.jobs.state import GONE, NO_ANSWER
+from hvdtrain.jobs.state import GOES_ON, GONE, NO_ANSWER, JobState
+from hvdtrain.pods.cluster_api import ClusterApi, SilentClusterError
+from hvdtrain.pods.names import STOP, Object
+from hvdtrain.pods.pod_states import find_condition, launchers_of, trouble_of, workers_of
 
-__all__ = ["PodBackend", "as_yaml", "object_name", "objects_of", "pod_job"]
+__all__ = [
+    "PodBackend",
+    "as_yaml",
+    "object_name",
+    "objects_of",
+    "pod_job",
+    "seen_state",
+    "state_of",
+]
 
 # A StatefulSet's pods have a label with its name, a hyphen and a hash, of at most 63 letters.
 _MOST_LETTERS = 45
+_MOST_TOLD = 3
+NO_VOLUME = "no volume has its folder"
+ALL_GONE = (
+    f"its pods are gone, and with them its log and its history: {NO_VOLUME}. Submit jobs with "
+    "--volume CLAIM:/PATH and a --jobs-dir below that path to keep them."
+)
 # For so long a cluster that has not answered is not asked how jobs are.
 SILENT_S = 30.0
 _NAMES_HOSTS = ("-H", "--hosts", "-hostfile", "--hostfile")
@@ -217,6 +226,67 @@ class PodBackend:
         except SilentClusterError:
             self._silent_until[key] = time.monotonic() + SILENT_S
             raise
+
+
+def state_of(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
+    """The state of a job by its pods, as ``status_of`` takes it, and the reason for it.
+
+    Args:
+        job: The Job.
+        pods: Its pods.
+    """
+    phases = [pod["status"].get("phase") for pod in launchers_of(pods)]
+    troubles = [(pod["metadata"]["name"], trouble_of(pod["status"])) for pod in pods]
+    why = "; ".join([f"{name}: {trouble}" for name, trouble in troubles if trouble][:_MOST_TOLD])
+    about = job.get("metadata") or {}
+    # The cluster itself finds that out some time after its last launcher has ended.
+    is_stopped = bool(STOP in (about.get("annotations") or {}) or about.get("deletionTimestamp"))
+    has_failed = find_condition(job.get("status"), "Failed", "True") is not None
+    if "Running" in phases:
+        return ("RUNNING" if is_stopped else GOES_ON), why
+    if "Pending" in phases or not (phases or is_stopped or has_failed):
+        return "PENDING", why
+    if "Succeeded" in phases:
+        return "COMPLETED", why
+    if is_stopped:
+        return "CANCELLED", why
+    # Unless the cluster has given up, another launcher is to come.
+    return ("FAILED" if has_failed else "REQUEUED"), why
+
+
+def seen_state(word: str, why: str, pods: Sequence[Object]) -> JobState | None:
+    """Return the state of a job whose folder its pods don't see; None if it waits for its pods.
+
+    Args:
+        word: Its state by its cluster, as ``state_of`` returns it, or ``GONE``.
+        why: The reason.
+        pods: Its pods.
+    """
+    if word in ("PENDING", "REQUEUED"):
+        return None
+    if word in (GOES_ON, "RUNNING"):
+        ready = [find_condition(pod["status"], "Ready", "True") for pod in workers_of(pods)]
+        if not ready or not all(ready):
+            return JobState(phase="queued")
+        return JobState(phase="running", verdict=f"{NO_VOLUME}; hvdtrain logs reads its pods' log")
+    if word == GONE:
+        return JobState(phase="ended", since_s=time.time(), cause="lost", verdict=ALL_GONE)
+    return JobState(
+        phase="ended",
+        since_s=_ended_s(pods),
+        code=0 if word == "COMPLETED" else None,
+        cause={"COMPLETED": "done", "CANCELLED": "ordered"}.get(word, "failed"),
+        verdict=why,
+    )
+
+
+def _ended_s(pods: Sequence[Object]) -> float:
+    """When the last launcher ended, in seconds since 1970; now if that is not known."""
+    for pod in reversed(launchers_of(pods)):
+        for container in pod["status"].get("containerStatuses") or ():
+            if at := ((container.get("state") or {}).get("terminated") or {}).get("finishedAt"):
+                return datetime.fromisoformat(at).timestamp()
+    return time.time()
 
 
 def _is_shared(folder: Path, pods: PodOptions) -> bool:

@@ -9,10 +9,9 @@ import pytest
 import yaml
 
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.jobs.kubernetes.manifests import PodJob, job_objects
+from hvdtrain.jobs.kubernetes.manifests import PodJob, job_objects, make_keys
 from hvdtrain.jobs.kubernetes.pod_backend import as_yaml, object_name, objects_of, pod_job
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, Toleration, Volume
-from hvdtrain.jobs.kubernetes.ssh_keys import make_keys
 from hvdtrain.jobs.spec import Backend, JobSpec
 from tests.harness.required import do_without
 

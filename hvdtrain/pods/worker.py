@@ -1,4 +1,7 @@
-"""Runs in a worker's pod: sshd, for the launcher of this job alone, as whoever the pod runs as.
+"""Programs of a worker's pod: sshd, for the launcher of this job alone, as the pod's user.
+
+    python -m hvdtrain.pods.worker          becomes sshd
+    python -m hvdtrain.pods.worker drain    waits until no ranks are left, before the pod ends
 
 What ranks are started with by ssh is not what the container has in its environment: sshd gives it
 to them, as an image says there where its libraries are.
@@ -9,12 +12,18 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdtrain.jobs.kubernetes.manifests import KEYS_FOLDER, SSH_PORT
+import psutil
 
-__all__ = ["main", "sshd_config"]
+from hvdtrain.agent.messages import JOB
+from hvdtrain.pods.names import KEYS_FOLDER, SSH_PORT
+
+__all__ = ["drain", "has_ranks", "serve_ssh", "sshd_config"]
+
+POLL_S = 0.2
 
 FOLDER = Path("/tmp/hvdtrain-sshd")
 # Set by sshd for each session, or of this process alone.
@@ -62,7 +71,7 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-def main() -> None:
+def serve_ssh() -> None:
     """Become sshd."""
     sshd = shutil.which("sshd", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
     if sshd is None:
@@ -85,5 +94,30 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
+def has_ranks() -> bool:
+    """Whether processes of a job run here: those that a launcher has given its word."""
+    for process in psutil.process_iter():
+        try:
+            if JOB in process.environ():
+                return True
+        except psutil.Error:
+            # It has ended, or it is another user's.
+            continue
+    return False
+
+
+def drain() -> None:
+    """Wait until no ranks are left.
+
+    The launcher sees that the pod is to end, and lets all ranks save a checkpoint. Kubernetes ends
+    the pod after its grace period in any case.
+    """
+    while has_ranks():
+        time.sleep(POLL_S)
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["drain"]:
+        drain()
+    else:
+        serve_ssh()

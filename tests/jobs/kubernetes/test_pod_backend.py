@@ -1,17 +1,22 @@
+"""The state of a job by its pods, and a cluster that does not answer."""
+
 from __future__ import annotations
 
+import dataclasses
+import json
+import socket
+import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hvdtrain.jobs.kubernetes.pod_states import (
-    ending_launchers,
-    hosts_of,
-    seen_state,
-    state_of,
-)
-from hvdtrain.jobs.state import GOES_ON, GONE
+from hvdtrain.errors import JobError
+from hvdtrain.jobs.kubernetes.pod_backend import PodBackend, seen_state, state_of
+from hvdtrain.jobs.spec import Backend, JobSpec
+from hvdtrain.jobs.state import GOES_ON, GONE, NO_ANSWER
+from hvdtrain.pods import cluster_api
 
 
 def _pod(role: str = "launcher", **status: Any) -> dict[str, Any]:
@@ -140,53 +145,50 @@ def test_a_job_without_a_volume_ended_when_its_launcher_did() -> None:
     assert state.verdict == "launcher: its container ended: no"
 
 
-def test_launchers_that_are_told_to_end_may_still_have_ranks() -> None:
-    ends = "2026-11-27T11:07:23Z"
-    ends_s = datetime(2026, 11, 27, 11, 7, 23, tzinfo=UTC).timestamp()
-    old, gone, new = (_pod(phase=phase) for phase in ("Running", "Failed", "Running"))
-    for pod in (old, gone):
-        pod["metadata"]["deletionTimestamp"] = ends
-    old["metadata"]["name"] = "old"
-    pods = [old, gone, new, _worker("w", is_deleted=True, phase="Running")]
-    assert ending_launchers(pods, ends_s - 100) == ["old"]
-    assert ending_launchers(pods, ends_s + 1) == ["old"]
-    # Its node does not answer: nobody could ever say that it has ended.
-    assert ending_launchers(pods, ends_s + 60) == []
+def test_a_cluster_that_says_nothing_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("kubernetes")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = {"server": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "silent", "cluster": server}],
+            "users": [{"name": "me", "user": {"token": "x"}}],
+            "contexts": [{"name": "here", "context": {"cluster": "silent", "user": "me"}}],
+            "current-context": "here",
+        }
+        (path := tmp_path / "config").write_text(json.dumps(config))
+        default = "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION"
+        monkeypatch.setattr(default, str(path))
+        monkeypatch.setattr(cluster_api, "TIMEOUT_S", 0.2)
+        begun = time.monotonic()
+        with pytest.raises(JobError, match="the cluster does not answer"):
+            cluster_api.ClusterApi.of_context("", "").job("train")
+        assert time.monotonic() - begun < 10
+        # Of many jobs it is asked once.
+        spec = JobSpec(
+            options=(),
+            program=("a",),
+            folder="/",
+            backend=Backend("kubernetes", ("--image=i",)),
+        )
+        silent.settimeout(0.1)
+        while _takes(silent):
+            pass
+        unreadable = dataclasses.replace(spec, backend=Backend("kubernetes", ("--colour=red",)))
+        ((_, word, why, _),) = PodBackend().describe({Path("/jobs/a"): unreadable}).values()
+        assert (word, "is no option" in why) == (NO_ANSWER, True)
+        answers = PodBackend().describe({Path(f"/jobs/{number}"): spec for number in range(5)})
+        assert {answer.word for answer in answers.values()} == {NO_ANSWER}
+        assert [_takes(silent) for _ in range(2)] == [True, False]
 
 
-def _worker(name: str, *, is_deleted: bool = False, **status: Any) -> dict[str, Any]:
-    metadata = {"name": name, "uid": f"uid-{name}", "labels": {"hvdtrain/role": "worker"}}
-    if is_deleted:
-        metadata["deletionTimestamp"] = "2026-11-27T11:07:23Z"
-    return {"metadata": metadata, "status": status}
-
-
-def test_workers_are_hosts() -> None:
-    ready = [{"type": "Ready", "status": "True"}]
-    disrupted = {
-        "type": "DisruptionTarget",
-        "status": "True",
-        "reason": "PreemptionByScheduler",
-        "message": "for a pod of higher priority",
-    }
-    pods = [
-        _worker("there", phase="Running", conditions=ready),
-        _worker("starts", phase="Running", conditions=[{"type": "Ready", "status": "False"}]),
-        _worker("deleted", is_deleted=True, phase="Running", conditions=ready),
-        _worker("moved", is_deleted=True, phase="Running", conditions=[*ready, disrupted]),
-        _worker("gone", is_deleted=True, phase="Pending"),
-        _worker("evicted", phase="Failed", reason="Evicted", message="low on memory"),
-    ]
-    names = [pod["metadata"]["name"] for pod in pods] + ["absent"]
-    hosts = hosts_of([_pod(phase="Running"), *pods], {name: f"{name}.a" for name in names}, slots=2)
-    assert [host.name for host in hosts] == [f"{name}.a" for name in names]
-    assert {host.name.partition(".")[0]: (host.state, host.why) for host in hosts} == {
-        "there": ("there", ""),
-        "starts": ("missing", "its pod starts"),
-        "deleted": ("going", "its pod is deleted"),
-        "moved": ("going", "PreemptionByScheduler: for a pod of higher priority"),
-        "gone": ("missing", "its pod is deleted"),
-        "evicted": ("missing", "Evicted: low on memory"),
-        "absent": ("missing", "its pod is to come"),
-    }
-    assert (hosts[0].slots, hosts[0].generation) == (2, "uid-there")
+def _takes(server: socket.socket) -> bool:
+    """Whether somebody has connected."""
+    try:
+        server.accept()[0].close()
+    except TimeoutError:
+        return False
+    return True

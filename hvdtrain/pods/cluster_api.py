@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.kubernetes.manifests import JOB_LABEL, STOP, Object, plural, resource_of
+from hvdtrain.pods.names import JOB_LABEL, STOP, Object, plural, resource_of
 
 __all__ = ["ClusterApi", "RefusedError", "SilentClusterError", "persist"]
 

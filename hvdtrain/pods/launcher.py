@@ -1,6 +1,6 @@
 """Runs in the launcher's pod: waits for the workers, runs ``hvdtrain run``, and frees the workers.
 
-    python -m hvdtrain.jobs.kubernetes.launcher NAME -- run -np 8 --hostfile FILE -- program ...
+    python -m hvdtrain.pods.launcher NAME -- run -np 8 --hostfile FILE -- program ...
 
 Kubernetes starts the pod again where it is lost, and the job goes on from its checkpoint then. A
 job that has failed is not started again.
@@ -12,28 +12,22 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.cluster.hosts import parse_hostfile
 from hvdtrain.cluster.managed_hosts import MANAGED_HOSTS
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder
-from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi, persist
-from hvdtrain.jobs.kubernetes.manifests import (
-    FOLDER,
-    KEYS_FOLDER,
-    SSH_FOLDER,
-    SSH_PORT,
-    launcher_host,
-)
-from hvdtrain.jobs.kubernetes.run_child import RunChild
-from hvdtrain.jobs.kubernetes.worker_watch import WorkerWatch
+from hvdtrain.pods.cluster_api import ClusterApi, persist
+from hvdtrain.pods.names import FOLDER, KEYS_FOLDER, SSH_FOLDER, SSH_PORT, launcher_host
+from hvdtrain.pods.worker_watch import WorkerWatch
 
-__all__ = ["await_own_name", "await_workers", "free_workers", "main"]
+__all__ = ["RunChild", "await_own_name", "await_workers", "free_workers", "main"]
 
 POLL_S = 0.5
 # How often it is said for whom it waits, where that does not change.
@@ -43,6 +37,48 @@ _CONNECT_TIMEOUT_S = 2.0
 START_PATIENCE_S = 120.0
 FREE_PATIENCE_S = 3600.0
 _HOSTS = Path("/tmp/hvdtrain-hosts.json")
+
+
+class RunChild:
+    """One run of it; made and used on the main thread, but for ``stop``.
+
+    A pod that is told to end has some time left: ranks save what they have then. Where it is told
+    once more they end at once.
+    """
+
+    def __init__(self) -> None:
+        self._ordered: list[int] = []
+        self._child: subprocess.Popen[bytes] | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._pass_on)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the pod was told to end."""
+        return bool(self._ordered)
+
+    def run(self, words: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Run ``hvdtrain`` with those arguments; returns its exit code as a shell has it."""
+        argv = [sys.executable, "-P", "-m", "hvdtrain", *words]
+        self._child = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
+        if self._ordered:
+            # It came before there was anybody to hand it on to.
+            self.stop(save=False)
+        code = self._child.wait()
+        return 128 - code if code < 0 else code
+
+    def stop(self, *, save: bool) -> None:
+        """Have it end; from any thread."""
+        if self._child is None:
+            self._ordered.append(signal.SIGTERM)
+        else:
+            self._child.send_signal(signal.SIGUSR1 if save else signal.SIGTERM)
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        is_first = not self._ordered
+        self._ordered.append(number)
+        if self._child is not None:
+            self.stop(save=is_first)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -70,8 +106,6 @@ def main(arguments: Sequence[str]) -> int:
         free_workers(
             name, has_failed=code != 0, give_up=lambda: child.is_ordered and not was_stopped
         )
-    if was_stopped and code is None and (folder := os.environ.get(JOB_FOLDER)):
-        _say_it_is_stopped(JobFolder(Path(folder)))
     return 128 + signal.SIGTERM if code is None else code
 
 
@@ -97,14 +131,6 @@ def free_workers(name: str, *, has_failed: bool, give_up: Callable[[], bool]) ->
             file=sys.stderr,
             flush=True,
         )
-
-
-def _say_it_is_stopped(job: JobFolder) -> None:
-    """Say so where the launcher that was to stop could not: its pod was lost."""
-    state = job.state()
-    if state is None or state.phase != "ended":
-        with contextlib.suppress(OSError):
-            job.cancel()
 
 
 def _watch(name: str, slots: int, child: RunChild) -> WorkerWatch | None:

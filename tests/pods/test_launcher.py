@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.jobs.kubernetes import cluster_api, launcher
-from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi
-from hvdtrain.jobs.kubernetes.launcher import await_own_name, await_workers, free_workers
+from hvdtrain.pods import cluster_api, launcher
+from hvdtrain.pods.cluster_api import ClusterApi
+from hvdtrain.pods.launcher import await_own_name, await_workers, free_workers
 
 
 def test_workers_are_waited_for_until_they_answer(

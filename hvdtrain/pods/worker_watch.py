@@ -10,9 +10,9 @@ from pathlib import Path
 
 from hvdtrain.cluster.managed_hosts import ManagedHost, managed_hosts_text
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.kubernetes.cluster_api import ClusterApi
-from hvdtrain.jobs.kubernetes.manifests import STOP, worker_addresses
-from hvdtrain.jobs.kubernetes.pod_states import ending_launchers, hosts_of
+from hvdtrain.pods.cluster_api import ClusterApi
+from hvdtrain.pods.names import STOP, worker_addresses
+from hvdtrain.pods.pod_states import ending_launchers, hosts_of
 
 __all__ = ["WorkerWatch"]
 

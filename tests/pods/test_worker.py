@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.jobs.kubernetes.worker import sshd_config
+from hvdtrain.pods.worker import sshd_config
 from tests.harness.required import do_without
 from tests.testbed.requirements import find_command
 

@@ -1,25 +1,20 @@
-"""What a cluster says of a job: one word for its state, and the reason; pure functions."""
+"""The pods of a job as its cluster describes them; pure functions."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.cluster.managed_hosts import HostState, ManagedHost
-from hvdtrain.jobs.kubernetes.manifests import ROLE_LABEL, STOP, Object
-from hvdtrain.jobs.state import GOES_ON, GONE, JobState
+from hvdtrain.pods.names import ROLE_LABEL, Object
 
 __all__ = [
-    "ALL_GONE",
     "ending_launchers",
     "find_condition",
     "hosts_of",
     "launchers_of",
-    "seen_state",
-    "state_of",
-    "troubles_of",
+    "trouble_of",
     "workers_of",
 ]
 
@@ -33,74 +28,8 @@ _CANT_START = {
     "RunContainerError": "its container can't be started",
     "CrashLoopBackOff": "its container ends again and again",
 }
-_MOST_TOLD = 3
-NO_VOLUME = "no volume has its folder"
-ALL_GONE = (
-    f"its pods are gone, and with them its log and its history: {NO_VOLUME}. Submit jobs with "
-    "--volume CLAIM:/PATH and a --jobs-dir below that path to keep them."
-)
 # How much longer than its grace period a pod may take to end.
 _LATE_S = 30.0
-
-
-def state_of(job: Object, pods: Sequence[Object]) -> tuple[str, str]:
-    """The state of a job by its pods, as ``status_of`` takes it, and the reason for it.
-
-    Args:
-        job: The Job.
-        pods: Its pods.
-    """
-    phases = [pod["status"].get("phase") for pod in launchers_of(pods)]
-    why = "; ".join([*troubles_of(pods)][:_MOST_TOLD])
-    about = job.get("metadata") or {}
-    # The cluster itself finds that out some time after its last launcher has ended.
-    is_stopped = bool(STOP in (about.get("annotations") or {}) or about.get("deletionTimestamp"))
-    has_failed = find_condition(job.get("status"), "Failed", "True") is not None
-    if "Running" in phases:
-        return ("RUNNING" if is_stopped else GOES_ON), why
-    if "Pending" in phases or not (phases or is_stopped or has_failed):
-        return "PENDING", why
-    if "Succeeded" in phases:
-        return "COMPLETED", why
-    if is_stopped:
-        return "CANCELLED", why
-    # Unless the cluster has given up, another launcher is to come.
-    return ("FAILED" if has_failed else "REQUEUED"), why
-
-
-def seen_state(word: str, why: str, pods: Sequence[Object]) -> JobState | None:
-    """Return the state of a job whose folder its pods don't see; None if it waits for its pods.
-
-    Args:
-        word: Its state by its cluster, as ``state_of`` returns it, or ``GONE``.
-        why: The reason.
-        pods: Its pods.
-    """
-    if word in ("PENDING", "REQUEUED"):
-        return None
-    if word in (GOES_ON, "RUNNING"):
-        ready = [find_condition(pod["status"], "Ready", "True") for pod in workers_of(pods)]
-        if not ready or not all(ready):
-            return JobState(phase="queued")
-        return JobState(phase="running", verdict=f"{NO_VOLUME}; hvdtrain logs reads its pods' log")
-    if word == GONE:
-        return JobState(phase="ended", since_s=time.time(), cause="lost", verdict=ALL_GONE)
-    return JobState(
-        phase="ended",
-        since_s=_ended_s(pods),
-        code=0 if word == "COMPLETED" else None,
-        cause={"COMPLETED": "done", "CANCELLED": "ordered"}.get(word, "failed"),
-        verdict=why,
-    )
-
-
-def _ended_s(pods: Sequence[Object]) -> float:
-    """When the last launcher ended, in seconds since 1970; now if that is not known."""
-    for pod in reversed(launchers_of(pods)):
-        for container in pod["status"].get("containerStatuses") or ():
-            if at := ((container.get("state") or {}).get("terminated") or {}).get("finishedAt"):
-                return datetime.fromisoformat(at).timestamp()
-    return time.time()
 
 
 def launchers_of(pods: Sequence[Object]) -> list[Object]:
@@ -153,7 +82,7 @@ def _host(pod: Object | None, address: str, *, slots: int) -> ManagedHost:
     status = pod["status"]
     is_ready = find_condition(status, "Ready", "True") is not None
     state: HostState = "there" if is_ready else "missing"
-    why = "" if is_ready else _trouble(status) or "its pod starts"
+    why = "" if is_ready else trouble_of(status) or "its pod starts"
     if pod["metadata"].get("deletionTimestamp"):
         # Its ranks may save what they have, where it is not just a name any more.
         runs = status.get("phase") == "Running"
@@ -177,15 +106,8 @@ def find_condition(status: Object | None, kind: str, word: str) -> Object | None
     return None
 
 
-def troubles_of(pods: Sequence[Object]) -> Iterator[str]:
-    """What keeps pods from running, or has ended them, in Kubernetes' own words."""
-    for pod in pods:
-        name, status = pod["metadata"]["name"], pod["status"]
-        if why := _trouble(status):
-            yield f"{name}: {why}"
-
-
-def _trouble(status: Object) -> str:
+def trouble_of(status: Object) -> str:
+    """Return what keeps a pod from running, or has ended it, in Kubernetes' words; or nothing."""
     if status.get("phase") == "Failed" and status.get("reason"):
         # Evicted, or its node is gone.
         return f"{status['reason']}: {status.get('message', '')}".rstrip(": ")

@@ -1,0 +1,54 @@
+"""Names that the client and the programs in a job's pods share; pure functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "FOLDER",
+    "JOB_LABEL",
+    "KEYS_FOLDER",
+    "ROLE_LABEL",
+    "SSH_FOLDER",
+    "SSH_PORT",
+    "STOP",
+    "Object",
+    "launcher_host",
+    "plural",
+    "resource_of",
+    "worker_addresses",
+]
+
+JOB_LABEL = "hvdtrain/job"
+ROLE_LABEL = "hvdtrain/role"
+# An annotation of a running Job: stop "now", or once the ranks have saved a checkpoint ("save").
+STOP = "hvdtrain/stop"
+SSH_PORT = 2222
+# Where pods find the hostfile and the keys, and where the launcher keeps its own copy of its key.
+FOLDER = "/etc/hvdtrain"
+KEYS_FOLDER = "/etc/hvdtrain-keys"
+SSH_FOLDER = "/tmp/hvdtrain-ssh"
+
+Object = dict[str, Any]
+
+
+def plural(kind: str) -> str:
+    """Return the resource of a kind, as paths and rights name it."""
+    return f"{kind.lower()}s"
+
+
+def resource_of(one: Object) -> tuple[str, str]:
+    """Return the resource of an object, and its API group; empty for the core group."""
+    group, _, _ = one["apiVersion"].rpartition("/")
+    return plural(one["kind"]), group
+
+
+def launcher_host(name: str) -> str:
+    """Return the hostname of a job's launcher, and the name of its Service."""
+    return f"{name}-launcher"
+
+
+def worker_addresses(name: str, workers: int) -> dict[str, str]:
+    """Return the hostnames of workers by the names of their pods."""
+    pods = [f"{name}-worker-{number}" for number in range(workers)]
+    return {pod: f"{pod}.{name}" for pod in pods}
