@@ -60,13 +60,13 @@ def _began(job: JobFolder) -> float:
 
 def _row(view: JobView, now: float) -> tuple[str, ...]:
     ends = now if view.ended_s is None else view.ended_s
-    program = command_line(view.program)
+    program = command_line(view.spec.program)
     short = program if len(program) <= _LONGEST_PROGRAM else program[: _LONGEST_PROGRAM - 3] + "..."
     return (
         view.name,
         view.status,
-        str(view.ranks or "-"),
-        "-" if view.step is None else str(view.step),
+        str(view.state.ranks or "-"),
+        "-" if view.state.step is None else str(view.state.step),
         f"{span(now - view.created_s)} ago",
         span(ends - view.created_s),
         short,

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hvdtrain.cluster.ranges import format_table, listing, span
-from hvdtrain.errors import JobError
 from hvdtrain.jobs.files import last_json_line, read_json_lines
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import JobView, command_line, left_s, view_job
@@ -48,43 +47,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe(job: JobFolder, view: JobView) -> Iterator[str]:
-    now = last_json_line(job.metrics)
+    now, spec, state = last_json_line(job.metrics), view.spec, view.state
     ends = time.time() if view.ended_s is None else view.ended_s
-    code = "" if view.code is None else f", exit code {view.code}"
+    code = "" if state.code is None else f", exit code {state.code}"
+    versions = [f"{name} {version}" for name, version in spec.versions.items()]
+    of = "" if state.total_steps is None else f" of {state.total_steps}"
     facts = {
         "job": view.name,
         "state": f"{view.status}{code}, after {span(ends - view.created_s)}",
-        "program": command_line(view.program),
-        "options": command_line(view.options),
-        "in": view.folder,
-        "versions": _versions(job, view),
-        "ranks": f"{view.ranks} on {listing(view.hosts, 'hosts')}" if view.ranks else "",
-        "step": "" if view.step is None else _step(view),
+        "program": command_line(spec.program),
+        "options": command_line(spec.options),
+        "in": spec.folder,
+        "versions": ", ".join(
+            filter(None, [spec.version and f"hvdtrain {spec.version}", *versions, state.mpi])
+        ),
+        "ranks": f"{state.ranks} on {listing(state.hosts, 'hosts')}" if state.ranks else "",
+        "step": "" if state.step is None else f"{state.step}{of} (epoch {(state.epoch or 0) + 1})",
         "left": "" if (left := left_s(job, view)) is None else f"about {span(left)}",
         "loss": "" if (loss := now.get("loss")) is None else f"{loss:.4g}",
         "slowest": _slowest(now),
-        "checkpoint": "" if view.saved is None else f"of step {view.saved}",
-        "attempts": str(view.attempt) if view.attempt > 1 else "",
+        "checkpoint": "" if state.saved is None else f"of step {state.saved}",
+        "attempts": str(state.attempt) if state.attempt > 1 else "",
         "folder": str(job.path),
         "why": view.verdict.replace("\n", "\n            "),
     }
     yield from (f"{name:<11} {text}" for name, text in facts.items() if text)
-
-
-def _versions(job: JobFolder, view: JobView) -> str:
-    try:
-        spec = job.spec()
-    except JobError:
-        return ""
-    named = [f"{name} {version}" for name, version in spec.versions.items()]
-    return ", ".join(
-        text for text in (spec.version and f"hvdtrain {spec.version}", *named, view.mpi) if text
-    )
-
-
-def _step(view: JobView) -> str:
-    of = "" if view.total_steps is None else f" of {view.total_steps}"
-    return f"{view.step}{of} (epoch {(view.epoch or 0) + 1})"
 
 
 def _slowest(now: Mapping[str, Any]) -> str:

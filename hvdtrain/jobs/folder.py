@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.files import write_json
-from hvdtrain.jobs.process_identity import is_alive
 from hvdtrain.jobs.spec import JobSpec, spec_from_json
-from hvdtrain.jobs.state import JobState, Status, state_from_json, status_of
+from hvdtrain.jobs.state import JobState, Status, is_alive, state_from_json, status_of
 
 __all__ = [
     "HEARTBEAT_S",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,19 @@ from hvdtrain.jobs.backends import queue_of
 from hvdtrain.jobs.files import newest_json_lines
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.metrics import steps_per_s
-from hvdtrain.jobs.spec import BackendKind, JobSpec
+from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import NO_ANSWER, JobState, Status, status_of
 
 __all__ = ["JobView", "command_line", "left_s", "view_job", "view_jobs"]
 
-# What a view has as it stands in the files.
-_OF_SPEC = ("program", "options", "folder", "created_s", "slurm_job")
+# The fields of a specification and of a state that programs and pages get.
+_OF_SPEC = ("program", "options", "folder", "slurm_job")
 _OF_STATE = (
     *("attempt", "ranks", "hosts", "mpi"),
-    *("step", "epoch", "total_steps", "saved", "code", "verdict"),
+    *("step", "epoch", "total_steps", "saved", "code"),
 )
+_NO_SPEC = JobSpec(options=(), program=(), folder="")
+_NO_STATE = JobState(phase="queued")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,45 +37,21 @@ class JobView:
 
     Attributes:
         name: Its name.
-        status: What is true of it now.
-        program: The program that its ranks run; empty where that can't be read.
-        options: The options of ``hvdtrain run``.
-        folder: Its working directory.
-        created_s: When it was asked for, in seconds since 1970.
+        status: Its status.
+        spec: Its specification; an empty one if it can't be read.
+        state: Its newest state; that of a job without ranks if it can't be read.
+        created_s: When it was submitted, in seconds since 1970.
         ended_s: When it ended; None if it has not.
-        attempt: How often its ranks were started.
-        ranks: How many there are.
-        hosts: How many of them run on each host, in the order of their ranks.
-        mpi: What starts them; empty for not known.
-        step: Optimizer steps that are complete; None for none.
-        epoch: The epoch of the last step.
-        total_steps: The step with which its training ends; None where it does not say so.
-        saved: Step of the newest checkpoint.
-        code: The exit code, once it has ended.
-        verdict: What was said of its end.
-        slurm_job: The number of the Slurm job that it runs in; empty for none.
-        on: Who runs it: ``local``, ``slurm`` or ``kubernetes``.
+        verdict: Why it ended, waits, or is not known to run.
     """
 
     name: str
     status: Status
-    program: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-    folder: str = ""
+    spec: JobSpec = _NO_SPEC
+    state: JobState = _NO_STATE
     created_s: float = 0.0
     ended_s: float | None = None
-    attempt: int = 0
-    ranks: int = 0
-    hosts: Mapping[str, int] = field(default_factory=dict)
-    mpi: str = ""
-    step: int | None = None
-    epoch: int | None = None
-    total_steps: int | None = None
-    saved: int | None = None
-    code: int | None = None
     verdict: str = ""
-    slurm_job: str = ""
-    on: BackendKind = "local"
 
     @property
     def is_over(self) -> bool:
@@ -96,7 +74,13 @@ class JobView:
 
     def to_json(self) -> Mapping[str, Any]:
         """Return it for programs, as JSON can hold it."""
-        return asdict(self)
+        own = ("name", "status", "created_s", "ended_s", "verdict")
+        return {
+            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self.spec, name) for name in _OF_SPEC},
+            **{name: getattr(self.state, name) for name in _OF_STATE},
+            "on": self.spec.backend.kind,
+        }
 
 
 def view_job(job: JobFolder) -> JobView:
@@ -119,10 +103,11 @@ def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
 
 def left_s(job: JobFolder, view: JobView) -> float | None:
     """Return the seconds until a running job ends, at its current pace; None if unknown."""
-    if view.status != "running" or view.total_steps is None or view.step is None:
+    state = view.state
+    if view.status != "running" or state.total_steps is None or state.step is None:
         return None
     pace = steps_per_s(newest_json_lines(job.metrics))
-    return None if pace is None else max(0, view.total_steps - view.step) / pace
+    return None if pace is None else max(0, state.total_steps - state.step) / pace
 
 
 def _spec(job: JobFolder) -> JobSpec | None:
@@ -154,29 +139,33 @@ def _view(
                 job.write_state(state)
     else:
         status = job.status(state, answer.word if answer is not None else None)
-    known: dict[str, Any] = {"name": job.name, "status": status, "created_s": job.created_s()}
-    if spec is not None:
-        known |= {name: getattr(spec, name) for name in _OF_SPEC}
-        known["on"] = spec.backend.kind
+    created_s = job.created_s() if spec is None else spec.created_s
+    ended_s, verdict = None, "" if state is None else state.verdict
     if state is None:
-        known["verdict"] = (
+        verdict = (
             f"{job.path / 'state.json'} can't be read; if none of its processes is left, remove "
             "that folder."
         )
-    else:
-        known |= {name: getattr(state, name) for name in _OF_STATE}
-        if state.phase == "ended" and status != "queued":
-            known["ended_s"] = state.since_s
-        elif status in ("lost", "stopped"):
-            known |= {"ended_s": job.heard_s(), "verdict": _lost(job, answer)}
+    elif state.phase == "ended" and status != "queued":
+        ended_s = state.since_s
+    elif status in ("lost", "stopped"):
+        ended_s, verdict = job.heard_s(), _lost(job, answer)
     if answer is not None and status == "queued":
         waits = f"it waits for {answer.queue}: {answer.why}"
-        known["verdict"] = waits if answer.why not in ("", "None") else ""
+        verdict = waits if answer.why not in ("", "None") else ""
     if answer is not None and answer.word == NO_ANSWER:
-        known["verdict"] = (
+        verdict = (
             f"{answer.queue} does not answer, and the job has not been heard of; try again later."
         )
-    return JobView(**known)
+    return JobView(
+        name=job.name,
+        status=status,
+        spec=spec or _NO_SPEC,
+        state=state or _NO_STATE,
+        created_s=created_s,
+        ended_s=ended_s,
+        verdict=verdict,
+    )
 
 
 def _lost(job: JobFolder, answer: QueueState | None) -> str:

@@ -16,8 +16,8 @@ from hvdtrain.config import COLUMNS, LAUNCHER, REPORT_FD, Settings, variable_nam
 from hvdtrain.errors import ConfigurationError, JobError
 from hvdtrain.jobs.backend import JobRequest, QueueState
 from hvdtrain.jobs.folder import JOB_FOLDER, JobFolder
-from hvdtrain.jobs.process_identity import send_signal
 from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import send_signal
 
 __all__ = ["LocalQueue", "job_environment"]
 

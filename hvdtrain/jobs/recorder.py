@@ -22,8 +22,7 @@ from hvdtrain.jobs.files import append_json_line
 from hvdtrain.jobs.folder import HEARTBEAT_S, JobFolder
 from hvdtrain.jobs.log import LAUNCHER, LogLine, LogWriter
 from hvdtrain.jobs.metrics import RollUp
-from hvdtrain.jobs.process_identity import own_identity
-from hvdtrain.jobs.state import JobState
+from hvdtrain.jobs.state import JobState, own_identity
 
 __all__ = ["JobRecorder"]
 

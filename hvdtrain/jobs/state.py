@@ -1,14 +1,19 @@
-"""The state of a job, as its launcher wrote it, and the status that a reader makes of it."""
+"""The state of a job, which its launcher writes, and the status that a reader derives from it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import signal
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from hvdtrain.agent.process_tree import process_state, start_ticks
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.process_identity import ProcessIdentity
 
 __all__ = [
     "GOES_ON",
@@ -16,7 +21,12 @@ __all__ = [
     "NO_ANSWER",
     "JobState",
     "Phase",
+    "ProcessIdentity",
     "Status",
+    "host_identity",
+    "is_alive",
+    "own_identity",
+    "send_signal",
     "state_from_json",
     "status_of",
 ]
@@ -39,6 +49,8 @@ Status = Literal[
     "silent",  # its launcher, on another host, has not been heard of for long
     "unknown",  # what it wrote can't be read, or its queue does not answer
 ]
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
 _PHASES = ("queued", "running", "restarting", "ended")
 _WHOLE = ("attempt", "ranks")
 _WHOLE_OR_NONE = ("step", "epoch", "total_steps", "saved", "code")
@@ -62,6 +74,25 @@ _OF_CAUSES: Mapping[str, Status] = {
     "preempted": "preempted",
     "lost": "lost",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessIdentity:
+    """A process, distinguished from others that had or get its number.
+
+    Attributes:
+        host: Its hostname.
+        pid: Its process ID.
+        started_ticks: When it started, in clock ticks since boot; 0 if unknown.
+        boot_id: The host's boot ID; empty if unknown.
+        pid_namespace: Its PID namespace, as of a container; 0 if unknown.
+    """
+
+    host: str
+    pid: int
+    started_ticks: int = 0
+    boot_id: str = ""
+    pid_namespace: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,3 +206,67 @@ def _by_queue(word: str, *, taken_up: bool) -> Status:
 def _known(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
     names = {entry.name for entry in dataclasses.fields(kind)}
     return {name: value for name, value in dict(content).items() if name in names}
+
+
+def host_identity() -> str:
+    """Return a unique name of this host: other machines may have the same hostname."""
+    return f"{socket.gethostname().lower()}-{_boot_id()}"
+
+
+def own_identity() -> ProcessIdentity:
+    """Return the identity of this process."""
+    pid = os.getpid()
+    return ProcessIdentity(
+        host=socket.gethostname(),
+        pid=pid,
+        started_ticks=start_ticks(pid),
+        boot_id=_boot_id(),
+        pid_namespace=_pid_namespace(),
+    )
+
+
+def is_alive(process: ProcessIdentity) -> bool | None:
+    """Return whether a process runs; None if that can't be seen from here.
+
+    It can't on other hosts, after a reboot (as which another machine or container with the same
+    hostname appears), and in other PID namespaces.
+    """
+    if (process.host, process.boot_id) != (socket.gethostname(), _boot_id()):
+        return None
+    if process.pid_namespace not in (0, _pid_namespace()):
+        return None
+    # A process that has ended keeps its number until its parent reaps it.
+    there = process_state(process.pid) not in ("", "Z", "X")
+    return there and start_ticks(process.pid) == process.started_ticks
+
+
+def send_signal(process: ProcessIdentity, number: int) -> bool:
+    """Send a signal to a process, not to another one with its number; return whether it runs.
+
+    Raises:
+        PermissionError: It belongs to another user.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        handle = os.pidfd_open(process.pid)
+        try:
+            # From here on the handle can't mean another process.
+            if is_alive(process):
+                signal.pidfd_send_signal(handle, number)
+                return True
+        finally:
+            os.close(handle)
+    return False
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> int:
+    try:
+        return _PID_NAMESPACE.stat().st_ino
+    except OSError:
+        return 0

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hvdtrain.cluster.cores import available_cores
 from hvdtrain.cluster.hosts import Host
-from hvdtrain.jobs.process_identity import host_identity
 from hvdtrain.jobs.slots import Turn
+from hvdtrain.jobs.state import host_identity
 from hvdtrain.remote.own_addresses import is_this_host
 
 __all__ = ["await_turn", "gpu_variables", "slots_of"]

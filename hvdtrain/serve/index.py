@@ -130,8 +130,8 @@ class JobIndex:
         if view.is_over or queues:
             return not view.is_over
         # The cluster is asked about jobs whose folder is on no volume.
-        is_read_here = view.on != "kubernetes"
-        return is_read_here and (not view.slurm_job or view.status == "running")
+        is_read_here = view.spec.backend.kind != "kubernetes"
+        return is_read_here and (not view.spec.slurm_job or view.status == "running")
 
     def _scan(self) -> dict[str, int]:
         try:
@@ -170,5 +170,5 @@ def matching(views: Sequence[JobView], text: str, status: str) -> list[JobView]:
         view
         for view in views
         if (not status or view.status == status)
-        and (not text or text in view.name.lower() or text in " ".join(view.program).lower())
+        and (not text or text in view.name.lower() or text in " ".join(view.spec.program).lower())
     ]

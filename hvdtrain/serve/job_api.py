@@ -106,7 +106,7 @@ class JobApi:
                 "events": list(read_json_lines(job.events)),
                 "log_end": log_end(job.log),
                 "path": str(job.path),
-                "environment": _environment(job),
+                "environment": _environment(view.spec),
             }
         )
 
@@ -282,12 +282,8 @@ def entry_to_json(entry: LogEntry) -> list[Any]:
     return [entry.begin, entry.end, line.time_s, line.rank, line.stream, text]
 
 
-def _environment(job: JobFolder) -> Mapping[str, Any]:
-    """Return the versions and variables that a job runs with; what can't be read is left out."""
-    try:
-        spec = job.spec()
-    except JobError:
-        return {"versions": {}, "variables": {}}
+def _environment(spec: JobSpec) -> Mapping[str, Any]:
+    """Return the versions and variables that a job runs with."""
     # Values of secrets were never written.
     own = {"hvdtrain": spec.version} if spec.version else {}
     return {"versions": {**own, **spec.versions}, "variables": dict(spec.variables)}

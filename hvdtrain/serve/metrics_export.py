@@ -66,8 +66,8 @@ class _Jobs:
             for name, (field, text) in _MEASURED.items()
         }
         for view in running:
-            ranks.add_metric([view.name], view.ranks)
-            attempts.add_metric([view.name], view.attempt)
+            ranks.add_metric([view.name], view.state.ranks)
+            attempts.add_metric([view.name], view.state.attempt)
             folder = self._index.folder(view.name)
             now = last_json_line(folder.metrics) if folder is not None else {}
             for field, family in families.items():

@@ -7,9 +7,8 @@ import pytest
 from hvdtrain.cli import main
 from hvdtrain.jobs.files import append_json_line
 from hvdtrain.jobs.folder import create_job
-from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import JobState
+from hvdtrain.jobs.state import JobState, own_identity
 
 
 def test_what_is_left_and_what_it_runs_with_are_told(

@@ -19,9 +19,8 @@ from hvdtrain.jobs.folder import (
     find_job,
     jobs_directory,
 )
-from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import JobState
+from hvdtrain.jobs.state import JobState, own_identity
 from tests.harness.required import do_without
 
 WHERE = {
@@ -167,7 +166,7 @@ _IN_A_CONTAINER = """
 import sys
 from pathlib import Path
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.process_identity import own_identity
+from hvdtrain.jobs.state import own_identity
 from hvdtrain.jobs.state import JobState
 from tests.harness.required import do_without
 inside, outside = JobFolder(Path(sys.argv[1])), JobFolder(Path(sys.argv[2]))

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from hvdtrain.jobs.folder import JobFolder, create_job
 from hvdtrain.jobs.job_view import command_line, view_job
-from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import JobState
+from hvdtrain.jobs.state import JobState, own_identity
 
 
 def _job(tmp_path: Path) -> JobFolder:
@@ -20,11 +19,16 @@ def test_a_job_is_seen_as_it_is(tmp_path: Path) -> None:
     job.write_state(JobState(phase="running", launcher=own_identity(), step=3, ranks=2))
     view = view_job(job)
     assert (view.status, view.is_over) == ("running", False)
-    assert (view.program, view.folder, view.created_s) == (("a.py",), "/x", 100.0)
-    assert (view.step, view.ranks, view.ended_s) == (3, 2, None)
+    assert (view.spec.program, view.spec.folder, view.created_s) == (("a.py",), "/x", 100.0)
+    assert (view.state.step, view.state.ranks, view.ended_s) == (3, 2, None)
     job.write_state(JobState(phase="ended", code=1, cause="exception", since_s=120.0))
     view = view_job(job)
     assert (view.status, view.is_over, view.ended_s) == ("failed", True, 120.0)
+    assert set(view.to_json()) == {
+        *("name", "status", "created_s", "ended_s", "verdict", "on", "slurm_job"),
+        *("program", "options", "folder", "attempt", "ranks", "hosts", "mpi"),
+        *("step", "epoch", "total_steps", "saved", "code"),
+    }
 
 
 def test_a_job_whose_launcher_was_killed_is_lost_with_its_last_words(tmp_path: Path) -> None:
@@ -41,7 +45,7 @@ def test_a_job_whose_launcher_was_killed_is_lost_with_its_last_words(tmp_path: P
 
 def test_what_can_not_be_read_is_unknown(tmp_path: Path) -> None:
     view = view_job(JobFolder(tmp_path / "nothing"))
-    assert (view.name, view.status, view.program) == ("nothing", "unknown", ())
+    assert (view.name, view.status, view.spec.program) == ("nothing", "unknown", ())
     assert not view.is_over
     assert view.verdict.startswith(f"{tmp_path}/nothing/state.json can't be read; ")
     job = _job(tmp_path)

@@ -11,9 +11,8 @@ from hvdtrain.errors import ConfigurationError, JobError
 from hvdtrain.jobs.backend import JobRequest
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.local_queue import LocalQueue
-from hvdtrain.jobs.process_identity import ProcessIdentity
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import JobState
+from hvdtrain.jobs.state import JobState, ProcessIdentity
 
 
 def _spec(tmp_path: Path, *options: str, **fields: str) -> JobSpec:

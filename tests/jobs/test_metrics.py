@@ -9,9 +9,8 @@ from hvdtrain.jobs.files import append_json_line
 from hvdtrain.jobs.folder import JobFolder, create_job
 from hvdtrain.jobs.job_view import left_s, view_job
 from hvdtrain.jobs.metrics import RollUp, goodput, metrics_rows, spread, steps_per_s
-from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import JobState
+from hvdtrain.jobs.state import JobState, own_identity
 
 SECONDS = 3600
 

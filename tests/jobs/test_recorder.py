@@ -13,8 +13,8 @@ from hvdtrain.jobs import recorder as module
 from hvdtrain.jobs.files import read_json_lines
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.log import read_log
-from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.recorder import JobRecorder
+from hvdtrain.jobs.state import own_identity
 
 
 def _until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:

@@ -12,9 +12,8 @@ import pytest
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.backend import JobRequest
 from hvdtrain.jobs.folder import JobFolder, all_jobs, create_job
-from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import JobState
+from hvdtrain.jobs.state import JobState, own_identity
 from hvdtrain.jobs.submission import start_again, submit_job
 
 

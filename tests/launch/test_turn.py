@@ -48,5 +48,5 @@ def test_machines_that_share_a_folder_have_slots_of_their_own(
     timer.join(10)
     boot_id = tmp_path / "boot_id"
     boot_id.write_text("that of another machine")
-    monkeypatch.setattr("hvdtrain.jobs.process_identity._BOOT_ID", boot_id)
+    monkeypatch.setattr("hvdtrain.jobs.state._BOOT_ID", boot_id)
     assert wait("elsewhere", []) == {"localhost": [0]}

@@ -16,9 +16,8 @@ import pytest
 
 from hvdtrain.cli import main
 from hvdtrain.jobs.folder import JobFolder, create_job
-from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import JobState
+from hvdtrain.jobs.state import JobState, own_identity
 from tests.serve.server import Server
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from hvdtrain.jobs.folder import JobFolder, create_job
-from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import JobState
+from hvdtrain.jobs.state import JobState, own_identity
 from hvdtrain.serve.index import JobIndex, matching
 
 

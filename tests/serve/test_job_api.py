@@ -15,9 +15,8 @@ from starlette.testclient import TestClient
 from hvdtrain.jobs.files import append_json_line
 from hvdtrain.jobs.folder import JobFolder, create_job
 from hvdtrain.jobs.log import LogLine, LogWriter
-from hvdtrain.jobs.process_identity import own_identity
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import JobState
+from hvdtrain.jobs.state import JobState, own_identity
 from hvdtrain.serve import job_api
 from hvdtrain.serve.index import JobIndex
 from hvdtrain.serve.job_api import MOST_CHARACTERS, CurveCache
