@@ -15,8 +15,7 @@ from hvdtrain.cluster.rank_process import claim_rank, find_rank_process
 from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, host_id, read_topology
 from hvdtrain.collectives import Collectives, create
-from hvdtrain.config import LAUNCHER, Settings, read_settings
-from hvdtrain.config.agreement import check_in_common
+from hvdtrain.config import LAUNCHER, Settings, check_in_common, read_settings
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.log import LOGGER, show
 from hvdtrain.monitor import report

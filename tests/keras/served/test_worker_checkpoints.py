@@ -205,7 +205,9 @@ MOMENTS = program(
             steps = [epoch * 30 + place["epoch_step"] for epoch, place in places]
             iterations = [int(a) for key, a in found.model.items() if key.endswith("/iteration")]
             tell("moment", values=values.tolist(), steps=steps, iterations=iterations)
-            os.rename(f"runs/step-{found.step:08d}", f"read-{found.step}")
+            # The last step is saved again as the training ends.
+            newest = sorted(glob.glob(f"runs/step-{found.step:08d}*"))[-1]
+            os.rename(newest, newest.replace("runs/step", "read"))
 """
 )
 
