@@ -177,11 +177,6 @@ def test_others_do_not_read_them(family: Family) -> None:
         command(family, "[fd00::1]:2,node2")
 
 
-def test_hosts_keep_their_order() -> None:
-    argv = command("openmpi5", "zeus:1,apollo:2").argv
-    assert argv[argv.index("-H") + 1] == "zeus:1,apollo:2"
-
-
 def test_the_users_own_settings_stay() -> None:
     mine = {
         "OMPI_MCA_btl": "self,ofi",

@@ -26,13 +26,6 @@ from hvdtrain.launch.job_progress import (
     stuck,
 )
 
-
-def test_a_report_is_read() -> None:
-    message = {"kind": "report", "pid": 7, "step": 3, "epoch": 0, "phase": "training"}
-    assert read_report(message) == RankReport(pid=7, step=3, epoch=0, phase="training")
-    assert read_report({"kind": "report"}) == RankReport()
-
-
 NONSENSE: dict[str, dict[str, Any]] = {
     "a word for a step": {"step": "3"},
     "half a step": {"step": 3.5},

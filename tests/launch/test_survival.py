@@ -116,21 +116,6 @@ def test_an_exception_that_repeats_ends_the_job(train) -> None:
     assert said(output)[-1] == "the newest checkpoint is of step 10; the next start goes on from it"
 
 
-def test_the_budget_is_kept(train) -> None:
-    program = ("--always", "--fault", "1", "3", KILL)
-    code, output = train("-np", "2", "--max-restarts", "1", *QUICK, program=program).end()
-    assert code == 137, output
-    assert output.count("starts in") == 1, output
-    assert "the job is not started again: --max-restarts 1 are used up" in said(output)
-
-
-def test_an_exit_code_of_its_own_is_kept(train) -> None:
-    program = ("--fault", "1", "3", "sys.exit(3)")
-    code, output = train("-np", "2", "--max-restarts", "1", *QUICK, program=program).end()
-    assert code == 3, output
-    assert "starts in" not in output
-
-
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)]
 )
@@ -284,13 +269,6 @@ def test_a_rank_that_can_not_be_spared(train) -> None:
     assert "rank 1 on" in said(output)[1]
     # As long as they take, here to the end.
     assert training.steps()[-1] == (1, 2, 150)
-
-
-def test_an_exception_is_no_loss(train) -> None:
-    code, output = train(*ELASTIC, program=("--elastic", "--fault", "1", "13", RAISE)).end()
-    assert code == 1, output
-    assert "ranks go on" not in output
-    assert "ValueError: no such batch" in output
 
 
 def test_a_failure_after_a_loss_is_told(train) -> None:
