@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Sequence
 
-from hvdtrain.errors import ConfigurationError
 from hvdtrain.job_commands.requests import new_job_request
 from hvdtrain.jobs.backends import backend_of
 from hvdtrain.jobs.naming import add_backend, directory_of, split_backend
@@ -30,27 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``hvdtrain submit``: those of ``hvdtrain run``, and its own."""
     launch.add_arguments(parser)
     add_backend(parser)
-    _add_output(parser)
     parser.usage = (
         "hvdtrain submit [--on slurm|kubernetes] [options of hvdtrain run] [--] program ..."
     )
     parser.epilog = _EPILOG
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        *("-o", "--output"),
-        choices=["yaml"],
-        help="with --on kubernetes: print its objects, and create nothing",
-    )
-
-
-def _of_job(options: Sequence[str]) -> tuple[str, ...]:
-    """The options without those that only ask for the plan."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_output(parser)
-    _, rest = parser.parse_known_args(options)
-    return tuple(word for word in rest if word != "--dry-run")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,17 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
     """
     spec = launch.spec_of(arguments, os.environ)
     options, backend = split_backend(spec.options)
-    spec = dataclasses.replace(spec, options=_of_job(options), backend=backend or LOCAL)
+    options = [word for word in options if word != "--dry-run"]
+    spec = dataclasses.replace(spec, options=tuple(options), backend=backend or LOCAL)
     directory = directory_of(arguments)
-    if arguments.output and spec.backend.kind != "kubernetes":
-        raise ConfigurationError(
-            f"-o {arguments.output} prints objects of Kubernetes; say --on kubernetes, or "
-            "--dry-run for the plan of another job."
-        )
     words = arguments.argv[: len(arguments.argv) - len(arguments.program)]
     environ = {**os.environ, **secret_values(words)}
     request = new_job_request(directory, spec, environ)
-    if arguments.dry_run or arguments.output:
+    if arguments.dry_run:
         print(backend_of(spec).plan(request).preview(), end="")
         return 0
     job = submit_job(request)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import platform
 import re
@@ -76,7 +75,6 @@ class JobSpec:
         python: The Python that ran hvdtrain.
         version: The version of hvdtrain.
         versions: Those of Python, and of the packages beside it that matter to a training.
-        user: Who asked for it.
         created_s: When, in seconds since 1970.
         backend: Who runs it.
         slurm_job: The number of the Slurm job that it runs in; empty for none.
@@ -90,7 +88,6 @@ class JobSpec:
     python: str = ""
     version: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    user: str = ""
     created_s: float = 0.0
     backend: Backend = LOCAL
     slurm_job: str = ""
@@ -128,7 +125,6 @@ def make_spec(
         python=sys.executable,
         version=__version__,
         versions=_versions(),
-        user=_user(),
         created_s=time.time(),
         slurm_job=environ.get("SLURM_JOB_ID", ""),
         slurm_restarts=int(environ.get("SLURM_RESTART_COUNT") or 0),
@@ -184,14 +180,6 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        # Containers run processes of users that no list knows.
-        return str(os.getuid())
-
-
 def spec_from_json(content: Mapping[str, Any]) -> JobSpec:
     """Read what ``JobSpec.to_json`` made.
 
@@ -206,7 +194,7 @@ def spec_from_json(content: Mapping[str, Any]) -> JobSpec:
         if not isinstance(backend, dict) or backend.get("kind") not in get_args(BackendKind):
             raise JobError(f"backend is {backend!r}; expected a known one. Submit the job again.")
         values["backend"] = Backend(backend["kind"], _words(backend, "options"))
-    texts = [values.get(name, "") for name in ("folder", "python", "version", "user", "slurm_job")]
+    texts = [values.get(name, "") for name in ("folder", "python", "version", "slurm_job")]
     mappings = [values.get(name, {}) for name in ("variables", "versions")]
     for mapping in mappings:
         if isinstance(mapping, dict):

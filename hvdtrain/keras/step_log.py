@@ -12,8 +12,13 @@ import keras
 from hvdtrain import world
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.keras.loss_so_far import LossSoFar, number_of
-from hvdtrain.monitor.bar import EpochProgress, Pace, draw
-from hvdtrain.monitor.status_line import StatusLine, terminal_columns
+from hvdtrain.monitor.progress_bar import (
+    EpochProgress,
+    Pace,
+    StatusLine,
+    draw,
+    terminal_columns,
+)
 
 __all__ = ["StepLog"]
 

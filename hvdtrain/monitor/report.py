@@ -50,14 +50,12 @@ _STDERR = 2
 
 def step(step: int, epoch: int) -> None:
     """``step`` optimizer steps of the whole training are complete, the last one in ``epoch``."""
-    reporter = _reporter or _begin()
-    reporter.step = step
-    reporter.epoch = epoch
+    _note(step=step, epoch=epoch)
 
 
 def is_heard() -> bool:
     """Whether somebody listens; what is costly to find out need not be found out otherwise."""
-    return (_reporter or _begin()).is_heard
+    return _note().is_heard
 
 
 def learned(samples: float, loss: float) -> None:
@@ -65,21 +63,17 @@ def learned(samples: float, loss: float) -> None:
 
     The chief tells it for all.
     """
-    reporter = _reporter or _begin()
-    reporter.samples = samples
-    reporter.loss = loss
+    _note(samples=samples, loss=loss)
 
 
 def planned(total_steps: int | None) -> None:
     """Training is to end after ``total_steps`` optimizer steps in all; None for unknown."""
-    reporter = _reporter or _begin()
-    reporter.total_steps = total_steps
+    _note(total_steps=total_steps)
 
 
 def waited_for_input(more_s: float) -> None:
     """This rank's training has waited so many seconds more for its next batches."""
-    reporter = _reporter or _begin()
-    reporter.input_s = (reporter.input_s or 0.0) + more_s
+    _note(input_s=(_note().input_s or 0.0) + more_s)
 
 
 def phase(name: str) -> None:
@@ -88,16 +82,14 @@ def phase(name: str) -> None:
     Steps are expected in ``"training"`` alone: no other phase (``"compiling"``, ``"validation"``,
     ``"checkpoint"``, ...) counts as a hang, however long it takes. Say so before something long.
     """
-    reporter = _reporter or _begin()
-    if reporter.phase != name:
-        reporter.phase = name
-        reporter.tell()
+    if _note().phase != name:
+        _note(phase=name).tell()
 
 
 @contextlib.contextmanager
 def during(name: str) -> Iterator[None]:
     """Within the block the program is in the phase ``name``; afterwards in the one before."""
-    before = (_reporter or _begin()).phase
+    before = _note().phase
     phase(name)
     try:
         yield
@@ -107,16 +99,12 @@ def during(name: str) -> Iterator[None]:
 
 def saved(step: int) -> None:
     """The checkpoint of ``step`` is complete and durable."""
-    reporter = _reporter or _begin()
-    reporter.saved = step
-    reporter.tell()
+    _note(saved=step).tell()
 
 
 def resumed(step: int) -> None:
     """Training goes on from the checkpoint of ``step``."""
-    reporter = _reporter or _begin()
-    reporter.resumed = step
-    reporter.tell()
+    _note(resumed=step).tell()
 
 
 def watch(
@@ -133,16 +121,13 @@ def watch(
 
     They are called on a thread of its own. A later call replaces them.
     """
-    reporter = _reporter or _begin()
-    reporter.waiting_in = waiting_in
-    reporter.waited_s = waited_s
-    reporter.reduced_bytes = reduced_bytes
+    _note(waiting_in=waiting_in, waited_s=waited_s, reduced_bytes=reduced_bytes)
 
 
 # Not public: hvdtrain's own hook calls it, which knows the error between ranks behind another one.
 def failed(cause: BaseException, error: BaseException) -> None:
     """This rank's program ends by ``cause``, of which Python prints ``error``, or the same."""
-    (_reporter or _begin()).tell_failure(cause, error)
+    _note().tell_failure(cause, error)
 
 
 class _Reporter:
@@ -287,6 +272,13 @@ def _line(message: dict[str, Any]) -> bytes:
 
 _reporter: _Reporter | None = None
 _beginning = threading.RLock()
+
+
+def _note(**news: Any) -> _Reporter:
+    """Return this process's reporter, with some attributes changed."""
+    reporter = _reporter or _begin()
+    vars(reporter).update(news)
+    return reporter
 
 
 def _begin() -> _Reporter:

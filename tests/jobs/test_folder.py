@@ -166,9 +166,7 @@ _IN_A_CONTAINER = """
 import sys
 from pathlib import Path
 from hvdtrain.jobs.folder import JobFolder
-from hvdtrain.jobs.state import own_identity
-from hvdtrain.jobs.state import JobState
-from tests.harness.required import do_without
+from hvdtrain.jobs.state import JobState, own_identity
 inside, outside = JobFolder(Path(sys.argv[1])), JobFolder(Path(sys.argv[2]))
 inside.write_state(JobState(phase="running", launcher=own_identity()))
 print(outside.status(outside.state()), flush=True)
