@@ -184,7 +184,7 @@ def run(ranks: int, seconds: int) -> dict[str, float]:
                 hosts=hosts,
                 time_limits=TimeLimits(hang_s=600.0),
                 received=[],
-                recorder=recorder,
+                observer=recorder,
             )
             watch = Watch(server)
             outcome = supervisor.run()

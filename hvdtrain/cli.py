@@ -30,7 +30,7 @@ COMPLETES = "_ARGCOMPLETE"
 
 # Name: (module, one line of help).
 COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("hvdtrain.launch.cli", "start a training program on several ranks"),
+    "run": ("hvdtrain.job_commands.run", "start a training program on several ranks"),
     "submit": ("hvdtrain.job_commands.submit", "hand a training program over, to run in its turn"),
     "jobs": ("hvdtrain.job_commands.list_jobs", "list jobs, and how they are"),
     "show": ("hvdtrain.job_commands.show", "tell all that is known of a job"),

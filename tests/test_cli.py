@@ -266,7 +266,7 @@ runpy.run_module("hvdtrain", run_name="__main__")
         ("hvdtrain.launch.cli", ["run", "--help"]),
         ("hvdtrain.jobs.job_view", ["jobs"]),
         ("hvdtrain.job_commands.logs", ["logs", "x"]),
-        ("hvdtrain.launch.attempts", DRY_RUN[4:]),
+        ("hvdtrain.launch.agent_server", DRY_RUN[4:]),
     ],
 )
 def test_ctrl_c_is_code_130_without_a_traceback(module: str, arguments: list[str]) -> None:

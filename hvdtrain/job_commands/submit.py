@@ -7,6 +7,7 @@ import dataclasses
 import os
 
 from hvdtrain.job_commands.requests import new_job_request
+from hvdtrain.job_commands.run import spec_of
 from hvdtrain.jobs.backends import backend_of
 from hvdtrain.jobs.naming import add_backend, directory_of, split_backend
 from hvdtrain.jobs.spec import LOCAL, secret_values
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: The job can't be started as it is described.
         JobError: It can't be submitted.
     """
-    spec = launch.spec_of(arguments, os.environ)
+    spec = spec_of(arguments, os.environ)
     options, backend = split_backend(spec.options)
     options = [word for word in options if word != "--dry-run"]
     spec = dataclasses.replace(spec, options=tuple(options), backend=backend or LOCAL)

@@ -21,8 +21,21 @@ from hvdtrain.cluster.ranges import counted
 from hvdtrain.jobs.files import append_json_line
 from hvdtrain.jobs.folder import HEARTBEAT_S, JobFolder
 from hvdtrain.jobs.log import LAUNCHER, LogLine, LogWriter
-from hvdtrain.jobs.metrics import RollUp
+from hvdtrain.jobs.metrics import RollUp, spread
 from hvdtrain.jobs.state import JobState, own_identity
+from hvdtrain.launch.observer import (
+    AttemptBegan,
+    AttemptEnded,
+    CheckpointSaved,
+    Event,
+    JobEnded,
+    Observer,
+    Progress,
+    RankLost,
+    RankTable,
+    Restarting,
+    Summary,
+)
 
 __all__ = ["JobRecorder"]
 
@@ -32,53 +45,38 @@ CLOSE_TIMEOUT_S = 10.0
 MOST_RECORDS = 10_000
 
 
-class JobRecorder:
+class JobRecorder(Observer):
     """The folder of one job, as its launcher fills it; call from one thread.
 
     Another process may leave a word there that the job is to stop: this process is then sent
     SIGTERM, or SIGUSR1 where its ranks are to save what they have before.
 
     Args:
-        folder: The folder; None writes nothing at all.
+        folder: The folder.
     """
 
-    def __init__(self, folder: JobFolder | None = None) -> None:
+    def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
         self._state = JobState(phase="running", launcher=own_identity(), since_s=time.time())
-        if folder is not None and (before := folder.state()) is not None:
+        if (before := folder.state()) is not None:
             # A job that is started again goes on counting.
             self._state = dataclasses.replace(self._state, attempt=before.attempt)
         self._lock = threading.Lock()
         self._lines: Backlog[LogLine] = Backlog()
         self._records: deque[tuple[Path, Mapping[str, Any]]] = deque()
-        roll_ups = folder.roll_ups if folder is not None else {}
-        self._roll_ups = {path: RollUp(span_s) for span_s, path in roll_ups.items()}
+        self._roll_ups = {path: RollUp(span_s) for span_s, path in folder.roll_ups.items()}
         self._unwritten: JobState | None = None
         self._written = 0
         self._log: LogWriter | None = None
         self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
-        if folder is not None:
-            self._thread = threading.Thread(
-                target=self._write_often, args=(folder,), name="hvdtrain-job", daemon=True
-            )
-            self._thread.start()
-
-    @property
-    def path(self) -> Path:
-        """The folder that is written into."""
-        assert self._folder is not None
-        return self._folder.path
-
-    @property
-    def attempts(self) -> int:
-        """The number of attempts so far, those of earlier starts among them."""
-        return self._state.attempt
+        self._thread = threading.Thread(
+            target=self._write_often, args=(folder,), name="hvdtrain-job", daemon=True
+        )
+        self._thread.start()
 
     def line(self, rank: int, stream: str, text: str) -> None:
         """Record a line of a rank, or of the launcher as ``LAUNCHER``."""
-        if self._folder is not None:
-            self._lines.put(_line(rank, stream, text), len(text))
+        self._lines.put(_line(rank, stream, text), len(text))
 
     @property
     def holds_up(self) -> bool:
@@ -90,15 +88,38 @@ class JobRecorder:
         for line in text.splitlines():
             self.line(LAUNCHER, "stderr", line)
 
+    def on_event(self, event: Event) -> None:
+        """Record an event of the launcher."""
+        match event:
+            case AttemptBegan():
+                began = {"attempt": self._state.attempt + 1, **_fields(event, "ranks", "hosts")}
+                self.state(phase="running", mpi=event.mpi, code=None, cause="", verdict="", **began)
+                self.event("began", **began)
+            case AttemptEnded():
+                self.event("ended", attempt=self._state.attempt, **_fields(event))
+            case RankLost():
+                self.event("loss", **_fields(event))
+            case CheckpointSaved():
+                self.event("checkpoint", step=event.step)
+                self.state(saved=event.step)
+            case Progress():
+                self.state(**_fields(event, "step", "epoch", "total_steps"))
+                self.metrics(**_metrics(event))
+            case RankTable():
+                self.ranks(**event.columns)
+            case Restarting():
+                self.state(phase="restarting")
+            case Summary():
+                self.event("summary", **{name: round(x, 4) for name, x in event.shares.items()})
+            case JobEnded():
+                self.state(phase="ended", **_fields(event))
+
     def event(self, kind: str, **fields: Any) -> None:
         """Record something that happened to the job."""
-        if self._folder is not None:
-            self._record(self._folder.events, {"kind": kind, **fields})
+        self._record(self._folder.events, {"kind": kind, **fields})
 
     def metrics(self, **fields: Any) -> None:
         """Record how far the job is; also rolled up, where a row is written once it is complete."""
-        if self._folder is None:
-            return
         row = self._record(self._folder.metrics, fields)
         for path, roll_up in self._roll_ups.items():
             if (ended := roll_up.add(row)) is not None:
@@ -106,8 +127,7 @@ class JobRecorder:
 
     def ranks(self, **fields: Any) -> None:
         """Record how each rank is: a list for each thing."""
-        if self._folder is not None:
-            self._record(self._folder.ranks, fields)
+        self._record(self._folder.ranks, fields)
 
     def state(self, **changes: Any) -> None:
         """Record how the job is from now on: those fields of ``JobState`` that have changed."""
@@ -124,7 +144,7 @@ class JobRecorder:
                 self._record(path, begun)
         self._closing.set()
         written = -1
-        while self._thread is not None and self._thread.is_alive() and self._written != written:
+        while self._thread.is_alive() and self._written != written:
             written = self._written
             self._thread.join(timeout=CLOSE_TIMEOUT_S)
 
@@ -193,3 +213,27 @@ class JobRecorder:
 
 def _line(rank: int, stream: str, text: str) -> LogLine:
     return LogLine(time_s=time.time(), rank=rank, stream=stream, text=text)
+
+
+def _fields(event: Event, *names: str) -> dict[str, Any]:
+    """Return the fields of an event, or those that are named."""
+    return {name: getattr(event, name) for name in names or event.__dataclass_fields__}
+
+
+def _metrics(progress: Progress) -> dict[str, Any]:
+    """Return a row of ``metrics.jsonl``: what is known of the progress."""
+    own_s: dict[str, Any] = {}
+    if progress.own_s:
+        own_s = spread("own_s", (round(seconds, 6) for seconds in progress.own_s))
+    rank, factor, host = progress.slow or (None, None, None)
+    row = {
+        **_fields(progress, "step", "epoch"),
+        **(own_s if len(progress.own_s) > 1 else {"own_s": own_s.get("own_s")}),
+        "reduced_bytes_per_s": progress.reduced_bytes_per_s or None,
+        "slow": rank,
+        "slow_factor": factor,
+        "slow_host": host,
+        **_fields(progress, "samples", "loss"),
+        "held_by": progress.held_by or None,
+    }
+    return {name: value for name, value in row.items() if value is not None}

@@ -19,9 +19,6 @@ from typing import TextIO
 from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.jobs.folder import JOB_FOLDER
-from hvdtrain.jobs.recorder import JobRecorder
-from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Plan
 from hvdtrain.launch.console import Console, Screen
@@ -35,9 +32,16 @@ from hvdtrain.launch.job import (
     make_command,
     make_plan,
 )
+from hvdtrain.launch.observer import (
+    AttemptBegan,
+    AttemptEnded,
+    JobEnded,
+    Observer,
+    Restarting,
+    Summary,
+)
 from hvdtrain.launch.outcome import Outcome
 from hvdtrain.launch.rank_variables import hides_information, is_information
-from hvdtrain.launch.recording import new_recorder, submitted_recorder
 from hvdtrain.launch.restarts import (
     account,
     announce,
@@ -48,11 +52,18 @@ from hvdtrain.launch.restarts import (
 )
 from hvdtrain.launch.summary import goodput, summarise
 from hvdtrain.launch.supervisor import Supervisor
-from hvdtrain.launch.turn import await_turn, gpu_variables, slots_of
 from hvdtrain.log import show
 from hvdtrain.remote.own_addresses import is_this_host
 
-__all__ = ["caught_signals", "ignore_signals", "pause", "run_job"]
+__all__ = [
+    "caught_signals",
+    "end_waiting",
+    "find_plan",
+    "ignore_signals",
+    "pause",
+    "run_job",
+    "run_plan",
+]
 
 logger = logging.getLogger(__package__)
 
@@ -62,47 +73,52 @@ PATIENCE_S = 300.0
 ENDED_PATIENCE_S = 5.0
 
 
-def run_job(job: Job, environ: Mapping[str, str], spec: JobSpec | None = None) -> int:
-    """Run ``job`` to its end, or print its plan; returns the exit code.
+def run_job(job: Job, environ: Mapping[str, str]) -> int:
+    """Run ``job`` to its end without a record of it, and return the exit code; raises as the rest.
+
+    ``hvdtrain bench`` and ``hvdtrain check`` start jobs so; ``hvdtrain run`` records them.
+    """
+    site, plan = find_plan(job, environ)
+    with caught_signals() as received:
+        return run_plan(job, site, plan, environ, received, summarises=False)
+
+
+def run_plan(
+    job: Job,
+    site: Resources,
+    plan: Plan,
+    environ: Mapping[str, str],
+    received: Sequence[int],
+    *,
+    observer: Observer | None = None,
+    is_seen: bool = True,
+    summarises: bool = True,
+) -> int:
+    """Run a job to its end, or print its plan; returns the exit code.
 
     Args:
-        spec: What was asked for, for the job's folder; None for no folder.
+        received: Signals as they arrive, from ``caught_signals``.
+        observer: Receives what happens; None for nobody.
+        is_seen: Whether somebody reads stdout and stderr of this process.
+        summarises: Whether the last messages summarise where the time went.
 
     Raises:
-        ConfigurationError: Hosts can't be read, the ranks don't fit on them, or are fewer than
-            what is asked for at least.
-        LaunchError: There is no usable mpirun or srun, or it can't be started.
+        ConfigurationError: The ranks don't fit on the hosts.
+        LaunchError: mpirun or srun can't be started.
     """
-    environ = dict(environ)
     with contextlib.ExitStack() as stack:
-        # Signals are caught until the recorder has closed: one that comes then changes nothing.
-        # A job that was not submitted has no folder to write its end into while it is planned.
-        received: Sequence[int] = ()
-        if JOB_FOLDER in environ:
-            received = stack.enter_context(caught_signals())
-        submitted = stack.enter_context(submitted_recorder(environ))
-        site, plan = _plan(job, environ)
-        if submitted is None:
-            received = stack.enter_context(caught_signals())
-        if job.dry_run or spec is None:
-            recorder = JobRecorder()
-        else:
-            recorder = submitted or stack.enter_context(new_recorder(spec, environ))
-        if submitted is not None and not site.in_slurm:
-            slots = slots_of(site.hosts, site.gpus)
-            taken = await_turn(submitted.path, plan.hosts, slots, received)
-            if taken is not None and (own := gpu_variables(environ, taken, site.gpus)):
-                environ |= own
-                site, plan = _plan(job, environ)
-        if received:
-            return _end_waiting(recorder, received[0])
         out, err = sys.stdout, sys.stderr
-        if submitted is not None:
-            # Its log has all that is said, and nobody reads it here.
+        if not is_seen:
             out = err = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         screen = stack.enter_context(_screen(job, out, err, received))
         attempts = _Attempts(
-            job, site, environ, received, recorder, screen=screen, is_users=spec is not None
+            job,
+            site,
+            environ,
+            received,
+            observer or Observer(),
+            screen=screen,
+            summarises=summarises,
         )
         return attempts.run(plan)
 
@@ -122,8 +138,14 @@ def _screen(job: Job, out: TextIO, err: TextIO, received: Sequence[int]) -> Iter
         show(settings.log_level, who="hvdtrain run: ", with_time=with_time)
 
 
-def _plan(job: Job, environ: Mapping[str, str]) -> tuple[Resources, Plan]:
-    """Find where the job can run, and plan which rank runs where; raises as ``run_job``."""
+def find_plan(job: Job, environ: Mapping[str, str]) -> tuple[Resources, Plan]:
+    """Find where the job can run, and plan which rank runs where.
+
+    Raises:
+        ConfigurationError: Hosts can't be read, the ranks don't fit on them, or are fewer than
+            ``--min-np``.
+        LaunchError: There is no usable mpirun or srun.
+    """
     site = find_resources(job, environ)
     plan = make_plan(job, site, site.hosts, job.ranks)
     if (least := job.settings.min_np) > len(plan.places):
@@ -176,13 +198,13 @@ class _Attempts:
         site: Resources,
         environ: Mapping[str, str],
         received: Sequence[int],
-        recorder: JobRecorder,
+        observer: Observer,
         *,
         screen: Screen,
-        is_users: bool,
+        summarises: bool,
     ) -> None:
         self._job = job
-        self._recorder = recorder
+        self._observer = observer
         self._site = site
         self._environ = environ
         self._received = received
@@ -195,7 +217,7 @@ class _Attempts:
         )
         self._began = time.monotonic()
         self._screen = screen
-        self._is_users = is_users
+        self._summarises = summarises
         self._console = Console(
             screen.stdout, screen.stderr, ranks=1, with_host=False, chief_only=False
         )
@@ -217,7 +239,7 @@ class _Attempts:
             # Since the job was submitted there may have come more, or fewer.
             hosts, fits = self._watch.await_hosts(self._job.settings.min_np, self._received)
             if self._received:
-                return _end_waiting(self._recorder, self._received[0])
+                return end_waiting(self._observer, self._received[0])
             plan = make_plan(self._job, self._site, hosts, fits)
         while True:
             outcome = self._attempt(plan)
@@ -260,25 +282,24 @@ class _Attempts:
                     ranks=fits,
                 )
             )
-            self._recorder.state(phase="restarting")
+            self._observer.on_event(Restarting())
             if not pause(decision.delay_s, self._received):
                 return self._over(ordered=True)
 
     def _notice(self, text: str) -> None:
         self._console.notice(text)
-        self._recorder.notice(text)
+        self._observer.notice(text)
 
     def _record(self, outcome: Outcome) -> None:
-        """Write down what an attempt came to."""
-        self._recorder.event(
-            "ended",
-            attempt=self._recorder.attempts,
-            code=int(outcome.code),
-            cause=outcome.cause,
-            step=outcome.step,
-            saved=outcome.saved,
-            lost_s=round(outcome.lost_s, 1) if outcome.cause != "done" else 0.0,
-            words="\n".join(outcome.words),
+        self._observer.on_event(
+            AttemptEnded(
+                code=int(outcome.code),
+                cause=outcome.cause,
+                step=outcome.step,
+                saved=outcome.saved,
+                lost_s=round(outcome.lost_s, 1) if outcome.cause != "done" else 0.0,
+                words="\n".join(outcome.words),
+            )
         )
 
     def _attempt(self, plan: Plan) -> Outcome | None:
@@ -302,8 +323,8 @@ class _Attempts:
                     console,
                     local=plan.local,
                     hides=hides,
-                    heard=self._recorder.line,
-                    holds_up=lambda: self._screen.holds_up or self._recorder.holds_up,
+                    heard=self._observer.line,
+                    holds_up=lambda: self._screen.holds_up or self._observer.holds_up,
                 )
             ) as server,
             tempfile.TemporaryDirectory(prefix="hvdtrain-") as scratch,
@@ -325,20 +346,9 @@ class _Attempts:
             if job.verbose:
                 console.notice(describe_plan(plan, command, job.extra))
             logger.debug("attempt %d: %s", len(self._history) + 1, shlex.join(command.argv))
-            began = {
-                "attempt": self._recorder.attempts + 1,
-                "ranks": len(plan.places),
-                "hosts": plan.hosts,
-            }
-            self._recorder.state(
-                phase="running",
-                mpi=self._site.starter.name,
-                code=None,
-                cause="",
-                verdict="",
-                **began,
+            self._observer.on_event(
+                AttemptBegan(ranks=len(plan.places), hosts=plan.hosts, mpi=self._site.starter.name)
             )
-            self._recorder.event("began", **began)
             self._watch.begin(plan.hosts, len(plan.places))
             supervisor = Supervisor(
                 command,
@@ -347,7 +357,7 @@ class _Attempts:
                 hosts={entry.rank: entry.host for entry in plan.places},
                 time_limits=job.time_limits,
                 received=self._received,
-                recorder=self._recorder,
+                observer=self._observer,
                 host_watch=self._watch,
                 min_np=job.settings.min_np if plan.elastic else None,
                 critical=plan.critical,
@@ -371,7 +381,7 @@ class _Attempts:
     ) -> tuple[Sequence[Host], int]:
         """The hosts that the next attempt has, and how many of ``ranks`` they take, or more."""
         if self._watch.is_managed:
-            self._recorder.state(phase="restarting")
+            self._observer.on_event(Restarting())
             return self._watch.await_hosts(self._job.settings.min_np, self._received)
         left = self._left(hosts, outcome)
         return left, fitting(left, ranks, oversubscribe=self._job.oversubscribe)
@@ -410,27 +420,25 @@ class _Attempts:
             ordered: Whether a signal, rather than the last attempt, ended the job.
         """
         wall_s = time.monotonic() - self._began
-        # What hvdtrain bench and check start is theirs to tell of.
-        summary = summarise(self._history, wall_s) if self._is_users else []
+        summary = summarise(self._history, wall_s) if self._summarises else []
         for words in (*summary, account(self._history), remains(self._history)):
             if words:
                 logger.info(words)
         if summary:
-            shares = goodput(self._history, wall_s)
-            self._recorder.event("summary", **{name: round(x, 4) for name, x in shares.items()})
+            self._observer.on_event(Summary(shares=goodput(self._history, wall_s)))
         last = self._history[-1]
         code, cause, verdict = last.code, last.cause, "\n".join(last.words)
         if ordered:
             code, cause = _code_of(self._received[0]), "ordered"
-        self._recorder.state(phase="ended", code=int(code), cause=cause, verdict=verdict)
+        self._observer.on_event(JobEnded(code=int(code), cause=cause, verdict=verdict))
         return code
 
 
-def _end_waiting(recorder: JobRecorder, number: int) -> int:
-    """Record that a signal ended a job before its turn; return its exit code."""
+def end_waiting(observer: Observer, number: int) -> int:
+    """Report that a signal ended a job before its ranks were started; return its exit code."""
     code = _code_of(number)
     verdict = f"the job was ended by {signal.Signals(number).name} before its turn"
-    recorder.state(phase="ended", code=code, cause="ordered", verdict=verdict)
+    observer.on_event(JobEnded(code=code, cause="ordered", verdict=verdict))
     return code
 
 

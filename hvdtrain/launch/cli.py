@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import dataclasses
 import logging
-import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.agent.messages import BIND
 from hvdtrain.config import ModeSettings, Settings, read_settings, variable_name, written_default
 from hvdtrain.config.fields import amount, argument, count, flag_name
-from hvdtrain.errors import ConfigurationError, LaunchError
-from hvdtrain.jobs.folder import JOBS_DIR
-from hvdtrain.jobs.spec import JobSpec, make_spec
-from hvdtrain.launch import option_files
+from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.horovod_flags import add_horovod_flags, note_on
 from hvdtrain.launch.host_arguments import TF_CONFIG, add_cluster, add_where, named_cluster
+from hvdtrain.launch.job import Job
 from hvdtrain.launch.rank_variables import network_variables
 from hvdtrain.launch.standard_input import reads_code_from_stdin
+from hvdtrain.launch.supervisor import TimeLimits
 from hvdtrain.log import show
 
-__all__ = ["add_arguments", "program_of", "run", "spec_of", "with_files"]
+__all__ = ["add_arguments", "job_of", "program_of", "with_files"]
 
-with_files = option_files.with_files
 logger = logging.getLogger(__package__)
 
 # A hang is told shortly before ranks give up waiting for each other, while all can say where they
@@ -168,23 +164,13 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Start the job that ``arguments`` describe and return its exit code.
+def job_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Job, dict[str, str]]:
+    """Make the job that ``arguments`` describe, and the environment that its ranks get.
 
     Raises:
         ConfigurationError: A setting can't be used, no program was named, or hosts don't fit.
     """
-    from hvdtrain.agent.exit_codes import ExitCode
-    from hvdtrain.launch.attempts import ignore_signals, run_job
-    from hvdtrain.launch.job import Job
-    from hvdtrain.launch.supervisor import TimeLimits
-
-    if arguments.check_build:
-        from hvdtrain.launch.check_build import look
-
-        print(look(os.environ))
-        return 0
-    environ = _environment(arguments, os.environ)
+    environ = _environment(arguments, environ)
     # Every rank would fail at the same value; say it once instead.
     settings = read_settings(environ)
     show(settings.log_level, who="hvdtrain run: ", with_time=settings.log_with_timestamp)
@@ -222,27 +208,20 @@ def run(arguments: argparse.Namespace) -> int:
     )
     for line in note_on(arguments.unneeded).splitlines():
         logger.info(line)
-    try:
-        return run_job(job, environ, spec_of(arguments, os.environ))
-    except LaunchError as error:
-        logger.error("%s", error)
-        return ExitCode.CANNOT_START
-    finally:
-        # A stop that arrives while Python exits must not replace the code of the job.
-        atexit.register(ignore_signals)
+    return job, environ
 
 
-def spec_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
-    """Make the specification of the job that ``arguments`` ask for, to be asked for again.
+def with_files(options: Sequence[str]) -> list[str]:
+    """Replace ``--config-file`` and ``--config`` by the options in those files, which come first.
 
     Raises:
-        ConfigurationError: No program was named.
+        ConfigurationError: A file can't be read.
     """
-    options = arguments.argv[: len(arguments.argv) - len(arguments.program)]
-    # Python versions differ in whether argparse leaves it to the program.
-    options = options[:-1] if options[-1:] == ["--"] else options
-    asked_for = [name for name, given in arguments.env if given is None]
-    return make_spec(options, program_of(arguments), environ, asked_for)
+    if not any(option.startswith("--config") for option in options):
+        return list(options)
+    from hvdtrain.launch import option_files
+
+    return option_files.with_files(options)
 
 
 def program_of(arguments: argparse.Namespace) -> list[str]:
@@ -300,8 +279,6 @@ def _environment(arguments: argparse.Namespace, environ: Mapping[str, str]) -> d
             merged[name] = given
         elif name not in merged:
             raise ConfigurationError(f"-x {name}: there is no such variable; give -x {name}=VALUE.")
-    if arguments.jobs_dir is not None:
-        merged[JOBS_DIR] = arguments.jobs_dir
     if arguments.no_bind:
         merged[BIND] = "0"
     for entry in dataclasses.fields(Settings):

@@ -1,13 +1,12 @@
-"""The record of a job's progress: reports of ranks and agents, written into its folder."""
+"""Events on a job's progress, from the reports of ranks and agents."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
-from hvdtrain.jobs.metrics import spread
-from hvdtrain.jobs.recorder import JobRecorder
 from hvdtrain.launch.job_progress import JobProgress, held_by
+from hvdtrain.launch.observer import CheckpointSaved, Observer, Progress, RankTable
 from hvdtrain.launch.rank_pace import find_straggler
 
 __all__ = ["ProgressRecord"]
@@ -27,7 +26,7 @@ class ProgressRecord:
     """Looks at the reports of one attempt, and says what is new in them.
 
     Args:
-        recorder: Writes it down.
+        observer: Receives the events.
         reports: The newest of each rank.
         ranks: How many ranks there are.
         hosts: Tells the host of each that has begun.
@@ -36,14 +35,14 @@ class ProgressRecord:
 
     def __init__(
         self,
-        recorder: JobRecorder,
+        observer: Observer,
         reports: JobProgress,
         ranks: int,
         *,
         hosts: Callable[[], Mapping[int, str]],
         running: Callable[[], Collection[int]],
     ) -> None:
-        self._recorder = recorder
+        self._observer = observer
         self._reports = reports
         self._ranks = ranks
         self._hosts = hosts
@@ -61,34 +60,31 @@ class ProgressRecord:
         reports = self._reports
         if reports.saved != self._saved:
             self._saved = reports.saved
-            self._recorder.event("checkpoint", step=reports.saved)
-            self._recorder.state(saved=reports.saved)
+            self._observer.on_event(CheckpointSaved(step=reports.saved))
         held = held_by(reports, self._running(), now, HELD_S)
         if (told := (reports.step, reports.epoch, held)) != self._told:
             self._told = told
-            self._recorder.state(
-                step=reports.step, epoch=reports.epoch, total_steps=reports.total_steps
-            )
-            self._recorder.metrics(**self._now(held))
+            self._observer.on_event(self._progress(held))
         if reports.latest and (now >= self._ranks_due_at or last):
             self._ranks_due_at = now + max(RANKS_INTERVAL_S, self._ranks / _RANKS_PER_S)
-            self._recorder.ranks(**self._of_ranks())
+            self._observer.on_event(RankTable(columns=self._of_ranks()))
 
-    def _now(self, held: list[int]) -> Mapping[str, Any]:
-        """Return how far the job is, and which ranks keep it from going on."""
+    def _progress(self, held: list[int]) -> Progress:
         reports = self._reports
-        now: dict[str, Any] = {"step": reports.step, "epoch": reports.epoch}
         paces = reports.paces.of_late()
-        if paces:
-            own_s = spread("own_s", (round(pace.own_s, 6) for pace in paces.values()))
-            now |= own_s if len(paces) > 1 else {"own_s": own_s["own_s"]}
-        if reduced := round(sum(pace.reduced_per_s for pace in paces.values())):
-            now["reduced_bytes_per_s"] = reduced
-        if (slow := find_straggler(paces)) is not None:
-            now |= {"slow": slow.rank, "slow_factor": round(slow.factor, 2)}
-            now["slow_host"] = self._hosts().get(slow.rank)
-        now |= {"samples": reports.samples, "loss": reports.loss, "held_by": held or None}
-        return {name: value for name, value in now.items() if value is not None}
+        slow = find_straggler(paces)
+        host = self._hosts().get(slow.rank) if slow is not None else None
+        return Progress(
+            step=reports.step,
+            epoch=reports.epoch,
+            total_steps=reports.total_steps,
+            own_s=[pace.own_s for pace in paces.values()],
+            reduced_bytes_per_s=round(sum(pace.reduced_per_s for pace in paces.values())),
+            slow=(slow.rank, round(slow.factor, 2), host) if slow is not None else None,
+            samples=reports.samples,
+            loss=reports.loss,
+            held_by=held,
+        )
 
     def _of_ranks(self) -> Mapping[str, Any]:
         """A list for each thing, with a value for each rank; None where it is not known.

@@ -18,13 +18,13 @@ from hvdtrain.agent.exit_codes import PREEMPTING
 from hvdtrain.agent.output_lines import LineSplitter
 from hvdtrain.agent.process_tree import kill_descendants, shell_code
 from hvdtrain.errors import LaunchError
-from hvdtrain.jobs.recorder import JobRecorder
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import RankExit, describe_loss
 from hvdtrain.launch.hang_watch import HangWatch
 from hvdtrain.launch.host_watch import HostWatch
+from hvdtrain.launch.observer import Observer, RankLost
 from hvdtrain.launch.outcome import JobRecord, Outcome, classify, preempted
 from hvdtrain.launch.progress_record import ProgressRecord
 
@@ -68,7 +68,7 @@ class Supervisor:
         command: The command of mpirun or srun that starts an agent for each rank.
         hosts: The host of each rank, as planned.
         received: Signals as they arrive, noted by somebody else.
-        recorder: Writes down what happens.
+        observer: Receives the events; None for nobody.
         host_watch: Tells when ranks are to leave their hosts; None for never.
         min_np: Ranks that go on without those that are lost, at least; None for all.
         critical: Roles of the ranks without which the others don't go on.
@@ -83,7 +83,7 @@ class Supervisor:
         hosts: Mapping[int, str],
         time_limits: TimeLimits,
         received: Sequence[int],
-        recorder: JobRecorder | None = None,
+        observer: Observer | None = None,
         host_watch: HostWatch | None = None,
         min_np: int | None = None,
         critical: Mapping[int, str] | None = None,
@@ -105,9 +105,9 @@ class Supervisor:
             start_timeout_s=time_limits.start_s,
             started_at=time.monotonic(),
         )
-        self._recorder = recorder or JobRecorder()
+        self._observer = observer or Observer()
         self._progress = ProgressRecord(
-            self._recorder,
+            self._observer,
             server.reports,
             server.ranks,
             hosts=server.hosts,
@@ -290,7 +290,7 @@ class Supervisor:
         step = report.step if report is not None else None
         words = describe_loss(end, step, left, enough=enough)
         logger.warning(words)
-        self._recorder.event("loss", rank=end.rank, host=end.host, step=step, words=words)
+        self._observer.on_event(RankLost(rank=end.rank, host=end.host, step=step, words=words))
         if enough:
             self._server.drop_lost(end)
             self._console.leave_behind(end.rank)

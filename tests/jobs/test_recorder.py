@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import time
 from collections.abc import Callable
@@ -15,6 +16,17 @@ from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.log import read_log
 from hvdtrain.jobs.recorder import JobRecorder
 from hvdtrain.jobs.state import own_identity
+from hvdtrain.launch.observer import (
+    AttemptBegan,
+    AttemptEnded,
+    CheckpointSaved,
+    JobEnded,
+    Progress,
+    RankLost,
+    RankTable,
+    Restarting,
+    Summary,
+)
 
 
 def _until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
@@ -72,23 +84,50 @@ def test_metrics_are_rolled_up_as_they_come(
     assert (minutes[1]["own_s_min"], minutes[1]["own_s_max"]) == (0.16, 0.219)
 
 
-def test_a_job_that_starts_again_goes_on_counting(tmp_path: Path) -> None:
+def test_events_of_the_launcher_become_rows_and_state(tmp_path: Path) -> None:
     job = JobFolder(tmp_path)
-    with contextlib.closing(JobRecorder(job)) as recorder:
-        assert recorder.attempts == 0
-        recorder.state(attempt=2)
-    with contextlib.closing(JobRecorder(job)) as recorder:
-        assert recorder.attempts == 2
-
-
-def test_without_a_folder_nothing_is_kept() -> None:
-    with contextlib.closing(JobRecorder()) as recorder:
-        for _ in range(3):
-            recorder.line(0, "stdout", "a")
-            recorder.event("began")
-            recorder.metrics(step=1)
-        recorder.state(attempt=1)
-        assert recorder.attempts == 1
+    began = AttemptBegan(ranks=2, hosts={"a": 2}, mpi="Open MPI 5.0.7")
+    ended = AttemptEnded(code=1, cause="exception", step=7, saved=5, lost_s=1.5, words="no data")
+    for _ in range(2):
+        with contextlib.closing(JobRecorder(job)) as recorder:
+            recorder.on_event(began)
+            recorder.on_event(Progress(step=7, epoch=0, total_steps=9))
+            recorder.on_event(
+                Progress(
+                    step=8,
+                    epoch=0,
+                    total_steps=9,
+                    own_s=[0.2, 0.5],
+                    slow=(1, 2.5, "a"),
+                    held_by=[1],
+                )
+            )
+            recorder.on_event(CheckpointSaved(step=5))
+            recorder.on_event(RankTable(columns={"step": [8, None]}))
+            recorder.on_event(RankLost(rank=1, host="a", step=8, words="lost"))
+            recorder.on_event(ended)
+            recorder.on_event(Restarting())
+            recorder.on_event(Summary(shares={"kept": 2 / 3}))
+            recorder.on_event(JobEnded(code=1, cause="exception", verdict="no data"))
+    events = [{**row, "time": 0} for row in read_json_lines(job.events)]
+    assert [row["kind"] for row in events] == 2 * [
+        *("began", "checkpoint", "loss", "ended", "summary")
+    ]
+    # A job that is started again goes on counting.
+    assert [row["attempt"] for row in events if "attempt" in row] == [1, 1, 2, 2]
+    assert events[3] == {"kind": "ended", "time": 0, "attempt": 1, **dataclasses.asdict(ended)}
+    first, second = list(read_json_lines(job.metrics))[:2]
+    assert {**first, "time": 0} == {"time": 0, "step": 7, "epoch": 0}
+    assert [second[name] for name in ("own_s_max", "slow", "slow_factor", "slow_host")] == [
+        *(0.5, 1, 2.5, "a")
+    ]
+    assert second["held_by"] == [1]
+    assert [row["step"] for row in read_json_lines(job.ranks)] == 2 * [[8, None]]
+    state = job.state()
+    assert state is not None
+    assert (state.phase, state.attempt, state.ranks, state.hosts) == ("ended", 2, 2, {"a": 2})
+    assert (state.step, state.total_steps, state.saved) == (8, 9, 5)
+    assert (state.code, state.cause, state.verdict) == (1, "exception", "no data")
 
 
 def test_a_full_disk_delays_what_is_told_and_loses_none_of_it(small_disk: Path) -> None:

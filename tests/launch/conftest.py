@@ -30,7 +30,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Job, dict[str, str]]]
         jobs.append((job, environ))
         return 0
 
-    monkeypatch.setattr("hvdtrain.launch.attempts.run_job", note)
+    monkeypatch.setattr("hvdtrain.job_commands.run.run_recorded", note)
     monkeypatch.delenv("HVDTRAIN_TIMEOUT_S", raising=False)
     return jobs
 

@@ -49,7 +49,8 @@ def test_flags_become_variables_of_the_ranks(monkeypatch: pytest.MonkeyPatch) ->
     environs: list[dict[str, str]] = []
     monkeypatch.setenv("HVDTRAIN_SOFT_PLACEMENT", "1")
     monkeypatch.setattr(
-        "hvdtrain.launch.attempts.run_job", lambda job, environ, spec: environs.append(environ) or 0
+        "hvdtrain.job_commands.run.run_recorded",
+        lambda job, environ, spec: environs.append(environ) or 0,
     )
     flags = (*TOWERS, "--no-soft-placement", "--log-device-placement")
     assert main(["run", "-np", "2", *flags, "--", "true"]) == 0
