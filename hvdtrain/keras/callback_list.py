@@ -66,7 +66,7 @@ def wrap_callbacks(
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     before = _Before(membership, epochs, contributions, join)
     shares = [_ShareNaN(collectives)] if stops_at_nan(callbacks) else []
-    after = _After(collectives, membership, failover, broadcast)
+    after = _After(collectives, membership, failover, epochs, broadcast)
     return [
         before,
         _Progress(epochs),
@@ -192,11 +192,8 @@ class _Before(keras.callbacks.Callback):
         self._contributions.take()  # of steps outside of fit
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epochs.sharded.on_epoch_begin(epoch)
         self._epochs.on_epoch_begin(epoch)
         self._verified = False
-        if self._membership.elastic and self.params is not None:
-            self.params["steps"] = self._epochs.steps_per_epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._membership.elastic:
@@ -314,12 +311,14 @@ class _After(keras.callbacks.Callback):
         collectives: Collectives,
         membership: Membership,
         failover: ChiefFailover,
+        epochs: EpochIterator,
         broadcast: Callable[[], None],
     ) -> None:
         super().__init__()
         self._collectives = collectives
         self._membership = membership
         self._failover = failover
+        self._epochs = epochs
         self._broadcast = broadcast
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -332,6 +331,12 @@ class _After(keras.callbacks.Callback):
                 "The chief was lost while it gave the others its state as training began. Start "
                 "the job again."
             )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        # Callbacks may have changed the data, and a checkpoint restores random states after this.
+        self._epochs.sharded.on_epoch_begin(epoch)
+        if self.params is not None:
+            self.params["steps"] = self._epochs.steps_per_epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         mine = np.array(bool(self.model.stop_training))

@@ -143,6 +143,7 @@ class FitLoop:
         self._symbolic_build = getattr(model, SYMBOLIC_BUILD)
         self._input_wait = InputWait()
         self._validation: ShardedInput | None = None
+        self._validation_dataset: tf.data.Dataset | None = None
         self._epochs: EpochIterator | None = None
         self._running: EpochIterator | None = None  # within fit
         self._may_differ = False  # weights of ranks, as a step of the user's may have updated them
@@ -227,6 +228,7 @@ class FitLoop:
             input_wait=self._input_wait,
         )
         self._validation = validation
+        self._validation_dataset = validation.dataset if validation else None
         failover = ChiefFailover(listed, self._collectives, self._membership, verbose)
         followers: list[Follower] = [epochs_.share_out_anew, failover.take_over]
         followers += [entry.follow for entry in listed if isinstance(entry, WarmUp)]
@@ -255,7 +257,7 @@ class FitLoop:
                         broadcast=self._begin,
                         join=self.join,
                     ),
-                    validation_data=validation.dataset if validation else None,
+                    validation_data=self._validation_dataset,
                     initial_epoch=initial_epoch,
                     steps_per_epoch=steps_per_epoch,
                     validation_steps=validation_steps,
@@ -263,7 +265,7 @@ class FitLoop:
                 )
         finally:
             report.phase("after fit")
-            self._validation = None
+            self._validation = self._validation_dataset = None
             self._epochs = self._running = None
             self._input_wait.forget_dataset()
             if checkpoint is not None:
@@ -287,8 +289,6 @@ class FitLoop:
         steps = _capped(steps)
         if options.get(_WITHIN_FIT) and self._validation is not None:
             sharded = self._validation
-            if self._membership.elastic:
-                options[_WITHIN_FIT] = False  # it would hold the share of before
         else:
             self.check_still_ours()
             callbacks = self._callbacks(callbacks)
@@ -296,6 +296,9 @@ class FitLoop:
             self._prepare(sharded)
 
         def run(dataset: tf.data.Dataset) -> Any:
+            if options.get(_WITHIN_FIT):
+                # Keras would evaluate on the dataset that fit was given.
+                options[_WITHIN_FIT] = dataset is self._validation_dataset
             return self._guard(
                 self._evaluate,
                 dataset,

@@ -43,6 +43,57 @@ def test_py_dataset(world):
     compare(world, classifier, train)
 
 
+class Window(Batches):
+    """Has another number of rows after each call of ``on_epoch_end``, the first before fit."""
+
+    def __init__(self, size: int, *rows: int) -> None:
+        super().__init__(size)
+        self.rows, self.later = rows[0], list(rows[1:])
+
+    def __len__(self) -> int:
+        return -(-self.rows // self._size)
+
+    def __getitem__(self, index: int) -> Any:
+        part = slice(index * self._size, min(self.rows, (index + 1) * self._size))
+        return X[part], Y[part]
+
+    def on_epoch_end(self) -> None:
+        if self.later:
+            self.rows = self.later.pop(0)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.ranks(1, 2, 3)
+def test_a_py_dataset_whose_length_changes_is_read_as_by_keras(world, tmp_path):
+    """By its hook or by a callback, to fewer batches and to more, also for validation."""
+
+    def train(model: keras.Model, size: int, *callbacks: Any) -> Any:
+        data, validation = Window(size, 48, 40, 25, 13, 60), Window(size, 12, 30, 20, 31, 13, 40)
+
+        class Sets(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+                data.rows = 60 if epoch == 3 else data.rows
+
+        history = model.fit(
+            data, epochs=5, shuffle=False, verbose=0, validation_data=validation,
+            callbacks=[Sets(), *callbacks],
+        )  # fmt: skip
+        return history.history
+
+    alone, together = classifier(), classifier()
+    alone.run_eagerly = True  # a traced step that runs out of data still counts for the optimizer
+    expected = train(alone, JOINT_BATCH)
+    world.distribute(together)
+    # With this, one rank alone does not run Keras' own loop either.
+    found = train(together, JOINT_BATCH // world.size(), world.Checkpoint(tmp_path))
+    assert int(together.optimizer.iterations) == 4 + 3 + 2 + 4 + 4
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-4)
+    assert alike(together)
+    assert distance(together, weights(alone)) <= TOLERANCE
+
+
 @pytest.mark.ranks(2)
 def test_presharded_data(world):
     """Each rank passes its own part; ranks with less data take part to the end."""

@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data.batch_structure import fingerprint, present, targets_first
 from hvdtrain.keras.data.data_position import Position
-from hvdtrain.keras.data.input_agreement import REMEDIES, raise_if_different
+from hvdtrain.keras.data.input_agreement import agree
 from hvdtrain.keras.data.partition import epoch_order, joint_steps, units_left
 from hvdtrain.keras.data.python_batches import (
     EXAMINED_BATCHES,
@@ -39,7 +39,10 @@ class PyDatasetSource:
     def __init__(self, dataset: keras.utils.PyDataset, plan: ShardPlan) -> None:
         self.dataset = dataset
         self.plan = plan
-        self.units: int | None = dataset.num_batches
+        # As in Keras, a pass is no longer than the first, even when the data gets longer.
+        self.units: int | None = None
+        self._length: int | None = None
+        self._most: int | None = None
         self._shuffle = bool(plan.shuffle)
         self._examined: list[Any] = []
         self._specs: list[tf.TypeSpec] = []
@@ -47,31 +50,74 @@ class PyDatasetSource:
     def report(self) -> InputReport:
         """Number, types and shapes of the batches, and a fingerprint of the first."""
         plan = self.plan
-        if self.units is None and not plan.steps:
-            raise DataError(
-                "The PyDataset is endless (num_batches is None), so an epoch has no end. Pass "
-                "steps_per_epoch (or steps, validation_steps)."
-            )
-        if self.units == 0:
-            raise DataError("The PyDataset has length 0; expected at least one batch.")
+        self._limit_units()
         count = min(EXAMINED_BATCHES, self.units or EXAMINED_BATCHES)
         self._examined = [self.standardize(self.dataset[index]) for index in range(count)]
         self._specs = private_keras.specs_of_batches([present(b) for b in self._examined])
-        return InputReport(
+        report = InputReport(
             structure={
                 "kind of input": "a PyDataset",
                 "steps": plan.steps,
                 **signature_of(self._examined[0], self._specs),
             },
             content={
-                "number of batches": "endless" if self.units is None else self.units,
+                **self._content(),
                 "shuffle": self._shuffle,
                 "seed": plan.seed,
                 "content of the first batch": fingerprint(targets_first(self._examined[0])),
             },
-            steps=None if self.units is None else joint_steps(self.units, 1, plan.shards),
+            steps=self._steps(),
             endless=self.units is None,
         )
+        if plan.trains:
+            self.dataset.on_epoch_end()  # as Keras does before the first epoch
+        return report
+
+    def report_epoch(self, epoch: int, *, examine: bool) -> InputReport:
+        """Call the user's hook; report the batches and, to ``examine`` their order, the first."""
+        trains, before = self.plan.trains, self.units
+        if not trains:
+            # Keras resets what it evaluates each time.
+            self._limit_units()
+            self.dataset.on_epoch_end()
+        self.dataset.on_epoch_begin()
+        self._count()
+        if trains and self.plan.steps and self.units != before:
+            raise DataError(
+                f"The length of the PyDataset can't change where steps_per_epoch is given, got "
+                f"{self.units} batches in epoch {epoch} after {before}; leave steps_per_epoch out."
+            )
+        content = self._content()
+        if examine:
+            first = fingerprint(targets_first(self.standardize(self.dataset[0])))
+            content[f"content of the first batch in epoch {epoch}"] = first
+        return InputReport(content=content, steps=self._steps(), endless=self.units is None)
+
+    def _limit_units(self) -> None:
+        """Let the next epochs have at most as many steps as an epoch would have now."""
+        self._most = None
+        self._count()
+        steps = self._steps()
+        self._most = None if steps is None else steps * self.plan.shards
+
+    def _count(self) -> None:
+        self._length = self.dataset.num_batches
+        if self._length is None and not self.plan.steps:
+            raise DataError(
+                "The PyDataset is endless (num_batches is None), so an epoch has no end. Pass "
+                "steps_per_epoch (or steps, validation_steps)."
+            )
+        if self._length == 0:
+            raise DataError("The PyDataset has length 0; expected at least one batch.")
+        self.units = self._length
+        if self.units is not None and self._most is not None:
+            self.units = min(self.units, self._most)
+
+    def _content(self) -> dict[str, Any]:
+        return {"number of batches": "endless" if self._length is None else self._length}
+
+    def _steps(self) -> int | None:
+        return None if self.units is None else joint_steps(self.units, 1, self.plan.shards)
 
     def shard(self, steps: int | None) -> ShardedPyDataset:
         """This rank's batches."""
@@ -92,13 +138,14 @@ class PyDatasetSource:
             endless = itertools.chain(position.missed, itertools.count(position.start))
             yield from ((index, True) for index in itertools.islice(endless, rank, None, size))
             return
+        assert self._length is not None
         order = epoch_order(
-            self.units,
+            self._length,
             shuffle=self._shuffle,
             joint_batch=1,
             seed=self.plan.seed,
             epoch=position.epoch,
-        )
+        )[: self.units]
         left = units_left(order, position)
         for place in range(rank, steps * size, size):
             counts = place < len(left)
@@ -132,7 +179,7 @@ class ShardedPyDataset(ShardedInput):
         super().__init__(
             source,
             lambda: source.to_dataset(
-                lambda: source.elements(Position(epoch=self._epoch), steps), steps
+                lambda: source.elements(Position(epoch=self._epoch), self.steps), self.steps
             ),
             steps=steps,
             joint_rows_known=False,
@@ -150,30 +197,20 @@ class ShardedPyDataset(ShardedInput):
             self._batches.dataset.on_epoch_end()
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Tell the user's object, then check that it still has the same order on all ranks.
+        """Call the user's hook, then agree on the number of batches and check their order.
 
         Raises:
-            DataError: It has not, or its number of batches changed; on every rank.
+            DataError: Ranks have different batches; on every rank.
         """
         source, plan = self._batches, self._batches.plan
         self._epoch = epoch
-        source.dataset.on_epoch_begin()
-        if not self._may_reorder or plan.size == 1 or plan.presharded:
-            return
-        batches = source.dataset.num_batches
-        facts = {
-            "number of batches": batches,
-            f"content of the first batch in epoch {epoch}": fingerprint(
-                targets_first(source.standardize(source.dataset[0]))
-            ),
-        }
-        seen = plan.collectives.allgather_object(facts, name="content of the PyDataset")
-        raise_if_different(seen, remedies=REMEDIES)
-        if batches != source.units:
-            raise DataError(
-                f"The PyDataset has {batches} batches in epoch {epoch} and had {source.units} "
-                "before. Expected the same number in every epoch of one fit."
-            )
+        examine = self._may_reorder and plan.size > 1 and not plan.presharded
+        report = source.report_epoch(epoch, examine=examine)
+        before = self.units, self.steps
+        self.units = source.units
+        self.steps = agree(plan.collectives, report, presharded=plan.presharded)
+        if (self.units, self.steps) != before:
+            self.__dict__.pop("dataset", None)
 
     def on_epoch_end(self) -> None:
         """Tell the user's object."""

@@ -134,6 +134,7 @@ class ShardedInput:
     Attributes:
         dataset: A ``tf.data.Dataset`` of one pass over the data, whose elements are ``Share``.
         steps: Joint steps of one pass, the dataset's cardinality; None where unknown or endless.
+            A PyDataset may have others in each epoch, and another ``dataset`` then.
         joint_rows_known: Whether ``joint_rows`` is ever other than -1.
         unit: The thing that positions in the data count: "samples" or "batches".
         each: How many of them a rank takes in a whole step.

@@ -202,9 +202,9 @@ class Reshuffled(Batches):
         self.random.shuffle(self.order)
 
 
-def _two_epochs(make):
+def _two_epochs(make, **options):
     def run(collectives):
-        plan = ShardPlan(rank=collectives.rank, size=2, seed=0, collectives=collectives)
+        plan = ShardPlan(rank=collectives.rank, size=2, seed=0, collectives=collectives, **options)
         share = shard_input(make(collectives.rank), plan=plan)
         ids = []
         for epoch in range(2):
@@ -224,24 +224,69 @@ def test_reshuffling_alike_is_fine() -> None:
 
 def test_reshuffling_apart_is_noticed_before_the_epoch_that_would_lose_samples() -> None:
     for result in _two_epochs(lambda rank: Reshuffled(np.random.default_rng(rank))):
-        with pytest.raises(DataError, match="first batch in epoch 1"):
+        with pytest.raises(DataError, match="first batch in epoch 0"):
             raise result
 
 
-def test_hooks_of_the_users_object_are_called() -> None:
+def test_hooks_of_the_users_object_are_called_as_by_keras() -> None:
+    alone = Batches(8)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(alone, epochs=2, verbose=0)
     datasets = [Batches(8), Batches(8)]
-    results = _two_epochs(lambda rank: datasets[rank])
+    results = _two_epochs(lambda rank: datasets[rank], trains=True)
     assert not any(isinstance(result, Exception) for result in results)
-    assert [dataset.calls for dataset in datasets] == [["begin", "end"] * 2] * 2
+    assert [dataset.calls for dataset in datasets] == [alone.calls] * 2
+    datasets = [Batches(8), Batches(8)]
+    _two_epochs(lambda rank: datasets[rank])
+    assert [dataset.calls for dataset in datasets] == [["end", "begin", "end"] * 2] * 2
 
 
-def test_length_that_changes_is_an_error() -> None:
-    class Growing(Batches):
-        def on_epoch_end(self) -> None:
-            self.order = np.arange(20)
+class Changing(Batches):
+    """Has another number of rows in each epoch, those of rank 1 from 100 on."""
 
-    for result in _two_epochs(lambda _: Growing(8)):
-        with pytest.raises(DataError, match="10 batches in epoch 1 and had 4"):
+    def __init__(self, rank: int, *rows: int, **options) -> None:
+        super().__init__(rows[0], **options)
+        self.rank, self.rows = rank, iter(rows)
+
+    def on_epoch_begin(self) -> None:
+        self.order = np.arange(next(self.rows)) + 100 * self.rank
+
+
+@pytest.mark.parametrize("options", WORKERS)
+def test_each_epoch_has_the_batches_that_there_are_then(options) -> None:
+    first, second = _two_epochs(lambda _: Changing(0, 12, 5, **options), trains=True)
+    assert first == [[0, 1], [4, 5], [8, 9], [0, 1], [4]]
+    assert second == [[2, 3], [6, 7], [10, 11], [2, 3], []]
+    ranks = _two_epochs(lambda _: Changing(0, 17, 6, **options), trains=True, shuffle=True)
+    assert sorted(flat(flat(ids[:5] for ids in ranks))) == list(range(17))
+    assert sorted(flat(flat(ids[5:] for ids in ranks))) == list(range(6))
+
+
+def test_an_epoch_has_no_more_steps_than_the_data_had_at_first() -> None:
+    first, second = _two_epochs(lambda _: Changing(0, 6, 17), trains=True)
+    assert first == [[0, 1], [4, 5], [0, 1], [4, 5]]
+    assert second == [[2, 3], [], [2, 3], [6, 7]]
+
+
+def test_presharded_ranks_agree_on_the_longest_of_each_epoch() -> None:
+    rows = [(11, 4), (2, 9)]
+    ranks = _two_epochs(lambda r: Changing(r, *rows[r]), trains=True, presharded=True)
+    assert [len(ids) for ids in ranks] == [6 + 2] * 2
+    for rank, (first, second) in enumerate(rows):
+        assert flat(ranks[rank][:6]) == [100 * rank + i for i in range(first)]
+        assert flat(ranks[rank][6:]) == [100 * rank + i for i in range(min(second, 4 - 2 * rank))]
+
+
+def test_ranks_whose_lengths_differ_in_an_epoch_are_an_error() -> None:
+    for result in _two_epochs(lambda rank: Changing(0, 12, 8 + 4 * rank), trains=True):
+        with pytest.raises(DataError, match="number of batches is 4 on rank 0, 6 on rank 1"):
+            raise result
+
+
+def test_a_pass_over_several_epochs_can_not_change_its_length() -> None:
+    for result in _two_epochs(lambda _: Changing(0, 20, 8), trains=True, steps=1):
+        with pytest.raises(DataError, match="4 batches in epoch 1 after 10; leave"):
             raise result
 
 

@@ -199,6 +199,24 @@ def batches(callbacks: list[Any]) -> Any:
     return lambda model: model.fit(Batches(), epochs=EPOCHS, verbose=0, callbacks=callbacks)
 
 
+class Shrinking(Batches):
+    """Has two batches less after each call of ``on_epoch_end``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 10
+
+    def __len__(self) -> int:
+        return self.length
+
+    def on_epoch_end(self) -> None:
+        self.length -= 2
+
+
+def shrinking_batches(callbacks: list[Any]) -> Any:
+    return lambda model: model.fit(Shrinking(), epochs=EPOCHS, verbose=0, callbacks=callbacks)
+
+
 def long_passes(callbacks: list[Any]) -> Any:
     return plain(callbacks, batch_size=4, steps_per_epoch=4)
 
@@ -227,6 +245,7 @@ def validated(callbacks: list[Any]) -> Any:
         (scaled_loss, long_passes, 9),
         (several_steps, shuffled_pipeline, 3),
         (dropout, of_unknown_length, 9),
+        (dropout, shrinking_batches, 6),
     ],
 )
 def test_resuming_is_exact(world, make, fit, stop, tmp_path):
@@ -235,7 +254,11 @@ def test_resuming_is_exact(world, make, fit, stop, tmp_path):
     for folder in (tmp_path / "whole", tmp_path) if world.is_chief() else ():
         state = Store(folder).newest().state
         # A pass of nine steps ends within the third epoch of four.
-        counts = {long_passes: (9, ROWS), validated: (15, 3 * 53)}
+        counts = {
+            long_passes: (9, ROWS),
+            validated: (15, 3 * 53),
+            shrinking_batches: (4 + 3 + 2, (8 + 6 + 4) * 6),
+        }
         assert (state["step"], state["samples"]) == counts.get(fit, (18, 3 * ROWS))
         assert (state["epoch"], state["place"]["epochs"]) == (EPOCHS, EPOCHS)
 
