@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 __all__ = ["BackgroundWriter", "Backlog"]
 
-# From so many waiting bytes on the ranks should pause, but for HOLD_S at most: a rank that is
-# blocked in print() lets the others run into their time-outs.
+# With this many waiting bytes the ranks should pause, for HOLD_S at most: a rank that is blocked in
+# print() makes the others time out.
 HOLD_BYTES = 8 << 20
 HOLD_S = 5.0
 # Beyond this the oldest items are dropped.
@@ -113,11 +113,11 @@ class BackgroundWriter:
         self._written = 0
 
     def write(self, data: bytes) -> None:
-        """Have ``data``, which is a line or redraws one, written or dropped as a whole."""
+        """Write or drop ``data``, which is a line or redraws one, as a whole."""
         if self._is_broken:
             return
         if self._thread is None:
-            # Not before there is something to write: agents fork first.
+            # Only when there is something to write: agents fork first.
             self._thread = threading.Thread(target=self._run, name="hvdtrain-output", daemon=True)
             self._thread.start()
         self._backlog.put(data, len(data), lines=int(data.endswith(b"\n")))

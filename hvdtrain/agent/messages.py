@@ -45,7 +45,7 @@ OUTPUT_DIR = "HVDTRAIN_OUTPUT_DIR"
 # The number of this start of the job by one hvdtrain run, from 1.
 ATTEMPT = "HVDTRAIN_ATTEMPT"
 
-# From a stranger on the port, who can't fill the memory.
+# The limit for unknown clients on the port: they can't fill the memory.
 MOST_BYTES = 1 << 20
 WINDOW_BYTES = 1 << 16
 CONNECT_TIMEOUT_S = 20.0
@@ -75,12 +75,12 @@ _STATES = ("status", "report", "usage")
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """One message on the wire."""
+    """Return one message as bytes."""
     return json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
 
 
 class Decoder:
-    """Takes bytes as they arrive and gives out the messages that are complete.
+    """Turns bytes, as they arrive, into complete messages.
 
     Attributes:
         most_bytes: How long a message may be.
@@ -93,10 +93,10 @@ class Decoder:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that ``data`` completes.
+        """Return the messages that ``data`` completes.
 
         Raises:
-            LaunchError: The other side speaks something else.
+            LaunchError: The other side uses another protocol.
         """
         self.taken += len(data)
         complete, newline, rest = data.rpartition(b"\n")
@@ -106,19 +106,19 @@ class Decoder:
             self._rest.clear()
         self._rest += rest
         if len(self._rest) > self.most_bytes:
-            raise LaunchError(f"received {len(self._rest)} bytes that are no message")
+            raise LaunchError(f"received {len(self._rest)} bytes that are not a message")
         try:
             messages = [json.loads(line) for line in lines]
         except (ValueError, RecursionError) as error:
-            raise LaunchError(f"received what is no message: {error}") from None
+            raise LaunchError(f"received invalid data, not a message: {error}") from None
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
-                raise LaunchError(f"received {message!r:.80}, which is no message")
+                raise LaunchError(f"received {message!r:.80}, which is not a message")
         return messages
 
 
 def receive(connection: socket.socket, decoder: Decoder) -> list[dict[str, Any]] | None:
-    """Return the messages that have come; None at the connection's end, or for what is none."""
+    """Return the received messages; None at the connection's end or for an invalid message."""
     try:
         data = connection.recv(1 << 18)
         return decoder.feed(data) if data else None
@@ -127,7 +127,7 @@ def receive(connection: socket.socket, decoder: Decoder) -> list[dict[str, Any]]
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the loss of the other host be noticed within some seconds."""
+    """Detect the loss of the other host within a few seconds."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -139,10 +139,10 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def connect(addresses: Sequence[tuple[str, int]]) -> socket.socket:
-    """A connection to the launcher, over the first of its addresses that answers.
+    """Connect to the launcher, over the first of its addresses that answers.
 
     Raises:
-        OSError: None does.
+        OSError: No address answers.
     """
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     errors: dict[str, str] = {}
@@ -188,7 +188,7 @@ class LauncherLink:
         return bool(self._unsent or self._states) and not self.is_lost
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message, now or once the launcher takes it."""
+        """Send a message, now or when the launcher accepts it."""
         if self.is_lost:
             return
         if self._unsent and kind in _STATES:
@@ -198,7 +198,7 @@ class LauncherLink:
             self._send_more()
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that have come."""
+        """Return the received messages."""
         messages = receive(self._connection, self._decoder)
         self.is_lost = self.is_lost or messages is None
         for message in messages or ():

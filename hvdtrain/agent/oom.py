@@ -41,7 +41,7 @@ class ControlGroup:
     folder: Path
 
     def upwards(self) -> list[Path]:
-        """The folders of the group and of those that it is in, as far as they can be seen."""
+        """Return the folders of the group and its ancestors, as far as they are visible."""
         folders = (self.folder, *self.folder.parents)
         return [folder for folder in folders if folder.is_relative_to(self.mount)]
 
@@ -49,7 +49,7 @@ class ControlGroup:
 def group_of(memberships: str, mounts: str) -> ControlGroup | None:
     """The control group that accounts for the memory of a process, by its ``/proc/PID/cgroup``.
 
-    ``mounts`` is ``/proc/self/mountinfo`` of the process that is to read the group's files.
+    ``mounts`` is ``/proc/self/mountinfo`` of the process that will read the group's files.
     """
     found: dict[str, str] = {}
     for controllers, path in _MEMBERSHIP.findall(memberships):
@@ -57,7 +57,7 @@ def group_of(memberships: str, mounts: str) -> ControlGroup | None:
             found["cgroup2"] = path
         elif "memory" in controllers.split(","):
             found["cgroup"] = path
-    # Where both versions are mounted, memory belongs to the one that names it.
+    # If both versions are mounted, memory belongs to the one that names it.
     for version in ("cgroup", "cgroup2"):
         for mount, root in _mounts(mounts, version):
             if version in found:
@@ -99,7 +99,7 @@ def _read(path: Path) -> str:
 
 
 def _kills_of(group: ControlGroup) -> int | None:
-    """Return the kills that the group or the nearest around it counts; None where none counts."""
+    """Return the kills that the group or its nearest counting ancestor has, or None."""
     for folder in group.upwards():
         for name in _COUNTS:
             if (count := count_in(_read(folder / name))) is not None:
@@ -108,7 +108,7 @@ def _kills_of(group: ControlGroup) -> int | None:
 
 
 def limit_of(group: ControlGroup) -> int | None:
-    """The smallest limit, in bytes, of the group and those that it is in; None for none."""
+    """Return the smallest limit, in bytes, of the group and its ancestors, or None."""
     texts = [_read(folder / name).strip() for folder in group.upwards() for name in _LIMITS]
     limits = [int(text) for text in texts if text.isdigit() and int(text) < _NO_LIMIT]
     return min(limits, default=None)

@@ -42,7 +42,7 @@ class OutputRelay:
         """
         if folder := environ.get(OUTPUT_DIR):
             Path(folder).mkdir(parents=True, exist_ok=True)
-            # What an attempt before this one wrote is kept.
+            # Keep the output of earlier attempts.
             again = environ.get(ATTEMPT, "1") != "1" or "SLURM_RESTART_COUNT" in environ
             kept = os.O_APPEND if again else os.O_TRUNC
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | kept
@@ -51,11 +51,11 @@ class OutputRelay:
 
     @property
     def goes_on(self) -> bool:
-        """Whether more may come."""
+        """Whether there may be more output."""
         return bool(self._splitters)
 
     def listen(self, program: subprocess.Popen[bytes]) -> None:
-        """Take in what ``program`` writes, whenever there is something."""
+        """Read the output of ``program`` whenever there is some."""
         for name in ("stdout", "stderr"):
             pipe = getattr(program, name)
             os.set_blocking(pipe.fileno(), False)
@@ -63,7 +63,7 @@ class OutputRelay:
             self._selector.register(pipe, selectors.EVENT_READ, self._read)
 
     def review(self) -> None:
-        """Have the program wait while the launcher or the disk is slow; to be called often."""
+        """Pause the program while the launcher or the disk is slow; call this often."""
         if self._log_error is not None and not self._told_error:
             self._told_error = True
             text = f"hvdtrain run: --output-dir can't be written: {self._log_error}; trying again"
@@ -71,7 +71,7 @@ class OutputRelay:
         self._pause(self._launcher.is_full or (self._log is not None and self._log.holds_up))
 
     def finish(self) -> None:
-        """Pass on what is in the pipes once all that wrote into them has ended."""
+        """Pass on the rest of the pipes after all their writers have ended."""
         for pipe, (name, splitter) in list(self._splitters.items()):
             for _ in range(_MOST_READS):
                 if pipe not in self._splitters or not self._read(pipe):
@@ -103,7 +103,7 @@ class OutputRelay:
                 self._selector.register(pipe, selectors.EVENT_READ, self._read)
 
     def _read(self, pipe: IO[bytes]) -> bool:
-        """Pass on what a pipe holds; return whether there was something."""
+        """Pass on the content of a pipe; return whether there was any."""
         try:
             data = os.read(pipe.fileno(), 1 << 16)
         except BlockingIOError:

@@ -1,8 +1,8 @@
-"""All processes that descend from one, how they are ended, and two that watch each other.
+"""The descendants of a process, ending them, and a pair of processes that watch each other.
 
-mpirun ends its ranks by SIGKILL when it is in a hurry, and the process that it knows then can't
-clean up any more. So that one only stands guard, and a child of it in a process group of its own,
-out of mpirun's reach, does the work. Each adopts what the other leaves behind.
+mpirun may end its ranks by SIGKILL, and the process that it knows can't clean up then. So that
+process is only a guard, and its child in a separate process group, out of mpirun's reach, does the
+work. Each of the two adopts the orphans of the other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants(leader: int) -> list[int]:
-    """Processes of the session that ``leader`` leads or led, and all its descendants."""
+    """Return the processes of the session that ``leader`` leads or led, and its descendants."""
     found: list[int] = []
     table = _process_table()
     while True:
@@ -51,14 +51,14 @@ def descendants(leader: int) -> list[int]:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """SIGKILL for each of them that still exists."""
+    """Send SIGKILL to each of them that still exists."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def kill_descendants(leader: int, timeout_s: float = 2.0) -> None:
-    """End whatever descends from ``leader``, also what is forked meanwhile."""
+    """Kill all descendants of ``leader``, including those forked meanwhile."""
     deadline = time.monotonic() + timeout_s
     while (left := descendants(leader)) and time.monotonic() < deadline:
         kill_all(left)
@@ -66,12 +66,12 @@ def kill_descendants(leader: int, timeout_s: float = 2.0) -> None:
 
 
 def shell_code(code: int) -> int:
-    """An exit code of ``subprocess`` as a shell gives it: 128 + n where signal n ended it."""
+    """Return an exit code of ``subprocess`` as a shell does: 128 + n after signal n."""
     return 128 - code if code < 0 else code
 
 
 def process_state(pid: int) -> str:
-    """One letter, as ps shows it: R runs, S and D wait, T is stopped; empty where there is none."""
+    """Return the letter that ps shows: R runs, S and D wait, T is stopped; "" for no process."""
     try:
         return _fields(Path(f"/proc/{pid}/stat"))[0]
     except OSError:
@@ -84,7 +84,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def start_ticks(pid: int) -> int:
-    """Return a process's start, in the kernel's ticks since the host's; 0 where there is none."""
+    """Return a process's start, in ticks since the host's; 0 for no process."""
     try:
         return int(_fields(Path(f"/proc/{pid}/stat"))[19])
     except OSError:
@@ -94,8 +94,8 @@ def start_ticks(pid: int) -> int:
 def run_guarded(work: Callable[[int], int]) -> int:
     """Run ``work`` in a child process; returns what it returned, or 128 + the signal it died of.
 
-    Signals that this process gets are passed on to the child. When the child ends, whatever
-    descends from it is killed. ``work`` gets a file that is at its end once this process has died.
+    Signals to this process are passed on to the child. When the child ends, its descendants are
+    killed. ``work`` gets a file that reaches its end when this process dies.
     """
     adopt_orphans()
     lifeline, ours = os.pipe()
@@ -123,11 +123,11 @@ def adopt_orphans() -> None:
 
 
 def _lead_group() -> None:
-    """Let no signal to the caller's process group come to this process; in a child.
+    """Keep signals to the caller's process group away from this process; in a child.
 
     It stays in its session. Linux gives each session the same share of the cores (sched(7),
-    autogroup) and balances worse between sessions than within one: ranks in sessions of their own
-    made a fifth fewer updates a second where there were more of them than cores.
+    autogroup) and balances worse between sessions than within one: with one session per rank and
+    more ranks than cores there were a fifth fewer updates per second.
     """
     os.setpgid(0, 0)
 

@@ -1,10 +1,9 @@
-"""Stands between the launcher and one rank's program, on the rank's host.
+"""The process between the launcher and one rank's program, on the rank's host.
 
-mpirun or srun starts it in the program's place (``python -m hvdtrain.agent.rank_agent``). It starts
-the program in a process group of its own, sends its output and its end to the launcher, and sees
-to it that nothing of the rank outlives the job: when the launcher says so, when mpirun or srun
-sends a signal, and when the connection to the launcher is lost, because it was killed or its host
-died.
+mpirun or srun starts it instead of the program (``python -m hvdtrain.agent.rank_agent``). It starts
+the program in a separate process group and sends its output and exit code to the launcher. No
+process of the rank outlives the job: the agent ends them when the launcher asks for it, when mpirun
+or srun sends a signal, and when the connection to the launcher is lost.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = ["main"]
 
 logger = logging.getLogger(__package__)
 
-# When nobody says how long: without a launcher, and when mpirun or srun ends the rank.
+# Seconds from SIGTERM to SIGKILL without a launcher, and when mpirun or srun ends the rank.
 ORPHAN_GRACE_S = 5.0
 TOLD_GRACE_S = 2.0
 DRAIN_S = 0.5
@@ -72,7 +71,7 @@ def _work(program: Sequence[str], lifeline: int) -> int:
 
 
 class Agent:
-    """One rank's program and what is known about it."""
+    """One rank's program and its state."""
 
     def __init__(
         self, topology: Topology, launcher: socket.socket, environ: Mapping[str, str]
@@ -99,9 +98,9 @@ class Agent:
         self._launcher.send("hello", job=environ[JOB], rank=topology.rank, host=host)
 
     def run(self, program: Sequence[str], lifeline: int) -> int:
-        """Run the program to its end and say how it ended.
+        """Run the program to its end and report how it ended.
 
-        ``lifeline`` is at its end once mpirun or srun has killed the process that it knows.
+        ``lifeline`` reaches its end when mpirun or srun kills the process that it knows.
         """
         for number in (*ENDING, *PREEMPTING):
             signal.signal(number, lambda number, frame: self._signals.append(number))
@@ -193,7 +192,7 @@ class Agent:
         self._stop(signal.SIGTERM, TOLD_GRACE_S)
 
     def _look(self) -> None:
-        """For a rank that hangs: whether it is stopped, and the stacks of its threads."""
+        """Report whether a hanging rank is stopped, and have it print the stacks of its threads."""
         assert self._child is not None
         pid = self._reporting()
         stopped = any(is_stopped(one) for one in (self._child.pid, pid) if one is not None)
@@ -203,7 +202,7 @@ class Agent:
                 os.kill(pid, signal.SIGQUIT)
 
     def _reporting(self) -> int | None:
-        """The process of the program that reports, and is ready to be asked."""
+        """Return the process of the program that reports and can be asked, or None."""
         pid = self._report_pipe.pid
         return pid if pid in descendants(os.getpid()) else None
 
@@ -218,8 +217,8 @@ class Agent:
         self._was_signalled = True
         if self._child is None or self._child.poll() is not None:
             return
-        # One that says that time is nearly over comes by several ways: from Slurm, and from the
-        # launcher, which hears of it. A program that is ending by then may catch it no more.
+        # A warning may arrive twice, from Slurm and from the launcher. A program that is ending by
+        # then may no longer catch it.
         if number not in self._passed_on:
             self._pass_on(number, self._child.pid)
         if grace_s is not None:
@@ -230,8 +229,8 @@ class Agent:
         pid = None
         if number in PREEMPTING:
             self._passed_on.add(number)
-            # The program is to save what it has before: its own workers, which would die of the
-            # signal, are needed for that.
+            # The program saves its state first, and needs its own workers for that, which would die
+            # of the signal.
             pid = self._reporting()
         with contextlib.suppress(ProcessLookupError):
             if pid is None:
@@ -240,12 +239,12 @@ class Agent:
                 os.kill(pid, number)
 
     def _finish(self) -> int:
-        """Take in what is left of the output, end what the program left behind, report."""
+        """Read the rest of the output, end what the program left behind, and report."""
         assert self._child is not None
         code = shell_code(self._child.returncode)
         lost = self._elastic and not self._was_signalled and signal_name(code) is not None
         if lost:
-            # The others wait until mpirun tells them: what holds the output open must go.
+            # The other ranks wait for mpirun's notice: end whatever holds the output open.
             kill_descendants(os.getpid())
         self._output.resume()
         deadline = time.monotonic() + DRAIN_S
@@ -256,7 +255,7 @@ class Agent:
         self._output.finish()
         self._say_end(code)
         if lost:
-            # mpirun goes on without this rank, and is to find nothing wrong with it.
+            # mpirun continues without this rank and must not see an error.
             self._await_launcher()
             return 0
         return self._await_dismissal(code)
@@ -266,19 +265,19 @@ class Agent:
         self._launcher.send("end", code=code, kills=kills)
 
     def _await_dismissal(self, code: int) -> int:
-        """Stay until the launcher lets go: mpirun and srun would end the ranks that still work.
+        """Stay until the launcher says bye: mpirun and srun would end the ranks that still work.
 
-        A launcher that is gone has lost its connection, which keeps itself alive.
+        The connection to a launcher that is gone is lost within seconds.
         """
         while not self._dismissed:
             self._wait(0.05)
-            # mpirun's impatience ends the waiting.
+            # A signal of mpirun ends the wait.
             self._dismissed = self._dismissed or bool(self._signals)
         self._await_launcher()
         return code
 
     def _await_launcher(self) -> None:
-        """Let the launcher take what it has not taken yet."""
+        """Wait until the launcher has received everything."""
         deadline = time.monotonic() + FLUSH_S
         while self._launcher.is_full and time.monotonic() < deadline:
             self._wait(0.05)

@@ -26,22 +26,22 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """The newest state of one rank; ``hvdtrain.monitor.report`` tells it.
+    """The newest state of one rank, sent by ``hvdtrain.monitor.report``.
 
     Attributes:
-        pid: The process that prints its stacks at SIGQUIT; None for none.
+        pid: The process that prints its stacks at SIGQUIT, if any.
         step: Optimizer steps that are complete; None before the first.
         epoch: The epoch of the last step.
-        total_steps: The step with which training is to end; None for unknown.
+        total_steps: The step with which training will end, if known.
         phase: The part of the program that runs; steps come in ``"training"`` alone.
         saved: Step of the newest checkpoint that this run of the program wrote.
         resumed: Step of the checkpoint that it began from.
-        waiting_in: The operation in which it waits for other ranks; empty for none.
-        waited_s: How long it has waited for other ranks in all; None for unknown.
-        input_s: How long its training has waited for its own batches in all; None for unknown.
-        reduced_bytes: How much it has put into allreduce in all; None for unknown.
-        samples: On how many samples all ranks have trained, in this run of the program.
-        loss: Their loss of late.
+        waiting_in: The operation in which it waits for other ranks, or "".
+        waited_s: Total time that it has waited for other ranks, if known.
+        input_s: Total time that its training has waited for batches, if known.
+        reduced_bytes: Total bytes that it has passed to allreduce, if known.
+        samples: Samples that all ranks have trained on, in this run of the program.
+        loss: Their recent loss.
     """
 
     pid: int | None = None
@@ -99,8 +99,8 @@ class Usage:
     Attributes:
         rss_bytes: Memory that is theirs, summed; what several of them share counts for each.
         cpu: Cores that they kept busy since the last time, such as 1.5.
-        gpu: For how much of the last moment their GPUs computed, in percent; None for unknown.
-        gpu_bytes: Memory that they take of GPUs; None for unknown.
+        gpu: Recent utilization of their GPUs in percent, if known.
+        gpu_bytes: GPU memory that they use, if known.
         stopped: Whether one of them is, as by SIGSTOP or a debugger, so that it does nothing.
     """
 
@@ -113,12 +113,12 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class OomKills:
-    """Processes that the kernel killed for lack of memory while a program ran.
+    """Processes that the kernel killed out of memory while a program ran.
 
     Attributes:
-        in_group: How many of the program's control group; None where that can't be told.
-        on_host: How many of the whole host; None where that can't be told.
-        limit_bytes: Memory that all processes of the group may use together; None for no limit.
+        in_group: Kills in the program's control group, if known.
+        on_host: Kills on the whole host, if known.
+        limit_bytes: Memory that all processes of the group may use together, if limited.
     """
 
     in_group: int | None = None
@@ -126,7 +126,7 @@ class OomKills:
     limit_bytes: int | None = None
 
 
-# Kinds of messages that programs write, and what these hold.
+# Kinds of messages that programs write, and their fields.
 _FIELDS = {
     kind: tuple(entry.name for entry in fields(content))
     for kind, content in (("report", RankReport), ("failure", FailureRecord))
@@ -165,7 +165,7 @@ class ReportPipe:
         os.close(self._writer)
 
     def read(self) -> list[dict[str, Any]] | None:
-        """The messages that have come; None at the pipe's end, or after what is none."""
+        """Return the received messages; None at the pipe's end or after an invalid message."""
         try:
             # More than a second's worth; who writes faster is heard the next time.
             data = os.read(self._reader, 1 << 16)
@@ -186,7 +186,7 @@ class ReportPipe:
 
 
 def read_report(message: Mapping[str, Any]) -> RankReport | None:
-    """The report in a message; None where it holds something else: a program may write anything."""
+    """Return the report in a message, or None if it is invalid: a program may write anything."""
     numbers: dict[str, Any] = {name: message.get(name) for name in _WHOLE}
     measured: dict[str, Any] = {name: message.get(name) for name in ("waited_s", "input_s", "loss")}
     words = {name: message.get(name, "") for name in ("phase", "waiting_in")}
@@ -201,7 +201,7 @@ def read_report(message: Mapping[str, Any]) -> RankReport | None:
 
 
 def read_failure(message: Mapping[str, Any]) -> FailureRecord | None:
-    """The failure in a message; None where it holds something else."""
+    """Return the failure in a message, or None if it is invalid."""
     words = {name: message.get(name) for name in ("exception", "message", "traceback")}
     time_s = message.get("time_s")
     if not all(isinstance(word, str) for word in words.values()) or type(time_s) is not float:
@@ -213,7 +213,7 @@ def read_failure(message: Mapping[str, Any]) -> FailureRecord | None:
 
 
 def read_usage(message: dict[str, Any]) -> Usage | None:
-    """Return the usage in a message; None where it holds something else."""
+    """Return the usage in a message, or None if it is invalid."""
     rss, cpu = message.get("rss_bytes"), message.get("cpu")
     if type(rss) is not int or not isinstance(cpu, (int, float)):
         return None

@@ -1,6 +1,6 @@
 """Resource usage of a rank's program: memory, processor time and GPUs of its processes.
 
-GPUs are as NVIDIA's driver reports them (NVML). In passing it is seen whether a process is stopped.
+NVIDIA's driver reports the GPUs (NVML). Whether a process is stopped is noticed in passing.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ INTERVAL_S = 5.0
 # The driver answers within milliseconds, or, where a GPU is broken, perhaps never.
 PATIENCE_S = 0.2
 
-# For how much of the time a rank's GPUs computed, in percent, and the memory in bytes that it takes
-# there; None for unknown.
+# Utilization of a rank's GPUs in percent, and the GPU memory in bytes that it uses, if known.
 GpuUsage = tuple[float | None, int | None]
 UNKNOWN: GpuUsage = (None, None)
 
 
 class UsageWatch:
-    """Looks at a program and its children now and then.
+    """Measures a program and its children periodically.
 
     Args:
-        gpus: Asked for what these take of GPUs.
+        gpus: Measures their GPUs.
     """
 
     def __init__(self, gpus: GpuWatch) -> None:
@@ -83,10 +82,10 @@ class Gpu:
     Attributes:
         number: Its number, from 0.
         uuid: Its own id.
-        busy: For how much of the last second or less it computed, in percent; None where that
-            can't be told, as of a GPU that is divided (MIG).
-        used_bytes: Memory that is taken, by whomever.
-        processes: Memory in bytes that each process takes that computes there, by its number.
+        busy: Utilization in the last second or less, in percent; None if unknown, as for a
+            partitioned GPU (MIG).
+        used_bytes: Memory in use by all processes.
+        processes: Memory in bytes of each process that computes there, by its number.
     """
 
     number: int
@@ -97,10 +96,10 @@ class Gpu:
 
 
 def own_gpu(environ: Mapping[str, str], local_rank: int, local_size: int) -> str:
-    """The GPU that a rank's variables leave to it, by number or id; empty where they don't say.
+    """Return the GPU of a rank by its variables, as a number or id; "" if they don't name it.
 
-    A launcher shows each rank its own, or all ranks of a host those of them all, of which they take
-    one each in the order of their local ranks (``hvdtrain.tensorflow.devices.assign_gpus``).
+    A launcher shows each rank its own GPU, or all GPUs to all ranks of a host, which take one each
+    in the order of their local ranks (``hvdtrain.tensorflow.devices.assign_gpus``).
     """
     shown = [entry.strip() for entry in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     if len(shown) > 1:
@@ -111,9 +110,9 @@ def own_gpu(environ: Mapping[str, str], local_rank: int, local_size: int) -> str
 def gpus_of(gpus: Sequence[Gpu], pids: Collection[int], own: str) -> GpuUsage:
     """Return the GPU usage of processes ``pids``.
 
-    Within a container the driver may call processes by other numbers than they have there. Then
-    what all take of the GPU counts that is the rank's ``own``; by its number, unless GPUs of
-    several kinds are in the host, which CUDA counts in another order than the driver.
+    In a container the driver may know processes by other numbers. Then the whole usage of the
+    rank's ``own`` GPU counts. If it is given by number, this is wrong on hosts with several kinds
+    of GPUs, which CUDA counts in another order than the driver.
     """
     mine = [gpu for gpu in gpus if not gpu.processes.keys().isdisjoint(pids)]
     if mine:
@@ -133,7 +132,7 @@ def _begins(uuid: str, own: str) -> bool:
 
 
 class GpuWatch:
-    """Asks the driver of this host's GPUs, if there is one, and waits no longer than a moment.
+    """Asks the driver of this host's GPUs, if any, and waits only briefly.
 
     Args:
         own: What ``own_gpu`` returned for the rank.
@@ -159,7 +158,7 @@ class GpuWatch:
 
     def _ask(self, pids: Collection[int]) -> None:
         try:
-            # Only here: hosts without GPUs need not have it.
+            # Only here: hosts without GPUs may lack it.
             import pynvml
         except ImportError:
             self._absent = True
@@ -175,7 +174,7 @@ class GpuWatch:
 
 
 def _gpus(nvml: Any) -> Iterator[Gpu]:
-    """The GPUs that the driver tells of.
+    """Yield the GPUs that the driver reports.
 
     Raises:
         pynvml.NVMLError: It can't.

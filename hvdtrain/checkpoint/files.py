@@ -79,7 +79,7 @@ def file_facts(path: Path) -> tuple[int, str]:
     """Return size and SHA-256 of a file as it is now, read piece by piece.
 
     Raises:
-        DamagedError: It is no regular file.
+        DamagedError: It is not a regular file.
         OSError: It can't be read.
     """
     digest = hashlib.sha256()
@@ -108,7 +108,7 @@ def read_manifest(folder: Path, step: int) -> Manifest:
         raise DamagedError(f"{MANIFEST} is not valid JSON") from None
     version = content.get("format") if isinstance(content, dict) else None
     if type(version) is not int or version < 1:
-        raise DamagedError(f"{MANIFEST} has no format version")
+        raise DamagedError(f"{MANIFEST} lacks a format version")
     if version > _FORMAT:
         raise CheckpointError(
             f"Checkpoint {folder} has format {version}; this hvdtrain reads up to {_FORMAT}. "
@@ -136,7 +136,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         except FileNotFoundError:
             raise DamagedError(f"{name} is missing") from None
         if not stat.S_ISREG(status.st_mode):
-            raise DamagedError(f"{name} is no regular file")
+            raise DamagedError(f"{name} is not a regular file")
         size, _ = manifest[name]
         if status.st_size != size:
             raise DamagedError(f"{name} has {status.st_size} bytes, its manifest says {size}")
@@ -176,7 +176,7 @@ def _open_regular(path: Path) -> io.FileIO:
     except FileNotFoundError:
         raise DamagedError(f"{path.name} is missing") from None
     if not stat.S_ISREG(mode):
-        raise DamagedError(f"{path.name} is no regular file")
+        raise DamagedError(f"{path.name} is not a regular file")
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return io.FileIO(os.open(path, flags))
 

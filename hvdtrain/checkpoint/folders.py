@@ -1,4 +1,4 @@
-"""The folders of a directory of checkpoints: which count, and what killed writers left.
+"""The folders of a directory of checkpoints: complete ones, and remains of killed writers.
 
 ::
 
@@ -48,7 +48,7 @@ class CheckpointFolder(NamedTuple):
 
     Attributes:
         number: Counts the checkpoints of the same step; 0 is from an earlier version.
-        inode: Tells it from another one under the same name.
+        inode: Distinguishes it from another folder of the same name.
     """
 
     step: int
@@ -136,7 +136,7 @@ def remove(folder: CheckpointFolder) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what killed writers left; an earlier version's have no manifest yet."""
+    """Remove the remains of killed writers; those of an earlier version lack a manifest."""
     remains = [path for path in directory.iterdir() if _REMAINS.fullmatch(path.name)]
     remains += [folder.path for folder in folders_in(directory) if not _has_manifest(folder)]
     for path in remains:

@@ -34,7 +34,7 @@ _watches_forks = False
 
 
 def hold(directory: Path, timeout_s: float) -> WriteLock:
-    """The right of this process to write there, shared among all who ask, until all drop it.
+    """Return the lock of a directory, which this process shares until all its users drop it.
 
     A process that was killed may hold its files for a moment yet: ``timeout_s`` bounds the wait.
 

@@ -123,7 +123,7 @@ class Store:
     def newest(self) -> Snapshot | None:
         """Return the newest checkpoint that is intact; None if there has been none.
 
-        Those that are damaged are named through ``notice``.
+        Damaged ones are reported through ``notice``.
 
         Raises:
             CheckpointError: All are damaged, or the directory can't be read.
@@ -183,7 +183,7 @@ class Store:
                 write_tensors(draft / name, arrays)
                 (draft / name).chmod(mode)  # the library makes files that only their owner can read
                 sync(draft / name)
-            # Checksums of what the files say now, not of the memory: the library wrote them.
+            # Checksums of the files, not of the memory: the library wrote them.
             manifest = {name: file_facts(draft / name) for name in FILES}
             write_file(draft / MANIFEST, encode_manifest(snapshot.step, manifest))
             sync(draft)
@@ -196,7 +196,7 @@ class Store:
         return final
 
     def _prune(self, step: int) -> None:
-        """Remove what ``keep`` has no room for, but nothing that could be the last good one.
+        """Remove checkpoints beyond ``keep``, but none that could be the last good one.
 
         Only those count whose files have the right sizes and which no reader of this Store found
         damaged; of each step the newest. Later steps neither count nor go: training resumed from
@@ -225,7 +225,7 @@ class Store:
         return True
 
     def _first_intact(self) -> tuple[Snapshot | None, list[str]]:
-        """Return the newest intact checkpoint, and what is wrong with those that are newer."""
+        """Return the newest intact checkpoint, and the problems of newer ones."""
         give_up_s = time.monotonic() + PATIENCE_S
         for look in itertools.count(1):
             snapshot: Snapshot | None = None
@@ -236,7 +236,7 @@ class Store:
                     break
                 except DamagedError as error:
                     problems[found] = f"{found.path}: {error}"
-            # What seems damaged may have been removed meanwhile, as newer ones were written.
+            # A folder that seems damaged may have been removed meanwhile, as newer ones came.
             if not problems or problems.keys() <= set(find_complete(self._directory)):
                 break
             if look >= _LOOKS and time.monotonic() > give_up_s:
@@ -251,7 +251,7 @@ class Store:
 
 
 class BackgroundWriter:
-    """Writes one snapshot at a time on a thread of its own, while training goes on.
+    """Writes one snapshot at a time on a thread, while training continues.
 
     Args:
         store: Where they go; used by the writing thread while ``busy``.
@@ -296,7 +296,7 @@ class BackgroundWriter:
         except CheckpointError as error:
             self._error = error
         except Exception as error:
-            # A thread has nobody above it who would see this.
+            # Nobody would see an exception of this thread.
             self._error = CheckpointError(f"{type(error).__name__}: {error}")
         else:
             self.written_s.append(time.monotonic() - start)

@@ -98,8 +98,8 @@ def test_something_else_in_its_place(name: str, kind: str, directory: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"format": 0}, "no format version"),
-        ({"format": "1"}, "no format version"),
+        ({"format": 0}, "lacks a format version"),
+        ({"format": "1"}, "lacks a format version"),
         ({"step": 10}, "is of step 10, not 20"),
         ({"step": "20"}, "is of step '20', not 20"),
         ({"files": {}}, "lacks size or checksum"),

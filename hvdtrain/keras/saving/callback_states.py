@@ -1,4 +1,4 @@
-"""The states of callbacks: all that they remember from one epoch to the next."""
+"""The states of callbacks: everything they carry from one epoch to the next."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def callback_states(
     ``set_state(dict)``, with values that are numbers, texts, None, arrays or lists of arrays.
 
     Returns:
-        What fits into JSON, by the callback's class and its number among those of the class; and
-        copies of the arrays.
+        The plain values, by the name of the callback's class and, from the second callback of a
+        class on, its number; and copies of the arrays.
     """
     plain: dict[str, dict[str, Any]] = {}
     arrays: dict[str, np.ndarray] = {}
@@ -54,10 +54,10 @@ def restore_callbacks(
     plain: Mapping[str, Mapping[str, Any]],
     arrays: Mapping[str, np.ndarray],
 ) -> list[str]:
-    """Give the callbacks back what ``callback_states`` took.
+    """Restore what ``callback_states`` returned.
 
     Returns:
-        The callbacks that had a state for which there is no callback now.
+        Names of saved callbacks that are missing now.
     """
     missing = dict.fromkeys(plain)
     for key, callback in _numbered(callbacks):

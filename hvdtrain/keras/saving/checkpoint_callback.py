@@ -1,4 +1,4 @@
-"""``hvdtrain.Checkpoint``: the callback with which a user asks for checkpoints, and its start."""
+"""``hvdtrain.Checkpoint``, the callback that saves and resumes a training, and its setup."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ logger = logging.getLogger(__package__)
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Saves all of a training as it goes, and resumes it when the program is started again.
+    """Saves a training while it runs, and resumes it when the program is started again.
 
     ::
 
         model.fit(x, y, epochs=10, callbacks=[hvdtrain.Checkpoint("runs/mnist", every_s=60)])
 
-    The chief writes, in the background: weights, optimizer, callbacks, position in the data and the
-    random states of all ranks. The next ``fit`` with the same directory goes on from the newest
-    checkpoint that is intact, also in the middle of an epoch: with as many ranks as before exactly
-    as if it had never been stopped; with another number of ranks, on the samples of the epoch that
-    had not been seen. The other ranks need not see the directory. Use one directory for each
+    The chief writes weights, optimizer, callbacks, position in the data and the random states of
+    all ranks in the background. The next ``fit`` with the same directory resumes from the newest
+    intact checkpoint, even in the middle of an epoch: with the same number of ranks exactly as if
+    it had never been stopped; with another number of ranks, on the samples of the epoch that had
+    not been seen. The other ranks need no access to the directory. Use one directory for each
     ``fit`` of a program.
 
     On SIGTERM, SIGUSR1 or SIGUSR2, on any rank, all ranks save a checkpoint after the same step and
-    end with exit code 75: start the program again, and it goes on.
+    end with exit code 75: start the program again to resume.
 
     Args:
-        directory: Where checkpoints go, each a folder of its own.
-        every_steps: Save after so many steps.
-        every_s: Save after so many seconds. Without both of them, at the end of every epoch; the
-            end of the training is saved always.
+        directory: Folder of the checkpoints.
+        every_steps: Steps between two checkpoints.
+        every_s: Seconds between two checkpoints. Without both of them, save at the end of every
+            epoch; the end of the training is always saved.
         keep: How many of the newest steps to keep a checkpoint of.
         export: Also save the model as a ``.keras`` file at this path, at the end of each epoch
-            after which a checkpoint is taken, and when training goes on from one of these.
-        on_error: On a full disk or the like ``"warn"`` says so once and trains on, ``"raise"``
-            ends training on every rank.
+            after which a checkpoint is taken, and when training resumes from one of these.
+        on_error: Reaction to a full disk and the like: ``"warn"`` once and continue, or
+            ``"raise"`` on every rank.
 
     Raises:
         ConfigurationError: An argument can't be used.
@@ -84,7 +84,7 @@ class Checkpoint(keras.callbacks.Callback):
         if self.session is None:
             raise ModelError(
                 "hvdtrain.Checkpoint needs a model that was given to hvdtrain.distribute(model), "
-                "after hvdtrain.init(); also where there is one process only."
+                "after hvdtrain.init(), even for a single process."
             )
         return self.session
 
@@ -114,7 +114,7 @@ class Checkpoint(keras.callbacks.Callback):
 
 
 def find_checkpoint_callback(callbacks: Sequence[Any]) -> Checkpoint | None:
-    """Return the ``Checkpoint`` among the callbacks; None where there is none.
+    """Return the ``Checkpoint`` among the callbacks, or None.
 
     Raises:
         ModelError: There are several.
@@ -141,10 +141,12 @@ def begin_session(
     feedback: ErrorFeedback | None,
     join: Callable[[], None],
 ) -> CheckpointSession:
-    """The checkpoints of a ``fit`` in which all ranks make each step together; collective.
+    """Set up the checkpoints of a ``fit`` in which all ranks make each step together; collective.
 
-    With ``averaging`` each rank has weights of its own in between, and its optimizer; ``join`` lets
-    all have the same weights. ``feedback`` keeps what is not sent of gradients.
+    Args:
+        averaging: Averages the weights, if ranks update their own in between.
+        feedback: Keeps the unsent parts of gradients, if they are compressed.
+        join: Makes the weights of all ranks equal.
 
     Raises:
         CheckpointError: All checkpoints are damaged, or the newest is of another model.
@@ -159,12 +161,12 @@ def begin_session(
         feedback=feedback,
     )
     membership.renew()
-    # Another rank than the chief uses its own only if it becomes the chief.
+    # Other ranks use theirs only when they become the chief.
     store = open_store(options)
     found = find(store if membership.rank == 0 else None, state, collectives)
     return CheckpointSession(options, state, membership, store, found, averaging, join)
 
 
 def open_store(options: CheckpointOptions) -> Store:
-    """The directory that a user wants checkpoints in."""
+    """Return the store for the user's directory."""
     return Store(options.directory, keep=options.keep, notice=logger.warning)

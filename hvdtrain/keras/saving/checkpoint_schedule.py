@@ -1,8 +1,8 @@
 """When a checkpoint is taken: what a user asked for, steps and seconds, and signals.
 
-Steps are counted alike on all ranks, seconds are not: the chief's clock decides, and a signal may
-reach any rank. So the ranks exchange a word, but not after every step: the chief says after how
-many steps the next time is, so that it comes to about ``LOOK_S``.
+Ranks agree on steps but not on seconds: the chief's clock decides, and a signal may reach any rank.
+So the ranks synchronize, but not after every step: the chief sets the number of steps until the
+next time, so that about ``LOOK_S`` pass.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from hvdtrain.errors import ConfigurationError
 
 __all__ = ["LOOK_S", "CheckpointOptions", "CheckpointSchedule", "PreemptionSignals"]
 
-# A signal waits no longer than that and a step; an exchange takes about a ten-thousandth of it.
+# A signal waits this long at most, and a step; synchronizing takes about a ten-thousandth of it.
 LOOK_S = 0.5
 MOST_STEPS = 10_000
 
 _CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-# What says no more than that time is nearly over, and may say so again.
+# Mere warnings that time is nearly over; they may come again.
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """The arguments of ``hvdtrain.Checkpoint``, which says what they mean.
+    """The arguments of ``hvdtrain.Checkpoint``, checked.
 
     Raises:
         ConfigurationError: One of them can't be used.
@@ -66,7 +66,7 @@ def _is_count(value: object) -> bool:
 
 
 class CheckpointSchedule:
-    """Decides from steps and seconds; None where they are not to matter."""
+    """Decides from steps and seconds, each of which may be None."""
 
     def __init__(self, every_steps: int | None, every_s: float | None) -> None:
         self.every_steps = every_steps
@@ -75,12 +75,12 @@ class CheckpointSchedule:
         self.begin(0, 0.0)
 
     def begin(self, step: int, now_s: float, *, overdue: bool = False) -> None:
-        """Count on the chief's behalf from here on.
+        """Start counting, for the chief.
 
         Args:
             step: The step after which training begins, or another rank becomes the chief.
-            now_s: The time at which it does.
-            overdue: Whether a checkpoint is to be taken as soon as possible.
+            now_s: The current time.
+            overdue: Whether to take a checkpoint as soon as possible.
         """
         self._met_step, self._met_s = step, now_s  # when the ranks last met
         self._taken_s = now_s  # when a checkpoint was last taken
@@ -88,7 +88,7 @@ class CheckpointSchedule:
 
     @property
     def every_epoch(self) -> bool:
-        """Whether one is taken at the end of every epoch, as nothing else was asked for."""
+        """Whether one is taken at the end of every epoch, which is the default."""
         return self.every_steps is None and self.every_s is None
 
     def is_due(self, step: int, before: int) -> bool:
@@ -97,11 +97,11 @@ class CheckpointSchedule:
         return every is not None and step // every > before // every
 
     def meets(self, step: int, before: int) -> bool:
-        """Whether the ranks exchange a word after ``step``; alike on all of them."""
+        """Whether the ranks synchronize after ``step``; the same on all of them."""
         return step >= self._next_look or self.is_due(step, before)
 
     def look_again(self, step: int) -> None:
-        """Note after which step the ranks meet next, as the chief said."""
+        """Note the step after which the ranks synchronize next, as the chief set it."""
         self._next_look = step
 
     def is_overdue(self, now_s: float, *, due: bool) -> bool:
@@ -114,9 +114,9 @@ class CheckpointSchedule:
         return self._overdue
 
     def steps_ahead(self, step: int, now_s: float) -> int:
-        """Return after how many steps to meet again, as fast as those since the last time were.
+        """Return the steps until ranks synchronize again, at the pace since the last time.
 
-        For the chief, each time that the ranks meet.
+        For the chief, each time that the ranks synchronize.
         """
         step_s = (now_s - self._met_s) / max(1, step - self._met_step)
         self._met_step, self._met_s = step, now_s
@@ -132,7 +132,7 @@ class CheckpointSchedule:
 
 
 class PreemptionSignals:
-    """Notes such signals from ``catch`` to ``release``, so that a step can be finished and saved.
+    """Records signals from ``catch`` to ``release``, so that a step can be finished and saved.
 
     Only the main thread may change what a signal does; in another one nothing is caught.
     """
@@ -140,17 +140,17 @@ class PreemptionSignals:
     def __init__(self) -> None:
         self._previous: dict[int, Any] = {}
         self.received = 0
-        """The first that came, as a number; 0 for none."""
+        """The number of the first signal received, or 0."""
 
     def catch(self) -> None:
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._note) for number in _CAUGHT}
 
     def release(self, *, handled: bool) -> None:
-        """Let signals do what they did before; one that came and was not handled does it now.
+        """Restore the former handlers, and deliver a signal that was received but not handled.
 
-        Where it was handled the program is about to end. Another warning, which comes by several
-        ways where Slurm and a launcher both tell, must not kill it before it has said how.
+        After a handled one the program is about to end: a second warning, as when both Slurm and
+        the launcher send one, must not kill it before it has reported its end.
         """
         for number, previous in self._previous.items():
             after = signal.SIG_DFL if previous is None else previous

@@ -1,4 +1,4 @@
-"""The checkpoints of one ``fit``: when they are taken, and how training resumes from one."""
+"""The checkpoints of one ``fit``: taking them, and resuming from one."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ __all__ = ["CheckpointSession"]
 
 logger = logging.getLogger(__package__)
 
-# Where fit ended by an error: the job is about to be ended, too.
+# After an error in fit: the job is about to end, too.
 CLOSE_TIMEOUT_S = 4.0
 
 
 class CheckpointSession:
-    """Owns all that the checkpoints of one ``fit`` need; every rank has one.
+    """Takes the checkpoints of one ``fit``; every rank has one.
 
     Args:
-        state: The state of what is trained; its collectives are between those who decide together.
-        store: Where checkpoints go; used on the chief alone.
-        found: What training goes on from: how far it had come and, on the chief, all that was
-            saved. None where it begins anew.
-        averaging: Knows whether all ranks have the same weights, where that is not always so. A
-            checkpoint waits for it, so that it changes nothing, if it can wait.
-        join: Lets all have the same weights now, between two steps; collective.
+        state: The state of the training; its collectives connect the ranks that decide together.
+        store: The directory; only the chief uses it.
+        found: The checkpoint to resume from: its progress and, on the chief, all of it. None to
+            start from the beginning.
+        averaging: Knows whether all ranks have the same weights, if they don't always. A checkpoint
+            that can wait waits until they do, so that it changes nothing.
+        join: Makes the weights of all ranks equal, between two steps; collective.
     """
 
     _epochs: EpochIterator
-    """The iterator that knows ``fit``'s place in its data; given as ``running`` begins."""
+    """The iterator over ``fit``'s data; set by ``running``."""
     _seed: int
-    """The seed of the data's orders; given as ``running`` begins."""
+    """The seed of the data's orders; set by ``running``."""
 
     def __init__(
         self,
@@ -82,30 +82,30 @@ class CheckpointSession:
         self._schedule = CheckpointSchedule(options.every_steps, options.every_s)
         self.writer = BackgroundWriter(store, report.saved)
         self.paused_s: list[float] = []
-        """The seconds that each checkpoint kept training from going on; on the chief."""
-        self._complained_after: int | None = None  # so many checkpoints that were written
+        """The seconds for which each checkpoint paused training; on the chief."""
+        self._complained_after: int | None = None  # the number of checkpoints written then
         self._signals = PreemptionSignals()
         self._preempted = False
-        self._epoch = 0  # the one in work, or the next
-        self._epoch_step = 0  # steps of it that are done
-        self._logs: Mapping[str, Any] | None = None  # of the epoch that has just ended, if one has
+        self._epoch = 0  # the current or next one
+        self._epoch_step = 0  # completed steps of it
+        self._logs: Mapping[str, Any] | None = None  # of an epoch that has just ended
         self._step_before = 0
-        self._waits = False  # one is due, and is taken when the model is the same on all ranks
-        # What this rank had of its own before the validation in work, steps done, and when to meet.
+        self._waits = False  # one is due as soon as all ranks have the same weights
+        # For the current validation: this rank's values before it, its steps, when to synchronize.
         self._before_validation: Mapping[str, np.ndarray] | None = None
         self._validation_steps = 0
         self._validation_schedule = CheckpointSchedule(None, None)
 
     def seed(self, fresh: int) -> int:
-        """The seed of the data's orders: that of the checkpoint, else ``fresh``."""
+        """Return the seed of the data's orders: the checkpoint's, or ``fresh`` without one."""
         return fresh if self._saved is None else self._saved.seed
 
     @contextmanager
     def running(self, epochs: EpochIterator, seed: int) -> Iterator[None]:
-        """Within the block signals end training after a step, not the process.
+        """Let signals end training after a step, not the process, within the block.
 
         Args:
-            epochs: Where ``fit`` stands in its data; set to where the checkpoint was taken.
+            epochs: The iterator over the data; moved to where the checkpoint was taken.
             seed: The seed of the data's orders.
 
         Raises:
@@ -126,7 +126,7 @@ class CheckpointSession:
             self._signals.release(handled=self._preempted)
 
     def on_train_begin(self) -> None:
-        """Set the first epoch, if there is something to resume; between two epochs resume it."""
+        """Set the first epoch of a resumed training; restore the state if none of it is done."""
         saved = self._saved
         if saved is None:
             return
@@ -141,13 +141,13 @@ class CheckpointSession:
             f"done{ranks})"
         )
         if not saved.within_epoch:
-            # Whoever saved it may have ended before the model was exported as well.
+            # The job that saved it may have ended before the export.
             self._export()
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Note the epoch; the first time, finish resuming.
 
-        Within an epoch that is now, after all that Keras and callbacks begin with.
+        In the middle of an epoch the state is restored now, after Keras and callbacks have set up.
         """
         self._epoch, self._epoch_step, self._logs = epoch, 0, None
         self._before_validation = None
@@ -158,7 +158,7 @@ class CheckpointSession:
             self._end_resuming(self._saved)
 
     def on_batch_end(self, batch: int) -> None:
-        """Take a checkpoint if one is due, or if a signal has come to some rank."""
+        """Take a checkpoint if one is due or a rank has received a signal."""
         self._epoch_step = batch + 1
         step, before = self._epochs.step, self._step_before
         self._step_before = step
@@ -189,9 +189,9 @@ class CheckpointSession:
             self._end(number)
 
     def on_test_begin(self) -> None:
-        """Keep what this rank has of its own, of which a validation overwrites the metrics."""
+        """Keep this rank's own values: a validation overwrites the metrics."""
         swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in self._state.callbacks)
-        # While averages take the place of the weights there is nothing that could be saved.
+        # While averages replace the weights, nothing can be saved.
         if self._before_validation is None and not swaps:
             self._before_validation = self._state.copy_own()
             self._validation_steps = 0
@@ -199,10 +199,10 @@ class CheckpointSession:
             self._validation_schedule.begin(0, time.monotonic())
 
     def on_test_batch_end(self) -> None:
-        """If a signal has come to some rank, take a checkpoint of the last training step, and end.
+        """After a signal to any rank, take a checkpoint of the last training step and end.
 
-        The validation begins anew when training goes on; it may take longer than whoever sent the
-        signal waits.
+        The validation may take longer than the sender of the signal waits; the resumed training
+        repeats it.
         """
         before, schedule = self._before_validation, self._validation_schedule
         if before is None:
@@ -221,14 +221,14 @@ class CheckpointSession:
             self._end(int(number))
 
     def on_train_end(self) -> None:
-        """Return when the last checkpoint is on disk, or can't be."""
+        """Wait until the last checkpoint is on disk, or has failed."""
         if self._saved is not None:
             self._end_resuming(self._saved)
         self._save_together(self.writer.wait)
         self._meet()
 
     def _end_resuming(self, saved: TrainingProgress) -> None:
-        """Give ``fit`` back what it has to return; Keras forgets that when training begins."""
+        """Restore the history that ``fit`` returns; Keras clears it when training begins."""
         report.resumed(saved.step)
         history, logs = self._state.model.history, saved.history["logs"]
         history.history = {name: list(values) for name, values in logs.items()}
@@ -236,16 +236,16 @@ class CheckpointSession:
         self._saved = self._snapshot = None
 
     def _take_over(self, change: Change) -> None:
-        """Write from now on, if the chief is lost and this rank comes after it."""
+        """Write checkpoints from now on, if the chief is lost and this rank is the next one."""
         if self._membership.is_chief and change.of_chief:
-            # Whether the newest one has come to the disk is not known here.
+            # This rank can't know whether the newest one reached the disk.
             self._schedule.begin(self._epochs.step, time.monotonic(), overdue=True)
             self._say(f"checkpoints are written to {self._options.directory} by another rank now")
 
-    # Meeting the other ranks.
+    # Synchronizing with the other ranks.
 
     def _take_if_asked(self, *, due: bool = False) -> None:
-        """Meet the other ranks; take a checkpoint if one of them says so, and end after a signal.
+        """Synchronize; take a checkpoint if it is time, and end after a signal.
 
         ``due`` is as for ``_meet``.
         """
@@ -256,13 +256,13 @@ class CheckpointSession:
             self._end(number)
 
     def _meet(self, *, due: bool = False) -> tuple[int, bool]:
-        """Exchange a word with the other ranks; ``due`` is whether a checkpoint is, by steps.
+        """Synchronize with the other ranks; ``due`` is whether a checkpoint is due by steps.
 
         Returns:
-            A signal that came to some rank, or 0; and whether to take a checkpoint now.
+            A signal that a rank received, or 0; and whether to take a checkpoint now.
 
         Raises:
-            CheckpointError: The chief could not write, and was asked to raise then.
+            CheckpointError: The chief could not write, and ``on_error`` is "raise".
         """
         step = self._epochs.step
         word = np.zeros(4, np.int64)
@@ -291,7 +291,7 @@ class CheckpointSession:
         return int(number), take
 
     def _end(self, number: int) -> None:
-        """Leave the program after a signal, once the checkpoint is on disk; collective."""
+        """End the program after a signal, once the checkpoint is on disk; collective."""
         name = signal.Signals(number).name
         self._save_together(self.writer.wait)
         if self._membership.is_chief:
@@ -308,13 +308,13 @@ class CheckpointSession:
 
     @property
     def _joined(self) -> bool:
-        """Whether the model is the same on all ranks now, so that it can be saved as it is."""
+        """Whether all ranks have the same weights now, so that they can be saved as they are."""
         return self._averaging is None or self._averaging.joined
 
-    # Taking one.
+    # Taking a checkpoint.
 
     def _take(self, earlier: Mapping[str, np.ndarray] | None = None) -> None:
-        """Copy everything and hand it to the writer; collective.
+        """Copy the state and pass it to the writer; collective.
 
         Args:
             earlier: This rank's own values after the last step, if they have changed since.
@@ -325,7 +325,7 @@ class CheckpointSession:
             ranks = self._state.gather_own(earlier)
             while self._membership.renew():
                 ranks = self._state.gather_own(earlier)
-            # What it writes is copied over by what comes now.
+            # The next copies overwrite those that it writes.
             self._save_together(self.writer.wait)
             if self._membership.is_chief:
                 snapshot = take_snapshot(
@@ -345,7 +345,7 @@ class CheckpointSession:
             self._schedule.note_taken(now_s)
 
     def _save_for_good(self) -> None:
-        """Take a checkpoint and return when it is on disk, whichever rank it is that writes."""
+        """Take a checkpoint and wait until it is on disk, even if the chief is lost meanwhile."""
         while True:
             self._take()
             self._save_together(self.writer.wait)
@@ -353,7 +353,7 @@ class CheckpointSession:
                 return
 
     def _export(self) -> None:
-        """Save the model in Keras' own format, on the chief and if so asked; collective."""
+        """Save the model in Keras' own format, on the chief, if ``export`` is set; collective."""
         path = self._options.export
 
         def export() -> None:
@@ -366,7 +366,7 @@ class CheckpointSession:
         self._save_together(export)
 
     def _save_together(self, save: Callable[[], object]) -> None:
-        """Run ``save`` on the chief; the others wait for it without a time-out; collective."""
+        """Run ``save`` on the chief while the others wait without a time-out; collective."""
         with report.during("checkpoint"):
             if self._membership.is_chief:
                 self._save(save)
@@ -374,35 +374,35 @@ class CheckpointSession:
                 self._state.collectives.barrier(name="the chief saves")
 
     def _complain(self, error: CheckpointError | str) -> None:
-        """Warn once until a checkpoint could be saved again: a full disk stays full for long."""
+        """Warn once until another checkpoint is written: a full disk stays full for long."""
         written = len(self.writer.written_s)
         if self._complained_after != written:
             self._complained_after = written
             logger.warning("no checkpoint could be saved, training goes on: %s", error)
 
-    # What is different where each rank goes its own way.
+    # Hooks for trainings in which each rank makes its own steps.
 
     def _save(self, save: Callable[[], object]) -> None:
         """Run ``save``, on the chief."""
         save()
 
     def _restore(self, saved: TrainingProgress) -> None:
-        """Give the model and the callbacks what they had; collective."""
+        """Restore the model and the callbacks; collective."""
         restore(saved, self._snapshot, self._state, self._warn)
 
     def _signal(self) -> int:
-        """The signal that this rank acts on, or 0."""
+        """Return the signal that this rank acts on, or 0."""
         return self._signals.received
 
     def _others(self) -> Sequence[WorkerPosition]:
-        """Return on the chief where the others stand; called before it copies the model."""
+        """Return the positions of the others, on the chief; called before it copies the model."""
         return ()
 
     def _wait_for_others(self, *, stop: bool) -> None:
-        """Take checkpoints after this rank's last step, as long as others train.
+        """Take checkpoints after this rank's last step while others train.
 
         Args:
-            stop: Whether they are to end as well.
+            stop: Whether to end the others as well.
         """
 
     def _warn(self, text: str) -> None:

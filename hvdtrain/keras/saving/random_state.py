@@ -1,8 +1,8 @@
 """The random states of this process: Python's, NumPy's, TensorFlow's and Keras' global ones.
 
-Those of a model's layers, such as dropout's, are variables of the model and not here. What can't
-be had: where ``tf.random.uniform`` and its like stand inside a ``tf.function``, which only the
-running graph knows.
+The random states of a model's layers, such as dropout, are variables of the model. The state of
+``tf.random.uniform`` and the like inside a ``tf.function`` can't be read: only the running graph
+has it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ABSENT = -1
 
 
 def random_state() -> dict[str, np.ndarray]:
-    """The random states as arrays, of the same names, shapes and types on every rank."""
+    """Return the random states as arrays, with the same names, shapes and types on every rank."""
     tensorflow = random_seed.current()
     unset = (_ABSENT, random.Random(0).getstate())
     seed, operations = unset if tensorflow is None else tensorflow
@@ -40,7 +40,7 @@ def random_state() -> dict[str, np.ndarray]:
 
 
 def restore_random_state(state: Mapping[str, np.ndarray]) -> None:
-    """Let this process draw what it would have drawn after ``random_state``."""
+    """Restore the random states that ``random_state`` returned."""
     # Keras first: making its generator draws from Python's.
     if state["keras"][0] == _ABSENT:
         set_global_generator(None)
@@ -55,7 +55,7 @@ def restore_random_state(state: Mapping[str, np.ndarray]) -> None:
 
 
 def _keras_state() -> np.ndarray:
-    """The state of ``keras.random``'s generator, which Keras makes when it is first used."""
+    """Return the state of ``keras.random``'s generator, which Keras makes at its first use."""
     generator = global_generator()
     if generator is None:
         return np.full(2, _ABSENT, np.int64)

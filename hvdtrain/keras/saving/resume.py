@@ -1,4 +1,4 @@
-"""Resuming a training where its newest checkpoint was taken; all ranks together."""
+"""Resuming a training from its newest checkpoint, on all ranks together."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def find(
     """Look for a checkpoint in the ``store``, which the chief alone has; collective.
 
     Returns:
-        How far the training had come, and on the chief all that was saved; None where training
-        begins anew.
+        The progress and, on the chief, the whole checkpoint; None if there is none.
 
     Raises:
         CheckpointError: All checkpoints are damaged, or the newest is of another model. Raised on
@@ -39,7 +38,7 @@ def find(
     snapshot = None
     answer: dict[str, Any] = {}
     if store is None:
-        answer["error"] = _CHIEF_LOST  # heard only if the chief is lost meanwhile
+        answer["error"] = _CHIEF_LOST  # received only if the chief is lost
     else:
         try:
             snapshot = store.newest()
@@ -62,7 +61,7 @@ def find(
 
 
 def move(epochs: EpochIterator, progress: TrainingProgress, warn: Callable[[str], None]) -> None:
-    """Let the data go on where the checkpoint was taken.
+    """Move the data to where the checkpoint was taken.
 
     Raises:
         CheckpointError: The checkpoint was taken within an epoch over another kind of data.
@@ -71,8 +70,8 @@ def move(epochs: EpochIterator, progress: TrainingProgress, warn: Callable[[str]
     if progress.place.position is not None and progress.unit != data.unit:
         raise CheckpointError(
             f"The checkpoint was taken within a pass over {progress.unit}, and the data given "
-            f"now is shared out by {data.unit}. Resume with the same kind of input, or begin "
-            "anew in another directory."
+            f"now is shared out by {data.unit}. Resume with the same kind of input, or start "
+            "over in another directory."
         )
     seed = random_seed.current_seed()
     if progress.within_epoch and data.follows_global_seed and progress.tensorflow_seed != seed:
@@ -91,10 +90,10 @@ def restore(
     state: TrainingState,
     warn: Callable[[str], None],
 ) -> None:
-    """Give the model and the callbacks what they had; collective.
+    """Restore the model and the callbacks; collective.
 
     Args:
-        snapshot: All that was saved, on the chief; elsewhere None.
+        snapshot: The checkpoint on the chief; None elsewhere.
     """
     ranks, collectives = progress.place.ranks, state.collectives
     state.restore_shared(None if snapshot is None else snapshot.model)
@@ -107,7 +106,7 @@ def restore(
             "the checkpoint holds parts of gradients that had not been sent yet, and now all of a "
             "gradient is sent: they are left out. Give the --compression of before to use them"
         )
-    # Last: what came before draws random numbers here and there.
+    # Last: the calls above may draw random numbers.
     state.restore_own(None if snapshot is None else snapshot.ranks, ranks)
     there = collectives.allreduce(np.array(snapshot is not None), "max", name="restored")
     if not there:
@@ -120,18 +119,18 @@ def restore_kept(
     state: TrainingState,
     warn: Callable[[str], None],
 ) -> None:
-    """Give the callbacks what they had, and tell what there is no callback for."""
+    """Restore the callbacks, and warn of saved ones that are missing now."""
     for lost in restore_callbacks(state.callbacks, progress.callbacks, arrays):
         warn(
-            f"the checkpoint holds the state of a callback {lost}, and fit was given none; "
-            "training goes on without"
+            f"the checkpoint holds the state of a callback {lost}, and fit has no such callback; "
+            "its state is ignored"
         )
 
 
 def broadcast_arrays(
     arrays: Mapping[str, np.ndarray] | None, collectives: Collectives
 ) -> dict[str, np.ndarray]:
-    """Give all ranks the chief's arrays; the others pass None and know nothing of them."""
+    """Return the chief's arrays on all ranks; the others pass None."""
     own = arrays or {}
     kinds = [(key, array.dtype.name, array.shape) for key, array in own.items()]
     kinds = collectives.broadcast_object(kinds, name="arrays of a checkpoint")

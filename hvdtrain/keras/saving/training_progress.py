@@ -25,12 +25,12 @@ _NONE = -1
 
 @dataclass(frozen=True)
 class WorkerPosition:
-    """The position of one rank in its training.
+    """The position of one rank, in trainings where not all ranks are after the same step.
 
     Attributes:
-        epoch: The epoch in work, or the next one where no step of one is done; from 0.
-        place: Where its data stands.
-        samples: How many samples it has trained on.
+        epoch: The current or next epoch, from 0.
+        place: Its place in the data.
+        samples: The number of samples it has trained on.
     """
 
     epoch: int
@@ -55,13 +55,13 @@ class WorkerPosition:
     def from_numbers(
         cls, numbers: tuple[int, ...], *, ranks: int, begins: Mapping[int, Position]
     ) -> WorkerPosition:
-        """The position that ``to_numbers`` was called on.
+        """Return the position that ``to_numbers`` was called on.
 
         Args:
             numbers: The numbers that it returned.
             ranks: How many ranks there are.
-            begins: Where passes of this rank began that did not begin at their start: what is left
-                of the places that were missed in one are the last of those that were.
+            begins: Where passes of this rank began, if not at their start; the missed places that
+                are left are the last of theirs.
         """
         epoch, samples, epoch_step, epochs, passes, *rest = numbers
         position = None
@@ -78,7 +78,7 @@ class WorkerPosition:
 
     @classmethod
     def from_json(cls, value: Any) -> WorkerPosition:
-        """The position of which ``dataclasses.asdict`` made this.
+        """Return the position that ``dataclasses.asdict`` turned into ``value``.
 
         Raises:
             DataError: Its position in the data is not valid.
@@ -93,22 +93,21 @@ class TrainingProgress:
     """The state of a training after a step; all of it fits into JSON.
 
     Attributes:
-        step: Steps done since the beginning of the training.
-        epoch: The epoch in work, or the next one where no step of one is done; from 0.
-        place: Where the data stands.
+        step: Completed steps of the training.
+        epoch: The current or next epoch, from 0.
+        place: The place in the data.
         unit: The unit that positions count: samples or batches.
         seed: The seed of all orders of the data that hvdtrain chooses.
         tensorflow_seed: TensorFlow's global seed, or None; orders of ``tf.data`` follow from it.
-        presharded: Whether each rank had data of its own.
-        samples: How many the ranks that are left have seen since the beginning.
+        presharded: Whether each rank passed its own part of the data.
+        samples: The number of samples that the remaining ranks have trained on.
         callbacks: The state of each callback, by its class.
         history: Logs of the epochs so far, as ``fit`` returns them: "epoch", numbers, and "logs",
             lists.
-        others: Where the ranks after the chief stand, in their order, where each goes its own way;
-            empty where all are where the chief is.
-        begins: Where passes began that did not begin at their start, for ``others``.
-        each: Units that a rank takes in a step; 0 where not known.
-        built: For each optimizer the places of the variables that it was built for.
+        others: The positions of the ranks after the chief; empty if all are at the chief's.
+        begins: Where passes began, if not at their start, for ``others``.
+        each: Units that a rank takes in a step; 0 if unknown.
+        built: For each optimizer, the places of the variables that it was built for.
     """
 
     step: int
@@ -137,13 +136,13 @@ class TrainingProgress:
 
     @classmethod
     def from_json(cls, values: Any) -> TrainingProgress:
-        """The progress that ``to_json`` was called on.
+        """Return the progress that ``to_json`` was called on.
 
         Raises:
             CheckpointError: Something is missing or can't be used.
         """
         try:
-            # The last ones are not in checkpoints of earlier versions.
+            # Checkpoints of earlier versions lack the last ones.
             given = {"others": (), "begins": (), "each": 0, "built": (), **values}
             known = {entry.name: given[entry.name] for entry in dataclasses.fields(cls)}
             for name in ("step", "epoch", "seed", "samples", "each"):
@@ -176,15 +175,15 @@ def take_snapshot(
     logs: Mapping[str, Any] | None,
     seed: int,
 ) -> Snapshot:
-    """Copy what a checkpoint is to hold; the copies are overwritten the next time.
+    """Copy the content of a checkpoint; the next call overwrites the copies.
 
     Args:
-        epochs: Where ``fit`` stands in its data.
-        ranks: What each rank has of its own, from ``TrainingState.gather_own``.
-        others: Where the ranks after the chief stand, if each goes its own way.
-        epoch: The one in work, or the next.
-        epoch_step: Steps of it that are done.
-        logs: The logs of the epoch that has just ended, if one has.
+        epochs: The iterator over ``fit``'s data.
+        ranks: Each rank's own values, from ``TrainingState.gather_own``.
+        others: The positions of the ranks after the chief, if they differ.
+        epoch: The current or next epoch.
+        epoch_step: Completed steps of it.
+        logs: The logs of an epoch that has just ended.
         seed: The seed of the data's orders.
     """
     counted = {
@@ -214,10 +213,10 @@ def take_snapshot(
 
 
 def _history_so_far(history: Any, epoch: int, logs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The logs that ``fit`` will return for the epochs so far, in plain values.
+    """Return the logs that ``fit`` will return for the epochs so far, as plain values.
 
-    ``logs`` are those of ``epoch``, which has just ended; None if none has. ``history`` is Keras'
-    callback, which notes them only after this.
+    ``logs`` belong to ``epoch`` if it has just ended, and else are None: Keras' callback
+    ``history`` records them only later.
     """
     epochs, values = list(history.epoch), {k: list(v) for k, v in history.history.items()}
     if logs is not None:

@@ -1,16 +1,15 @@
-"""The state of a training as arrays: which is alike on all ranks, and which is each rank's own.
+"""The state of a training as arrays: values shared by all ranks, and each rank's own values.
 
-Weights and the optimizer are alike on all ranks; the chief's are saved for all. What each rank has
-for itself is saved for every rank: random states, what layers track on their own batches (alike at
-the end of an epoch only), metrics and accumulated gradients between two updates, what recurrent
-layers carry over from its batches, samples seen, what it has not sent of gradients
-(``--compression``). Where each rank updates weights by itself (``--mode local-sgd``) that is also
-the state of its optimizer. The chief's is saved for all beside it, so that the other modes can go
-on from there, and this one from theirs.
+Weights and the optimizer are equal on all ranks; the chief's are saved. Each rank's own values are
+saved for every rank: random states, statistics that layers track on their own batches (equal only
+at the end of an epoch), metrics and accumulated gradients between two updates, states of recurrent
+layers, the number of samples, and unsent parts of gradients (``--compression``). With
+``--mode local-sgd`` these include the state of the rank's optimizer. The chief's optimizer is saved
+as a shared value as well, so that other modes can resume from it, and this one from theirs.
 
-A run with the same number of ranks gives every rank its own back. With another number there is a
-rule for each: sums go to the chief, averages to all, random states to those who had one; recurrent
-states, which belong to samples that come elsewhere now, begin anew.
+With the same number of ranks, every rank gets its own values back. With another number there is a
+rule for each kind: sums go to the chief, averages to all, random states to the ranks that had one;
+recurrent states, whose samples are on other ranks now, are reset.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from hvdtrain.private_api.keras import iterations_of, rate_of
 
 __all__ = ["TrainingState", "unsent_of"]
 
-# What becomes, for another number of ranks, of what each had of its own, by its kind; of the kinds
-# that are not here the variable says it.
+# The rule for each kind of own values with another number of ranks; for other kinds the variable
+# decides.
 _Rule = Literal["sum", "average", "chief", "seed", "anew"]
 _RULES: dict[str, _Rule] = {
     "seeds": "seed",
@@ -58,17 +57,17 @@ _RANDOM = "random/"
 _OPTIMIZER = "optimizer/"
 _OUTER = "outer/"
 _OTHER_MODEL = "The checkpoint is of another model or optimizer"
-_REMEDY = "Resume with the model that was saved, or begin anew in another directory."
+_REMEDY = "Resume with the model that was saved, or start over in another directory."
 
 
 class TrainingState:
-    """All that ``fit`` changes in a model on its way, as arrays.
+    """Everything that ``fit`` changes in a model, as arrays.
 
     Args:
-        samples: Counts the samples that this rank has computed with.
-        own_optimizers: Whether each rank updates weights by itself.
-        outer: Variables of the outer optimizer, alike on all ranks.
-        feedback: Keeps what is not sent of gradients.
+        samples: Counts the samples that this rank has trained on.
+        own_optimizers: Whether each rank updates its own weights.
+        outer: Variables of the outer optimizer, equal on all ranks.
+        feedback: Keeps the unsent parts of gradients.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class TrainingState:
         self._buffers: dict[str, np.ndarray] = {}
 
     def shared(self) -> dict[str, np.ndarray]:
-        """Copies of what is alike on all ranks; the next call overwrites them."""
+        """Return copies of the shared values; the next call overwrites them."""
         copies = {}
         for place, variable in self._shared_variables().items():
             key = f"{place}/{variable.path}"
@@ -105,19 +104,18 @@ class TrainingState:
         return copies
 
     def copy_own(self) -> dict[str, np.ndarray]:
-        """Copies of this rank's own values but for what updates change; for ``gather_own``."""
+        """Return copies of this rank's own values that updates don't change; for ``gather_own``."""
         values = self._own_values(accumulated=False, optimizers=False)
         return {key: array.copy() for key, array in values.items()}
 
     def gather_own(self, earlier: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
         """Gather each rank's own values on the chief, under ``rank/<r>/``; collective.
 
-        Where a rank is lost meanwhile its values are missing, and ``Membership.renew`` tells so.
-
-        Metrics are part of it, so that this belongs after a step and before they are reset.
+        The values of a rank that is lost meanwhile are missing; ``Membership.renew`` reports it.
+        They include metrics, so call this before these are reset.
 
         Args:
-            earlier: Values from ``copy_own``, in place of those that have changed since.
+            earlier: Values from ``copy_own``, which replace those that have changed since.
         """
         mine = {**self._own_values(accumulated=self.accumulates), **(earlier or {})}
         collectives = self.collectives
@@ -131,10 +129,10 @@ class TrainingState:
         }
 
     def check(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Check that the arrays that ``shared`` returned once belong to this model and optimizer.
+        """Check that arrays of an earlier ``shared`` belong to this model and optimizer.
 
         Raises:
-            CheckpointError: It doesn't; says which variable.
+            CheckpointError: They don't; names the variable.
         """
         found = self._by_place(saved)
         for place, variable in self._shared_variables().items():
@@ -155,7 +153,7 @@ class TrainingState:
             )
 
     def make_room(self, variables: Sequence[int]) -> None:
-        """Expect what was not sent of the gradients of these variables; before ``restore_own``.
+        """Expect unsent parts of the gradients of these variables; before ``restore_own``.
 
         Args:
             variables: Their numbers, from ``unsent_of``.
@@ -166,11 +164,11 @@ class TrainingState:
 
     @property
     def keeps_unsent(self) -> bool:
-        """Whether gradients are sent in part, and the rest is kept for the next step."""
+        """Whether parts of gradients are kept for the next step instead of being sent."""
         return self._feedback is not None
 
     def restore_shared(self, saved: Mapping[str, np.ndarray] | None) -> None:
-        """Give all ranks the weights and the optimizer that the chief read; collective.
+        """Restore weights and optimizer from the chief's arrays on all ranks; collective.
 
         Args:
             saved: On the chief the arrays that ``shared`` returned, elsewhere None.
@@ -183,7 +181,7 @@ class TrainingState:
         broadcast_model(self.model, self.collectives, self._outer)
 
     def restore_own(self, saved: Mapping[str, np.ndarray] | None, ranks: int) -> None:
-        """Give each rank what was its own, or its part of it; collective.
+        """Restore each rank's own values, or its part of them; collective.
 
         Args:
             saved: On the chief the arrays that ``gather_own`` returned, elsewhere None.
@@ -212,13 +210,13 @@ class TrainingState:
     def restore_part(
         self, saved: Mapping[str, np.ndarray], ranks: int, *, rank: int, size: int
     ) -> None:
-        """Give this rank its part of ``saved``, as ``restore_own`` does, but ask nobody."""
+        """Restore this rank's part of ``saved`` as ``restore_own`` does, without communication."""
         template = self._own_values(accumulated=True)
         self._take_own(self._part(saved, template, ranks, rank, size))
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients wait for those of more steps."""
+        """Whether accumulated gradients wait for an update."""
         return any(
             (steps := optimizer.gradient_accumulation_steps)
             and int(iterations_of(optimizer).numpy()) % steps
@@ -234,14 +232,14 @@ class TrainingState:
             restore_random_state(random)
 
     def _shared_variables(self) -> dict[str, Any]:
-        """List shared ones by kind and number: Keras counts names on from model to model."""
+        """List shared variables by kind and number: names differ from model to model."""
         own = self._own_variables(accumulated=True, optimizers=False).values()
         optimizers = state_of_optimizers(self.model)
         kinds = {"weights": self.model.variables, "optimizer": optimizers, "outer": self._outer}
         return _numbered(kinds, without=own)
 
     def _by_place(self, saved: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Select what is for this training, without the names, which are there for people."""
+        """Select the arrays of this training, by keys without names, which are only for people."""
         kinds = ("weights", "optimizer", *(("outer",) if self._outer else ()))
         return {
             "/".join(key.split("/")[:2]): array
@@ -253,9 +251,9 @@ class TrainingState:
         """List the variables that differ by rank, by kind and number.
 
         Args:
-            accumulated: Whether gradients that wait for an update are among them.
-            optimizers: Whether what updates alone change is: what is not sent of gradients, and
-                optimizers where each rank updates weights by itself.
+            accumulated: Whether to include gradients that wait for an update.
+            optimizers: Whether to include values that only updates change: unsent parts of
+                gradients, and optimizers if each rank updates its own weights.
         """
         model = self.model
         kinds: dict[str, Sequence[Any]] = {
@@ -271,13 +269,13 @@ class TrainingState:
             found.update(self._feedback.arrays(model.trainable_variables))
         if optimizers and self._own_optimizers:
             leaves = plain_optimizers_of(model)
-            # Rates are alike, and may have to follow the number of ranks.
+            # Rates are equal, and may have to follow the number of ranks.
             alike = [v for leaf in leaves for v in (*accumulators(leaf), rate_of(leaf))]
             found.update(_numbered({"optimizer": state_of_optimizers(model)}, without=alike))
         return found
 
     def _own_values(self, *, accumulated: bool, optimizers: bool = True) -> dict[str, np.ndarray]:
-        """Return this rank's own values as arrays; arguments are those of ``_own_variables``."""
+        """Return this rank's own values as arrays; the arguments are as for ``_own_variables``."""
         variables = self._own_variables(accumulated=accumulated, optimizers=optimizers)
         values = {key: _view(variable) for key, variable in variables.items()}
         values.update({_RANDOM + key: array for key, array in random_state().items()})
@@ -291,17 +289,17 @@ class TrainingState:
         rank: int,
         size: int,
     ) -> dict[str, np.ndarray]:
-        """The part of ``rank`` among ``size`` in the values that ``ranks`` ranks had."""
+        """Return the part of ``rank`` among ``size`` in the values of ``ranks`` ranks."""
         variables = self._own_variables(accumulated=True, optimizers=True)
         part = {}
         for key, like in template.items():
             kept = [saved[f"rank/{r}/{key}"] for r in range(ranks) if f"rank/{r}/{key}" in saved]
             if not kept and key.startswith(_OPTIMIZER):
-                part[key] = like  # it was another mode's: that of all ranks, restored by now
+                part[key] = like  # saved by another mode: the shared one is restored
             elif not kept:
                 part[key] = np.zeros_like(like)  # nothing had been accumulated
             elif key.startswith(_RANDOM) and rank >= len(kept):
-                part[key] = np.zeros_like(like)  # it had none, and goes on with what it has
+                part[key] = np.zeros_like(like)  # a new rank keeps its own
             elif len(kept) == size:
                 part[key] = kept[rank]
             else:
@@ -315,7 +313,7 @@ class TrainingState:
 
 
 def unsent_of(saved: Collection[str]) -> list[int]:
-    """The numbers of variables for which ``gather_own`` has what was not sent of gradients."""
+    """Return the numbers of variables with unsent parts of gradients in ``saved``."""
     begin = "rank/0/unsent/"
     return [int(key.removeprefix(begin)) for key in saved if key.startswith(begin)]
 
@@ -333,7 +331,7 @@ def _numbered(kinds: Mapping[str, Sequence[Any]], without: Collection[Any] = ())
 def _rule(key: str, variable: Any) -> _Rule:
     kind = key.split("/")[0]
     if kind in ("statistics", "optimizer"):
-        # Whole numbers have no average.
+        # Integers can't be averaged.
         return "chief" if _numpy_dtype(variable).kind in "iub" else "average"
     if kind == "metrics":
         return reduction_of_metric(variable) or "chief"
@@ -341,7 +339,7 @@ def _rule(key: str, variable: Any) -> _Rule:
 
 
 def _share(kept: Sequence[np.ndarray], rule: _Rule, rank: int) -> np.ndarray:
-    """The value for ``rank`` where another number of ranks had ``kept``."""
+    """Return the value for ``rank`` if another number of ranks had ``kept``."""
     first = kept[0]
     if rule == "sum":
         total = np.sum(kept, axis=0, dtype=first.dtype)
@@ -360,11 +358,11 @@ def _numpy_dtype(variable: Any) -> np.dtype:
 
 
 def _view(variable: Any) -> np.ndarray:
-    """The variable's value, without a copy where TensorFlow lends its memory."""
+    """Return the variable's value, without a copy if TensorFlow shares its memory."""
     value = variable if isinstance(variable, tf.Variable) else variable.value
     tensor = value.read_value() if isinstance(value, tf.Variable) else value
     try:
         return np.asarray(memoryview(tensor))
     except (TypeError, ValueError):
-        # bfloat16 and the like have no name in Python's protocol.
+        # Python's buffer protocol lacks bfloat16 and the like.
         return np.asarray(tensor.numpy())
