@@ -46,59 +46,50 @@ _LAST_WORDS_BYTES = 4096
 _Content = TypeVar("_Content")
 
 
+class _File:
+    """An attribute of a ``JobFolder``: the path of one of its files."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, job: JobFolder, owner: type[JobFolder]) -> Path:
+        return job.path / self._name
+
+
 class JobFolder:
     """The folder of one job.
 
     Attributes:
         path: The folder.
+        events: Events of the job, a row of JSON each.
+        metrics: Its progress, a row of JSON about every second.
+        ranks: Values of each rank, a row of JSON each time.
+        log: The folder of its log.
+        words: Output of its launcher before and after it wrote the log.
+        restart_lock: Locked by the process that restarts the job.
     """
 
+    events = _File("events.jsonl")
+    metrics = _File("metrics.jsonl")
+    ranks = _File("ranks.jsonl")
+    log = _File("log")
+    words = _File("launcher.txt")
+    restart_lock = _File("restart.lock")
+    _spec = _File("spec.json")
+    _state = _File("state.json")
+
     def __init__(self, path: Path) -> None:
-        # No more: who lists ten thousand jobs wants one path of most.
         self.path = path
 
     @property
-    def events(self) -> Path:
-        """What happened to the job, a line of JSON each."""
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """How far it was, a line of JSON at a time."""
-        return self.path / "metrics.jsonl"
+    def name(self) -> str:
+        """The job's name."""
+        return self.path.name
 
     @property
     def roll_ups(self) -> dict[int, Path]:
-        """The same as a line for each span of so many seconds, the shortest first."""
+        """Files with a row of metrics for each span of so many seconds, the shortest first."""
         return {10: self.path / "metrics-10s.jsonl", 60: self.path / "metrics-1min.jsonl"}
-
-    @property
-    def ranks(self) -> Path:
-        """How each of its ranks was, a line of JSON at a time."""
-        return self.path / "ranks.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """The folder of its log."""
-        return self.path / "log"
-
-    @property
-    def words(self) -> Path:
-        """What its launcher printed before and after it wrote the log."""
-        return self.path / "launcher.txt"
-
-    @property
-    def restart_lock(self) -> Path:
-        """Locked by the process that starts the job again."""
-        return self.path / "restart.lock"
-
-    @property
-    def _spec(self) -> Path:
-        return self.path / "spec.json"
-
-    @property
-    def _state(self) -> Path:
-        return self.path / "state.json"
 
     @property
     def _words_to_stop(self) -> Mapping[int, Path]:
@@ -106,11 +97,6 @@ class JobFolder:
             signal.SIGTERM: self.path / "stop",
             signal.SIGUSR1: self.path / "save-and-stop",
         }
-
-    @property
-    def name(self) -> str:
-        """The job's name."""
-        return self.path.name
 
     def created_s(self) -> float:
         """Return when it was asked for last, in seconds since 1970; 0 where that can't be told.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tests.harness.jobs import clean_environment
 
@@ -49,14 +47,6 @@ class Server:
     def get(self, path: str) -> urllib.request.addinfourl:
         """An answer, to somebody who has the token."""
         return urllib.request.urlopen(self._asked(path), timeout=20)
-
-    def post(self, path: str, body: Any) -> Any:
-        """What comes back for JSON."""
-        asked = self._asked(path)
-        asked.data = json.dumps(body).encode()
-        asked.add_header("content-type", "application/json")
-        with urllib.request.urlopen(asked, timeout=20) as answer:
-            return json.load(answer)
 
     def kill(self) -> None:
         """End it in the middle of whatever it does."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import main
+from hvdtrain.jobs.files import append_json_line
 from hvdtrain.jobs.folder import JobFolder, create_job
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState, own_identity
@@ -44,9 +45,14 @@ def test_it_may_be_killed_at_any_time(tmp_path: Path, job: JobFolder) -> None:
     finally:
         server.kill()
     # What is there is what is in the folders.
-    again = Server(tmp_path)
+    again = Server(tmp_path, "--rank-metrics")
     with again.get("/api/jobs") as answer:
         assert [row["name"] for row in json.load(answer)["jobs"]] == [job.name]
+    append_json_line(job.ranks, {"step": [7]})
+    with again.get("/metrics") as answer:
+        assert answer.headers["content-type"].startswith("text/plain; version=")
+        series = f'hvdtrain_rank_step{{hvdtrain_job="{job.name}",rank="0"}} 7.0'
+        assert series in answer.read().decode()
     # Also with somebody who listens on.
     with again.get("/api/live") as live:
         live.readline()
