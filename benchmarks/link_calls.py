@@ -149,9 +149,9 @@ def bytes_sent() -> int:
     raise SystemExit("there is no eth0")
 
 
-def arrays_of(size: int, rank: int) -> list[np.ndarray]:
-    """Return float32 of so many bytes in all, in one array or, if that is large, in several."""
-    count = 1 if size <= ONE_ARRAY_BYTES else ARRAYS
+def arrays_of(size: int, rank: int, count: int = 0) -> list[np.ndarray]:
+    """Return float32 of so many bytes in all, in ``count`` arrays; 0: in several if it is large."""
+    count = count or (1 if size <= ONE_ARRAY_BYTES else ARRAYS)
     chance = np.random.default_rng(rank)
     return [chance.random(max(1, size // 4 // count), np.float32) for _ in range(count)]
 

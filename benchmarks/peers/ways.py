@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 __all__ = ["MEASURES", "NOT_MEASURED", "ON_CLUSTER", "WAYS", "Way", "find_ways"]
 
 Launcher = Literal["alone", "hvdtrain", "mpirun", "horovodrun", "torchrun"]
-HOROVODS = ("horovod-optimised", "horovod")
+HOROVOD = "horovod-optimised"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def _ways() -> dict[str, Way]:
             label="Horovod, MPI",
             launcher="horovodrun",
             library="horovod",
-            environment=HOROVODS[0],
+            environment=HOROVOD,
             flags=("--mpi",),
             alone="horovods-tensorflow",
         ),
@@ -72,7 +72,7 @@ def _ways() -> dict[str, Way]:
             label="Horovod, Gloo",
             launcher="horovodrun",
             library="horovod",
-            environment=HOROVODS[0],
+            environment=HOROVOD,
             flags=("--gloo",),
             alone="horovods-tensorflow",
         ),
@@ -90,7 +90,7 @@ def _ways() -> dict[str, Way]:
             label="one process, Horovod's TensorFlow",
             launcher="alone",
             library="tensorflow",
-            environment=HOROVODS[0],
+            environment=HOROVOD,
         ),
         Way(
             name="torch-alone",
@@ -149,14 +149,11 @@ NOT_MEASURED: Mapping[str, tuple[str, ...]] = {
 def find_ways(
     names: list[str], missing: Callable[[str], str | None]
 ) -> tuple[dict[str, Way], dict[str, str]]:
-    """The ways that can be measured, and for each other one why it can't, and how to get it.
-
-    Horovod as the tests build it takes the place of an optimised one that isn't there; its label
-    tells, and both have an entry.
+    """Divide ways into those that can be measured, and the others with how to get them.
 
     Args:
         names: Of ``WAYS``.
-        missing: Why an environment of the tests can't be used; None where it can.
+        missing: Returns why an environment of the tests can't be used; None where it can.
     """
     found: dict[str, Way] = {}
     not_there: dict[str, str] = {}
@@ -165,17 +162,7 @@ def find_ways(
         reason = missing(way.environment) if way.environment else None
         if reason is None:
             found[name] = way
-        elif way.environment != HOROVODS[0] or missing(HOROVODS[1]):
-            not_there[name] = _lack(way.label, way, reason)
         else:
-            found[name] = replace(way, environment=HOROVODS[1])
-            # TensorFlow by itself is the same in both.
-            if way.library == "horovod":
-                found[name] = replace(found[name], label=f"{way.label}, unoptimised build")
-                not_there[name] = _lack(f"an optimised build of {way.label}", way, reason)
+            how = f"make environments NAMES={way.environment}"
+            not_there[name] = f"{way.label}: {reason.partition(';')[0]}; get it with: {how}"
     return found, not_there
-
-
-def _lack(what: str, way: Way, reason: str) -> str:
-    how = f"make environments NAMES={way.environment}"
-    return f"{what}: {reason.partition(';')[0]}; get it with: {how}"

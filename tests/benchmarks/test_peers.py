@@ -34,39 +34,6 @@ def test_what_is_not_there_is_named_with_how_to_get_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lacking", "environment", "suffix"),
-    [
-        ((), "horovod-optimised", "Gloo"),
-        (("horovod-optimised",), "horovod", "Gloo, unoptimised build"),
-        (("horovod-optimised", "horovod"), None, "NAMES=horovod-optimised"),
-    ],
-)
-def test_the_horovod_of_the_tests_stands_in(
-    lacking: tuple[str, ...], environment: str | None, suffix: str
-) -> None:
-    found, not_there = find_ways(
-        ["horovod-gloo"], lambda name: "there is none" if name in lacking else None
-    )
-    if environment is None:
-        assert not found
-        assert not_there["horovod-gloo"].endswith(suffix)
-    else:
-        assert found["horovod-gloo"].environment == environment
-        assert found["horovod-gloo"].label.endswith(suffix)
-        assert ("horovod-gloo" in not_there) == bool(lacking)
-
-
-def test_a_process_without_horovod_is_the_same_whichever_build_there_is() -> None:
-    lacking = "horovod-optimised"
-    found, not_there = find_ways(
-        ["horovods-tensorflow"], lambda name: "there is none" if name == lacking else None
-    )
-    assert found["horovods-tensorflow"].environment == "horovod"
-    assert found["horovods-tensorflow"].label == WAYS["horovods-tensorflow"].label
-    assert not not_there
-
-
-@pytest.mark.parametrize(
     ("name", "begin"),
     [
         ("hvdtrain", "/own/bin/hvdtrain run -np 2 --chief-only -- /own/bin/python"),
