@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,6 @@ import tensorflow as tf
 import hvdtrain
 from hvdtrain import world
 from hvdtrain.bench.machine import resident_bytes
-from hvdtrain.bench.measure_calls import measure_calls
 from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import TrainingOptions
 from hvdtrain.bench.results import BenchReport
@@ -29,6 +29,12 @@ LEAST_MLP_EFFICIENCY = 80.0
 MOST_END_MS = 50.0
 # Allocators and threads move a little either way.
 MOST_GROWTH_BYTES = 1 << 20
+# One more call of ``fit``: short ones of a small model that has been traced.
+CALL_STEPS = 5
+CALL_BATCH_SIZE = 64
+CALLS = 10
+# Beyond the same call of plain Keras.
+MOST_OVERHEAD_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +94,7 @@ def measure(options: TrainingOptions) -> None:
         growth = _measure_growth(model, options, collectives)
         rows.append(_row(name, alone, joint, growth, collectives))
     _show(report, rows, options.memory_steps)
-    measure_calls(report, collectives)
+    _measure_calls(report, collectives)
     report.finish(options.json)
 
 
@@ -206,3 +212,70 @@ def _show(report: BenchReport, rows: list[dict[str, Any]], memory_steps: int) ->
         report.hold_against(what, end_ms, "at most", MOST_END_MS, "ms")
         what = f"{name}: growth of memory over {memory_steps} steps"
         report.hold_against(what, growth, "at most", growth_limit, "KiB")
+
+
+class _Batches(keras.utils.PyDataset):
+    """Batches that are there already."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        super().__init__()
+        self._x, self._y = x, y
+
+    def __len__(self) -> int:
+        return len(self._x) // CALL_BATCH_SIZE
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        rows = slice(index * CALL_BATCH_SIZE, (index + 1) * CALL_BATCH_SIZE)
+        return self._x[rows], self._y[rows]
+
+
+# Each takes x and y to what ``fit`` is given.
+_INPUTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
+    "arrays": lambda x, y: {"x": x, "y": y, "batch_size": CALL_BATCH_SIZE},
+    "tf.data": lambda x, y: {
+        "x": tf.data.Dataset.from_tensor_slices((x, y)).batch(CALL_BATCH_SIZE),
+    },
+    "PyDataset": lambda x, y: {"x": _Batches(x, y)},
+}
+
+
+def _measure_calls(report: BenchReport, collectives: Collectives) -> None:
+    """Report, for each kind of input, the best of some calls: plain Keras, and all ranks."""
+    rows, cells = [], []
+    for name in _INPUTS:
+        alone_s, together_s = _measure_call(name, collectives)
+        overhead_s = together_s - alone_s
+        rows.append({"input": name, "alone_s": alone_s, "together_s": together_s})
+        times_s = (alone_s, together_s, overhead_s)
+        cells.append([name, *(f"{1000 * each:.0f} ms" for each in times_s)])
+        what = f"one more call of fit, {name}: beyond plain Keras"
+        report.hold_against(what, overhead_s, "at most", MOST_OVERHEAD_S, "s")
+    report.print()
+    report.print_table(["one more fit", "plain Keras", "all ranks", "more"], cells)
+    report.print(
+        f"the best of {CALLS} calls of {CALL_STEPS} steps of a small model that has been traced,\n"
+        "with as many samples a rank in both."
+    )
+    report.add(calls=rows)
+
+
+def _measure_call(name: str, collectives: Collectives) -> list[float]:
+    """Seconds on the slowest rank: of plain Keras, one rank after the other, then of all."""
+    alone_s = float("inf")
+    for rank in range(collectives.size):
+        if rank == collectives.rank:
+            alone_s = _best_call_s(build_model("small"), name, 1)
+        collectives.barrier(name=f"hvdtrain bench: rank {rank} calls fit alone")
+    model = hvdtrain.distribute(build_model("small"))
+    return largest(collectives, alone_s, _best_call_s(model, name, collectives.size))
+
+
+def _best_call_s(model: keras.Model, name: str, ranks: int) -> float:
+    """The quickest of some calls, after the first two."""
+    given = _INPUTS[name](*synthetic_data(model, CALL_STEPS * CALL_BATCH_SIZE * ranks))
+    times = []
+    for _ in range(CALLS + 2):
+        begin_s = time.perf_counter()
+        model.fit(**given, shuffle=False, verbose=0)
+        times.append(time.perf_counter() - begin_s)
+    return min(times[2:])

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdtrain.collectives import Collectives
 
-__all__ = ["Timing", "algorithm_bandwidth", "bus_bandwidth", "largest", "time_in_turn"]
+__all__ = ["Timing", "bus_bandwidth", "largest", "time_in_turn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +85,6 @@ def largest(collectives: Collectives, *values: float) -> list[float]:
     return [float(most) for most in collectives.allreduce(mine, "max", name="hvdtrain bench")]
 
 
-def algorithm_bandwidth(nbytes: int, seconds: float) -> float:
-    """Bytes of one rank's array over the time of the operation, in bytes a second."""
-    return nbytes / seconds
-
-
 def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
     """Return the bus bandwidth of an allreduce: what the hardware had to carry, in bytes a second.
 
@@ -97,4 +92,4 @@ def bus_bandwidth(nbytes: int, seconds: float, ranks: int) -> float:
     algorithm; so this can be held against the speed of the memory or of the network, and
     compared between different numbers of ranks.
     """
-    return algorithm_bandwidth(nbytes, seconds) * 2 * (ranks - 1) / ranks
+    return nbytes / seconds * 2 * (ranks - 1) / ranks

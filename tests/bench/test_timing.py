@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.bench.timing import algorithm_bandwidth, bus_bandwidth, time_in_turn
+from hvdtrain.bench.timing import bus_bandwidth, time_in_turn
 from hvdtrain.collectives.single import single_collectives
 
 
@@ -36,10 +36,6 @@ def test_all_ranks_hold_the_same_times(world, rank_count: int) -> None:
     everyone = collectives().allgather_object([found["nothing"].best_s, found["nothing"].median_s])
     assert len(everyone) == rank_count
     assert everyone[0] == everyone[1]
-
-
-def test_algorithm_bandwidth_is_bytes_over_time() -> None:
-    assert algorithm_bandwidth(10_000_000, 0.5) == 20_000_000
 
 
 # Factors of the document that the module names: 2 (n - 1) / n.

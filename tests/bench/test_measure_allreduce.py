@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hvdtrain.bench.measure_allreduce import array_sizes
-from hvdtrain.bench.measure_gradients import resnet50_shapes
+from hvdtrain.bench.measure_allreduce import array_sizes, resnet50_shapes
 
 
 def test_resnet50_has_160_variables_of_102_mb_without_its_last_bias() -> None:
