@@ -79,12 +79,6 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Tree]]:
         tree.leader.wait(timeout=WAIT_S)
 
 
-def test_a_process_alone_has_none(start) -> None:
-    tree = start("here('leader'); time.sleep(60)")
-    tree.started(1)
-    assert descendants(tree.leader.pid) == []
-
-
 def test_children_are_found_in_whatever_group_or_session_they_are(start) -> None:
     # As mpirun's ranks do, one leads a process group of its own and one even a session.
     tree = start(

@@ -149,36 +149,6 @@ def test_a_directory_without_permission(tmp_path: Path, run_command) -> None:
         subprocess.run(["rm", "-r", directory], check=True)
 
 
-LIMITED = """
-import resource, sys
-from hvdtrain import CheckpointError
-from hvdtrain.checkpoint import Store
-from tests.checkpoint.disks import SMALL_BYTES, remount
-from tests.checkpoint.samples import check, files, snapshot
-from pathlib import Path
-directory = Path(sys.argv[1])
-store = Store(directory)
-store.write(snapshot(1))
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-try:
-    store.write(snapshot(2, floats=50_000))
-except CheckpointError as error:
-    print(error)
-print(files(directory), check(store.newest()))
-store.write(snapshot(2))
-print(files(directory), check(store.newest()))
-"""
-
-
-def test_a_limit_on_the_size_of_files(tmp_path: Path, run_command) -> None:
-    done = run_command([sys.executable, "-c", LIMITED, tmp_path / "runs"])
-    assert done.returncode == 0, done
-    error, before, after = done.stdout.splitlines()
-    assert "File too large" in error
-    assert before == "['step-00000000'] 1"
-    assert after == "['step-00000000', 'step-00000001'] 2"
-
-
 def test_what_cant_be_removed_is_told_and_the_new_one_is_there(tmp_path: Path, monkeypatch) -> None:
     notices: list[str] = []
     store = Store(tmp_path, keep=1, notice=notices.append)

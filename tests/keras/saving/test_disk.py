@@ -68,14 +68,11 @@ def test_training_goes_on_while_a_slow_disk_writes(launch, slow_disk):
     assert Store(slow_disk).steps() == [100]
 
 
-@pytest.mark.parametrize("damage", ["full", "read-only"])
-def test_a_disk_that_takes_nothing_is_told_once(launch, small_disk, damage):
-    if damage == "read-only":
-        remount(small_disk, "ro")
+def test_a_full_disk_is_told_once(launch, small_disk):
     done = launch(2, TRAINING, str(small_disk), "10", "warn", timeout_s=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("no checkpoint could be saved, training goes on") == 1
-    assert ("No space left" if damage == "full" else "Read-only file system") in done.stderr
+    assert "No space left" in done.stderr
     assert done.stdout.startswith("100 steps")
 
 
