@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
-from hvdtrain.agent.exit_codes import ENDING, PREEMPTING
+from hvdtrain.exit_codes import ENDING, PREEMPTING
 
 __all__ = [
     "adopt_orphans",

@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode, signal_name
 from hvdtrain.agent.messages import BIND, JOB, LauncherLink, connect, parse_addresses
 from hvdtrain.agent.oom import OomWatch
 from hvdtrain.agent.output_relay import OutputRelay
@@ -39,6 +38,7 @@ from hvdtrain.cluster.placement import share_of_cores
 from hvdtrain.cluster.topology import Topology, read_topology
 from hvdtrain.config import LAUNCHER, variable_name
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.exit_codes import ENDING, PREEMPTING, ExitCode, signal_name
 from hvdtrain.log import show
 
 __all__ = ["main"]

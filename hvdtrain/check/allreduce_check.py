@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.bench.results import format_seconds
+from hvdtrain.exit_codes import ExitCode
 from hvdtrain.remote.problem import Problem
 from hvdtrain.remote.remote_probe import Answer
 

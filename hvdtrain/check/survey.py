@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.check.allreduce_check import MeasuredAllreduce
 from hvdtrain.config import Settings
+from hvdtrain.exit_codes import ExitCode
 from hvdtrain.launch.attempts import run_job
 from hvdtrain.launch.job import Job
 from hvdtrain.launch.supervisor import TimeLimits

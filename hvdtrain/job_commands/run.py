@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.errors import HvdtrainError, LaunchError
+from hvdtrain.exit_codes import ExitCode
 from hvdtrain.jobs.folder import JOB_FOLDER, JOBS_DIR, JobFolder, create_job, jobs_directory
 from hvdtrain.jobs.recorder import JobRecorder
 from hvdtrain.jobs.spec import JobSpec, make_spec

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.errors import JobError
+from hvdtrain.exit_codes import ExitCode
 from hvdtrain.jobs.backend import JobBackend, QueueState
 from hvdtrain.jobs.backends import queue_of
 from hvdtrain.jobs.files import newest_json_lines

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from hvdtrain.agent.exit_codes import ENDING, PREEMPTING, ExitCode
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.errors import ConfigurationError
+from hvdtrain.exit_codes import ENDING, PREEMPTING, ExitCode
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Plan
 from hvdtrain.launch.console import Console, Screen

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdtrain.agent.exit_codes import ExitCode, signal_name
 from hvdtrain.agent.rank_report import FailureRecord, OomKills
 from hvdtrain.cluster.ranges import counted
+from hvdtrain.exit_codes import ExitCode, signal_name
 
 __all__ = ["RankExit", "describe", "describe_loss", "exit_code", "first_failure"]
 

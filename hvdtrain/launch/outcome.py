@@ -9,8 +9,8 @@ from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hvdtrain.agent.exit_codes import PREEMPTING, ExitCode, signal_name
 from hvdtrain.cluster.ranges import listing
+from hvdtrain.exit_codes import PREEMPTING, ExitCode, signal_name
 from hvdtrain.launch.failure import RankExit, describe, exit_code, first_failure
 from hvdtrain.launch.job_progress import JobProgress
 from hvdtrain.launch.rank_pace import Straggler, find_straggler

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from hvdtrain.agent.exit_codes import PREEMPTING
 from hvdtrain.agent.output_lines import LineSplitter
 from hvdtrain.agent.process_tree import kill_descendants, shell_code
 from hvdtrain.errors import LaunchError
+from hvdtrain.exit_codes import PREEMPTING
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console

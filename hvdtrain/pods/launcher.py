@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.cluster.hosts import parse_hostfile
 from hvdtrain.cluster.managed_hosts import MANAGED_HOSTS
 from hvdtrain.errors import JobError
+from hvdtrain.exit_codes import ExitCode
 from hvdtrain.pods.cluster_api import ClusterApi, persist
 from hvdtrain.pods.names import FOLDER, KEYS_FOLDER, SSH_FOLDER, SSH_PORT, launcher_host
 from hvdtrain.pods.worker_watch import WorkerWatch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from hvdtrain.agent.exit_codes import ExitCode
 from hvdtrain.cluster.managed_hosts import HostState, ManagedHost
+from hvdtrain.exit_codes import ExitCode
 from hvdtrain.pods.names import ROLE_LABEL, Object
 
 __all__ = [
