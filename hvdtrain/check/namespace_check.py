@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hvdtrain.cluster.ranges import format_table
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.kubernetes.manifests import PodJob, SshKeys, job_objects
+from hvdtrain.jobs.kubernetes.manifests import KEY_FILES, PodJob, job_objects
 from hvdtrain.jobs.kubernetes.pod_backend import pod_job
 from hvdtrain.jobs.kubernetes.pod_options import read_pod_options
 from hvdtrain.jobs.spec import Backend, JobSpec
@@ -95,8 +95,7 @@ def _look(job: PodJob, api: ClusterApi) -> Iterator[_Row]:
         yield _Row(f"namespace {api.namespace}", "absent", [missing])
         return
     yield _Row(f"namespace {api.namespace}", "there")
-    no_keys = SshKeys(user_private="", user_public="", host_private="", host_public="")
-    objects = job_objects(job, no_keys)
+    objects = job_objects(job, dict.fromkeys(KEY_FILES, ""))
     yield _rights(api, objects)
     yield _trial(api, [*objects, *_pods(objects)])
     yield from _referenced(api, job, path, objects)
@@ -145,7 +144,7 @@ def _trial(api: ClusterApi, objects: Sequence[Object]) -> _Row:
             continue
         tried += 1
         try:
-            api.try_to_create(one)
+            api.create_one(one, dry_run=True)
         except JobError as error:
             problems.append(
                 _problem(

@@ -1,4 +1,8 @@
-"""What is asked of a cluster's API server, by its official client; each answer is plain data."""
+"""Requests to the API server of a cluster, by the official client; answers are plain data.
+
+The client's typed methods would save nothing: what they return has classes of its own instead of
+the names of manifests, and they lack ``sinceTime`` for logs.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,12 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdtrain.errors import JobError
-from hvdtrain.pods.names import JOB_LABEL, STOP, Object, plural, resource_of
+from hvdtrain.pods.names import JOB_LABEL, Object, plural
 
 __all__ = ["ClusterApi", "RefusedError", "SilentClusterError", "persist"]
 
@@ -20,19 +24,21 @@ DELETE_TIMEOUT_S = 180.0
 POLL_S = 0.5
 # An account's rights may come a moment after its pod; then a refusal is final.
 REFUSED_S = 10.0
-# What it owns goes first, so that nothing of it is left once it is gone itself.
+# Foreground: the objects that a Job owns go first, so nothing is left when it is gone.
 _WITH_ALL = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _Result = TypeVar("_Result")
-_MERGE = "application/merge-patch+json"
+_DOES = {"POST": "created", "DELETE": "deleted", "PATCH": "changed", "GET": "read"}
 
 
 class ClusterApi:
     """One namespace of a cluster.
 
+    All methods raise a ``JobError`` if the cluster refuses or does not answer.
+
     Args:
         client: A ``DynamicClient`` of the package kubernetes.
-        namespace: Where objects are.
+        namespace: The name of the namespace.
     """
 
     def __init__(self, client: Any, namespace: str) -> None:
@@ -41,10 +47,10 @@ class ClusterApi:
 
     @classmethod
     def of_context(cls, context: str, namespace: str) -> ClusterApi:
-        """The cluster that kubectl's configuration names; empty words stand for its defaults.
+        """Return the cluster of a context and a namespace; empty for those of kubectl.
 
         Raises:
-            JobError: There is no such configuration.
+            JobError: The configuration does not have it.
         """
         kubernetes = _package()
         try:
@@ -62,10 +68,10 @@ class ClusterApi:
 
     @classmethod
     def of_pod(cls) -> ClusterApi:
-        """The cluster that this process runs in a pod of.
+        """Return the cluster that this process runs in.
 
         Raises:
-            JobError: It runs in none, or with no account.
+            JobError: It does not run in a pod, or the pod has no account.
         """
         kubernetes = _package()
         try:
@@ -77,43 +83,118 @@ class ClusterApi:
         return cls(_by_paths(kubernetes.client.ApiClient(configuration)), namespace)
 
     def create(self, objects: Sequence[Object]) -> None:
-        """Create all of them; the first owns the others, and goes again where one can't be.
+        """Create objects in place of those that an earlier run of the job has left, all or none.
 
-        Raises:
-            JobError: The cluster refuses one; the message says which and why.
+        The first, a Job, owns the others.
         """
         owner, *others = objects
-        made = self._send("POST", _collection(owner, self.namespace), owner, _named(owner))
+        name = owner["metadata"]["name"]
+        self._remove_old(name)
         reference = {
             "apiVersion": owner["apiVersion"],
             "kind": owner["kind"],
-            "name": owner["metadata"]["name"],
-            "uid": made["metadata"]["uid"],
+            "name": name,
+            "uid": self.create_one(owner)["metadata"]["uid"],
             "blockOwnerDeletion": True,
         }
         try:
             for one in others:
-                owned = {**one, "metadata": {**one["metadata"], "ownerReferences": [reference]}}
-                self._send("POST", _collection(one, self.namespace), owned, _named(one))
+                metadata = {**one["metadata"], "ownerReferences": [reference]}
+                self.create_one({**one, "metadata": metadata})
         except JobError:
             with contextlib.suppress(JobError):
-                self.delete(owner["metadata"]["name"])
+                self.delete(name)
             raise
 
+    def create_one(self, one: Object, *, dry_run: bool = False) -> Object:
+        """Create an object and return it as the cluster has it; a dry run only validates it."""
+        version = one["apiVersion"]
+        root = "apis" if "/" in version else "api"
+        path = f"/{root}/{version}/namespaces/{self.namespace}/{plural(one['kind'])}"
+        name = one["metadata"].get("name")
+        what = f"{one['kind']} {name}" if name else one["kind"]
+        query = [("dryRun", "All")] if dry_run else []
+        return dict(self._send("POST", path, what, content=one, query=query))
+
     def delete(self, name: str) -> None:
-        """Delete a Job, and what it owns; that goes on after this has returned.
+        """Start to delete a Job, and the objects that it owns."""
+        self._send("DELETE", self._job(name), f"Job {name}", content=_WITH_ALL)
 
-        Raises:
-            JobError: The cluster refuses.
+    def job(self, name: str) -> Object | None:
+        """Return a Job; None if it does not exist."""
+        return self.read(self._job(name))
+
+    def patch_job(self, name: str, content: Object) -> None:
+        """Change a Job."""
+        self._send("PATCH", self._job(name), f"Job {name}", content=content)
+
+    def pods(self, name: str) -> list[Object]:
+        """Return the pods of a job."""
+        path, query = self._core("pods"), [("labelSelector", f"{JOB_LABEL}={name}")]
+        return list(self._send("GET", path, "its pods", query=query)["items"])
+
+    def log(self, pod: str, container: str, since: str) -> str:
+        """Return the output of a container, each line after the node's time.
+
+        Args:
+            pod: The name of its pod.
+            container: Its name there.
+            since: A time of such a line, with whose second to start; empty for the beginning.
         """
-        self._send("DELETE", self._path(name), _WITH_ALL, f"Job {name}")
+        query = [("container", container), ("timestamps", "true")]
+        query += [("sinceTime", since)] if since else []
+        path = self._core(f"pods/{pod}/log")
+        return self._request("GET", path, f"the log of {pod}", None, query).decode(errors="replace")
 
-    def replace_old(self, name: str) -> None:
-        """See that there is no such Job, which an earlier run of the same job may have left.
+    def why_not_created(self, name: str) -> str:
+        """Return why pods of a job can't be created, in the cluster's words; empty if unknown."""
+        query = [("fieldSelector", "reason=FailedCreate")]
+        try:
+            events = self._send("GET", self._core("events"), "its events", query=query)["items"]
+        except JobError:
+            return ""
+        ours = (name, f"{name}-worker")
+        said = [e.get("message", "") for e in events if e["involvedObject"].get("name") in ours]
+        return said[-1] if said else ""
 
-        Raises:
-            JobError: The cluster refuses, or takes too long.
+    def workers(self, name: str) -> int:
+        """Return how many workers a job is to have."""
+        found = self._send("GET", self._stateful_set(name), f"StatefulSet {name}-worker")
+        return int(found["spec"]["replicas"])
+
+    def scale_workers(self, name: str, workers: int) -> None:
+        """Set how many workers a job is to have."""
+        path, content = f"{self._stateful_set(name)}/scale", {"spec": {"replicas": workers}}
+        self._send("PATCH", path, f"StatefulSet {name}-worker", content=content)
+
+    def may(self, verb: str, resource: str, group: str = "") -> bool:
+        """Return whether this user has a right in this namespace.
+
+        Args:
+            verb: The action, such as ``create``.
+            resource: Its object, such as ``jobs`` or ``pods/log``.
+            group: The API group of the resource; empty for the core group.
         """
+        name, _, part = resource.partition("/")
+        wanted = {"verb": verb, "group": group, "resource": name, "subresource": part}
+        wanted["namespace"] = self.namespace
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": wanted},
+        }
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        answer = self._send("POST", path, "what this user may do", content=review)
+        return bool(answer["status"]["allowed"])
+
+    def read(self, path: str) -> Object | None:
+        """Return what the cluster has at a path of its API; None if there is nothing."""
+        try:
+            return dict(self._send("GET", path, path))
+        except _NotFoundError:
+            return None
+
+    def _remove_old(self, name: str) -> None:
         if self.job(name) is None:
             return
         self.delete(name)
@@ -126,189 +207,70 @@ class ClusterApi:
                 )
             time.sleep(POLL_S)
 
-    def _path(self, name: str) -> str:
+    def _core(self, rest: str) -> str:
+        return f"/api/v1/namespaces/{self.namespace}/{rest}"
+
+    def _job(self, name: str) -> str:
         return f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}"
 
-    def pods(self, name: str) -> list[Object]:
-        """The pods of a job.
-
-        Raises:
-            JobError: The cluster does not say.
-        """
-        path = f"/api/v1/namespaces/{self.namespace}/pods"
-        query = [("labelSelector", f"{JOB_LABEL}={name}")]
-        found = self._send("GET", path, None, "its pods", query)
-        return list(found["items"])
-
-    def log(self, pod: str, container: str, since: str) -> str:
-        """Return what a container has printed, each line after the node's time.
-
-        Args:
-            pod: The name of its pod.
-            container: Its name there.
-            since: A time of such a line, with whose second to start; empty for the beginning.
-
-        Raises:
-            JobError: The cluster does not say.
-        """
-        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log"
-        query = [("container", container), ("timestamps", "true")]
-        query += [("sinceTime", since)] if since else []
-        data: bytes = self._send_raw("GET", path, None, f"the log of {pod}", query)
-        return data.decode(errors="replace")
-
-    def workers(self, name: str) -> int:
-        """How many workers a job is to have.
-
-        Raises:
-            JobError: The cluster does not say.
-        """
-        path = f"/apis/apps/v1/namespaces/{self.namespace}/statefulsets/{name}-worker"
-        found = self._send("GET", path, None, f"StatefulSet {name}-worker")
-        return int(found["spec"]["replicas"])
-
-    def job(self, name: str) -> Object | None:
-        """A Job; None if it does not exist.
-
-        Raises:
-            JobError: The cluster does not say.
-        """
-        return self.read(self._path(name))
-
-    def ask_to_stop(self, name: str, how: str) -> None:
-        """Leave word with a Job that runs, which its launcher takes.
-
-        Raises:
-            JobError: The cluster refuses.
-        """
-        word = {"metadata": {"annotations": {STOP: how}}}
-        self._send("PATCH", self._path(name), word, f"Job {name}")
-
-    def why_not_created(self, name: str) -> str:
-        """Why pods of a job can't even be created, in the cluster's words; empty for not known."""
-        path = f"/api/v1/namespaces/{self.namespace}/events"
-        query = [("fieldSelector", "reason=FailedCreate")]
-        try:
-            events = self._send("GET", path, None, "what happened", query)["items"]
-        except JobError:
-            return ""
-        ours = (name, f"{name}-worker")
-        said = [e.get("message", "") for e in events if e["involvedObject"].get("name") in ours]
-        return said[-1] if said else ""
-
-    def scale_workers(self, name: str, workers: int) -> None:
-        """Have so many workers.
-
-        Raises:
-            JobError: The cluster refuses.
-        """
-        path = f"/apis/apps/v1/namespaces/{self.namespace}/statefulsets/{name}-worker/scale"
-        self._send("PATCH", path, {"spec": {"replicas": workers}}, f"StatefulSet {name}-worker")
-
-    def give_up(self, name: str) -> None:
-        """Start no launcher again that ends with a failure.
-
-        Raises:
-            JobError: The cluster refuses.
-        """
-        self._send("PATCH", self._path(name), {"spec": {"backoffLimit": 0}}, f"Job {name}")
-
-    def refused_rights(self, objects: Sequence[Object]) -> list[str]:
-        """What this user may not create of them, as ``create jobs.batch``.
-
-        Raises:
-            JobError: The cluster does not say.
-        """
-        refused = []
-        for resource, group in dict.fromkeys(map(resource_of, objects)):
-            if not self.may("create", resource, group):
-                refused.append(f"create {resource}{f'.{group}' if group else ''}")
-        return refused
-
-    def may(self, verb: str, resource: str, group: str = "") -> bool:
-        """Return whether this user has a right in this namespace.
-
-        Args:
-            verb: The action, such as ``create``.
-            resource: Its object, such as ``jobs`` or ``pods/log``.
-            group: The API group of the resource; empty for the core group.
-
-        Raises:
-            JobError: The cluster does not answer.
-        """
-        name, _, part = resource.partition("/")
-        wanted = {"verb": verb, "group": group, "resource": name, "subresource": part}
-        wanted["namespace"] = self.namespace
-        review = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": wanted},
-        }
-        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-        answer = self._send("POST", path, review, "what this user may do")
-        return bool(answer["status"]["allowed"])
-
-    def read(self, path: str) -> Object | None:
-        """What the cluster has at a path of its API; None where there is nothing.
-
-        Raises:
-            JobError: This user may not see it, or the cluster does not answer.
-        """
-        try:
-            return dict(self._send("GET", path, None, path))
-        except _NotFoundError:
-            return None
-
-    def try_to_create(self, one: Object) -> Object:
-        """An object as it would be in the cluster; it is not created (a dry run).
-
-        Raises:
-            JobError: The cluster would refuse it; the message says why.
-        """
-        query = [("dryRun", "All")]
-        return dict(self._send("POST", _collection(one, self.namespace), one, one["kind"], query))
+    def _stateful_set(self, name: str) -> str:
+        return f"/apis/apps/v1/namespaces/{self.namespace}/statefulsets/{name}-worker"
 
     def _send(
         self,
         method: str,
         path: str,
-        content: Object | None,
         what: str,
+        *,
+        content: Object | None = None,
         query: Sequence[tuple[str, str]] = (),
     ) -> Any:
-        return json.loads(self._send_raw(method, path, content, what, query))
+        return json.loads(self._request(method, path, what, content, query))
 
-    def _send_raw(
+    def _request(
         self,
         method: str,
         path: str,
-        content: Object | None,
         what: str,
+        content: Object | None,
         query: Sequence[tuple[str, str]],
     ) -> bytes:
-        with _as_job_error(method, what, self.namespace):
+        kubernetes = _package()
+        from urllib3.exceptions import HTTPError
+
+        kind = "merge-patch+json" if method == "PATCH" else "json"
+        try:
             answer = self._client.request(
                 method,
                 path,
                 body=content,
                 query_params=list(query),
-                content_type=_MERGE if method == "PATCH" else "application/json",
+                content_type=f"application/{kind}",
                 serialize=False,
                 _request_timeout=TIMEOUT_S,
             )
-            data: bytes = answer.data
-            return data
+            return bytes(answer.data)
+        except kubernetes.client.ApiException as error:
+            try:
+                said = json.loads(error.body)["message"]
+            except (TypeError, ValueError, KeyError):
+                said = error.reason
+            raise _ERRORS.get(error.status, JobError)(
+                f"{what} can't be {_DOES[method]} in namespace {self.namespace}: {said}"
+            ) from None
+        except (HTTPError, OSError) as error:
+            raise SilentClusterError(f"the cluster does not answer: {error}") from None
 
 
 def persist(
     act: Callable[[], _Result], *, patience_s: float, give_up: Callable[[], bool]
 ) -> _Result:
-    """Do something with a cluster, again while that fails, and return its result.
+    """Call a function until it succeeds, and return its result.
 
     Args:
-        act: Is called until it raises no JobError.
-        patience_s: Seconds for that; for what this user may not do at most REFUSED_S.
-        give_up: Whether not to try again.
+        act: The function; a JobError is a failure.
+        patience_s: Seconds to try; at most REFUSED_S if the account lacks a right.
+        give_up: Returns whether to stop trying.
 
     Raises:
         JobError: The last failure.
@@ -332,47 +294,28 @@ class SilentClusterError(JobError):
 
 
 class _NotFoundError(JobError):
-    """There is no such object, or the cluster knows no objects of that kind."""
+    """The object does not exist, or the cluster has no objects of that kind."""
 
 
 class RefusedError(JobError):
-    """This user may not do that."""
+    """The user or the account lacks a right."""
 
 
 _ERRORS = {401: RefusedError, 403: RefusedError, 404: _NotFoundError}
-_DOES = {"POST": "created", "DELETE": "deleted", "PATCH": "changed", "GET": "read"}
-
-
-@contextlib.contextmanager
-def _as_job_error(method: str, what: str, namespace: str) -> Iterator[None]:
-    kubernetes = _package()
-    from urllib3.exceptions import HTTPError
-
-    try:
-        yield
-    except kubernetes.client.ApiException as error:
-        try:
-            said = json.loads(error.body)["message"]
-        except (TypeError, ValueError, KeyError):
-            said = error.reason
-        kind = _ERRORS.get(error.status, JobError)
-        raise kind(f"{what} can't be {_DOES[method]} in namespace {namespace}: {said}") from None
-    except (HTTPError, OSError) as error:
-        raise SilentClusterError(f"the cluster does not answer: {error}") from None
 
 
 def _configuration() -> Any:
-    """What clients have in common."""
+    """Return the settings that all clients share."""
     configuration = _package().client.Configuration()
-    # Who asks again waits four times as long for a cluster that says nothing.
+    # With retries a silent cluster would take four times as long.
     configuration.retries = False
     return configuration
 
 
 def _by_paths(client: Any) -> Any:
-    """A client that is asked by paths alone.
+    """Return a client for requests by path.
 
-    It need not find out before what there is, for which it would wait without end.
+    It does not ask first which kinds of objects the cluster has, which has no time-out.
     """
     return _package().dynamic.DynamicClient(client, discoverer=lambda _client, _cache: None)
 
@@ -387,13 +330,3 @@ def _package() -> Any:
             "jobs on Kubernetes need its client: pip install 'hvdtrain[kubernetes]'"
         ) from None
     return kubernetes
-
-
-def _collection(one: Object, namespace: str) -> str:
-    version = one["apiVersion"]
-    root = "/apis" if "/" in version else "/api"
-    return f"{root}/{version}/namespaces/{namespace}/{plural(one['kind'])}"
-
-
-def _named(one: Object) -> str:
-    return f"{one['kind']} {one['metadata']['name']}"

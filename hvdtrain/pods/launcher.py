@@ -123,7 +123,12 @@ def free_workers(name: str, *, has_failed: bool, give_up: Callable[[], bool]) ->
         api = ClusterApi.of_pod()
         persist(lambda: api.scale_workers(name, 0), patience_s=FREE_PATIENCE_S, give_up=give_up)
         if has_failed:
-            persist(lambda: api.give_up(name), patience_s=FREE_PATIENCE_S, give_up=give_up)
+            never_again = {"spec": {"backoffLimit": 0}}
+            persist(
+                lambda: api.patch_job(name, never_again),
+                patience_s=FREE_PATIENCE_S,
+                give_up=give_up,
+            )
     except JobError as error:
         print(
             f"hvdtrain: the workers still take their resources: {error}. Free them by: "

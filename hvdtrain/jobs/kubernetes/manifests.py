@@ -29,7 +29,7 @@ from hvdtrain.pods.names import (
     worker_addresses,
 )
 
-__all__ = ["PodJob", "SshKeys", "container_of", "job_objects", "make_keys"]
+__all__ = ["KEY_FILES", "PodJob", "container_of", "job_objects", "make_keys"]
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 GPU = "nvidia.com/gpu"
@@ -51,32 +51,11 @@ HOST_ALIAS = "hvdtrain"
 KEY_FILES = ("id_ed25519", "authorized_keys", "ssh_host_ed25519_key", "known_hosts")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SshKeys:
-    """Two pairs of Ed25519 keys as OpenSSH writes them; the private ones are secret."""
-
-    user_private: str
-    user_public: str
-    host_private: str
-    host_public: str
-
-    def files(self) -> Mapping[str, str]:
-        """The files of the Secret, by the names under which pods find them."""
-        texts = (
-            self.user_private,
-            f"{self.user_public}\n",
-            self.host_private,
-            f"{HOST_ALIAS} {self.host_public}\n",
-        )
-        return dict(zip(KEY_FILES, texts, strict=True))
-
-
-def make_keys() -> SshKeys:
-    """Make keys that nobody has yet."""
-    return SshKeys(
-        **dict(zip(("user_private", "user_public"), _pair())),
-        **dict(zip(("host_private", "host_public"), _pair())),
-    )
+def make_keys() -> Mapping[str, str]:
+    """Return new Ed25519 keys of a job, by the names of ``KEY_FILES``."""
+    (user_private, user_public), (host_private, host_public) = _pair(), _pair()
+    texts = (user_private, f"{user_public}\n", host_private, f"{HOST_ALIAS} {host_public}\n")
+    return dict(zip(KEY_FILES, texts, strict=True))
 
 
 def _pair() -> tuple[str, str]:
@@ -153,17 +132,17 @@ def ssh_config_text(job: PodJob) -> str:
     return "\n    ".join(lines) + "\n"
 
 
-def job_objects(job: PodJob, keys: SshKeys) -> list[Object]:
+def job_objects(job: PodJob, keys: Mapping[str, str]) -> list[Object]:
     """All objects of a job, in the order in which they are to be created; the first owns the rest.
 
     Args:
         job: The job.
-        keys: Those with which its launcher reaches its workers.
+        keys: Its ssh keys, as ``make_keys`` returns them.
     """
     return [
         _launcher_job(job),
         *([] if job.pods.service_account else _rights(job)),
-        _secret(job, {**keys.files(), **job.secrets}),
+        _secret(job, {**keys, **job.secrets}),
         _config_map(job),
         _service(job, job.name, "worker"),
         # Workers of Intel MPI and MPICH come back to the launcher by the name that it has itself.

@@ -21,14 +21,13 @@ from hvdtrain.jobs.kubernetes.pod_options import PodOptions, read_pod_options
 from hvdtrain.jobs.spec import JobSpec, asked_for, is_secret
 from hvdtrain.jobs.state import GOES_ON, GONE, NO_ANSWER, JobState
 from hvdtrain.pods.cluster_api import ClusterApi, SilentClusterError
-from hvdtrain.pods.names import STOP, Object
+from hvdtrain.pods.names import STOP, Object, resource_of
 from hvdtrain.pods.pod_states import find_condition, launchers_of, trouble_of, workers_of
 
 __all__ = [
     "PodBackend",
-    "as_yaml",
+    "PodPlan",
     "object_name",
-    "objects_of",
     "pod_job",
     "seen_state",
     "state_of",
@@ -98,17 +97,6 @@ def pod_job(
     )
 
 
-def objects_of(job: PodJob) -> list[Object]:
-    """Its objects, with keys that nobody else has; the first owns the others."""
-    return job_objects(job, make_keys())
-
-
-def as_yaml(objects: Sequence[Object]) -> str:
-    """Write objects as ``kubectl apply -f -`` reads them."""
-    keeps = any(one["kind"] == "Secret" for one in objects)
-    return (_HAS_A_KEY if keeps else "") + yaml.safe_dump_all(objects, sort_keys=False)
-
-
 class PodPlan(NamedTuple):
     """The objects of a job.
 
@@ -121,8 +109,8 @@ class PodPlan(NamedTuple):
     objects: list[Object]
 
     def preview(self) -> str:
-        """Return the objects as YAML."""
-        return as_yaml(self.objects)
+        """Return the objects as ``kubectl apply -f -`` reads them."""
+        return _HAS_A_KEY + yaml.safe_dump_all(self.objects, sort_keys=False)
 
 
 class PodBackend:
@@ -135,18 +123,20 @@ class PodBackend:
     def plan(self, request: JobRequest) -> PodPlan:
         """Return the job's objects; see ``JobBackend``."""
         job = pod_job(request.job.path, request.spec, request.environ, ranks=request.ranks)
-        return PodPlan(job, objects_of(job))
+        return PodPlan(job, job_objects(job, make_keys()))
 
     def submit(self, plan: PodPlan) -> None:
         """Create the job's objects, all or none; see ``JobBackend``."""
         pods = plan.job.pods
         api = ClusterApi.of_context(pods.context, pods.namespace)
-        if refused := api.refused_rights(plan.objects):
+        resources = dict.fromkeys(map(resource_of, plan.objects))
+        missing = [of for of in resources if not api.may("create", *of)]
+        if missing:
+            refused = [f"create {resource}{group and '.'}{group}" for resource, group in missing]
             raise JobError(
                 f"you may not {', '.join(refused)} in namespace {api.namespace}. Ask for a role "
                 "that may, or name an account of the launcher's with --service-account."
             )
-        api.replace_old(plan.job.name)
         api.create(plan.objects)
 
     def describe(self, jobs: Mapping[Path, JobSpec]) -> Mapping[Path, QueueState]:
@@ -195,7 +185,7 @@ class PodBackend:
             api.delete(name)
             job.cancel()
         else:
-            api.ask_to_stop(name, "save" if save else "now")
+            api.patch_job(name, {"metadata": {"annotations": {STOP: "save" if save else "now"}}})
 
     def _state(self, folder: Path, spec: JobSpec) -> QueueState:
         """Return what the cluster says of a job; ``NO_ANSWER`` if it does not answer."""

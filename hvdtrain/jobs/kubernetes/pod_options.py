@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,52 +40,6 @@ class Toleration:
     key: str
     value: str = ""
     effect: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PodOptions:
-    """What pods are to be.
-
-    Attributes:
-        image: What their containers are started from; it has hvdtrain, an MPI and sshd.
-        namespace: Where they are; empty for that of the context.
-        context: Which cluster, as kubectl's configuration names it; empty for the current one.
-        ranks_per_pod: So many in each worker, as far as there are so many.
-        gpus_per_rank: NVIDIA GPUs of each rank.
-        resources: What each worker asks for and may have, as ``cpu: 4``.
-        volumes: Claims that all pods see.
-        node_selector: Labels that their nodes have.
-        tolerations: Taints that their nodes may have.
-        queue: Kueue's queue; empty for none.
-        pull_secrets: Names of secrets with which the image may be pulled.
-        service_account: Whose rights the launcher has; empty for one of the job's own.
-        folder: The working directory; empty for the image's.
-        python: The Python of the image that has hvdtrain.
-        template: A pod, as YAML has it, into which all of this is put.
-    """
-
-    image: str
-    namespace: str = ""
-    context: str = ""
-    ranks_per_pod: int = 1
-    gpus_per_rank: int = 0
-    resources: Mapping[str, str] = field(default_factory=dict)
-    volumes: tuple[Volume, ...] = ()
-    node_selector: Mapping[str, str] = field(default_factory=dict)
-    tolerations: tuple[Toleration, ...] = ()
-    queue: str = ""
-    pull_secrets: tuple[str, ...] = ()
-    service_account: str = ""
-    folder: str = ""
-    python: str = "python3"
-    template: Mapping[str, Any] = field(default_factory=dict)
-
-    def shared_paths(self) -> list[str]:
-        """Where its pods have what others see as well, and may write there."""
-        containers = (self.template.get("spec") or {}).get("containers") or ()
-        mounts = [mount for one in containers for mount in one.get("volumeMounts") or ()]
-        given = [str(mount["mountPath"]) for mount in mounts if not mount.get("readOnly")]
-        return [volume.path for volume in self.volumes if not volume.read_only] + given
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -133,65 +88,94 @@ def _template(text: str) -> Mapping[str, Any]:
 
 
 class _Flag(NamedTuple):
-    """An option: its name and the field that it sets, how it is read, and what is said of it."""
+    """The option that sets a field."""
 
     name: str
-    field: str
     read: Callable[[str], Any]
     metavar: str
     help: str
     repeats: bool = False
-    is_file: bool = False  # whose content is kept: it may change, or not be there any more
+    is_file: bool = False  # its content is kept: the file may change, or not be there any more
 
 
-_FLAGS = (
-    _Flag("--image", "image", str, "IMAGE", "what pods run; it has hvdtrain, an MPI and sshd"),
-    _Flag("--namespace", "namespace", _name, "NAME", "default that of kubectl's context"),
-    _Flag("--context", "context", str, "NAME", "of kubectl's configuration; default its own"),
-    _Flag("--ranks-per-pod", "ranks_per_pod", positive_int, "N", "in each worker; default 1"),
-    _Flag("--gpus-per-rank", "gpus_per_rank", count, "N", "NVIDIA GPUs; default none"),
-    _Flag(
-        *("--resources", "resources", _resources, "NAME=N,..."),
+def _option(
+    name: str, read: Callable[[str], Any], metavar: str, help: str, default: Any = "", **more: Any
+) -> Any:
+    flag = _Flag(name, read, metavar, help, **more)
+    if default is dict:
+        return field(default_factory=dict, metadata={"flag": flag})
+    return field(default=default, metadata={"flag": flag})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodOptions:
+    """The pods of a job; the help of its option describes each field."""
+
+    image: str = _option("--image", str, "IMAGE", "what pods run; it has hvdtrain, an MPI and sshd")
+    namespace: str = _option("--namespace", _name, "NAME", "default that of kubectl's context")
+    context: str = _option("--context", str, "NAME", "of kubectl's configuration; default its own")
+    ranks_per_pod: int = _option("--ranks-per-pod", positive_int, "N", "in each; default 1", 1)
+    gpus_per_rank: int = _option("--gpus-per-rank", count, "N", "NVIDIA GPUs; default none", 0)
+    resources: Mapping[str, str] = _option(
+        *("--resources", _resources, "NAME=N,..."),
         "of each worker, requested and at most, as cpu=4,memory=16Gi",
-    ),
-    _Flag(
-        *("--volume", "volumes", _volume, "CLAIM:/PATH[:ro]"),
+        dict,
+    )
+    volumes: tuple[Volume, ...] = _option(
+        *("--volume", _volume, "CLAIM:/PATH[:ro]"),
         "a persistent volume claim that all pods see there; may be repeated",
+        (),
         repeats=True,
-    ),
-    _Flag(
-        *("--node-selector", "node_selector", _pair, "LABEL=VALUE"),
+    )
+    node_selector: Mapping[str, str] = _option(
+        *("--node-selector", _pair, "LABEL=VALUE"),
         "of nodes that pods may be on; may be repeated",
+        dict,
         repeats=True,
-    ),
-    _Flag(
-        *("--toleration", "tolerations", _toleration, "KEY[=VALUE][:EFFECT]"),
+    )
+    tolerations: tuple[Toleration, ...] = _option(
+        *("--toleration", _toleration, "KEY[=VALUE][:EFFECT]"),
         "of a node's taint; may be repeated",
+        (),
         repeats=True,
-    ),
-    _Flag("--queue", "queue", _name, "NAME", "Kueue's, in which the job waits for its turn"),
-    _Flag(
-        *("--pull-secret", "pull_secrets", _name, "NAME"),
+    )
+    queue: str = _option("--queue", _name, "NAME", "Kueue's, in which the job waits for its turn")
+    pull_secrets: tuple[str, ...] = _option(
+        *("--pull-secret", _name, "NAME"),
         "with which the image is pulled; may be repeated",
+        (),
         repeats=True,
-    ),
-    _Flag(
-        *("--service-account", "service_account", _name, "NAME"),
+    )
+    service_account: str = _option(
+        *("--service-account", _name, "NAME"),
         "of the launcher, which ends its workers; default one of the job's own",
-    ),
-    _Flag("--pod-folder", "folder", str, "PATH", "the working directory; default the image's"),
-    _Flag("--pod-python", "python", str, "PATH", "that has hvdtrain; default python3"),
-    _Flag(
-        *("--template", "template", _template, "FILE"),
+    )
+    folder: str = _option("--pod-folder", str, "PATH", "the working directory; default the image's")
+    python: str = _option("--pod-python", str, "PATH", "with hvdtrain; default python3", "python3")
+    template: Mapping[str, Any] = _option(
+        *("--template", _template, "FILE"),
         "a pod as YAML, for whatever else pods need; the flags here win",
+        dict,
         is_file=True,
-    ),
-)
+    )
+
+    def shared_paths(self) -> list[str]:
+        """Return the folders of its pods that are on volumes and may be written."""
+        containers = (self.template.get("spec") or {}).get("containers") or ()
+        mounts = [mount for one in containers for mount in one.get("volumeMounts") or ()]
+        given = [str(mount["mountPath"]) for mount in mounts if not mount.get("readOnly")]
+        return [volume.path for volume in self.volumes if not volume.read_only] + given
+
+
+# Fields and options by the names of the options.
+_FLAGS: Mapping[str, tuple[dataclasses.Field[Any], _Flag]] = {
+    entry.metadata["flag"].name: (entry, entry.metadata["flag"]) for entry in fields(PodOptions)
+}
 
 
 def add_pod_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Declare the options that are about pods; each that is said is a word in ``pod_words``."""
-    for flag in _FLAGS:
+    for _, flag in _FLAGS.values():
         parser.add_argument(
             flag.name,
             dest="pod_words",
@@ -214,18 +198,17 @@ def read_pod_options(words: Iterable[str]) -> PodOptions:
     Raises:
         ConfigurationError: One of them can't be read any more, or there is no image.
     """
-    flags = {flag.name: flag for flag in _FLAGS}
     values: dict[str, Any] = {}
     for word in words:
         name, _, text = word.partition("=")
-        if name not in flags:
+        if name not in _FLAGS:
             raise ConfigurationError(f"{word!r} is no option of a job on Kubernetes.")
-        flag = flags[name]
+        entry, flag = _FLAGS[name]
         try:
             value = flag.read(text)
         except ValueError as error:
             raise ConfigurationError(f"{name}: got {text!r}: {error}.") from None
-        values[flag.field] = (*values.get(flag.field, ()), value) if flag.repeats else value
+        values[entry.name] = (*values.get(entry.name, ()), value) if flag.repeats else value
     if "image" not in values:
         raise ConfigurationError(
             "a job on Kubernetes needs --image: a container image with hvdtrain, an MPI and sshd."

@@ -10,7 +10,7 @@ import yaml
 
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.jobs.kubernetes.manifests import PodJob, job_objects, make_keys
-from hvdtrain.jobs.kubernetes.pod_backend import as_yaml, object_name, objects_of, pod_job
+from hvdtrain.jobs.kubernetes.pod_backend import PodPlan, object_name, pod_job
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, Toleration, Volume
 from hvdtrain.jobs.spec import Backend, JobSpec
 from tests.harness.required import do_without
@@ -88,8 +88,9 @@ def test_pods_have_names_and_the_launcher_one_while_it_is_the_only_one() -> None
 
 def test_words_survive_yaml() -> None:
     objects = job_objects(_job(), make_keys())
-    assert list(yaml.safe_load_all(as_yaml(objects))) == objects
-    assert as_yaml(objects).startswith("# The Secret holds private keys")
+    shown = PodPlan(_job(), objects).preview()
+    assert list(yaml.safe_load_all(shown)) == objects
+    assert shown.startswith("# The Secret holds private keys")
 
 
 def test_flags_win_over_the_template() -> None:
@@ -187,9 +188,8 @@ def test_objects_have_names_that_kubernetes_takes(name: str, found: str) -> None
 def test_keys_are_a_jobs_own(tmp_path: Path) -> None:
     if shutil.which("ssh-keygen") is None:
         do_without("cluster", "ssh-keygen is not installed")
-    objects = objects_of(_job())
-    files = _by_kind(objects)["Secret"]["stringData"]
-    assert files["id_ed25519"] != _by_kind(objects_of(_job()))["Secret"]["stringData"]["id_ed25519"]
+    files = make_keys()
+    assert files["id_ed25519"] != make_keys()["id_ed25519"]
     key = tmp_path / "key"
     key.touch(0o600)
     for private, public in (

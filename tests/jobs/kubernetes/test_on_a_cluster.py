@@ -338,7 +338,7 @@ def test_what_no_volume_has_is_stopped_and_started_again(
     for _ in range(2):
         outside.wait_for(name, lambda job: job["status"] == "running")
         deadline = time.monotonic() + 200
-        while "] here" not in outside.run("logs", "-n", "1", name).stdout:
+        while not outside.run("logs", "-n", "1", "--grep", "here", name).stdout:
             assert time.monotonic() < deadline
             time.sleep(1.0)
         outside.run("stop", "--wait", "240", name)
