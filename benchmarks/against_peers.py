@@ -26,7 +26,7 @@ from peers.summary import report
 from peers.ways import MEASURES, WAYS, find_ways
 
 from hvdtrain.bench.machine import describe_machine, machine_line
-from hvdtrain.launch.host_arguments import whole_number
+from hvdtrain.launch.hosts import whole_number
 from tests.environments import missing_environment
 from tests.testbed.requirements import missing_requirements
 

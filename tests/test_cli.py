@@ -172,7 +172,7 @@ def test_the_command_loads_nothing_heavy() -> None:
         import sys
         from hvdtrain.cli import main
         assert main(["run", "--help"]) == 0
-        import hvdtrain.agent.rank_agent, hvdtrain.launch.job
+        import hvdtrain.agent.rank_agent, hvdtrain.launch.plan
         heavy = {"tensorflow", "keras", "numpy", "mpi4py", "importlib.metadata"}
         print("HEAVY", sorted(heavy & set(sys.modules)))
     """

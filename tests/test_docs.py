@@ -18,7 +18,7 @@ import hvdtrain
 from hvdtrain.bench.options import BENCHMARKS
 from hvdtrain.cli import COMMANDS
 from hvdtrain.config import Settings, variable_name, written_default
-from hvdtrain.launch.horovod_flags import HOROVOD_FLAGS
+from hvdtrain.launch.horovodrun import HOROVOD_FLAGS
 from tests.harness.jobs import REPOSITORY
 
 DOCUMENTS = [

@@ -15,7 +15,7 @@ from typing import Any
 from hvdtrain.bench.options import BENCHMARKS, add_options
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.launch.host_arguments import whole_number
+from hvdtrain.launch.hosts import whole_number
 
 __all__ = ["add_arguments", "measure_here", "run"]
 
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     from hvdtrain.config import Settings
     from hvdtrain.launch.attempts import run_job
-    from hvdtrain.launch.job import Job
+    from hvdtrain.launch.plan import Job
 
     elastic = name == "recovery"
     if elastic:
@@ -116,7 +116,7 @@ def _check_recovery(ranks: int) -> None:
         ConfigurationError: They can't.
         LaunchError: There is no mpirun.
     """
-    from hvdtrain.launch.mpirun import find_mpirun, why_not_start_elastic
+    from hvdtrain.launch.starters import find_mpirun, why_not_start_elastic
 
     if ranks < 2:
         raise ConfigurationError(

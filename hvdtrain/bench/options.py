@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvdtrain.launch.host_arguments import whole_number
+from hvdtrain.launch.hosts import whole_number
 
 __all__ = [
     "BENCHMARKS",

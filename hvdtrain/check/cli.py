@@ -17,7 +17,7 @@ from hvdtrain.cluster.placement import place
 from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.jobs.kubernetes.pod_options import add_pod_options
-from hvdtrain.launch.host_arguments import add_where, named_hosts
+from hvdtrain.launch.hosts import add_where, named_hosts
 from hvdtrain.remote.own_addresses import is_this_host
 from hvdtrain.remote.problem import Problem, show_problem
 from hvdtrain.remote.remote_probe import Answer, Way

@@ -21,7 +21,7 @@ from hvdtrain.check.allreduce_check import MeasuredAllreduce
 from hvdtrain.config import Settings
 from hvdtrain.exit_codes import ExitCode
 from hvdtrain.launch.attempts import run_job
-from hvdtrain.launch.job import Job
+from hvdtrain.launch.plan import Job
 from hvdtrain.launch.supervisor import TimeLimits
 from hvdtrain.remote.own_addresses import is_this_host, own_addresses
 from hvdtrain.remote.probe_messages import Question

@@ -23,8 +23,8 @@ from hvdtrain.launch.attempts import (
     ignore_signals,
     run_plan,
 )
-from hvdtrain.launch.job import Job
 from hvdtrain.launch.observer import JobEnded
+from hvdtrain.launch.plan import Job
 
 __all__ = ["add_arguments", "run", "run_recorded", "spec_of", "with_files"]
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: A setting can't be used, no program was named, or hosts don't fit.
     """
     if arguments.check_build:
-        from hvdtrain.launch.check_build import look
+        from hvdtrain.launch.horovodrun import look
 
         print(look(os.environ))
         return 0

@@ -112,7 +112,7 @@ class JobState:
         total_steps: The step with which the training ends; None where it does not say so.
         saved: Step of the newest checkpoint.
         code: The exit code, once it has ended.
-        cause: Why it ended, as ``hvdtrain.launch.outcome`` names it.
+        cause: Why it ended, as ``hvdtrain.launch.failure`` names it.
         verdict: What was said of that.
     """
 

@@ -25,7 +25,7 @@ from hvdtrain.agent.rank_report import (
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import RankExit
-from hvdtrain.launch.job_progress import STARTING_MPI, JobProgress
+from hvdtrain.launch.progress import STARTING_MPI, JobProgress
 
 __all__ = ["AgentServer"]
 

@@ -20,18 +20,10 @@ from hvdtrain.cluster.hosts import Host
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.exit_codes import ENDING, PREEMPTING, ExitCode
 from hvdtrain.launch.agent_server import AgentServer
-from hvdtrain.launch.commands import Plan
+from hvdtrain.launch.commands import Plan, hides_information, is_information
 from hvdtrain.launch.console import Console, Screen
-from hvdtrain.launch.host_watch import HostWatch
-from hvdtrain.launch.job import (
-    Job,
-    Resources,
-    agent_variables,
-    describe_plan,
-    find_resources,
-    make_command,
-    make_plan,
-)
+from hvdtrain.launch.failure import Outcome
+from hvdtrain.launch.hosts import HostWatch
 from hvdtrain.launch.observer import (
     AttemptBegan,
     AttemptEnded,
@@ -40,17 +32,25 @@ from hvdtrain.launch.observer import (
     Restarting,
     Summary,
 )
-from hvdtrain.launch.outcome import Outcome
-from hvdtrain.launch.rank_variables import hides_information, is_information
-from hvdtrain.launch.restarts import (
+from hvdtrain.launch.plan import (
+    Job,
+    Resources,
+    agent_variables,
+    describe_plan,
+    find_resources,
+    make_command,
+    make_plan,
+)
+from hvdtrain.launch.restart import (
     account,
     announce,
     decide,
     fitting,
+    goodput,
     remains,
+    summarise,
     without,
 )
-from hvdtrain.launch.summary import goodput, summarise
 from hvdtrain.launch.supervisor import Supervisor
 from hvdtrain.log import show
 from hvdtrain.remote.own_addresses import is_this_host

@@ -1,4 +1,4 @@
-"""``hvdtrain run``: its arguments, and what they turn into."""
+"""The arguments of ``hvdtrain run``, and the job that they describe."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import logging
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from hvdtrain.agent.messages import BIND
 from hvdtrain.config import ModeSettings, Settings, read_settings, variable_name, written_default
 from hvdtrain.config.fields import amount, argument, count, flag_name
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.launch.horovod_flags import add_horovod_flags, note_on
-from hvdtrain.launch.host_arguments import TF_CONFIG, add_cluster, add_where, named_cluster
-from hvdtrain.launch.job import Job
-from hvdtrain.launch.rank_variables import network_variables
-from hvdtrain.launch.standard_input import reads_code_from_stdin
+from hvdtrain.launch.commands import network_variables
+from hvdtrain.launch.horovodrun import add_horovod_flags, note_on
+from hvdtrain.launch.hosts import TF_CONFIG, add_cluster, add_where, named_cluster
+from hvdtrain.launch.plan import Job
 from hvdtrain.launch.supervisor import TimeLimits
 from hvdtrain.log import show
 
-__all__ = ["add_arguments", "job_of", "program_of", "with_files"]
+__all__ = ["add_arguments", "job_of", "program_of", "reads_code_from_stdin", "with_files"]
 
 logger = logging.getLogger(__package__)
 
@@ -300,3 +300,39 @@ def _seconds(text: str) -> float:
         return amount(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds, 0 or more") from None
+
+
+_PYTHON = re.compile(r"(python|pypy)[\d.]*[a-z]*")
+_SHELL = re.compile(r"(ba|da|k|z)?sh")
+_LONG_WITH_VALUE = {"--check-hash-based-pycs", "--rcfile", "--init-file"}
+_STDIN = {"-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"}
+
+
+def reads_code_from_stdin(program: Sequence[str]) -> bool:
+    """Return whether a command is a Python or a shell without a script of its own."""
+    name, words = PurePath(program[0]).name, list(program[1:])
+    is_shell = _SHELL.fullmatch(name) is not None
+    if not is_shell and not _PYTHON.fullmatch(name):
+        return False
+    # Option letters that replace the script or print something, and option letters with a value.
+    without_script, with_value = ("c", "oO") if is_shell else ("cmhV?", "WX")
+    reads = False
+    while words and words[0] not in ("-", "--") and words[0].startswith(("-", "+")):
+        option = words.pop(0)
+        if option.startswith(("--help", "--version")):
+            return False
+        if option.startswith("--"):
+            del words[: option in _LONG_WITH_VALUE]
+            continue
+        for end, letter in enumerate(option[1:], 2):
+            if letter in without_script:
+                return False
+            reads |= is_shell and letter == "s"
+            if letter in with_value:
+                # Python takes the rest of the word as the value, unless it is empty.
+                del words[: is_shell or end == len(option)]
+                if not is_shell:
+                    break
+    if words and (words[0] == "--" or (is_shell and words[0] == "-")):
+        words.pop(0)
+    return reads or not words or words[0] in _STDIN

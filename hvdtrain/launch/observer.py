@@ -32,7 +32,7 @@ class AttemptBegan:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnded:
-    """An attempt is over; the fields are those of ``hvdtrain.launch.outcome.Outcome``."""
+    """An attempt is over; the fields are those of ``hvdtrain.launch.failure.Outcome``."""
 
     code: int
     cause: str

@@ -21,12 +21,11 @@ from hvdtrain.exit_codes import PREEMPTING
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.commands import Command
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.failure import RankExit, describe_loss
-from hvdtrain.launch.hang_watch import HangWatch
-from hvdtrain.launch.host_watch import HostWatch
+from hvdtrain.launch.failure import JobRecord, Outcome, RankExit, classify, describe_loss, preempted
+from hvdtrain.launch.hang import HangWatch
+from hvdtrain.launch.hosts import HostWatch
 from hvdtrain.launch.observer import Observer, RankLost
-from hvdtrain.launch.outcome import JobRecord, Outcome, classify, preempted
-from hvdtrain.launch.progress_record import ProgressRecord
+from hvdtrain.launch.progress import ProgressRecord
 
 __all__ = ["Supervisor", "TimeLimits"]
 

@@ -11,7 +11,7 @@ from peers.running import read_found
 from peers.summary import Column, collect, report, show_values, table, with_efficiency
 from peers.ways import MEASURES, WAYS, find_ways
 
-from hvdtrain.launch.mpirun import Mpirun
+from hvdtrain.launch.starters import Mpirun
 
 MPIRUN = Mpirun(path=Path("/own/bin/mpirun"), family="openmpi5")
 PYTHON = Path("/own/bin/python")

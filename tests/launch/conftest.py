@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.launch.job import Job
+from hvdtrain.launch.plan import Job
 from tests.launch.jobs import HVDTRAIN, StartedJob
 
 

@@ -14,9 +14,9 @@ from hvdtrain.cluster.tf_config import ClassicCluster, hosts_and_servers
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import Plan
-from hvdtrain.launch.job import Job, Resources, make_command, make_plan
-from hvdtrain.launch.mpirun import Mpirun
-from hvdtrain.launch.restarts import fitting
+from hvdtrain.launch.plan import Job, Resources, make_command, make_plan
+from hvdtrain.launch.restart import fitting
+from hvdtrain.launch.starters import Mpirun
 
 SPEC = {"worker": ["n1:2222", "n2:2222"], "ps": ["n3:2222"]}
 FROM_SPEC = ["n1 chief", "n2 worker", "n3 ps"]

