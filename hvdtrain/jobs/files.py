@@ -8,15 +8,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+from hvdtrain.errors import JobError
 
 __all__ = [
     "append_json_line",
     "append_whole",
+    "from_json",
     "last_json_line",
     "lock_descriptor",
     "newest_json_lines",
@@ -29,6 +34,66 @@ __all__ = [
 
 # Longer than most lines.
 _LAST_BYTES = 16 << 10
+
+_Content = TypeVar("_Content")
+
+
+def from_json(kind: type[_Content], content: Any) -> _Content:
+    """Return a dataclass from the JSON of ``asdict``; fields of later versions are left out.
+
+    Raises:
+        JobError: A field is missing or has another type.
+    """
+    if not isinstance(content, dict):
+        raise JobError(f"{content!r} is not a JSON object.")
+    types = _types_of(kind)  # type: ignore[arg-type]
+    values = {name: _value(name, types[name], content[name]) for name in types if name in content}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise JobError(f"it is not complete: {error}") from None
+
+
+class _Type(NamedTuple):
+    """The type of a field: ``hint`` or ``hint | None``."""
+
+    hint: Any
+    origin: Any
+    arguments: Sequence[Any]
+    is_optional: bool
+    is_dataclass: bool
+
+
+@functools.lru_cache
+def _types_of(kind: type) -> Mapping[str, _Type]:
+    types = {}
+    for name, hint in get_type_hints(kind).items():
+        is_optional = type(None) in get_args(hint)
+        own = get_args(hint)[0] if is_optional else hint
+        origin, arguments = get_origin(own) or own, get_args(own)
+        types[name] = _Type(own, origin, arguments, is_optional, is_dataclass(own))
+    return types
+
+
+def _value(name: str, kind: _Type, value: Any) -> Any:
+    """Return the value of a field, whose type is checked."""
+    if kind.is_optional and value is None:
+        return None
+    if kind.is_dataclass:
+        return from_json(kind.hint, value)
+    if kind.origin is Literal:
+        fits = value in kind.arguments
+    elif kind.origin is tuple:
+        fits = isinstance(value, list) and all(isinstance(v, kind.arguments[0]) for v in value)
+    elif kind.origin is Mapping:
+        fits = isinstance(value, dict)
+        fits = fits and all(isinstance(v, kind.arguments[1]) for v in value.values())
+    else:
+        fits = isinstance(value, (int, float) if kind.origin is float else kind.origin)
+    if not fits:
+        expected = kind.hint.__name__ if isinstance(kind.hint, type) else kind.hint
+        raise JobError(f"{name} is {value!r}, expected {expected}. Submit the job again.")
+    return tuple(value) if kind.origin is tuple else value
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

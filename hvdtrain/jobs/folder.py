@@ -11,15 +11,15 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.files import write_json
-from hvdtrain.jobs.spec import JobSpec, spec_from_json
-from hvdtrain.jobs.state import JobState, Status, is_alive, state_from_json, status_of
+from hvdtrain.jobs.files import from_json, write_json
+from hvdtrain.jobs.spec import JobSpec
+from hvdtrain.jobs.state import JobState, Status, is_alive, status_of
 
 __all__ = [
     "HEARTBEAT_S",
@@ -124,12 +124,12 @@ class JobFolder:
         Raises:
             JobError: It can't be read.
         """
-        return _read(self._spec, spec_from_json)
+        return _read(self._spec, JobSpec)
 
     def state(self) -> JobState | None:
         """Read the state that was written last; None where that can't be read."""
         try:
-            return _read(self._state, state_from_json)
+            return _read(self._state, JobState)
         except JobError:
             return None
 
@@ -318,12 +318,9 @@ def _changed_s(path: Path) -> float:
         return 0.0
 
 
-def _read(path: Path, parse: Callable[[dict[str, Any]], _Content]) -> _Content:
+def _read(path: Path, kind: type[_Content]) -> _Content:
     try:
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise JobError("it holds no JSON object.")
-        return parse(content)
+        return from_json(kind, json.loads(path.read_bytes()))
     except JobError as error:
         raise JobError(f"{path} can't be used: {error}") from None
     except (OSError, ValueError, RecursionError) as error:

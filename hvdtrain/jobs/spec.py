@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from hvdtrain.config import Settings, variable_name
 from hvdtrain.errors import JobError
@@ -25,7 +25,6 @@ __all__ = [
     "is_secret",
     "make_spec",
     "secret_values",
-    "spec_from_json",
     "with_changes",
     "without_secrets",
 ]
@@ -83,7 +82,7 @@ class JobSpec:
 
     options: tuple[str, ...]
     program: tuple[str, ...]
-    folder: str
+    folder: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     python: str = ""
     version: str = ""
@@ -178,40 +177,6 @@ def _versions() -> dict[str, str]:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 found[name] = metadata.version(package)
     return found
-
-
-def spec_from_json(content: Mapping[str, Any]) -> JobSpec:
-    """Read what ``JobSpec.to_json`` made.
-
-    Raises:
-        JobError: Something else.
-    """
-    known = {entry.name for entry in fields(JobSpec)}
-    values = {name: value for name, value in content.items() if name in known}
-    for name in ("options", "program"):
-        values[name] = _words(values, name)
-    if (backend := values.get("backend")) is not None:
-        if not isinstance(backend, dict) or backend.get("kind") not in get_args(BackendKind):
-            raise JobError(f"backend is {backend!r}; expected a known one. Submit the job again.")
-        values["backend"] = Backend(backend["kind"], _words(backend, "options"))
-    texts = [values.get(name, "") for name in ("folder", "python", "version", "slurm_job")]
-    mappings = [values.get(name, {}) for name in ("variables", "versions")]
-    for mapping in mappings:
-        if isinstance(mapping, dict):
-            texts += [*mapping, *mapping.values()]
-    are_mappings = all(isinstance(mapping, dict) for mapping in mappings)
-    if not are_mappings or not all(isinstance(text, str) for text in texts):
-        raise JobError("it holds other types than a specification does. Submit the job again.")
-    if not isinstance(values.get("created_s", 0.0), (int, float)):
-        raise JobError(f"created_s is {values['created_s']!r}; expected seconds.")
-    return JobSpec(**{"folder": "", **values})
-
-
-def _words(content: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    words = content.get(name)
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise JobError(f"{name} is {words!r}; expected a list of words. Submit the job again.")
-    return tuple(words)
 
 
 def is_secret(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import socket
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.agent.process_tree import process_state, start_ticks
-from hvdtrain.errors import JobError
 
 __all__ = [
     "GOES_ON",
@@ -27,7 +25,6 @@ __all__ = [
     "is_alive",
     "own_identity",
     "send_signal",
-    "state_from_json",
     "status_of",
 ]
 
@@ -51,16 +48,6 @@ Status = Literal[
 ]
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
-_PHASES = ("queued", "running", "restarting", "ended")
-_WHOLE = ("attempt", "ranks")
-_WHOLE_OR_NONE = ("step", "epoch", "total_steps", "saved", "code")
-_WORDS = ("mpi", "cause", "verdict")
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "since_s": (int, float),
-    **dict.fromkeys(_WHOLE, (int,)),
-    **dict.fromkeys(_WHOLE_OR_NONE, (int, type(None))),
-    **dict.fromkeys(_WORDS, (str,)),
-}
 GONE = "GONE"
 # It runs, and where it has ended as one that was preempted it is started again.
 GOES_ON = "GOES_ON"
@@ -136,28 +123,6 @@ class JobState:
         return asdict(self)
 
 
-def state_from_json(content: Mapping[str, Any]) -> JobState:
-    """Read what ``JobState.to_json`` made.
-
-    Raises:
-        JobError: Something else.
-    """
-    values = _known(JobState, content)
-    for name, types in _TYPES.items():
-        if name in values and not isinstance(values[name], types):
-            raise JobError(f"its {name} is {values[name]!r}, which no state of a job has.")
-    try:
-        if values.get("launcher") is not None:
-            values["launcher"] = ProcessIdentity(**_known(ProcessIdentity, values["launcher"]))
-        values["hosts"] = {str(k): int(v) for k, v in values.get("hosts", {}).items()}
-        state = JobState(**values)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise JobError(f"it holds no state of a job: {error}") from None
-    if state.phase not in _PHASES:
-        raise JobError(f"its phase is {state.phase!r}; expected one of {', '.join(_PHASES)}.")
-    return state
-
-
 def status_of(
     state: JobState | None,
     *,
@@ -201,11 +166,6 @@ def _by_queue(word: str, *, taken_up: bool) -> Status:
     if word == NO_ANSWER:
         return "silent" if taken_up else "unknown"
     return "stopped" if word == "CANCELLED" else "lost"
-
-
-def _known(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    names = {entry.name for entry in dataclasses.fields(kind)}
-    return {name: value for name, value in dict(content).items() if name in names}
 
 
 def host_identity() -> str:

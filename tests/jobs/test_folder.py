@@ -113,7 +113,7 @@ def test_a_state_is_written_as_a_whole(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"phase": "run')
     assert job.state() is None
     (tmp_path / "spec.json").write_text("[]")
-    with pytest.raises(JobError, match=r"spec.json can't be used: it holds no JSON object"):
+    with pytest.raises(JobError, match=r"spec.json can't be used: \[\] is not a JSON object"):
         job.spec()
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from hvdtrain.errors import JobError
+from hvdtrain.jobs.files import from_json
 from hvdtrain.jobs.spec import (
     LOCAL,
     Backend,
@@ -16,7 +17,6 @@ from hvdtrain.jobs.spec import (
     is_secret,
     make_spec,
     secret_values,
-    spec_from_json,
     with_changes,
     without_secrets,
 )
@@ -26,14 +26,14 @@ NASTY = ["--name", "$(id)", "a b", "'\"", "line\nline", "<script>", "", "é"]
 
 def test_words_come_back_as_they_were() -> None:
     spec = JobSpec(options=("-np", "2"), program=tuple(NASTY), folder="/a b", created_s=1.5)
-    assert spec_from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    assert from_json(JobSpec, json.loads(json.dumps(spec.to_json()))) == spec
     spec = dataclasses.replace(spec, backend=Backend("slurm", tuple(NASTY)))
-    assert spec_from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    assert from_json(JobSpec, json.loads(json.dumps(spec.to_json()))) == spec
 
 
 def test_what_later_versions_add_is_left_out() -> None:
     content = json.loads(json.dumps(JobSpec(options=(), program=("a",), folder="/").to_json()))
-    assert spec_from_json({**content, "colour": "red"}).program == ("a",)
+    assert from_json(JobSpec, {**content, "colour": "red"}).program == ("a",)
 
 
 BROKEN = {
@@ -44,7 +44,11 @@ BROKEN = {
     "versions": {"options": [], "program": [], "versions": ["3.11"]},
     "folder": {"options": [], "program": [], "folder": 7},
     "backend": {"options": [], "program": [], "backend": {"kind": "cloud", "options": []}},
-    "backends options": {"options": [], "program": [], "backend": {"kind": "slurm"}},
+    "backends options": {
+        "options": [],
+        "program": [],
+        "backend": {"kind": "slurm", "options": "-p"},
+    },
     "time": {"options": [], "program": [], "created_s": "now"},
 }
 
@@ -52,7 +56,7 @@ BROKEN = {
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
 def test_what_is_no_specification_is_refused(content) -> None:
     with pytest.raises(JobError):
-        spec_from_json(content)
+        from_json(JobSpec, content)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from hvdtrain.agent.process_tree import start_ticks
 from hvdtrain.errors import JobError
+from hvdtrain.jobs.files import from_json
 from hvdtrain.jobs.state import (
     GOES_ON,
     GONE,
@@ -20,7 +21,6 @@ from hvdtrain.jobs.state import (
     is_alive,
     own_identity,
     send_signal,
-    state_from_json,
     status_of,
 )
 
@@ -29,8 +29,8 @@ RUNS = JobState(phase="running", launcher=LAUNCHER, hosts={"a": 2}, attempt=1)
 
 
 def test_a_state_comes_back_as_it_was() -> None:
-    assert state_from_json(json.loads(json.dumps(RUNS.to_json()))) == RUNS
-    assert state_from_json({"phase": "queued", "colour": 1}) == JobState(phase="queued")
+    assert from_json(JobState, json.loads(json.dumps(RUNS.to_json()))) == RUNS
+    assert from_json(JobState, {"phase": "queued", "colour": 1}) == JobState(phase="queued")
 
 
 BROKEN = {
@@ -49,7 +49,7 @@ BROKEN = {
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
 def test_what_is_no_state_is_refused(content) -> None:
     with pytest.raises(JobError):
-        state_from_json(content)
+        from_json(JobState, content)
 
 
 def _ended(code: int, cause: str) -> JobState:
