@@ -81,14 +81,6 @@ def test_the_others_go_on_as_if_there_had_been_fewer_from_that_step_on(elastic, 
     assert "2 ranks go on" in done.stderr
 
 
-def test_with_too_few_ranks_left_the_job_ends(elastic):
-    done = elastic(LOOP, "--min-np", "3", "--preempt-grace-s", "20", arguments=("1",))
-    assert done.returncode == 137, done
-    assert "rank 1 on" in done.stderr
-    assert "2 ranks left: too few" in done.stderr
-    assert "is now" not in done.stdout, "the others end, too"
-
-
 def test_what_could_not_go_on_is_refused_on_every_rank(elastic):
     done = elastic(REFUSED)
     assert done.returncode == 0, done

@@ -330,18 +330,6 @@ def test_a_second_interrupt_ends_it_at_once(start_job, tmp_path: Path) -> None:
     assert job.left() == []
 
 
-def test_what_nohup_ignores_stays_ignored(start_job, tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        body = f"open(os.path.join({str(tmp_path)!r}, str(rank)), 'w').close(); time.sleep(2)"
-        job = start_job("-np", "2", body=body)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    job.wait_for(2, tmp_path)
-    job.process.send_signal(signal.SIGHUP)
-    assert job.process.wait(timeout=20) == 0
-
-
 def test_what_children_leave_behind_ends_with_the_job(start_job) -> None:
     """A daemon that a rank started ends when the rank does."""
     body = "import subprocess; subprocess.Popen(['sleep', '120'], start_new_session=True)"

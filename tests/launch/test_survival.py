@@ -259,18 +259,6 @@ def test_the_others_go_on(train, rank: int, fault: str) -> None:
     ), output
 
 
-def test_a_rank_that_can_not_be_spared(train) -> None:
-    """The others have time to save what they have."""
-    program = ("--elastic", "--steps", "150", "--fault", "1", "13", KILL)
-    training = train(*ELASTIC, "--min-np", "3", program=program)
-    code, output = training.end()
-    assert code == 137, output
-    assert re.search(r"rank 1 .* was lost \(SIGKILL\).*; 2 ranks left: too few", output), output
-    assert "rank 1 on" in said(output)[1]
-    # As long as they take, here to the end.
-    assert training.steps()[-1] == (1, 2, 150)
-
-
 def test_a_failure_after_a_loss_is_told(train) -> None:
     program = ("--elastic", "--fault", "1", "13", KILL, "--fault", "2", "18", RAISE)
     code, output = train(*ELASTIC, program=program).end()

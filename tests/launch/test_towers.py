@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from hvdtrain.cli import main
-from hvdtrain.config import read_settings
 
 TOWERS = ("--mode", "towers", "--devices-per-rank", "2")
 
@@ -43,16 +42,3 @@ def test_what_does_not_fit_is_told_before_anything_starts(planned) -> None:
     assert "too few GPUs for 2 a rank (--devices-per-rank): localhost has 3 GPUs for 2" in told
     told = planned("0,1", "-np", "1", "--devices-per-rank", "2")
     assert "2 devices a rank (--devices-per-rank, HVDTRAIN_DEVICES_PER_RANK) are for --m" in told
-
-
-def test_flags_become_variables_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    environs: list[dict[str, str]] = []
-    monkeypatch.setenv("HVDTRAIN_SOFT_PLACEMENT", "1")
-    monkeypatch.setattr(
-        "hvdtrain.job_commands.run.run_recorded",
-        lambda job, environ, spec: environs.append(environ) or 0,
-    )
-    flags = (*TOWERS, "--no-soft-placement", "--log-device-placement")
-    assert main(["run", "-np", "2", *flags, "--", "true"]) == 0
-    found = read_settings(environs[0])
-    assert (found.towers, found.soft_placement, found.log_device_placement) == (2, False, True)

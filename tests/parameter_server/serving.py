@@ -57,23 +57,6 @@ class Worker:
         put_states(self.optimizer, self._shards, states)
         return weights
 
-    def take_turns(self, order, act):
-        """Call ``act`` with the number of each turn that is this worker's, once both are here.
-
-        Args:
-            order: Whose each turn is.
-            act: Nobody else does anything meanwhile.
-        """
-        other = 1 - self.rank
-        self.tell(other)
-        self.hear(other)
-        for turn, whose in enumerate(order):
-            if whose == self.rank:
-                act(turn)
-                self.tell(other)
-            else:
-                self.hear(other)
-
     def tell(self, other):
         """Let another worker go on."""
         self._signals.wait(self._signals.start_send(np.ones(1), other, 1), "the test")
