@@ -100,17 +100,6 @@ def test_different_calls(case: EngineCase, calls) -> None:
 
 
 @on_engines([CASES[0]])
-def test_message_shows_both_calls(case: EngineCase) -> None:
-    engine = new_engine(case)
-    with pytest.raises(MismatchError) as error:
-        engine.allreduce(np.ones((3, 4), [np.float32, BFLOAT16][engine.rank]), name="kernel")
-    assert (
-        "rank 0: allreduce(kernel) of sum, float32, ((3, 4),); "
-        "rank 1: allreduce(kernel) of sum, bfloat16, ((3, 4),)." in str(error.value)
-    )
-
-
-@on_engines([CASES[0]])
 def test_message_shows_a_difference_far_behind(case: EngineCase) -> None:
     """Of two hundred shapes only one differs."""
     engine = new_engine(case)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 
 import numpy as np
 import pytest
 
 from hvdtrain.errors import ConfigurationError
-from tests.collectives.engines import DTYPES, EVERY_ENGINE, Subject, everyone, values
+from tests.collectives.engines import DTYPES, EVERY_ENGINE, Subject
 
 pytestmark = EVERY_ENGINE
 
@@ -185,13 +184,6 @@ def test_json_refuses_what_it_can_not_hold(subject: Subject) -> None:
     assert engine.allgather_object(1) == [1] * engine.size
 
 
-def test_json_runs_no_code_of_the_sender(subject: Subject) -> None:
-    """Bytes that would do harm to who unpickles them arrive as a mere text."""
-    engine = subject.engine
-    harm = pickle.dumps(Answer(1)).decode("latin-1")
-    assert engine.broadcast_object(harm) == harm
-
-
 def test_every_operation_in_turn(subject: Subject) -> None:
     """Operations that use the same memory and communicators don't disturb each other."""
     engine = subject.engine
@@ -214,11 +206,3 @@ def test_every_operation_in_turn(subject: Subject) -> None:
         assert (scattered == size * turn).all()
         assert exchanged.tolist() == list(range(size))
         assert objects == [{"turn": turn}] * size
-
-
-def test_own_communicator(subject: Subject) -> None:
-    """A program's own messages between ranks don't reach an engine's, nor the other way round."""
-    engine = subject.engine
-    assert everyone(engine.size, engine.rank) == list(range(engine.size))
-    result = engine.allreduce(values(engine.rank, (3,), np.dtype(np.float32)))
-    subject.assert_alike([result])

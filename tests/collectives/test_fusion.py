@@ -141,7 +141,3 @@ def test_pool_keeps_few_idle_buffers() -> None:
     del held
     pool.take(50_000_000)
     assert len(pool._buffers) <= 3
-
-
-def test_pool_of_nothing() -> None:
-    assert BufferPool().take(0).size == 0

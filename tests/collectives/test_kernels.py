@@ -9,11 +9,9 @@ from hvdtrain.collectives.interface import OPS
 from hvdtrain.collectives.kernels import (
     FiniteCheck,
     accumulator_dtype,
-    check_reducible,
     combine,
     finish,
 )
-from hvdtrain.errors import ConfigurationError
 from tests.collectives.engines import BFLOAT16, DTYPES
 
 
@@ -52,24 +50,6 @@ def test_nan_wins() -> None:
         for dtype in ("float16", BFLOAT16, "float32", "float64"):
             arrays = np.array([[1.0, np.nan], [np.nan, 1.0], [1.0, 1.0]], dtype)
             assert np.isnan(_combined(list(arrays), op)).all(), (op, dtype)
-
-
-def test_accumulators() -> None:
-    for dtype in DTYPES:
-        half = dtype.name in ("float16", "bfloat16")
-        assert accumulator_dtype(dtype) == (np.float32 if half else dtype)
-
-
-@pytest.mark.parametrize("kind", ["complex64", "U3", "datetime64[s]", "O", "V4"])
-def test_types_that_are_no_numbers(kind: str) -> None:
-    for op in OPS:
-        with pytest.raises(ConfigurationError, match=r"can't be reduced; expected float16"):
-            check_reducible(np.dtype(kind), op)
-
-
-def test_average_of_whole_numbers() -> None:
-    with pytest.raises(ConfigurationError, match=r"op='average' of int32.*use op='sum'"):
-        check_reducible(np.dtype(np.int32), "average")
 
 
 @pytest.mark.parametrize("dtype", ["float16", BFLOAT16, "float32", "float64"], ids=str)

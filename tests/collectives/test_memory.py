@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -61,17 +60,6 @@ def test_results_belong_to_the_caller(subject: Subject) -> None:
 
 
 @EVERY_ENGINE
-def test_a_part_of_a_result_keeps_it(subject: Subject) -> None:
-    """The rest of a group may be dropped; a view of a view is enough to hold it."""
-    engine = subject.engine
-    part = engine.grouped_allreduce(_mixed(engine, 5))[1].reshape(-1)[3:].T
-    kept = part.copy()
-    for turn in range(5):
-        engine.grouped_allreduce(_mixed(engine, 10 + turn))
-    assert part.tobytes() == kept.tobytes()
-
-
-@EVERY_ENGINE
 def test_dropped_memory_is_used_again(subject: Subject) -> None:
     engine = subject.engine
     addresses = set()
@@ -122,30 +110,3 @@ def test_memory_does_not_grow(subject: Subject) -> None:
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
-
-
-@EVERY_ENGINE
-def test_results_held_in_another_thread(subject: Subject) -> None:
-    """TensorFlow lets go of a result whenever one of its threads gets round to it."""
-    engine = subject.engine
-    stop = threading.Event()
-    held: list[list[np.ndarray]] = []
-
-    def drop() -> None:
-        while not stop.wait(0.001):
-            if len(held) > 3:
-                del held[0]
-
-    thread = threading.Thread(target=drop)
-    thread.start()
-    try:
-        ranks = sum(range(engine.size))
-        for turn in range(40):
-            results = engine.grouped_allreduce(_mixed(engine, turn))
-            assert all((array == engine.size * turn + ranks).all() for array in results)
-            held.append(results)
-            for group in list(held):
-                assert len({float(array.flat[0]) for array in group}) == 1
-    finally:
-        stop.set()
-        thread.join(60)

@@ -92,21 +92,6 @@ def test_any_source(engine: Any) -> None:
 
 
 @two_or_three
-def test_tags_keep_messages_apart(engine: Any) -> None:
-    messages = engine.messages()
-    other = (engine.rank + 1) % engine.size
-    before = (engine.rank - 1) % engine.size
-    first, second = np.full(3, 1), np.full(3, 2)
-    pending = messages.start_send(first, other, TAG)
-    pending += messages.start_send(second, other, OTHER_TAG)
-    rooms = [np.zeros_like(first), np.zeros_like(first)]
-    for room, tag in zip(rooms, (OTHER_TAG, TAG)):
-        messages.wait(messages.start_receive(room, before, tag), "the test")
-    messages.wait(pending, "the test")
-    assert [room.tolist() for room in rooms] == [[2, 2, 2], [1, 1, 1]]
-
-
-@two_or_three
 def test_messages_and_operations_do_not_meet(engine: Any) -> None:
     """Operations go on while messages lie there, also those of other ``PointToPoint``."""
     one, two = engine.messages(), engine.messages()
