@@ -16,11 +16,12 @@ import numpy as np
 
 from hvdtrain.collectives.calls import (
     Call,
-    Calls,
     as_bytes,
     check_ranks,
     check_root,
     check_splits,
+    decode,
+    encode,
     plain,
     row_bytes,
     type_name,
@@ -32,9 +33,7 @@ from hvdtrain.collectives.interface import Codec, FinishedOperation, ReduceOp
 from hvdtrain.collectives.join import JOIN, SomeJoined, check_can_join
 from hvdtrain.collectives.kernels import check_reducible
 from hvdtrain.collectives.point_to_point import PointToPoint
-from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.sections import RAISED, RanksRaised, reason_of, warn_if_late
-from hvdtrain.collectives.serialization import decode, encode
 from hvdtrain.collectives.shared_file import share_file
 from hvdtrain.collectives.transport import Transport
 from hvdtrain.errors import (
@@ -61,7 +60,7 @@ class _External(NamedTuple):
     since_s: float
 
 
-class Engine(RankState):
+class Engine(Exchange):
     """Fulfils ``hvdtrain.collectives.interface.Collectives`` by what a transport moves.
 
     Args:
@@ -70,7 +69,6 @@ class Engine(RankState):
     """
 
     def __init__(self, transport: Transport, parent: Engine | None = None) -> None:
-        super().__init__()
         self.observers: list[Callable[[FinishedOperation], None]] = []
         self._lock = threading.Lock()
         self._parent = parent
@@ -78,7 +76,6 @@ class Engine(RankState):
         if parent is not None:
             # MPI may take calls of one thread at a time.
             self._lock, self.observers = parent._lock, parent.observers
-        self._calls = Calls()
         self._joined: frozenset[int] = frozenset()  # when some last were; the same on all ranks
         self._external: _External | None = None
         self.sections = 0
@@ -90,10 +87,9 @@ class Engine(RankState):
         self.last_error: HvdtrainError | None = None
         self.closed = False
         self._parts: list[Engine] = []
-        self.transport = transport.open(self)
+        super().__init__(transport)
         self.kind = self.transport.kind
         self.bucket_bytes = self.transport.bucket_bytes
-        self._exchange = Exchange(self.transport, self)
         if parent is not None:
             parent._parts.append(self)
 
@@ -126,7 +122,7 @@ class Engine(RankState):
         form = () if wire == "none" or dtype != np.float32 else (wire,)
         call = self._calls.get("allreduce", name, (op, type_name(dtype), shapes, *form))
         check_reducible(dtype, op)
-        attempt = functools.partial(self._exchange.reduce, call, arrays, op, require_finite, *form)
+        attempt = functools.partial(self._reduce_arrays, call, arrays, op, require_finite, *form)
         outputs, finite = self._operate(call, attempt)
         self._note_reduced(sum(array.nbytes for array in arrays))
         if finite is not None and not finite.passed:
@@ -139,7 +135,7 @@ class Engine(RankState):
         call = self._calls.get("allgather", name, (type_name(array.dtype), row))
 
         def attempt() -> np.ndarray:
-            counts = self._exchange.counts(call, [array.shape[0]])[:, 0]
+            counts = self._counts(call, [array.shape[0]])[:, 0]
             result = np.empty((int(counts.sum()), *row), array.dtype)
             byte_counts = [int(count) * row_bytes(array) for count in counts]
             self.transport.gather_bytes(as_bytes(array), as_bytes(result), byte_counts)
@@ -154,7 +150,7 @@ class Engine(RankState):
         detail = (type_name(array.dtype), array.shape)
 
         def attempt(call: Call, root: int) -> np.ndarray:
-            self._exchange.agree(call)
+            self._agree(call)
             result = array.copy()
             self.transport.broadcast_bytes(as_bytes(result), root)
             return result
@@ -168,7 +164,7 @@ class Engine(RankState):
         check_reducible(array.dtype, op)
         call = self._calls.get("reduce_scatter", name, (op, type_name(array.dtype), array.shape))
 
-        return self._operate(call, lambda: self._exchange.reduce_rows(call, array, op))
+        return self._operate(call, lambda: self._reduce_rows(call, array, op))
 
     def alltoall(
         self, array: np.ndarray, splits: Sequence[int] | None = None, *, name: str = ""
@@ -183,7 +179,7 @@ class Engine(RankState):
             kept = [parts[member] for member in self.members]
             data = array if self.members == members else np.concatenate(kept)
             counts = [part.shape[0] for part in kept]
-            received = self._exchange.counts(call, counts)[:, self.rank]
+            received = self._counts(call, counts)[:, self.rank]
             result = np.empty((int(received.sum()), *array.shape[1:]), array.dtype)
             self.transport.alltoall_bytes(
                 as_bytes(data),
@@ -197,7 +193,7 @@ class Engine(RankState):
 
     def barrier(self, *, name: str = "") -> None:
         call = self._calls.get("barrier", name, ())
-        self._operate(call, lambda: self._exchange.agree(call))
+        self._operate(call, lambda: self._agree(call))
 
     def broadcast_object(
         self,
@@ -211,7 +207,7 @@ class Engine(RankState):
         data = encode(obj if replicated or self.rank == root else None, codec)
 
         def attempt(call: Call, root: int) -> np.ndarray:
-            counts = self._exchange.counts(call, [data.size])
+            counts = self._counts(call, [data.size])
             buffer = np.empty(int(counts[root, 0]), np.uint8)
             if self.rank == root:
                 buffer[:] = data
@@ -226,7 +222,7 @@ class Engine(RankState):
     ) -> list[Any]:
         data = encode(obj, codec)
         call = self._calls.get("allgather_object", name, (codec,), note)
-        parts = self._operate(call, lambda: self._exchange.parts(call, data))
+        parts = self._operate(call, lambda: self._exchange_parts(call, data))
         # One that has joined has none.
         return [decode(part, codec) for part in parts if part.size]
 
@@ -239,7 +235,7 @@ class Engine(RankState):
         call = self._calls.get(JOIN, "", ())
         while True:
             try:
-                self._operate(call, lambda: self._exchange.agree(call))
+                self._operate(call, lambda: self._agree(call))
             except SomeJoined:
                 continue
             last = max(set(range(self.size)) - self._joined)
@@ -250,7 +246,7 @@ class Engine(RankState):
         call = self._calls.get("messages", "", ())
 
         def attempt() -> PointToPoint:
-            self._exchange.agree(call)
+            self._agree(call)
             return self.transport.messages()
 
         return self._operate(call, attempt)
@@ -285,7 +281,7 @@ class Engine(RankState):
         call = self._calls.get("subset", "", wanted)
 
         def attempt() -> Engine | None:
-            self._exchange.agree(call)
+            self._agree(call)
             transport = self.transport.subset(wanted)
             return None if transport is None else Engine(transport, self)
 
@@ -295,7 +291,7 @@ class Engine(RankState):
     def section(self, name: str, detail: tuple[Any, ...] = ()) -> Iterator[None]:
         begin = self._calls.get("begin", name, detail)
         try:
-            self._operate(begin, lambda: self._exchange.agree(begin))
+            self._operate(begin, lambda: self._agree(begin))
         except HvdtrainError as error:
             if self.broken is not None:
                 self.fail(reason_of(error))
@@ -335,7 +331,7 @@ class Engine(RankState):
                     suppress(HvdtrainError),
                     warn_if_late(f"rank {self.number} failed in {self._section}: {reason}"),
                 ):
-                    self._operate(call, lambda: self._exchange.agree(call))
+                    self._operate(call, lambda: self._agree(call))
         finally:
             if self.broken is not None:
                 self.fail(reason)
@@ -363,7 +359,7 @@ class Engine(RankState):
                     f"Rank {self.number} begins {call.short_text} before the end of "
                     f"{self._external.call.short_text}, which an error has ended. End the program."
                 )
-            self._exchange.agree(call)
+            self._agree(call)
             self._external = _External(call, time.monotonic())
 
         self._operate(call, attempt)
@@ -512,14 +508,14 @@ class Engine(RankState):
         self._joined = some.ranks
         try:
             joined = self.rank in some.ranks
-            asked = self._exchange.call_of_others(call, joined, self._calls)
+            asked = self._call_of_others(call, joined)
             check_can_join(asked, sorted(some.ranks))
         except MismatchError:
             self._joined = frozenset()
             raise
         if not joined:
             return attempt()
-        self._exchange.add_neutral(asked)
+        self._add_neutral(asked)
         raise some
 
     def _remember(self, error: BaseException) -> None:

@@ -12,7 +12,6 @@ from hvdtrain.collectives.fusion import empty_outputs, plan_fusion, split_evenly
 from hvdtrain.collectives.interface import ReduceOp
 from hvdtrain.collectives.join import JOIN, SomeJoined, neutral, read_call, write_call
 from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, combined
-from hvdtrain.collectives.mismatch import explain
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.sections import RAISED, RanksRaised
 from hvdtrain.collectives.transport import Reduction, Transport
@@ -25,20 +24,21 @@ __all__ = ["Exchange"]
 _REASON = "\0"
 
 
-class Exchange:
-    """Agrees with the other ranks on a call, and exchanges by a transport what it needs.
+class Exchange(RankState):
+    """The part of an engine that agrees with the other ranks on a call, and exchanges its data.
 
-    Every method is collective, and is called within an operation of the engine.
+    Every method is collective, and is called within an operation.
 
     Args:
-        transport: Carries the bytes; open.
-        ranks: Which ranks there are.
+        transport: Carries the bytes; opened for this engine.
     """
 
-    def __init__(self, transport: Transport, ranks: RankState) -> None:
-        self._transport, self._ranks = transport, ranks
+    def __init__(self, transport: Transport) -> None:
+        super().__init__()
+        self._calls = Calls()
+        self.transport = transport.open(self)
 
-    def agree(self, call: Call) -> None:
+    def _agree(self, call: Call) -> None:
         """Return when every rank has made the same call.
 
         Raises:
@@ -46,20 +46,20 @@ class Exchange:
             SomeJoined: On every rank, where some have joined and all others made the same call.
             RanksRaised: On every rank, where some leave a section by an error.
         """
-        if not self._transport.agree(call):
+        if not self.transport.agree(call):
             self._raise_mismatch(call)
 
-    def counts(self, call: Call, counts: Sequence[int]) -> np.ndarray:
+    def _counts(self, call: Call, counts: Sequence[int]) -> np.ndarray:
         """Agree, then return the counts of all ranks, int64 of shape (size, len(counts))."""
-        self.agree(call)
+        self._agree(call)
         return self._gather_counts(counts)
 
-    def parts(self, call: Call, data: np.ndarray) -> list[np.ndarray]:
+    def _exchange_parts(self, call: Call, data: np.ndarray) -> list[np.ndarray]:
         """Agree, then return the bytes of each rank."""
-        self.agree(call)
+        self._agree(call)
         return self._gather_parts(data)
 
-    def reduce(
+    def _reduce_arrays(
         self,
         call: Call,
         arrays: Sequence[np.ndarray],
@@ -69,7 +69,7 @@ class Exchange:
     ) -> tuple[Sequence[np.ndarray], FiniteCheck | None]:
         """Agree, and combine arrays of one type; also what is known of whether all is finite."""
         dtype, shapes = arrays[0].dtype, tuple(array.shape for array in arrays)
-        transport = self._transport
+        transport = self.transport
         chunk_items = transport.chunk_bytes // accumulator_dtype(dtype).itemsize
         layout = plan_fusion(shapes, dtype.itemsize, chunk_items, transport.shares)
         outputs, flat = empty_outputs(transport.take_buffer(layout.output_bytes), layout, dtype)
@@ -80,56 +80,55 @@ class Exchange:
             self._raise_mismatch(call)
         return outputs, finite
 
-    def reduce_rows(self, call: Call, array: np.ndarray, op: ReduceOp) -> np.ndarray:
+    def _reduce_rows(self, call: Call, array: np.ndarray, op: ReduceOp) -> np.ndarray:
         """Agree, and combine this rank's share of the rows from what all ranks have of them."""
-        self.agree(call)
-        rows = split_evenly(array.shape[0], self._ranks.size)
-        start, stop = rows[self._ranks.rank]
+        self._agree(call)
+        rows = split_evenly(array.shape[0], self.size)
+        start, stop = rows[self.rank]
         mine = array[start:stop]
-        received = np.empty((self._ranks.size, mine.size), array.dtype)
+        received = np.empty((self.size, mine.size), array.dtype)
         if array.size:
-            self._transport.alltoall_bytes(
+            self.transport.alltoall_bytes(
                 as_bytes(array),
                 [(b - a) * row_bytes(array) for a, b in rows],
                 as_bytes(received),
-                [mine.nbytes] * self._ranks.size,
+                [mine.nbytes] * self.size,
             )
-        total = combined(list(received), op, self._ranks.size)
+        total = combined(list(received), op, self.size)
         return total.astype(array.dtype, copy=False).reshape(mine.shape)
 
-    def call_of_others(self, call: Call, joined: bool, calls: Calls) -> Call:
+    def _call_of_others(self, call: Call, joined: bool) -> Call:
         """Return what the ranks call that have not joined, after an attempt that found some have.
 
         Args:
             call: What this rank calls.
             joined: Whether this one is among those that have.
-            calls: Has the call that is returned.
         """
-        self._transport.start_over()
+        self.transport.start_over()
         mine = np.empty(0, np.uint8) if joined else write_call(call)
-        parts = self.parts(calls.get(JOIN, "call of others", ()), mine)
-        return read_call(next(part for part in parts if part.size), calls)
+        parts = self._exchange_parts(self._calls.get(JOIN, "call of others", ()), mine)
+        return read_call(next(part for part in parts if part.size), self._calls)
 
-    def add_neutral(self, call: Call) -> None:
+    def _add_neutral(self, call: Call) -> None:
         """Take part in an operation of the other ranks with what changes nothing in its result."""
         if call.kind != "allreduce":
-            self.parts(call, np.empty(0, np.uint8))
+            self._exchange_parts(call, np.empty(0, np.uint8))
             return
         op, name, shapes, *form = call.detail
         # This rank may have the share of the result that is not finite.
-        self.reduce(call, neutral(op, np.dtype(name), shapes), op, True, *form)
+        self._reduce_arrays(call, neutral(op, np.dtype(name), shapes), op, True, *form)
 
     def _gather_counts(self, counts: Sequence[int]) -> np.ndarray:
         mine = np.array(counts, np.int64)
-        everyone = np.empty((self._ranks.size, mine.size), np.int64)
-        each = [mine.nbytes] * self._ranks.size
-        self._transport.gather_bytes(as_bytes(mine), as_bytes(everyone), each)
+        everyone = np.empty((self.size, mine.size), np.int64)
+        each = [mine.nbytes] * self.size
+        self.transport.gather_bytes(as_bytes(mine), as_bytes(everyone), each)
         return everyone
 
     def _gather_parts(self, data: np.ndarray) -> list[np.ndarray]:
         counts = self._gather_counts([data.size])[:, 0].tolist()
         everything = np.empty(sum(counts), np.uint8)
-        self._transport.gather_bytes(data, everything, counts)
+        self.transport.gather_bytes(data, everything, counts)
         return np.split(everything, np.cumsum(counts)[:-1])
 
     def _raise_mismatch(self, call: Call) -> NoReturn:
@@ -137,17 +136,47 @@ class Exchange:
         mine = _REASON + call.note if call.kind == RAISED else call.text
         parts = self._gather_parts(np.frombuffer(mine.encode(), np.uint8))
         texts = [part.tobytes().decode() for part in parts]
-        numbers = [self._ranks.numbers[member] for member in self._ranks.members]
+        numbers = [self.numbers[member] for member in self.members]
         reasons = {
             number: text.removeprefix(_REASON)
             for number, text in zip(numbers, texts)
             if text.startswith(_REASON)
         }
         if reasons:
-            self._transport.start_over()
+            self.transport.start_over()
             raise RanksRaised(reasons)
         joined = [rank for rank, text in enumerate(texts) if text == JOIN]
         if joined and len(set(texts)) == 2:
             raise SomeJoined(joined)
-        self._transport.start_over()
-        raise MismatchError(explain(texts, numbers))
+        self.transport.start_over()
+        raise MismatchError(_explain(texts, numbers))
+
+
+def _explain(texts: Sequence[str], numbers: Sequence[int]) -> str:
+    """The text of the error that says which rank called what.
+
+    Args:
+        texts: What each rank called.
+        numbers: What errors call these ranks.
+    """
+    ranks_of: dict[str, list[str]] = {}
+    for number, text in zip(numbers, texts):
+        ranks_of.setdefault(text, []).append(str(number))
+    letters = enumerate(zip(*ranks_of))
+    difference = next((place for place, several in letters if len(set(several)) > 1), 0)
+    calls = "; ".join(
+        f"rank {', '.join(ranks)}: {_shorten(text, difference)}" for text, ranks in ranks_of.items()
+    )
+    return (
+        f"Ranks made different calls at the same point. {calls}. Every rank must make the same "
+        "calls with the same names, shapes and types in the same order."
+    )
+
+
+def _shorten(text: str, difference: int, limit: int = 300) -> str:
+    """The beginning, and where it differs from another text if that is further on."""
+    if len(text) <= limit:
+        return text
+    if difference < limit - 50:
+        return f"{text[:limit]} …"
+    return f"{text[:150]} … {text[difference - 50 : difference + 100]} …"

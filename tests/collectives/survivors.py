@@ -139,7 +139,7 @@ def _prepare(death: Death, engine: Any) -> None:
     owners = (
         *(transport, transport.recovery, transport.detector),
         *(getattr(transport, "_cross", None), transport._direct, transport._small),
-        *(engine, engine._exchange),
+        engine,
     )
     # Of the class, as recovery makes some of the objects anew.
     owner = next(type(part) for part in owners if hasattr(part, death.where))

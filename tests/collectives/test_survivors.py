@@ -100,9 +100,9 @@ def test_any_moment(survive, kind: str, hosts: tuple[int, ...], turn: int) -> No
 
 STAGES = {
     "mpi": (
-        *("allreduce", "agree", "confirm", "counts", "gather_bytes"),
+        *("allreduce", "agree", "confirm", "_counts", "gather_bytes"),
         *("_scatter", "_combine", "_gather", "finish"),
-        *("broadcast_bytes", "reduce_rows", "alltoall_bytes", "_operate"),
+        *("broadcast_bytes", "_reduce_rows", "alltoall_bytes", "_operate"),
     ),
     "one-host": ("agree", "_pack", "_reduce", "_unpack", "_look", "_signal", "confirm"),
     "arena": ("_pack", "_reduce", "_find_buffers", "_look", "_unpack"),
