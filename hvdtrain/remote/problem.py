@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,9 @@ def remedies_for(answers: Sequence[Answer], *, way: Way, python: str) -> Iterato
             hosts.setdefault(answer.failure.kind, []).append(answer.host)
             words.setdefault(answer.failure.kind, answer.failure.words)
     for kind, named in hosts.items():
-        expected, remedy = _advice(kind, named[0], way, python)
+        # ssh says as whom it was to log in, which need not be this user.
+        login = re.search(rf"\S+@{re.escape(named[0])}(?=: Permission denied)", words[kind])
+        expected, remedy = _advice(kind, login[0] if login else named[0], way, python)
         said = f" ({words[kind]})" if words[kind] else ""
         yield Problem(tuple(named), _FOUND[kind] + said, expected, remedy)
 

@@ -213,7 +213,7 @@ class TestCluster:
             done = check(cluster, "-H", "node1,node2")
         assert done.returncode == 1, done
         assert states(done)["node2"] == "key refused"
-        assert "ssh-copy-id node2" in done.stdout
+        assert "ssh-copy-id root@node2" in done.stdout
 
     def test_an_untrusted_host_key(self, cluster: Cluster) -> None:
         with ssh_config(cluster, "Host node2\nUserKnownHostsFile /dev/null"):

@@ -17,16 +17,20 @@ from tests.harness.jobs import Completed
 Run = Callable[..., Completed]
 
 
-@pytest.fixture(params=["mpi", "shared_memory"])
+EACH_ENGINE = pytest.mark.parametrize("elastic", ["mpi", "shared_memory"], indirect=True)
+
+
+@pytest.fixture
 def elastic(request: pytest.FixtureRequest, run_command, mpirun, tmp_path) -> Run:
-    """Run a script on ranks that survive others, with each engine; ``show`` is what it prints."""
+    """Run a script on ranks that survive others; ``show`` is what it prints."""
+    engine = getattr(request, "param", "shared_memory")
 
     def run(np: int, body: str, *, show: str = "", env: dict[str, str] | None = None) -> Completed:
         shown = f"\nimport json; print('=' + json.dumps({show}), flush=True)" if show else ""
         path = tmp_path / "script.py"
         path.write_text(START + textwrap.dedent(body) + shown)
         argv = mpirun(np, [sys.executable, str(path)])
-        variables = {"HVDTRAIN_ELASTIC": "1", "HVDTRAIN_COLLECTIVES": request.param, **(env or {})}
+        variables = {"HVDTRAIN_ELASTIC": "1", "HVDTRAIN_COLLECTIVES": engine, **(env or {})}
         return run_command([argv[0], "--with-ft", "ulfm", *argv[1:]], env=variables)
 
     return run
@@ -37,6 +41,7 @@ def _printed(done: Completed) -> list[object]:
     return [json.loads(line[1:]) for line in sorted(lines) if line.startswith("=")]
 
 
+@EACH_ENGINE
 @pytest.mark.parametrize("way", ["os.kill(os.getpid(), 11)", "os.kill(os.getpid(), 9)"])
 def test_lost_rank_costs_no_exit_code(elastic: Run, way: str) -> None:
     body = f"""
@@ -87,6 +92,7 @@ def test_loss_while_others_have_ended(elastic: Run) -> None:
     assert done.returncode == 0, done
 
 
+@EACH_ENGINE
 def test_loss_in_the_last_operation(elastic: Run) -> None:
     """Whoever died held up none of the others in it."""
     body = """
@@ -125,18 +131,21 @@ LATE = """
 """
 
 
+@EACH_ENGINE
 def test_loss_seen_after_others_have_gone_on(elastic: Run) -> None:
     """Rank 2 has its result, and all know; rank 0 is in the next operation already."""
     done = elastic(3, LATE.format(method="confirm"), show="[first.tolist(), second.tolist()]")
     assert _printed(done) == [[[7, 7], [5, 5]]] * 2, done
 
 
+@EACH_ENGINE
 def test_loss_seen_before_all_have_a_result(elastic: Run) -> None:
     """Rank 2 has none, and so nobody has returned: it is done again without rank 1."""
     done = elastic(3, LATE.format(method="allreduce"), show="[first.tolist(), second.tolist()]")
     assert _printed(done) == [[[5, 5], [5, 5]]] * 2, done
 
 
+@EACH_ENGINE
 def test_exception_is_no_loss(elastic: Run) -> None:
     """A mistake in the program repeats on every rank: nobody goes on without the one."""
     body = """
@@ -156,6 +165,7 @@ def test_exception_is_no_loss(elastic: Run) -> None:
         assert said[rank].startswith("stops: rank 1 failed: ValueError: mistake (")
 
 
+@EACH_ENGINE
 def test_ranks_that_differed_go_on_and_may_be_lost(elastic: Run) -> None:
     body = """
         from hvdtrain.errors import MismatchError
@@ -255,6 +265,7 @@ def test_too_few_ranks(elastic: Run) -> None:
         )
 
 
+@EACH_ENGINE
 def test_root_of_a_broadcast_dies(elastic: Run) -> None:
     """Alike on all: what only it knew is gone, and the engine is as good as before."""
     body = """
@@ -280,6 +291,7 @@ def test_root_of_a_broadcast_dies(elastic: Run) -> None:
     assert done.returncode == 0
 
 
+@EACH_ENGINE
 def test_replicated_broadcast(elastic: Run) -> None:
     body = """
         engine.barrier()

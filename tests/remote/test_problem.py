@@ -30,3 +30,11 @@ def test_every_way_of_being_lost_has_a_remedy(way: Way, kind: FailureKind, remed
     assert found.found.endswith("(so it said)")
     assert remedy in found.remedy
     assert found.error
+
+
+def test_a_refused_key_is_copied_for_the_user_that_was_refused() -> None:
+    found = the_problem(
+        answer("a"), lost("b", "key refused", "me@b: Permission denied (publickey).")
+    )
+    assert found.remedy.startswith("ssh-copy-id me@b (")
+    assert found.remedy.endswith("ssh -o BatchMode=yes me@b true")
