@@ -24,7 +24,8 @@ SEEN = ("3.14", "3.15")
 those that hang on Keras' own code (``make test-keras``)."""
 
 try:
-    from keras.src.backend.common import global_state
+    from keras.src.backend import compute_output_spec
+    from keras.src.backend.common import global_state, masking
     from keras.src.backend.tensorflow.trainer import TFEpochIterator
     from keras.src.losses import loss as loss_module
     from keras.src.random import seed_generator
@@ -52,6 +53,9 @@ try:
     class_weight_map = tf_dataset_adapter.make_class_weight_map_fn
     # Divides arrays into what fit trains on, and what it validates with.
     split_validation = array_slicing.train_validation_split
+    # The mask that a layer leaves with its output, or None.
+    mask_of = masking.get_keras_mask
+    give_mask = masking.set_keras_mask
 except (ImportError, AttributeError) as error:
     raise ModelError(lacks("Keras", keras.version(), SEEN, str(error))) from error
 
@@ -182,6 +186,19 @@ def check(model: keras.Model, optimizers: Sequence[Any]) -> None:
         raise ModelError(lacks("Keras", keras.version(), SEEN, ", ".join(missing)))
 
 
+def _held(holder: Any, name: str) -> Any:
+    """Return a private attribute.
+
+    Raises:
+        ModelError: The object has none of this name; names the versions of Keras that have it.
+    """
+    try:
+        return getattr(holder, name)
+    except AttributeError:
+        missing = f"{type(holder).__name__}.{name}"
+        raise ModelError(lacks("Keras", keras.version(), SEEN, missing)) from None
+
+
 def set_untracked(holder: Any, name: str, value: Any) -> None:
     """Set an attribute past Keras' ``__setattr__``, which would make it part of what is saved."""
     object.__setattr__(holder, name, value)
@@ -197,12 +214,12 @@ def flatten_layers(model: keras.Model, *, include_self: bool = True) -> list[Any
 
 def own_trainable_variables(holder: Any) -> list[Any]:
     """The trainable variables of a layer or an optimizer itself, without those of its parts."""
-    return list(holder._trainable_variables)
+    return list(_held(holder, "_trainable_variables"))
 
 
 def own_non_trainable_variables(layer: Any) -> list[Any]:
     """The variables that a layer itself updates without gradients."""
-    return list(layer._non_trainable_variables)
+    return list(_held(layer, "_non_trainable_variables"))
 
 
 def own_losses(layer: Any) -> list[Any]:
@@ -232,7 +249,8 @@ def compiled_loss(model: keras.Model) -> Any:
 
 def flat_losses(model: keras.Model) -> list[Any]:
     """Return what ``compile`` made of each single loss; empty before it is built."""
-    return list(getattr(compiled_loss(model), "_flat_losses", None) or [])
+    loss = compiled_loss(model)
+    return [] if loss is None else list(_held(loss, "_flat_losses") or [])
 
 
 @contextmanager
@@ -273,7 +291,7 @@ def loss_tracker(model: keras.Model) -> Any:
 
 def parts_of_metric(metric: Any) -> list[Any]:
     """Return the metrics that a metric is made of: what ``compile`` was given, for its own."""
-    return list(getattr(metric, "metrics", None) or metric._metrics)
+    return list(getattr(metric, "metrics", None) or _held(metric, "_metrics"))
 
 
 def build_symbolically(model: keras.Model, batch_spec: Any) -> None:
@@ -283,7 +301,7 @@ def build_symbolically(model: keras.Model, batch_spec: Any) -> None:
 
 def output_spec(model: keras.Model, inputs: Any) -> Any:
     """Call the model with symbols, which builds it."""
-    return keras.src.backend.compute_output_spec(model, inputs, training=False)
+    return compute_output_spec(model, inputs, training=False)
 
 
 def initial_epoch(model: keras.Model) -> int | None:
@@ -299,6 +317,7 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
 
 def note_steps_seen(iterator: Any, steps: int) -> None:
     """Tell ``fit``'s iterator how many steps of the epoch are done."""
+    _held(iterator, "_steps_seen")
     iterator._steps_seen = steps
 
 
@@ -309,7 +328,7 @@ def warn_of_interruption(iterator: Any) -> None:
 
 def seed_generators_of(layer: Any) -> list[Any]:
     """The random states of a layer itself."""
-    return list(getattr(layer, "_seed_generators", []))
+    return list(_held(layer, "_seed_generators"))
 
 
 def register_like(made: type, plain: type) -> None:
@@ -326,7 +345,7 @@ def replace_moments(layer: Any, make: Callable[[Callable[..., Any]], Callable[..
 
 def reduction_axes(layer: Any) -> list[int]:
     """The axes over which a BatchNormalization takes its moments."""
-    return list(layer._reduction_axes)
+    return list(_held(layer, "_reduction_axes"))
 
 
 # Optimizers.
@@ -344,20 +363,13 @@ def iterations_of(optimizer: Any) -> Any:
 
 def accumulated_gradients(optimizer: Any) -> list[Any]:
     """The sums of gradients that wait for those of later steps; empty without them."""
-    return list(getattr(optimizer, "_accumulated_gradients", ()))
+    waits = optimizer.built and optimizer.gradient_accumulation_steps
+    return list(_held(optimizer, "_accumulated_gradients")) if waits else []
 
 
 def moving_averages(optimizer: Any) -> list[Any]:
-    """The moving averages of its variables, of an optimizer that is built and has ``use_ema``.
-
-    Raises:
-        ModelError: There are none under the name that is known.
-    """
-    averages = getattr(optimizer, _AVERAGES, None)
-    if averages is None:
-        missing = f"{type(optimizer).__name__}.{_AVERAGES}"
-        raise ModelError(lacks("Keras", keras.version(), SEEN, missing))
-    return list(averages)
+    """The moving averages of its variables, of an optimizer that is built and has ``use_ema``."""
+    return list(_held(optimizer, _AVERAGES))
 
 
 def average_weights(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -373,16 +385,6 @@ def take_averages(optimizer: Any, variables: Sequence[Any]) -> None:
 def decays(optimizer: Any, variable: Any) -> bool:
     """Whether weight decay is for this variable, too."""
     return bool(optimizer._use_weight_decay(variable))
-
-
-def mask_of(output: Any) -> Any:
-    """The mask that a layer left with its output; None for none."""
-    return getattr(output, "_keras_mask", None)
-
-
-def give_mask(output: Any, mask: Any) -> None:
-    """Leave a mask with an output, where Keras looks for it."""
-    output._keras_mask = mask
 
 
 # Random numbers.
@@ -435,7 +437,8 @@ def pack_arrays(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple[
     adapter = ArrayDataAdapter(
         x, y, sample_weight=sample_weight, class_weight=class_weight, batch_size=1
     )
-    return keras.tree.lists_to_tuples(adapter._inputs), int(adapter._num_samples)
+    inputs = keras.tree.lists_to_tuples(_held(adapter, "_inputs"))
+    return inputs, int(_held(adapter, "_num_samples"))
 
 
 def column(array: Any) -> Any:

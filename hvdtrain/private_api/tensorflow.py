@@ -74,7 +74,7 @@ HOOKS: dict[Any, tuple[str, ...]] = {
         "_set_control_flow_context",
         "_unsafe_unfinalize",
     ),
-    tf.Operation: ("_add_control_input", "_set_attr"),
+    tf.Operation: ("_add_control_input", "_get_control_flow_context", "_set_attr"),
     tf.data.Dataset: ("_functions", "_inputs", "_variant_tensor"),
     BaseSession: ("_do_run", "_extend_graph"),
     atomic_function: ("from_func_graph",),
@@ -87,6 +87,9 @@ HOOKS: dict[Any, tuple[str, ...]] = {
         "ensure_initialized",
     ),
 }
+
+# By kind of dataset, the attribute that says whether it draws anew at each iteration.
+_DRAWS = {"ShuffleDataset": "_reshuffle_each_iteration", "RandomDataset": "_rerandomize"}
 
 _JOB = "worker"
 _REUSE = "TF_GRPC_REUSE_PORT"
@@ -101,11 +104,21 @@ def check() -> None:
     Raises:
         LaunchError: Something is missing; names it, and the versions of TensorFlow that have it.
     """
-    missing = missing_hooks(HOOKS)
-    if not hasattr(context.context(), "_context_handle"):
-        missing.append("Context._context_handle")
-    if missing:
+    if missing := missing_hooks(HOOKS):
         raise LaunchError(lacks("TensorFlow", tf.__version__, SEEN, ", ".join(missing)))
+
+
+def _held(holder: Any, name: str) -> Any:
+    """Return a private attribute.
+
+    Raises:
+        LaunchError: The object has none of this name; names the versions of TensorFlow with it.
+    """
+    try:
+        return getattr(holder, name)
+    except AttributeError:
+        missing = f"{type(holder).__name__}.{name}"
+        raise LaunchError(lacks("TensorFlow", tf.__version__, SEEN, missing)) from None
 
 
 # The runtime.
@@ -113,7 +126,7 @@ def check() -> None:
 
 def in_use() -> bool:
     """Whether the program has used TensorFlow's devices, so that they can't be set up any more."""
-    return context.context()._context_handle is not None
+    return _held(context.context(), "_context_handle") is not None
 
 
 def is_connected() -> bool:
@@ -174,7 +187,7 @@ def abort_collectives(reason: str) -> None:
 
 def operation_seeds() -> random.Random:
     """The generator of operations' seeds, once a global seed is set."""
-    generator: random.Random = context.context()._rng
+    generator: random.Random = _held(context.context(), "_rng")
     return generator
 
 
@@ -221,7 +234,7 @@ def run_turns_one_by_one(enter: tf.Operation) -> None:
 
 def control_flow_context(operation: tf.Operation) -> Any:
     """The innermost ``cond`` or ``while_loop`` of TensorFlow 1 around an operation, or None."""
-    return operation._control_flow_context
+    return operation._get_control_flow_context()
 
 
 @contextmanager
@@ -300,10 +313,10 @@ def function_graphs(dataset: Any) -> list[Any]:
 
 def cache_file(dataset: Any) -> str:
     """Return the file name of a ``Dataset.cache``; empty for a cache in memory or another kind."""
-    name: Any = getattr(dataset, "_filename", None)
-    if type(dataset).__name__.lstrip("_") != "CacheDataset" or not tf.is_tensor(name):
+    if _kind(dataset) != "CacheDataset":
         return ""
-    return name.numpy().decode()
+    name = _held(dataset, "_filename")
+    return name.numpy().decode() if tf.is_tensor(name) else ""
 
 
 def yields_in_any_order(dataset: Any) -> bool | None:
@@ -314,10 +327,12 @@ def yields_in_any_order(dataset: Any) -> bool | None:
 
 def draws_anew(dataset: Any) -> bool:
     """Whether a dataset of random numbers or of an order has others at each iteration."""
-    return bool(
-        getattr(dataset, "_reshuffle_each_iteration", False)
-        or getattr(dataset, "_rerandomize_each_iteration", False)
-    )
+    name = _DRAWS.get(_kind(dataset))
+    return name is not None and bool(_held(dataset, name))
+
+
+def _kind(dataset: Any) -> str:
+    return type(dataset).__name__.lstrip("_")
 
 
 def variant_of(dataset: Any) -> tf.Tensor:
@@ -327,4 +342,4 @@ def variant_of(dataset: Any) -> tf.Tensor:
 
 def iterator_resource(iterator: Any) -> tf.Tensor:
     """An iterator as what TensorFlow's operations take."""
-    return iterator._iterator_resource
+    return _held(iterator, "_iterator_resource")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import keras
+import numpy as np
 import pytest
 
 import hvdtrain
 from hvdtrain.errors import ModelError
+from hvdtrain.private_api import keras as private_keras
 from hvdtrain.private_api.keras import HOOKS, SEEN
 
 NAMES = [(kind, name) for kind, names in HOOKS.items() for name in names]
@@ -43,6 +47,40 @@ def test_averages_that_an_optimizer_lacks_are_named(world) -> None:
     del model.optimizer._model_variables_moving_average
     with pytest.raises(ModelError, match=r"lacks SGD\._model_variables_moving_average, which"):
         hvdtrain.distribute(model)
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "holder"),
+    [
+        (private_keras.own_trainable_variables, "_trainable_variables", {}),
+        (private_keras.own_non_trainable_variables, "_non_trainable_variables", {}),
+        (private_keras.flat_losses, "_flat_losses", {"_compile_loss": SimpleNamespace()}),
+        (private_keras.parts_of_metric, "_metrics", {}),
+        (private_keras.seed_generators_of, "_seed_generators", {}),
+        (private_keras.reduction_axes, "_reduction_axes", {}),
+        (private_keras.moving_averages, "_model_variables_moving_average", {}),
+        (lambda iterator: private_keras.note_steps_seen(iterator, 1), "_steps_seen", {}),
+        (
+            private_keras.accumulated_gradients,
+            "_accumulated_gradients",
+            {"built": True, "gradient_accumulation_steps": 2},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_an_object_lacks_is_named(read, name: str, holder: dict) -> None:
+    with pytest.raises(ModelError, match=rf"lacks SimpleNamespace\.{name}, which"):
+        read(SimpleNamespace(**holder))
+
+
+@pytest.mark.parametrize(
+    ("held", "name"), [({}, "_inputs"), ({"_inputs": np.zeros(2)}, "_num_samples")]
+)
+def test_what_the_adapter_of_arrays_lacks_is_named(monkeypatch, held: dict, name: str) -> None:
+    adapter = SimpleNamespace(**held)
+    monkeypatch.setattr(private_keras, "ArrayDataAdapter", lambda *args, **options: adapter)
+    with pytest.raises(ModelError, match=rf"lacks SimpleNamespace\.{name}, which"):
+        private_keras.pack_arrays(np.zeros(2), None, None, None)
 
 
 def test_the_keras_that_is_there_was_seen() -> None:

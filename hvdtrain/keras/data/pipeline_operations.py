@@ -46,7 +46,7 @@ def unordered_operations(dataset: Any) -> list[str]:
     for part in _all_parts(dataset):
         kind = type(part).__name__
         unordered = yields_in_any_order(part)
-        if unordered is None and "Interleave" in kind:
+        if unordered is None and ("Interleave" in kind or "Parallel" in kind):
             unordered = any(map(_is_unordered, _graph_of(part).node))
         if unordered:
             found.add(_plain(kind))

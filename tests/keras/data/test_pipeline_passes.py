@@ -181,3 +181,9 @@ def test_a_cache_in_a_file_survives_catching_up(tmp_path: Path) -> None:
         )
 
     assert _resumed(make("resumed")) == _orders(make("plain"), EPOCH + 2)[EPOCH:]
+
+
+def test_random_numbers_of_their_own_in_each_iteration_change_a_pass() -> None:
+    for anew in (False, True):
+        numbers = tf.data.Dataset.random(seed=1, rerandomize_each_iteration=anew)
+        assert reshuffling(numbers.take(4).batch(2)).changes == anew

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.errors import DataError
-from hvdtrain.keras.data import ShardPlan, shard_input
+from hvdtrain.keras.data import ShardPlan, pipeline_operations, shard_input
 from hvdtrain.keras.data.data_position import Position
 from tests.keras.data.ranks import flat, joint, on_ranks, read, shard_on_ranks
 
@@ -311,6 +311,12 @@ def test_an_unordered_pipeline_is_refused(kind: str, place: str) -> None:
     shard_on_ranks(
         2, lambda r: make(r).apply(tf.data.experimental.assert_cardinality(4)), presharded=True
     )
+
+
+@pytest.mark.parametrize("kind", _UNORDERED)
+def test_an_unordered_operation_is_found_without_the_private_attribute(monkeypatch, kind) -> None:
+    monkeypatch.setattr(pipeline_operations, "yields_in_any_order", lambda dataset: None)
+    assert kind in pipeline_operations.unordered_operations(_UNORDERED[kind](Dataset.range(8)))
 
 
 @pytest.mark.parametrize("deterministic", [None, True])
