@@ -60,7 +60,6 @@ def judge_allreduce(measured: MeasuredAllreduce, answers: Sequence[Answer]) -> P
         return None
     if measured.code == 0:
         return Problem(
-            hosts=(),
             found=f"an allreduce over {measured.ranks} ranks gave wrong sums",
             expected="the same right sum on every rank",
             remedy="find the host: check the others without it, hvdtrain check -H a,b",
@@ -70,7 +69,6 @@ def judge_allreduce(measured: MeasuredAllreduce, answers: Sequence[Answer]) -> P
     hangs = measured.code == ExitCode.HANG
     what = "did not end in time" if hangs else f"failed (exit code {measured.code})"
     return Problem(
-        hosts=(),
         found=f"the hosts are well one by one, but an allreduce over all {what}"
         + (f":\n{said}" if said else ""),
         expected="all ranks reduce an array together",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hvdtrain.check import host_checks
 from hvdtrain.check.version_checks import MPI, VERSIONED
 from hvdtrain.cluster.ranges import format_table
-from hvdtrain.remote.problem import Problem, remedies_for, show_problem, size
+from hvdtrain.remote.problem import Problem, remedies_for, show_problem, size, state_word
 from hvdtrain.remote.remote_probe import Answer, Way, clock_offset_s
 
 __all__ = ["CheckReport", "format_report", "make_report"]
@@ -76,12 +76,11 @@ def _row(answer: Answer, problems: Iterable[Problem]) -> tuple[str, ...]:
         reason = answer.failure.kind if answer.failure else "no answer"
         return (answer.host, reason, str(answer.ranks), *["-"] * 6)
     mine = [problem for problem in problems if answer.host in problem.hosts]
-    state = "problem" if any(problem.error for problem in mine) else "warning" if mine else "ok"
     offset_s, unsure_s = clock_offset_s(answer)
     offset_s = 0.0 if abs(offset_s) <= unsure_s else offset_s
     return (
         answer.host,
-        state,
+        state_word(mine),
         str(answer.ranks),
         "-" if facts.cores is None else str(facts.cores),
         "-" if facts.load is None else f"{facts.load:.1f}",

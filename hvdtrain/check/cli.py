@@ -123,7 +123,6 @@ def _reduce(
         measured = measure_allreduce(ranks, arguments.hosts, arguments.hostfile, os.environ)
     except LaunchError as error:
         problem: Problem | None = Problem(
-            hosts=(),
             found=str(error),
             expected="a launcher that starts ranks on all hosts",
             remedy="as said above",

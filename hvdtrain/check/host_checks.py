@@ -47,7 +47,6 @@ def folder(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
     # Only the launcher writes, so it is the launcher's folder that can't be written.
     if here.facts is not None and not here.facts.folder:
         yield Problem(
-            hosts=(),
             found="the current folder can't be written to; whether hosts share it is unknown",
             expected="a folder that all hosts share, for checkpoints and logs",
             remedy="start from a folder of your own",

@@ -20,8 +20,8 @@ from hvdtrain.jobs.kubernetes.pod_backend import pod_job
 from hvdtrain.jobs.kubernetes.pod_options import read_pod_options
 from hvdtrain.jobs.spec import Backend, JobSpec
 from hvdtrain.pods.cluster_api import ClusterApi
-from hvdtrain.pods.names import Object, resource_of
-from hvdtrain.remote.problem import Problem, show_problem
+from hvdtrain.pods.names import Object, resource_of, rights_text
+from hvdtrain.remote.problem import Problem, show_problem, state_word
 
 __all__ = ["check_namespace"]
 
@@ -29,7 +29,7 @@ __all__ = ["check_namespace"]
 DEFAULT_RANKS = 2
 _NAME = "hvdtrain-check"
 _PACKAGES = ("kubernetes", "cryptography")
-_KUEUE_VERSIONS = ("v1beta1", "v1beta2")
+_KUEUE = ("v1beta1", "v1beta2")
 
 
 class _Row(NamedTuple):
@@ -51,32 +51,41 @@ def check_namespace(words: Sequence[str], ranks: int | None) -> list[Problem]:
     job = _planned_job(words, ranks or DEFAULT_RANKS)
     rows: list[_Row] = []
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:
-        problems = [
-            _problem(
-                f"not installed here: {', '.join(missing)}",
-                "the Python packages with which hvdtrain asks clusters",
-                f"{sys.executable} -m pip install 'hvdtrain[kubernetes]'",
-            )
-        ]
+        packages = Problem(
+            found=f"not installed here: {', '.join(missing)}",
+            expected="the Python packages with which hvdtrain asks clusters",
+            remedy=f"{sys.executable} -m pip install 'hvdtrain[kubernetes]'",
+        )
+        rows.append(_Row("packages", "missing", [packages]))
     else:
         try:
-            rows += _look(job, ClusterApi.of_context(job.pods.context, job.pods.namespace))
-            problems = [problem for row in rows for problem in row.problems]
+            rows += _check(job, ClusterApi.of_context(job.pods.context, job.pods.namespace))
         except JobError as error:
-            problems = [
-                _problem(
-                    str(error),
-                    "a cluster that answers, by kubectl's configuration and its current context",
-                    "kubectl get pods has to work here; kubectl config get-contexts lists the "
-                    "contexts, of which --context names one, and KUBECONFIG the file",
-                )
-            ]
+            silent = Problem(
+                found=str(error),
+                expected="a cluster that answers, by kubectl's configuration and its context",
+                remedy="kubectl get pods has to work here; kubectl config get-contexts lists the "
+                "contexts, of which --context names one, and KUBECONFIG the file",
+            )
+            rows.append(_Row("cluster", "no answer", [silent]))
+    problems = [problem for row in rows for problem in row.problems]
     problems.sort(key=lambda problem: not problem.error)
-    print("\n\n".join([*([_table(rows)] if rows else []), *map(show_problem, problems)]))
+    cells = [(row.what, state_word(row.problems), row.found) for row in rows]
+    table = format_table(("what", "state", "found"), cells, left=(0, 1, 2))
+    print("\n\n".join([table, *map(show_problem, problems)]))
     return problems
 
 
-def _look(job: PodJob, api: ClusterApi) -> Iterator[_Row]:
+def _planned_job(words: Sequence[str], ranks: int) -> PodJob:
+    """Return a job with these pod options; an image need not be named."""
+    # The last one of repeated options counts.
+    backend = Backend("kubernetes", (f"--image={_NAME}", *words))
+    spec = JobSpec(options=(), program=("true",), folder="", backend=backend)
+    shared = read_pod_options(backend.options).shared_paths()
+    return pod_job(Path(*shared[:1], _NAME), spec, {}, ranks=ranks)
+
+
+def _check(job: PodJob, api: ClusterApi) -> Iterator[_Row]:
     """Ask the cluster about all that the job needs.
 
     Raises:
@@ -86,19 +95,38 @@ def _look(job: PodJob, api: ClusterApi) -> Iterator[_Row]:
     yield _Row("cluster", f"Kubernetes {version.removeprefix('v')}")
     path = f"/api/v1/namespaces/{api.namespace}"
     if api.may("get", "namespaces") and api.read(path) is None:
-        missing = _problem(
-            f"there is no namespace {api.namespace}",
-            "the namespace of --namespace, or else that of kubectl's context",
-            "kubectl get namespaces lists the namespaces; kubectl create namespace "
+        missing = Problem(
+            found=f"there is no namespace {api.namespace}",
+            expected="the namespace of --namespace, or else that of kubectl's context",
+            remedy="kubectl get namespaces lists the namespaces; kubectl create namespace "
             f"{api.namespace} creates it",
         )
         yield _Row(f"namespace {api.namespace}", "absent", [missing])
         return
     yield _Row(f"namespace {api.namespace}", "there")
     objects = job_objects(job, dict.fromkeys(KEY_FILES, ""))
+    pods = _pods(objects)
     yield _rights(api, objects)
-    yield _trial(api, [*objects, *_pods(objects)])
-    yield from _referenced(api, job, path, objects)
+    yield _trial(api, [*objects, *pods])
+    claims = [
+        volume["persistentVolumeClaim"]["claimName"]
+        for pod in pods
+        for volume in pod["spec"].get("volumes") or ()
+        if "persistentVolumeClaim" in volume
+    ]
+    for resource, names in {
+        "secrets": job.pods.pull_secrets,
+        "serviceaccounts": filter(None, [job.pods.service_account]),
+        "persistentvolumeclaims": dict.fromkeys(claims),
+    }.items():
+        for name in names:
+            if api.may("get", resource):
+                yield _existing(api, resource, name, api.read(f"{path}/{resource}/{name}"))
+    if (queue := job.pods.queue) and api.may("get", "localqueues", "kueue.x-k8s.io"):
+        group = "/apis/kueue.x-k8s.io"
+        paths = [f"{group}/{v}/namespaces/{api.namespace}/localqueues/{queue}" for v in _KUEUE]
+        found = next(filter(None, map(api.read, paths)), None)
+        yield _existing(api, "localqueues.kueue.x-k8s.io", queue, found)
 
 
 def _rights(api: ClusterApi, objects: Sequence[Object]) -> _Row:
@@ -120,15 +148,10 @@ def _rights(api: ClusterApi, objects: Sequence[Object]) -> _Row:
     found = f"{len(wanted) - len(refused)} of {len(wanted)}"
     if not refused:
         return _Row("rights", found)
-    by_verb: dict[str, list[str]] = {}
-    for verb, resource, group in refused:
-        name, slash, part = resource.partition("/")
-        by_verb.setdefault(verb, []).append(f"{name}{group and '.'}{group}{slash}{part}")
-    rights = "; ".join(f"{verb} {', '.join(names)}" for verb, names in by_verb.items())
-    lacking = _problem(
-        f"you may not {rights} in namespace {api.namespace}",
-        "the rights to create, see and end all that a job is made of",
-        "ask for them, as the role admin has them: kubectl create rolebinding NAME "
+    lacking = Problem(
+        found=f"you may not {rights_text(refused)} in namespace {api.namespace}",
+        expected="the rights to create, see and end all that a job is made of",
+        remedy="ask for them, as the role admin has them: kubectl create rolebinding NAME "
         f"--clusterrole=admin --user=YOU -n {api.namespace}; with --service-account NAME no "
         "roles are needed",
     )
@@ -138,63 +161,38 @@ def _rights(api: ClusterApi, objects: Sequence[Object]) -> _Row:
 def _trial(api: ClusterApi, objects: Sequence[Object]) -> _Row:
     """Create the objects, and one pod of each role, in a dry run."""
     problems = []
-    tried = 0
-    for one in objects:
-        if not api.may("create", *resource_of(one)):
-            continue
-        tried += 1
+    allowed = [one for one in objects if api.may("create", *resource_of(one))]
+    for one in allowed:
         try:
             api.create_one(one, dry_run=True)
         except JobError as error:
-            problems.append(
-                _problem(
-                    str(error),
-                    "objects that the namespace's quotas, limits and policies accept",
-                    "change what the message names: --resources, -np, or all else of a pod by "
-                    "--template",
-                    # The policy runs in a program that can't judge without side effects.
-                    error="does not support dry run" not in str(error),
-                )
+            refused = Problem(
+                found=str(error),
+                expected="objects that the namespace's quotas, limits and policies accept",
+                remedy="change what the message names: --resources, -np, or all else of a pod by "
+                "--template",
+                # The policy runs in a program that can't judge without side effects.
+                error="does not support dry run" not in str(error),
             )
-    return _Row("objects", f"{tried - len(problems)} of {len(objects)} accepted", problems)
-
-
-def _referenced(
-    api: ClusterApi, job: PodJob, path: str, objects: Sequence[Object]
-) -> Iterator[_Row]:
-    """Look for the objects that the job refers to and that must exist before it."""
-    named = [("secrets", name) for name in job.pods.pull_secrets]
-    if job.pods.service_account:
-        named.append(("serviceaccounts", job.pods.service_account))
-    for pod in _pods(objects):
-        for volume in pod["spec"].get("volumes") or ():
-            if source := volume.get("persistentVolumeClaim"):
-                named.append(("persistentvolumeclaims", source["claimName"]))
-    for resource, name in dict.fromkeys(named):
-        if api.may("get", resource):
-            yield _existing(api, resource, name, api.read(f"{path}/{resource}/{name}"))
-    if job.pods.queue and api.may("get", "localqueues", "kueue.x-k8s.io"):
-        group = f"/apis/kueue.x-k8s.io/{{}}/namespaces/{api.namespace}/localqueues"
-        answers = [api.read(f"{group.format(v)}/{job.pods.queue}") for v in _KUEUE_VERSIONS]
-        found = next(filter(None, answers), None)
-        yield _existing(api, "localqueues.kueue.x-k8s.io", job.pods.queue, found)
+            problems.append(refused)
+    return _Row("objects", f"{len(allowed) - len(problems)} of {len(objects)} accepted", problems)
 
 
 def _existing(api: ClusterApi, resource: str, name: str, found: Object | None) -> _Row:
     what = f"{resource.partition('.')[0]} {name}"
     if found is None:
-        absent = _problem(
-            f"there is no {name} among {resource} in namespace {api.namespace}",
-            "all that the job refers to",
-            f"kubectl -n {api.namespace} get {resource} lists the names",
+        absent = Problem(
+            found=f"there is no {name} among {resource} in namespace {api.namespace}",
+            expected="all that the job refers to",
+            remedy=f"kubectl -n {api.namespace} get {resource} lists the names",
         )
         return _Row(what, "absent", [absent])
     modes = (found.get("spec") or {}).get("accessModes") or ()
     if resource == "persistentvolumeclaims" and "ReadWriteMany" not in modes:
-        narrow = _problem(
-            f"claim {name} is {', '.join(modes)}",
-            "ReadWriteMany: launcher and workers have it at the same time",
-            "take a claim of a storage class for many nodes, such as NFS, CephFS or Lustre",
+        narrow = Problem(
+            found=f"claim {name} is {', '.join(modes)}",
+            expected="ReadWriteMany: launcher and workers have it at the same time",
+            remedy="take a claim of a storage class for many nodes, such as NFS, CephFS or Lustre",
             error=False,
         )
         return _Row(what, ", ".join(modes), [narrow])
@@ -214,26 +212,3 @@ def _pods(objects: Sequence[Object]) -> list[Object]:
         metadata = {**template.get("metadata", {}), "generateName": f"{_NAME}-"}
         pods.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
     return pods
-
-
-def _planned_job(words: Sequence[str], ranks: int) -> PodJob:
-    """Return a job with these pod options; an image need not be named."""
-    # The last one of repeated options counts.
-    backend = Backend("kubernetes", (f"--image={_NAME}", *words))
-    spec = JobSpec(options=(), program=("true",), folder="", backend=backend)
-    shared = read_pod_options(backend.options).shared_paths()
-    return pod_job(Path(*shared[:1], _NAME), spec, {}, ranks=ranks)
-
-
-def _problem(found: str, expected: str, remedy: str, *, error: bool = True) -> Problem:
-    return Problem(hosts=(), found=found, expected=expected, remedy=remedy, error=error)
-
-
-def _table(rows: Sequence[_Row]) -> str:
-    def state(row: _Row) -> str:
-        if any(problem.error for problem in row.problems):
-            return "problem"
-        return "warning" if row.problems else "ok"
-
-    cells = [(row.what, state(row), row.found) for row in rows]
-    return format_table(("what", "state", "found"), cells, left=(0, 1, 2))

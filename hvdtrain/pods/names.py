@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "launcher_host",
     "plural",
     "resource_of",
+    "rights_text",
     "worker_addresses",
 ]
 
@@ -41,6 +43,15 @@ def resource_of(one: Object) -> tuple[str, str]:
     """Return the resource of an object, and its API group; empty for the core group."""
     group, _, _ = one["apiVersion"].rpartition("/")
     return plural(one["kind"]), group
+
+
+def rights_text(rights: Iterable[tuple[str, str, str]]) -> str:
+    """Format rights (verb, resource, API group) as ``create jobs.batch, pods; get pods/log``."""
+    names: dict[str, list[str]] = {}
+    for verb, resource, group in rights:
+        name, slash, part = resource.partition("/")
+        names.setdefault(verb, []).append(f"{name}{group and '.'}{group}{slash}{part}")
+    return "; ".join(f"{verb} {', '.join(of_verb)}" for verb, of_verb in names.items())
 
 
 def launcher_host(name: str) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.cluster.ranges import listing
 from hvdtrain.remote.probe_messages import Facts
 from hvdtrain.remote.remote_probe import Answer, FailureKind, Way
 
-__all__ = ["Problem", "answered", "remedies_for", "show_problem", "size"]
+__all__ = ["Problem", "answered", "remedies_for", "show_problem", "size", "state_word"]
 
 _FOUND: dict[FailureKind, str] = {
     "unknown name": "its name is unknown",
@@ -28,22 +28,22 @@ _FOUND: dict[FailureKind, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """Something that is not as it should be.
 
     Attributes:
-        hosts: The hosts where it is so.
         found: Says how it is.
         expected: Says how it should be.
         remedy: Says how to mend it, by a command where one does it.
+        hosts: The hosts where it is so; empty if it is not a matter of hosts.
         error: Whether training can't be relied on; otherwise it is a warning.
     """
 
-    hosts: tuple[str, ...]
     found: str
     expected: str
     remedy: str
+    hosts: tuple[str, ...] = ()
     error: bool = True
 
 
@@ -53,6 +53,13 @@ def show_problem(problem: Problem) -> str:
     where = f" on {listing(problem.hosts)}" if problem.hosts else ""
     told = f"{kind}{where}: {problem.found}"
     return f"{told}\n  expected: {problem.expected}\n  do: {problem.remedy}"
+
+
+def state_word(problems: Collection[Problem]) -> str:
+    """Return the word for the state of something with these problems, for tables."""
+    if any(problem.error for problem in problems):
+        return "problem"
+    return "warning" if problems else "ok"
 
 
 def size(count: int) -> str:
@@ -78,7 +85,9 @@ def remedies_for(answers: Sequence[Answer], *, way: Way, python: str) -> Iterato
         login = re.search(rf"\S+@{re.escape(named[0])}(?=: Permission denied)", words[kind])
         expected, remedy = _advice(kind, login[0] if login else named[0], way, python)
         said = f" ({words[kind]})" if words[kind] else ""
-        yield Problem(tuple(named), _FOUND[kind] + said, expected, remedy)
+        yield Problem(
+            hosts=tuple(named), found=_FOUND[kind] + said, expected=expected, remedy=remedy
+        )
 
 
 def _advice(kind: FailureKind, host: str, way: Way, python: str) -> tuple[str, str]:

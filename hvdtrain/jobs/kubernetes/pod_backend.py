@@ -21,7 +21,7 @@ from hvdtrain.jobs.kubernetes.pod_options import PodOptions, read_pod_options
 from hvdtrain.jobs.spec import JobSpec, asked_for, is_secret
 from hvdtrain.jobs.state import GOES_ON, GONE, NO_ANSWER, JobState
 from hvdtrain.pods.cluster_api import ClusterApi, SilentClusterError
-from hvdtrain.pods.names import STOP, Object, resource_of
+from hvdtrain.pods.names import STOP, Object, resource_of, rights_text
 from hvdtrain.pods.pod_states import find_condition, launchers_of, trouble_of, workers_of
 
 __all__ = [
@@ -129,12 +129,10 @@ class PodBackend:
         """Create the job's objects, all or none; see ``JobBackend``."""
         pods = plan.job.pods
         api = ClusterApi.of_context(pods.context, pods.namespace)
-        resources = dict.fromkeys(map(resource_of, plan.objects))
-        missing = [of for of in resources if not api.may("create", *of)]
-        if missing:
-            refused = [f"create {resource}{group and '.'}{group}" for resource, group in missing]
+        needed = dict.fromkeys(("create", *resource_of(one)) for one in plan.objects)
+        if missing := [right for right in needed if not api.may(*right)]:
             raise JobError(
-                f"you may not {', '.join(refused)} in namespace {api.namespace}. Ask for a role "
+                f"you may not {rights_text(missing)} in namespace {api.namespace}. Ask for a role "
                 "that may, or name an account of the launcher's with --service-account."
             )
         api.create(plan.objects)
