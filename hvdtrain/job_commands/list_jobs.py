@@ -1,4 +1,4 @@
-"""``hvdtrain jobs``: which jobs there are, and how they are."""
+"""``hvdtrain jobs``: lists jobs and their states."""
 
 from __future__ import annotations
 

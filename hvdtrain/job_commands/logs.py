@@ -1,4 +1,4 @@
-"""``hvdtrain logs``: what the ranks of a job have said, and go on to say."""
+"""``hvdtrain logs``: the output of a job's ranks, followed on request."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         JobError: There is no such job.
-        ConfigurationError: A regular expression that is none.
+        ConfigurationError: The regular expression is not valid.
     """
     wanted = _wanted(arguments.rank, arguments.grep, arguments.regex)
     job = named_job(arguments)

@@ -1,4 +1,4 @@
-"""``hvdtrain show``: all that is known of one job."""
+"""``hvdtrain show``: the details of a job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is known of a job.
+    """Print the details of a job.
 
     Raises:
         JobError: There is no such job.

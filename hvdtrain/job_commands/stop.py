@@ -1,4 +1,4 @@
-"""``hvdtrain stop``: has jobs end, with a checkpoint if that is wanted."""
+"""``hvdtrain stop``: stops jobs, with a checkpoint on request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Stop jobs; returns 1 where one has not ended in time, or can't be told.
+    """Stop jobs; return 1 if one has not ended in time or can't be reached.
 
     Raises:
         JobError: There is no such job.
@@ -60,15 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
-    """Tell a job that is not over to stop; it may take a while to do so.
+    """Ask a job that is not over to stop, which may take a while.
 
     Args:
         job: The job.
-        view: How it is.
-        save: Whether its ranks are to save what they have before.
+        view: Its view.
+        save: Whether its ranks save a checkpoint first.
 
     Raises:
-        JobError: It can't be told.
+        JobError: The job can't be reached.
     """
     view.require_known()
     try:
@@ -79,7 +79,7 @@ def stop_job(job: JobFolder, view: JobView, *, save: bool) -> None:
 
 
 def _spec(job: JobFolder) -> JobSpec:
-    """What was asked for; where that can't be read, nothing, which a launcher here can end."""
+    """Return the specification; an empty one if it can't be read, as a launcher here can end."""
     try:
         return job.spec()
     except JobError:

@@ -1,4 +1,4 @@
-"""``hvdtrain submit``: hands a job over and returns at once."""
+"""``hvdtrain submit``: queues a job and returns at once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["add_arguments", "run", "with_files"]
 
 with_files = launch.with_files
 _EPILOG = """\
-The job waits until as many slots are free as it has ranks: a GPU each, or where there is none a
-core. It runs in the background, whatever becomes of this terminal; hvdtrain jobs, show, logs -f,
-stop, restart and clone see and steer it. With --on slurm it waits in Slurm's queue instead, with
+The job waits until as many slots are free as it has ranks: a GPU each, or a core on a machine
+without GPUs. It runs in the background and outlives this terminal; hvdtrain jobs, show, logs -f,
+stop, restart and clone show and control it. With --on slurm it waits in Slurm's queue instead, with
 --on kubernetes for room on a cluster (docs/kubernetes.md).
 """
 

@@ -1,4 +1,4 @@
-"""Folders of jobs: where they lie, and what is in each."""
+"""The folders of jobs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = [
     "jobs_directory",
 ]
 
-# Where the folders of jobs lie; empty for nowhere.
+# The directory of the folders of jobs; jobs have no folders if it is empty.
 JOBS_DIR = "HVDTRAIN_JOBS_DIR"
-# The folder of the job that a hvdtrain run is to run; it is queued there.
+# The folder of the queued job that hvdtrain run starts.
 JOB_FOLDER = "HVDTRAIN_JOB_FOLDER"
 # A launcher touches its state this often, in seconds; others give up on it after PATIENCE_S.
 HEARTBEAT_S = 15.0
@@ -92,25 +92,25 @@ class JobFolder:
         return {10: self.path / "metrics-10s.jsonl", 60: self.path / "metrics-1min.jsonl"}
 
     @property
-    def _words_to_stop(self) -> Mapping[int, Path]:
+    def _stop_requests(self) -> Mapping[int, Path]:
         return {
             signal.SIGTERM: self.path / "stop",
             signal.SIGUSR1: self.path / "save-and-stop",
         }
 
     def created_s(self) -> float:
-        """Return when it was asked for last, in seconds since 1970; 0 where that can't be told.
+        """Return when it was last submitted, in seconds since 1970; 0 if unknown.
 
-        Where that is not written it is when something of its folder changed last.
+        Without a specification it is when its folder last changed.
         """
         return _changed_s(self._spec) or _changed_s(self.path)
 
     def heard_s(self) -> float:
-        """Return when its state was written or touched last, in seconds since 1970; 0 for never."""
+        """Return when its state was last written or touched, in seconds since 1970; 0 if never."""
         return _changed_s(self._state)
 
     def last_words(self) -> str:
-        """Return what its launcher printed last where nobody saw it, such as a traceback."""
+        """Return the last output of its launcher, such as a traceback."""
         try:
             with self.words.open("rb") as file:
                 file.seek(max(0, self.words.stat().st_size - _LAST_WORDS_BYTES))
@@ -119,7 +119,7 @@ class JobFolder:
             return ""
 
     def spec(self) -> JobSpec:
-        """Read the specification: what was asked for.
+        """Read the specification.
 
         Raises:
             JobError: It can't be read.
@@ -127,20 +127,19 @@ class JobFolder:
         return _read(self._spec, JobSpec)
 
     def state(self) -> JobState | None:
-        """Read the state that was written last; None where that can't be read."""
+        """Read the newest state; None if it can't be read."""
         try:
             return _read(self._state, JobState)
         except JobError:
             return None
 
     def status(self, state: JobState | None, queue: str | None = None) -> Status:
-        """Decide the job's status from its ``state``, read before; ``queue`` as ``status_of``."""
+        """Return the status of the job in a state; ``queue`` as in ``status_of``."""
         quiet_s = time.time() - self.heard_s()
         launcher = state.launcher if state is not None else None
         alive = is_alive(launcher) if launcher is not None else None
         if launcher is not None and alive is None and launcher.host == socket.gethostname():
-            # It ran before a restart of this host, or runs in another container: its heartbeat
-            # decides.
+            # It ran before a reboot, or runs in another container: its heartbeat decides.
             alive = False if quiet_s > PATIENCE_S else None
         return status_of(state, alive=alive, quiet_s=quiet_s, patience_s=PATIENCE_S, queue=queue)
 
@@ -149,11 +148,11 @@ class JobFolder:
         for path in (self._spec, self._state, self.words):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            # Somebody looks after it, it seems.
+            # The user has put other files there.
             self.path.rmdir()
 
     def write_spec(self, spec: JobSpec) -> None:
-        """Say what is asked for.
+        """Replace the specification.
 
         Raises:
             OSError: It can't be written.
@@ -161,15 +160,15 @@ class JobFolder:
         write_json(self._spec, spec.to_json())
 
     def write_state(self, state: JobState) -> None:
-        """Say how it is, in place of what was said before.
+        """Replace the state.
 
         Raises:
-            OSError: It can't be written; what was said before stands.
+            OSError: It can't be written; the state before is unchanged.
         """
         write_json(self._state, state.to_json())
 
     def cancel(self) -> None:
-        """Say that it was ended while it waited.
+        """Mark the job as cancelled in the queue.
 
         Raises:
             OSError: It can't be written.
@@ -189,24 +188,23 @@ class JobFolder:
         os.utime(self._state)
 
     def request_stop(self, number: int) -> None:
-        """Leave word that the job is to stop, for a launcher on any host.
+        """Ask the launcher on any host to stop the job.
 
         Args:
-            number: As which signal its launcher takes it: SIGTERM, or SIGUSR1 where ranks are to
-                save what they have before.
+            number: The signal that it stands for: SIGTERM, or SIGUSR1 to save a checkpoint first.
 
         Raises:
-            OSError: The word can't be left.
+            OSError: The request can't be written.
         """
-        self._words_to_stop[number].touch(mode=0o600)
+        self._stop_requests[number].touch(mode=0o600)
 
     def take_stop(self) -> int | None:
-        """Take a word to stop the job, and return the signal; None for none. For its launcher.
+        """Remove a request to stop the job, and return its signal; None if there is none.
 
         Raises:
-            OSError: That can't be told.
+            OSError: The folder can't be read.
         """
-        for number, path in self._words_to_stop.items():
+        for number, path in self._stop_requests.items():
             if path.exists():
                 path.unlink(missing_ok=True)
                 return number
@@ -214,7 +212,7 @@ class JobFolder:
 
 
 def jobs_directory(environ: Mapping[str, str]) -> Path | None:
-    """Return where the folders of jobs lie: in JOBS_DIR, or the user's place for such; or None."""
+    """Return the directory of the folders of jobs; None if jobs have none."""
     if (named := environ.get(JOBS_DIR)) is not None:
         return Path(named).absolute() if named else None
     if base := environ.get("XDG_STATE_HOME"):
@@ -224,12 +222,12 @@ def jobs_directory(environ: Mapping[str, str]) -> Path | None:
 
 
 def create_job(directory: Path, spec: JobSpec) -> JobFolder:
-    """Make a folder for a job, with a name that is its alone, and ``spec`` in it.
+    """Create the folder of a job, with a unique name and ``spec`` in it.
 
-    A job of Slurm's that is queued again keeps the folder that it had.
+    A Slurm job that is requeued keeps its folder.
 
     Raises:
-        OSError: It can't be made.
+        OSError: It can't be created.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     word = _word(spec.program)
@@ -254,7 +252,7 @@ def create_job(directory: Path, spec: JobSpec) -> JobFolder:
 
 
 def _same(job: JobFolder, spec: JobSpec) -> bool:
-    """Whether a folder is that of this job, which Slurm has started before."""
+    """Return whether a folder is that of this job, which Slurm has started before."""
     try:
         before = job.spec()
     except JobError:
@@ -267,7 +265,7 @@ def _same(job: JobFolder, spec: JobSpec) -> bool:
 
 
 def all_jobs(directory: Path) -> list[JobFolder]:
-    """All jobs, by their names."""
+    """Return all jobs, sorted by name."""
     try:
         with os.scandir(directory) as entries:
             names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]

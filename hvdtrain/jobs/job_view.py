@@ -1,4 +1,4 @@
-"""Views of jobs: what there is to show of each, read from its folder."""
+"""Views of jobs, read from their folders and queues."""
 
 from __future__ import annotations
 
@@ -55,25 +55,25 @@ class JobView:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it runs or will run; where that can't be told, it is not."""
+        """Whether nothing of it runs or will run, for certain."""
         return self.status in ("done", "failed", "stopped", "preempted", "lost")
 
     @property
     def doubt(self) -> str:
-        """Why it is not known whether the job runs; empty if it is known."""
+        """Why it is unknown whether the job runs; empty if it is known."""
         return f"{self.name} may be running: {self.verdict}" if self.status == "unknown" else ""
 
     def require_known(self) -> None:
-        """Raise if it is not known whether the job runs, as nothing can be done with it then.
+        """Check that it is known whether the job runs.
 
         Raises:
-            JobError: It is not known; the message says why.
+            JobError: It is not; the message says why.
         """
         if self.doubt:
             raise JobError(self.doubt)
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return it for programs, as JSON can hold it."""
+        """Return the view as flat JSON."""
         own = ("name", "status", "created_s", "ended_s", "verdict")
         return {
             **{name: getattr(self, name) for name in own},
@@ -84,12 +84,12 @@ class JobView:
 
 
 def view_job(job: JobFolder) -> JobView:
-    """Read what there is to show of a job; what can't be read is left out."""
+    """Return the view of a job."""
     return view_jobs([job])[0]
 
 
 def view_jobs(jobs: Sequence[JobFolder]) -> list[JobView]:
-    """Read what there is to show of each; ask its queue about one that only that knows of."""
+    """Return the views of jobs; queues are asked about jobs whose folders don't tell."""
     found = [(job, job.state(), _spec(job)) for job in jobs]
     asked: dict[JobBackend[Any], dict[Path, JobSpec]] = {}
     for job, state, spec in found:
@@ -118,7 +118,7 @@ def _spec(job: JobFolder) -> JobSpec | None:
 
 
 def _is_queues(job: JobFolder, state: JobState | None) -> bool:
-    """Whether a queue may know more of a job of its own than its folder tells."""
+    """Return whether the queue may know more of a job than its folder."""
     if state is None:
         return False
     if state.phase == "ended":

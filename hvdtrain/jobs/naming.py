@@ -1,4 +1,4 @@
-"""Arguments that name jobs, and the jobs that they name."""
+"""Command-line arguments that name jobs and queues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def add_jobs_dir(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Declare the argument that says where jobs are."""
+    """Declare the argument for the directory of jobs."""
     parser.add_argument(
         "--jobs-dir",
         metavar="DIR",
@@ -34,20 +34,20 @@ def add_jobs_dir(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> N
 
 
 def add_name(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
-    """Declare the argument that names a job, and where jobs are."""
+    """Declare the arguments for a job and for the directory of jobs."""
     action = parser.add_argument(
         "name",
         metavar="NAME",
         nargs="+" if several else None,
         help="a job, by its name or the beginning of it (hvdtrain jobs lists them)",
     )
-    # Asked by argcomplete, where a shell does.
+    # For argcomplete.
     action.completer = _complete_names  # type: ignore[attr-defined]
     add_jobs_dir(parser)
 
 
 def _complete_names(parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    """The names of all jobs."""
+    """Return the names of all jobs."""
     try:
         return [job.name for job in all_jobs(directory_of(parsed_args))]
     except JobError:
@@ -55,17 +55,17 @@ def _complete_names(parsed_args: argparse.Namespace, **_: object) -> list[str]:
 
 
 def add_changes(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that say what is to be different."""
+    """Declare the arguments for changes to a job."""
     parser.add_argument(
         "changes",
         nargs=argparse.REMAINDER,
         metavar="CHANGE",
-        help="further options of hvdtrain run, which win, and behind -- another program",
+        help="options of hvdtrain run that override the job's own, and after -- another program",
     )
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that say who runs a job."""
+    """Declare the arguments that choose a queue."""
     parser.add_argument(
         "--on",
         choices=get_args(BackendKind),
@@ -81,7 +81,7 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
 
 
 def split_backend(words: Sequence[str]) -> tuple[list[str], Backend | None]:
-    """The words without those of ``add_backend``; and who is to run the job, None for not said."""
+    """Return the words without those of ``add_backend``, and the queue; None if none is named."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_backend(parser)
     at = list(words).index("--") if "--" in words else len(words)
@@ -111,7 +111,7 @@ def directory_of(arguments: argparse.Namespace) -> Path:
 
 
 def named_job(arguments: argparse.Namespace, name: str | None = None) -> JobFolder:
-    """The job that is named.
+    """Return the named job.
 
     Raises:
         JobError: There is no such job, or more than one.

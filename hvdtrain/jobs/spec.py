@@ -1,4 +1,4 @@
-"""The specification of a job: what it was asked to do, enough to do it again."""
+"""The specification of a job: all that is needed to run it again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 _SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|(^|_)(KEY|AUTH|PWD)(_|$)", re.IGNORECASE
 )
-# What is worth knowing of a job's environment, and what packages have it; a later one wins.
+# Versions that a specification records, and the packages that have them; a later one wins.
 _PACKAGES = {
     "TensorFlow": ("tensorflow", "tensorflow-cpu"),
     "Keras": ("keras",),
@@ -47,11 +47,11 @@ BackendKind = Literal["local", "slurm", "kubernetes"]
 
 @dataclass(frozen=True)
 class Backend:
-    """Who runs a job.
+    """The queue of a job.
 
     Attributes:
-        kind: This machine's queue, Slurm's, or a cluster of Kubernetes.
-        options: What it is told beside the job: options of sbatch, or of pods.
+        kind: This machine's queue, Slurm's, or a Kubernetes cluster.
+        options: Its own options: those of sbatch, or of pods.
     """
 
     kind: BackendKind = "local"
@@ -63,21 +63,20 @@ LOCAL = Backend()
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """The specification of a job: what was asked for, as it was said.
+    """The specification of a job.
 
     Attributes:
         options: The options of ``hvdtrain run``.
         program: The program that every rank runs, with its arguments.
         folder: The working directory.
-        variables: What came from the environment: settings of hvdtrain, and what ``-x NAME`` asks
-            for.
+        variables: Variables of the environment: hvdtrain's settings, and those of ``-x NAME``.
         python: The Python that ran hvdtrain.
         version: The version of hvdtrain.
-        versions: Those of Python, and of the packages beside it that matter to a training.
-        created_s: When, in seconds since 1970.
-        backend: Who runs it.
-        slurm_job: The number of the Slurm job that it runs in; empty for none.
-        slurm_restarts: How often Slurm has queued that again.
+        versions: Versions of Python, and of the packages that matter to training.
+        created_s: When it was submitted, in seconds since 1970.
+        backend: Its queue.
+        slurm_job: The number of the Slurm job that it runs in; empty if there is none.
+        slurm_restarts: How often Slurm has requeued that.
     """
 
     options: tuple[str, ...]
@@ -93,7 +92,7 @@ class JobSpec:
     slurm_restarts: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as the file holds it."""
+        """Return the specification as JSON."""
         return asdict(self)
 
 
@@ -103,13 +102,13 @@ def make_spec(
     environ: Mapping[str, str],
     asked_for: Iterable[str] = (),
 ) -> JobSpec:
-    """Make the specification of what this process was asked for.
+    """Return the specification of the job of this process.
 
     Args:
         options: The options of ``hvdtrain run``.
         program: The program with its arguments.
         environ: The variables of this process.
-        asked_for: Names of variables that the ranks are to get.
+        asked_for: Names of variables that the ranks get.
     """
     settings = [variable_name(entry.name) for entry in fields(Settings)]
     return JobSpec(
@@ -131,17 +130,17 @@ def make_spec(
 
 
 def with_changes(spec: JobSpec, words: Sequence[str], backend: Backend | None = None) -> JobSpec:
-    """The same job with further options, which win, and what stands behind ``--`` as its program.
+    """Return a job with further options, which win, and the words after ``--`` as its program.
 
-    Its creation is now.
+    It is created now.
 
     Args:
-        spec: The job as it is.
-        words: What is to be different.
-        backend: Who runs it; None for the one that it has.
+        spec: The job.
+        words: The changes.
+        backend: Its queue; None for the same.
 
     Raises:
-        JobError: It ran in a Slurm job that somebody else submitted, and nobody is named.
+        JobError: It ran in a Slurm job that hvdtrain did not submit, and no queue is named.
     """
     if spec.slurm_job and spec.backend == LOCAL and backend is None:
         raise JobError(
@@ -150,7 +149,7 @@ def with_changes(spec: JobSpec, words: Sequence[str], backend: Backend | None = 
         )
     at = list(words).index("--") if "--" in words else len(words)
     options, program = words[:at], words[at + 1 :] or spec.program
-    # Of another Python than this one nothing new is known.
+    # The versions of another Python are unknown.
     now = (__version__, _versions()) if spec.python == sys.executable else None
     version, versions = now or (spec.version, spec.versions)
     return replace(
@@ -167,8 +166,8 @@ def with_changes(spec: JobSpec, words: Sequence[str], backend: Backend | None = 
 
 
 def _versions() -> dict[str, str]:
-    """Asks for what is installed, and imports none of it: that would take seconds."""
-    # Only here: every command of hvdtrain's loads this module.
+    """Return the versions of installed packages without importing them, which takes seconds."""
+    # Imported here, as every command loads this module.
     from importlib import metadata
 
     found = {"Python": platform.python_version()}
@@ -180,30 +179,30 @@ def _versions() -> dict[str, str]:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name tells that its value is to be kept from others."""
+    """Return whether a variable holds a secret, by its name."""
     return bool(_SECRET.search(name))
 
 
 def without_secrets(options: Sequence[str]) -> tuple[str, ...]:
-    """The options, in which ``-x NAME=VALUE`` is ``-x NAME`` where the value is a secret."""
+    """Return the options with ``-x NAME`` instead of ``-x NAME=VALUE`` for secrets."""
     return tuple(map(_without_value, options, ("", *options)))
 
 
 def secret_values(options: Sequence[str]) -> dict[str, str]:
-    """The values that ``without_secrets`` leaves out, by the names of their variables."""
+    """Return the values that ``without_secrets`` removes, by the names of their variables."""
     found = filter(None, map(_variable_in, options, ("", *options)))
     parts = [text.partition("=") for _, text in found]
     return {name: value for name, equals, value in parts if equals and is_secret(name)}
 
 
 def asked_for(options: Sequence[str]) -> list[str]:
-    """The names of the variables that ``-x`` and ``--env`` ask for."""
+    """Return the names of the variables in ``-x`` and ``--env``."""
     found = map(_variable_in, options, ("", *options))
     return [text.partition("=")[0] for _, text in filter(None, found)]
 
 
 def _variable_in(word: str, before: str) -> tuple[str, str] | None:
-    """The flag within a word, if it has one, and the variable behind it; None for another word."""
+    """Return the flag in a word, if any, and the variable after it; None for another word."""
     if before in ("-x", "--env"):
         return "", word
     lead = next((flag for flag in ("--env=", "-x") if word.startswith(flag) and word != flag), None)

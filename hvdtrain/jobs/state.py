@@ -42,18 +42,18 @@ Status = Literal[
     "failed",
     "stopped",
     "preempted",
-    "lost",  # its launcher is gone, and said nothing
-    "silent",  # its launcher, on another host, has not been heard of for long
-    "unknown",  # what it wrote can't be read, or its queue does not answer
+    "lost",  # its launcher is gone without a report
+    "silent",  # its launcher, on another host, has not reported for long
+    "unknown",  # its state can't be read, or its queue does not answer
 ]
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 GONE = "GONE"
-# It runs, and where it has ended as one that was preempted it is started again.
+# It runs, and is restarted after a preemption.
 GOES_ON = "GOES_ON"
 NO_ANSWER = "NO_ANSWER"
 _WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
-# Some of them for a moment only, in which nobody can have said anything yet.
+# In some of them a job can't have written anything yet.
 _RUNS = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", GOES_ON)
 _OF_CAUSES: Mapping[str, Status] = {
     "done": "done",
@@ -119,7 +119,7 @@ class JobState:
     verdict: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as the file holds it."""
+        """Return the state as JSON."""
         return asdict(self)
 
 
@@ -131,21 +131,21 @@ def status_of(
     patience_s: float,
     queue: str | None = None,
 ) -> Status:
-    """Decide the status of a job by its state and what is known of its launcher.
+    """Return the status of a job.
 
     Args:
-        state: What was written last; None where that can't be read.
-        alive: Whether its launcher runs; None where only another host knows.
-        quiet_s: How long the launcher has not touched the state; it does so all the time.
-        patience_s: After how long that means something.
-        queue: Its state for Slurm or Kubernetes, as squeue names it; ``GOES_ON`` where it runs and
-            is started again if it is preempted, ``GONE`` where it is forgotten, ``NO_ANSWER`` where
-            they can't be asked; None where it is no matter of theirs.
+        state: Its newest state; None if it can't be read.
+        alive: Whether its launcher runs; None if only another host knows.
+        quiet_s: Seconds since the launcher last touched the state, which it does all the time.
+        patience_s: Seconds after which that counts.
+        queue: Its state in Slurm or Kubernetes, as squeue names it; ``GOES_ON`` if it runs and
+            is restarted when preempted, ``GONE`` if the queue has forgotten it, ``NO_ANSWER`` if
+            the queue does not answer; None if it has no queue.
     """
     if state is None:
         return "unknown"
     if queue in _WAITS or (queue == GOES_ON and state.phase == "ended"):
-        # Also one that was preempted, and is in the queue again, or about to be.
+        # Possibly one that was preempted, and is requeued or about to be.
         return "queued"
     if state.phase == "ended":
         return "done" if state.code == 0 else _OF_CAUSES.get(state.cause, "failed")
@@ -154,13 +154,13 @@ def status_of(
     if alive is None and queue is not None and (state.launcher is None or quiet_s > patience_s):
         return _by_queue(queue, taken_up=state.launcher is not None)
     if alive is None and quiet_s > patience_s:
-        # Where nobody has taken it up by then, nobody will.
+        # A launcher that has not started by then won't.
         return "silent" if state.launcher is not None else "lost"
     return state.phase
 
 
 def _by_queue(word: str, *, taken_up: bool) -> Status:
-    """Decide by the queue's word the status of a job that says nothing itself."""
+    """Return the status of a job without news by its state in the queue."""
     if word in _RUNS:
         return "silent" if taken_up else "queued"
     if word == NO_ANSWER:

@@ -1,10 +1,9 @@
-"""Access to the page: checks of who may talk to it, before any route, on every method.
+"""Access control for the page, before any route and for every method.
 
-What a browser is told by another page, or by a name that leads here, is refused: Host and Origin
-must be among those that are allowed. Who shows the token gets a cookie that no script can read and
-that no other site can send; what changes something needs a second word as well, which only
-a page from here can know. Cookies are signed with the token, so that they outlive this process, and
-end with the token.
+Requests from other sites and with foreign hostnames (DNS rebinding) are refused: Host and Origin
+must be allowed. The token gets a session cookie that no script can read and no other site can send.
+Requests that change something need a CSRF token as well. Cookies are signed with the token: they
+outlive this process, and a new token invalidates them.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ COOKIE = "hvdtrain_session"
 CSRF_HEADER = "x-csrf-token"
 SESSION_S = 30 * 86400
 READING = ("GET", "HEAD")
-# Reached without a cookie: where one is given out, and what the page that asks for it looks like.
+# Paths that need no session; so do the static files.
 _OPEN = ("/login", "/favicon.ico")
 # The only routes that accept POST with --read-only: they change nothing but the cookie.
 _SESSION = ("/login", "/logout")
@@ -57,10 +56,10 @@ _HEADERS = {
 
 
 def read_token(path: Path) -> str:
-    """The token in a file, which is made if it isn't there.
+    """Return the token in a file, which is created if missing.
 
     Raises:
-        ConfigurationError: The file can be read by others, or not at all.
+        ConfigurationError: Other users can read the file, or this one can't.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,7 +68,7 @@ def read_token(path: Path) -> str:
         except FileExistsError:
             if path.stat().st_mode & 0o077:
                 raise ConfigurationError(
-                    f"{path} can be read by others; remove it, and a new token is made."
+                    f"{path} can be read by others; remove it, and a new token is created."
                 ) from None
         else:
             with open(descriptor, "w", encoding="ascii") as file:
@@ -78,12 +77,12 @@ def read_token(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"the token in {path} can't be used: {error}") from None
     if len(token) < 16:
-        raise ConfigurationError(f"{path} holds no token; remove it, and a new one is made.")
+        raise ConfigurationError(f"{path} holds no token; remove it, and a new one is created.")
     return token
 
 
 def allowed_hosts(host: str, port: int, names: Collection[str] = ()) -> frozenset[str]:
-    """Return what the header Host may hold: what is listened on or in ``names``, with the port."""
+    """Return the allowed Host headers: loopback, the address and ``names``, each with the port."""
     own = {"127.0.0.1", "localhost", "[::1]"}
     if host not in ("0.0.0.0", "::"):
         own.add(f"[{host}]" if ":" in host else host)
@@ -92,12 +91,12 @@ def allowed_hosts(host: str, port: int, names: Collection[str] = ()) -> frozense
 
 @dataclass(frozen=True)
 class Keys:
-    """The token, and what is signed with it."""
+    """The token, and signatures with it."""
 
     token: str
 
     def is_token(self, given: str) -> bool:
-        """Whether this is the token."""
+        """Return whether this is the token."""
         return hmac.compare_digest(given.encode(), self.token.encode())
 
     def session(self, now_s: float) -> str:
@@ -114,7 +113,7 @@ class Keys:
         return int(until.partition("-")[0]) > now_s
 
     def csrf(self, cookie: str) -> str:
-        """The word that goes with a cookie."""
+        """Return the CSRF token of a session cookie."""
         return self._sign(f"csrf {cookie}")
 
     def _sign(self, text: str) -> str:
@@ -146,14 +145,14 @@ class OneTimeCodes:
 
 
 class Guard:
-    """An ASGI middleware that lets nobody in but those who may come.
+    """ASGI middleware that refuses requests without the right to make them.
 
     Args:
-        app: What is behind it.
-        keys: Tell who may.
-        hosts: What may stand in Host, and with ``scheme`` before it in Origin.
+        app: The application.
+        keys: The token and its signatures.
+        hosts: Allowed Host headers; with ``scheme`` in front, allowed origins.
         scheme: http or https.
-        read_only: Whether to refuse every request that could change something, whatever its route.
+        read_only: Whether to refuse all requests that could change something, on every route.
     """
 
     def __init__(
@@ -177,7 +176,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            # There are no web sockets here.
+            # The page has no web sockets.
             return
         refusal = self._refusal(scope)
 
@@ -186,7 +185,7 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
-                # After an update the files of the page are to fit each other.
+                # Static files are revalidated, so that they fit each other after an update.
                 static = scope["path"].startswith(_STATIC)
                 headers.setdefault("cache-control", "no-cache" if static else "no-store")
             await send(message)
@@ -194,15 +193,15 @@ class Guard:
         await (refusal or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Return the answer to somebody who is not let in; None for somebody who is."""
+        """Return the response to a request that is refused; None if it is not."""
         headers = Headers(scope=scope)
         if headers.get("host", "").lower() not in self._hosts:
-            return _refuse("This name is not one of those that hvdtrain serve answers to.", 421)
+            return _refuse("Unknown Host header; add the name with hvdtrain serve --name.", 421)
         if scope["method"] not in _METHODS:
-            return _refuse("There is no such method here.", 405)
+            return _refuse("Method not allowed.", 405)
         origin = headers.get("origin")
         if origin is not None and origin.lower() not in self._origins:
-            return _refuse("Other pages may not ask here.", 403)
+            return _refuse("Requests from other sites are refused.", 403)
         path: str = scope["path"]
         if path in _OPEN or path.startswith(_STATIC):
             return None
@@ -216,7 +215,7 @@ class Guard:
     def _without_session(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and self._keys.is_token(given.strip()):
-            # Programs: no browser sends that by itself.
+            # A program: browsers don't send this header by themselves.
             return None
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
         if not self._keys.is_session(cookie, time.time()):
@@ -225,7 +224,7 @@ class Guard:
         if scope["method"] not in READING:
             given = headers.get(CSRF_HEADER, "")
             if not hmac.compare_digest(given.encode(), self._keys.csrf(cookie).encode()):
-                return _refuse("This was not asked by a page from here; load it again.", 403)
+                return _refuse("Invalid CSRF token; reload the page.", 403)
         return None
 
 
