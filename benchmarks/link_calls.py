@@ -34,7 +34,7 @@ ARRAYS = 40
 MOST_CALLS = 100
 BYTES_PER_RUN = 2 << 20
 
-Way = Callable[[], object]
+Way = Callable[..., object]
 NAMES_OF_MPI = {"allreduce": "MPI_Allreduce", "broadcast": "MPI_Bcast"}
 Found = dict[str, dict[int, list[float]]]
 
@@ -72,7 +72,7 @@ def measure_hvdtrain(job: dict[str, Any]) -> Found:
         if size > ONE_ARRAY_BYTES:
             # What leaves a host at least.
             moved = size if call == "broadcast" else 2 * (hosts - 1) * size // hosts
-            ways = {"TCP": lambda moved=moved: link.move(moved), **ways}
+            ways = {"TCP": functools.partial(link.move, moved), **ways}
             count_bytes(ways, size, world, topology.local_rank)
         time_ways(ways, size, runs, world.Barrier, found)
         results: Any = of_hvdtrain()
@@ -112,13 +112,10 @@ def measure_horovod(job: dict[str, Any]) -> Found:
     found: Found = {}
     for size in job["bytes"]:
         tensors = [tf.constant(array) for array in arrays_of(size, hvd.rank())]
+        allreduce = functools.partial(hvd.grouped_allreduce, tensors, op=hvd.Sum, name="arrays")
         ways: dict[str, Way] = {
-            "allreduce": lambda tensors=tensors: hvd.grouped_allreduce(
-                tensors, op=hvd.Sum, name="arrays"
-            ),
-            "broadcast": lambda tensors=tensors: [
-                hvd.broadcast(tensor, 0, name=f"array {n}") for n, tensor in enumerate(tensors)
-            ],
+            "allreduce": allreduce,
+            "broadcast": functools.partial(broadcast_all, hvd, tensors),
         }
 
         def barrier() -> None:
@@ -126,6 +123,11 @@ def measure_horovod(job: dict[str, Any]) -> Found:
 
         time_ways({"Horovod": ways[call]}, size, runs, barrier, found)
     return found if hvd.rank() == 0 else {}
+
+
+def broadcast_all(hvd: Any, tensors: list[Any]) -> list[Any]:
+    """Broadcast tensors from rank 0, one after the other."""
+    return [hvd.broadcast(tensor, 0, name=f"array {n}") for n, tensor in enumerate(tensors)]
 
 
 def count_bytes(ways: dict[str, Way], size: int, world: Any, local_rank: int) -> None:
