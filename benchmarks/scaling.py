@@ -25,7 +25,7 @@ from cluster_jobs import HVDTRAIN, run_on_hosts, shaped_cluster
 
 from hvdtrain.bench.cost_model import Cluster, Costs, Step, predict_allreduce, predict_step
 from hvdtrain.bench.options import bytes_per_s
-from hvdtrain.cluster.cores import available_cores
+from hvdtrain.cluster.placement import available_cores
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import create, link_speed
 from hvdtrain.config import read_settings

@@ -45,6 +45,8 @@ OUTPUT_DIR = "HVDTRAIN_OUTPUT_DIR"
 # The number of this start of the job by one hvdtrain run, from 1.
 ATTEMPT = "HVDTRAIN_ATTEMPT"
 
+# Characters; a longer line is passed on in parts, as it has to fit into memory.
+LONGEST_LINE = 4 << 20
 # The limit for unknown clients on the port: they can't fill the memory.
 MOST_BYTES = 1 << 20
 WINDOW_BYTES = 1 << 16

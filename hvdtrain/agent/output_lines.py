@@ -5,10 +5,10 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator
 
+from hvdtrain.agent.messages import LONGEST_LINE
+
 __all__ = ["LineSplitter"]
 
-# Characters; a longer line is passed on in parts, as it has to fit into memory.
-LONGEST_LINE = 4 << 20
 LONGEST_STATUS = 1 << 12
 _ERASE = "\x1b[K"
 

@@ -7,7 +7,7 @@ import os
 import platform
 from pathlib import Path
 
-from hvdtrain.cluster.cores import available_cores
+from hvdtrain.cluster.placement import available_cores
 from hvdtrain.version import __version__
 
 __all__ = [

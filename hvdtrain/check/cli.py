@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 
 from hvdtrain.check.allreduce_check import judge_allreduce, show_allreduce
 from hvdtrain.check.check_report import format_report, make_report
-from hvdtrain.cluster.hosts import Host, slurm_hosts, ssh_user
+from hvdtrain.cluster.hosts import Host, is_this_host, slurm_hosts, ssh_user
 from hvdtrain.cluster.placement import place
 from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.jobs.kubernetes.pod_options import add_pod_options
 from hvdtrain.launch.hosts import add_where, named_hosts
-from hvdtrain.remote.own_addresses import is_this_host
 from hvdtrain.remote.problem import Problem, show_problem
 from hvdtrain.remote.remote_probe import Answer, Way
 

@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hvdtrain.check.allreduce_check import MeasuredAllreduce
+from hvdtrain.cluster.hosts import is_this_host, own_addresses
 from hvdtrain.config import Settings
 from hvdtrain.exit_codes import ExitCode
 from hvdtrain.launch.attempts import run_job
 from hvdtrain.launch.plan import Job
 from hvdtrain.launch.supervisor import TimeLimits
-from hvdtrain.remote.own_addresses import is_this_host, own_addresses
 from hvdtrain.remote.probe_messages import Question
 from hvdtrain.remote.remote_probe import (
     Answer,

@@ -20,21 +20,26 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+import socket
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.cluster.topology import slurm_task_counts
 from hvdtrain.errors import ConfigurationError
 
 __all__ = [
     "Host",
+    "is_this_host",
     "merge_hosts",
+    "own_addresses",
     "parse_hostfile",
     "parse_hosts",
     "read_names",
     "slurm_hosts",
     "ssh_user",
 ]
+
+# Addresses of one host that are tried; more would be the same interfaces again.
+_TRIED = 2
 
 _LIST_EXPECTED = (
     "Expected hosts with the number of ranks that each takes (1 where none is given), like "
@@ -340,7 +345,33 @@ def _count(text: str) -> int:
 
 
 def _task_counts(text: str) -> list[int]:
+    from hvdtrain.cluster.topology import slurm_task_counts
+
     try:
         return slurm_task_counts(text)
     except ValueError as error:
         raise ValueError(f"SLURM_TASKS_PER_NODE {error}") from None
+
+
+def is_this_host(name: str) -> bool:
+    """Whether a host is called by a name of the one that this process runs on."""
+    own_names = ("localhost", "127.0.0.1", "::1", socket.gethostname().lower())
+    return name.lower() in own_names
+
+
+def own_addresses(hosts: Sequence[str]) -> list[str]:
+    """This host's addresses as its routes to ``hosts`` say, and its name; alone, the local one."""
+    if not hosts:
+        return ["127.0.0.1"]
+    found = []
+    for host in hosts:
+        try:
+            known = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+            for family, kind, protocol, _, address in known[:_TRIED]:
+                # Connecting a datagram socket sends nothing; it asks the routing table.
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.connect(address)
+                    found.append(probe.getsockname()[0])
+        except OSError:
+            continue
+    return list(dict.fromkeys([*found, socket.gethostname()]))

@@ -1,7 +1,8 @@
 """Hosts that somebody else gives to a job and takes away again, as Kubernetes does with pods.
 
-Whoever knows of them keeps a file, which ``MANAGED_HOSTS`` names to ``hvdtrain run``: how each host
-is, the ones that are to come among them. What follows from that is decided here; pure functions.
+Whoever knows of them keeps a file, which ``config.MANAGED_HOSTS`` names to ``hvdtrain run``: how
+each host is, the ones that are to come among them. What follows from that is decided here; pure
+functions.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
+from hvdtrain.config import MANAGED_HOSTS
 from hvdtrain.errors import ConfigurationError
 
 __all__ = [
-    "MANAGED_HOSTS",
     "HostState",
     "ManagedHost",
     "going",
@@ -24,7 +25,6 @@ __all__ = [
     "taken_away",
 ]
 
-MANAGED_HOSTS = "HVDTRAIN_MANAGED_HOSTS"
 _TAKEN_OUT = "it is taken out of the job"
 
 HostState = Literal[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,16 @@ from hvdtrain.cluster.hosts import Host, merge_hosts
 from hvdtrain.cluster.ranges import counted, format_table, listing
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["Place", "Role", "most_ranks", "place", "share_of_cores", "table"]
+__all__ = [
+    "Place",
+    "Role",
+    "available_cores",
+    "core_numbers",
+    "most_ranks",
+    "place",
+    "share_of_cores",
+    "table",
+]
 
 Role = Literal["chief", "worker", "ps"]
 
@@ -215,3 +225,15 @@ def _span(cores: tuple[int, int] | None) -> str:
         return "-"
     first, last = cores
     return str(first) if first == last else f"{first}-{last}"
+
+
+def available_cores() -> int:
+    """Cores that this process may run on: fewer than the machine has in many containers."""
+    return len(core_numbers())
+
+
+def core_numbers() -> set[int]:
+    """Return the numbers of these cores."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))

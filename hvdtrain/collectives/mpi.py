@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hvdtrain.cluster.cores import core_numbers
+from hvdtrain.cluster.placement import core_numbers
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.direct_allreduce import DirectAllreduce, Transfer, chunks_ahead
 from hvdtrain.collectives.direct_exchange import DirectExchange

@@ -18,6 +18,7 @@ __all__ = [
     "COLUMNS",
     "LAUNCHER",
     "LONGEST_WORD",
+    "MANAGED_HOSTS",
     "REPORT_FD",
     "ModeSettings",
     "Settings",
@@ -34,6 +35,8 @@ COLUMNS = PREFIX + "COLUMNS"
 # The open file in which a rank's program tells how far it is, and its inode ("7:4711"), so that
 # a number that means another file by then is not written to.
 REPORT_FD = PREFIX + "REPORT_FD"
+# The file in which somebody else lists the hosts of a job; see cluster/managed_hosts.py.
+MANAGED_HOSTS = PREFIX + "MANAGED_HOSTS"
 # A word or a line that is told through it has so many characters at most.
 LONGEST_WORD = 500
 

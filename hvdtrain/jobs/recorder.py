@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from hvdtrain.cluster.ranges import counted
 from hvdtrain.jobs.files import append_json_line
 from hvdtrain.jobs.folder import HEARTBEAT_S, JobFolder
 from hvdtrain.jobs.log import LAUNCHER, LogLine, LogWriter
-from hvdtrain.jobs.metrics import RollUp, spread
 from hvdtrain.jobs.state import JobState, own_identity
 from hvdtrain.launch.observer import (
     AttemptBegan,
@@ -37,12 +37,16 @@ from hvdtrain.launch.observer import (
     Summary,
 )
 
-__all__ = ["JobRecorder"]
+__all__ = ["JobRecorder", "RollUp", "spread"]
 
 INTERVAL_S = 0.2
 # How long the end of a job waits for a disk that takes nothing.
 CLOSE_TIMEOUT_S = 10.0
 MOST_RECORDS = 10_000
+# A roll-up keeps the spread of measured values and the middle of counters. For everything else,
+# such as the slow rank, it keeps the newest value.
+_MEASURED = ("loss", "own_s", "reduced_bytes_per_s")
+_COUNTED = ("step", "epoch", "samples")
 
 
 class JobRecorder(Observer):
@@ -237,3 +241,57 @@ def _metrics(progress: Progress) -> dict[str, Any]:
         "held_by": progress.held_by or None,
     }
     return {name: value for name, value in row.items() if value is not None}
+
+
+def spread(name: str, values: Iterable[float]) -> dict[str, float]:
+    """Return the median of some values as ``name``, and ``_min``, ``_p95`` and ``_max`` of it."""
+    return _spread_of_spreads(name, [{name: value} for value in values])
+
+
+def _spread_of_spreads(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the spread of rows which may hold a spread each."""
+    low, high, most = (
+        [row.get(f"{name}_{part}", row[name]) for row in rows] for part in ("min", "p95", "max")
+    )
+    return {
+        f"{name}_min": min(low),
+        name: statistics.median(row[name] for row in rows),
+        # By nearest rank: an existing value, and the largest of less than twenty.
+        f"{name}_p95": sorted(high)[-(-len(high) * 95 // 100) - 1],
+        f"{name}_max": max(most),
+    }
+
+
+class RollUp:
+    """Makes one row out of all rows within so many seconds.
+
+    Args:
+        span_s: The number of seconds.
+    """
+
+    def __init__(self, span_s: float) -> None:
+        self._span_s = span_s
+        self._rows: list[Mapping[str, Any]] = []
+
+    def add(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Add a row, which has a ``time``; return the row of the span that ends before it."""
+        spans = {one["time"] // self._span_s for one in [*self._rows[:1], row]}
+        ended = self.end() if len(spans) > 1 else None
+        self._rows.append(row)
+        return ended
+
+    def end(self) -> dict[str, Any] | None:
+        """Return the row of the current span; None if it has no rows."""
+        rows, self._rows = self._rows, []
+        if not rows:
+            return None
+        rolled = {**rows[-1], "time": round(statistics.fmean(row["time"] for row in rows), 3)}
+        for name in _COUNTED:
+            if counts := [row[name] for row in rows if name in row]:
+                # The time is that of the middle, too.
+                rolled[name] = statistics.median_low(counts)
+        for name in _MEASURED:
+            if measured := [row for row in rows if name in row]:
+                parts = _spread_of_spreads(name, measured)
+                rolled |= {part: float(f"{value:.6g}") for part, value in parts.items()}
+        return rolled

@@ -14,12 +14,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.cluster.cores import available_cores
-from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.hosts import Host, is_this_host
+from hvdtrain.cluster.placement import available_cores
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.files import lock_descriptor
 from hvdtrain.jobs.state import host_identity
-from hvdtrain.remote.own_addresses import is_this_host
 
 __all__ = ["Turn", "await_turn", "gpu_variables", "slots_of"]
 

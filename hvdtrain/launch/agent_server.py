@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.agent.messages import WINDOW_BYTES, Decoder, encode, keep_alive, receive
-from hvdtrain.agent.output_lines import LONGEST_LINE
+from hvdtrain.agent.messages import LONGEST_LINE, WINDOW_BYTES, Decoder, encode, keep_alive, receive
 from hvdtrain.agent.rank_report import (
     FailureRecord,
     OomKills,

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.hosts import Host, is_this_host
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.exit_codes import ENDING, PREEMPTING, ExitCode
 from hvdtrain.launch.agent_server import AgentServer
@@ -53,7 +53,6 @@ from hvdtrain.launch.restart import (
 )
 from hvdtrain.launch.supervisor import Supervisor
 from hvdtrain.log import show
-from hvdtrain.remote.own_addresses import is_this_host
 
 __all__ = [
     "caught_signals",

@@ -8,20 +8,16 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.hosts import Host, parse_hostfile, parse_hosts
-from hvdtrain.cluster.managed_hosts import (
-    MANAGED_HOSTS,
-    ManagedHost,
-    going,
-    parse_managed_hosts,
-    ranks_for,
-    taken_away,
-)
 from hvdtrain.cluster.ranges import counted, listing
-from hvdtrain.cluster.tf_config import ClassicCluster, parse_cluster, parse_task_lists
-from hvdtrain.config import Settings
+from hvdtrain.config import MANAGED_HOSTS, Settings
 from hvdtrain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from hvdtrain.cluster.managed_hosts import ManagedHost
+    from hvdtrain.cluster.tf_config import ClassicCluster
 
 __all__ = [
     "TF_CONFIG",
@@ -104,17 +100,19 @@ def named_cluster(
         raise ConfigurationError(f"--cluster and {tasks[1]} both name tasks; give one of them.")
     if tasks == ["--ps-hosts"]:
         raise ConfigurationError("--ps-hosts names no workers; give --worker-hosts beside it.")
+    if not tasks and (hosts or not settings.has_servers or not environ.get(TF_CONFIG)):
+        return None
+    from hvdtrain.cluster.tf_config import parse_cluster, parse_task_lists
+
     if arguments.cluster is not None:
         source = f"--cluster {arguments.cluster}"
         cluster = parse_cluster(_text(arguments.cluster, source), source)
     elif tasks:
         source = " and ".join(tasks)
         cluster = parse_task_lists(arguments.worker_hosts, arguments.ps_hosts)
-    elif settings.has_servers and not hosts and environ.get(TF_CONFIG):
+    else:
         source = f"the variable {TF_CONFIG}"
         cluster = parse_cluster(environ[TF_CONFIG], source)
-    else:
-        return None
     _check_cluster(cluster, source, settings, arguments.num_proc)
     return cluster
 
@@ -229,6 +227,8 @@ class HostWatch:
         """
         if self._path is None or now < self._due_at:
             return ""
+        from hvdtrain.cluster.managed_hosts import going
+
         self._due_at = now + LOOK_S
         self._look()
         if leaving := going(self._now, self._used):
@@ -245,6 +245,8 @@ class HostWatch:
 
     def taken(self) -> Mapping[str, str]:
         """The hosts of the last start that were taken away, and why; waits a moment for news."""
+        from hvdtrain.cluster.managed_hosts import taken_away
+
         until = time.monotonic() + NEWS_S
         while self._path is not None:
             self._look()
@@ -278,11 +280,15 @@ class HostWatch:
             time.sleep(STEP_S)
 
     def _wanted(self) -> int:
+        from hvdtrain.cluster.managed_hosts import ranks_for
+
         found = ranks_for(self._now, ranks=self._ranks, slots=self._slots)
         return found if self._may_grow else min(found, self._ranks)
 
     def _look(self) -> None:
         if self._path is not None:
+            from hvdtrain.cluster.managed_hosts import parse_managed_hosts
+
             # What can't be read now is as it was.
             with contextlib.suppress(OSError, ConfigurationError):
                 self._now = parse_managed_hosts(self._path.read_text())

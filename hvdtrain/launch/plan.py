@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.agent.messages import ATTEMPT, JOB, OUTPUT_DIR, format_addresses
-from hvdtrain.cluster.cores import available_cores
-from hvdtrain.cluster.hosts import Host, slurm_hosts, ssh_user
-from hvdtrain.cluster.placement import place, table
-from hvdtrain.cluster.roles import assign_roles, remaining
+from hvdtrain.cluster.hosts import Host, is_this_host, own_addresses, slurm_hosts, ssh_user
+from hvdtrain.cluster.placement import available_cores, place, table
 from hvdtrain.config import COLUMNS, LAUNCHER, Settings, variable_name
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch.commands import (
@@ -39,7 +37,6 @@ from hvdtrain.launch.starters import (
     why_not_start_elastic,
 )
 from hvdtrain.launch.supervisor import TimeLimits
-from hvdtrain.remote.own_addresses import is_this_host, own_addresses
 
 if TYPE_CHECKING:
     from hvdtrain.cluster.tf_config import ClassicCluster
@@ -187,19 +184,23 @@ def make_plan(
         ConfigurationError: The ranks don't fit, or there are too few for all roles.
     """
     ps_ranks = site.ps_ranks
-    if more_before is not None and ps_ranks and job.settings.has_servers:
+    servers: Sequence[int] = ()
+    if job.settings.has_servers:
+        from hvdtrain.cluster.roles import assign_roles, remaining
         from hvdtrain.cluster.tf_config import hosts_and_servers
 
-        left = remaining(more_before.places, hosts, ranks, oversubscribe=job.oversubscribe)
-        hosts, ps_ranks = hosts_and_servers(left)
-    size = sum(host.slots for host in hosts) if ranks is None else ranks
-    roles = assign_roles(size, dataclasses.replace(job.settings, ps_ranks=ps_ranks))
+        if more_before is not None and ps_ranks:
+            left = remaining(more_before.places, hosts, ranks, oversubscribe=job.oversubscribe)
+            hosts, ps_ranks = hosts_and_servers(left)
+        size = sum(host.slots for host in hosts) if ranks is None else ranks
+        settings = dataclasses.replace(job.settings, ps_ranks=ps_ranks)
+        servers = assign_roles(size, settings).servers
     cores = available_cores()
     here = [host.name for host in hosts if is_this_host(host.name)]
     places = place(
         hosts,
         ranks,
-        servers=roles.servers,
+        servers=servers,
         oversubscribe=job.oversubscribe,
         share_gpus=job.settings.share_gpus,
         gpus_each=job.settings.towers,

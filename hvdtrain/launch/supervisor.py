@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from hvdtrain.agent.output_lines import LineSplitter
 from hvdtrain.agent.process_tree import kill_descendants, shell_code
 from hvdtrain.errors import LaunchError
 from hvdtrain.exit_codes import PREEMPTING
@@ -112,6 +111,7 @@ class Supervisor:
             hosts=server.hosts,
             running=lambda: server.running,
         )
+        self._rest = b""
         self._acted_on = 0
         self._stop_at: float | None = None
         self._give_up_at: float | None = None
@@ -163,16 +163,16 @@ class Supervisor:
             ) from None
         assert starter.stdout is not None
         os.set_blocking(starter.stdout.fileno(), False)
-        splitter = LineSplitter()
-        self._server.selector.register(
-            starter.stdout, selectors.EVENT_READ, lambda pipe: self._read_starter(pipe, splitter)
-        )
+        self._server.selector.register(starter.stdout, selectors.EVENT_READ, self._read_starter)
         return starter
 
-    def _read_starter(self, pipe: IO[bytes], splitter: LineSplitter) -> None:
+    def _read_starter(self, pipe: IO[bytes]) -> None:
         """Read what mpirun or srun says; show it unless it only comments on a failed rank."""
         data = os.read(pipe.fileno(), 1 << 16)
-        for line in splitter.feed(data, final=not data):
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if not data and self._rest:
+            lines.append(self._rest)
+        for line in (line.decode(errors="replace").rstrip("\r") for line in lines):
             self._record.words.append(line)
             if line.strip() and self._server.connected and not self._failed:
                 logger.warning(f"{self._record.starter_name}: {line}")

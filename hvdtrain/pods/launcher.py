@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from hvdtrain.cluster.hosts import parse_hostfile
-from hvdtrain.cluster.managed_hosts import MANAGED_HOSTS
+from hvdtrain.config import MANAGED_HOSTS
 from hvdtrain.errors import JobError
 from hvdtrain.exit_codes import ExitCode
 from hvdtrain.pods.cluster_api import ClusterApi, persist

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cluster.cores import available_cores
+from hvdtrain.cluster.placement import available_cores
 from hvdtrain.cluster.topology import host_id
 from hvdtrain.errors import LaunchError
 from hvdtrain.remote.mpi_library import TIMEOUT_S as MPI_TIMEOUT_S

@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from hvdtrain.remote.own_addresses import is_this_host
+from hvdtrain.cluster.hosts import is_this_host
 from hvdtrain.remote.remote_probe import ssh_probe
 
 __all__ = ["unreachable"]

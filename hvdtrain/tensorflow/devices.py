@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from hvdtrain.cluster.cores import available_cores
+from hvdtrain.cluster.placement import available_cores
 from hvdtrain.cluster.topology import Topology
 from hvdtrain.config import Settings
 from hvdtrain.errors import LaunchError

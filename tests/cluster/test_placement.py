@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 
 from hvdtrain.cluster.hosts import Host
-from hvdtrain.cluster.placement import Place, place, table
+from hvdtrain.cluster.placement import Place, available_cores, place, table
 from hvdtrain.errors import ConfigurationError
+from tests.harness.jobs import REPOSITORY
 
 
 def host(name: str, slots: int, max_slots: int | None = None) -> Host:
@@ -317,3 +321,16 @@ def test_the_table_without_what_is_not_known() -> None:
         "   0  c              0  chief    -      -",
     ]
     assert table([]) == "rank  host  local rank  role  GPU  cores"
+
+
+def test_only_those_that_are_allowed_count() -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    assert available_cores() == len(allowed)
+    code = (
+        f"import os; os.sched_setaffinity(0, [{allowed[0]}])\n"
+        "from hvdtrain.cluster.placement import available_cores; print(available_cores())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, timeout=30, check=True
+    )
+    assert done.stdout == b"1\n"

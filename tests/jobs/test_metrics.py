@@ -8,7 +8,8 @@ import pytest
 from hvdtrain.jobs.files import append_json_line
 from hvdtrain.jobs.folder import JobFolder, create_job
 from hvdtrain.jobs.job_view import left_s, view_job
-from hvdtrain.jobs.metrics import RollUp, goodput, metrics_rows, spread, steps_per_s
+from hvdtrain.jobs.metrics import goodput, metrics_rows, steps_per_s
+from hvdtrain.jobs.recorder import RollUp, spread
 from hvdtrain.jobs.spec import JobSpec
 from hvdtrain.jobs.state import JobState, own_identity
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.agent.messages import MOST_BYTES, WINDOW_BYTES, Decoder, encode
-from hvdtrain.agent.output_lines import LONGEST_LINE
+from hvdtrain.agent.messages import LONGEST_LINE, MOST_BYTES, WINDOW_BYTES, Decoder, encode
 from hvdtrain.agent.rank_report import FailureRecord
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.console import Console

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.cluster.hosts import Host
+from hvdtrain.cluster.hosts import Host, is_this_host, own_addresses
 from hvdtrain.cluster.managed_hosts import HostState, ManagedHost, managed_hosts_text
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.launch import hosts as module
 from hvdtrain.launch.hosts import HostWatch, add_where, named_hosts
-from hvdtrain.remote.own_addresses import is_this_host, own_addresses
 
 HERE = socket.gethostname()
 
