@@ -20,7 +20,11 @@ from hvdtrain.collectives.interface import Collectives, ReduceOp
 from hvdtrain.errors import HvdtrainError, NonFiniteError
 from hvdtrain.gradients.allreduce import allreduce, exchange
 from hvdtrain.gradients.array_reduction import by_type
-from hvdtrain.gradients.contributions import Contributions
+from hvdtrain.gradients.contributions import (
+    Contributions,
+    scale_without_lost,
+    without_lost,
+)
 from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.gradients.indexed_slices import pack_rows, unpack_rows
 from hvdtrain.gradients.non_finite import describe_non_finite, name_non_finite, raise_non_finite
@@ -28,7 +32,6 @@ from hvdtrain.gradients.powersgd import PowerSGD
 from hvdtrain.gradients.ranks import EngineRanks, Ranks
 from hvdtrain.gradients.reduction_options import ReduceOptions
 from hvdtrain.gradients.signatures import Signature, Signatures
-from hvdtrain.gradients.without_lost import scale_without_lost, without_lost
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 from hvdtrain.tensorflow.variable_names import variable_name
 

@@ -57,21 +57,6 @@ def test_gradients_of_all_ranks(world, options, compiled):
 
 
 @several
-def test_a_tape_stays_a_tape(world):
-    """It records, persists, and takes nests of sources, as the one within does."""
-    x, other = tf.Variable(2.0), tf.Variable(1.0)
-    tape = hvd.DistributedGradientTape(tf.GradientTape(persistent=True))
-    assert isinstance(tape, tf.GradientTape)
-    with tape:
-        loss = x * x * (hvd.rank() + 1.0)
-    for _ in range(2):
-        found = tape.gradient(loss, {"x": x, "other": [other]})
-        np.testing.assert_allclose(found["x"], 4.0 * total() / hvd.size(), rtol=1e-6)
-        assert found["other"] == [None]
-    assert tape.watched_variables() == (x,)
-
-
-@several
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_rows_of_a_table(world, as_dense):
     table = tf.Variable(tf.ones([4, 2]))
@@ -114,16 +99,6 @@ def test_layers_of_a_rank_alone(world, scaled, compiled):
     assert kept == [v.path for v in local.trainable_weights]
     np.testing.assert_allclose(alone[0], np.full((2, 1), 3.0 * mine), rtol=1e-6)
     np.testing.assert_allclose(together[0], np.full((3, 2), total() / hvd.size()), rtol=1e-6)
-
-
-@pytest.mark.ranks(3)
-def test_within_a_process_set(world):
-    pair = hvd.add_process_set([0, 1])
-    variables = [tf.Variable([1.0])]
-    tape, loss = recorded(variables, process_set=pair)
-    (gradient,) = tape.gradient(loss, variables)
-    assert float(gradient[0]) == (1.5 if hvd.rank() < 2 else 3.0)
-    hvd.remove_process_set(pair)
 
 
 def test_what_does_not_fit_together(world):

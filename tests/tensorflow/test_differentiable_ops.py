@@ -74,60 +74,6 @@ def test_gradient_is_that_of_one_process(world, shape: tuple[int, ...], compiled
 
 
 @two
-def test_gradient_is_the_slope(world) -> None:
-    """Against finite differences through the operation itself."""
-    shape, step = (2, 3), 1e-6
-    value = _data(job.rank(), shape)
-
-    def total(mine: np.ndarray) -> float:
-        stack = stack_ranks(job.collectives(), tf.constant(mine), "test")
-        loss = _loss(job.rank(), stack).numpy()
-        return float(job.collectives().allreduce(np.asarray(loss)))
-
-    variable = tf.Variable(value)
-    with tf.GradientTape() as tape:
-        loss = _loss(job.rank(), stack_ranks(job.collectives(), variable, "test"))
-    gradient = tape.gradient(loss, variable).numpy()
-    for mover in range(job.size()):  # one rank moves one value, all see what that does
-        for index in np.ndindex(shape):
-            nudge = np.zeros(shape)
-            nudge[index] = step if job.rank() == mover else 0
-            slope = (total(value + nudge) - total(value - nudge)) / (2 * step)
-            if job.rank() == mover:
-                np.testing.assert_allclose(slope, gradient[index], rtol=1e-6, atol=1e-6)
-
-
-@two
-@WAYS
-def test_normalisation_over_all_ranks(world, compiled: bool) -> None:
-    """Twice in a row, as in a network with two synchronised layers, in float32."""
-    size, rows = job.size(), 4
-    scale = np.random.default_rng(5).normal(size=(size * rows, 3)).astype("float32")
-
-    def normalise(x: tf.Tensor, moments) -> tf.Tensor:
-        mean, square = moments(tf.stack([tf.reduce_mean(x, 0), tf.reduce_mean(x**2, 0)]))
-        return (x - mean) * tf.math.rsqrt(square - mean**2 + 1e-3)
-
-    def gradient(x: tf.Tensor, weights: tf.Tensor, moments) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            hidden = tf.nn.tanh(normalise(x, moments) * 2.0)
-            loss = tf.reduce_sum(normalise(hidden, moments) * weights)
-        return tape.gradient(loss, x)
-
-    def joint(pair: tf.Tensor) -> list[tf.Tensor]:
-        stack = stack_ranks(job.collectives(), pair, "moments")
-        return tf.unstack(tf.reduce_mean(stack, 0))
-
-    every = np.concatenate([_data(rank, (rows, 3)) for rank in range(size)]).astype("float32")
-    mine = slice(rows * job.rank(), rows * (job.rank() + 1))
-    step = _in(compiled, lambda x, weights: gradient(x, weights, joint))
-    result = step(tf.constant(every[mine]), tf.constant(scale[mine]))
-    reference = gradient(tf.constant(every), tf.constant(scale), tf.unstack)
-    np.testing.assert_allclose(result, reference[mine], rtol=2e-4, atol=2e-5)
-
-
-@two
 def test_second_use_in_one_function(world) -> None:
     """Each use has a name of its own; the order of the backward pass is the same everywhere."""
 
