@@ -66,19 +66,17 @@ class Cluster:
         ranks_per_host: How many on each.
         link: What a host sends while it receives as much.
         ranks_per_core: How many ranks share a core; 1 where each has one of its own.
-        asked_chunk_bytes: The setting; None for as much as hvdtrain chooses.
     """
 
     hosts: int
     ranks_per_host: int
     link: Link
     ranks_per_core: float = 1.0
-    asked_chunk_bytes: int | None = None
 
     @property
     def chunk_bytes(self) -> int:
         """How much goes through shared memory at a time."""
-        return self.asked_chunk_bytes or choose_chunk_bytes(self.hosts)
+        return choose_chunk_bytes(self.hosts)
 
     @property
     def turns(self) -> int:
