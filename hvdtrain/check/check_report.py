@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.check import host_checks
-from hvdtrain.check.version_checks import MPI, VERSIONED
+from hvdtrain.check.host_checks import CHECKS, MPI, VERSIONED, gpus
 from hvdtrain.cluster.ranges import format_table
 from hvdtrain.remote.problem import Problem, remedies_for, show_problem, size, state_word
 from hvdtrain.remote.remote_probe import Answer, Way, clock_offset_s
@@ -48,10 +47,10 @@ def make_report(
     ``use_gpus`` says whether ranks would use GPUs where there are any.
     """
     problems = [*remedies_for(answers, way=way, python=python)]
-    for check in host_checks.CHECKS:
+    for check in CHECKS:
         problems += check(here, answers)
     if use_gpus:
-        problems += host_checks.gpus(here, answers)
+        problems += gpus(here, answers)
     problems.sort(key=lambda problem: not problem.error)
     return CheckReport(
         rows=tuple(_row(answer, problems) for answer in answers),

@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from hvdtrain.check.allreduce_check import judge_allreduce, show_allreduce
 from hvdtrain.check.check_report import format_report, make_report
 from hvdtrain.cluster.hosts import Host, is_this_host, slurm_hosts, ssh_user
 from hvdtrain.cluster.placement import place
@@ -116,7 +115,7 @@ def _reduce(
     arguments: argparse.Namespace, ranks: int, answers: Sequence[Answer]
 ) -> Sequence[Problem]:
     """Let all ranks reduce an array; print how it went, and return what went wrong."""
-    from hvdtrain.check.survey import measure_allreduce
+    from hvdtrain.check.survey import judge_allreduce, measure_allreduce, show_allreduce
 
     try:
         measured = measure_allreduce(ranks, arguments.hosts, arguments.hostfile, os.environ)

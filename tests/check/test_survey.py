@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hvdtrain.check.allreduce_check import MeasuredAllreduce, judge_allreduce, show_allreduce
+from hvdtrain.check.survey import MeasuredAllreduce, judge_allreduce, show_allreduce
 from hvdtrain.remote.problem import show_problem
 from tests.check.answers import answer
 
