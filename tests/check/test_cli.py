@@ -191,48 +191,37 @@ class TestCluster:
         assert "allreduce" not in done.stdout
         assert done.seconds < 30
 
-    def test_sshd_stopped(self, cluster: Cluster) -> None:
+    def test_hosts_that_ssh_does_not_reach(self, cluster: Cluster) -> None:
+        keyless = "Host node3\nIdentityFile /nowhere\nIdentitiesOnly yes\nIdentityAgent none\n"
         cluster.stop_sshd("node2")
         try:
-            done = check(cluster, "-H", FOUR)
+            with ssh_config(cluster, f"{keyless}Host node4\nUserKnownHostsFile /dev/null"):
+                done = check(cluster, "-H", f"{FOUR},node5")
         finally:
             cluster.start_sshd("node2")
         assert done.returncode == 1, done
-        assert states(done)["node2"] == "refused"
-        assert "Connection refused" in done.stdout
+        found = states(done)
+        assert found.pop("node1") in WELL
+        assert found == {
+            "node2": "refused",
+            "node3": "key refused",
+            "node4": "host key",
+            "node5": "unknown name",
+        }
+        for said in ("Connection refused", "ssh-copy-id root@node3", "ssh-keygen -R node4"):
+            assert said in done.stdout
+        assert "not fit to train: 4 problems on node2, node3, node4, node5" in done.stdout
 
-    def test_an_unknown_name(self, cluster: Cluster) -> None:
-        done = check(cluster, "-H", "node1,node5")
+    def test_hosts_without_the_python_and_without_hvdtrain(self, cluster: Cluster) -> None:
+        empty = empty_folder(cluster)
+        with (
+            bound(cluster, "node2", empty, f"{sys.prefix}/bin"),
+            bound(cluster, "node3", empty, f"{REPOSITORY}/hvdtrain"),
+        ):
+            done = check(cluster, "-H", "node1,node2,node3")
         assert done.returncode == 1, done
-        assert states(done)["node5"] == "unknown name"
-        assert "not fit to train: 1 problem on node5" in done.stdout
-
-    def test_a_wrong_key(self, cluster: Cluster) -> None:
-        keyless = "Host node2\nIdentityFile /nowhere\nIdentitiesOnly yes\nIdentityAgent none"
-        with ssh_config(cluster, keyless):
-            done = check(cluster, "-H", "node1,node2")
-        assert done.returncode == 1, done
-        assert states(done)["node2"] == "key refused"
-        assert "ssh-copy-id root@node2" in done.stdout
-
-    def test_an_untrusted_host_key(self, cluster: Cluster) -> None:
-        with ssh_config(cluster, "Host node2\nUserKnownHostsFile /dev/null"):
-            done = check(cluster, "-H", "node1,node2")
-        assert done.returncode == 1, done
-        assert states(done)["node2"] == "host key"
-
-    def test_a_host_without_the_python(self, cluster: Cluster) -> None:
-        with bound(cluster, "node2", empty_folder(cluster), f"{sys.prefix}/bin"):
-            done = check(cluster, "-H", "node1,node2")
-        assert done.returncode == 1, done
-        assert states(done)["node2"] == "no Python"
+        assert (states(done)["node2"], states(done)["node3"]) == ("no Python", "no hvdtrain")
         assert f"expected: {sys.executable}, at the same path on every host" in done.stdout
-
-    def test_a_host_without_hvdtrain(self, cluster: Cluster) -> None:
-        with bound(cluster, "node2", empty_folder(cluster), f"{REPOSITORY}/hvdtrain"):
-            done = check(cluster, "-H", "node1,node2")
-        assert done.returncode == 1, done
-        assert states(done)["node2"] == "no hvdtrain"
 
     def test_a_name_that_means_the_host_itself(self, cluster: Cluster) -> None:
         text = cluster.run(["cat", "/etc/hosts"], timeout_s=20).stdout
