@@ -133,13 +133,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of_modes = {entry.name for entry in dataclasses.fields(ModeSettings)}
     for entry in dataclasses.fields(Settings):
         _add_setting(modes if entry.name in of_modes else settings, entry)
-    settings.add_argument(
-        "--reject-nan",
-        dest="non_finite",
-        action="store_const",
-        const="error",
-        help="the same as --non-finite error",
-    )
     rare.update(
         (action, action.help)
         for action in parser._actions

@@ -45,7 +45,7 @@ def test_ranks_that_say_the_same_speak_once_unless_asked(job) -> None:
 def test_gradients_that_are_not_finite_are_refused_on_request(job, monkeypatch) -> None:
     monkeypatch.setenv("HVDTRAIN_NON_FINITE", "ignore")
     assert job().settings.non_finite == "ignore"
-    assert job("--reject-nan").settings.non_finite == "error"
+    assert job("--non-finite", "error").settings.non_finite == "error"
 
 
 def test_hangs_are_noticed_before_ranks_give_up(job) -> None:

