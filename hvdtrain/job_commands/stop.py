@@ -18,6 +18,7 @@ __all__ = ["add_arguments", "run", "stop_job"]
 
 LOGGER = logging.getLogger(__name__)
 POLL_S = 0.1
+MOST_POLL_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,9 +88,11 @@ def _spec(job: JobFolder) -> JobSpec:
 
 
 def _await_ends(jobs: Sequence[JobFolder], timeout_s: float) -> list[JobFolder]:
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     while True:
         left = [job for job in jobs if not view_job(job).is_over]
-        if not left or time.monotonic() > deadline:
+        waited_s = time.monotonic() - began
+        if not left or waited_s > timeout_s:
             return left
-        time.sleep(POLL_S)
+        # A queue may have to be asked each time.
+        time.sleep(min(MOST_POLL_S, max(POLL_S, waited_s / 10)))
