@@ -5,7 +5,7 @@ Keras asks tf.distribute for the other replicas, which knows of none here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -143,14 +143,9 @@ def _count(layer: Any, inputs: tf.Tensor, mask: Any, dtype: Any) -> tf.Tensor:
 
 
 class RowFlag:
-    """A flag whether this rank has rows in the current step.
+    """A flag whether this rank has rows in the current step."""
 
-    Args:
-        layers: Those that are synchronized.
-    """
-
-    def __init__(self, layers: Sequence[Any] = ()) -> None:
-        self.layers = layers
+    def __init__(self) -> None:
         self._rows: tf.Tensor | None = None
 
     def set(self, rows: tf.Tensor | None) -> None:

@@ -30,11 +30,7 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.optimizer_patch import Weighting
 from hvdtrain.private_api.keras import flat_losses, scaling_losses
 
-__all__ = ["LossWeights", "NeedsExchange", "Term", "are_sums", "has_vector_losses", "ratio"]
-
-
-class NeedsExchange(Exception):
-    """A loss needs an exchange between ranks where XLA compiles the step."""
+__all__ = ["LossWeights", "Term", "are_sums", "has_vector_losses", "ratio"]
 
 
 class Term(NamedTuple):
@@ -115,12 +111,7 @@ class LossWeights:
 
     @contextmanager
     def joining(
-        self,
-        rows: tf.Tensor | None,
-        joint_rows: tf.Tensor | None,
-        step: str,
-        *,
-        compiled: bool = False,
+        self, rows: tf.Tensor | None, joint_rows: tf.Tensor | None, step: str
     ) -> Iterator[list[Term | None]]:
         """Within the block the mean over rows of the ranks' losses is that of the joint batch.
 
@@ -128,24 +119,15 @@ class LossWeights:
             rows: Rows of this rank that count; None for a batch that no other rank takes part in.
             joint_rows: The same over all ranks; None if unknown.
             step: ``train`` or ``test``.
-            compiled: Whether XLA compiles the block.
 
         Yields:
             A list that each loss is added to as it is computed; None for means over rows and sums.
-
-        Raises:
-            NeedsExchange: Ranks must exchange something, which XLA can't.
         """
         terms: list[Term | None] = []
         if rows is None:
             yield terms
             return
         known = [] if joint_rows is None else [joint_rows]
-
-        def of_all(count: tf.Tensor) -> tf.Tensor:
-            if compiled:
-                raise NeedsExchange
-            return self._of_all(count)
 
         def factor(reduction: str | None, counted: Any) -> tf.Tensor | None:
             is_sum = reduction == "sum"
@@ -154,13 +136,13 @@ class LossWeights:
                 return None
             exchanges = step in self.exchanges
             if not known and exchanges:
-                known.append(of_all(rows))
+                known.append(self._of_all(rows))
             by_rows = ratio(known[0], rows) if known else tf.ones([])
             if is_sum:
                 terms.append(None)
                 return by_rows
             count = tf.where(rows > 0, tf.reduce_sum(tf.cast(counted, tf.float32)), 0.0)
-            by = ratio(count, of_all(count)) * by_rows if exchanges else tf.ones([])
+            by = ratio(count, self._of_all(count)) * by_rows if exchanges else tf.ones([])
             terms.append(Term(count, by))
             return by
 

@@ -61,13 +61,13 @@ class ModelPatch:
         self._remove_earlier()
         refuse_strategy(model)
         seed = draw_seed(collectives)
-        flag = RowFlag(self._choose_synchronized())
+        flag = RowFlag()
         compute = self._choose_compute()
         for optimizer in optimizers_of(model):
             self._distribute(optimizer)
             if self._membership.elastic:
                 prepare_to_follow(optimizer)
-        for layer in flag.layers:
+        for layer in self._choose_synchronized():
             synchronize_batch_normalization(layer, collectives, flag)
         steps = self._make_steps(compute, flag)
         inputs = FitInputs(
@@ -171,11 +171,6 @@ class ModelPatch:
             (
                 len(self._devices) > 1,
                 "XLA compiles for one device; with towers this runs without jit_compile.",
-            ),
-            (
-                bool(self._choose_synchronized()),
-                "BatchNormalization(synchronized=True) talks to other ranks within the forward "
-                "pass, which XLA can't; this model runs without jit_compile.",
             ),
             (
                 has_own(model, "train_step"),

@@ -6,7 +6,7 @@ What devices compute of a batch stands apart, and may be compiled by XLA; here i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,9 +25,10 @@ from hvdtrain.keras.loss_weights import LossWeights, are_sums, has_vector_losses
 from hvdtrain.keras.model_parts import has_own, optimizers_of
 from hvdtrain.keras.moving_statistics import MovingStatistics
 from hvdtrain.keras.optimizer_patch import weighting
-from hvdtrain.keras.per_rank_random import drawn_by
+from hvdtrain.keras.per_rank_random import MemberGenerator, drawn_by
 from hvdtrain.keras.predictions import Predicted
 from hvdtrain.private_api.keras import compiled_loss
+from hvdtrain.tensorflow.graph_order import collectives_of, shadow
 
 __all__ = ["ModelSteps"]
 
@@ -54,7 +55,7 @@ class ModelSteps:
         self._compute = compute
         compute.joining = self._weights.joining
         self._flag = flag
-        self.statistics = MovingStatistics(model, flag.layers)
+        self.statistics = MovingStatistics(model)
         """What layers keep of their batches."""
         self.additive = AdditiveMetrics(model)
         """Finds metrics that ranks can't join."""
@@ -87,11 +88,11 @@ class ModelSteps:
                 _counting_rows(self._model, share.rows),
                 self.additive.trying(),
                 self.statistics.moved_by(row_weight),
-                drawn_by(self._member),
+                drawn_by(self._member) as generator,
             ):
                 if has_own(self._model, "train_step"):
                     return self._train_own(share, counts)
-                return self._train_plain(share, counts)
+                return self._train_plain(share, counts, generator)
         finally:
             self._flag.set(None)
 
@@ -114,14 +115,25 @@ class ModelSteps:
         counts = tf.stack([tf.cast(data.rows, tf.int64), tf.cast(rows_of(data.batch), tf.int64)])
         return Predicted(outputs, counts[tf.newaxis])
 
-    def _train_plain(self, share: Share, counts: BatchWeight) -> Any:
+    def _train_plain(self, share: Share, counts: BatchWeight, generator: MemberGenerator) -> Any:
         """Train as ``keras.Model.train_step`` does, with the loss weighted for the joint batch."""
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(share.batch)
-        gradients, terms, told = self._compute.differentiate(x, y, sample_weight, counts)
-        gradients = _drop_unless(share.rows > 0, gradients)
+
+        def differentiate() -> Any:
+            gradients, *others = self._compute.differentiate(x, y, sample_weight, counts)
+            return [_parts(g, v) for g, v in zip(gradients, model.trainable_variables)], *others
+
+        try:
+            parts, terms, told = _if_rows(share.rows, differentiate, generator)
+            factor = None
+        except NotImplementedError:
+            # The rank runs on a batch that does not count.
+            parts, terms, told = differentiate()
+            factor = tf.cast(share.rows > 0, tf.float32)
+        gradients = [_joined(p, v) for p, v in zip(parts, model.trainable_variables)]
         only = terms[0] if len(terms) == 1 and not model.losses else None
-        how = self._weights.weighting(are_sums(model), counts.weight, None, only)
+        how = self._weights.weighting(are_sums(model), counts.weight, factor, only)
         if gradients:
             with weighting([model.optimizer], how):
                 model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
@@ -184,25 +196,55 @@ class ModelSteps:
             )
 
 
-def _drop_unless(counts: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:
-    """Return the gradients, or zeros unless the batch ``counts``: a factor would keep NaN."""
-    sparse = tf.IndexedSlices
-    tensors = [g.values if isinstance(g, sparse) else g for g in gradients if g is not None]
-    kept = iter(
-        tf.cond(
-            counts,
-            lambda: [tf.identity(tensor) for tensor in tensors],
-            lambda: [tf.zeros_like(tensor) for tensor in tensors],
-        )
-        if tensors
-        else []
-    )
-    return [
-        tf.IndexedSlices(next(kept), g.indices, g.dense_shape)
-        if isinstance(g, sparse)
-        else (g if g is None else next(kept))
-        for g in gradients
-    ]
+def _if_rows(rows: tf.Tensor, compute: Callable[[], Any], generator: MemberGenerator) -> Any:
+    """Return what ``compute`` does; without rows take part in its collectives, and return zeros.
+
+    The collectives get zeros as well, and the generator gives as many numbers.
+
+    Raises:
+        NotImplementedError: The step runs eagerly, or has collectives that can't be taken part in.
+    """
+    if tf.executing_eagerly():
+        raise NotImplementedError("what a step does is known in graphs only")
+    results: Any = None
+    collectives: list[tf.Operation] = []
+    specs: list[tuple[tf.TensorShape, tf.DType]] = []
+
+    def run() -> list[tf.Tensor]:
+        nonlocal results
+        results = compute()
+        collectives.extend(collectives_of(tf.compat.v1.get_default_graph()))
+        leaves = [leaf for leaf in tf.nest.flatten(results) if leaf is not None]
+        tensors = list(map(tf.convert_to_tensor, leaves))
+        specs.extend((tensor.shape, tensor.dtype) for tensor in tensors)
+        return tensors
+
+    def skip() -> list[tf.Tensor]:
+        shadow(collectives)
+        if not all(shape.rank is not None for shape, _ in specs):
+            raise NotImplementedError("the form of a result is not known")
+        generator.repeat()
+        return [tf.zeros([size or 0 for size in shape], dtype) for shape, dtype in specs]
+
+    tensors = iter(tf.cond(rows > 0, run, skip))
+    leaves = [leaf if leaf is None else next(tensors) for leaf in tf.nest.flatten(results)]
+    return tf.nest.pack_sequence_as(results, leaves)
+
+
+def _parts(gradient: Any, variable: Any) -> Any:
+    """Return the tensors of a gradient, which have the variable's shape or are rows of it."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values, gradient.indices
+    if gradient is not None:
+        gradient.set_shape(variable.shape)
+    return gradient
+
+
+def _joined(parts: Any, variable: Any) -> Any:
+    """Return the gradient of which ``_parts`` made this."""
+    if isinstance(parts, tuple):
+        return tf.IndexedSlices(*parts, tf.constant(list(variable.shape)))
+    return parts
 
 
 @contextmanager

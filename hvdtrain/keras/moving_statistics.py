@@ -37,24 +37,16 @@ class MovingStatistics:
 
     Args:
         model: Built.
-        synchronized: Layers whose statistics are those of the joint batch already.
     """
 
-    def __init__(self, model: keras.Model, synchronized: Sequence[Any] = ()) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
         momenta: dict[int, float] = {}
-        alike: set[int] = set()
         for layer in flatten_layers(model):
             if isinstance(layer, keras.layers.BatchNormalization):
                 variables = own_non_trainable_variables(layer)
                 momenta.update({id(v): float(layer.momentum) for v in variables})
-                if layer in synchronized:
-                    alike.update(map(id, variables))
-        self._variables = [
-            v
-            for v in layer_statistics(model)
-            if tf.as_dtype(v.dtype).is_floating and id(v) not in alike
-        ]
+        self._variables = [v for v in layer_statistics(model) if tf.as_dtype(v.dtype).is_floating]
         self._exact = [id(v) in momenta for v in self._variables]
         found = [momenta.get(id(v), _USUAL_MOMENTUM) for v in self._variables]
         self._momenta = sorted(set(found))
@@ -64,10 +56,13 @@ class MovingStatistics:
             np.zeros(len(self._momenta), np.float32), trainable=False, name="row_weights"
         )
         set_untracked(model, _ATTRIBUTE, [self._surplus] if self._variables else [])
+        # Steps with rows since the last average.
+        self._steps = keras.Variable(0, dtype="int64", trainable=False, name="steps_with_rows")
 
     @contextmanager
     def moved_by(self, weight: tf.Tensor) -> Iterator[None]:
         """Let what a step within the block makes of its batch count with ``weight``, this w_r."""
+        self._steps.assign_add(tf.cast(weight > 0, tf.int64))
         if not self._variables:
             yield
             return
@@ -90,18 +85,26 @@ class MovingStatistics:
     def average(self, collectives: Collectives, more: Sequence[Any] = ()) -> None:
         """Give all ranks the joint statistics, and the mean of ``more`` variables; collective.
 
-        Whole numbers, which can't be averaged, become the chief's.
+        Whole numbers, which can't be averaged, become those of the rank with the most steps.
         """
         if collectives.size == 1:
             return
+        variables = [*layer_statistics(self._model), *more]
+        root = 0
+        if any(not tf.as_dtype(v.dtype).is_floating for v in variables):
+            steps = collectives.allgather(self._steps.numpy()[np.newaxis], name="steps with rows")
+            root = int(steps.argmax())
+        self._steps.assign(0)
         # In float64 the mean of equal numbers is that number, for any number of ranks.
         weights = 1.0 + np.asarray(self._surplus.numpy(), np.float64)
         weighted, scales = [], []
-        for variable in (*layer_statistics(self._model), *more):
+        for variable in variables:
             value = np.asarray(variable.numpy())
             if value.dtype.kind in "iub":
-                chiefs = collectives.broadcast(value, name="layer statistics", replicated=True)
-                variable.assign(chiefs)
+                theirs = collectives.broadcast(
+                    value, root, name="layer statistics", replicated=True
+                )
+                variable.assign(theirs)
                 continue
             place = self._places.get(id(variable))
             scale = 1.0 if place is None else weights[place]

@@ -21,46 +21,58 @@ from hvdtrain.private_api.keras import (
     set_global_generator,
 )
 
-__all__ = ["drawn_by"]
+__all__ = ["MemberGenerator", "drawn_by"]
+
+
+class MemberGenerator:
+    """The random generator of the process, whose state is saved, with the numbers of a member."""
+
+    def __init__(self, shared: Any, member: int) -> None:
+        self.shared = shared
+        self._draws: list[tuple[Any, bool]] = []
+        self._member = member
+
+    def next(self, ordered: bool = True) -> Any:
+        """Draw, as a Keras ``SeedGenerator``."""
+        if self.shared is None:
+            # Keras makes it when it is first used, from Python's generator: so on every rank.
+            set_global_generator(None)
+            with tf.init_scope():
+                self.shared = make_global_generator()
+            set_global_generator(self)
+        if not tf.executing_eagerly():
+            self._draws.append((tf.compat.v1.get_default_graph(), ordered))
+        drawn = self.shared.next(ordered)
+        return drawn + keras.ops.convert_to_tensor([self._member, 0], dtype=drawn.dtype)
+
+    def repeat(self) -> None:
+        """Draw as often as the graphs have drawn that were made so far.
+
+        A function is traced twice if its first trace makes the generator: the last trace counts.
+        """
+        last = {graph.name: graph for graph, _ in self._draws}
+        for graph, ordered in list(self._draws):
+            if graph is last[graph.name]:
+                self.next(ordered)
 
 
 @contextmanager
-def drawn_by(member: int) -> Iterator[None]:
+def drawn_by(member: int) -> Iterator[MemberGenerator]:
     """Within the block draw numbers of this member; those of member 0 are the program's own.
 
     In a graph, what is put into it draws them. Run eagerly, ``tf.random`` has one order of numbers
     for the whole program, which is left alone.
     """
-    if member == 0:
-        yield
-        return
-    own = _OfMember(global_generator(), member)
+    own = MemberGenerator(global_generator(), member)
     set_global_generator(own)
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph = None if tf.executing_eagerly() or not member else tf.compat.v1.get_default_graph()
     seed = None if graph is None else graph.seed
     if graph is not None and seed is not None:
         words = np.random.SeedSequence([int(abs(seed)), member]).generate_state(1)
         graph.seed = int(words[0]) % (2**31 - 1)
     try:
-        yield
+        yield own
     finally:
         set_global_generator(own.shared)
         if graph is not None:
             graph.seed = seed
-
-
-class _OfMember:
-    """The random generator of the process, whose state is saved, with this rank's numbers."""
-
-    def __init__(self, shared: Any, member: int) -> None:
-        self.shared = shared
-        self._member = member
-
-    def next(self, ordered: bool = True) -> Any:
-        if self.shared is None:
-            # Keras makes it when it is first used, from Python's generator: so on every rank.
-            set_global_generator(None)
-            self.shared = make_global_generator()
-            set_global_generator(self)
-        drawn = self.shared.next(ordered)
-        return drawn + keras.ops.convert_to_tensor([self._member, 0], dtype=drawn.dtype)

@@ -10,7 +10,7 @@ else. The bodies of ``tf.cond`` and ``tf.while_loop`` in classic graphs, and the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from hvdtrain.private_api.tensorflow import add_control_input, function_body
 
-__all__ = ["MARK", "calls_between_ranks", "put_in_order"]
+__all__ = ["MARK", "calls_between_ranks", "collectives_of", "put_in_order", "shadow"]
 
 MARK = "hvdtrain"
 """The prefix of the names of collectives."""
@@ -34,6 +34,30 @@ def calls_between_ranks(op: tf.Operation) -> bool:
     return _is_or_calls_collective(op.graph, op, set())
 
 
+def collectives_of(graph: Any) -> list[tf.Operation]:
+    """Return the collectives of a graph, in the order in which they were made."""
+    return list(filter(calls_between_ranks, graph.get_operations()))
+
+
+def shadow(collectives: Sequence[tf.Operation]) -> None:
+    """Add collectives like these to the graph that is being made, each with zeros.
+
+    Raises:
+        NotImplementedError: One is part of a loop, a branch or a call of a function, runs on
+            devices, or takes a tensor whose shape is not known.
+    """
+    for operation in collectives:
+        shapes = [tensor.shape for tensor in operation.inputs]
+        if operation.type != "PyFunc" or not all(shape.is_fully_defined() for shape in shapes):
+            raise NotImplementedError(f"{operation.name} can't run with zeros")
+        tf.raw_ops.PyFunc(
+            input=[tf.zeros(tensor.shape, tensor.dtype) for tensor in operation.inputs],
+            token=operation.get_attr("token"),
+            Tout=operation.get_attr("Tout"),
+            name=MARK,
+        )
+
+
 def put_in_order(graph: Any) -> list[tf.Operation]:
     """Let the collectives of a function run in the order in which they were made.
 
@@ -41,7 +65,7 @@ def put_in_order(graph: Any) -> list[tf.Operation]:
         The collectives. They run whether their results are used or not, and a call of the function
         ends after they have, so that what comes next can wait for them.
     """
-    operations = list(filter(calls_between_ranks, graph.get_operations()))
+    operations = collectives_of(graph)
     for before, operation in pairwise(operations):
         add_control_input(operation, before)
     return operations

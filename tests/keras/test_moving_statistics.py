@@ -132,6 +132,70 @@ def test_the_last_step_of_an_epoch_counts_by_rows(world, batches):
     np.testing.assert_allclose(_moments(model)[0], mean, rtol=1e-5, atol=1e-6)
 
 
+class Watched(keras.layers.Layer):
+    """Counts its calls in training, draws random numbers, and refuses a batch that is no data."""
+
+    def build(self, shape: Any) -> None:
+        self.calls = self.add_weight(
+            shape=(), dtype="int32", trainable=False, initializer="zeros", name="calls"
+        )
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if not training:
+            return x
+        self.calls.assign_add(1)
+        with tf.control_dependencies([tf.debugging.assert_none_equal(x, 0.0)]):
+            return x + 0.0 * keras.random.normal(tf.shape(x))
+
+
+class Smallest(keras.losses.Loss):
+    """Masks the largest errors, so that ranks exchange counts."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        errors = tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)
+        errors._keras_mask = errors < 1.0
+        return errors
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("exchanged", ["nothing", "nothing, with XLA", "counts", "moments"])
+def test_a_model_does_not_run_without_rows(world, exchanged):
+    """The chief has the fewest rows: of three ranks it has none."""
+
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        layers = [keras.Input((4,)), Watched(), keras.layers.Dense(1)]
+        if exchanged == "moments":
+            layers.insert(2, keras.layers.BatchNormalization(momentum=0.5, synchronized=True))
+        model = keras.Sequential(layers)
+        loss = Smallest() if exchanged == "counts" else "mse"
+        model.compile(_sgd(), loss, jit_compile=exchanged.endswith("XLA"))
+        return model
+
+    alone = make()
+    alone.jit_compile = False
+    first = [2, 3, 0, 1]
+    for _ in range(2):
+        alone.fit(X[first], Y[first], batch_size=4, shuffle=False, verbose=0)
+        alone.fit(X[4:], Y[4:], batch_size=2, shuffle=False, verbose=0)
+    together = make()
+    world.distribute(together, presharded=True)
+    mine = list(OWN_ROWS[world.size()][world.size() - 1 - world.rank()])
+    seen: list[int] = []
+    calls = together.layers[0].calls
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(int(calls))
+    )
+    options = {"batch_size": 2, "epochs": 2, "shuffle": False, "verbose": 0}
+    together.fit(X[mine], Y[mine], callbacks=[watch], **options)
+    assert [seen[9], seen[19], int(calls)] == [len(mine) // 2, 10 + len(mine) // 2, 20]
+    for found, value in zip(together.get_weights(), alone.get_weights()):
+        np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
+    # After the training all ranks draw the same.
+    drawn = float(keras.random.uniform(()))
+    assert job.collectives().allgather_object(drawn, name="test") == [drawn] * world.size()
+
+
 @pytest.mark.ranks(2)
 def test_embeddings_and_unused_weights_of_a_rank_without_rows(world):
     """Sparse gradients and missing ones have the same form on all ranks."""

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.keras.compute.interface import BatchWeight, call, scaled_loss
-from hvdtrain.keras.loss_weights import NeedsExchange
+from hvdtrain.tensorflow.graph_order import collectives_of
 
 __all__ = ["OneDevice"]
 
@@ -26,10 +26,6 @@ class OneDevice:
         self._model = model
         self._jit = jit
         self._test_step = model.test_step
-        self._compiled = {
-            step: tf.function(step, jit_compile=True, reduce_retracing=True)
-            for step in (self._differentiate, self._test)
-        }
         self.predict = (
             tf.function(model.predict_step, jit_compile=True, reduce_retracing=True)
             if jit
@@ -49,24 +45,25 @@ class OneDevice:
         rows, joint_rows, _ = counts
         with tf.GradientTape() as tape:
             y_pred = call(model, x, training=True)
-            with self.joining(rows, joint_rows, "train", compiled=self._jit) as terms:
+            with self.joining(rows, joint_rows, "train") as terms:
                 scaled = scaled_loss(model, x, y, y_pred, sample_weight, counts)
         gradients = tape.gradient(scaled, model.trainable_weights)
         metrics = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         return gradients, terms, metrics
 
     def _test(self, batch: Any, rows: Any, joint_rows: Any) -> Any:
-        with self.joining(rows, joint_rows, "test", compiled=self._jit):
+        with self.joining(rows, joint_rows, "test"):
             return self._test_step(batch)
 
     def _run(self, step: Callable[..., Any], *arguments: Any) -> Any:
         if self._jit:
-            try:
-                return self._compiled[step](*arguments)
-            except NeedsExchange:
-                logger.info(
-                    "The loss of this model is masked or divided by sample weights, so that ranks "
-                    "exchange counts before the backward pass; it runs without jit_compile."
-                )
-                self._jit = False
+            compiled = tf.function(step, jit_compile=True)
+            if not collectives_of(compiled.get_concrete_function(*arguments).graph):
+                return compiled(*arguments)
+            logger.info(
+                "Ranks exchange values within the steps of this model, as for masked losses and "
+                "BatchNormalization(synchronized=True), which XLA can't; it runs without "
+                "jit_compile."
+            )
+            self._jit = False
         return step(*arguments)
