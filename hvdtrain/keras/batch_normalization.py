@@ -61,11 +61,14 @@ def synchronized_layers(model: keras.Model) -> list[Any]:
     ]
 
 
-def synchronize_batch_normalization(layer: Any, collectives: Collectives, flag: RowFlag) -> None:
+def synchronize_batch_normalization(
+    layer: Any, collectives: Collectives, rows: Callable[[], tf.Tensor | None]
+) -> None:
     """Let ``layer`` normalise with the moments over the batches of all ranks.
 
     Ranks exchange count, mean and variance, and combine them as Chan, Golub and LeVeque (1979)
     do: with n_r, m_r, v_r of rank r, m = sum(n_r m_r) / n and v = sum(n_r (v_r + (m_r - m)^2)) / n.
+    ``rows`` returns the rows that count in the current step of training, None between steps.
     """
 
     def synchronize(local_moments: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +80,9 @@ def synchronize_batch_normalization(layer: Any, collectives: Collectives, flag: 
                 layer.synchronized = synchronized
             dtype = own[0].dtype
             count = _count(layer, inputs, mask, dtype)
-            return _joint_moments(layer, own, count, collectives, flag.counts)
+            counted = rows()
+            counts = None if counted is None else counted > 0
+            return _joint_moments(layer, own, count, collectives, counts)
 
         return moments
 
@@ -140,19 +145,3 @@ def _count(layer: Any, inputs: tf.Tensor, mask: Any, dtype: Any) -> tf.Tensor:
         return tf.reduce_sum(tf.cast(mask, dtype))
     sizes = [tf.shape(inputs)[axis] for axis in reduction_axes(layer)]
     return tf.cast(tf.reduce_prod(tf.stack(sizes)), dtype)
-
-
-class RowFlag:
-    """A flag whether this rank has rows in the current step."""
-
-    def __init__(self) -> None:
-        self._rows: tf.Tensor | None = None
-
-    def set(self, rows: tf.Tensor | None) -> None:
-        """Note the rows that count, None between steps; the training step calls it while traced."""
-        self._rows = rows
-
-    @property
-    def counts(self) -> tf.Tensor | None:
-        """Whether the batch has rows that count, a boolean tensor; None between steps."""
-        return None if self._rows is None else self._rows > 0

@@ -227,7 +227,7 @@ class _Progress(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
-        self._learned.begin_epoch(self._epochs.step)
+        self._learned.begin_epoch()
         if self._compiled:
             report.phase("training")
 
@@ -272,9 +272,8 @@ class _Learned:
         """Whether it is time to read."""
         return time.monotonic() >= self._due_s
 
-    def begin_epoch(self, step: int) -> None:
-        """Begin anew with Keras' metric; what it said last of the epoch before was not read."""
-        self._count(step)
+    def begin_epoch(self) -> None:
+        """Begin again with Keras' metric; what it held last of the epoch before was not read."""
         self._before = LossSoFar()
 
     def tell(self, model: keras.Model, steps: int, step: int) -> None:

@@ -13,7 +13,6 @@ from hvdtrain.collectives.interface import Collectives
 from hvdtrain.config import Settings
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.batch_normalization import (
-    RowFlag,
     synchronize_batch_normalization,
     synchronized_layers,
 )
@@ -61,15 +60,14 @@ class ModelPatch:
         self._remove_earlier()
         refuse_strategy(model)
         seed = draw_seed(collectives)
-        flag = RowFlag()
         compute = self._choose_compute()
         for optimizer in optimizers_of(model):
             self._distribute(optimizer)
             if self._membership.elastic:
                 prepare_to_follow(optimizer)
+        steps = self._make_steps(compute)
         for layer in self._choose_synchronized():
-            synchronize_batch_normalization(layer, collectives, flag)
-        steps = self._make_steps(compute, flag)
+            synchronize_batch_normalization(layer, collectives, lambda: steps.step_rows)
         inputs = FitInputs(
             collectives,
             self._membership,
@@ -127,9 +125,10 @@ class ModelPatch:
         """Let an optimizer of the model update all ranks' weights alike."""
         distribute_optimizer(optimizer, self._reducer)
 
-    def _make_steps(self, compute: Compute, flag: RowFlag) -> ModelSteps:
+    def _make_steps(self, compute: Compute) -> ModelSteps:
         """Returns the steps that Keras' loops run on each batch."""
-        return ModelSteps(self._model, self._reducer, compute, flag)
+        layers = self._choose_synchronized()
+        return ModelSteps(self._model, self._reducer, compute, synchronized=layers)
 
     def _replace(self, **methods: Callable[..., Any]) -> None:
         """Put methods in the place of the model's own, until ``_remove_earlier``."""

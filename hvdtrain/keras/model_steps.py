@@ -6,7 +6,7 @@ What devices compute of a batch stands apart, and may be compiled by XLA; here i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ from hvdtrain import world
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.additive_metrics import AdditiveMetrics
-from hvdtrain.keras.batch_normalization import RowFlag
 from hvdtrain.keras.compute import Compute
 from hvdtrain.keras.compute.interface import BatchWeight, rows_of
 from hvdtrain.keras.data import Share
@@ -38,6 +37,7 @@ class ModelSteps:
 
     Args:
         weights: The factors of this rank's loss; those of one of ``reducer``'s ranks if not given.
+        synchronized: Layers that normalize with the moments of the joint batch.
     """
 
     def __init__(
@@ -45,8 +45,9 @@ class ModelSteps:
         model: keras.Model,
         reducer: GradientReducer,
         compute: Compute,
-        flag: RowFlag,
         weights: LossWeights | None = None,
+        *,
+        synchronized: Sequence[Any] = (),
     ) -> None:
         self._model = model
         self._weights = weights or LossWeights(reducer)
@@ -54,8 +55,9 @@ class ModelSteps:
         self._contributions = reducer.contributions
         self._compute = compute
         compute.joining = self._weights.joining
-        self._flag = flag
-        self.statistics = MovingStatistics(model)
+        self.step_rows: tf.Tensor | None = None
+        """The rows that count in the step of training that is traced or run; None between steps."""
+        self.statistics = MovingStatistics(model, synchronized)
         """What layers keep of their batches."""
         self.additive = AdditiveMetrics(model)
         """Finds metrics that ranks can't join."""
@@ -79,7 +81,7 @@ class ModelSteps:
             tf.numpy_function(self._contributions.begin_step, [], [])
         share = self._share_of(data)
         counts, row_weight = self._counts(share)
-        self._flag.set(share.rows)
+        self.step_rows = share.rows
         self.rows.assign(tf.cast(share.rows, tf.int64))
         self.samples.assign_add(self.rows.value)
         self.ran.assign_add(1)
@@ -94,7 +96,7 @@ class ModelSteps:
                     return self._train_own(share, counts)
                 return self._train_plain(share, counts, generator)
         finally:
-            self._flag.set(None)
+            self.step_rows = None
 
     def test(self, data: Any) -> Any:
         """``test_step``; a batch that doesn't count leaves the metrics alone."""

@@ -37,16 +37,23 @@ class MovingStatistics:
 
     Args:
         model: Built.
+        synchronized: Layers whose statistics are those of the joint batch already.
     """
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(self, model: keras.Model, synchronized: Sequence[Any] = ()) -> None:
         self._model = model
+        # By id: variables whose value is that of a rank that has made all steps.
+        self._complete = {
+            id(v) for v in layer_statistics(model) if not tf.as_dtype(v.dtype).is_floating
+        }
         momenta: dict[int, float] = {}
         for layer in flatten_layers(model):
             if isinstance(layer, keras.layers.BatchNormalization):
                 variables = own_non_trainable_variables(layer)
                 momenta.update({id(v): float(layer.momentum) for v in variables})
-        self._variables = [v for v in layer_statistics(model) if tf.as_dtype(v.dtype).is_floating]
+                if layer in synchronized:
+                    self._complete.update(map(id, variables))
+        self._variables = [v for v in layer_statistics(model) if id(v) not in self._complete]
         self._exact = [id(v) in momenta for v in self._variables]
         found = [momenta.get(id(v), _USUAL_MOMENTUM) for v in self._variables]
         self._momenta = sorted(set(found))
@@ -85,13 +92,14 @@ class MovingStatistics:
     def average(self, collectives: Collectives, more: Sequence[Any] = ()) -> None:
         """Give all ranks the joint statistics, and the mean of ``more`` variables; collective.
 
-        Whole numbers, which can't be averaged, become those of the rank with the most steps.
+        Whole numbers, which can't be averaged, and joint moments become those of the rank with the
+        most steps.
         """
         if collectives.size == 1:
             return
         variables = [*layer_statistics(self._model), *more]
         root = 0
-        if any(not tf.as_dtype(v.dtype).is_floating for v in variables):
+        if self._complete:
             steps = collectives.allgather(self._steps.numpy()[np.newaxis], name="steps with rows")
             root = int(steps.argmax())
         self._steps.assign(0)
@@ -100,7 +108,7 @@ class MovingStatistics:
         weighted, scales = [], []
         for variable in variables:
             value = np.asarray(variable.numpy())
-            if value.dtype.kind in "iub":
+            if id(variable) in self._complete:
                 theirs = collectives.broadcast(
                     value, root, name="layer statistics", replicated=True
                 )

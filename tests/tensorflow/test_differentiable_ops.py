@@ -104,7 +104,7 @@ import os, signal, sys
 import keras, numpy as np, tensorflow as tf
 import hvdtrain
 from hvdtrain import world
-from hvdtrain.keras.batch_normalization import RowFlag, synchronize_batch_normalization
+from hvdtrain.keras.batch_normalization import synchronize_batch_normalization
 from hvdtrain.tensorflow.differentiable_ops import stack_ranks
 
 hvdtrain.init()
@@ -147,13 +147,13 @@ assert len(traces) == 1
 # Moments of those that are left; and of none, where all who had rows were lost.
 layer = keras.layers.BatchNormalization(synchronized=True, momentum=0.5)
 layer.build((None, 3))
-rows = RowFlag()
-synchronize_batch_normalization(layer, collectives, rows)
+rows = []
+synchronize_batch_normalization(layer, collectives, lambda: rows[-1])
 x = np.random.default_rng(1).normal(size=(3, 5, 3)).astype("float32") + 4.0
 
 @tf.function
 def normalise(mine, count):
-    rows.set(count)
+    rows.append(count)
     with tf.GradientTape() as tape:
         tape.watch(mine)
         loss = tf.reduce_sum(layer(mine, training=True) ** 3)

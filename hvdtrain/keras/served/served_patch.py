@@ -15,7 +15,7 @@ from hvdtrain.collectives.single import single_collectives
 from hvdtrain.config import Settings
 from hvdtrain.gradients.ranks import EngineRanks
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.keras.batch_normalization import RowFlag, synchronized_layers
+from hvdtrain.keras.batch_normalization import synchronized_layers
 from hvdtrain.keras.fit_inputs import FitInputs
 from hvdtrain.keras.fit_loop import FitLoop, forget_functions
 from hvdtrain.keras.membership import Membership
@@ -74,7 +74,7 @@ class ServedModelPatch(ModelPatch):
         report.watch(lambda: messages.waiting_in or collectives.waiting_in)
         shards = shard_model(model, collectives, self._roles, self._settings)
         weights = WorkerLossWeights(self._reducer, gathers=self._settings.gathers)
-        steps = ModelSteps(model, self._reducer, self._choose_compute(), RowFlag(), weights)
+        steps = ModelSteps(model, self._reducer, self._choose_compute(), weights)
         job = ServedJob(
             model=model,
             collectives=collectives,
