@@ -48,22 +48,6 @@ def test_rounds_with_who_comes_back():
     assert rule.complete()
 
 
-def test_rounds_without_the_last():
-    """A gradient that comes after its step doesn't count; its worker goes on with the others."""
-    rule = Synchronous([0, 1, 2], wanted=2)
-    assert pushed(rule, 2) == [True]
-    assert not rule.complete()
-    assert pushed(rule, 0) == [True]
-    assert rule.complete()
-    assert rule.push(1, 0) is False
-    assert rule.may_go_on(1)
-    assert not rule.complete()
-    assert [rule.next_step(worker) for worker in range(3)] == [1, 1, 1]
-    assert pushed(rule, 1, 2) == [True, True]
-    assert rule.complete()
-    assert rule.push(0, 1) is False
-
-
 def test_round_of_who_has_left():
     """The last one to leave completes what is there."""
     rule = Synchronous([0, 1, 2])
