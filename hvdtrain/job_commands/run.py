@@ -98,14 +98,14 @@ def run_recorded(job: Job, environ: dict[str, str], spec: JobSpec) -> int:
 
 def _run_submitted(job: Job, environ: dict[str, str], folder: JobFolder) -> int:
     """Run a job of ``hvdtrain submit`` in its folder, once as many slots are free as it needs."""
-    from hvdtrain.jobs.slots import await_turn, gpu_variables, slots_of
+    from hvdtrain.jobs.slots import await_slots, gpu_variables, slots_of
 
     with caught_signals() as received, _recorder(folder) as recorder:
         recorder.state(phase="queued", code=None, cause="", verdict="")
         site, plan = find_plan(job, environ)
         if not site.in_slurm:
             slots = slots_of(site.hosts, site.gpus)
-            taken = await_turn(folder.path, plan.hosts, slots, received)
+            taken = await_slots(folder.path, plan.hosts, slots, received)
             if taken is not None and (own := gpu_variables(environ, taken, site.gpus)):
                 environ |= own
                 site, plan = find_plan(job, environ)

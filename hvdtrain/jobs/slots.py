@@ -20,18 +20,18 @@ from hvdtrain.errors import JobError
 from hvdtrain.jobs.files import lock_descriptor
 from hvdtrain.jobs.state import host_identity
 
-__all__ = ["Turn", "await_turn", "gpu_variables", "slots_of"]
+__all__ = ["SlotQueue", "await_slots", "gpu_variables", "slots_of"]
 
 POLL_S = 0.25
 QUEUE = ".queue"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-class Turn:
-    """A place in the queue, and from its turn on the slots of a job, until this process ends.
+class SlotQueue:
+    """A place in the queue, then the slots of a job, until this process ends.
 
-    Of jobs that need slots of the same host the first to come is served first, even if a later one
-    would fit in before it.
+    Jobs that need slots of the same host are served in the order of their arrival, even if a later
+    one would fit in first.
 
     Args:
         directory: Where the files of the queue are; the same for all jobs that share slots.
@@ -58,8 +58,8 @@ class Turn:
         except OSError as error:
             raise JobError(f"the queue in {directory} can't be used: {error.strerror}") from None
 
-    def has_come(self) -> bool:
-        """Take this job's slots if it is its turn; return whether it has all. Ask often until then.
+    def try_acquire(self) -> bool:
+        """Take this job's slots if it is its turn; return whether it has all. Call it repeatedly.
 
         Raises:
             JobError: The queue can't be used.
@@ -86,7 +86,7 @@ class Turn:
         names = (path.name for path in self._held if path.parent == self._slots)
         return sorted(int(n) for h, _, n in (name.rpartition("-") for name in names) if h == host)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give up the place or the slots."""
         self._place.unlink(missing_ok=True)
         for descriptor in self._held.values():
@@ -148,7 +148,7 @@ def slots_of(hosts: Sequence[Host], gpus: int) -> dict[str, int]:
     return {host.name: here if is_this_host(host.name) else host.slots for host in hosts}
 
 
-def await_turn(
+def await_slots(
     job: Path, wanted: Mapping[str, int], slots: Mapping[str, int], received: Sequence[int]
 ) -> Mapping[str, Sequence[int]] | None:
     """Wait until the slots that a job needs are free, and take them until this process ends.
@@ -169,18 +169,18 @@ def await_turn(
     in_all: Counter[str] = Counter()
     for host, count in wanted.items():
         in_all[keys[host]] += count
-    turn = Turn(
+    queue = SlotQueue(
         job.parent / QUEUE,
         job.name,
         wanted=in_all,
         slots={keys[host]: slots[host] for host in wanted},
     )
-    while not received and not turn.has_come():
+    while not received and not queue.try_acquire():
         time.sleep(POLL_S)
     if received:
-        turn.leave()
+        queue.release()
         return None
-    return {host: turn.held(keys[host]) for host in wanted}
+    return {host: queue.held(keys[host]) for host in wanted}
 
 
 def _key(host: str) -> str:

@@ -15,16 +15,16 @@ import pytest
 
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.slots import Turn, await_turn, gpu_variables, slots_of
+from hvdtrain.jobs.slots import SlotQueue, await_slots, gpu_variables, slots_of
 
 _WAITS = """
 import sys, time
 from pathlib import Path
-from hvdtrain.jobs.slots import Turn
+from hvdtrain.jobs.slots import SlotQueue
 directory, name, wanted, slots = sys.argv[1:]
-turn = Turn(Path(directory), name, wanted={"a": int(wanted)}, slots={"a": int(slots)})
+queue = SlotQueue(Path(directory), name, wanted={"a": int(wanted)}, slots={"a": int(slots)})
 print("waits", flush=True)
-while not turn.has_come():
+while not queue.try_acquire():
     time.sleep(0.01)
 print("runs", flush=True)
 sys.stdin.read()
@@ -86,39 +86,39 @@ def test_who_dies_in_the_queue_holds_nobody_up(tmp_path: Path, start) -> None:
 
 
 def test_who_needs_more_than_there_are_takes_all(tmp_path: Path) -> None:
-    big = Turn(tmp_path, "big", wanted={"a": 5}, slots={"a": 2})
-    assert big.has_come()
+    big = SlotQueue(tmp_path, "big", wanted={"a": 5}, slots={"a": 2})
+    assert big.try_acquire()
     assert big.held("a") == [0, 1]
     assert big.held("b") == []
     # Other hosts are free.
-    other = Turn(tmp_path, "other", wanted={"b": 1}, slots={"b": 1})
-    assert other.has_come()
-    small = Turn(tmp_path, "small", wanted={"a": 1}, slots={"a": 2})
-    assert not small.has_come()
+    other = SlotQueue(tmp_path, "other", wanted={"b": 1}, slots={"b": 1})
+    assert other.try_acquire()
+    small = SlotQueue(tmp_path, "small", wanted={"a": 1}, slots={"a": 2})
+    assert not small.try_acquire()
     # Who waits for one host holds nobody up on another, unless the job needs both.
-    free = Turn(tmp_path, "free", wanted={"c": 1}, slots={"c": 1})
-    assert free.has_come()
-    both = Turn(tmp_path, "both", wanted={"a": 1, "d": 1}, slots={"a": 2, "d": 1})
-    behind = Turn(tmp_path, "behind", wanted={"d": 1}, slots={"d": 1})
-    assert not both.has_come()
-    assert not behind.has_come()
-    big.leave()
-    assert small.has_come()
-    assert small.has_come(), "and still"
+    free = SlotQueue(tmp_path, "free", wanted={"c": 1}, slots={"c": 1})
+    assert free.try_acquire()
+    both = SlotQueue(tmp_path, "both", wanted={"a": 1, "d": 1}, slots={"a": 2, "d": 1})
+    behind = SlotQueue(tmp_path, "behind", wanted={"d": 1}, slots={"d": 1})
+    assert not both.try_acquire()
+    assert not behind.try_acquire()
+    big.release()
+    assert small.try_acquire()
+    assert small.try_acquire(), "and still"
 
 
 def test_a_place_that_is_given_up_is_gone(tmp_path: Path) -> None:
-    first = Turn(tmp_path, "first", wanted={"a": 1}, slots={"a": 1})
-    second = Turn(tmp_path, "second", wanted={"a": 1}, slots={"a": 1})
-    assert not second.has_come()
-    first.leave()
-    assert second.has_come()
+    first = SlotQueue(tmp_path, "first", wanted={"a": 1}, slots={"a": 1})
+    second = SlotQueue(tmp_path, "second", wanted={"a": 1}, slots={"a": 1})
+    assert not second.try_acquire()
+    first.release()
+    assert second.try_acquire()
 
 
 def test_a_queue_that_can_not_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(JobError, match=r"the queue in .*/file can't be used: "):
-        Turn(tmp_path / "file", "a", wanted={"a": 1}, slots={"a": 1})
+        SlotQueue(tmp_path / "file", "a", wanted={"a": 1}, slots={"a": 1})
 
 
 HOSTS = [Host(name="localhost", slots=8), Host(name="node.invalid", slots=4)]
@@ -150,7 +150,7 @@ def test_machines_that_share_a_folder_have_slots_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wait(name: str, received: list[int]) -> object:
-        return await_turn(tmp_path / name, {"localhost": 1}, {"localhost": 1}, received)
+        return await_slots(tmp_path / name, {"localhost": 1}, {"localhost": 1}, received)
 
     assert wait("first", []) == {"localhost": [0]}
     received: list[int] = []
