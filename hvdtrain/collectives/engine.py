@@ -27,10 +27,9 @@ from hvdtrain.collectives.calls import (
     type_name,
     with_rows,
 )
-from hvdtrain.collectives.exchange import Exchange
+from hvdtrain.collectives.exchange import JOIN, Exchange, SomeJoined, check_can_join
 from hvdtrain.collectives.fusion import aligned
 from hvdtrain.collectives.interface import Codec, FinishedOperation, ReduceOp
-from hvdtrain.collectives.join import JOIN, SomeJoined, check_can_join
 from hvdtrain.collectives.kernels import check_reducible
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.sections import RAISED, RanksRaised, reason_of, warn_if_late

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -10,7 +11,6 @@ import numpy as np
 from hvdtrain.collectives.calls import Call, Calls, as_bytes, row_bytes
 from hvdtrain.collectives.fusion import empty_outputs, plan_fusion, split_evenly
 from hvdtrain.collectives.interface import ReduceOp
-from hvdtrain.collectives.join import JOIN, SomeJoined, neutral, read_call, write_call
 from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, combined
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.sections import RAISED, RanksRaised
@@ -18,10 +18,25 @@ from hvdtrain.collectives.transport import Reduction, Transport
 from hvdtrain.collectives.wire_format import wire_format
 from hvdtrain.errors import MismatchError
 
-__all__ = ["Exchange"]
+__all__ = ["JOIN", "Exchange", "SomeJoined", "check_can_join"]
 
+JOIN = "join"
+# Calls that go without a part of each rank.
+_WITHOUT = ("allreduce", "allgather_object")
 # Before the reason of a rank that left a section; no call's text begins with it.
 _REASON = "\0"
+
+
+class SomeJoined(Exception):
+    """Some ranks call ``join``, and all others the same operation; raised on all alike.
+
+    Args:
+        ranks: Those that have joined.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"ranks {list(ranks)} have joined")
+        self.ranks = frozenset(ranks)
 
 
 class Exchange(RankState):
@@ -105,9 +120,9 @@ class Exchange(RankState):
             joined: Whether this one is among those that have.
         """
         self.transport.start_over()
-        mine = np.empty(0, np.uint8) if joined else write_call(call)
+        mine = np.empty(0, np.uint8) if joined else _write_call(call)
         parts = self._exchange_parts(self._calls.get(JOIN, "call of others", ()), mine)
-        return read_call(next(part for part in parts if part.size), self._calls)
+        return _read_call(next(part for part in parts if part.size), self._calls)
 
     def _add_neutral(self, call: Call) -> None:
         """Take part in an operation of the other ranks with what changes nothing in its result."""
@@ -116,7 +131,7 @@ class Exchange(RankState):
             return
         op, name, shapes, *form = call.detail
         # This rank may have the share of the result that is not finite.
-        self._reduce_arrays(call, neutral(op, np.dtype(name), shapes), op, True, *form)
+        self._reduce_arrays(call, _neutral(op, np.dtype(name), shapes), op, True, *form)
 
     def _gather_counts(self, counts: Sequence[int]) -> np.ndarray:
         mine = np.array(counts, np.int64)
@@ -180,3 +195,56 @@ def _shorten(text: str, difference: int, limit: int = 300) -> str:
     if difference < limit - 50:
         return f"{text[:limit]} …"
     return f"{text[:150]} … {text[difference - 50 : difference + 100]} …"
+
+
+def _write_call(call: Call) -> np.ndarray:
+    """A call as bytes, for ranks that don't know it."""
+    return np.frombuffer(json.dumps([call.kind, call.name, call.detail]).encode(), np.uint8)
+
+
+def _read_call(data: np.ndarray, calls: Calls) -> Call:
+    """Return the call of ``write_call``'s bytes."""
+    kind, name, detail = json.loads(data.tobytes())
+    return calls.get(kind, name, _tuples(detail))
+
+
+def check_can_join(call: Call, ranks: Sequence[int]) -> None:
+    """Check that an operation can be done without some ranks.
+
+    Args:
+        call: The operation.
+        ranks: The ranks that have joined.
+
+    Raises:
+        MismatchError: It can't.
+    """
+    if call.kind not in _WITHOUT:
+        raise MismatchError(
+            f"Rank {', '.join(map(str, ranks))} called join, and the others {call.short_text}. "
+            "Between join of the first rank and of the last all that they can do is allreduce, and "
+            "with --backend nccl not even that; call the rest before, or after."
+        )
+
+
+def _neutral(op: ReduceOp, dtype: np.dtype, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Arrays that change nothing in a reduction, but for the number of ranks in an average."""
+    return [np.full(shape, _neutral_value(op, dtype), dtype) for shape in shapes]
+
+
+def _neutral_value(op: ReduceOp, dtype: np.dtype) -> object:
+    if op in ("sum", "average"):
+        return 0
+    if op == "product":
+        return 1
+    if dtype.kind == "b":
+        return op == "min"
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return limits.max if op == "min" else limits.min
+    return np.inf if op == "min" else -np.inf
+
+
+def _tuples(value: object) -> tuple[object, ...]:
+    """JSON's lists as the tuples that they were."""
+    assert isinstance(value, list)
+    return tuple(_tuples(entry) if isinstance(entry, list) else entry for entry in value)
