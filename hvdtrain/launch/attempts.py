@@ -392,7 +392,7 @@ class _Attempts:
         if not missing or self._site.in_slurm:
             return hosts
         # Seldom needed, and much of hvdtrain check comes with it.
-        from hvdtrain.remote.reachability import unreachable
+        from hvdtrain.remote.remote_probe import unreachable
 
         gone = [host for host in outcome.lost_hosts if not is_this_host(host)]
         left = without(hosts, gone)

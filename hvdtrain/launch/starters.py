@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.remote.run_capture import run_capture
+from hvdtrain.remote.run_capture import find_mpi_library, run_capture
 
 __all__ = [
     "Family",
@@ -148,7 +148,6 @@ def find_srun(environ: Mapping[str, str]) -> Srun:
             f"This is a Slurm job (SLURM_JOB_ID={environ.get('SLURM_JOB_ID')}), but srun is not on "
             "PATH. Add Slurm's bin folder to PATH, or name the hosts with -H."
         )
-    from hvdtrain.remote.mpi_library import find_mpi_library
 
     try:
         name = find_mpi_library(environ)

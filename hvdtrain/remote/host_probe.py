@@ -26,10 +26,8 @@ from typing import Any
 from hvdtrain.cluster.placement import available_cores
 from hvdtrain.cluster.topology import host_id
 from hvdtrain.errors import LaunchError
-from hvdtrain.remote.mpi_library import TIMEOUT_S as MPI_TIMEOUT_S
-from hvdtrain.remote.mpi_library import find_mpi_library
 from hvdtrain.remote.probe_messages import MARK, Question, read_question
-from hvdtrain.remote.run_capture import run_capture
+from hvdtrain.remote.run_capture import MPI_TIMEOUT_S, find_mpi_library, run_capture
 
 __all__ = ["installed_versions", "main"]
 

@@ -8,13 +8,11 @@ import pytest
 
 from hvdtrain.cluster.hosts import (
     Host,
-    merge_hosts,
     parse_hostfile,
     parse_hosts,
     slurm_hosts,
     ssh_user,
 )
-from hvdtrain.cluster.topology import slurm_task_counts
 from hvdtrain.errors import ConfigurationError
 from tests.cluster import environments as env
 from tests.harness.jobs import REPOSITORY
@@ -363,34 +361,6 @@ def test_bad_allocations(nodes: str, tasks: str | None, told: str) -> None:
     assert f"SLURM_JOB_NODELIST={nodes!r} and SLURM_TASKS_PER_NODE={tasks!r}" in message
     assert "with -H or --hostfile" in message
     assert "unset" in message, "says what to do"
-
-
-@pytest.mark.parametrize(
-    ("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1, 2(x2)", [1, 2, 2])]
-)
-def test_task_counts(text: str, counts: list[int]) -> None:
-    assert slurm_task_counts(text) == counts
-
-
-@pytest.mark.parametrize("text", ["", "2,", "x3", "2(x)", "2(3)", "-1", "2(x3"])
-def test_task_counts_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match=r"can't be read at '.*'; expected counts"):
-        slurm_task_counts(text)
-
-
-@pytest.mark.parametrize(
-    ("slots", "max_slots", "told"),
-    [(0, None, "slots=0"), (-1, None, "slots=-1"), (2, 1, "max_slots=1"), (1, 0, "max_slots=0")],
-)
-def test_a_host_checks_its_slots(slots: int, max_slots: int | None, told: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"a has {told}, expected"):
-        Host(name="a", slots=slots, max_slots=max_slots)
-
-
-def test_merging_keeps_what_comes_first() -> None:
-    rows = hosts(("B", 1), ("a", 2, 3), ("b", 4), ("A", 5, 6))
-    assert merge_hosts(rows) == hosts(("B", 5), ("a", 7, 9))
-    assert merge_hosts([]) == []
 
 
 @pytest.mark.parametrize(

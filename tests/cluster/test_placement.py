@@ -290,11 +290,6 @@ def test_cores_are_each_given_once() -> None:
         assert max(sizes) - min(sizes) <= 1, (ranks, cores)
 
 
-def test_cores_of_unlike_hosts() -> None:
-    places = place([A2, B2, C1], None, cores={"a": 4, "c": 3})
-    assert [entry.cores for entry in places] == [(0, 1), (2, 3), None, None, (0, 2)]
-
-
 def test_the_table() -> None:
     places = place(
         [host("node01", 2), host("b", 9)], None, gpus={"node01": 2}, cores={"node01": 24, "b": 9}
