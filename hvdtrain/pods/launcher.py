@@ -1,9 +1,9 @@
-"""Runs in the launcher's pod: waits for the workers, runs ``hvdtrain run``, and frees the workers.
+"""The program of the launcher's pod: waits for workers, runs ``hvdtrain run``, frees the workers.
 
     python -m hvdtrain.pods.launcher NAME -- run -np 8 --hostfile FILE -- program ...
 
-Kubernetes starts the pod again where it is lost, and the job goes on from its checkpoint then. A
-job that has failed is not started again.
+If the pod is lost, Kubernetes starts another, and the job continues from its checkpoint. A failed
+job is not started again.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from hvdtrain.pods.worker_watch import WorkerWatch
 __all__ = ["RunChild", "await_own_name", "await_workers", "free_workers", "main"]
 
 POLL_S = 0.5
-# How often it is said for whom it waits, where that does not change.
+# How often a waiting launcher repeats what it waits for.
 SAY_EVERY_S = 60.0
 _CONNECT_TIMEOUT_S = 2.0
-# How long a cluster may fail to answer before the job starts without it, and may do so at the end.
+# How long to ask a cluster that does not answer, at the start and at the end.
 START_PATIENCE_S = 120.0
 FREE_PATIENCE_S = 3600.0
 _HOSTS = Path("/tmp/hvdtrain-hosts.json")
 
 
 class RunChild:
-    """One run of it; made and used on the main thread, but for ``stop``.
+    """The process of ``hvdtrain run``; for the main thread, except ``stop``.
 
-    A pod that is told to end has some time left: ranks save what they have then. Where it is told
-    once more they end at once.
+    The first signal to end lets the ranks save a checkpoint, as the pod has its grace period left;
+    the second ends them at once.
     """
 
     def __init__(self) -> None:
@@ -54,21 +54,21 @@ class RunChild:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the pod was told to end."""
+        """Whether the pod has received a signal to end."""
         return bool(self._ordered)
 
     def run(self, words: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Run ``hvdtrain`` with those arguments; returns its exit code as a shell has it."""
+        """Run ``hvdtrain`` with these arguments, and return its exit code as a shell reports it."""
         argv = [sys.executable, "-P", "-m", "hvdtrain", *words]
         self._child = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
         if self._ordered:
-            # It came before there was anybody to hand it on to.
+            # The signal came before the process existed.
             self.stop(save=False)
         code = self._child.wait()
         return 128 - code if code < 0 else code
 
     def stop(self, *, save: bool) -> None:
-        """Have it end; from any thread."""
+        """End the process, or keep it from starting; may be called from any thread."""
         if self._child is None:
             self._ordered.append(signal.SIGTERM)
         else:
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     watch = _watch(name, hosts[0].slots, child)
     workers = watch.addresses if watch is not None else [host.name for host in hosts]
     code = None
-    # A stop is noticed from now on, also while it waits.
+    # From here on a stop is noticed, even during the waits.
     with watch or contextlib.nullcontext():
         if (
             (watch is None or _await_earlier(watch, child))
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
             managed = {} if watch is None else {MANAGED_HOSTS: str(_HOSTS)}
             code = child.run(words, {**os.environ, **managed})
     was_stopped = watch is not None and watch.was_stopped
-    # Of other launchers that end, and of a job that is preempted, there is another to come.
+    # After other ends Kubernetes starts another launcher, which needs the workers.
     if was_stopped or code not in (None, ExitCode.PREEMPTED):
         free_workers(
             name, has_failed=code != 0, give_up=lambda: child.is_ordered and not was_stopped
@@ -110,14 +110,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def free_workers(name: str, *, has_failed: bool, give_up: Callable[[], bool]) -> None:
-    """Give the workers' resources back, and see that a job that has failed stays so.
+    """Release the workers' resources, and keep a failed job from starting again.
 
-    As long as the cluster does not answer this goes on: nobody else would free them.
+    Nothing else would release them, so this retries until the cluster answers.
 
     Args:
         name: The name of the job's objects.
-        has_failed: Whether the Job is to start no other launcher.
-        give_up: Whether this pod is to end, so that a failure is final.
+        has_failed: Whether the job failed.
+        give_up: Returns whether to stop retrying, because this pod has to end.
     """
     try:
         api = ClusterApi.of_pod()
@@ -139,7 +139,7 @@ def free_workers(name: str, *, has_failed: bool, give_up: Callable[[], bool]) ->
 
 
 def _watch(name: str, slots: int, child: RunChild) -> WorkerWatch | None:
-    """Who looks after the workers; None where the launcher's account may not."""
+    """Start to watch the workers; None if the launcher's account lacks the rights."""
     try:
         api = ClusterApi.of_pod()
         return persist(
@@ -163,9 +163,9 @@ def _watch(name: str, slots: int, child: RunChild) -> WorkerWatch | None:
 
 
 def await_workers(hosts: Sequence[str], is_ordered: Callable[[], bool]) -> bool:
-    """Wait until sshd of all workers takes connections; False where the job is to stop before.
+    """Wait until all workers accept ssh connections; return False if the job has to stop before.
 
-    However long that takes: until there is room on the cluster, a job waits in its queue.
+    Without a time-out: a job waits until the cluster has room for all its workers.
     """
     missing = dict.fromkeys(hosts, "")
 
@@ -179,16 +179,16 @@ def await_workers(hosts: Sequence[str], is_ordered: Callable[[], bool]) -> bool:
 
 
 def await_own_name(host: str, is_ordered: Callable[[], bool]) -> bool:
-    """Wait until DNS knows this pod, and no pod before it; False where the job is to stop before.
+    """Wait until DNS has this pod's address alone; return False if the job has to stop before.
 
-    Workers of MPICH and Intel MPI come back to the launcher by its name.
+    Workers of MPICH and Intel MPI connect to the launcher by its name.
 
     Args:
-        host: The hostname that this pod was given, which is its subdomain, too.
-        is_ordered: Whether the job is to stop.
+        host: The hostname of this pod, which is also its subdomain.
+        is_ordered: Returns whether the job has to stop.
     """
     if socket.gethostname() != host:
-        # In the network of its node it has the node's.
+        # In the network of its node a pod has the hostname of the node.
         return not is_ordered()
 
     def whom() -> str:
@@ -206,9 +206,9 @@ def _addresses(host: str) -> set[str]:
 
 
 def _await_earlier(watch: WorkerWatch, child: RunChild) -> bool:
-    """Wait until no other launcher has ranks; False where the job is to stop before.
+    """Wait until no earlier launcher has ranks; return False if the job has to stop before.
 
-    Kubernetes starts another as soon as a pod is told to end, whose ranks save what they have then.
+    Kubernetes starts a launcher while the ranks of the previous one still save their checkpoint.
     """
 
     def whom() -> str:
@@ -221,7 +221,7 @@ def _await_earlier(watch: WorkerWatch, child: RunChild) -> bool:
 
 
 def _await(whom: Callable[[], str], is_ordered: Callable[[], bool]) -> bool:
-    """Wait until there is nobody to wait for, and say now and then for whom."""
+    """Wait until ``whom`` returns nothing, and print what it returns now and then."""
     said, said_s = "", 0.0
     while text := whom():
         if text != said or time.monotonic() > said_s + SAY_EVERY_S:
@@ -234,7 +234,7 @@ def _await(whom: Callable[[], str], is_ordered: Callable[[], bool]) -> bool:
 
 
 def _why_not(host: str) -> str:
-    """Why a worker can't be reached; empty where it can."""
+    """Return why a worker can't be reached; empty if it can."""
     try:
         socket.create_connection((host, SSH_PORT), _CONNECT_TIMEOUT_S).close()
     except socket.gaierror:
@@ -245,7 +245,7 @@ def _why_not(host: str) -> str:
 
 
 def _take_keys() -> None:
-    """Copy the key to where nobody else may read it: ssh uses no other."""
+    """Copy the key to a file that only its owner may read, as ssh requires."""
     folder = Path(SSH_FOLDER)
     folder.mkdir(mode=0o700, exist_ok=True)
     key = folder / "id_ed25519"

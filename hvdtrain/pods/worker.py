@@ -3,8 +3,8 @@
     python -m hvdtrain.pods.worker          becomes sshd
     python -m hvdtrain.pods.worker drain    waits until no ranks are left, before the pod ends
 
-What ranks are started with by ssh is not what the container has in its environment: sshd gives it
-to them, as an image says there where its libraries are.
+A session of sshd does not have the environment of the container, where an image names its
+libraries, so sshd is configured to set it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _OWN = {"HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "TERM"
 
 
 def sshd_config(folder: Path, environ: Mapping[str, str]) -> str:
-    """The configuration of sshd.
+    """Return the configuration of sshd.
 
     Args:
-        folder: Where its files are, which nobody else may read.
-        environ: What those who come in have in their environment.
+        folder: The private folder with its keys.
+        environ: The environment of its sessions.
     """
     variables = [
         _quoted(f"{name}={value}")
@@ -55,12 +55,12 @@ def sshd_config(folder: Path, environ: Mapping[str, str]) -> str:
         "X11Forwarding no",
         "AllowTcpForwarding no",
         "PrintMotd no",
-        # All ranks of a job may come at once.
+        # All ranks of a job may connect at once.
         "MaxStartups 1000",
-        # A launcher that is gone with its node is noticed.
+        # Sessions of a launcher that was lost with its node end.
         "ClientAliveInterval 15",
         "ClientAliveCountMax 4",
-        # Of several such lines sshd takes the first.
+        # One line: sshd uses only the first.
         *([f"SetEnv {' '.join(variables)}"] if variables else []),
     ]
     return "\n".join(lines) + "\n"
@@ -85,7 +85,7 @@ def serve_ssh() -> None:
     config = FOLDER / "sshd_config"
     config.write_text(sshd_config(FOLDER, os.environ))
     if os.geteuid() == 0:
-        # Where it shuts itself in before it knows who comes.
+        # sshd confines itself to this folder before authentication.
         os.makedirs("/run/sshd", mode=0o755, exist_ok=True)
     os.execv(sshd, [sshd, "-D", "-e", "-f", str(config)])
 
@@ -95,7 +95,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def has_ranks() -> bool:
-    """Whether processes of a job run here: those that a launcher has given its word."""
+    """Return whether processes run here that belong to a job, by their environment."""
     for process in psutil.process_iter():
         try:
             if JOB in process.environ():

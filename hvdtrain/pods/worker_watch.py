@@ -1,4 +1,4 @@
-"""Looks at a job's pods from its launcher's, and tells ``hvdtrain run`` how its hosts are."""
+"""Watches a job's pods from the launcher's pod, and reports its hosts to ``hvdtrain run``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.pods.pod_states import ending_launchers, hosts_of
 __all__ = ["WorkerWatch"]
 
 INTERVAL_S = 1.0
-# Longer than a look at a cluster that does not answer.
+# Longer than the requests of one look at a cluster that does not answer.
 CLOSE_TIMEOUT_S = 90.0
 
 
@@ -25,14 +25,14 @@ class WorkerWatch:
     """Keeps the file that ``MANAGED_HOSTS`` names, on a thread; a context manager.
 
     Args:
-        api: The cluster, as the launcher may see it.
+        api: The cluster.
         name: The name of the job's objects.
-        slots: Ranks that each worker takes.
+        slots: The ranks of each worker.
         path: The file; it is written before this returns.
-        on_stop: Called once, where the job is asked to stop, with "now" or "save".
+        on_stop: Called once with "now" or "save" when somebody asks the job to stop.
 
     Raises:
-        JobError: The launcher may not look at its job.
+        JobError: The launcher's account may not see the job.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class WorkerWatch:
 
     @property
     def addresses(self) -> list[str]:
-        """The names of the workers that there are to be, as they are reached."""
+        """The hostnames of all workers that the job is to have."""
         return [host.name for host in self._written]
 
     @property
     def was_stopped(self) -> bool:
-        """Whether the job was asked to stop."""
+        """Whether somebody has asked the job to stop."""
         return bool(self._stop_word)
 
     def earlier_launchers(self) -> list[str]:
-        """The pods of earlier launchers that have not ended yet.
+        """Return the pods of earlier launchers that have not ended yet.
 
         Raises:
-            JobError: The cluster does not say.
+            JobError: The cluster does not answer.
         """
         return ending_launchers(self._api.pods(self._name), time.time())
 
@@ -85,7 +85,7 @@ class WorkerWatch:
                 self._look()
                 said = ""
             except JobError as error:
-                # The cluster is busy, or its control plane starts again: pods go on.
+                # The control plane is busy or restarts; pods keep running.
                 if str(error) != said:
                     said = str(error)
                     print(f"hvdtrain: {said}", file=sys.stderr, flush=True)
