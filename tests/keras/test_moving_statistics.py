@@ -98,14 +98,13 @@ def test_a_rank_without_rows_contributes_nothing(world, name, kind):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("kind", [keras.Model, OwnStep], ids=["Keras' step", "own step"])
-def test_synchronized_layers_see_only_rows(world, kind):
-    alone = _model(kind, True)
+def test_synchronized_layers_of_an_own_step_see_only_rows(world):
+    alone = _model(OwnStep, True)
     for _ in range(2):
         first = [2, 3, 0, 1]
         alone.fit(X[first], Y[first], batch_size=4, shuffle=False, verbose=0)
         alone.fit(X[4:], Y[4:], batch_size=2, shuffle=False, verbose=0)
-    together = _model(kind, True)
+    together = _model(OwnStep, True)
     world.distribute(together, presharded=True)
     mine = list(OWN_ROWS[world.size()][world.rank()])
     together.fit(X[mine], Y[mine], batch_size=2, epochs=2, shuffle=False, verbose=0)

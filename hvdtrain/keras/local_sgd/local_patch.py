@@ -12,8 +12,7 @@ from hvdtrain.config import Settings
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.batch_normalization import synchronized_layers
 from hvdtrain.keras.compute import Compute
-from hvdtrain.keras.local_sgd.outer_optimizer import OuterOptimizer
-from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
+from hvdtrain.keras.local_sgd.weight_averaging import OuterOptimizer, WeightAveraging
 from hvdtrain.keras.loss_weights import ratio
 from hvdtrain.keras.membership import Change
 from hvdtrain.keras.model_patch import ModelPatch

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from hvdtrain.keras.local_sgd.outer_optimizer import OuterOptimizer
+from hvdtrain.keras.local_sgd.weight_averaging import OuterOptimizer
 
 
 @pytest.mark.parametrize(("rate", "momentum"), [(0.75, 0.875), (0.5, 0.0), (1.0, 0.5)])
