@@ -15,6 +15,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from hvdtrain.errors import ConfigurationError, HvdtrainError
 from hvdtrain.log import LOGGER, show
@@ -128,6 +129,16 @@ def _complete(words: Sequence[str]) -> None:
         argcomplete.autocomplete(_parser(words[0] if words else None))
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """The parser of a subcommand, whose own usage is shown with an unknown argument."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        arguments, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return arguments, unknown
+
+
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser of all subcommands, of which only ``chosen`` knows its arguments."""
     parser = argparse.ArgumentParser(
@@ -137,7 +148,11 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
     commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", title="commands", required=True
+        dest="command",
+        metavar="COMMAND",
+        title="commands",
+        required=True,
+        parser_class=_CommandParser,
     )
     for name, (module, summary) in COMMANDS.items():
         subparser = commands.add_parser(

@@ -61,7 +61,10 @@ USAGE_ERRORS = {
     "np-text": (["run", "-np", "two", "true"], "got 'two'"),
     "no-program": (["run", "-np", "2"], "No program was named"),
     "no-program-after-dashes": (["run", "-np", "2", "--"], "No program was named"),
-    "unknown-flag": (["run", "--nq", "2", "-np", "2", "true"], "-"),
+    "unknown-flag": (
+        ["run", "-np", "2", "--nq", "3", "--", "true"],
+        "hvdtrain run: error: unrecognized arguments: --nq",
+    ),
     "setting": (["run", "-np", "2", "--timeout-s", "-1", "true"], "--timeout-s"),
     "choice": (["run", "-np", "2", "--collectives", "x", "true"], "expected one of auto, mpi"),
     "no-such-host": (["run", "-H", "a:x", "true"], "'a:x'"),

@@ -88,8 +88,12 @@ class Checkpoint(keras.callbacks.Callback):
             )
         return self.session
 
+    @property
+    def _last_epoch(self) -> int:
+        return int((self.params or {}).get("epochs", 1))
+
     def on_train_begin(self, logs: Any = None) -> None:
-        self._running.on_train_begin()
+        self._running.on_train_begin(self._last_epoch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._running.on_batch_end(batch)
@@ -98,8 +102,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._running.on_epoch_begin(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        last = epoch + 1 >= int((self.params or {}).get("epochs", 1))
-        self._running.on_epoch_end(epoch, logs or {}, last=last)
+        self._running.on_epoch_end(epoch, logs or {}, last=epoch + 1 >= self._last_epoch)
 
     def on_test_begin(self, logs: Any = None) -> None:
         if self.session is not None:

@@ -125,8 +125,12 @@ class CheckpointSession:
             self.writer.wait(CLOSE_TIMEOUT_S)
             self._signals.release(handled=self._preempted)
 
-    def on_train_begin(self) -> None:
-        """Set the first epoch of a resumed training; restore the state if none of it is done."""
+    def on_train_begin(self, epochs: int) -> None:
+        """Set the first epoch of a resumed training; restore the state if none of it is done.
+
+        Args:
+            epochs: How many epochs ``fit`` is to end with.
+        """
         saved = self._saved
         if saved is None:
             return
@@ -134,12 +138,18 @@ class CheckpointSession:
         if not saved.within_epoch:
             self._restore(saved)
         place = saved.place
-        ranks = f"; {place.ranks} ranks saved it" if place.ranks != self._membership.size else ""
-        self._say(
-            f"training goes on from the checkpoint of step {saved.step} in "
-            f"{self._options.directory} (epoch {saved.epoch + 1}, {place.epoch_step} steps of it "
-            f"done{ranks})"
-        )
+        where = f"the checkpoint of step {saved.step} in {self._options.directory}"
+        if saved.epoch >= epochs:
+            self._say(
+                f"nothing is left to train: {where} has all {epochs} epochs; ask for more epochs, "
+                "or name a new directory to start over"
+            )
+        else:
+            ranks = f"; ranks then: {place.ranks}" if place.ranks != self._membership.size else ""
+            self._say(
+                f"training goes on from {where} (epoch {saved.epoch + 1}, {place.epoch_step} steps "
+                f"of it done{ranks})"
+            )
         if not saved.within_epoch:
             # The job that saved it may have ended before the export.
             self._export()
