@@ -222,6 +222,10 @@ class _Progress(keras.callbacks.Callback):
         self._compiled = False
         self._learned = _Learned()
 
+    @property
+    def _tells(self) -> bool:
+        return report.is_heard() and world.is_chief()
+
     def on_train_begin(self, logs: Any = None) -> None:
         report.phase("compiling")
 
@@ -231,13 +235,18 @@ class _Progress(keras.callbacks.Callback):
         if self._compiled:
             report.phase("training")
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch and not self._compiled and self._tells:
+            # Resumed within an epoch: the metric holds the rows of an earlier run.
+            self._learned.resume(self.model, batch)
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._compiled = True
         report.step(self._epochs.step, self._epoch)
         report.planned(self._total_steps(batch + 1))
         report.phase("training")
         self._epochs.input_wait.tell_often()
-        if self._learned.is_due() and report.is_heard() and world.is_chief():
+        if self._tells and self._learned.is_due():
             self._learned.tell(self.model, batch + 1, self._epochs.step)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -276,6 +285,10 @@ class _Learned:
         """Begin again with Keras' metric; what it held last of the epoch before was not read."""
         self._before = LossSoFar()
 
+    def resume(self, model: keras.Model, steps: int) -> None:
+        """Leave out the first ``steps`` of the epoch."""
+        self._before = LossSoFar.of(model, steps)
+
     def tell(self, model: keras.Model, steps: int, step: int) -> None:
         """Read and report after so many ``steps`` of the epoch, and ``step`` of the training."""
         self._due_s = time.monotonic() + report.INTERVAL_S
@@ -285,7 +298,7 @@ class _Learned:
             return
         self._rows_per_step = rows / max(1, self._before.steps - before.steps)
         if self._step is None:
-            self._step = step - steps
+            self._step = step - steps + before.steps
         self._count(step)
         self._loss = (self._before.loss_sum - before.loss_sum) / rows
         report.learned(self._samples, self._loss)

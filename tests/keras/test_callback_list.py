@@ -282,3 +282,24 @@ def test_all_samples_of_a_short_training_are_reported(world, monkeypatch):
     world.distribute(model)
     model.fit(X[:48], Y[:48], batch_size=12 // world.size(), epochs=2, verbose=0)
     assert told[-1:] == ([96.0] if world.is_chief() else [])
+
+
+@pytest.mark.ranks(2)
+def test_a_training_that_resumes_within_an_epoch_reports_its_own_samples(
+    world, monkeypatch, tmp_path
+):
+    """Two of ten steps with 12 samples each were trained before."""
+    told = []
+    monkeypatch.setattr(report, "learned", lambda samples, loss: told.append(samples))
+    monkeypatch.setattr(report, "is_heard", lambda: True)
+
+    def fit(*callbacks: Any) -> Any:
+        saving = [*callbacks, Checkpoint(tmp_path, every_steps=2)]
+        options = {"batch_size": 6, "epochs": 2, "verbose": 0, "callbacks": saving}
+        return lambda model: model.fit(runs.X[:60], runs.Y[:60], **options)
+
+    with pytest.raises(runs.Stop):
+        runs.run(world, lambda: runs.model_of([]), fit(runs.StopAfter(3)), seed=1)
+    told.clear()
+    runs.run(world, lambda: runs.model_of([]), fit(), seed=1)
+    assert told[-1:] == ([8 * 12.0] if world.is_chief() else [])
