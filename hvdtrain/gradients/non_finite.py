@@ -47,4 +47,4 @@ def raise_non_finite(
         + ("; ".join(found) or "the sum over all ranks overflowed")
         + ". Lower the learning rate, clip gradients or look at the data of that rank; "
         "HVDTRAIN_NON_FINITE=ignore lets such values through."
-    )
+    ) from None
