@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-__all__ = ["callback_states", "kept_by_callbacks", "restore_callbacks"]
+__all__ = ["callback_states", "kept_by_callbacks", "restore_callbacks", "stopped_early"]
 
 # What Keras' own callbacks keep and reset when training begins.
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
@@ -76,6 +76,16 @@ def restore_callbacks(
                 state[path[len(prefix) :]] = array
         _give(callback, state)
     return list(missing)
+
+
+def stopped_early(callbacks: Sequence[Any], epochs: int) -> bool:
+    """Whether EarlyStopping ended training after so many epochs, and its patience is no larger."""
+    return any(
+        isinstance(callback, keras.callbacks.EarlyStopping)
+        and 0 < callback.stopped_epoch == epochs - 1
+        and callback.wait >= callback.patience
+        for callback in callbacks
+    )
 
 
 def kept_by_callbacks(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -20,6 +20,7 @@ from hvdtrain.errors import CheckpointError, Preempted
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Change, Membership
+from hvdtrain.keras.saving.callback_states import stopped_early
 from hvdtrain.keras.saving.checkpoint_schedule import (
     CheckpointOptions,
     CheckpointSchedule,
@@ -139,10 +140,18 @@ class CheckpointSession:
             self._restore(saved)
         place = saved.place
         where = f"the checkpoint of step {saved.step} in {self._options.directory}"
+        complete = ""
         if saved.epoch >= epochs:
+            complete = f"has all {epochs} epochs; ask for more epochs"
+        elif not saved.within_epoch and stopped_early(self._state.callbacks, saved.epoch):
+            set_initial_epoch(self._state.model, epochs)
+            complete = (
+                f"is of epoch {saved.epoch}, with which EarlyStopping ended; raise its patience"
+            )
+        if complete:
             self._say(
-                f"nothing is left to train: {where} has all {epochs} epochs; ask for more epochs, "
-                "or name a new directory to start over"
+                f"nothing is left to train: {where} {complete}, or name a new directory to start "
+                "over"
             )
         else:
             ranks = f"; ranks then: {place.ranks}" if place.ranks != self._membership.size else ""

@@ -346,13 +346,20 @@ def test_only_the_chief_needs_the_directory(world, tmp_path):
 
 @pytest.mark.more
 @pytest.mark.ranks(2)
-def test_a_complete_training_is_not_done_again(world, tmp_path, capfd):
-    model, _ = run(world, averaged, plain([Checkpoint(tmp_path)], batch_size=6), seed=1)
+@pytest.mark.parametrize(("patience", "epochs"), [(9, EPOCHS), (1, 2)])
+def test_a_complete_training_is_not_done_again(world, patience, epochs, tmp_path, capfd):
+    """Nor is one that EarlyStopping has ended."""
+
+    def fit() -> Any:
+        stopping = keras.callbacks.EarlyStopping("loss", patience=patience, min_delta=10.0)
+        return plain([Checkpoint(tmp_path), stopping], batch_size=6)
+
+    model, _ = run(world, averaged, fit(), seed=1)
     weights = [np.asarray(w) for w in model.get_weights()]
     assert "nothing is left to train" not in capfd.readouterr().err
-    again, history = run(world, averaged, plain([Checkpoint(tmp_path)], batch_size=6), seed=2)
+    again, history = run(world, averaged, fit(), seed=2)
     assert ("nothing is left to train" in capfd.readouterr().err) == world.is_chief()
-    assert history.epoch == list(range(EPOCHS))
+    assert history.epoch == list(range(epochs))
     for one, other in zip(weights, again.get_weights()):
         np.testing.assert_array_equal(one, other)
 
