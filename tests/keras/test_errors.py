@@ -159,4 +159,4 @@ def test_trouble_in_user_code_on_one_rank_ends_all(launch, trouble, code, said):
     done = launch(2, SCRIPT.format(trouble=trouble))
     assert done.returncode == code
     assert f"hvdtrain: rank 0 of 2 stops: {said}" in done.stderr
-    assert "waiting for it in allreduce(gradients)" in done.stderr or code == 7
+    assert "waiting for it in allreduce(stop_training)" in done.stderr or code == 7

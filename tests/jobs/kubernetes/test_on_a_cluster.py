@@ -315,7 +315,7 @@ def test_weights_are_those_of_a_run_elsewhere_and_jobs_run_side_by_side(
     second = f"[1 {other}-worker-1] rank 1 of 2\n"
     assert outside.run("logs", "--rank", "1", other).stdout == second
     assert outside.run("logs", other).stdout == followed
-    last = outside.run("logs", "-t", "-n", "1", "--grep", "rank", other).stdout
+    last = outside.run("logs", "-t", "-n", "1", "--grep", "of 2", other).stdout
     assert re.fullmatch(r"20[-\d]+ [:\d]+ \[[01] .*\] rank [01] of 2\n", last)
     assert (outside.view(other)["status"], commands.view(trained)["status"]) == ("done", "done")
     commands.cluster.ask(f"{JOBS}/{objects_named(other)}{WITH_PODS}", method="DELETE")

@@ -14,6 +14,7 @@ SCRIPT = """
 
     import keras
     import numpy as np
+    import tensorflow as tf
 
     import hvdtrain
 
@@ -23,20 +24,18 @@ SCRIPT = """
 
 
     class Total(keras.losses.Loss):
-        def __init__(self):
+        # Not a callback: with hooks for batches ranks would learn of the loss within the round.
+        def __init__(self, who):
             super().__init__(reduction="sum")
+            self.who, self.steps = who, 0
 
         def call(self, y_true, y_pred):
+            tf.numpy_function(self.count, [], [])
             return y_pred[:, 0] + y_true[:, 0]
 
-
-    class Dies(keras.callbacks.Callback):
-        def __init__(self, who):
-            super().__init__()
-            self.who = who
-
-        def on_train_batch_end(self, batch, logs=None):
-            if me == self.who and batch == 5:
+        def count(self):
+            self.steps += 1
+            if me == self.who and self.steps == 7:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -44,10 +43,10 @@ SCRIPT = """
         keras.utils.set_random_seed(3)
         dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
         model = keras.Sequential([keras.Input((ROWS,)), dense])
-        model.compile(keras.optimizers.SGD(1.0), Total())
+        model.compile(keras.optimizers.SGD(1.0), Total(who))
         hvdtrain.distribute(model)
         x, y = np.eye(ROWS, dtype="float32"), np.zeros((ROWS, 1), "float32")
-        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Dies(who)])
+        model.fit(x, y, batch_size=BATCH, verbose=0)
         return (-model.get_weights()[0].reshape(-1)).tolist()
 
 
