@@ -278,8 +278,14 @@ class AgentServer:
         if code == 1 and record is not None:
             # Python may take long to exit after the exception.
             failed_at = rank.recorded_at
-        elif code == 1 and report is not None and report.phase == STARTING_MPI:
-            # No Python code can record the time-out there; see hvdtrain.collectives.mpi_start.
+        elif (
+            code == 1
+            and report is not None
+            and report.phase == STARTING_MPI
+            and any(line.startswith("Timeout (") for line in rank.stderr)
+        ):
+            # No Python code can record the time-out there, faulthandler prints it; see
+            # hvdtrain.collectives.mpi_start. MPI itself may end a process with code 1 too.
             record = FailureRecord(exception="CollectiveTimeoutError")
         rank.end = RankExit(
             rank=rank.number,

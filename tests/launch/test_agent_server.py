@@ -303,12 +303,17 @@ def test_why_a_program_failed_is_noted_with_its_end(desk: Desk) -> None:
     assert min(desk.server.ends, key=lambda end: end.failed_at).rank == 0
 
 
-def test_a_time_out_in_the_start_of_mpi_is_known_by_the_phase(desk: Desk) -> None:
-    waits, imports = desk.agent(0), desk.agent(1)
-    waits.sendall(encode("report", phase="starting MPI") + encode("end", code=1))
-    imports.sendall(encode("report", phase="") + encode("end", code=1))
+def test_a_time_out_in_the_start_of_mpi_is_known_by_its_phase_and_line(desk: Desk) -> None:
+    """MPI itself ends a process with exit code 1 too, as without Slurm's PMI."""
+    waits, aborts, imports = (desk.agent(rank) for rank in range(3))
+    timeout = line("Timeout (0:10:00)!")
+    abort = line("*** An error occurred in MPI_Init_thread")
+    starts, end = encode("report", phase="starting MPI"), encode("end", code=1)
+    waits.sendall(starts + timeout + end)
+    aborts.sendall(starts + abort + end)
+    imports.sendall(encode("report", phase="") + timeout + end)
     desk.until(lambda: not desk.server.running)
-    assert {end.rank: end.hung for end in desk.server.ends} == {0: True, 1: False}
+    assert {end.rank: end.hung for end in desk.server.ends} == {0: True, 1: False, 2: False}
 
 
 def test_a_look_at_all_that_run(desk: Desk) -> None:
