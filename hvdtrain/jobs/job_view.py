@@ -17,7 +17,7 @@ from hvdtrain.jobs.files import newest_json_lines
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.metrics import steps_per_s
 from hvdtrain.jobs.spec import JobSpec
-from hvdtrain.jobs.state import NO_ANSWER, JobState, Status, status_of
+from hvdtrain.jobs.state import GONE, NO_ANSWER, JobState, Status, status_of
 
 __all__ = ["JobView", "command_line", "left_s", "view_job", "view_jobs"]
 
@@ -133,8 +133,9 @@ def _view(
     if answer is not None and answer.state is not None:
         state = answer.state
         status = status_of(state, alive=True, quiet_s=0, patience_s=0)
-        if state.phase == "ended":
-            # The queue forgets it some day.
+        if state.phase == "ended" and answer.word != GONE:
+            # The queue forgets it some day. What it does not know it may know the next time, as
+            # another cluster may have been asked.
             with contextlib.suppress(OSError):
                 job.write_state(state)
     else:

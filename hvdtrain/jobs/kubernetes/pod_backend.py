@@ -20,13 +20,14 @@ from hvdtrain.jobs.kubernetes.manifests import PodJob, container_of, job_objects
 from hvdtrain.jobs.kubernetes.pod_options import PodOptions, read_pod_options
 from hvdtrain.jobs.spec import JobSpec, asked_for, is_secret
 from hvdtrain.jobs.state import GOES_ON, GONE, NO_ANSWER, JobState
-from hvdtrain.pods.cluster_api import ClusterApi, SilentClusterError
+from hvdtrain.pods.cluster_api import DELETE_TIMEOUT_S, ClusterApi, SilentClusterError
 from hvdtrain.pods.names import STOP, Object, resource_of, rights_text
 from hvdtrain.pods.pod_states import find_condition, launchers_of, trouble_of, workers_of
 
 __all__ = [
     "PodBackend",
     "PodPlan",
+    "is_awaited",
     "object_name",
     "pod_job",
     "seen_state",
@@ -43,6 +44,10 @@ ALL_GONE = (
 )
 # For so long a cluster that has not answered is not asked how jobs are.
 SILENT_S = 30.0
+# For so long after its submission a job may have no objects yet: those of its run before go first.
+_CREATED_WITHIN_S = DELETE_TIMEOUT_S + 60.0
+# The time of a Job is that of a whole second, by the cluster's clock.
+_CLOCKS_DIFFER_S = 2.0
 _NAMES_HOSTS = ("-H", "--hosts", "-hostfile", "--hostfile")
 _HAS_A_KEY = """\
 # The Secret holds private keys of this job alone: keep it out of repositories that others read.
@@ -191,7 +196,10 @@ class PodBackend:
         try:
             pods = read_pod_options(spec.backend.options)
             with self._looked_at(pods) as api:
-                if (found := api.job(name)) is None:
+                found = api.job(name)
+                if is_awaited(found, created_s=spec.created_s, now_s=time.time()):
+                    word, why = "PENDING", ""
+                elif found is None:
                     word, why = GONE, ""
                 else:
                     listed = api.pods(name)
@@ -214,6 +222,23 @@ class PodBackend:
         except SilentClusterError:
             self._silent_until[key] = time.monotonic() + SILENT_S
             raise
+
+
+def is_awaited(found: Object | None, *, created_s: float, now_s: float) -> bool:
+    """Return whether a job's objects are still to come: who submits it is about to create them.
+
+    Args:
+        found: The Job that the cluster has by its name; None for none.
+        created_s: When the job was submitted, in seconds since 1970.
+        now_s: The time now. With the clock of the cluster it may differ, so this never lasts.
+    """
+    if not created_s <= now_s < created_s + _CREATED_WITHIN_S:
+        return False
+    if found is None:
+        return True
+    # That of an earlier run is removed first.
+    made = datetime.fromisoformat(found["metadata"]["creationTimestamp"])
+    return made.timestamp() < created_s - _CLOCKS_DIFFER_S
 
 
 def state_of(job: Object, pods: Sequence[Object]) -> tuple[str, str]:

@@ -325,6 +325,9 @@ def test_weights_are_those_of_a_run_elsewhere_and_jobs_run_side_by_side(
     assert f"{other} has no log: {gone}" in outside.run("logs", other, code=1).stderr
     assert outside.view(other)["status"] == "done", "it was seen before"
     (outside.jobs / other / "state.json").write_text('{"phase": "queued"}')
+    # Soon after its submission its objects would be awaited.
+    described = json.loads((spec := outside.jobs / other / "spec.json").read_text())
+    spec.write_text(json.dumps({**described, "created_s": 1.0}))
     view = outside.view(other)
     assert (view["status"], view["verdict"].partition(" Submit")[0]) == ("lost", gone)
 

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import JobError
-from hvdtrain.jobs.kubernetes.pod_backend import PodBackend, seen_state, state_of
+from hvdtrain.jobs.folder import create_job
+from hvdtrain.jobs.job_view import view_job
+from hvdtrain.jobs.kubernetes.pod_backend import PodBackend, is_awaited, seen_state, state_of
 from hvdtrain.jobs.spec import Backend, JobSpec
-from hvdtrain.jobs.state import GOES_ON, GONE, NO_ANSWER
+from hvdtrain.jobs.state import GOES_ON, GONE, NO_ANSWER, JobState
 from hvdtrain.pods import cluster_api
 
 
@@ -143,6 +145,69 @@ def test_a_job_without_a_volume_ended_when_its_launcher_did() -> None:
     assert state is not None
     assert state.since_s == datetime(2026, 11, 27, 11, 7, 23, tzinfo=UTC).timestamp()
     assert state.verdict == "launcher: its container ended: no"
+
+
+_SUBMITTED_S = datetime(2026, 11, 27, 11, 0, 0, 700_000, tzinfo=UTC).timestamp()
+AWAITED = {
+    "it has no Job yet": (None, 5, True),
+    "the Job of its run before is there": ("2026-11-27T10:00:00Z", 100, True),
+    "its Job was created in the same second": ("2026-11-27T11:00:00Z", 5, False),
+    "its Job is there": ("2026-11-27T11:00:03Z", 5, False),
+    "its Job is gone": (None, 1000, False),
+    "the cluster's clock is slow": ("2026-11-27T10:00:00Z", 1000, False),
+}
+
+
+@pytest.mark.parametrize(("made", "after_s", "awaited"), AWAITED.values(), ids=AWAITED)
+def test_a_job_waits_for_its_objects_after_its_submission(made, after_s, awaited) -> None:
+    found = None if made is None else {"metadata": {"creationTimestamp": made}}
+    now_s = _SUBMITTED_S + after_s
+    assert is_awaited(found, created_s=_SUBMITTED_S, now_s=now_s) == awaited
+
+
+class _Cluster:
+    """A cluster whose objects a test sets."""
+
+    def __init__(self, job: Any = None, pods: Any = ()) -> None:
+        self.found, self.found_pods = job, list(pods)
+
+    def job(self, _name: str) -> Any:
+        return self.found
+
+    def pods(self, _name: str) -> Any:
+        return self.found_pods
+
+    def why_not_created(self, _name: str) -> str:
+        return ""
+
+
+def test_readers_end_no_job_that_a_cluster_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may not be created yet, or kubectl may be set to another cluster."""
+    cluster = _Cluster()
+    monkeypatch.setattr(cluster_api.ClusterApi, "of_context", lambda *_: cluster)
+    spec = JobSpec(
+        options=(), program=("a",), folder="/", backend=Backend("kubernetes", ("--image=i",))
+    )
+    job = create_job(tmp_path, dataclasses.replace(spec, created_s=time.time()))
+    job.write_state(JobState(phase="queued"))
+    assert view_job(job).status == "queued"
+    # Restarted: the Job of its run before is still there.
+    over = {"metadata": {"creationTimestamp": "2026-11-27T10:00:00Z"}, "status": {}}
+    cluster.found, cluster.found_pods = over, [_pod(phase="Succeeded")]
+    assert view_job(job).status == "queued"
+    job.write_spec(dataclasses.replace(spec, created_s=1.0))
+    cluster.found, cluster.found_pods = None, []
+    assert view_job(job).status == "lost"
+    cluster.found = over
+    cluster.found_pods = [_pod(phase="Running"), _pod("worker", **_READY)]
+    assert view_job(job).status == "running"
+    cluster.found_pods = [_pod(phase="Succeeded")]
+    assert view_job(job).status == "done"
+    # An end that a reader has seen is kept.
+    cluster.found, cluster.found_pods = None, []
+    assert view_job(job).status == "done"
 
 
 def test_a_cluster_that_says_nothing_is_not_waited_for(
