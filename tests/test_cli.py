@@ -143,6 +143,7 @@ COMPLETED = {
     "names": ("hvdtrain show tr", ["train-1", "train-2"]),
     "several": ("hvdtrain stop mnist-1 t", ["train-1", "train-2"]),
     "options": ("hvdtrain logs --fol", ["--follow"]),
+    "options that --help leaves out": ("hvdtrain run --grace-", ["--grace-s"]),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -138,8 +139,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for action in parser._actions
         if not _COMMON.intersection(action.option_strings)
     )
-    for action in rare:
-        action.help = argparse.SUPPRESS
+    # argcomplete, which asks through this variable, leaves out what has no help.
+    if "_ARGCOMPLETE" not in os.environ:
+        for action in rare:
+            action.help = argparse.SUPPRESS
     add_horovod_flags(parser)
 
 
