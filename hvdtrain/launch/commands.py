@@ -95,12 +95,14 @@ def mpirun_command(
     """
     if mpirun.family == "hydra":
         where = _hydra_hosts(plan)
-        defaults = dict.fromkeys(_HYDRA_SSH, " ".join(ssh)) if ssh else {}
+        # Before the user's own: ssh takes the first -l or -p.
+        given = {name: " ".join((*ssh, environ.get(name, ""))).strip() for name in _HYDRA_SSH}
+        environ = {**environ, **given} if ssh else environ
     else:
         where = _openmpi_hosts(plan, mpirun, names, hostfile, ssh)
-        defaults = _openmpi_defaults(plan, as_root)
+        environ = {**_openmpi_defaults(plan, as_root), **environ}
     argv = (str(mpirun.path), "-np", str(len(plan.places)), *where, *more, *plan.program)
-    return Command(argv=argv, environ={**defaults, **environ})
+    return Command(argv=argv, environ=environ)
 
 
 def srun_command(plan: Plan, srun: Srun, environ: Mapping[str, str], *, hostfile: Path) -> Command:

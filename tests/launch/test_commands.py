@@ -98,11 +98,11 @@ SSH = ("-p", "2222", "-i", "/key")
 SSH_WORDS = "-p 2222 -i /key"
 
 
-def with_more(family: Family, hosts: str) -> Command:
+def with_more(family: Family, hosts: str, **environ: str) -> Command:
     return mpirun_command(
         plan(hosts),
         Mpirun(path=Path("/mpi/bin/mpirun"), family=family),
-        {"HOME": "/home/me"},
+        {"HOME": "/home/me", **environ},
         names=(),
         as_root=False,
         hostfile=HOSTFILE,
@@ -135,6 +135,9 @@ def test_hydra_is_told_them_too() -> None:
         "HYDRA_LAUNCHER_EXTRA_ARGS": SSH_WORDS,
         "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": SSH_WORDS,
     }
+    # The user's own stay. Of two users or ports ssh takes the first.
+    told = with_more("hydra", "node1:2,node2:1", HYDRA_LAUNCHER_EXTRA_ARGS="-q -p 22")
+    assert told.environ["HYDRA_LAUNCHER_EXTRA_ARGS"] == f"{SSH_WORDS} -q -p 22"
 
 
 def test_openmpi_5_lets_ranks_go_on_without_one() -> None:
