@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import re
 import sys
@@ -25,8 +26,11 @@ LOGGER = logging.getLogger(__name__)
 POLL_S = 0.3
 # How often a queue is asked for more of a log.
 QUEUE_POLL_S = 1.0
-# Lines of ranks, as hvdtrain run prints them.
-_OF_RANKS = re.compile(r"\[([\d,-]+)(?: [^]]*)?\] (.*)")
+# Lines of ranks, as hvdtrain run prints them: perhaps after the time, or with not all ranks named.
+_OF_RANKS = re.compile(
+    r"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )?"
+    r"\[ *(?P<ranks>[\d,-]+)(?P<more>,\.{3} \d+ ranks)?(?: [^]]*)?\] (?P<said>.*)"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = _wanted(arguments.rank, arguments.grep, arguments.regex)
     job = named_job(arguments)
     if (lines := _queue_lines(job, "")) is not None:
-        _print_queue_log(job, lines, wanted, arguments)
+        _print_queue_log(job, lines, arguments)
         return 0
     begin = 0
     if arguments.lines is not None:
@@ -107,15 +111,15 @@ def _queue_lines(job: JobFolder, after: str) -> Sequence[tuple[str, str]] | None
 def _print_queue_log(
     job: JobFolder,
     lines: Sequence[tuple[str, str]],
-    wanted: Callable[[LogLine], bool],
     arguments: argparse.Namespace,
 ) -> None:
     """Print a log that only the job's queue has, as the launcher printed it."""
+    wanted = _wanted(None, arguments.grep, arguments.regex)
     is_over, after, doubt = not arguments.follow, "", ""
     most = len(lines) if arguments.lines is None else arguments.lines
     while True:
         after = lines[-1][0] if lines else after
-        fitting = [(at, text) for at, text in lines if _fits(text, wanted)]
+        fitting = [(at, text) for at, text in lines if _fits(text, arguments.rank, wanted)]
         for at, text in fitting[max(0, len(fitting) - most) :]:
             when = _clock(datetime.fromisoformat(at).timestamp()) if arguments.time else ""
             _write(f"{when}{text}")
@@ -137,12 +141,20 @@ def _print_queue_log(
         most = len(lines)
 
 
-def _fits(text: str, wanted: Callable[[LogLine], bool]) -> bool:
-    """Return whether a line that ``hvdtrain run`` printed is wanted, of one of its ranks."""
-    found = _OF_RANKS.fullmatch(text)
-    ranks = [LAUNCHER] if found is None else [rank for run in parse_runs(found[1]) for rank in run]
-    said = text if found is None else found[2]
-    return any(wanted(LogLine(time_s=0, rank=rank, stream="stdout", text=said)) for rank in ranks)
+def _fits(text: str, ranks: Sequence[range] | None, wanted: Callable[[LogLine], bool]) -> bool:
+    """Return whether a line that ``hvdtrain run`` printed is wanted, and of one of ``ranks``."""
+    runs, said = [range(LAUNCHER, LAUNCHER + 1)], text
+    if tagged := _OF_RANKS.fullmatch(text):
+        # What a program prints without a tag may look like one.
+        with contextlib.suppress(ValueError):
+            runs, said = parse_runs(tagged["ranks"]), tagged["said"]
+            if tagged["more"]:
+                # Some of the ranks behind the last that is named.
+                runs.append(range(runs[-1].stop, sys.maxsize))
+    return wanted(LogLine(time_s=0, rank=runs[0].start, stream="stdout", text=said)) and (
+        ranks is None
+        or any(max(one.start, run.start) < min(one.stop, run.stop) for one in ranks for run in runs)
+    )
 
 
 def _print(entry: LogEntry, *, with_time: bool) -> None:

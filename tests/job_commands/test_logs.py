@@ -40,7 +40,23 @@ def test_a_job_whose_state_is_unknown_is_followed_stopped_and_restarted_with_the
 
 
 def test_ranks_are_found_in_what_a_launcher_printed() -> None:
-    lines = ["[0,2-3 node-1] a", "[1] b", "hvdtrain run: ended", "hvdtrain: waits for [1] c"]
-    found = [text for text in lines if _fits(text, _wanted([range(2, 9)], None, None))]
-    assert found == ["[0,2-3 node-1] a"]
-    assert [text for text in lines if _fits(text, _wanted(None, "b", "^b$"))] == ["[1] b"]
+    anything, ranks = _wanted(None, None, None), [range(2, 9)]
+    lines = {
+        "[0,2-3 node-1] a": True,
+        "[1] b": False,
+        "[ 2] of more than ten ranks": True,
+        "2026-11-29 10:00:01 [2] after the time": True,
+        "2026-11-29 10:00:01 [1] after the time": False,
+        "[0,2,4,... 12 ranks] not all are named": True,
+        "[0,1,3-4,... 12 ranks node-1] two are named": True,
+        "[1,9,11,... 12 ranks] the others are behind them": False,
+        "hvdtrain run: ended": False,
+        "hvdtrain: waits for [1] c": False,
+        # Without tags, by --chief-only.
+        "[2026-11-29 10:00] epoch 1": False,
+        "[-] done": False,
+        "[5-2] backwards": False,
+    }
+    assert {text: _fits(text, ranks, anything) for text in lines} == lines
+    assert all(_fits(text, None, anything) for text in lines)
+    assert [text for text in lines if _fits(text, None, _wanted(None, "b", "^b$"))] == ["[1] b"]

@@ -169,7 +169,8 @@ class PodBackend:
                     if pod is launchers[-1]:
                         raise
                     continue
-                for line in text.splitlines():
+                # Not at other characters that end lines for str.splitlines: no time follows them.
+                for line in filter(None, text.split("\n")):
                     at, _, said = line.partition(" ")
                     if at > after:
                         found.append((at, said))

@@ -170,12 +170,16 @@ class _Cluster:
 
     def __init__(self, job: Any = None, pods: Any = ()) -> None:
         self.found, self.found_pods = job, list(pods)
+        self.printed = ""
 
     def job(self, _name: str) -> Any:
         return self.found
 
     def pods(self, _name: str) -> Any:
         return self.found_pods
+
+    def log(self, _pod: str, _container: str, _since: str) -> str:
+        return self.printed
 
     def why_not_created(self, _name: str) -> str:
         return ""
@@ -208,6 +212,21 @@ def test_readers_end_no_job_that_a_cluster_does_not_know(
     # An end that a reader has seen is kept.
     cluster.found, cluster.found_pods = None, []
     assert view_job(job).status == "done"
+
+
+def test_lines_of_a_log_end_where_the_node_ends_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod = {**_pod(phase="Running"), "spec": {"containers": [{"name": "launcher"}]}}
+    cluster = _Cluster(pods=[pod])
+    said = "a\x0bb\x0cc\x1cd\x1de\x1ef\x85g\u2028z z"
+    cluster.printed = f"2026-11-29T10:00:00.1Z {said}\n2026-11-29T10:00:00.2Z \n"
+    monkeypatch.setattr(cluster_api.ClusterApi, "of_context", lambda *_: cluster)
+    spec = JobSpec(
+        options=(), program=("a",), folder="/", backend=Backend("kubernetes", ("--image=i",))
+    )
+    lines = PodBackend().log_lines(create_job(tmp_path, spec), spec, "")
+    assert lines == [("2026-11-29T10:00:00.1Z", said), ("2026-11-29T10:00:00.2Z", "")]
 
 
 def test_a_cluster_that_says_nothing_is_not_waited_for(
