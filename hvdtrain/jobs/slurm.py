@@ -99,7 +99,13 @@ class SlurmQueue:
 
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
         """Run scancel, which signals the ranks with ``save``; see ``JobBackend``."""
-        _run(["scancel", *(["--batch", "--signal=USR1"] if save else []), spec.slurm_job])
+        if not spec.slurm_job:
+            raise JobError(
+                f"{job.name} has no number from sbatch yet; try again, or look for it with squeue."
+            )
+        # A signal would leave a job that is queued where it is.
+        signals = ["--batch", "--signal=USR1"] if save and not is_queued else []
+        _run(["scancel", *signals, spec.slurm_job])
         if is_queued:
             job.cancel()
 

@@ -55,6 +55,34 @@ def test_without_slurm_the_message_says_so(monkeypatch: pytest.MonkeyPatch, tmp_
         SlurmQueue().cancel(request.job, spec, is_queued=False, save=True)
 
 
+@pytest.mark.parametrize(
+    ("is_queued", "save", "words"),
+    [
+        (False, False, "7"),
+        (False, True, "--batch --signal=USR1 7"),
+        (True, False, "7"),
+        # A signal would leave it in the queue.
+        (True, True, "7"),
+    ],
+)
+def test_a_queued_job_is_removed_and_not_signalled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_queued: bool, save: bool, words: str
+) -> None:
+    scancel, job = tmp_path / "scancel", JobFolder(tmp_path / "a-1")
+    scancel.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n')
+    scancel.chmod(0o700)
+    job.path.mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(JobError, match="a-1 has no number from sbatch yet"):
+        SlurmQueue().cancel(job, SPEC, is_queued=is_queued, save=save)
+    assert job.state() is None
+    spec = dataclasses.replace(SPEC, slurm_job="7")
+    SlurmQueue().cancel(job, spec, is_queued=is_queued, save=save)
+    assert (tmp_path / "calls").read_text() == f"{words}\n"
+    state = job.state()
+    assert (state is not None and state.phase == "ended") == is_queued
+
+
 # Stands for squeue: notes each call, and takes a while.
 _SQUEUE = """#!/bin/sh
 echo "$*" >> {calls}
