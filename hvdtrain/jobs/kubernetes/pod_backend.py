@@ -179,12 +179,17 @@ class PodBackend:
     def cancel(self, job: JobFolder, spec: JobSpec, *, is_queued: bool, save: bool) -> None:
         """Delete the objects of a queued job, ask a running one to stop; see ``JobBackend``."""
         pods = read_pod_options(spec.backend.options)
-        if not (is_queued or save) and _is_shared(job.path, pods):
+        is_shared = _is_shared(job.path, pods)
+        if not (is_queued or save) and is_shared:
             # Also if the cluster can't be reached from here.
             job.request_stop(signal.SIGTERM)
             return
         api = ClusterApi.of_context(pods.context, pods.namespace)
         name = object_name(job.name)
+        if is_queued and not is_shared:
+            # By its pods a job that has lost a worker is queued, too, but ranks may run.
+            phases = [pod["status"].get("phase") for pod in launchers_of(api.pods(name))]
+            is_queued = "Running" not in phases
         if is_queued:
             api.delete(name)
             job.cancel()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import JobError
+from hvdtrain.job_commands.stop import stop_job
 from hvdtrain.jobs.folder import create_job
 from hvdtrain.jobs.job_view import view_job
 from hvdtrain.jobs.kubernetes.pod_backend import PodBackend, is_awaited, seen_state, state_of
@@ -165,12 +166,16 @@ def test_a_job_waits_for_its_objects_after_its_submission(made, after_s, awaited
     assert is_awaited(found, created_s=_SUBMITTED_S, now_s=now_s) == awaited
 
 
+_MADE = {"metadata": {"creationTimestamp": "2026-11-27T10:00:00Z"}, "status": {}}
+
+
 class _Cluster:
     """A cluster whose objects a test sets."""
 
     def __init__(self, job: Any = None, pods: Any = ()) -> None:
         self.found, self.found_pods = job, list(pods)
         self.printed = ""
+        self.asked: list[Any] = []
 
     def job(self, _name: str) -> Any:
         return self.found
@@ -180,6 +185,12 @@ class _Cluster:
 
     def log(self, _pod: str, _container: str, _since: str) -> str:
         return self.printed
+
+    def delete(self, _name: str) -> None:
+        self.asked.append("delete")
+
+    def patch_job(self, _name: str, content: Any) -> None:
+        self.asked.append(content["metadata"]["annotations"])
 
     def why_not_created(self, _name: str) -> str:
         return ""
@@ -198,13 +209,12 @@ def test_readers_end_no_job_that_a_cluster_does_not_know(
     job.write_state(JobState(phase="queued"))
     assert view_job(job).status == "queued"
     # Restarted: the Job of its run before is still there.
-    over = {"metadata": {"creationTimestamp": "2026-11-27T10:00:00Z"}, "status": {}}
-    cluster.found, cluster.found_pods = over, [_pod(phase="Succeeded")]
+    cluster.found, cluster.found_pods = _MADE, [_pod(phase="Succeeded")]
     assert view_job(job).status == "queued"
     job.write_spec(dataclasses.replace(spec, created_s=1.0))
     cluster.found, cluster.found_pods = None, []
     assert view_job(job).status == "lost"
-    cluster.found = over
+    cluster.found = _MADE
     cluster.found_pods = [_pod(phase="Running"), _pod("worker", **_READY)]
     assert view_job(job).status == "running"
     cluster.found_pods = [_pod(phase="Succeeded")]
@@ -227,6 +237,25 @@ def test_lines_of_a_log_end_where_the_node_ends_them(
     )
     lines = PodBackend().log_lines(create_job(tmp_path, spec), spec, "")
     assert lines == [("2026-11-29T10:00:00.1Z", said), ("2026-11-29T10:00:00.2Z", "")]
+
+
+@pytest.mark.parametrize(
+    ("phase", "asked"), [("Running", {"hvdtrain/stop": "save"}), ("Pending", "delete")]
+)
+def test_what_has_a_launcher_is_asked_to_save_also_if_a_worker_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, asked: object
+) -> None:
+    cluster = _Cluster(_MADE, [_pod(phase=phase), _pod("worker", **_UNSCHEDULABLE)])
+    monkeypatch.setattr(cluster_api.ClusterApi, "of_context", lambda *_: cluster)
+    spec = JobSpec(
+        options=(), program=("a",), folder="/", backend=Backend("kubernetes", ("--image=i",))
+    )
+    job = create_job(tmp_path, spec)
+    job.write_state(JobState(phase="queued"))
+    view = view_job(job)
+    assert view.status == "queued"
+    stop_job(job, view, save=True)
+    assert cluster.asked == [asked]
 
 
 def test_a_cluster_that_says_nothing_is_not_waited_for(
