@@ -223,10 +223,10 @@ class JobApi:
 
 
 class CurveCache:
-    """The curve and the goodput of jobs, read again when a job's files change."""
+    """The curve and the goodput of jobs, read again when a job's files change or it ends."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[tuple[int, int], float, Mapping[str, Any]]] = {}
+        self._known: dict[str, tuple[tuple[int, int, bool], float, Mapping[str, Any]]] = {}
 
     def of(self, job: JobFolder, *, is_over: bool) -> Mapping[str, Any]:
         """Return the ``curve`` and the ``goodput`` of a job.
@@ -234,15 +234,16 @@ class CurveCache:
         The curve has ``values`` from the first to the last, and what they are ``of``: the loss, or
         samples per second if the program reports no loss.
         """
-        files, now = (size_of(job.metrics), size_of(job.events)), time.monotonic()
-        before, read_at, details = self._known.get(job.name, ((-1, -1), 0.0, {}))
+        # A job may be known to be over only after its files are complete.
+        stamp, now = (size_of(job.metrics), size_of(job.events), is_over), time.monotonic()
+        before, read_at, details = self._known.get(job.name, ((-1, -1, False), 0.0, {}))
         is_fresh = not is_over and now - read_at < CURVE_INTERVAL_S and details
-        if before != files and not is_fresh:
+        if before != stamp and not is_fresh:
             curve = _curve(list(sampled_json_lines(job.metrics, POINTS)))
             details = {"curve": curve, "goodput": goodput(job) if is_over else None}
             if len(self._known) > MOST_CURVES:
                 self._known.clear()
-            self._known[job.name] = files, now, details
+            self._known[job.name] = stamp, now, details
         return details
 
 

@@ -118,6 +118,14 @@ def test_a_curve_has_few_points_whatever_a_job_wrote(jobs_dir: Path) -> None:
     assert 20 <= len(values) <= job_api.POINTS + 2
 
 
+def test_goodput_is_read_once_the_end_is_known(jobs_dir: Path) -> None:
+    """The view of a job may be older than its files."""
+    job, curves = _job(jobs_dir, 1.0, "a.py"), CurveCache()
+    append_json_line(job.events, {"kind": "summary", "kept": 0.5})
+    assert curves.of(job, is_over=False)["goodput"] is None
+    assert curves.of(job, is_over=True)["goodput"] == 0.5
+
+
 def test_a_curve_is_not_read_again_without_need(
     jobs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
