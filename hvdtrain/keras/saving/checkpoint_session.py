@@ -143,7 +143,7 @@ class CheckpointSession:
         complete = ""
         if saved.epoch >= epochs:
             complete = f"has all {epochs} epochs; ask for more epochs"
-        elif not saved.within_epoch and stopped_early(self._state.callbacks, saved.epoch):
+        elif not saved.within_epoch and self._stopped_early(saved.epoch):
             set_initial_epoch(self._state.model, epochs)
             complete = (
                 f"is of epoch {saved.epoch}, with which EarlyStopping ended; raise its patience"
@@ -408,6 +408,11 @@ class CheckpointSession:
     def _restore(self, saved: TrainingProgress) -> None:
         """Restore the model and the callbacks; collective."""
         restore(saved, self._snapshot, self._state, self._warn)
+
+    def _stopped_early(self, epochs: int) -> bool:
+        """Return whether EarlyStopping of any rank ended training after ``epochs``; collective."""
+        mine = np.array(stopped_early(self._state.callbacks, epochs))
+        return bool(self._state.collectives.allreduce(mine, "max", name="stopped early"))
 
     def _signal(self) -> int:
         """Return the signal that this rank acts on, or 0."""

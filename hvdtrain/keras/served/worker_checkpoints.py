@@ -153,6 +153,10 @@ class WorkerSession(CheckpointSession):
         # Others may have trained on meanwhile.
         self._exchange.pull()
 
+    def _stopped_early(self, epochs: int) -> bool:
+        # The chief alone has EarlyStopping, and the others may have epochs left.
+        return False
+
     def _signal(self) -> int:
         own = super()._signal()
         client = self._exchange.reach()

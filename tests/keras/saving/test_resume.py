@@ -346,13 +346,16 @@ def test_only_the_chief_needs_the_directory(world, tmp_path):
 
 @pytest.mark.more
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("patience", "epochs"), [(9, EPOCHS), (1, 2)])
-def test_a_complete_training_is_not_done_again(world, patience, epochs, tmp_path, capfd):
-    """Nor is one that EarlyStopping has ended."""
+@pytest.mark.parametrize(
+    ("patience", "ranks", "epochs"), [(9, [0, 1], EPOCHS), (1, [0, 1], 2), (1, [0], 2)]
+)
+def test_a_complete_training_is_not_done_again(world, patience, ranks, epochs, tmp_path, capfd):
+    """Nor is one that EarlyStopping has ended, on all ranks or one."""
 
     def fit() -> Any:
         stopping = keras.callbacks.EarlyStopping("loss", patience=patience, min_delta=10.0)
-        return plain([Checkpoint(tmp_path), stopping], batch_size=6)
+        own = [stopping] if world.rank() in ranks else []
+        return plain([Checkpoint(tmp_path), *own], batch_size=6)
 
     model, _ = run(world, averaged, fit(), seed=1)
     weights = [np.asarray(w) for w in model.get_weights()]

@@ -437,3 +437,26 @@ def test_workers_that_wait_for_each_other_end_well(launch):
     assert [entry["samples"] for entry in facts(done, "saved")] == [3 * 97] * len(ENDINGS)
     for case, text in (("another model", "of another model"), ("damaged", "is intact")):
         assert [text in entry["text"] for entry in facts(done, case)] == [True] * 3
+
+
+STOPPED_EARLY = program(
+    """
+    for _ in range(2):
+        steps = []
+        stopping = keras.callbacks.EarlyStopping("loss", patience=1, min_delta=10.0)
+        callbacks = [hvdtrain.Checkpoint("stopped"), stopping, At(end=steps.append)]
+        history = classifier("sgd").fit(
+            X, Y, batch_size=60, epochs=20, verbose=0, callbacks=callbacks
+        )
+        tell("trained", epochs=len(history.epoch), steps=len(steps))
+    """
+)
+
+
+def test_a_chief_that_stopped_early_ends_all_again(launch):
+    done = launch(3, STOPPED_EARLY, timeout_s=150, env=servers("sync-ps"))
+    assert done.returncode == 0
+    first, again, first_worker, again_worker, *_ = facts(done, "trained")
+    assert (first["epochs"], again["epochs"]) == (2, 3)
+    assert first["steps"] <= first_worker["steps"] <= first["steps"] + 1
+    assert again["steps"] <= again_worker["steps"] <= again["steps"] + 1
