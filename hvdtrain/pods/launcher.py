@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,8 @@ class RunChild:
     def __init__(self) -> None:
         self._ordered: list[int] = []
         self._child: subprocess.Popen[bytes] | None = None
+        # Reentrant, as a signal may arrive while the main thread holds it.
+        self._lock = threading.RLock()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._pass_on)
 
@@ -60,19 +63,22 @@ class RunChild:
     def run(self, words: Sequence[str], environ: Mapping[str, str]) -> int:
         """Run ``hvdtrain`` with these arguments, and return its exit code as a shell reports it."""
         argv = [sys.executable, "-P", "-m", "hvdtrain", *words]
-        self._child = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
-        if self._ordered:
-            # The signal came before the process existed.
-            self.stop(save=False)
-        code = self._child.wait()
+        child = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
+        with self._lock:
+            self._child = child
+            if self._ordered:
+                # The signal came before the process existed.
+                self.stop(save=False)
+        code = child.wait()
         return 128 - code if code < 0 else code
 
     def stop(self, *, save: bool) -> None:
         """End the process, or keep it from starting; may be called from any thread."""
-        if self._child is None:
-            self._ordered.append(signal.SIGTERM)
-        else:
-            self._child.send_signal(signal.SIGUSR1 if save else signal.SIGTERM)
+        with self._lock:
+            if self._child is None:
+                self._ordered.append(signal.SIGTERM)
+            else:
+                self._child.send_signal(signal.SIGUSR1 if save else signal.SIGTERM)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         is_first = not self._ordered

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -65,6 +67,40 @@ def test_the_launcher_waits_until_workers_can_know_it(
     assert await_own_name("x-launcher", lambda: False)
     assert known["x-launcher.x-launcher"] == ["10.0.0.2"]
     assert capsys.readouterr().out == "hvdtrain: waits for DNS to know its own name, x-launcher\n"
+
+
+def test_a_stop_while_the_process_starts_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that watches the workers has seen no process yet when there is one."""
+    appends, checked = threading.Event(), threading.Event()
+    sent: list[int] = []
+
+    class Ordered(list[int]):
+        def append(self, number: int) -> None:
+            appends.set()
+            checked.wait(0.5)
+            super().append(number)
+
+        def __len__(self) -> int:
+            checked.set()
+            return super().__len__()
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    child = launcher.RunChild()
+    child._ordered = Ordered()
+    watch = threading.Thread(target=child.stop, kwargs={"save": True})
+
+    def wait() -> int:
+        watch.join(10)
+        return 0
+
+    def start(*_: object, **_more: object) -> SimpleNamespace:
+        watch.start()
+        assert appends.wait(10)
+        return SimpleNamespace(send_signal=sent.append, wait=wait)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert child.run(["run"], {}) == 0
+    assert sent == [signal.SIGTERM]
 
 
 class ApiServer:
