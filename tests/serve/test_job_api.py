@@ -143,7 +143,7 @@ def test_a_curve_is_not_read_again_without_need(
     monkeypatch.setattr(job_api, "CURVE_INTERVAL_S", 0.0)
     assert values(3.0, is_over=False) == [1.0, 2.0, 3.0]
     monkeypatch.setattr(job_api, "_curve", None)
-    assert values(None, is_over=True) == [1.0, 2.0, 3.0], "nothing has changed"
+    assert values(None, is_over=False) == [1.0, 2.0, 3.0], "nothing has changed"
 
 
 def test_a_log_is_read_a_part_at_a_time(jobs_dir: Path, page: TestClient) -> None:
