@@ -191,6 +191,9 @@ class PodBackend:
             phases = [pod["status"].get("phase") for pod in launchers_of(api.pods(name))]
             is_queued = "Running" not in phases
         if is_queued:
+            if (found := api.job(name)) is None or found["metadata"].get("deletionTimestamp"):
+                # Who submits it would create its objects all the same.
+                raise JobError(f"{job.name} is just being submitted; stop it again in a moment.")
             api.delete(name)
             job.cancel()
         else:

@@ -258,6 +258,23 @@ def test_what_has_a_launcher_is_asked_to_save_also_if_a_worker_is_lost(
     assert cluster.asked == [asked]
 
 
+@pytest.mark.parametrize("deleted", [None, "2026-11-27T11:07:23Z"], ids=["none", "deleted"])
+def test_what_is_being_submitted_can_not_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: str | None
+) -> None:
+    """It would be marked as stopped, and then start."""
+    about = {"creationTimestamp": "2026-11-27T10:00:00Z", "deletionTimestamp": deleted}
+    cluster = _Cluster(None if deleted is None else {"metadata": about, "status": {}})
+    monkeypatch.setattr(cluster_api.ClusterApi, "of_context", lambda *_: cluster)
+    backend = Backend("kubernetes", ("--image=i",))
+    spec = JobSpec(options=(), program=("a",), folder="/", created_s=time.time(), backend=backend)
+    job = create_job(tmp_path, spec)
+    job.write_state(JobState(phase="queued"))
+    with pytest.raises(JobError, match="is just being submitted; stop it again in a moment"):
+        stop_job(job, view_job(job), save=False)
+    assert (view_job(job).status, cluster.asked) == ("queued", [])
+
+
 def test_a_cluster_that_says_nothing_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
