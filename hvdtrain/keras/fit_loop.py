@@ -360,8 +360,11 @@ class FitLoop:
             # Resumed after the last step of an epoch, there was no step that could return some.
             joint = self._results(logs or model.get_metrics_result())
             if joint is not logs:
-                # A metric of the user's own may return its variable, which is about to change.
-                return keras.tree.map_structure(tf.identity, joint)
+                # A metric of the user's own may return its variable, which is about to change; or
+                # a tensor that it holds, which Keras lets pass though its graph has ended.
+                return keras.tree.map_structure(
+                    lambda leaf: leaf if tf.is_symbolic_tensor(leaf) else tf.identity(leaf), joint
+                )
             if not isinstance(logs, dict):
                 return logs
             # The user's own step returned something else than what the metrics say.

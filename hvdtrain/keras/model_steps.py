@@ -127,8 +127,13 @@ class ModelSteps:
             return [_parts(g, v) for g, v in zip(gradients, model.trainable_variables)], *others
 
         try:
-            parts, terms, told = _if_rows(share.rows, differentiate, generator)
+            parts, terms, told = _if_rows(
+                share.rows, differentiate, generator, model.get_metrics_result
+            )
             factor = None
+            # A compute_metrics of the user's may know of more than the metrics.
+            results = model.get_metrics_result()
+            told = {name: results.get(name, value) for name, value in told.items()}
         except NotImplementedError:
             # The rank runs on a batch that does not count.
             parts, terms, told = differentiate()
@@ -141,9 +146,7 @@ class ModelSteps:
                 model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=1)
-        # A compute_metrics of the user's may know of more than the metrics.
-        results = model.get_metrics_result()
-        return {name: results.get(name, value) for name, value in told.items()}
+        return told
 
     def _train_own(self, share: Share, counts: BatchWeight) -> Any:
         """Run a ``train_step`` of the user's; its gradients are weighted when they are applied."""
@@ -198,13 +201,22 @@ class ModelSteps:
             )
 
 
-def _if_rows(rows: tf.Tensor, compute: Callable[[], Any], generator: MemberGenerator) -> Any:
+def _if_rows(
+    rows: tf.Tensor,
+    compute: Callable[[], Any],
+    generator: MemberGenerator,
+    afterwards: Callable[[], Any],
+) -> Any:
     """Return what ``compute`` does; without rows take part in its collectives, and return zeros.
 
     The collectives get zeros as well, and the generator gives as many numbers.
 
+    Args:
+        afterwards: What will be called after it.
+
     Raises:
-        NotImplementedError: The step runs eagerly, or has collectives that can't be taken part in.
+        NotImplementedError: The step runs eagerly, or has collectives that can't be taken part in;
+            or what is called afterwards takes tensors that exist with rows only.
     """
     if tf.executing_eagerly():
         raise NotImplementedError("what a step does is known in graphs only")
@@ -225,12 +237,26 @@ def _if_rows(rows: tf.Tensor, compute: Callable[[], Any], generator: MemberGener
         shadow(collectives)
         if not all(shape.rank is not None for shape, _ in specs):
             raise NotImplementedError("the form of a result is not known")
+        if _takes_inner_tensors(afterwards):
+            raise NotImplementedError("a metric holds tensors of its last update")
         generator.repeat()
         return [tf.zeros([size or 0 for size in shape], dtype) for shape, dtype in specs]
 
     tensors = iter(tf.cond(rows > 0, run, skip))
     leaves = [leaf if leaf is None else next(tensors) for leaf in tf.nest.flatten(results)]
     return tf.nest.pack_sequence_as(results, leaves)
+
+
+def _takes_inner_tensors(call: Callable[[], Any]) -> bool:
+    """Return whether ``call`` takes tensors of graphs that this one is not part of."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    results = tf.nest.flatten(call())
+    taken = [tensor for tensor, _ in graph.captures] + results
+    reachable = set()
+    while graph is not None:
+        reachable.add(id(graph))
+        graph = getattr(graph, "outer_graph", None)
+    return any(tf.is_symbolic_tensor(t) and id(t.graph) not in reachable for t in taken)
 
 
 def _parts(gradient: Any, variable: Any) -> Any:

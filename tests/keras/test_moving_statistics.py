@@ -223,3 +223,30 @@ def test_embeddings_and_unused_weights_of_a_rank_without_rows(world):
         weights.append(model.get_weights())
     for found, expected in zip(weights[1], weights[0]):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class LargestError(keras.metrics.Metric):
+    """Holds no variable, but a tensor of the last update."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.last = tf.reduce_max(tf.abs(y_true - y_pred))
+
+    def result(self) -> Any:
+        return self.last
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_metric_may_hold_tensors_of_the_last_update(world):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[LargestError(name="largest")])
+    rows = X[2 * world.rank() :][: 8 - 4 * world.rank()]
+    largest = [np.abs(model(rows[i : i + 2]) - 1.0).max() for i in range(0, len(rows), 2)]
+    world.distribute(model, presharded=True)
+    seen: list[float] = []
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(float(logs["largest"]))
+    )
+    options = {"batch_size": 2, "shuffle": False, "verbose": 0}
+    model.fit(rows, np.ones((len(rows), 1), "float32"), callbacks=[watch], **options)
+    np.testing.assert_allclose(seen[: len(largest)], largest, rtol=1e-5)
