@@ -72,8 +72,9 @@ def wrap_callbacks(
         _Progress(epochs),
         *shares,
         *others,
-        StopTogether(collectives, callbacks),
+        # Waits patiently for the chief's callbacks as training begins, so the other needn't.
         after,
+        StopTogether(collectives, callbacks),
         *checkpoints,
         _EndIfTooFew(membership),
     ]

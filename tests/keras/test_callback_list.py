@@ -232,6 +232,32 @@ def test_what_the_chief_restores_reaches_all_ranks(world, tmp_path):
     assert alike(second)
 
 
+SLOW_RESTORE = """
+import time
+import keras
+import numpy as np
+import hvdtrain
+
+class Slow(keras.callbacks.BackupAndRestore):
+    def on_train_begin(self, logs=None):
+        time.sleep(12)
+
+hvdtrain.init()
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+hvdtrain.distribute(model)
+history = model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0, callbacks=[Slow("backup")])
+print("epochs", history.epoch)
+"""
+
+
+@pytest.mark.more
+def test_ranks_wait_for_what_the_chief_restores(launch):
+    done = launch(2, SLOW_RESTORE, env={"HVDTRAIN_TIMEOUT_S": "6"}, timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("epochs [0]") == 2
+
+
 @pytest.mark.ranks(2)
 def test_logs_of_an_own_train_step_are_averaged_over_samples(world):
     class Own(keras.Model):
