@@ -116,7 +116,11 @@ def hidden_name(what: str, step: int) -> str:
 def free_name(directory: Path, step: int) -> str:
     """Return the name for a checkpoint that is newer than all others of this step."""
     numbers = [folder.number for folder in folders_in(directory) if folder.step == step]
-    return _name(step, max(numbers, default=0) + 1)
+    number = max(numbers, default=0) + 1
+    # A file or link may have it: perhaps to where the user has moved a checkpoint.
+    while os.path.lexists(directory / _name(step, number)):
+        number += 1
+    return _name(step, number)
 
 
 def _has_manifest(folder: CheckpointFolder) -> bool:

@@ -242,6 +242,16 @@ def test_names_that_only_look_alike_are_left_alone(tmp_path: Path) -> None:
     assert files(tmp_path) == sorted([*others, "step-00000002", "step-00000009"])
 
 
+def test_a_file_or_link_of_that_name_does_not_block_a_step(tmp_path: Path) -> None:
+    store = Store(tmp_path / "runs")
+    folder = store.write(snapshot(1, step=7))
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
+    folder.with_name("step-00000007-2").write_text("a file")
+    assert store.write(snapshot(2, step=7)).name == "step-00000007-3"
+    assert check(Store(tmp_path / "runs").newest()) == 2
+
+
 def test_a_relative_directory_stays_where_it_was(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     store = Store("runs")
