@@ -26,9 +26,10 @@ from hvdtrain.collectives.interface import Collectives
 from hvdtrain.keras.model_sync import layer_statistics
 from hvdtrain.private_api.keras import flatten_layers, own_non_trainable_variables, set_untracked
 
-__all__ = ["MovingStatistics", "row_weights_of"]
+__all__ = ["MovingStatistics", "row_weights_of", "steps_with_rows_of"]
 
 _ATTRIBUTE = "_hvdtrain_row_weights"
+_STEPS = "_hvdtrain_steps_with_rows"
 _USUAL_MOMENTUM = 0.99
 
 
@@ -65,6 +66,7 @@ class MovingStatistics:
         set_untracked(model, _ATTRIBUTE, [self._surplus] if self._variables else [])
         # Steps with rows since the last average.
         self._steps = keras.Variable(0, dtype="int64", trainable=False, name="steps_with_rows")
+        set_untracked(model, _STEPS, [self._steps])
 
     @contextmanager
     def moved_by(self, weight: tf.Tensor) -> Iterator[None]:
@@ -134,3 +136,8 @@ class MovingStatistics:
 def row_weights_of(model: keras.Model) -> list[Any]:
     """Return the variables that say how much this rank's statistics count in the average."""
     return list(getattr(model, _ATTRIBUTE, []))
+
+
+def steps_with_rows_of(model: keras.Model) -> list[Any]:
+    """Return the variable that says whose statistics are complete; none if not distributed."""
+    return list(getattr(model, _STEPS, []))

@@ -10,6 +10,8 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import world as job
+from hvdtrain.keras.moving_statistics import MovingStatistics
+from hvdtrain.keras.saving.training_state import TrainingState
 
 ROWS = 22
 X = np.random.default_rng(3).normal(size=(ROWS, 4)).astype("float32")
@@ -250,3 +252,27 @@ def test_a_metric_may_hold_tensors_of_the_last_update(world):
     options = {"batch_size": 2, "shuffle": False, "verbose": 0}
     model.fit(rows, np.ones((len(rows), 1), "float32"), callbacks=[watch], **options)
     np.testing.assert_allclose(seen[: len(largest)], largest, rtol=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_a_checkpoint_says_whose_statistics_are_complete(world):
+    """The chief has made two of ten steps; the job resumes before the end of the epoch."""
+    collectives = job.collectives()
+
+    def make() -> tuple[Any, MovingStatistics, TrainingState]:
+        model = keras.Sequential([keras.Input((4,)), Watched(), keras.layers.Dense(1)])
+        model.compile(_sgd(), "mse")
+        samples = keras.Variable(0, dtype="int64", trainable=False)
+        statistics = MovingStatistics(model)
+        return model.layers[0].calls, statistics, TrainingState(model, collectives, samples)
+
+    calls, statistics, state = make()
+    for _ in range(2 if world.is_chief() else 10):
+        with statistics.moved_by(tf.constant(1.0)):
+            calls.assign_add(1)
+    saved = state.gather_own()
+    calls, statistics, state = make()
+    state.restore_own(saved if world.is_chief() else None, 2)
+    assert int(calls) == (2 if world.is_chief() else 10)
+    statistics.average(collectives)
+    assert int(calls) == 10

@@ -33,7 +33,7 @@ from hvdtrain.keras.model_sync import (
     seed_generators,
     seed_of_rank,
 )
-from hvdtrain.keras.moving_statistics import row_weights_of
+from hvdtrain.keras.moving_statistics import row_weights_of, steps_with_rows_of
 from hvdtrain.keras.optimizer_patch import accumulators
 from hvdtrain.keras.saving.random_state import random_state, restore_random_state
 from hvdtrain.keras.step_results import reduction_of_metric
@@ -49,6 +49,7 @@ _RULES: dict[str, _Rule] = {
     "states": "anew",
     "accumulated": "average",
     "samples": "sum",
+    "steps": "chief",
     "random": "chief",
     "unsent": "average",
     "factors": "chief",
@@ -259,6 +260,7 @@ class TrainingState:
         kinds: dict[str, Sequence[Any]] = {
             "seeds": [generator.state for generator in seed_generators(model)],
             "statistics": [*layer_statistics(model), *row_weights_of(model)],
+            "steps": steps_with_rows_of(model),
             "metrics": model.metrics_variables,
             "states": recurrent_states(model),
         }
