@@ -195,6 +195,9 @@ class _Before(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epochs.on_epoch_begin(epoch)
         self._verified = False
+        if self.params is not None:
+            # Of the ranks there are now; only a change of the data by a callback comes later.
+            self.params["steps"] = self._epochs.steps_per_epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._membership.elastic:

@@ -232,6 +232,24 @@ def test_what_the_chief_restores_reaches_all_ranks(world, tmp_path):
     assert alike(second)
 
 
+@pytest.mark.ranks(2)
+def test_callbacks_of_the_user_see_how_many_steps_an_epoch_has_as_it_begins(world):
+    """Not what an epoch before had, or the rest of one that was shared out anew."""
+    seen = []
+
+    class Reads(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            seen.append(self.params["steps"])
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.params["steps"] = 99
+
+    model = classifier()
+    world.distribute(model)
+    model.fit(X[:48], Y[:48], batch_size=6, epochs=2, verbose=0, callbacks=[Reads()])
+    assert seen == [4, 4]
+
+
 SLOW_RESTORE = """
 import time
 import keras
