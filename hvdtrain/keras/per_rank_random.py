@@ -21,7 +21,7 @@ from hvdtrain.private_api.keras import (
     set_global_generator,
 )
 
-__all__ = ["MemberGenerator", "drawn_by"]
+__all__ = ["MemberGenerator", "drawn_by", "draws_of_step"]
 
 
 class MemberGenerator:
@@ -29,7 +29,8 @@ class MemberGenerator:
 
     def __init__(self, shared: Any, member: int) -> None:
         self.shared = shared
-        self._draws: list[tuple[Any, bool]] = []
+        self.draws: list[tuple[Any, bool]] = []
+        """The graph of each draw, and whether it was ordered."""
         self._member = member
 
     def next(self, ordered: bool = True) -> Any:
@@ -41,7 +42,7 @@ class MemberGenerator:
                 self.shared = make_global_generator()
             set_global_generator(self)
         if not tf.executing_eagerly():
-            self._draws.append((tf.compat.v1.get_default_graph(), ordered))
+            self.draws.append((tf.compat.v1.get_default_graph(), ordered))
         drawn = self.shared.next(ordered)
         return drawn + keras.ops.convert_to_tensor([self._member, 0], dtype=drawn.dtype)
 
@@ -50,10 +51,16 @@ class MemberGenerator:
 
         A function is traced twice if its first trace makes the generator: the last trace counts.
         """
-        last = {graph.name: graph for graph, _ in self._draws}
-        for graph, ordered in list(self._draws):
+        last = {graph.name: graph for graph, _ in self.draws}
+        for graph, ordered in list(self.draws):
             if graph is last[graph.name]:
                 self.next(ordered)
+
+
+def draws_of_step() -> list[tuple[Any, bool]]:
+    """Return the draws noted so far; whoever drops a graph takes its draws from this list."""
+    generator = global_generator()
+    return generator.draws if isinstance(generator, MemberGenerator) else []
 
 
 @contextmanager

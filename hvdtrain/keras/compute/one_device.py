@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.keras.compute.interface import BatchWeight, call, scaled_loss
+from hvdtrain.keras.per_rank_random import draws_of_step
 from hvdtrain.tensorflow.graph_order import collectives_of
 
 __all__ = ["OneDevice"]
@@ -57,6 +58,8 @@ class OneDevice:
 
     def _run(self, step: Callable[..., Any], *arguments: Any) -> Any:
         if self._jit:
+            draws = draws_of_step()
+            before = len(draws)
             compiled = tf.function(step, jit_compile=True)
             if not collectives_of(compiled.get_concrete_function(*arguments).graph):
                 return compiled(*arguments)
@@ -65,5 +68,6 @@ class OneDevice:
                 "BatchNormalization(synchronized=True), which XLA can't; it runs without "
                 "jit_compile."
             )
+            del draws[before:]
             self._jit = False
         return step(*arguments)
