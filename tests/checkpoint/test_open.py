@@ -20,7 +20,7 @@ sys.modules["hvdtrain"] = None  # importing it fails
 
 def _snapshot() -> Snapshot:
     return Snapshot(
-        step=120,
+        step=80,
         state={"epoch": 3, "best": float("inf")},
         model={
             "weights": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -34,7 +34,7 @@ def _snapshot() -> Snapshot:
 
 def test_with_the_program_of_the_document(tmp_path: Path, run_command) -> None:
     folder = Store(tmp_path / "runs" / "mnist").write(_snapshot())
-    assert folder.name == "step-00000120"
+    assert folder.name == "step-00000080"
     text = (REPOSITORY / "docs" / "checkpoints.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (program,) = [block for block in blocks if "safe_open" in block]
