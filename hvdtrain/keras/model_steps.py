@@ -27,7 +27,7 @@ from hvdtrain.keras.optimizer_patch import weighting
 from hvdtrain.keras.per_rank_random import MemberGenerator, drawn_by
 from hvdtrain.keras.predictions import Predicted
 from hvdtrain.private_api.keras import compiled_loss
-from hvdtrain.tensorflow.graph_order import collectives_of, shadow
+from hvdtrain.tensorflow.graph_order import NoShadowError, collectives_of, shadow
 
 __all__ = ["ModelSteps"]
 
@@ -134,7 +134,7 @@ class ModelSteps:
             # A compute_metrics of the user's may know of more than the metrics.
             results = model.get_metrics_result()
             told = {name: results.get(name, value) for name, value in told.items()}
-        except NotImplementedError:
+        except NoShadowError:
             # The rank runs on a batch that does not count.
             parts, terms, told = differentiate()
             factor = tf.cast(share.rows > 0, tf.float32)
@@ -215,11 +215,11 @@ def _if_rows(
         afterwards: What will be called after it.
 
     Raises:
-        NotImplementedError: The step runs eagerly, or has collectives that can't be taken part in;
+        NoShadowError: The step runs eagerly, or has collectives that can't be taken part in;
             or what is called afterwards takes tensors that exist with rows only.
     """
     if tf.executing_eagerly():
-        raise NotImplementedError("what a step does is known in graphs only")
+        raise NoShadowError("what a step does is known in graphs only")
     results: Any = None
     collectives: list[tf.Operation] = []
     specs: list[tuple[tf.TensorShape, tf.DType]] = []
@@ -236,9 +236,9 @@ def _if_rows(
     def skip() -> list[tf.Tensor]:
         shadow(collectives)
         if not all(shape.rank is not None for shape, _ in specs):
-            raise NotImplementedError("the form of a result is not known")
+            raise NoShadowError("the form of a result is not known")
         if _takes_inner_tensors(afterwards):
-            raise NotImplementedError("a metric holds tensors of its last update")
+            raise NoShadowError("a metric holds tensors of its last update")
         generator.repeat()
         return [tf.zeros([size or 0 for size in shape], dtype) for shape, dtype in specs]
 

@@ -18,7 +18,14 @@ import tensorflow as tf
 
 from hvdtrain.private_api.tensorflow import add_control_input, function_body
 
-__all__ = ["MARK", "calls_between_ranks", "collectives_of", "put_in_order", "shadow"]
+__all__ = [
+    "MARK",
+    "NoShadowError",
+    "calls_between_ranks",
+    "collectives_of",
+    "put_in_order",
+    "shadow",
+]
 
 MARK = "hvdtrain"
 """The prefix of the names of collectives."""
@@ -27,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 _function_attributes: dict[str, list[str]] = {}
 """The attributes that name functions, by type of operation."""
+
+
+class NoShadowError(Exception):
+    """A step can't be skipped on a rank that takes part in its collectives with zeros."""
 
 
 def calls_between_ranks(op: tf.Operation) -> bool:
@@ -43,13 +54,13 @@ def shadow(collectives: Sequence[tf.Operation]) -> None:
     """Add collectives like these to the graph that is being made, each with zeros.
 
     Raises:
-        NotImplementedError: One is part of a loop, a branch or a call of a function, runs on
+        NoShadowError: One is part of a loop, a branch or a call of a function, runs on
             devices, or takes a tensor whose shape is not known.
     """
     for operation in collectives:
         shapes = [tensor.shape for tensor in operation.inputs]
         if operation.type != "PyFunc" or not all(shape.is_fully_defined() for shape in shapes):
-            raise NotImplementedError(f"{operation.name} can't run with zeros")
+            raise NoShadowError(f"{operation.name} can't run with zeros")
         tf.raw_ops.PyFunc(
             input=[tf.zeros(tensor.shape, tensor.dtype) for tensor in operation.inputs],
             token=operation.get_attr("token"),
