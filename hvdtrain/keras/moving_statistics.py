@@ -64,14 +64,15 @@ class MovingStatistics:
             np.zeros(len(self._momenta), np.float32), trainable=False, name="row_weights"
         )
         set_untracked(model, _ATTRIBUTE, [self._surplus] if self._variables else [])
-        # Steps with rows since the last average.
+        # Steps with rows since the last average: it chooses the rank of complete values.
         self._steps = keras.Variable(0, dtype="int64", trainable=False, name="steps_with_rows")
-        set_untracked(model, _STEPS, [self._steps])
+        set_untracked(model, _STEPS, [self._steps] if self._complete else [])
 
     @contextmanager
     def moved_by(self, weight: tf.Tensor) -> Iterator[None]:
         """Let what a step within the block makes of its batch count with ``weight``, this w_r."""
-        self._steps.assign_add(tf.cast(weight > 0, tf.int64))
+        if self._complete:
+            self._steps.assign_add(tf.cast(weight > 0, tf.int64))
         if not self._variables:
             yield
             return
@@ -104,7 +105,7 @@ class MovingStatistics:
         if self._complete:
             steps = collectives.allgather(self._steps.numpy()[np.newaxis], name="steps with rows")
             root = int(steps.argmax())
-        self._steps.assign(0)
+            self._steps.assign(0)
         # In float64 the mean of equal numbers is that number, for any number of ranks.
         weights = 1.0 + np.asarray(self._surplus.numpy(), np.float64)
         weighted, scales = [], []
@@ -139,5 +140,5 @@ def row_weights_of(model: keras.Model) -> list[Any]:
 
 
 def steps_with_rows_of(model: keras.Model) -> list[Any]:
-    """Return the variable that says whose statistics are complete; none if not distributed."""
+    """Return the variable that says whose statistics are complete, if some can't be averaged."""
     return list(getattr(model, _STEPS, []))
