@@ -22,12 +22,13 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Each part of hvdtrain and the parts that it may import, beside itself: whatever is named was named
 # above. The launching side (agent, remote, launch) and the training side (collectives and on) never
 # meet; bench, check and cli use both.
-_BASE = {"config", "errors", "exit_codes", "log", "version"}
+_BASE = {"config", "errors", "exit_codes", "log", "text", "version"}
 _RANKS = {"private_api", "cluster", "collectives", "monitor", "tensorflow", "world", *_BASE}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "exit_codes": set(),
     "lazy": set(),
+    "text": set(),
     "version": set(),
     "log": set(),
     "config": {"errors"},

@@ -12,7 +12,7 @@ from typing import IO, Any
 from hvdtrain.agent.backlog import BackgroundWriter
 from hvdtrain.agent.messages import ATTEMPT, OUTPUT_DIR, LauncherLink
 from hvdtrain.agent.output_lines import LineSplitter
-from hvdtrain.cluster.ranges import counted
+from hvdtrain.text import plural
 
 __all__ = ["OutputRelay"]
 
@@ -126,4 +126,4 @@ class OutputRelay:
 
 
 def _gap(dropped: int) -> bytes:
-    return f"hvdtrain run: {counted(dropped, 'line')} could not be written here\n".encode()
+    return f"hvdtrain run: {plural(dropped, 'line')} could not be written here\n".encode()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from hvdtrain.bench.machine import describe_machine, machine_line
 from hvdtrain.bench.options import Options
-from hvdtrain.cluster.ranges import format_table
+from hvdtrain.text import format_table
 
 __all__ = ["BenchReport", "format_seconds"]
 

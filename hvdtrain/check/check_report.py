@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.check.host_checks import CHECKS, MPI, VERSIONED, gpus
-from hvdtrain.cluster.ranges import format_table
 from hvdtrain.remote.problem import Problem, remedies_for, show_problem, size, state_word
 from hvdtrain.remote.remote_probe import Answer, Way, clock_offset_s
+from hvdtrain.text import format_table
 
 __all__ = ["CheckReport", "format_report", "make_report"]
 

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from hvdtrain.check.check_report import format_report, make_report
 from hvdtrain.cluster.hosts import Host, is_this_host, slurm_hosts, ssh_user
 from hvdtrain.cluster.placement import place
-from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.jobs.kubernetes.pod_options import add_pod_options
 from hvdtrain.launch.hosts import add_where, named_hosts
 from hvdtrain.remote.problem import Problem, show_problem
 from hvdtrain.remote.remote_probe import Answer, Way
+from hvdtrain.text import format_list, plural
 
 __all__ = ["add_arguments", "run"]
 
@@ -167,11 +167,11 @@ def _conclude(problems: Sequence[Problem]) -> int:
     """Print the last line, and return the exit code."""
     errors = [problem for problem in problems if problem.error]
     warnings = len(problems) - len(errors)
-    noted = f" ({counted(warnings, 'warning')})" if warnings else ""
+    noted = f" ({plural(warnings, 'warning')})" if warnings else ""
     if not errors:
         print(f"\nfit to train{noted}")
         return FIT
     hosts = list(dict.fromkeys(host for problem in errors for host in problem.hosts))
-    where = f" on {listing(hosts)}" if hosts else ""
-    print(f"\nnot fit to train: {counted(len(errors), 'problem')}{where}{noted}")
+    where = f" on {format_list(hosts)}" if hosts else ""
+    print(f"\nnot fit to train: {plural(len(errors), 'problem')}{where}{noted}")
     return UNFIT

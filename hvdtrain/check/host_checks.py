@@ -8,10 +8,10 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterator, Sequence
 
-from hvdtrain.cluster.ranges import listing
 from hvdtrain.remote.probe_messages import Facts
 from hvdtrain.remote.problem import Problem, answered, size
 from hvdtrain.remote.remote_probe import Answer, clock_offset_s
+from hvdtrain.text import format_list
 
 __all__ = ["CHECKS", "MPI", "VERSIONED", "gpus"]
 
@@ -54,7 +54,7 @@ def versions(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
             yield _missing(title, [host for host, _ in answered(answers)], here.facts.mpi_error)
             continue
         wrong = [host for found, hosts in groups.items() if found != expected for host in hosts]
-        has = [f"{found or 'none'} on {listing(hosts)}" for found, hosts in groups.items()]
+        has = [f"{found or 'none'} on {format_list(hosts)}" for found, hosts in groups.items()]
         if expected not in groups:
             has.insert(0, f"{expected or 'none'} on the launcher")
         reasons = [facts.mpi_error for _, facts in answered(answers) if facts.mpi_error]
@@ -293,7 +293,7 @@ def gpus(here: Answer, answers: Sequence[Answer]) -> Iterator[Problem]:
         kinds = dict.fromkeys(f"{model}, driver {driver}" for model, driver in facts.gpus)
         groups.setdefault(" and ".join(kinds) or "none", []).append(host)
     if len(groups) > 1:
-        has = [f"{kind} on {listing(hosts)}" for kind, hosts in groups.items()]
+        has = [f"{kind} on {format_list(hosts)}" for kind, hosts in groups.items()]
         yield Problem(
             hosts=tuple(host for host, _ in answered(answers)),
             found=f"GPUs differ: {'; '.join(has)}",

@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdtrain.cluster.ranges import format_table
 from hvdtrain.errors import JobError
 from hvdtrain.jobs.kubernetes.manifests import KEY_FILES, PodJob, job_objects
 from hvdtrain.jobs.kubernetes.pod_backend import pod_job
@@ -22,6 +21,7 @@ from hvdtrain.jobs.spec import Backend, JobSpec
 from hvdtrain.pods.cluster_api import ClusterApi
 from hvdtrain.pods.names import Object, resource_of, rights_text
 from hvdtrain.remote.problem import Problem, show_problem, state_word
+from hvdtrain.text import format_table
 
 __all__ = ["check_namespace"]
 

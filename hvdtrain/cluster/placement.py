@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.cluster.hosts import Host, merge_hosts
-from hvdtrain.cluster.ranges import counted, format_table, listing
 from hvdtrain.errors import ConfigurationError
+from hvdtrain.text import format_list, format_table, plural
 
 __all__ = [
     "Place",
@@ -172,13 +172,17 @@ def _check_room(hosts: Sequence[Host], ranks: int, slots: int, *, oversubscribe:
     most = most_ranks(hosts, oversubscribe=True)
     fits = most is None or ranks <= most
     if not oversubscribe:
-        has = listing((f"{host.name} has {counted(host.slots, 'slot')}" for host in hosts), "hosts")
+        has = format_list(
+            (f"{host.name} has {plural(host.slots, 'slot')}" for host in hosts), "hosts"
+        )
         raise ConfigurationError(
             f"{ranks} ranks don't fit: {has}, {slots} in all. Ask for {slots}, name more hosts"
             + (", or pass --oversubscribe." if fits else ".")
         )
     if not fits:
-        takes = listing((f"{host.name} takes at most {host.max_slots}" for host in hosts), "hosts")
+        takes = format_list(
+            (f"{host.name} takes at most {host.max_slots}" for host in hosts), "hosts"
+        )
         raise ConfigurationError(
             f"{ranks} ranks don't fit, even with --oversubscribe: {takes}, {most} in all. Ask for "
             f"{most}, name more hosts, or raise their max_slots."
@@ -191,20 +195,20 @@ def _check_gpus(
     training = Counter(entry.host for entry in places if entry.role != "ps")
     what = "ranks" if training.total() == len(places) else "workers"
     short = [
-        f"{name} has {counted(gpus[name.lower()], 'GPU')} for {count} {what}"
+        f"{name} has {plural(gpus[name.lower()], 'GPU')} for {count} {what}"
         for name, count in training.items()
         if 0 < gpus.get(name.lower(), 0) < (each if share else count * each)
     ]
     if short and each > 1:
         raise ConfigurationError(
             f"There are too few GPUs for {each} a rank (--devices-per-rank): "
-            f"{listing(short, 'hosts')}. Start fewer ranks or ask for fewer devices"
+            f"{format_list(short, 'hosts')}. Start fewer ranks or ask for fewer devices"
             + ("" if share else "; or let ranks share, with --share-gpus")
             + "; or compute on the CPU, with CUDA_VISIBLE_DEVICES=-1."
         )
     if short:
         raise ConfigurationError(
-            f"There are more {what} than GPUs: {listing(short, 'hosts')}. Start one a GPU; or "
+            f"There are more {what} than GPUs: {format_list(short, 'hosts')}. Start one a GPU; or "
             "let them share, with --share-gpus; or compute on the CPU, with "
             "CUDA_VISIBLE_DEVICES=-1."
         )

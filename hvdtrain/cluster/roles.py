@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.placement import Place, place
-from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError
+from hvdtrain.text import format_list, plural
 
 if TYPE_CHECKING:
     from hvdtrain.cluster.tf_config import ClassicCluster
@@ -45,7 +45,7 @@ def assign_roles(size: int, settings: Settings) -> Roles:
     elif settings.num_ps >= size:
         fewer = ", or take fewer servers" if settings.num_ps > 1 else ""
         raise ConfigurationError(
-            f"{counted(size, 'rank')} with {counted(settings.num_ps, 'parameter server')} "
+            f"{plural(size, 'rank')} with {plural(settings.num_ps, 'parameter server')} "
             f"(--num-ps, HVDTRAIN_NUM_PS) leave{'s' if size == 1 else ''} no worker; expected at "
             f"least one worker and one server: start {settings.num_ps + 1} ranks or more{fewer}."
         )
@@ -53,10 +53,10 @@ def assign_roles(size: int, settings: Settings) -> Roles:
     workers = tuple(rank for rank in range(size) if rank not in servers)
     if settings.mode == "sync-ps" and settings.backup_workers >= len(workers):
         raise ConfigurationError(
-            f"{counted(settings.backup_workers, 'backup worker')} (--backup-workers, "
-            f"HVDTRAIN_BACKUP_WORKERS) leave no gradient to step with: {counted(size, 'rank')} "
-            f"less {counted(len(servers), 'parameter server')} are "
-            f"{counted(len(workers), 'worker')}; expected at most {len(workers) - 1}. Start more "
+            f"{plural(settings.backup_workers, 'backup worker')} (--backup-workers, "
+            f"HVDTRAIN_BACKUP_WORKERS) leave no gradient to step with: {plural(size, 'rank')} "
+            f"less {plural(len(servers), 'parameter server')} are "
+            f"{plural(len(workers), 'worker')}; expected at most {len(workers) - 1}. Start more "
             "ranks, or do without fewer workers."
         )
     return Roles(workers=workers, servers=servers)
@@ -90,21 +90,21 @@ def remaining(
         lost, there = ("workers", "servers") if left.servers else ("servers", "workers")
         were = (entry.host for entry in before if (entry.role == "ps") == (lost == "servers"))
         raise ConfigurationError(
-            f"all {lost} are lost with {listing(dict.fromkeys(were), 'hosts')}, and what is left "
-            f"has only {there}; expected at least one worker and one parameter server"
+            f"all {lost} are lost with {format_list(dict.fromkeys(were), 'hosts')}, and what is "
+            f"left has only {there}; expected at least one worker and one parameter server"
         )
     return left
 
 
 def _check_ranks(servers: Sequence[int], size: int) -> None:
-    plural = "" if len(servers) == 1 else "s"
+    ending = "" if len(servers) == 1 else "s"
     named = (
-        f"Parameter servers are to be on rank{plural} {listing(servers, 'ranks')} (--ps-ranks, "
+        f"Parameter servers are to be on rank{ending} {format_list(servers, 'ranks')} (--ps-ranks, "
         "HVDTRAIN_PS_RANKS)"
     )
     if servers[-1] >= size:
         raise ConfigurationError(
-            f"{named}, but the last of {counted(size, 'rank')} is rank {size - 1}; expected ranks "
+            f"{named}, but the last of {plural(size, 'rank')} is rank {size - 1}; expected ranks "
             f"that there are, other than 0: start {servers[-1] + 1} ranks or more, or name others."
         )
     if 0 in servers:

@@ -6,10 +6,10 @@ import argparse
 import json
 import time
 
-from hvdtrain.cluster.ranges import counted, format_table, span
 from hvdtrain.jobs.folder import JobFolder, all_jobs
 from hvdtrain.jobs.job_view import JobView, command_line, view_jobs
 from hvdtrain.jobs.naming import add_jobs_dir, directory_of
+from hvdtrain.text import format_duration, format_table, plural
 
 __all__ = ["add_arguments", "run"]
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     head = ("job", "state", "ranks", "step", "began", "took", "program")
     print(format_table(head, [_row(view, now) for view in views], left=(0, 1, 6)))
     if len(jobs) > len(shown):
-        print(f"and {counted(len(jobs) - len(shown), 'older job')} (--all)")
+        print(f"and {plural(len(jobs) - len(shown), 'older job')} (--all)")
     return 0
 
 
@@ -67,7 +67,7 @@ def _row(view: JobView, now: float) -> tuple[str, ...]:
         view.status,
         str(view.state.ranks or "-"),
         "-" if view.state.step is None else str(view.state.step),
-        f"{span(now - view.created_s)} ago",
-        span(ends - view.created_s),
+        f"{format_duration(now - view.created_s)} ago",
+        format_duration(ends - view.created_s),
         short,
     )

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
-from hvdtrain.cluster.ranges import parse_runs
 from hvdtrain.config.fields import argument, count
 from hvdtrain.errors import ConfigurationError, JobError
 from hvdtrain.jobs.backends import queue_of
@@ -19,6 +18,7 @@ from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import view_job
 from hvdtrain.jobs.log import LAUNCHER, LogEntry, LogLine, log_end, read_before, read_log
 from hvdtrain.jobs.naming import add_name, named_job
+from hvdtrain.text import parse_ranges
 
 __all__ = ["add_arguments", "run"]
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-n", "--lines", type=argument(count), metavar="N", help="the last N lines alone"
     )
     parser.add_argument(
-        "--rank", type=argument(parse_runs), metavar="R", help="of these ranks, like 0-3,7"
+        "--rank", type=argument(parse_ranges), metavar="R", help="of these ranks, like 0-3,7"
     )
     parser.add_argument("--grep", metavar="TEXT", help="lines that hold TEXT, as it stands")
     parser.add_argument("--regex", metavar="RE", help="lines in which Python's RE is found")
@@ -147,7 +147,7 @@ def _fits(text: str, ranks: Sequence[range] | None, wanted: Callable[[LogLine], 
     if tagged := _OF_RANKS.fullmatch(text):
         # What a program prints without a tag may look like one.
         with contextlib.suppress(ValueError):
-            runs, said = parse_runs(tagged["ranks"]), tagged["said"]
+            runs, said = parse_ranges(tagged["ranks"]), tagged["said"]
             if tagged["more"]:
                 # Some of the ranks behind the last that is named.
                 runs.append(range(runs[-1].stop, sys.maxsize))

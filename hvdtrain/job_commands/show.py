@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hvdtrain.cluster.ranges import format_table, listing, span
 from hvdtrain.jobs.files import last_json_line, read_json_lines
 from hvdtrain.jobs.folder import JobFolder
 from hvdtrain.jobs.job_view import JobView, command_line, left_s, view_job
 from hvdtrain.jobs.naming import add_name, named_job
+from hvdtrain.text import format_duration, format_list, format_table
 
 __all__ = ["add_arguments", "run"]
 
@@ -54,16 +54,16 @@ def _describe(job: JobFolder, view: JobView) -> Iterator[str]:
     of = "" if state.total_steps is None else f" of {state.total_steps}"
     facts = {
         "job": view.name,
-        "state": f"{view.status}{code}, after {span(ends - view.created_s)}",
+        "state": f"{view.status}{code}, after {format_duration(ends - view.created_s)}",
         "program": command_line(spec.program),
         "options": command_line(spec.options),
         "in": spec.folder,
         "versions": ", ".join(
             filter(None, [spec.version and f"hvdtrain {spec.version}", *versions, state.mpi])
         ),
-        "ranks": f"{state.ranks} on {listing(state.hosts, 'hosts')}" if state.ranks else "",
+        "ranks": f"{state.ranks} on {format_list(state.hosts, 'hosts')}" if state.ranks else "",
         "step": "" if state.step is None else f"{state.step}{of} (epoch {(state.epoch or 0) + 1})",
-        "left": "" if (left := left_s(job, view)) is None else f"about {span(left)}",
+        "left": "" if (left := left_s(job, view)) is None else f"about {format_duration(left)}",
         "loss": "" if (loss := now.get("loss")) is None else f"{loss:.4g}",
         "slowest": _slowest(now),
         "checkpoint": "" if state.saved is None else f"of step {state.saved}",
@@ -76,7 +76,7 @@ def _describe(job: JobFolder, view: JobView) -> Iterator[str]:
 
 def _slowest(now: Mapping[str, Any]) -> str:
     if held := now.get("held_by"):
-        return f"no rank goes on: the others wait for rank {listing(held)}"
+        return f"no rank goes on: the others wait for rank {format_list(held)}"
     if "slow" not in now:
         return ""
     where = f" on {host}" if (host := now.get("slow_host")) else ""
@@ -122,4 +122,4 @@ def _event(event: dict[str, Any]) -> str:
 def _plain(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name}:{count}" for name, count in value.items())
-    return listing(value) if isinstance(value, list) else str(value)
+    return format_list(value) if isinstance(value, list) else str(value)

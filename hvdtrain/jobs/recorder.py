@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.agent.backlog import Backlog
-from hvdtrain.cluster.ranges import counted
 from hvdtrain.jobs.files import append_json_line
 from hvdtrain.jobs.folder import HEARTBEAT_S, JobFolder
 from hvdtrain.jobs.log import LAUNCHER, LogLine, LogWriter
@@ -36,6 +35,7 @@ from hvdtrain.launch.observer import (
     Restarting,
     Summary,
 )
+from hvdtrain.text import plural
 
 __all__ = ["JobRecorder", "RollUp", "spread"]
 
@@ -186,7 +186,7 @@ class JobRecorder(Observer):
         until = time.monotonic() + HEARTBEAT_S / 10
         while not self._lines.is_empty and (self._closing.is_set() or time.monotonic() < until):
             dropped, lines = self._lines.take()
-            text = f"{counted(dropped, 'line')} could not be written into this log"
+            text = f"{plural(dropped, 'line')} could not be written into this log"
             gap = [_line(LAUNCHER, "stderr", text)] if dropped else []
             try:
                 self._log.append([*gap, *lines])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TextIO
 
 from hvdtrain.agent.backlog import BackgroundWriter
-from hvdtrain.cluster.ranges import counted, number_runs
+from hvdtrain.text import format_ranges, plural
 
 __all__ = ["Console", "Output", "Screen", "is_redrawn"]
 
@@ -252,7 +252,7 @@ def _columns(stream: Output) -> int:
 
 def _describe_ranks(ranks: Sequence[int]) -> str:
     """Write ranks as 0-7 or 0,3 or 0-3,7; of a long list the beginning, and how many they are."""
-    words = number_runs(ranks)
+    words = format_ranges(ranks)
     text = ",".join(words)
     if len(text) <= _MOST_CHARACTERS:
         return text
@@ -314,7 +314,7 @@ def _writer(stream: TextIO) -> BackgroundWriter:
     before = "\r\x1b[K" if stream.isatty() else ""
 
     def gap(dropped: int) -> bytes:
-        lines = counted(dropped, "line")
+        lines = plural(dropped, "line")
         return f"{before}hvdtrain run: {lines} not shown, as nobody read them\n".encode()
 
     def fails(error: OSError) -> bool:

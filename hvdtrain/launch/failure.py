@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hvdtrain.agent.rank_report import FailureRecord, OomKills
-from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.exit_codes import PREEMPTING, ExitCode, signal_name
 from hvdtrain.launch.progress import JobProgress, Straggler, find_straggler
+from hvdtrain.text import format_list, plural
 
 __all__ = [
     "Cause",
@@ -147,7 +147,7 @@ def describe_loss(end: RankExit, step: int | None, left: int, *, enough: bool) -
     """One line on a rank that was lost after ``step``, and on whether the ``left`` ones go on."""
     assert end.code is not None
     at = "" if step is None else f" after step {step}"
-    ranks = counted(left, "rank")
+    ranks = plural(left, "rank")
     memory = ", for lack of memory" if end.kills is not None and end.kills.in_group else ""
     goes_on = f"{ranks} {'goes' if left == 1 else 'go'} on" if enough else f"{ranks} left: too few"
     return (
@@ -420,7 +420,7 @@ def _explain_missing(record: JobRecord, missing: Sequence[int]) -> tuple[list[st
     hosts = list(dict.fromkeys(record.hosts[rank] for rank in missing))
     name = record.starter_name
     late = f" within {record.start_timeout_s:g} s" if record.late else ""
-    words = [f"rank {listing(missing)} did not start{late} on {listing(hosts)}"]
+    words = [f"rank {format_list(missing)} did not start{late} on {format_list(hosts)}"]
     way: Literal["srun", "ssh"] = "srun" if name == "srun" else "ssh"
     problems = explain_start_failure(record.words, hosts, way=way, python=sys.executable)
     if problems:

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from hvdtrain.agent.rank_report import RankReport
-from hvdtrain.cluster.ranges import listing
 from hvdtrain.launch.agent_server import AgentServer
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.progress import SERVING, TRAINING, JobProgress
+from hvdtrain.text import format_list
 
 __all__ = ["HangWatch", "describe_hang", "hangs", "missing", "stuck"]
 
@@ -152,7 +152,7 @@ def describe_hang(
         if rank not in absent:
             operations.setdefault(operation, []).append(rank)
     for operation, ranks in list(operations.items())[:_MOST_OPERATIONS]:
-        lines.append(f"rank {listing(ranks)} waits in {operation}{_next_step(latest, ranks)}")
+        lines.append(f"rank {format_list(ranks)} waits in {operation}{_next_step(latest, ranks)}")
     if len(operations) > _MOST_OPERATIONS:
         lines.append(f"... and in {len(operations) - _MOST_OPERATIONS} other operations")
     if not waiting and not absent:

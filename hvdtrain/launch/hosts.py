@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.hosts import Host, parse_hostfile, parse_hosts
-from hvdtrain.cluster.ranges import counted, listing
 from hvdtrain.config import MANAGED_HOSTS, Settings
 from hvdtrain.errors import ConfigurationError
+from hvdtrain.text import format_list, plural
 
 if TYPE_CHECKING:
     from hvdtrain.cluster.managed_hosts import ManagedHost
@@ -152,7 +152,7 @@ def _check_cluster(
     if ranks not in (None, workers + servers):
         raise ConfigurationError(
             f"-np {ranks} is not the number of tasks in {source}: "
-            f"{counted(workers, 'worker')} and {counted(servers, 'parameter server')} are "
+            f"{plural(workers, 'worker')} and {plural(servers, 'parameter server')} are "
             f"{workers + servers}. Leave -np out."
         )
 
@@ -238,9 +238,9 @@ class HostWatch:
             self._more_since = None
         elif self._more_since is None:
             self._more_since = now
-            logger.info(f"there is room for {counted(more, 'rank')} more from a checkpoint on")
+            logger.info(f"there is room for {plural(more, 'rank')} more from a checkpoint on")
         elif saved_at is not None and saved_at > self._more_since:
-            return f"a checkpoint is written, and {counted(more, 'rank')} more can take part now"
+            return f"a checkpoint is written, and {plural(more, 'rank')} more can take part now"
         return ""
 
     def taken(self) -> Mapping[str, str]:
@@ -296,4 +296,4 @@ class HostWatch:
 
 def _listed(hosts: Mapping[str, str]) -> str:
     """Hosts, each with what is said of it."""
-    return listing((f"{name} ({why})" if why else name for name, why in hosts.items()), "hosts")
+    return format_list((f"{name} ({why})" if why else name for name, why in hosts.items()), "hosts")

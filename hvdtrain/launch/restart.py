@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from hvdtrain.cluster.hosts import Host
 from hvdtrain.cluster.placement import most_ranks
-from hvdtrain.cluster.ranges import counted, listing, span
 from hvdtrain.launch.failure import Outcome
+from hvdtrain.text import format_duration, format_list, plural
 
 __all__ = [
     "Decision",
@@ -89,7 +89,7 @@ def announce(
     """Tell what is to come, and what the last attempt lost."""
     number = len(history) + 1
     most = max(number, max_restarts + number - _counting(history))
-    on = f"on {listing(hosts, 'hosts')} ({counted(ranks, 'rank')})"
+    on = f"on {format_list(hosts, 'hosts')} ({plural(ranks, 'rank')})"
     return f"attempt {number} of {most} starts in {delay_s:.0f} s {on}; {_lost(history)}"
 
 
@@ -100,7 +100,7 @@ def account(history: Sequence[Outcome]) -> str:
     failed = [outcome for outcome in history if outcome.cause != "done"]
     steps = sum(_lost_steps(outcome) for outcome in failed)
     seconds = sum(outcome.lost_s for outcome in failed)
-    return f"{len(history)} attempts; lost in all: {counted(steps, 'step')}, {seconds:.0f} s"
+    return f"{len(history)} attempts; lost in all: {plural(steps, 'step')}, {seconds:.0f} s"
 
 
 def remains(history: Sequence[Outcome]) -> str:
@@ -169,7 +169,7 @@ def _lost(history: Sequence[Outcome]) -> str:
         since = f"its start; the newest checkpoint is of step {newest}"
     else:
         since = "the beginning: no checkpoint is known of"
-    return f"lost: {counted(_lost_steps(outcome), 'step')}, {outcome.lost_s:.0f} s, since {since}"
+    return f"lost: {plural(_lost_steps(outcome), 'step')}, {outcome.lost_s:.0f} s, since {since}"
 
 
 # Of parts of the time that are less than this nothing is said.
@@ -226,7 +226,7 @@ def summarise(history: Sequence[Outcome], wall_s: float) -> list[str]:
     rest = sorted(parts.items(), key=lambda part: -part[1])
     shares = [f"{share:.0%} {kind}" for kind, share in rest if share >= _LEAST]
     return [
-        f"{steps} steps in {span(wall_s)}; {rates} in training",
+        f"{steps} steps in {format_duration(wall_s)}; {rates} in training",
         f"time: {kept:.0%} in steps that were kept{''.join(f', {share}' for share in shares)}",
         _about_waiting(history[-1]),
     ]

@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.cluster.ranges import listing
 from hvdtrain.remote.probe_messages import Facts
 from hvdtrain.remote.remote_probe import Answer, FailureKind, Way
+from hvdtrain.text import format_list
 
 __all__ = ["Problem", "answered", "remedies_for", "show_problem", "size", "state_word"]
 
@@ -50,7 +50,7 @@ class Problem:
 def show_problem(problem: Problem) -> str:
     """One problem, with what to do."""
     kind = "problem" if problem.error else "warning"
-    where = f" on {listing(problem.hosts)}" if problem.hosts else ""
+    where = f" on {format_list(problem.hosts)}" if problem.hosts else ""
     told = f"{kind}{where}: {problem.found}"
     return f"{told}\n  expected: {problem.expected}\n  do: {problem.remedy}"
 

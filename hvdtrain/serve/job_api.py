@@ -17,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from hvdtrain.cluster.ranges import parse_runs
 from hvdtrain.errors import HvdtrainError, JobError
 from hvdtrain.job_commands.requests import new_job_request, request_for
 from hvdtrain.job_commands.stop import stop_job
@@ -32,6 +31,7 @@ from hvdtrain.jobs.spec import LOCAL, JobSpec, make_spec, secret_values, with_ch
 from hvdtrain.jobs.submission import start_again, submit_job
 from hvdtrain.launch.option_files import with_files
 from hvdtrain.serve.index import JobIndex, matching
+from hvdtrain.text import parse_ranges
 
 __all__ = ["JobApi", "entry_to_json", "job_of", "view_to_json"]
 
@@ -310,7 +310,7 @@ def _ranks(text: str) -> Sequence[range] | None:
     if not text:
         return None
     try:
-        return parse_runs(text)
+        return parse_ranges(text)
     except ValueError as error:
         raise HTTPException(400, f"ranks: {error}") from None
 

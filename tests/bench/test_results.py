@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.bench.options import Options
 from hvdtrain.bench.results import BenchReport, format_seconds
-from hvdtrain.cluster.ranges import format_table
+from hvdtrain.text import format_table
 
 
 def test_columns_are_aligned() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.cluster.ranges import counted, listing, span
+from hvdtrain.text import format_duration, format_list, plural
 
 
 @pytest.mark.parametrize(
@@ -19,16 +19,16 @@ from hvdtrain.cluster.ranges import counted, listing, span
     ],
 )
 def test_eight_are_named(count: int, text: str) -> None:
-    assert listing(range(count)) == text
+    assert format_list(range(count)) == text
 
 
 def test_the_rest_has_a_name() -> None:
     hosts = (f"node{number}" for number in range(10))
-    assert listing(hosts, "hosts").endswith(", node7, 2 more hosts")
+    assert format_list(hosts, "hosts").endswith(", node7, 2 more hosts")
 
 
 def test_one_thing_and_several() -> None:
-    assert [counted(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert [plural(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
 
 
 @pytest.mark.parametrize(
@@ -46,4 +46,4 @@ def test_one_thing_and_several() -> None:
     ],
 )
 def test_a_span_has_two_parts(seconds: float, words: str) -> None:
-    assert span(seconds) == words
+    assert format_duration(seconds) == words
