@@ -18,9 +18,9 @@ from hvdtrain.horovod.op_constants import Average, ReduceOp
 from hvdtrain.horovod.process_sets import ProcessSet, global_process_set
 from hvdtrain.horovod.reducer_arguments import optimizer_reducer, trainable_weights_of
 from hvdtrain.keras.optimizer_patch import (
-    AgreesOnFinite,
-    AveragesGradients,
-    check_parts_known,
+    FiniteCheckMixin,
+    GradientAveragingMixin,
+    check_inner_optimizers,
     mix_in,
     plain_optimizers,
 )
@@ -28,7 +28,7 @@ from hvdtrain.keras.optimizer_patch import (
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
 
 
-class _HorovodOptimizer(AveragesGradients):
+class _HorovodOptimizer(GradientAveragingMixin):
     """A mixin for the class of a plain optimizer; saved as the plain class."""
 
     _hvdtrain_sums = False
@@ -98,8 +98,8 @@ def DistributedOptimizer(
         )
     reducer = optimizer_reducer(arguments)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        mix_in(optimizer, AgreesOnFinite, reducer)
-    check_parts_known(optimizer)
+        mix_in(optimizer, FiniteCheckMixin, reducer)
+    check_inner_optimizers(optimizer)
     accumulates = backward_passes_per_step > 1
     sums = accumulates and not average_aggregated_gradients
     for plain in plain_optimizers(optimizer):

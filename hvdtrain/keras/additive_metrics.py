@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.step_results import reduction_of_metric
+from hvdtrain.keras.joint_results import reduction_of_metric
 from hvdtrain.private_api.keras import parts_of_metric, set_untracked
 
 __all__ = ["AdditiveMetrics", "adds_up"]

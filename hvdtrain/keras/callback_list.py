@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
 import numpy as np
 
-from hvdtrain import world
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import RanksLostError
 from hvdtrain.gradients.contributions import Contributions
-from hvdtrain.keras.chief_failover import ChiefFailover
 from hvdtrain.keras.epoch_iterator import EpochIterator
-from hvdtrain.keras.loss_so_far import LossSoFar
-from hvdtrain.keras.membership import Membership
-from hvdtrain.keras.model_parts import has_own
+from hvdtrain.keras.membership import Change, Membership
+from hvdtrain.keras.model_parts import overrides
+from hvdtrain.keras.progress_report import ReportProgress
+from hvdtrain.keras.saving.callback_states import callback_states, restore_callbacks
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
-from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import initial_epoch, set_initial_epoch
 
-__all__ = ["MeetAtEnd", "StopTogether", "list_callbacks", "stops_at_nan", "wrap_callbacks"]
+__all__ = [
+    "CHIEF_ONLY",
+    "ChiefFailover",
+    "MeetAtEnd",
+    "StopTogether",
+    "list_callbacks",
+    "stops_at_nan",
+    "wrap_callbacks",
+]
+
 
 # For each loop the attribute with which a callback ends it, and the hooks that see its batches.
 _LOOPS = {
@@ -69,7 +76,7 @@ def wrap_callbacks(
     after = _After(collectives, membership, failover, epochs, broadcast)
     return [
         before,
-        _Progress(epochs),
+        ReportProgress(epochs),
         *shares,
         *others,
         # Waits patiently for the chief's callbacks as training begins, so the other needn't.
@@ -133,7 +140,7 @@ class StopTogether(keras.callbacks.Callback):
     def _begin(self, loop: str) -> None:
         _, hooks = _LOOPS[loop]
         mine = any(_is_users(getattr(entry, h, None)) for entry in self._callbacks for h in hooks)
-        mine = mine or (self.model.run_eagerly and has_own(self.model, f"{loop}_step"))
+        mine = mine or (self.model.run_eagerly and overrides(self.model, f"{loop}_step"))
         self._every_batch[loop] = self._any(mine, f"callbacks that see batches of {loop}")
         self._first = True
 
@@ -216,109 +223,6 @@ class _Before(keras.callbacks.Callback):
         self._membership.renew()
 
 
-class _Progress(keras.callbacks.Callback):
-    """Tells the launcher how far ``fit`` is, which notices with that when a rank hangs."""
-
-    def __init__(self, epochs: EpochIterator) -> None:
-        super().__init__()
-        self._epochs = epochs
-        self._epoch = 0
-        self._compiled = False
-        self._learned = _Learned()
-
-    @property
-    def _tells(self) -> bool:
-        return report.is_heard() and world.is_chief()
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        report.phase("compiling")
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
-        self._learned.begin_epoch()
-        if self._compiled:
-            report.phase("training")
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if batch and not self._compiled and self._tells:
-            # Resumed within an epoch: the metric holds the rows of an earlier run.
-            self._learned.resume(self.model, batch)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._compiled = True
-        report.step(self._epochs.step, self._epoch)
-        report.planned(self._total_steps(batch + 1))
-        report.phase("training")
-        self._epochs.input_wait.tell_often()
-        if self._tells and self._learned.is_due():
-            self._learned.tell(self.model, batch + 1, self._epochs.step)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._epochs.input_wait.tell()
-        self._learned.end_epoch(self._epochs.step)
-        report.phase("end of an epoch")
-
-    def _total_steps(self, done: int) -> int | None:
-        """The step with which ``fit`` ends unless it ends early; ``done`` are of this epoch."""
-        steps = self._epochs.steps_per_epoch
-        if steps is None or self.params is None:
-            return None
-        epochs_left = self.params["epochs"] - self._epoch
-        return self._epochs.step - done + epochs_left * steps
-
-
-class _Learned:
-    """The samples that the ranks have trained on, and their loss, read about once a second.
-
-    Reading waits for the device. Samples are the chief's times the number of ranks.
-    """
-
-    def __init__(self) -> None:
-        self._due_s = 0.0
-        self._samples = 0.0
-        self._rows_per_step = 0.0
-        self._step: int | None = None
-        self._loss = 0.0
-        self._before = LossSoFar()
-
-    def is_due(self) -> bool:
-        """Whether it is time to read."""
-        return time.monotonic() >= self._due_s
-
-    def begin_epoch(self) -> None:
-        """Begin again with Keras' metric; what it held last of the epoch before was not read."""
-        self._before = LossSoFar()
-
-    def resume(self, model: keras.Model, steps: int) -> None:
-        """Leave out the first ``steps`` of the epoch."""
-        self._before = LossSoFar.of(model, steps)
-
-    def tell(self, model: keras.Model, steps: int, step: int) -> None:
-        """Read and report after so many ``steps`` of the epoch, and ``step`` of the training."""
-        self._due_s = time.monotonic() + report.INTERVAL_S
-        before, self._before = self._before, LossSoFar.of(model, steps)
-        rows = self._before.rows - before.rows
-        if rows <= 0:
-            return
-        self._rows_per_step = rows / max(1, self._before.steps - before.steps)
-        if self._step is None:
-            self._step = step - steps + before.steps
-        self._count(step)
-        self._loss = (self._before.loss_sum - before.loss_sum) / rows
-        report.learned(self._samples, self._loss)
-
-    def end_epoch(self, step: int) -> None:
-        """Report the samples of the steps since the last reading, without reading again."""
-        if self._step is not None:
-            self._count(step)
-            report.learned(self._samples, self._loss)
-
-    def _count(self, step: int) -> None:
-        if self._step is not None:
-            self._samples += (step - self._step) * self._rows_per_step * world.size()
-            self._step = step
-
-
 class _After(keras.callbacks.Callback):
     """The callback after the user's: makes alike what they may have decided on one rank."""
 
@@ -342,7 +246,7 @@ class _After(keras.callbacks.Callback):
             self._broadcast()
         epoch = self._collectives.broadcast_object(initial_epoch(self.model), name="initial epoch")
         set_initial_epoch(self.model, epoch)
-        if self._membership.lose_chief():
+        if self._membership.renew_and_check_chief_lost():
             raise RanksLostError(
                 "The chief was lost while it gave the others its state as training began. Start "
                 "the job again."
@@ -378,3 +282,140 @@ class _EndIfTooFew(keras.callbacks.Callback):
     def _end_if_too_few(self) -> None:
         if self._membership.too_few is not None:
             raise self._membership.too_few
+
+
+CHIEF_ONLY = (
+    keras.callbacks.ModelCheckpoint,
+    *([keras.callbacks.OrbaxCheckpoint] if hasattr(keras.callbacks, "OrbaxCheckpoint") else []),
+    keras.callbacks.TensorBoard,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.ProgbarLogger,
+)
+
+
+"""Callbacks with effects outside the process; other ranks than the chief don't run them."""
+
+
+_HOOKS = (
+    *("on_train_begin", "on_train_end", "on_test_begin", "on_test_end"),
+    *("on_train_batch_begin", "on_train_batch_end", "on_test_batch_begin", "on_test_batch_end"),
+)
+
+
+class ChiefFailover:
+    """Lets the chief's callbacks run on the chief alone, and on the next chief when it is lost."""
+
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        collectives: Collectives,
+        membership: Membership,
+        verbose: Any,
+    ) -> None:
+        self._callbacks = callbacks
+        self._collectives = collectives
+        self._membership = membership
+        self._verbose = verbose
+        self._of_chief = [entry for entry in callbacks if isinstance(entry, CHIEF_ONLY)]
+        self._states: Mapping[str, Any] = {}
+        self._standbys: list[_StandbyCallback] = []
+
+    def patiently(self) -> AbstractContextManager[None]:
+        """Let operations in the block wait for the chief's callbacks without a time-out.
+
+        They save the model as a rule, which may take long; callbacks of all ranks must be in time.
+        """
+        return self._collectives.patiently() if self._of_chief else nullcontext()
+
+    def callbacks(self) -> list[Any]:
+        """The user's callbacks as this rank runs them."""
+        if self._membership.is_chief:
+            return list(self._callbacks)
+        if not self._membership.elastic:
+            return [entry for entry in self._callbacks if not isinstance(entry, CHIEF_ONLY)]
+        standbys = {id(entry): _StandbyCallback(entry) for entry in self._of_chief}
+        self._standbys = list(standbys.values())
+        if self._verbose:
+            # Keras' own exists on the chief only.
+            self._standbys.append(
+                _StandbyCallback(keras.callbacks.ProgbarLogger(), verbose=self._verbose)
+            )
+        ours = [standbys.get(id(entry), entry) for entry in self._callbacks]
+        return [*ours, *self._standbys[len(standbys) :]]
+
+    def share_states(self) -> None:
+        """Let all ranks know what the chief's callbacks remember; collective."""
+        if not self._membership.elastic or not self._of_chief:
+            return
+        if self._membership.is_chief:
+            self._states, _ = callback_states(self._of_chief)
+        self._states = self._collectives.broadcast_object(
+            self._states, name="states of the chief's callbacks", replicated=True
+        )
+
+    def take_over(self, change: Change) -> None:
+        """Begin to run the chief's callbacks, if this rank is the chief now."""
+        if self._membership.is_chief and self._standbys:
+            restore_callbacks(self._of_chief, self._states, {})
+            for standby in self._standbys:
+                standby.act()
+            self._standbys = []
+
+
+class _StandbyCallback(keras.callbacks.Callback):
+    """A callback of the chief on another rank; does nothing until it is to act.
+
+    Args:
+        verbose: How much Keras is to print on it, where that differs from the others.
+    """
+
+    def __init__(self, callback: Any, verbose: Any = None) -> None:
+        super().__init__()
+        self._callback = callback
+        self._verbose = verbose
+        self._epoch: int | None = None
+        self._acts = False
+
+    def act(self) -> None:
+        """Go on where the chief's own was lost: in training, perhaps within an epoch."""
+        callback = self._callback
+        params = dict(self.params or {})
+        if self._verbose is not None:
+            params["verbose"] = self._verbose
+        callback.set_params(params)
+        callback.set_model(self.model)
+        self._acts = True
+        if isinstance(callback, keras.callbacks.CSVLogger):
+            callback.append = True
+        # A backup is restored when training begins, and that has been.
+        if not isinstance(callback, keras.callbacks.BackupAndRestore):
+            callback.on_train_begin()
+        if self._epoch is not None:
+            callback.on_epoch_begin(self._epoch)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.call("on_epoch_begin", epoch, logs)
+        self._epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.call("on_epoch_end", epoch, logs)
+        self._epoch = None
+
+    def call(self, hook: str, *args: Any, **options: Any) -> None:
+        """Hand a hook on, once this acts."""
+        if self._acts:
+            getattr(self._callback, hook)(*args, **options)
+
+
+def _handed_on(hook: str) -> Callable[..., None]:
+    def call(self: _StandbyCallback, *args: Any, **options: Any) -> None:
+        self.call(hook, *args, **options)
+
+    call.__name__ = hook
+    return call
+
+
+for _hook in _HOOKS:
+    setattr(_StandbyCallback, _hook, _handed_on(_hook))

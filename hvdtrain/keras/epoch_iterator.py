@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.sharded_input import Pass
-from hvdtrain.keras.input_wait import InputWait
+from hvdtrain.keras.fit_inputs import InputWait
 from hvdtrain.keras.membership import Change, Membership
 from hvdtrain.private_api.keras import FitIterator, note_steps_seen, warn_of_interruption
 
@@ -187,7 +187,7 @@ class EpochIterator:
             self._missed.update(taken.places_of(lacking) if lacking else ())
         self._unapplied = []
 
-    def share_out_anew(self, change: Change) -> None:
+    def redistribute(self, change: Change) -> None:
         """Give what is left of the pass to the ranks that are left."""
         membership = self._membership
         for taken in self._unapplied:

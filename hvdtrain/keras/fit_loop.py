@@ -15,29 +15,34 @@ from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.callback_list import (
+    CHIEF_ONLY,
+    ChiefFailover,
     MeetAtEnd,
     StopTogether,
     list_callbacks,
     stops_at_nan,
     wrap_callbacks,
 )
-from hvdtrain.keras.chief_failover import CHIEF_ONLY, ChiefFailover
 from hvdtrain.keras.data import ShardedInput
 from hvdtrain.keras.data.batch_structure import is_absent
 from hvdtrain.keras.epoch_iterator import EpochIterator
-from hvdtrain.keras.fit_inputs import FitInputs
-from hvdtrain.keras.input_wait import InputWait
+from hvdtrain.keras.fit_inputs import FitInputs, InputWait
+from hvdtrain.keras.joint_results import (
+    join_logs,
+    join_predictions,
+    joint_metrics,
+    noting_rows,
+    results_of_metrics,
+)
 from hvdtrain.keras.learning_rate import WarmUp
 from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Follower, Membership
-from hvdtrain.keras.model_parts import has_own, has_own_call, optimizers_of
+from hvdtrain.keras.model_parts import optimizers_of, overrides
 from hvdtrain.keras.model_steps import ModelSteps
 from hvdtrain.keras.model_sync import broadcast_model, check_alike
 from hvdtrain.keras.optimizer_patch import accumulates, is_distributed
-from hvdtrain.keras.predictions import join_predictions, noting_rows
 from hvdtrain.keras.saving.checkpoint_callback import begin_session, find_checkpoint_callback
 from hvdtrain.keras.saving.checkpoint_session import CheckpointSession
-from hvdtrain.keras.step_results import join_logs, joint_metrics, results_of_metrics
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import (
     RESULTS,
@@ -46,14 +51,14 @@ from hvdtrain.private_api.keras import (
     split_validation,
 )
 
-__all__ = ["FitLoop", "forget_functions"]
+__all__ = ["FitLoop", "reset_functions"]
 
 
 # The argument by which Keras' fit marks its own calls of evaluate.
 _WITHIN_FIT = "_use_cached_eval_dataset"
 
 
-def forget_functions(model: keras.Model) -> None:
+def reset_functions(model: keras.Model) -> None:
     """Drop graphs that were traced for other steps."""
     model.train_function = None
     model.test_function = None
@@ -173,8 +178,8 @@ class FitLoop:
         _refuse_own(self._model, own)
         steps_per_epoch = _capped(steps_per_epoch)
         validation_steps = _capped(validation_steps)
-        self.check_still_ours()
-        self._may_differ = self._averaging is None and has_own(self._model, "train_step")
+        self.check_still_distributed()
+        self._may_differ = self._averaging is None and overrides(self._model, "train_step")
         self.join_weights()
         listed = list_callbacks(callbacks)
         checkpoint = find_checkpoint_callback(listed)
@@ -230,7 +235,7 @@ class FitLoop:
         self._validation = validation
         self._validation_dataset = validation.dataset if validation else None
         failover = ChiefFailover(listed, self._collectives, self._membership, verbose)
-        followers: list[Follower] = [epochs_.share_out_anew, failover.take_over]
+        followers: list[Follower] = [epochs_.redistribute, failover.take_over]
         followers += [entry.follow for entry in listed if isinstance(entry, WarmUp)]
         saving = session.running(epochs_, self._inputs.seed) if session else nullcontext()
         try:
@@ -290,7 +295,7 @@ class FitLoop:
         if options.get(_WITHIN_FIT) and self._validation is not None:
             sharded = self._validation
         else:
-            self.check_still_ours()
+            self.check_still_distributed()
             callbacks = self._callbacks(callbacks)
             sharded = self._whole.share(x, y, sample_weight, batch_size=batch_size, steps=steps)
             self._prepare(sharded)
@@ -403,12 +408,12 @@ class FitLoop:
         if not stops_at_nan(callbacks):
             yield
             return
-        forget_functions(self._model)
+        reset_functions(self._model)
         try:
             with self._reducer.allowing_non_finite():
                 yield
         finally:
-            forget_functions(self._model)
+            reset_functions(self._model)
 
     def _callbacks(self, callbacks: Any) -> list[Any]:
         """Return the user's callbacks of ``evaluate`` or ``predict`` that this rank runs."""
@@ -421,20 +426,20 @@ class FitLoop:
         """Build metrics and losses before the first step: every rank must have all of them."""
         if sharded.joint_rows_known != self._steps.joint_rows_known:
             self._steps.joint_rows_known = sharded.joint_rows_known
-            forget_functions(self._model)
+            reset_functions(self._model)
         batch_spec = keras.tree.map_structure(
             lambda spec: None if is_absent(spec) else spec, sharded.dataset.element_spec.batch
         )
         try:
-            if has_own_call(self._model):
+            if overrides(self._model, "call"):
                 build_symbolically(self._model, batch_spec)
         except Exception:
             # A step of the user's own need not call the model, nor compute metrics, as Keras would.
-            if not has_own(self._model, "train_step"):
+            if not overrides(self._model, "train_step"):
                 raise
         self._steps.additive.reset()
 
-    def check_still_ours(self) -> None:
+    def check_still_distributed(self) -> None:
         """Check that the model was not compiled since it was distributed.
 
         Raises:

@@ -19,7 +19,13 @@ from hvdtrain.keras.model_parts import optimizers_of
 from hvdtrain.keras.optimizer_patch import plain_optimizers
 from hvdtrain.private_api.keras import RATE, rate_of, set_untracked
 
-__all__ = ["WarmUp", "follow_saved", "follow_size", "prepare_to_follow", "scale_learning_rate"]
+__all__ = [
+    "WarmUp",
+    "prepare_rescaling",
+    "rescale_rate",
+    "rescale_restored_rate",
+    "scale_learning_rate",
+]
 
 _FACTOR = "_hvdtrain_rate_factor"
 
@@ -42,8 +48,8 @@ def scale_learning_rate(rate: float) -> float:
     return rate * world.settings().gradients_in_update(world.size())
 
 
-def prepare_to_follow(optimizer: Any) -> None:
-    """Let ``follow_size`` reach what ``optimizer`` computes; before its step is traced.
+def prepare_rescaling(optimizer: Any) -> None:
+    """Let ``rescale_rate`` reach what ``optimizer`` computes; before its step is traced.
 
     A schedule's values go through a factor, which is 1 until then. The schedule itself stays the
     optimizer's own, and so does what is saved. Doing it twice changes nothing.
@@ -55,9 +61,9 @@ def prepare_to_follow(optimizer: Any) -> None:
             _multiply_rate(plain)
 
 
-def follow_size(optimizer: Any, before: int, now: int) -> None:
+def rescale_rate(optimizer: Any, before: int, now: int) -> None:
     """Change the learning rate after the number of ranks, where the program has scaled it."""
-    follow_saved(optimizer, before, now)
+    rescale_restored_rate(optimizer, before, now)
     if not _program_scales:
         return
     for plain in plain_optimizers(optimizer):
@@ -66,7 +72,7 @@ def follow_size(optimizer: Any, before: int, now: int) -> None:
             factor.assign(factor * (now / before))
 
 
-def follow_saved(optimizer: Any, before: int, now: int) -> None:
+def rescale_restored_rate(optimizer: Any, before: int, now: int) -> None:
     """Scale the learning rate of an optimizer whose state has just been restored from a checkpoint.
 
     That holds a rate which is a plain number, as it was with ``before`` ranks. A rate that is

@@ -30,7 +30,14 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.optimizer_patch import Weighting
 from hvdtrain.private_api.keras import flat_losses, scaling_losses
 
-__all__ = ["LossWeights", "Term", "are_sums", "has_vector_losses", "ratio"]
+__all__ = [
+    "IndependentLossWeights",
+    "LossWeights",
+    "Term",
+    "are_sums",
+    "has_vector_losses",
+    "ratio",
+]
 
 
 class Term(NamedTuple):
@@ -110,7 +117,7 @@ class LossWeights:
         return Weighting(factor=factor, weight=weight if only is None else weight * only.factor)
 
     @contextmanager
-    def joining(
+    def joint_loss(
         self, rows: tf.Tensor | None, joint_rows: tf.Tensor | None, step: str
     ) -> Iterator[list[Term | None]]:
         """Within the block the mean over rows of the ranks' losses is that of the joint batch.
@@ -152,3 +159,31 @@ class LossWeights:
     def _of_all(self, count: tf.Tensor) -> tf.Tensor:
         """Return the sum over the ranks; communicates."""
         return self._reducer.reduce(tf.cast(count, tf.float32), "sum", "counts of all ranks")
+
+
+class IndependentLossWeights(LossWeights):
+    """Leaves a rank's gradients as they are, and keeps what they count for."""
+
+    exchanges: tuple[str, ...] = ()  # ranks may be at different steps
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        super().__init__(reducer)
+        self.contribution = tf.constant(0.0, tf.float64)
+        """The weight of the current step next to those of other ranks: its rows or values."""
+        self._joint_rows = self.contribution
+
+    def joint_rows(self, rows: tf.Tensor, known: tf.Tensor | None, sums: bool) -> tf.Tensor:
+        # Where gradients are accumulated, each step is to count as much as the others.
+        self._joint_rows = tf.cast(1 if known is None else tf.maximum(known, 1), tf.float64)
+        return rows if known is None else known
+
+    def weight(self, rows: tf.Tensor, joint_rows: tf.Tensor, sums: bool) -> tf.Tensor:
+        self.contribution = tf.cast(rows, tf.float64)
+        return tf.where(rows > 0, 1.0, 0.0)
+
+    def weighting(
+        self, sums: bool, weight: tf.Tensor, factor: tf.Tensor | None, only: Term | None
+    ) -> Weighting:
+        if only is not None:
+            self.contribution = tf.cast(only.count, tf.float64)
+        return Weighting(factor=factor, weight=self.contribution / self._joint_rows)

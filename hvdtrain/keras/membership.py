@@ -92,7 +92,7 @@ class Membership:
         finally:
             del self._followers[-len(followers) :]
 
-    def lose_chief(self) -> bool:
+    def renew_and_check_chief_lost(self) -> bool:
         """Renew, and return whether the chief is among those that were lost."""
         before = self.members
         self.renew()

@@ -15,19 +15,28 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.optimizer_patch import plain_optimizers
-from hvdtrain.private_api.keras import flatten_layers, own_trainable_variables
+from hvdtrain.private_api.keras import (
+    flatten_layers,
+    own_non_trainable_variables,
+    own_trainable_variables,
+)
 
 __all__ = [
-    "build_as",
-    "built_for",
-    "has_own",
+    "attributes_of_type",
+    "build_optimizers",
+    "built_variable_indices",
+    "check_can_be_averaged",
     "has_own_call",
-    "held_by",
+    "layer_statistics",
+    "optimizer_variables",
     "optimizers_of",
+    "overrides",
     "plain_optimizers_of",
+    "recurrent_states",
     "refuse_strategy",
-    "state_of_optimizers",
+    "tensorflow_variables",
 ]
+
 
 Kind = TypeVar("Kind")
 
@@ -47,7 +56,7 @@ def refuse_strategy(model: keras.Model) -> None:
         )
 
 
-def has_own(model: keras.Model, step: str) -> bool:
+def overrides(model: keras.Model, step: str) -> bool:
     """Whether the model's class defines this step itself: ``train_step`` or another."""
     return getattr(type(model), step) is not getattr(keras.Model, step)
 
@@ -57,7 +66,7 @@ def has_own_call(model: keras.Model) -> bool:
     return type(model).call is not keras.Model.call
 
 
-def held_by(layer: Any, kind: type[Kind]) -> Iterator[Kind]:
+def attributes_of_type(layer: Any, kind: type[Kind]) -> Iterator[Kind]:
     """The objects of a kind among a layer's attributes, those of its own layers aside."""
     return _within(vars(layer), kind, set())
 
@@ -78,9 +87,9 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     models and layers in it, also in lists and dicts.
     """
     found = [] if model.optimizer is None else [model.optimizer]
-    if has_own(model, "train_step"):
+    if overrides(model, "train_step"):
         for layer in flatten_layers(model):
-            found += held_by(layer, keras.optimizers.Optimizer)
+            found += attributes_of_type(layer, keras.optimizers.Optimizer)
     inner = {id(leaf) for outer in found for leaf in plain_optimizers(outer) if leaf is not outer}
     return list({id(entry): entry for entry in found if id(entry) not in inner}.values())
 
@@ -90,12 +99,12 @@ def plain_optimizers_of(model: keras.Model) -> list[Any]:
     return [leaf for outer in optimizers_of(model) for leaf in plain_optimizers(outer)]
 
 
-def state_of_optimizers(model: keras.Model) -> list[Any]:
+def optimizer_variables(model: keras.Model) -> list[Any]:
     """The variables of all optimizers."""
     return [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
 
 
-def built_for(model: keras.Model) -> list[list[int]]:
+def built_variable_indices(model: keras.Model) -> list[list[int]]:
     """Return by optimizer which of ``model.variables`` it has state for; none if not built."""
     places = {id(variable): place for place, variable in enumerate(model.variables)}
     return [
@@ -110,8 +119,46 @@ def built_for(model: keras.Model) -> list[list[int]]:
     ]
 
 
-def build_as(model: keras.Model, built: Sequence[Sequence[int]]) -> None:
-    """Build the optimizers that are not yet, as those were of which ``built_for`` told."""
+def build_optimizers(model: keras.Model, built: Sequence[Sequence[int]]) -> None:
+    """Build unbuilt optimizers for the variables that ``built_variable_indices`` named."""
     for optimizer, places in zip(optimizers_of(model), built):
         if places and not optimizer.built and max(places) < len(model.variables):
             optimizer.build([model.variables[place] for place in places])
+
+
+def layer_statistics(model: keras.Model) -> list[Any]:
+    """The variables that layers update themselves, such as BatchNorm's moving moments.
+
+    Frozen weights, which Keras counts as non-trainable, are none.
+    """
+    kept = [v for layer in flatten_layers(model) for v in own_non_trainable_variables(layer)]
+    kept += tensorflow_variables(model)
+    return list({id(variable): variable for variable in kept}.values())
+
+
+def tensorflow_variables(model: keras.Model) -> list[tf.Variable]:
+    """Numbers that layers hold as ``tf.Variable``, of which Keras knows nothing."""
+    found = [v for layer in flatten_layers(model) for v in attributes_of_type(layer, tf.Variable)]
+    numbers = [v for v in found if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
+    return list({id(variable): variable for variable in numbers}.values())
+
+
+def recurrent_states(model: keras.Model) -> list[Any]:
+    """Return the states, no weights, that stateful recurrent layers carry from batch to batch."""
+    layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
+    states = [keras.tree.flatten(getattr(layer, "states", None)) for layer in layers]
+    return [state for entry in states for state in entry if isinstance(state, keras.Variable)]
+
+
+def check_can_be_averaged(model: keras.Model, mode: str) -> None:
+    """Check that the weights are numbers of which there is a mean, as ``mode`` asks for.
+
+    Raises:
+        ModelError: Some are not.
+    """
+    for variable in model.trainable_variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise ModelError(
+                f"{variable.path} is no weight that could be averaged: float8 keeps scales among "
+                f"the variables. Use another dtype policy, or another --mode than {mode}."
+            )

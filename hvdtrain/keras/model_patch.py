@@ -19,14 +19,15 @@ from hvdtrain.keras.batch_normalization import (
 from hvdtrain.keras.callback_list import list_callbacks
 from hvdtrain.keras.compute import Compute, OneDevice, Towers
 from hvdtrain.keras.fit_inputs import FitInputs
-from hvdtrain.keras.fit_loop import FitLoop, forget_functions
-from hvdtrain.keras.learning_rate import follow_size, prepare_to_follow
+from hvdtrain.keras.fit_loop import FitLoop, reset_functions
+from hvdtrain.keras.learning_rate import prepare_rescaling, rescale_rate
 from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
 from hvdtrain.keras.membership import Change, Membership
-from hvdtrain.keras.model_parts import has_own, optimizers_of, refuse_strategy
+from hvdtrain.keras.model_parts import optimizers_of, overrides, refuse_strategy
 from hvdtrain.keras.model_steps import ModelSteps
-from hvdtrain.keras.model_sync import broadcast_model, draw_seed, reseed_by_rank
+from hvdtrain.keras.model_sync import broadcast_model
 from hvdtrain.keras.optimizer_patch import distribute_optimizer
+from hvdtrain.keras.rank_random import draw_seed, reseed_by_rank
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback
 from hvdtrain.monitor import report
 from hvdtrain.private_api.keras import RESULTS, SYMBOLIC_BUILD, set_untracked
@@ -64,7 +65,7 @@ class ModelPatch:
         for optimizer in optimizers_of(model):
             self._distribute(optimizer)
             if self._membership.elastic:
-                prepare_to_follow(optimizer)
+                prepare_rescaling(optimizer)
         steps = self._make_steps(compute)
         for layer in self._choose_synchronized():
             synchronize_batch_normalization(layer, collectives, lambda: steps.step_rows)
@@ -103,7 +104,7 @@ class ModelPatch:
             lambda: collectives.waited_s,
             lambda: collectives.reduced_bytes,
         )
-        forget_functions(model)
+        reset_functions(model)
         broadcast_model(model, collectives)
         reseed_by_rank(model, collectives)
 
@@ -138,7 +139,7 @@ class ModelPatch:
 
     def _follow(self, change: Change) -> None:
         for optimizer in optimizers_of(self._model):
-            follow_size(optimizer, len(change.before), len(change.now))
+            rescale_rate(optimizer, len(change.before), len(change.now))
 
     def _remove_earlier(self) -> None:
         for name in vars(self._model).pop(_MARK, []):
@@ -172,7 +173,7 @@ class ModelPatch:
                 "XLA compiles for one device; with towers this runs without jit_compile.",
             ),
             (
-                has_own(model, "train_step"),
+                overrides(model, "train_step"),
                 "This model has a train_step of its own, which can't be split around the "
                 "communication; it runs without jit_compile.",
             ),

@@ -20,12 +20,12 @@ from hvdtrain.keras.additive_metrics import AdditiveMetrics
 from hvdtrain.keras.compute import Compute
 from hvdtrain.keras.compute.interface import BatchWeight, rows_of
 from hvdtrain.keras.data import Share
+from hvdtrain.keras.joint_results import Predicted
 from hvdtrain.keras.loss_weights import LossWeights, are_sums, has_vector_losses, ratio
-from hvdtrain.keras.model_parts import has_own, optimizers_of
+from hvdtrain.keras.model_parts import optimizers_of, overrides
 from hvdtrain.keras.moving_statistics import MovingStatistics
 from hvdtrain.keras.optimizer_patch import weighting
-from hvdtrain.keras.per_rank_random import MemberGenerator, drawn_by
-from hvdtrain.keras.predictions import Predicted
+from hvdtrain.keras.rank_random import MemberGenerator, drawn_by
 from hvdtrain.private_api.keras import compiled_loss
 from hvdtrain.tensorflow.graph_order import NoShadowError, collectives_of, shadow
 
@@ -54,7 +54,7 @@ class ModelSteps:
         self._elastic = reducer.collectives.survives_losses
         self._contributions = reducer.contributions
         self._compute = compute
-        compute.joining = self._weights.joining
+        compute.joint_loss = self._weights.joint_loss
         self.step_rows: tf.Tensor | None = None
         """The rows that count in the step of training that is traced or run; None between steps."""
         self.statistics = MovingStatistics(model, synchronized)
@@ -92,7 +92,7 @@ class ModelSteps:
                 self.statistics.moved_by(row_weight),
                 drawn_by(self._member) as generator,
             ):
-                if has_own(self._model, "train_step"):
+                if overrides(self._model, "train_step"):
                     return self._train_own(share, counts)
                 return self._train_plain(share, counts, generator)
         finally:
@@ -156,7 +156,7 @@ class ModelSteps:
         how = self._weights.weighting(are_sums(self._model), weight, weight, None)
         with (
             weighting(optimizers_of(self._model), how),
-            self._weights.joining(rows, joint_rows, "train"),
+            self._weights.joint_loss(rows, joint_rows, "train"),
         ):
             return self._plain_train_step(share.batch)
 
@@ -187,7 +187,7 @@ class ModelSteps:
 
         Such a step says itself what it trains.
         """
-        own = has_own(self._model, "train_step")
+        own = overrides(self._model, "train_step")
         return list(self._model.variables if own else self._model.trainable_variables)
 
     def _check_variables(self) -> None:

@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import hashlib
-import random
-from collections.abc import Sequence
+import json
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives
-from hvdtrain.errors import ModelError
+from hvdtrain.errors import MismatchError, ModelError
 from hvdtrain.keras.model_parts import (
-    held_by,
+    attributes_of_type,
+    optimizer_variables,
+    optimizers_of,
     plain_optimizers_of,
-    state_of_optimizers,
+    tensorflow_variables,
 )
-from hvdtrain.keras.optimizer_patch import accumulators
+from hvdtrain.keras.optimizer_patch import accumulator_variables
+from hvdtrain.keras.rank_random import seed_generators
 from hvdtrain.private_api.keras import (
     flatten_layers,
-    own_non_trainable_variables,
-    seed_generators_of,
 )
+from hvdtrain.tensorflow.variable_names import counted_anew
 
 __all__ = [
     "broadcast_model",
     "broadcast_weights",
     "check_alike",
-    "check_can_be_averaged",
-    "draw_seed",
-    "layer_statistics",
-    "recurrent_states",
-    "reseed_by_rank",
-    "seed_generators",
-    "seed_of_rank",
+    "check_same_model",
+    "describe_model",
 ]
 
 
@@ -45,9 +42,9 @@ def broadcast_model(model: keras.Model, collectives: Collectives, more: Sequence
     Not its random seeds, nor its gradients that wait for an update: others have those of their own
     samples.
     """
-    waiting = [v for leaf in plain_optimizers_of(model) for v in accumulators(leaf)]
+    waiting = [v for leaf in plain_optimizers_of(model) for v in accumulator_variables(leaf)]
     own = {id(variable) for variable in waiting if variable is not None}
-    state = [variable for variable in state_of_optimizers(model) if id(variable) not in own]
+    state = [variable for variable in optimizer_variables(model) if id(variable) not in own]
     broadcast_weights(model, collectives, [*state, *model.metrics_variables, *more])
 
 
@@ -61,7 +58,7 @@ def broadcast_weights(
     if collectives.size == 1:
         return
     seeds = {id(generator.state) for generator in seed_generators(model)}
-    every = [*model.variables, *_of_tensorflow(model), *more]
+    every = [*model.variables, *tensorflow_variables(model), *more]
     variables = list({id(v): v for v in every if id(v) not in seeds}.values())
     if not variables:
         return
@@ -75,17 +72,6 @@ def broadcast_weights(
         value = np.asarray(variable.numpy())
         # By index: Keras numbers names by what the process has made before, on this rank alone.
         variable.assign(collectives.broadcast(value, name=f"variable {index}"))
-
-
-def draw_seed(collectives: Collectives) -> int:
-    """A seed for the orders of data, the chief's; takes no number from Python's generator.
-
-    A program that goes on to draw from it, as initializers do, gets what it gets on one process.
-    """
-    state = random.getstate()
-    seed = random.getrandbits(31)
-    random.setstate(state)
-    return int(collectives.broadcast_object(seed, name="seed"))
 
 
 def check_alike(model: keras.Model, variables: Sequence[Any], collectives: Collectives) -> None:
@@ -111,67 +97,161 @@ def _digest(variable: Any) -> bytes:
     return hashlib.sha256(np.asarray(variable.numpy()).tobytes()).digest()
 
 
-def seed_generators(model: keras.Model) -> list[Any]:
-    """All random states of the model's layers."""
-    found = {id(g): g for layer in flatten_layers(model) for g in seed_generators_of(layer)}
-    return list(found.values())
+# Keras turns larger constants, such as pretrained embeddings, into lists of Python numbers.
+_MOST_CONSTANTS = 1 << 20
 
 
-def reseed_by_rank(model: keras.Model, collectives: Collectives) -> None:
-    """Let each rank draw its own random numbers; the chief's are those of a single process.
-
-    Otherwise all ranks would drop the same units of their different samples.
-    """
-    for generator in seed_generators(model):
-        state = np.asarray(generator.state.numpy())
-        shared = collectives.broadcast(state, name="seed")
-        generator.state.assign(seed_of_rank(shared, collectives.rank))
+# Arguments of compile() that are described by their configuration.
+_COMPILED = ("loss_weights", "metrics", "weighted_metrics")
 
 
-def seed_of_rank(state: np.ndarray, rank: int) -> np.ndarray:
-    """The chief's random state turned into another rank's; the chief keeps it."""
-    if rank == 0:
-        return state
-    bits = np.random.SeedSequence([int(abs(state[0])), rank])
-    limit = np.iinfo(state.dtype).max
-    own = state.copy()
-    own[0] = int(bits.generate_state(1, np.uint64)[0]) % limit
-    return own
+_GRAPH = ("input_layers", "output_layers")
 
 
-def layer_statistics(model: keras.Model) -> list[Any]:
-    """The variables that layers update themselves, such as BatchNorm's moving moments.
-
-    Frozen weights, which Keras counts as non-trainable, are none.
-    """
-    kept = [v for layer in flatten_layers(model) for v in own_non_trainable_variables(layer)]
-    kept += _of_tensorflow(model)
-    return list({id(variable): variable for variable in kept}.values())
+_LONGEST_TEXT = 120
 
 
-def _of_tensorflow(model: keras.Model) -> list[tf.Variable]:
-    """Numbers that layers hold as ``tf.Variable``, of which Keras knows nothing."""
-    found = [v for layer in flatten_layers(model) for v in held_by(layer, tf.Variable)]
-    numbers = [v for v in found if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
-    return list({id(variable): variable for variable in numbers}.values())
-
-
-def recurrent_states(model: keras.Model) -> list[Any]:
-    """Return the states, no weights, that stateful recurrent layers carry from batch to batch."""
-    layers = [layer for layer in flatten_layers(model) if getattr(layer, "stateful", False)]
-    states = [keras.tree.flatten(getattr(layer, "states", None)) for layer in layers]
-    return [state for entry in states for state in entry if isinstance(state, keras.Variable)]
-
-
-def check_can_be_averaged(model: keras.Model, mode: str) -> None:
-    """Check that the weights are numbers of which there is a mean, as ``mode`` asks for.
+def check_same_model(model: keras.Model, collectives: Collectives) -> None:
+    """Compare models and optimizers between ranks; collective.
 
     Raises:
-        ModelError: Some are not.
+        MismatchError: On every rank; names the first variables or settings that differ.
     """
-    for variable in model.trainable_variables:
-        if getattr(variable, "overwrite_with_gradient", False):
-            raise ModelError(
-                f"{variable.path} is no weight that could be averaged: float8 keeps scales among "
-                f"the variables. Use another dtype policy, or another --mode than {mode}."
-            )
+    mine = describe_model(model)
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    if len(set(collectives.allgather_object(digest, name="model"))) == 1:
+        return
+    everyone = collectives.allgather_object(mine, name="what differs between models")
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        differences = [
+            f"{key}: {_shorten(everyone[0].get(key, 'absent'))} on rank 0, "
+            f"{_shorten(theirs.get(key, 'absent'))} on rank {rank}"
+            for key in {**everyone[0], **theirs}
+            if everyone[0].get(key) != theirs.get(key)
+        ]
+        raise MismatchError(
+            "All ranks must build the same model and optimizer, but they differ. "
+            + "; ".join(differences[:5])
+            + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
+            + ". Look for choices in the script that depend on the rank or on the host."
+        )
+
+
+def describe_model(model: keras.Model) -> dict[str, str]:
+    """Describe the parts that must be equal on all ranks: variables, layers, optimizers, losses.
+
+    Names and seeds are left out, because they may differ between ranks. A part without a
+    configuration is described by its type.
+    """
+    trainable = counted_anew([variable.path for variable in model.trainable_variables])
+    described = {"trainable order": "|".join(trainable)}
+    paths = counted_anew([variable.path for variable in model.variables])
+    for index, (path, variable) in enumerate(zip(paths, model.variables)):
+        described[f"variable {path} ({index})"] = f"{variable.dtype} {variable.shape}"
+    described |= _describe_layers(model)
+    optimizers = optimizers_of(model)
+    for number, optimizer in enumerate(optimizers, 1):
+        name = "optimizer" if number == 1 else f"optimizer {number}"
+        described[name] = type(optimizer).__name__
+        # Built when they are first applied, on some rank perhaps before. One alone is built by now,
+        # but for parameter servers, which need no state for themselves.
+        described[f"{name} is built"] = str(optimizer.built or len(optimizers) == 1)
+        described |= _flatten(name, optimizer.get_config())
+    described |= _flatten("loss", _config_of(model.loss, keras.saving.serialize_keras_object))
+    compiled = _config_of(model, lambda compiled: compiled.get_compile_config())
+    if isinstance(compiled, Mapping):
+        for key in _COMPILED:
+            described |= _flatten(key, compiled.get(key))
+    described["steps_per_execution"] = str(model.steps_per_execution)
+    described["run_eagerly"] = str(model.run_eagerly)
+    return described
+
+
+def _describe_layers(model: keras.Model) -> dict[str, str]:
+    """Describe each layer by its configuration, and models by how their layers are connected."""
+    layers = flatten_layers(model)
+    names = counted_anew([layer.name for layer in layers])
+    labels = {layer.name: name for layer, name in zip(layers, names)}
+    constants = [np.size(c.value) for layer in layers for c in attributes_of_type(layer, _Constant)]
+    is_small = sum(constants) <= _MOST_CONSTANTS
+    described = {}
+    for index, (layer, name) in enumerate(zip(layers, names)):
+        label = f"layer {name} ({index})"
+        described[label] = type(layer).__name__
+        if not is_small:
+            continue
+        config = _config_of(layer, lambda layer: layer.get_config())
+        if isinstance(config, Mapping) and isinstance(config.get("layers"), list):
+            # Its layers have entries of their own.
+            parts = [entry for entry in config["layers"] if isinstance(entry, Mapping)]
+            graph: dict[str, Any] = {key: config.get(key) for key in _GRAPH}
+            for number, entry in enumerate(parts):
+                graph[f"inputs of its layer {number}"] = entry.get("inbound_nodes")
+            config = {key: config[key] for key in config.keys() - {"layers", *_GRAPH}}
+            config |= _renamed(graph, labels)
+        described |= _flatten(label, config)
+    return described
+
+
+_Constant = keras.initializers.Constant
+
+
+def _config_of(thing: Any, read: Any) -> Any:
+    """Return a configuration; the name of the type if there is none."""
+    try:
+        with warnings.catch_warnings():
+            # Keras warns of lambdas, which can't be loaded; nothing is saved here.
+            warnings.simplefilter("ignore")
+            return read(thing)
+    except Exception:
+        return _plain(thing)
+
+
+def _flatten(name: str, config: Any) -> dict[str, str]:
+    """Return the entries of a configuration, each under the names that lead to it."""
+    config = _plain(config)
+    if not isinstance(config, dict):
+        return {name: json.dumps(config)}
+    entries: dict[str, str] = {}
+    for key in sorted(config):
+        entries |= _flatten(f"{name} {key}", config[key])
+    return entries
+
+
+def _plain(value: Any) -> Any:
+    """Return a value for JSON, without names, seeds and memory addresses."""
+    if isinstance(value, Mapping):
+        if value.get("class_name") == "__lambda__":
+            return "a lambda"
+        if str(value.get("class_name")).endswith("DTypePolicy"):
+            return json.dumps(value.get("config"), default=str)  # its name says what it is
+        keys = [key for key in value if not _may_differ(str(key))]
+        return {str(key): _plain(value[key]) for key in keys}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, (np.ndarray, np.generic)):
+        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()[:8]}"
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_plain(entry)) for entry in value)
+    return str(getattr(value, "__name__", type(value).__name__))
+
+
+def _may_differ(key: str) -> bool:
+    return key in ("name", "shared_object_id") or key.endswith("seed")
+
+
+def _renamed(value: Any, labels: Mapping[str, str]) -> Any:
+    """Return the part of a configuration that names layers, with labels in place of the names."""
+    if isinstance(value, Mapping):
+        return {key: _renamed(entry, labels) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_renamed(entry, labels) for entry in value]
+    return labels.get(value, value) if isinstance(value, str) else value
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} …"

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives
-from hvdtrain.keras.model_sync import layer_statistics
+from hvdtrain.keras.model_parts import layer_statistics
 from hvdtrain.private_api.keras import flatten_layers, own_non_trainable_variables, set_untracked
 
 __all__ = ["MovingStatistics", "row_weights_of", "steps_with_rows_of"]

@@ -7,7 +7,7 @@ accumulated steps, and clipping sees the average.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -21,22 +21,26 @@ from hvdtrain.private_api.keras import accumulated_gradients, register_like, set
 from hvdtrain.tensorflow.variable_names import variable_label
 
 __all__ = [
-    "AgreesOnFinite",
-    "AveragesGradients",
-    "KeepsWeights",
+    "FiniteCheckMixin",
+    "GradientAveragingMixin",
+    "GradientWeightMixin",
+    "LocalUpdateMixin",
+    "WeightedStepsMixin",
     "Weighting",
     "accumulates",
-    "accumulators",
-    "check_parts_known",
+    "accumulator_variables",
+    "check_inner_optimizers",
     "distribute_optimizer",
     "is_distributed",
-    "keep_weights",
-    "mark",
+    "mark_distributed",
     "mix_in",
+    "mix_in_weighted_steps",
     "plain_optimizers",
-    "unmix",
+    "remove_mixins",
+    "track_gradient_weights",
     "weighting",
 ]
+
 
 _MARK = "_hvdtrain_reducer"
 
@@ -56,8 +60,8 @@ class Weighting(NamedTuple):
     op: Literal["average", "sum"] = "average"
 
 
-class KeepsWeights:
-    """A mixin that knows what gradients count for, accumulated ones too after ``keep_weights``."""
+class GradientWeightMixin:
+    """An optimizer mixin that tracks the weight of gradients, also of accumulated ones."""
 
     _hvdtrain_weighting = Weighting()
     # The sum of the weights of accumulated gradients.
@@ -79,14 +83,14 @@ class KeepsWeights:
         return total / float(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
 
 
-def keep_weights(optimizer: Any, dtype: str) -> None:
+def track_gradient_weights(optimizer: Any, dtype: str) -> None:
     """Let a plain optimizer that accumulates gradients know what they count for, in this dtype."""
     accumulates = optimizer.gradient_accumulation_steps
     waiting = keras.Variable(0.0, dtype=dtype, trainable=False) if accumulates else None
     set_untracked(optimizer, "_hvdtrain_waiting", waiting)
 
 
-class AveragesGradients(KeepsWeights):
+class GradientAveragingMixin(GradientWeightMixin):
     """A mixin: a plain optimizer averages gradients over all ranks; saved as the plain class."""
 
     _hvdtrain_reducer: GradientReducer
@@ -125,7 +129,7 @@ class AveragesGradients(KeepsWeights):
         return super()._clip_gradients(averages[: len(grads)])  # type: ignore[misc]
 
 
-class AgreesOnFinite:
+class FiniteCheckMixin:
     """A mixin of ``LossScaleOptimizer``: an overflow on one rank skips the step on all.
 
     Gradients that are yet to be multiplied by 0 don't count: those of a rank without rows.
@@ -156,18 +160,18 @@ def distribute_optimizer(optimizer: Any, reducer: GradientReducer) -> Any:
             f"Expected a Keras 3 optimizer, received {type(optimizer).__name__}. Optimizers of "
             "tf_keras or keras.optimizers.legacy must be replaced by those of keras.optimizers."
         )
-    check_parts_known(optimizer)
+    check_inner_optimizers(optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         distribute_optimizer(optimizer.inner_optimizer, reducer)
-        mix_in(optimizer, AgreesOnFinite, reducer)
+        mix_in(optimizer, FiniteCheckMixin, reducer)
     elif _inner_optimizers(optimizer):
         for inner in _inner_optimizers(optimizer):
             distribute_optimizer(inner, reducer)
-        mark(optimizer, reducer)
+        mark_distributed(optimizer, reducer)
     else:
-        mix_in(optimizer, AveragesGradients, reducer)
+        mix_in(optimizer, GradientAveragingMixin, reducer)
         if reducer.collectives.survives_losses:
-            keep_weights(optimizer, "float32")
+            track_gradient_weights(optimizer, "float32")
     return optimizer
 
 
@@ -194,7 +198,7 @@ def accumulates(optimizer: Any) -> bool:
     return any(leaf.gradient_accumulation_steps for leaf in plain_optimizers(optimizer))
 
 
-def accumulators(optimizer: Any) -> list[Any]:
+def accumulator_variables(optimizer: Any) -> list[Any]:
     """Return a plain optimizer's variables for gradients that wait for those of later steps."""
     waiting = getattr(optimizer, "_hvdtrain_waiting", None)
     return [*accumulated_gradients(optimizer), *([] if waiting is None else [waiting])]
@@ -221,21 +225,21 @@ def mix_in(optimizer: Any, mixin: type, way: Any) -> None:
         mixed = type(plain.__name__, (mixin, plain), names)
         register_like(mixed, plain)
         optimizer.__class__ = mixed
-    mark(optimizer, way)
+    mark_distributed(optimizer, way)
 
 
-def unmix(optimizer: Any) -> None:
+def remove_mixins(optimizer: Any) -> None:
     """Give an optimizer, and those within it, the classes that they had before ``mix_in``."""
     for entry in (optimizer, *plain_optimizers(optimizer)):
         entry.__class__ = getattr(type(entry), "_hvdtrain_plain_class", type(entry))
 
 
-def mark(optimizer: Any, way: Any) -> None:
+def mark_distributed(optimizer: Any, way: Any) -> None:
     """Note that an optimizer is distributed, and by what way."""
     set_untracked(optimizer, _MARK, way)
 
 
-def check_parts_known(optimizer: Any) -> None:
+def check_inner_optimizers(optimizer: Any) -> None:
     """Check that a ``MultiOptimizer`` has optimizers: a function makes them for each variable.
 
     Raises:
@@ -253,3 +257,59 @@ def _inner_optimizers(optimizer: Any) -> list[Any]:
     """List the optimizers of a ``MultiOptimizer``; empty for any other."""
     inner = getattr(optimizer, "optimizers", None)
     return list(inner) if isinstance(inner, (list, tuple)) else []
+
+
+class WeightedStepsMixin(GradientWeightMixin):
+    """Lets each of the steps whose gradients are accumulated count as much as its samples."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        weight = self._hvdtrain_weighting.weight
+        if self._hvdtrain_waiting is not None and weight is not None:
+            # Batches of one step needn't be equal.
+            grads = [g if g is None else scaled(g, weight) for g in grads]
+        super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def _hvdtrain_take_mean(self, grads: Any) -> tuple[tf.Tensor | None, Any]:
+        """Returns how much the gradients that are applied now count, and their mean."""
+        weight = self._hvdtrain_take_weight()
+        if self._hvdtrain_waiting is not None and weight is not None:
+            grads = [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in grads]
+        return weight, grads
+
+
+class LocalUpdateMixin(WeightedStepsMixin):
+    """A mixin: a plain optimizer updates from this rank's gradients; saved as the plain class.
+
+    A step in which this rank has no samples, as others may have some, changes no weight.
+    """
+
+    _hvdtrain_counts: tf.Tensor | None = None
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        weight, grads = self._hvdtrain_take_mean(grads)
+        object.__setattr__(self, "_hvdtrain_counts", weight)
+        return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        decay = super()._apply_weight_decay  # type: ignore[misc]
+        self._hvdtrain_if_any(lambda: decay(variables))
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        update = super()._backend_update_step  # type: ignore[misc]
+        self._hvdtrain_if_any(lambda: update(grads, trainable_variables, learning_rate))
+
+    def _hvdtrain_if_any(self, act: Callable[[], None]) -> None:
+        """Act unless this rank has no samples in the step."""
+        counts = self._hvdtrain_counts
+        if counts is None:
+            act()
+        else:
+            tf.cond(counts > 0, act, lambda: None)
+
+
+def mix_in_weighted_steps(optimizer: Any, mixin: type[WeightedStepsMixin], way: Any) -> None:
+    """Let a plain optimizer update by itself, as ``mixin`` says; ``way`` as in ``mix_in``."""
+    mix_in(optimizer, mixin, way)
+    track_gradient_weights(optimizer, "float64")

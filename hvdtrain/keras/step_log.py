@@ -11,7 +11,7 @@ import keras
 
 from hvdtrain import world
 from hvdtrain.errors import ConfigurationError
-from hvdtrain.keras.loss_so_far import LossSoFar, number_of
+from hvdtrain.keras.progress_report import LossSoFar, number_of
 from hvdtrain.monitor.progress_bar import (
     EpochProgress,
     Pace,

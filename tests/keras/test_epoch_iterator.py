@@ -8,7 +8,7 @@ from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.partition import JointSteps
 from hvdtrain.keras.data.sharded_input import Pass
 from hvdtrain.keras.epoch_iterator import EpochIterator
-from hvdtrain.keras.input_wait import InputWait
+from hvdtrain.keras.fit_inputs import InputWait
 from hvdtrain.keras.membership import Change
 
 UNITS, EACH = 24, 2
@@ -68,7 +68,7 @@ def iterator(ranks: Any, share: Any) -> tuple[EpochIterator, Any]:
 def lose(epochs: EpochIterator, ranks: Ranks, member: int) -> None:
     before = ranks.members
     ranks.members = tuple(m for m in before if m != member)
-    epochs.share_out_anew(Change(before, ranks.members))
+    epochs.redistribute(Change(before, ranks.members))
 
 
 def test_what_waited_with_a_rank_is_done_again_once():

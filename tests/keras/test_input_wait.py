@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvdtrain.keras import input_wait
 from hvdtrain.keras.data.dataset_options import untuned
-from hvdtrain.keras.input_wait import InputWait
+from hvdtrain.keras.fit_inputs import InputWait
 from tests.keras.features import X, Y, classifier
 
 STEPS, READ_S = 9, 0.1

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.keras import learning_rate
-from hvdtrain.keras.learning_rate import follow_saved, follow_size, prepare_to_follow
+from hvdtrain.keras.learning_rate import prepare_rescaling, rescale_rate, rescale_restored_rate
 from hvdtrain.keras.membership import Change
 from tests.keras.features import X, Y, classifier
 
@@ -86,14 +86,14 @@ def step_of(optimizer: Any) -> tuple[Callable[[], list[float]], list[int]]:
 @pytest.mark.parametrize("rate", [lambda: 0.3, schedule], ids=["number", "schedule"])
 def test_the_next_step_of_a_traced_function_has_the_new_rate(scaled, make, rate):
     optimizer = make(rate())
-    prepare_to_follow(optimizer)
-    prepare_to_follow(optimizer)  # of a model that is distributed again
+    prepare_rescaling(optimizer)
+    prepare_rescaling(optimizer)  # of a model that is distributed again
     step, traces = step_of(optimizer)
     decay = [1.0] * 3 if rate is not schedule else [0.5 ** (n / 10) for n in range(3)]
     assert step() == pytest.approx([0.3 * decay[0]] * 2, rel=1e-4)
-    follow_size(optimizer, 3, 2)
+    rescale_rate(optimizer, 3, 2)
     assert step() == pytest.approx([0.2 * decay[1]] * 2, rel=1e-4)
-    follow_size(optimizer, 2, 1)
+    rescale_rate(optimizer, 2, 1)
     assert step() == pytest.approx([0.1 * decay[2]] * 2, rel=1e-4)
     assert len(traces) == 1
 
@@ -101,17 +101,17 @@ def test_the_next_step_of_a_traced_function_has_the_new_rate(scaled, make, rate)
 @pytest.mark.parametrize("rate", [lambda: 0.3, lambda: lambda: 0.3], ids=["number", "function"])
 def test_a_rate_that_was_not_scaled_stays(not_scaled, rate):
     optimizer = keras.optimizers.SGD(rate())
-    prepare_to_follow(optimizer)
+    prepare_rescaling(optimizer)
     step, _ = step_of(optimizer)
-    follow_size(optimizer, 3, 1)
+    rescale_rate(optimizer, 3, 1)
     assert step() == pytest.approx([0.3] * 2, rel=1e-4)
 
 
 def test_what_a_function_gives_follows_too(scaled):
     optimizer = keras.optimizers.SGD(lambda: 0.3)
-    prepare_to_follow(optimizer)
+    prepare_rescaling(optimizer)
     step, _ = step_of(optimizer)
-    follow_size(optimizer, 3, 1)
+    rescale_rate(optimizer, 3, 1)
     assert step() == pytest.approx([0.1] * 2, rel=1e-4)
 
 
@@ -128,7 +128,7 @@ class Shrink(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         self.rates.append(float(keras.ops.convert_to_numpy(optimizer.learning_rate)))
         if len(self.rates) == self._after:
-            follow_size(optimizer, 3, 1)
+            rescale_rate(optimizer, 3, 1)
             if self._warm_up:
                 self._warm_up.follow(Change(before=(0, 1, 2), now=(1,)))
 
@@ -142,7 +142,7 @@ def test_fit_goes_on_with_the_new_rate(scaled, compiled):
 
     def train(rate: Any, *callbacks: Any) -> keras.Model:
         model = classifier(optimizer=keras.optimizers.SGD(rate), jit_compile=compiled)
-        prepare_to_follow(model.optimizer)
+        prepare_rescaling(model.optimizer)
         model.fit(X[:48], Y[:48], batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
         return model
 
@@ -166,7 +166,7 @@ def test_the_saved_optimizer_has_the_schedule_of_the_program(scaled, run_command
     model = classifier(optimizer=keras.optimizers.Adam(schedule()))
     plain = model.optimizer.get_config()
     variables = len(model.optimizer.variables)
-    prepare_to_follow(model.optimizer)
+    prepare_rescaling(model.optimizer)
     model.fit(X, Y, batch_size=8, verbose=0, callbacks=[Shrink(after=2)])
     assert model.optimizer.get_config() == plain
     assert type(model.optimizer._learning_rate) is keras.optimizers.schedules.ExponentialDecay
@@ -246,7 +246,7 @@ def test_warm_up_aims_at_the_rate_of_the_ranks_that_are_left(world, not_scaled, 
 def test_a_restored_rate_was_that_of_other_ranks_and_a_computed_one_was_not(scaled):
     plain, computed = keras.optimizers.SGD(0.3), keras.optimizers.SGD(schedule())
     for optimizer in (plain, computed):
-        prepare_to_follow(optimizer)
-        follow_saved(optimizer, before=3, now=2)
+        prepare_rescaling(optimizer)
+        rescale_restored_rate(optimizer, before=3, now=2)
     assert float(plain.learning_rate.numpy()) == pytest.approx(0.2)
     assert float(computed.learning_rate) == pytest.approx(0.3)

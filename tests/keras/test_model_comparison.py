@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import MismatchError
-from hvdtrain.keras.model_comparison import describe_model
+from hvdtrain.keras.model_sync import describe_model
 from tests.keras.features import classifier
 
 

@@ -29,10 +29,10 @@ class BatchWeight(NamedTuple):
 
 
 class Compute(Protocol):
-    """Computes with the batches of this rank; communicates by ``joining`` only."""
+    """Computes with the batches of this rank; communicates by ``joint_loss`` only."""
 
-    joining: Callable[..., Any]
-    """``LossWeights.joining``, set before the first step."""
+    joint_loss: Callable[..., Any]
+    """``LossWeights.joint_loss``, set before the first step."""
 
     def differentiate(
         self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight
@@ -47,11 +47,11 @@ class Compute(Protocol):
 
         Returns:
             For each trainable weight the gradient of the weighted loss, scaled as the optimizer
-            wants it; what ``joining`` yields; and what the model's ``compute_metrics`` returns.
+            wants it; what ``joint_loss`` yields; and what the model's ``compute_metrics`` returns.
         """
 
     def test(self, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None) -> Any:
-        """The model's ``test_step``; rows as ``LossWeights.joining`` takes them."""
+        """The model's ``test_step``; rows as ``LossWeights.joint_loss`` takes them."""
 
     def predict(self, batch: Any) -> Any:
         """The model's ``predict_step``."""

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.keras.compute.interface import BatchWeight, call, scaled_loss
-from hvdtrain.keras.per_rank_random import draws_of_step
+from hvdtrain.keras.rank_random import draws_of_step
 from hvdtrain.tensorflow.graph_order import collectives_of
 
 __all__ = ["OneDevice"]
@@ -21,7 +21,7 @@ logger = logging.getLogger(__package__)
 class OneDevice:
     """Computes whole batches where TensorFlow likes to, compiled with XLA if ``jit``."""
 
-    joining: Callable[..., Any]
+    joint_loss: Callable[..., Any]
 
     def __init__(self, model: keras.Model, jit: bool) -> None:
         self._model = model
@@ -46,14 +46,14 @@ class OneDevice:
         rows, joint_rows, _ = counts
         with tf.GradientTape() as tape:
             y_pred = call(model, x, training=True)
-            with self.joining(rows, joint_rows, "train") as terms:
+            with self.joint_loss(rows, joint_rows, "train") as terms:
                 scaled = scaled_loss(model, x, y, y_pred, sample_weight, counts)
         gradients = tape.gradient(scaled, model.trainable_weights)
         metrics = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         return gradients, terms, metrics
 
     def _test(self, batch: Any, rows: Any, joint_rows: Any) -> Any:
-        with self.joining(rows, joint_rows, "test"):
+        with self.joint_loss(rows, joint_rows, "test"):
             return self._test_step(batch)
 
     def _run(self, step: Callable[..., Any], *arguments: Any) -> Any:

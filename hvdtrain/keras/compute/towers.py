@@ -18,8 +18,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.compute.interface import BatchWeight, call, rows_of, scaled_loss
-from hvdtrain.keras.model_parts import has_own
-from hvdtrain.keras.model_sync import layer_statistics
+from hvdtrain.keras.model_parts import layer_statistics, overrides
 from hvdtrain.private_api.keras import (
     clear_losses,
     compute_loss,
@@ -76,14 +75,14 @@ class Towers:
         ModelError: Batches of this model can't be cut into parts.
     """
 
-    joining: Callable[..., Any]
+    joint_loss: Callable[..., Any]
 
     def __init__(self, model: keras.Model, devices: Sequence[str]) -> None:
         self._model = model
         self._devices = list(devices)
         _check_fits(model)
-        self._own_test = model.test_step if has_own(model, "test_step") else None
-        self._own_predict = model.predict_step if has_own(model, "predict_step") else None
+        self._own_test = model.test_step if overrides(model, "test_step") else None
+        self._own_predict = model.predict_step if overrides(model, "predict_step") else None
 
     def differentiate(self, x: Any, y: Any, sample_weight: Any, counts: BatchWeight) -> Any:
         """Run the forward and backward pass on all devices; see ``Compute``."""
@@ -100,7 +99,7 @@ class Towers:
             with tf.GradientTape() as tape:
                 tape.watch(leaves)
                 y_pred = self._join(passes, parts)
-                with self.joining(counts.rows, counts.joint_rows, "train") as terms:
+                with self.joint_loss(counts.rows, counts.joint_rows, "train") as terms:
                     scaled = scaled_loss(model, x, y, y_pred, sample_weight, counts)
             weights = model.trainable_weights
             # Regularization, and whatever else a loss makes of weights themselves.
@@ -114,13 +113,13 @@ class Towers:
     def test(self, batch: Any, rows: tf.Tensor | None, joint_rows: tf.Tensor | None) -> Any:
         """Keras' ``test_step`` on all devices; one of the user's on the first."""
         if self._own_test is not None:
-            with tf.device(self._devices[0]), self.joining(rows, joint_rows, "test"):
+            with tf.device(self._devices[0]), self.joint_loss(rows, joint_rows, "test"):
                 return self._own_test(batch)
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         y_pred = self._outputs(x)
         with tf.device(self._devices[0]):
-            with self.joining(rows, joint_rows, "test"):
+            with self.joint_loss(rows, joint_rows, "test"):
                 loss = compute_loss(
                     model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False
                 )
@@ -225,7 +224,7 @@ class _Statistics:
 
 def _check_fits(model: keras.Model) -> None:
     instead = "Leave --mode towers out, and start one rank a device (-np) instead."
-    if has_own(model, "train_step"):
+    if overrides(model, "train_step"):
         raise ModelError(
             f"{type(model).__name__} has a train_step of its own, which can't be cut into towers; "
             f"a compute_loss of its own could. {instead}"

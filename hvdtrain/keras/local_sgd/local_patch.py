@@ -13,13 +13,18 @@ from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.batch_normalization import synchronized_layers
 from hvdtrain.keras.compute import Compute
 from hvdtrain.keras.local_sgd.weight_averaging import OuterOptimizer, WeightAveraging
-from hvdtrain.keras.loss_weights import ratio
+from hvdtrain.keras.loss_weights import IndependentLossWeights, ratio
 from hvdtrain.keras.membership import Change
+from hvdtrain.keras.model_parts import check_can_be_averaged
 from hvdtrain.keras.model_patch import ModelPatch
 from hvdtrain.keras.model_steps import ModelSteps
-from hvdtrain.keras.model_sync import check_can_be_averaged
-from hvdtrain.keras.optimizer_patch import check_parts_known, mark, plain_optimizers
-from hvdtrain.keras.own_updates import OwnLossWeights, UpdatesAlone, weigh_steps
+from hvdtrain.keras.optimizer_patch import (
+    LocalUpdateMixin,
+    check_inner_optimizers,
+    mark_distributed,
+    mix_in_weighted_steps,
+    plain_optimizers,
+)
 
 __all__ = ["LocalModelPatch"]
 
@@ -43,10 +48,10 @@ class LocalModelPatch(ModelPatch):
         )
 
     def _distribute(self, optimizer: Any) -> None:
-        check_parts_known(optimizer)
+        check_inner_optimizers(optimizer)
         for leaf in plain_optimizers(optimizer):
-            weigh_steps(leaf, UpdatesAlone, self._reducer)
-        mark(optimizer, self._reducer)
+            mix_in_weighted_steps(leaf, LocalUpdateMixin, self._reducer)
+        mark_distributed(optimizer, self._reducer)
 
     def _make_steps(self, compute: Compute) -> ModelSteps:
         self._steps = _LocalSteps(self._model, self._reducer, compute, self._rounds)
@@ -90,7 +95,7 @@ class _LocalSteps(ModelSteps):
         return logs
 
 
-class _LocalLossWeights(OwnLossWeights):
+class _LocalLossWeights(IndependentLossWeights):
     """Lets sums over samples be those of the joint batch, in the average of all ranks."""
 
     exchanges = ("test",)

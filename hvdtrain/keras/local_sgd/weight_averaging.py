@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.keras.model_parts import has_own, plain_optimizers_of
-from hvdtrain.keras.model_sync import layer_statistics, seed_generators
+from hvdtrain.keras.model_parts import layer_statistics, overrides, plain_optimizers_of
+from hvdtrain.keras.rank_random import seed_generators
 from hvdtrain.private_api.keras import moving_averages
 
 __all__ = ["OuterOptimizer", "WeightAveraging"]
@@ -164,7 +164,7 @@ def _averaged_variables(model: keras.Model) -> list[Any]:
     A ``train_step`` of the user's may change more than what is trained, such as a network that
     follows another.
     """
-    if not has_own(model, "train_step"):
+    if not overrides(model, "train_step"):
         return list(model.trainable_variables)
     seeds = [generator.state for generator in seed_generators(model)]
     apart = {id(v) for v in (*layer_statistics(model), *seeds, *model.metrics_variables)}

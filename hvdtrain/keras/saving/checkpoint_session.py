@@ -368,7 +368,7 @@ class CheckpointSession:
         while True:
             self._take()
             self._save_together(self.writer.wait)
-            if not self._membership.lose_chief():
+            if not self._membership.renew_and_check_chief_lost():
                 return
 
     def _export(self) -> None:

@@ -11,8 +11,8 @@ from hvdtrain.checkpoint import Snapshot, Store
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, RanksLostError
 from hvdtrain.keras.epoch_iterator import EpochIterator
-from hvdtrain.keras.learning_rate import follow_saved
-from hvdtrain.keras.model_parts import build_as, optimizers_of
+from hvdtrain.keras.learning_rate import rescale_restored_rate
+from hvdtrain.keras.model_parts import build_optimizers, optimizers_of
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks, restore_callbacks
 from hvdtrain.keras.saving.training_progress import TrainingProgress
 from hvdtrain.keras.saving.training_state import TrainingState, unsent_of
@@ -43,7 +43,7 @@ def find(
         try:
             snapshot = store.newest()
             if snapshot is not None:
-                build_as(state.model, TrainingProgress.from_json(snapshot.state).built)
+                build_optimizers(state.model, TrainingProgress.from_json(snapshot.state).built)
                 state.check(snapshot.model)
                 answer.update(state=snapshot.state, unsent=unsent_of(snapshot.ranks))
         except CheckpointError as error:
@@ -55,7 +55,7 @@ def find(
     if "state" not in answer:
         return None
     progress = TrainingProgress.from_json(answer["state"])
-    build_as(state.model, progress.built)
+    build_optimizers(state.model, progress.built)
     state.make_room(answer["unsent"])
     return progress, snapshot
 
@@ -98,7 +98,7 @@ def restore(
     ranks, collectives = progress.place.ranks, state.collectives
     state.restore_shared(None if snapshot is None else snapshot.model)
     for optimizer in optimizers_of(state.model):
-        follow_saved(optimizer, ranks, collectives.size)
+        rescale_restored_rate(optimizer, ranks, collectives.size)
     kept = None if snapshot is None else kept_by_callbacks(snapshot.model)
     restore_kept(progress, broadcast_arrays(kept, collectives), state, warn)
     if snapshot is not None and not state.keeps_unsent and unsent_of(snapshot.ranks):

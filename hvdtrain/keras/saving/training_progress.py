@@ -13,7 +13,7 @@ from hvdtrain.checkpoint import Snapshot
 from hvdtrain.errors import CheckpointError, DataError
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
-from hvdtrain.keras.model_parts import built_for
+from hvdtrain.keras.model_parts import built_variable_indices
 from hvdtrain.keras.saving.callback_states import callback_states
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.tensorflow import random_seed
@@ -206,7 +206,7 @@ def take_snapshot(
         others=others,
         begins=list(epochs.begins.values()),
         each=data.each,
-        built=built_for(state.model),
+        built=built_variable_indices(state.model),
     )
     model = {**state.shared(), **arrays}
     return Snapshot(step=epochs.step, state=progress.to_json(), model=model, ranks=ranks)

@@ -25,18 +25,18 @@ from hvdtrain.collectives.fusion import join_bytes, split_bytes
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, RanksLostError
 from hvdtrain.gradients.error_feedback import ErrorFeedback
-from hvdtrain.keras.model_parts import plain_optimizers_of, state_of_optimizers
-from hvdtrain.keras.model_sync import (
-    broadcast_model,
+from hvdtrain.keras.joint_results import reduction_of_metric
+from hvdtrain.keras.model_parts import (
     layer_statistics,
+    optimizer_variables,
+    plain_optimizers_of,
     recurrent_states,
-    seed_generators,
-    seed_of_rank,
 )
+from hvdtrain.keras.model_sync import broadcast_model
 from hvdtrain.keras.moving_statistics import row_weights_of, steps_with_rows_of
-from hvdtrain.keras.optimizer_patch import accumulators
+from hvdtrain.keras.optimizer_patch import accumulator_variables
+from hvdtrain.keras.rank_random import seed_generators, seed_of_rank
 from hvdtrain.keras.saving.random_state import random_state, restore_random_state
-from hvdtrain.keras.step_results import reduction_of_metric
 from hvdtrain.private_api.keras import iterations_of, rate_of
 
 __all__ = ["TrainingState", "unsent_of"]
@@ -235,7 +235,7 @@ class TrainingState:
     def _shared_variables(self) -> dict[str, Any]:
         """List shared variables by kind and number: names differ from model to model."""
         own = self._own_variables(accumulated=True, optimizers=False).values()
-        optimizers = state_of_optimizers(self.model)
+        optimizers = optimizer_variables(self.model)
         kinds = {"weights": self.model.variables, "optimizer": optimizers, "outer": self._outer}
         return _numbered(kinds, without=own)
 
@@ -265,15 +265,17 @@ class TrainingState:
             "states": recurrent_states(model),
         }
         if accumulated:
-            kinds["accumulated"] = [v for o in plain_optimizers_of(model) for v in accumulators(o)]
+            kinds["accumulated"] = [
+                v for o in plain_optimizers_of(model) for v in accumulator_variables(o)
+            ]
         found = {**_numbered(kinds), "samples": self._samples}
         if optimizers and self._feedback is not None:
             found.update(self._feedback.arrays(model.trainable_variables))
         if optimizers and self._own_optimizers:
             leaves = plain_optimizers_of(model)
             # Rates are equal, and may have to follow the number of ranks.
-            alike = [v for leaf in leaves for v in (*accumulators(leaf), rate_of(leaf))]
-            found.update(_numbered({"optimizer": state_of_optimizers(model)}, without=alike))
+            alike = [v for leaf in leaves for v in (*accumulator_variables(leaf), rate_of(leaf))]
+            found.update(_numbered({"optimizer": optimizer_variables(model)}, without=alike))
         return found
 
     def _own_values(self, *, accumulated: bool, optimizers: bool = True) -> dict[str, np.ndarray]:

@@ -18,8 +18,14 @@ import tensorflow as tf
 from hvdtrain.errors import ModelError, NonFiniteError
 from hvdtrain.gradients.non_finite import name_non_finite
 from hvdtrain.gradients.reducer import GradientReducer
-from hvdtrain.keras.optimizer_patch import accumulates, mix_in, plain_optimizers
-from hvdtrain.keras.own_updates import OwnLossWeights, WeighsSteps, weigh_steps
+from hvdtrain.keras.loss_weights import IndependentLossWeights
+from hvdtrain.keras.optimizer_patch import (
+    WeightedStepsMixin,
+    accumulates,
+    mix_in,
+    mix_in_weighted_steps,
+    plain_optimizers,
+)
 from hvdtrain.keras.served.served_fit import ServedJob
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.gradients import Gradient, Rows
@@ -29,7 +35,7 @@ from hvdtrain.private_api.keras import rate_of
 __all__ = ["GradientExchange", "WorkerLossWeights", "refuse_training"]
 
 
-class WorkerLossWeights(OwnLossWeights):
+class WorkerLossWeights(IndependentLossWeights):
     """Weighs losses of a worker; ``gathers`` is whether servers sum gradients of several."""
 
     def __init__(self, reducer: GradientReducer, *, gathers: bool) -> None:
@@ -46,7 +52,7 @@ class WorkerLossWeights(OwnLossWeights):
         return super().weight(rows, joint_rows, sums)
 
 
-class _LeavesUpdates(WeighsSteps):
+class _LeavesUpdates(WeightedStepsMixin):
     """A mixin: a plain optimizer leaves updates and averages to the servers.
 
     It is saved as the plain class.
@@ -121,7 +127,7 @@ class GradientExchange:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             mix_in(optimizer, _CountsOverflows, self)
         for leaf in plain_optimizers(optimizer):
-            weigh_steps(leaf, _LeavesUpdates, self)
+            mix_in_weighted_steps(leaf, _LeavesUpdates, self)
 
     @contextmanager
     def using(self, client: Client) -> Iterator[None]:

@@ -17,12 +17,13 @@ from hvdtrain.gradients.ranks import EngineRanks
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.batch_normalization import synchronized_layers
 from hvdtrain.keras.fit_inputs import FitInputs
-from hvdtrain.keras.fit_loop import FitLoop, forget_functions
+from hvdtrain.keras.fit_loop import FitLoop, reset_functions
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.model_patch import ModelPatch
 from hvdtrain.keras.model_steps import ModelSteps
-from hvdtrain.keras.model_sync import broadcast_weights, draw_seed, reseed_by_rank
-from hvdtrain.keras.optimizer_patch import mark
+from hvdtrain.keras.model_sync import broadcast_weights
+from hvdtrain.keras.optimizer_patch import mark_distributed
+from hvdtrain.keras.rank_random import draw_seed, reseed_by_rank
 from hvdtrain.keras.served.gradient_exchange import (
     GradientExchange,
     WorkerLossWeights,
@@ -95,7 +96,7 @@ class ServedModelPatch(ModelPatch):
             steps=steps,
         )
         if self._serves:
-            mark(model.optimizer, None)
+            mark_distributed(model.optimizer, None)
             self._replace_methods(steps, joint, fit=partial(serve, job), now=lambda: joint)
         else:
             exchange = GradientExchange(job)
@@ -108,7 +109,7 @@ class ServedModelPatch(ModelPatch):
                 fit=partial(fit.run, own),
                 now=lambda: joint if exchange.client is None else own,
             )
-        forget_functions(model)
+        reset_functions(model)
         broadcast_weights(model, collectives)
         reseed_by_rank(model, collectives)
 
@@ -147,7 +148,7 @@ class ServedModelPatch(ModelPatch):
 
         def fit_ours(*args: Any, **options: Any) -> Any:
             with self._collectives.section("fit", detail):
-                joint.check_still_ours()
+                joint.check_still_distributed()
                 return fit(signature.bind(*args, **options))
 
         hooks: dict[str, Callable[..., Any]] = {

@@ -17,7 +17,7 @@ from hvdtrain.cluster.roles import Roles
 from hvdtrain.collectives.interface import Collectives
 from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
-from hvdtrain.keras.optimizer_patch import plain_optimizers, unmix
+from hvdtrain.keras.optimizer_patch import plain_optimizers, remove_mixins
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.optimizer_state import AVERAGES, put_states, take_states
 from hvdtrain.parameter_server.published_weights import SharedMemory, share_memory
@@ -49,7 +49,7 @@ def shard_model(
         ConfigurationError: There are more servers than can be given something.
     """
     servers = roles.servers
-    unmix(model.optimizer)  # what can be cut goes by its class
+    remove_mixins(model.optimizer)  # what can be cut goes by its class
     optimizer = model.optimizer
     _check_moving_averages(optimizer)
     check_optimizer(optimizer, len(servers))

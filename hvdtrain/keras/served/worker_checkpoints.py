@@ -16,9 +16,9 @@ from hvdtrain.collectives.single import single_collectives
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.leftovers import leftovers
 from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
-from hvdtrain.keras.learning_rate import follow_saved
+from hvdtrain.keras.learning_rate import rescale_restored_rate
 from hvdtrain.keras.membership import Membership
-from hvdtrain.keras.optimizer_patch import accumulators, plain_optimizers
+from hvdtrain.keras.optimizer_patch import accumulator_variables, plain_optimizers
 from hvdtrain.keras.saving.callback_states import kept_by_callbacks
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint, open_store
 from hvdtrain.keras.saving.checkpoint_schedule import LOOK_S, CheckpointOptions
@@ -101,7 +101,7 @@ class WorkerSession(CheckpointSession):
         self._state.restore_shared(self._snapshot.model)
         in_update = self._job.settings.gradients_in_update
         before, now = in_update(self._saved.place.ranks), in_update(self._membership.size)
-        follow_saved(self._state.model.optimizer, before, now)
+        rescale_restored_rate(self._state.model.optimizer, before, now)
 
     def on_epoch_begin(self, epoch: int) -> None:
         super().on_epoch_begin(epoch)
@@ -247,7 +247,7 @@ def _history_before(history: Mapping[str, Any], epoch: int) -> dict[str, Any]:
 def _forget_accumulated(optimizer: Any) -> None:
     """Begin between two updates: the others' last gradients are computed again."""
     for leaf in plain_optimizers(optimizer):
-        for variable in accumulators(leaf):
+        for variable in accumulator_variables(leaf):
             variable.assign(np.zeros(variable.shape))
         iterations = iterations_of(leaf)
         waiting = int(iterations.numpy()) % (leaf.gradient_accumulation_steps or 1)

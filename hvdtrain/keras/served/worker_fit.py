@@ -11,8 +11,7 @@ import numpy as np
 
 from hvdtrain.collectives.single import single_collectives
 from hvdtrain.errors import Preempted
-from hvdtrain.keras.callback_list import list_callbacks
-from hvdtrain.keras.chief_failover import CHIEF_ONLY
+from hvdtrain.keras.callback_list import CHIEF_ONLY, list_callbacks
 from hvdtrain.keras.fit_loop import FitLoop
 from hvdtrain.keras.membership import Membership
 from hvdtrain.keras.saving.checkpoint_callback import find_checkpoint_callback

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from hvdtrain.keras.model_parts import state_of_optimizers
+from hvdtrain.keras.model_parts import optimizer_variables
 from tests.keras.features import ROWS, X, Y
 
 __all__ = [
@@ -60,7 +60,7 @@ class Pattern(NamedTuple):
 
 def state(model: keras.Model) -> list[np.ndarray]:
     """Weights and the state of all optimizers, without random seeds."""
-    variables = [*model.weights, *state_of_optimizers(model)]
+    variables = [*model.weights, *optimizer_variables(model)]
     return [np.asarray(variable.numpy()) for variable in variables]
 
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.keras.model_sync import seed_generators
+from hvdtrain.keras.rank_random import seed_generators
 
 ROWS = 67
 X = np.random.default_rng(2).normal(size=(ROWS, 6)).astype("float32")

@@ -1,12 +1,8 @@
-"""Random numbers within the steps of a model, drawn by each rank for itself.
-
-Layers have generators of their own, see ``reseed_by_rank``. This is for what a ``train_step`` or a
-layer draws without one: from TensorFlow's global seed, which is alike on all ranks so that they
-read their data in one order, and from the generator behind ``keras.random``.
-"""
+"""Random numbers that differ by rank."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +11,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.interface import Collectives
 from hvdtrain.private_api.keras import (
+    flatten_layers,
     global_generator,
     make_global_generator,
+    seed_generators_of,
     set_global_generator,
 )
 
-__all__ = ["MemberGenerator", "drawn_by", "draws_of_step"]
+__all__ = [
+    "MemberGenerator",
+    "draw_seed",
+    "drawn_by",
+    "draws_of_step",
+    "reseed_by_rank",
+    "seed_generators",
+    "seed_of_rank",
+]
 
 
 class MemberGenerator:
@@ -83,3 +90,42 @@ def drawn_by(member: int) -> Iterator[MemberGenerator]:
         set_global_generator(own.shared)
         if graph is not None:
             graph.seed = seed
+
+
+def draw_seed(collectives: Collectives) -> int:
+    """A seed for the orders of data, the chief's; takes no number from Python's generator.
+
+    A program that goes on to draw from it, as initializers do, gets what it gets on one process.
+    """
+    state = random.getstate()
+    seed = random.getrandbits(31)
+    random.setstate(state)
+    return int(collectives.broadcast_object(seed, name="seed"))
+
+
+def seed_generators(model: keras.Model) -> list[Any]:
+    """All random states of the model's layers."""
+    found = {id(g): g for layer in flatten_layers(model) for g in seed_generators_of(layer)}
+    return list(found.values())
+
+
+def reseed_by_rank(model: keras.Model, collectives: Collectives) -> None:
+    """Let each rank draw its own random numbers; the chief's are those of a single process.
+
+    Otherwise all ranks would drop the same units of their different samples.
+    """
+    for generator in seed_generators(model):
+        state = np.asarray(generator.state.numpy())
+        shared = collectives.broadcast(state, name="seed")
+        generator.state.assign(seed_of_rank(shared, collectives.rank))
+
+
+def seed_of_rank(state: np.ndarray, rank: int) -> np.ndarray:
+    """The chief's random state turned into another rank's; the chief keeps it."""
+    if rank == 0:
+        return state
+    bits = np.random.SeedSequence([int(abs(state[0])), rank])
+    limit = np.iinfo(state.dtype).max
+    own = state.copy()
+    own[0] = int(bits.generate_state(1, np.uint64)[0]) % limit
+    return own

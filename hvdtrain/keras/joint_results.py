@@ -1,21 +1,27 @@
-"""Metrics, and what steps of the user's own return, as one process on the joint batches has them.
-
-Keras shows what the last step of an epoch returned where that is not just the model's metrics. In
-it each entry is the result of a metric as a rule, which is known exactly, or belongs to the batch.
-"""
+"""Metrics, logs and predictions of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.collectives.interface import Collectives, ReduceOp
+from hvdtrain.errors import DataError
 
-__all__ = ["join_logs", "joint_metrics", "reduction_of_metric", "results_of_metrics"]
+__all__ = [
+    "Predicted",
+    "join_logs",
+    "join_predictions",
+    "joint_metrics",
+    "noting_rows",
+    "reduction_of_metric",
+    "results_of_metrics",
+]
 
 
 @contextmanager
@@ -134,3 +140,89 @@ def _numbers(leaf: Any) -> np.ndarray | None:
 
 def _plain(value: np.ndarray) -> Any:
     return float(value) if value.ndim == 0 else value
+
+
+class Predicted(NamedTuple):
+    """The result of a prediction step on this rank's share.
+
+    Attributes:
+        outputs: The model's.
+        rows: int64, (1, 2): how many rows count, all or none, and how many there are.
+    """
+
+    outputs: Any
+    rows: Any
+
+
+def noting_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable[[Any], Any]:
+    """Keras' predict function, without what is not for the user: that is added to ``rows``.
+
+    Keras would join it step by step, as it does the outputs, and callbacks would see it.
+    """
+
+    def predict(data: Any) -> Any:
+        told = function(data)
+        if not isinstance(told, Predicted):
+            return told
+        rows.append(told.rows)
+        return told.outputs
+
+    return predict
+
+
+def join_predictions(
+    mine: Any, rows: Sequence[Any], collectives: Collectives, *, interleaved: bool
+) -> Any:
+    """Gather what each rank predicted.
+
+    Args:
+        mine: Structure of arrays and ragged tensors, of the same kinds on all ranks.
+        rows: The rows that ``Predicted`` notes, of one step or several, in their order.
+        interleaved: Whether step k of all ranks together is step k of the input; otherwise the
+            parts simply follow each other in rank order.
+
+    Returns:
+        The structure, with all rows of all ranks, alike on every rank.
+    """
+    counts = np.concatenate([np.asarray(entry, np.int64) for entry in rows])
+    kept = np.repeat(counts[:, 0] > 0, counts[:, 1])
+    everyone = collectives.allgather(counts[:, :1], name="predicted rows")
+    per_rank = collectives.allgather(np.array([len(counts)], np.int64), name="predicted steps")
+    order = _order(everyone[:, 0], per_rank) if interleaved else None
+
+    def join(leaf: Any) -> Any:
+        if isinstance(leaf, tf.RaggedTensor):
+            return join_ragged(tf.ragged.boolean_mask(leaf, kept))
+        if not isinstance(leaf, np.ndarray):
+            raise DataError(
+                f"Predictions of type {type(leaf).__name__} can't be gathered; return plain "
+                "tensors."
+            )
+        joint = collectives.allgather(leaf[kept], name="predictions")
+        return joint if order is None else joint[order]
+
+    def join_ragged(leaf: tf.RaggedTensor) -> tf.RaggedTensor:
+        # The parts of a ragged tensor, each joined in rank order, are those of the joint tensor.
+        values = collectives.allgather(leaf.flat_values.numpy(), name="ragged predictions")
+        lengths = [
+            collectives.allgather(level.numpy(), name="row lengths of predictions")
+            for level in leaf.nested_row_lengths()
+        ]
+        joint = tf.RaggedTensor.from_nested_row_lengths(values, lengths)
+        return joint if order is None else tf.gather(joint, order)
+
+    return keras.tree.map_structure(join, mine)
+
+
+def _order(rows: np.ndarray, steps_per_rank: np.ndarray) -> np.ndarray:
+    """Return for each row of the input its place in the rows of rank 0, then rank 1, and so on."""
+    steps = int(steps_per_rank[0])
+    by_rank = rows.reshape(len(steps_per_rank), steps)
+    ends = np.cumsum(by_rank.reshape(-1)).reshape(by_rank.shape)
+    starts = ends - by_rank
+    places = [
+        np.arange(starts[rank, step], ends[rank, step])
+        for step in range(steps)
+        for rank in range(len(steps_per_rank))
+    ]
+    return np.concatenate(places) if places else np.zeros(0, np.int64)
