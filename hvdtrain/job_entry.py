@@ -14,7 +14,7 @@ from hvdtrain.cluster.backend import Choice, DeviceCapabilities, choose_backend,
 from hvdtrain.cluster.rank_process import claim_rank, find_rank_process
 from hvdtrain.cluster.roles import Roles, assign_roles
 from hvdtrain.cluster.topology import Topology, host_id, read_topology
-from hvdtrain.collectives import Collectives, create
+from hvdtrain.collectives import Engine, create
 from hvdtrain.config import LAUNCHER, Settings, check_in_common, read_settings
 from hvdtrain.errors import ConfigurationError, LaunchError
 from hvdtrain.log import LOGGER, show
@@ -33,7 +33,7 @@ class World:
     topology: Topology
     settings: Settings
     roles: Roles
-    collectives: Collectives
+    collectives: Engine
     on_devices: DeviceCollectives | None
     hosts: tuple[int, ...]
 
@@ -106,7 +106,7 @@ def enter_job() -> World:
     )
 
 
-def _engine(choice: Choice, topology: Topology, settings: Settings) -> Collectives:
+def _engine(choice: Choice, topology: Topology, settings: Settings) -> Engine:
     if choice.backend == "mpi" or topology.size == 1:
         return create(topology, settings)
     # Imports TensorFlow, and Horovod.
@@ -119,7 +119,7 @@ def _engine(choice: Choice, topology: Topology, settings: Settings) -> Collectiv
 def _on_devices(
     choice: Choice,
     settings: Settings,
-    collectives: Collectives,
+    collectives: Engine,
     means: Sequence[DeviceCapabilities],
     hosts: Sequence[int],
 ) -> tuple[Choice, DeviceCollectives | None]:
@@ -155,7 +155,7 @@ def _check_compression(choice: Choice, settings: Settings) -> None:
         )
 
 
-def _report(choice: Choice, collectives: Collectives, settings: Settings) -> None:
+def _report(choice: Choice, collectives: Engine, settings: Settings) -> None:
     who = {"mpi": "MPI", "nccl": "NCCL", "horovod": "an installed Horovod"}[choice.backend]
     LOGGER.info("%s combines gradients: %s", who, choice.reason)
     LOGGER.debug("collectives: %s between %d ranks", collectives.kind, collectives.size)

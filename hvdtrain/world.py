@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.cluster.roles import Roles
 from hvdtrain.cluster.topology import Topology
-from hvdtrain.collectives import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
 from hvdtrain.errors import ConfigurationError, NotInitializedError
 from hvdtrain.job_entry import World, enter_job
@@ -98,7 +98,7 @@ def settings() -> Settings:
     return _entered().settings
 
 
-def collectives() -> Collectives:
+def collectives() -> Engine:
     """Operations between all ranks, on NumPy arrays."""
     return _entered().collectives
 

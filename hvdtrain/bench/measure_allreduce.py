@@ -18,7 +18,7 @@ from hvdtrain import world
 from hvdtrain.bench.options import AllreduceOptions
 from hvdtrain.bench.results import BenchReport, format_seconds
 from hvdtrain.bench.timing import Timing, bus_bandwidth, time_in_turn
-from hvdtrain.collectives import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.gradients.reducer import GradientReducer
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def array_sizes(max_bytes: int) -> list[int]:
     return sizes
 
 
-def _measure_array(collectives: Collectives, nbytes: int, repetitions: int) -> dict[str, Any]:
+def _measure_array(collectives: Engine, nbytes: int, repetitions: int) -> dict[str, Any]:
     array = np.ones(nbytes // 4, np.float32)
     copy = np.empty_like(array)
     return _compare(
@@ -88,7 +88,7 @@ def _measure_array(collectives: Collectives, nbytes: int, repetitions: int) -> d
 
 
 def _measure_tensor(
-    collectives: Collectives, on_devices: DeviceCollectives, nbytes: int, repetitions: int
+    collectives: Engine, on_devices: DeviceCollectives, nbytes: int, repetitions: int
 ) -> dict[str, Any]:
     with tf.device(on_devices.device):
         tensor = tf.ones([nbytes // 4])
@@ -115,7 +115,7 @@ def _measure_tensor(
 
 
 def _compare(
-    collectives: Collectives,
+    collectives: Engine,
     engine: str,
     nbytes: int,
     copy: Callable[[], Any],
@@ -186,7 +186,7 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 
 def _measure_gradients(
-    report: BenchReport, collectives: Collectives, repetitions: int, max_bytes: int
+    report: BenchReport, collectives: Engine, repetitions: int, max_bytes: int
 ) -> None:
     """Time large and small reductions on all ranks; ``max_bytes`` leaves out shapes beyond it."""
     reducer = GradientReducer.of_job()

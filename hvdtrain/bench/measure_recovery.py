@@ -28,7 +28,7 @@ from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import RecoveryOptions
 from hvdtrain.bench.results import BenchReport, format_seconds
 from hvdtrain.cluster.topology import read_topology
-from hvdtrain.collectives import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.mpi_start import start_mpi, why_not_elastic
 from hvdtrain.config import variable_name
 from hvdtrain.errors import ConfigurationError, LaunchError
@@ -84,7 +84,7 @@ class Loss:
 class _RankKiller(keras.callbacks.Callback):
     """Notes the steps, and kills this rank when it is its turn; ``killed_s`` tells the others."""
 
-    def __init__(self, collectives: Collectives, killed_s: np.ndarray, between_steps: int) -> None:
+    def __init__(self, collectives: Engine, killed_s: np.ndarray, between_steps: int) -> None:
         super().__init__()
         self._collectives = collectives
         self._killed_s = killed_s
@@ -203,7 +203,7 @@ def _check_elastic() -> None:
         raise ConfigurationError(f"{wanted}; this one ends: {reason}.")
 
 
-def _shared_times(collectives: Collectives) -> np.ndarray:
+def _shared_times(collectives: Engine) -> np.ndarray:
     """A number for each rank that all ranks of the host see.
 
     In a file that has no name any more once all have opened it: who is killed tidies nothing up.
@@ -222,9 +222,7 @@ def _shared_times(collectives: Collectives) -> np.ndarray:
     return times
 
 
-def _train(
-    options: RecoveryOptions, collectives: Collectives, killed_s: np.ndarray
-) -> list[StepEnd]:
+def _train(options: RecoveryOptions, collectives: Engine, killed_s: np.ndarray) -> list[StepEnd]:
     model = hvdtrain.distribute(build_model(options.model))
     watch = _RankKiller(collectives, killed_s, options.between_steps)
     rows = rows_needed(collectives.size, options.batch_size, options.between_steps)

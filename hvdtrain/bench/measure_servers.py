@@ -22,7 +22,7 @@ from hvdtrain.bench.models import build_model
 from hvdtrain.bench.options import ServersOptions
 from hvdtrain.bench.results import BenchReport, format_seconds
 from hvdtrain.bench.timing import largest
-from hvdtrain.collectives import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.parameter_server.client import Client
 from hvdtrain.parameter_server.consistency import Asynchronous
@@ -101,7 +101,7 @@ class _Runs:
         updates: How many each worker makes in a run.
     """
 
-    def __init__(self, collectives: Collectives, updates: int) -> None:
+    def __init__(self, collectives: Engine, updates: int) -> None:
         self._collectives = collectives
         self._updates = updates
         self._model = build_model("lenet")

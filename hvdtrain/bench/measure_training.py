@@ -18,7 +18,7 @@ from hvdtrain.bench.models import build_model, synthetic_data
 from hvdtrain.bench.options import TrainingOptions
 from hvdtrain.bench.results import BenchReport
 from hvdtrain.bench.timing import largest
-from hvdtrain.collectives import Collectives
+from hvdtrain.collectives.engine import Engine
 
 __all__ = ["measure"]
 
@@ -99,7 +99,7 @@ def measure(options: TrainingOptions) -> None:
 
 
 def _measure_runs(
-    model: keras.Model, name: str, options: TrainingOptions, collectives: Collectives
+    model: keras.Model, name: str, options: TrainingOptions, collectives: Engine
 ) -> tuple[list[_Run], list[_Run]]:
     """Runs of each rank alone, with plain Keras, and of all ranks, in turn."""
     plain = build_model(name)
@@ -129,7 +129,7 @@ def _run(model: keras.Model, options: TrainingOptions, ranks: int) -> _Run:
     )
 
 
-def _measure_growth(model: keras.Model, options: TrainingOptions, collectives: Collectives) -> int:
+def _measure_growth(model: keras.Model, options: TrainingOptions, collectives: Engine) -> int:
     """Bytes by which the resident set of the worst rank grew over ``memory_steps`` steps."""
     steps = options.memory_steps
     clock = _StepClock(memory_after=(steps, 2 * steps))
@@ -151,7 +151,7 @@ def _row(
     alone: list[_Run],
     joint: list[_Run],
     growth_bytes: int,
-    collectives: Collectives,
+    collectives: Engine,
 ) -> dict[str, Any]:
     """The figures of a model; cores differ, so ranks together are held against each of them."""
     mine = [run.samples_per_s for run in alone]
@@ -239,7 +239,7 @@ _INPUTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
 }
 
 
-def _measure_calls(report: BenchReport, collectives: Collectives) -> None:
+def _measure_calls(report: BenchReport, collectives: Engine) -> None:
     """Report, for each kind of input, the best of some calls: plain Keras, and all ranks."""
     rows, cells = [], []
     for name in _INPUTS:
@@ -259,7 +259,7 @@ def _measure_calls(report: BenchReport, collectives: Collectives) -> None:
     report.add(calls=rows)
 
 
-def _measure_call(name: str, collectives: Collectives) -> list[float]:
+def _measure_call(name: str, collectives: Engine) -> list[float]:
     """Seconds on the slowest rank: of plain Keras, one rank after the other, then of all."""
     alone_s = float("inf")
     for rank in range(collectives.size):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.collectives import Collectives
+from hvdtrain.collectives.engine import Engine
 
 __all__ = ["Timing", "bus_bandwidth", "largest", "time_in_turn"]
 
@@ -39,7 +39,7 @@ class Timing:
 
 
 def time_in_turn(
-    collectives: Collectives,
+    collectives: Engine,
     operations: Mapping[str, Callable[[], object]],
     *,
     repetitions: int,
@@ -79,7 +79,7 @@ def time_in_turn(
     }
 
 
-def largest(collectives: Collectives, *values: float) -> list[float]:
+def largest(collectives: Engine, *values: float) -> list[float]:
     """The largest of all ranks' values, for each of several; collective."""
     mine = np.array(values, np.float64)
     return [float(most) for most in collectives.allreduce(mine, "max", name="hvdtrain bench")]

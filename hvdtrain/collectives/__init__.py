@@ -11,25 +11,22 @@ import os
 from types import ModuleType
 
 from hvdtrain.cluster.topology import Topology
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine, single_engine
 from hvdtrain.config import Settings
 
-__all__ = ["Collectives", "create"]
+__all__ = ["Engine", "create", "single_engine"]
 
 logger = logging.getLogger(__name__)
 
 
-def create(topology: Topology, settings: Settings) -> Collectives:
+def create(topology: Topology, settings: Settings) -> Engine:
     """The engine for this process; collective over all ranks when there are several.
 
     Raises:
         LaunchError: MPI is missing, or contradicts ``topology``.
     """
     if topology.size == 1:
-        from hvdtrain.collectives.single import single_collectives
-
-        return single_collectives()
-    from hvdtrain.collectives.engine import Engine
+        return single_engine()
     from hvdtrain.collectives.mpi import MpiTransport
     from hvdtrain.collectives.mpi_start import start_mpi
     from hvdtrain.collectives.shared_memory import SharedMemoryTransport

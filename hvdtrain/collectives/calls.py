@@ -10,16 +10,16 @@ import json
 import math
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from hvdtrain.collectives.interface import Codec
 from hvdtrain.errors import ConfigurationError
 
 __all__ = [
     "Call",
     "Calls",
+    "Codec",
     "as_bytes",
     "check_ranks",
     "check_root",
@@ -31,6 +31,8 @@ __all__ = [
     "type_name",
     "with_rows",
 ]
+
+Codec = Literal["json", "pickle"]
 
 _MOST_CALLS = 4096
 

@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.collectives.fusion import Scratch, split_evenly
-from hvdtrain.collectives.interface import ReduceOp
-from hvdtrain.collectives.kernels import accumulator_dtype, combine, finish
+from hvdtrain.collectives.kernels import ReduceOp, accumulator_dtype, combine, finish
 from hvdtrain.collectives.wire_format import WireFormat
 
 __all__ = ["DirectAllreduce", "Transfer", "chunks_ahead"]

@@ -1,6 +1,25 @@
-"""The operations between ranks: checks arguments, agrees with the other ranks, locks, observes.
+"""Collectives between the ranks of a job: NumPy arrays in, NumPy arrays out.
 
-What moves the bytes is a transport, of which each kind has a module of its own.
+Every rank calls the same operations in the same order. The engine checks that they do: a difference
+in operation, name, shape or dtype raises ``MismatchError`` on every rank. The results of
+``allreduce`` are bitwise identical on all ranks. float16 and bfloat16 are summed in float32.
+
+In an elastic job, the other ranks continue after a rank dies. The operation in which the loss is
+detected succeeds, and ``rank``, ``size`` and ``members`` change. Either all remaining ranks get a
+result that includes the contributions of the lost ranks, or the operation is repeated without them:
+
+- ``allreduce`` combines the arrays of the remaining ranks; ``average`` divides by their number.
+- ``allgather`` and ``allgather_object`` omit the lost ranks.
+- ``broadcast`` and ``broadcast_object`` raise ``RanksLostError`` on every rank if the root was lost
+  before all ranks had its value; the ranks may continue. With ``replicated=True`` they get the
+  chief's value instead.
+- ``reduce_scatter`` divides the result among the remaining ranks.
+- ``alltoall`` drops the rows for lost ranks.
+
+Rank arguments are current ranks. Code that keeps data by rank or by size must compare
+``generation`` before it uses the data. After the same operation, ``generation`` may have grown on
+one rank and not yet on another, which learns of the loss in its next operation. For a common
+decision, reduce it with "max" first.
 """
 
 from __future__ import annotations
@@ -16,6 +35,7 @@ import numpy as np
 
 from hvdtrain.collectives.calls import (
     Call,
+    Codec,
     as_bytes,
     check_ranks,
     check_root,
@@ -29,11 +49,11 @@ from hvdtrain.collectives.calls import (
 )
 from hvdtrain.collectives.exchange import JOIN, Exchange, SomeJoined, check_can_join
 from hvdtrain.collectives.fusion import aligned
-from hvdtrain.collectives.interface import Codec, FinishedOperation, ReduceOp
-from hvdtrain.collectives.kernels import check_reducible
+from hvdtrain.collectives.kernels import ReduceOp, check_reducible
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.sections import RAISED, RanksRaised, reason_of, warn_if_late
 from hvdtrain.collectives.shared_file import share_file
+from hvdtrain.collectives.single import SingleTransport
 from hvdtrain.collectives.transport import Transport
 from hvdtrain.errors import (
     CollectiveError,
@@ -47,24 +67,64 @@ from hvdtrain.errors import (
     RanksLostError,
 )
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "FinishedOperation", "single_engine"]
 
 Result = TypeVar("Result")
 
 
-class _External(NamedTuple):
-    """An operation that something else carries out."""
+class FinishedOperation(NamedTuple):
+    """A completed or failed operation, as observers receive it.
 
-    call: Call
-    since_s: float
+    Attributes:
+        title: Operation and name.
+        call: Everything that the ranks had to agree on, shortened if it is long.
+        start_s: Start time on the monotonic clock.
+        stop_s: End time on the monotonic clock.
+        waited_s: Seconds spent waiting for other ranks, not counting short waits.
+        error: Error type and message, or "" if the operation succeeded.
+    """
+
+    title: str
+    call: str
+    start_s: float
+    stop_s: float
+    waited_s: float
+    error: str
+
+
+def single_engine() -> Engine:
+    """Return the engine of a process that trains alone."""
+    return Engine(SingleTransport())
 
 
 class Engine(Exchange):
-    """Fulfils ``hvdtrain.collectives.interface.Collectives`` by what a transport moves.
+    """Collectives between all ranks of the job, or some of them.
+
+    ``name`` identifies an operation in errors; all ranks must pass the same name. Input arrays are
+    never modified; result arrays belong to the caller.
 
     Args:
-        transport: Carries the bytes; opened for this engine.
-        parent: The engine of all ranks, where this is one of some of them.
+        transport: Moves the bytes. The engine opens it.
+        parent: The engine of all ranks, if this engine connects a subset of them.
+
+    Attributes:
+        kind: Name of the transport.
+        rank: This rank among the remaining ranks, from 0 for the chief.
+        size: Number of remaining ranks.
+        survives_losses: Whether the other ranks continue after a rank dies.
+        generation: How many times ranks have been lost, from 0.
+        members: The initial ranks of the remaining ranks, in order. A rank keeps its initial rank
+            when others are lost; messages and the launcher use it.
+        numbers: The job's rank for each initial rank. Errors use it.
+        contributed: The initial ranks that took part in the latest operation.
+        bucket_bytes: Best bucket size for gradients that are still being computed; 0 for one
+            bucket.
+        too_few: Set once fewer than ``min_np`` ranks remain. Operations still work; the training
+            loop checks it after each step, saves a checkpoint, and raises it.
+        sections: Number of sections started so far, the same on all ranks.
+        observers: Called after each operation, in the thread that called it.
+        reduced_bytes: Total bytes that this rank has passed to ``allreduce``.
+        last_error: The latest error of an operation on this rank.
     """
 
     def __init__(self, transport: Transport, parent: Engine | None = None) -> None:
@@ -76,7 +136,7 @@ class Engine(Exchange):
             # MPI may take calls of one thread at a time.
             self._lock, self.observers = parent._lock, parent.observers
         self._joined: frozenset[int] = frozenset()  # when some last were; the same on all ranks
-        self._external: _External | None = None
+        self._external: tuple[Call, float] | None = None  # the call and its start time
         self.sections = 0
         self._section = ""  # the outermost that this rank is in
         # Another rank's error, which ends the section on this one.
@@ -92,10 +152,17 @@ class Engine(Exchange):
         if parent is not None:
             parent._parts.append(self)
 
-    # Public operations: contract in interface.Collectives. What depends on who the ranks are stands
-    # in the attempt, which is made again when some of them are lost.
+    # Whatever depends on the current ranks must be inside the attempt, which is repeated after a
+    # loss.
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = "") -> np.ndarray:
+        """Combine the arrays of all ranks element by element.
+
+        Args:
+            array: Same shape and dtype on every rank.
+            op: ``average`` needs a floating dtype; ``sum`` and ``average`` reject bool.
+            name: Identifies the operation in errors.
+        """
         return self.grouped_allreduce([array], op, name=name)[0]
 
     def grouped_allreduce(
@@ -107,6 +174,17 @@ class Engine(Exchange):
         require_finite: bool = False,
         wire: str = "none",
     ) -> list[np.ndarray]:
+        """Combine several arrays of one dtype in one operation, without concatenating them.
+
+        Args:
+            arrays: As for ``allreduce``.
+            op: As for ``allreduce``.
+            name: Identifies the operation in errors.
+            require_finite: Raise ``NonFiniteError`` on every rank if a result contains NaN or
+                infinity. The ranks may continue afterwards.
+            wire: Format in which float32 arrays cross between hosts, see ``wire_format``. Small
+                arrays are not converted.
+        """
         arrays = [np.asarray(array, order="C") for array in arrays]
         if not arrays:
             return []
@@ -129,6 +207,7 @@ class Engine(Exchange):
         return list(outputs)
 
     def allgather(self, array: np.ndarray, *, name: str = "") -> np.ndarray:
+        """Concatenate the arrays of all ranks along the first axis; first dimensions may differ."""
         array = with_rows(array, "allgather")
         row = array.shape[1:]
         call = self._calls.get("allgather", name, (type_name(array.dtype), row))
@@ -145,6 +224,10 @@ class Engine(Exchange):
     def broadcast(
         self, array: np.ndarray, root: int = 0, *, name: str = "", replicated: bool = False
     ) -> np.ndarray:
+        """Return the array of ``root``; the other ranks pass an array of its shape and dtype.
+
+        With ``replicated=True`` all ranks hold the same value, so any rank can replace a lost root.
+        """
         array = plain(np.asarray(array), "broadcast")
         detail = (type_name(array.dtype), array.shape)
 
@@ -159,6 +242,10 @@ class Engine(Exchange):
     def reduce_scatter(
         self, array: np.ndarray, op: ReduceOp = "sum", *, name: str = ""
     ) -> np.ndarray:
+        """Combine the arrays of all ranks and return this rank's share of the first axis.
+
+        The first ``n % size`` ranks get one more row if ``n`` rows don't divide evenly.
+        """
         array = with_rows(array, "reduce_scatter")
         check_reducible(array.dtype, op)
         call = self._calls.get("reduce_scatter", name, (op, type_name(array.dtype), array.shape))
@@ -168,6 +255,13 @@ class Engine(Exchange):
     def alltoall(
         self, array: np.ndarray, splits: Sequence[int] | None = None, *, name: str = ""
     ) -> tuple[np.ndarray, list[int]]:
+        """Send ``splits[r]`` rows to each rank ``r``.
+
+        Without ``splits`` the rows must divide evenly.
+
+        Returns:
+            The received rows, and the number of rows from each rank.
+        """
         array = with_rows(array, "alltoall")
         members = self.members
         counts = check_splits(array.shape[0], splits, len(members))
@@ -191,6 +285,7 @@ class Engine(Exchange):
         return self._operate(call, attempt)
 
     def barrier(self, *, name: str = "") -> None:
+        """Wait until every rank has called this."""
         call = self._calls.get("barrier", name, ())
         self._operate(call, lambda: self._agree(call))
 
@@ -203,6 +298,11 @@ class Engine(Exchange):
         codec: Codec = "json",
         replicated: bool = False,
     ) -> Any:
+        """Return the object of ``root``; ``replicated`` as in ``broadcast``.
+
+        ``codec="json"`` accepts what JSON can represent. ``"pickle"`` accepts any object, but lets
+        the sender run code on the receivers: use it only if you trust all ranks.
+        """
         data = encode(obj if replicated or self.rank == root else None, codec)
 
         def attempt(call: Call, root: int) -> np.ndarray:
@@ -219,6 +319,10 @@ class Engine(Exchange):
     def allgather_object(
         self, obj: Any, *, name: str = "", note: str = "", codec: Codec = "json"
     ) -> list[Any]:
+        """Return the objects of all ranks in rank order; ``codec`` as in ``broadcast_object``.
+
+        ``note`` is added to the error of a mismatch; it may differ between ranks.
+        """
         data = encode(obj, codec)
         call = self._calls.get("allgather_object", name, (codec,), note)
         parts = self._operate(call, lambda: self._exchange_parts(call, data))
@@ -226,6 +330,19 @@ class Engine(Exchange):
         return [decode(part, codec) for part in parts if part.size]
 
     def join(self) -> int:
+        """Take part in the operations of the other ranks until all ranks have called this.
+
+        For a rank that has run out of data. Until the last rank joins, the others may call
+        ``allreduce``, to which a joined rank contributes zeros (nothing for "min", "max" and
+        "product"; "average" still divides by ``size``), and ``allgather_object``, which omits it.
+
+        Returns:
+            The last rank that joined; the highest one if several joined together.
+
+        Raises:
+            ConfigurationError: The job is elastic.
+            MismatchError: A rank called another operation in the meantime.
+        """
         if self.survives_losses:
             raise ConfigurationError(
                 "Ranks of an elastic job can't join: it would not know who is left of them. Start "
@@ -242,6 +359,11 @@ class Engine(Exchange):
             return last
 
     def messages(self) -> PointToPoint:
+        """Open a channel for point-to-point messages; collective.
+
+        Raises:
+            ConfigurationError: This process trains alone.
+        """
         call = self._calls.get("messages", "", ())
 
         def attempt() -> PointToPoint:
@@ -251,6 +373,15 @@ class Engine(Exchange):
         return self._operate(call, attempt)
 
     def share(self, nbytes: int) -> dict[int, np.ndarray]:
+        """Allocate memory that all ranks of this host can access; collective.
+
+        Args:
+            nbytes: Bytes for this rank, may be 0 and differ between ranks.
+
+        Returns:
+            The memory of each rank of this host by initial rank: uint8, zero, aligned to 64 bytes.
+            Writes become visible in program order. Empty if the ranks can't share memory.
+        """
         host, name = self.transport.host, "shared memory"
         if host is None:
             return {}
@@ -271,6 +402,18 @@ class Engine(Exchange):
         return {} if file is None else dict(zip(sizes, file.cut(parts)))
 
     def subset(self, ranks: Sequence[int]) -> Engine | None:
+        """Create an engine for some of the ranks; collective over all ranks.
+
+        Args:
+            ranks: At least one rank, without duplicates; the same on every rank.
+
+        Returns:
+            The engine, with ranks renumbered from 0 in ascending order, or None on other ranks.
+            Errors use the job's ranks. The engine lives as long as its parent.
+
+        Raises:
+            ConfigurationError: ``ranks`` is invalid, or the job is elastic.
+        """
         wanted = check_ranks(ranks, self.size)
         if self.survives_losses:
             raise ConfigurationError(
@@ -288,6 +431,19 @@ class Engine(Exchange):
 
     @contextmanager
     def section(self, name: str, detail: tuple[Any, ...] = ()) -> Iterator[None]:
+        """Start a block together on all ranks and leave it together, even after an error.
+
+        If the block fails on some ranks only, the other ranks raise ``PeerFailedError`` with that
+        error in their next operation. Afterwards all ranks may start another section. A nested
+        section only checks that all ranks start it.
+
+        Args:
+            name: Identifies the section in errors.
+            detail: Further values that must be equal on all ranks; their ``str`` is compared.
+
+        Raises:
+            MismatchError: Another rank made a different call.
+        """
         begin = self._calls.get("begin", name, detail)
         try:
             self._operate(begin, lambda: self._agree(begin))
@@ -337,6 +493,11 @@ class Engine(Exchange):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
+        """End the job if the block fails. For blocks in which ranks call no collectives.
+
+        Must be used inside a section. All ranks get errors from then on, including ranks that wait
+        for messages.
+        """
         try:
             yield
         except BaseException as error:
@@ -346,47 +507,72 @@ class Engine(Exchange):
 
     @contextmanager
     def patiently(self) -> Iterator[None]:
+        """Disable the time-out of operations in the block; failed ranks are still errors."""
         with self.transport.patiently():
             yield
 
     def begin_external(self, kind: str, name: str, detail: tuple[Any, ...]) -> None:
+        """Agree with all ranks on an operation that another library will carry out.
+
+        Args:
+            kind: Kind of operation.
+            name: Identifies the operation in errors.
+            detail: Further values that must be equal on all ranks; their ``str`` is compared.
+
+        Raises:
+            MismatchError: Another rank made a different call.
+        """
         call = self._calls.get(kind, name, detail)
 
         def attempt() -> None:
             if self._external is not None:
                 raise CollectiveError(
                     f"Rank {self.number} begins {call.short_text} before the end of "
-                    f"{self._external.call.short_text}, which an error has ended. End the program."
+                    f"{self._external[0].short_text}, which an error has ended. End the program."
                 )
             self._agree(call)
-            self._external = _External(call, time.monotonic())
+            self._external = call, time.monotonic()
 
         self._operate(call, attempt)
 
     def check_external(self) -> None:
+        """Check that the other ranks can still reach the external operation; called periodically.
+
+        Raises:
+            PeerFailedError: A rank has failed or has ended its program.
+            CollectiveTimeoutError: The operation takes too long.
+        """
         with self._lock:
-            external = self._external
-            if external is None:
+            if self._external is None:
                 return
+            call, start_s = self._external
             try:
-                self.transport.look_for_others(
-                    external.call.short_text, time.monotonic() - external.since_s
-                )
+                self.transport.look_for_others(call.short_text, time.monotonic() - start_s)
             except HvdtrainError as error:
                 self._remember(error)
                 raise
 
     def end_external(self, reduced_bytes: int = 0) -> None:
+        """Record the end of the external operation.
+
+        Args:
+            reduced_bytes: Bytes that this rank contributed, if it was an allreduce.
+        """
         with self._lock:
             external, self._external = self._external, None
         if external is not None:
             self._note_reduced(reduced_bytes)
-            self._tell_observers(external.call, external.since_s, 0.0, "")
+            self._tell_observers(*external, 0.0, "")
 
     def fail(self, reason: str) -> None:
+        """Notify all ranks that this rank has failed; they raise ``PeerFailedError``.
+
+        Returns once they know, or after a few seconds. Never raises.
+        """
         self.transport.fail(reason)
 
     def close(self) -> None:
+        """Reject further operations and free resources. All ranks must call it, or none."""
         for part in list(self._parts):
             part.close()
         if self.closed:

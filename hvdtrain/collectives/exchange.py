@@ -10,8 +10,7 @@ import numpy as np
 
 from hvdtrain.collectives.calls import Call, Calls, as_bytes, row_bytes
 from hvdtrain.collectives.fusion import empty_outputs, plan_fusion, split_evenly
-from hvdtrain.collectives.interface import ReduceOp
-from hvdtrain.collectives.kernels import FiniteCheck, accumulator_dtype, combined
+from hvdtrain.collectives.kernels import FiniteCheck, ReduceOp, accumulator_dtype, combined
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.sections import RAISED, RanksRaised
 from hvdtrain.collectives.transport import Reduction, Transport

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hvdtrain.collectives.engine import Engine
-from hvdtrain.collectives.interface import Collectives
 from hvdtrain.collectives.mpi import MpiTransport
 from hvdtrain.collectives.sections import place_of
 from hvdtrain.errors import PeerFailedError
@@ -37,18 +36,18 @@ _current: Engine | None = None
 Tell = Callable[[BaseException, BaseException], None]
 
 
-def install(collectives: Collectives, tell: Tell = lambda cause, error: None) -> None:
+def install(engine: Engine, tell: Tell = lambda cause, error: None) -> None:
     """Tell the other ranks when this process fails or leaves, from now on.
 
     A second call, after ``shutdown()`` and another ``init()``, puts the new engine in place of the
     old one.
 
     Args:
-        collectives: Reaches the other ranks.
+        engine: Reaches the other ranks.
         tell: Tells the launcher.
     """
     global _current
-    if not isinstance(collectives, Engine) or not isinstance(collectives.transport, MpiTransport):
+    if not isinstance(engine.transport, MpiTransport):
         return
     if _current is None:
         sys.excepthook = functools.partial(_on_exception, sys.excepthook, tell)
@@ -56,7 +55,7 @@ def install(collectives: Collectives, tell: Tell = lambda cause, error: None) ->
         os.register_at_fork(after_in_child=_forget)
     elif _current.closed and isinstance(_current.transport, MpiTransport):
         _current.transport.free_detector()
-    _current = collectives
+    _current = engine
 
 
 def _forget() -> None:

@@ -7,15 +7,17 @@ results bitwise equal everywhere and repeatable from run to run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
 
-from hvdtrain.collectives.interface import OPS, ReduceOp
 from hvdtrain.errors import ConfigurationError
 
 __all__ = [
+    "OPS",
     "FiniteCheck",
+    "ReduceOp",
     "accumulator_dtype",
     "check_reducible",
     "combine",
@@ -24,6 +26,10 @@ __all__ = [
     "is_floating",
     "widen",
 ]
+
+ReduceOp = Literal["sum", "average", "min", "max", "product"]
+
+OPS: tuple[ReduceOp, ...] = ("sum", "average", "min", "max", "product")
 
 _HALF = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 _FLOATING = (*_HALF, np.dtype(np.float32), np.dtype(np.float64))

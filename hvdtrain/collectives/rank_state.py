@@ -17,7 +17,7 @@ class RankState:
     """The state that an engine and its transport share: which ranks there are, where this one is.
 
     The transport writes who the ranks are, the engine where this one is. Attributes without a
-    description here are those of ``hvdtrain.collectives.interface.Collectives``.
+    description here are those of ``hvdtrain.collectives.engine.Engine``.
 
     Attributes:
         contributed: The first numbers of the ranks that had a part in the latest operation.

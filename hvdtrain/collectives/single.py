@@ -7,17 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdtrain.collectives.calls import Call
-from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.transport import Reduction, Transport
 from hvdtrain.errors import ConfigurationError
 
-__all__ = ["SingleTransport", "single_collectives"]
-
-
-def single_collectives() -> Engine:
-    """The engine of a process that is alone, or acts as if it were."""
-    return Engine(SingleTransport())
+__all__ = ["SingleTransport"]
 
 
 class SingleTransport(Transport):

@@ -15,8 +15,7 @@ import numpy as np
 
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.fusion import split_evenly
-from hvdtrain.collectives.interface import ReduceOp
-from hvdtrain.collectives.kernels import combined
+from hvdtrain.collectives.kernels import ReduceOp, combined
 from hvdtrain.collectives.link_speed import Link
 from hvdtrain.collectives.spin_wait import SpinWait
 

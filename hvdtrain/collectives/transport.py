@@ -11,8 +11,7 @@ import numpy as np
 
 from hvdtrain.collectives.calls import Call
 from hvdtrain.collectives.fusion import BufferPool, FusionLayout, aligned
-from hvdtrain.collectives.interface import ReduceOp
-from hvdtrain.collectives.kernels import FiniteCheck
+from hvdtrain.collectives.kernels import FiniteCheck, ReduceOp
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.recovery import Recovery

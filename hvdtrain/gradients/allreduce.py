@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.gradients.array_reduction import TensorOp, by_type, reduce_arrays, scale
 from hvdtrain.gradients.ranks import Ranks
 from hvdtrain.gradients.reduction_options import ExchangeOptions
@@ -131,7 +131,7 @@ def _differentiable_allreduce(
 
 
 def _share_of(
-    op: TensorOp, upstream: np.ndarray, value: np.ndarray, name: str, collectives: Collectives
+    op: TensorOp, upstream: np.ndarray, value: np.ndarray, name: str, collectives: Engine
 ) -> np.ndarray:
     """Return the gradient of a min, max or product with respect to this rank's value; collective.
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvdtrain.collectives.interface import Collectives, ReduceOp
-from hvdtrain.collectives.kernels import is_floating, widen
+from hvdtrain.collectives.engine import Engine
+from hvdtrain.collectives.kernels import ReduceOp, is_floating, widen
 
 __all__ = ["TensorOp", "adasum", "by_type", "reduce_arrays", "scale"]
 
@@ -38,7 +38,7 @@ def scale(values: np.ndarray, factor: float) -> np.ndarray:
 
 
 def reduce_arrays(
-    collectives: Collectives,
+    collectives: Engine,
     arrays: Sequence[np.ndarray],
     op: TensorOp,
     *,
@@ -86,7 +86,7 @@ def adasum(contributions: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _adasum_all(
-    collectives: Collectives, arrays: Sequence[np.ndarray], *, name: str
+    collectives: Engine, arrays: Sequence[np.ndarray], *, name: str
 ) -> list[np.ndarray]:
     """``adasum`` of each of some arrays over all ranks.
 

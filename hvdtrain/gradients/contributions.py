@@ -15,7 +15,7 @@ class Contributions:
 
     Filled while steps run, perhaps several in one go; read when Python has its turn again.
 
-    Members are ranks by their first numbers; see ``hvdtrain.collectives.interface.Collectives``.
+    Members are ranks by their first numbers; see ``hvdtrain.collectives.engine.Engine``.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.interface import Collectives, ReduceOp
+from hvdtrain.collectives.engine import Engine
+from hvdtrain.collectives.kernels import ReduceOp
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.gradients.powersgd import PowerSGD
 
@@ -97,7 +98,7 @@ class ErrorFeedback:
 
     def average(
         self,
-        collectives: Collectives,
+        collectives: Engine,
         kept: Sequence[Kept],
         gradients: Sequence[np.ndarray],
         *,

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import NonFiniteError
 
 __all__ = ["describe_non_finite", "name_non_finite", "raise_non_finite"]
@@ -30,9 +30,7 @@ def describe_non_finite(
     ]
 
 
-def raise_non_finite(
-    collectives: Collectives, bad: Sequence[str], what: str = "gradient"
-) -> NoReturn:
+def raise_non_finite(collectives: Engine, bad: Sequence[str], what: str = "gradient") -> NoReturn:
     """Tell all ranks which of this one's gradients are not finite; collective.
 
     ``what`` is what they are, in errors.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 
 __all__ = ["PowerSGD", "SentMeans", "matrix_shape", "orthonormal"]
 
@@ -63,7 +63,7 @@ class PowerSGD:
 
     def average(
         self,
-        collectives: Collectives,
+        collectives: Engine,
         arrays: Sequence[np.ndarray],
         states: Sequence[np.ndarray],
         *,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.tensorflow.device_collectives import DeviceCollectives
 
 __all__ = ["EngineRanks", "Ranks"]
@@ -26,7 +26,7 @@ class Ranks(Protocol):
     def included(self) -> bool:
         """Whether this rank is one of them."""
 
-    def collectives(self) -> Collectives:
+    def collectives(self) -> Engine:
         """Return their current engine."""
 
     def device_collectives(self) -> DeviceCollectives | None:
@@ -42,7 +42,7 @@ class EngineRanks:
         on_devices: What combines tensors where they are, if anything does.
     """
 
-    engine: Collectives
+    engine: Engine
     on_devices: DeviceCollectives | None = None
 
     @property
@@ -56,7 +56,7 @@ class EngineRanks:
     def included(self) -> bool:
         return True
 
-    def collectives(self) -> Collectives:
+    def collectives(self) -> Engine:
         return self.engine
 
     def device_collectives(self) -> DeviceCollectives | None:

@@ -16,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import world
-from hvdtrain.collectives.interface import Collectives, ReduceOp
+from hvdtrain.collectives.engine import Engine
+from hvdtrain.collectives.kernels import ReduceOp
 from hvdtrain.errors import HvdtrainError, NonFiniteError
 from hvdtrain.gradients.allreduce import allreduce, exchange
 from hvdtrain.gradients.array_reduction import by_type
@@ -78,7 +79,7 @@ class GradientReducer:
         return cls(ranks, options)
 
     @property
-    def collectives(self) -> Collectives:
+    def collectives(self) -> Engine:
         """The engine of the ranks."""
         return self._ranks.collectives()
 
@@ -333,7 +334,7 @@ class GradientReducer:
     @contextmanager
     def _combining(
         self, signature: Signature, names: Sequence[str], arrays: Sequence[np.ndarray]
-    ) -> Iterator[Collectives]:
+    ) -> Iterator[Engine]:
         """The engine, for one reduction of these arrays; notes whose are in it, and its errors."""
         with self.remember_error():
             collectives = self._begin(signature)
@@ -344,7 +345,7 @@ class GradientReducer:
                 raise_non_finite(collectives, bad, self._options.what)
             self.contributions.add(collectives.contributed)
 
-    def _begin(self, signature: Signature) -> Collectives:
+    def _begin(self, signature: Signature) -> Engine:
         """The engine, when all ranks come with the same gradients and enough of them are left."""
         collectives = self.collectives
         self._signatures.agree(collectives, signature)

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import MismatchError
 from hvdtrain.tensorflow.variable_names import counted_anew
 
@@ -63,7 +63,7 @@ class Signatures:
     def __init__(self) -> None:
         self._agreed: set[Signature] = set()
 
-    def agree(self, collectives: Collectives, signature: Signature) -> None:
+    def agree(self, collectives: Engine, signature: Signature) -> None:
         """Check that all ranks come with the same gradients; collective, once for each signature.
 
         Raises:

@@ -10,14 +10,14 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain import world
-from hvdtrain.collectives import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.tensorflow.variable_names import variable_label
 
 __all__ = ["DistributedGradientTape", "broadcast_variables", "check_mode"]
 
-_reducers: MutableMapping[Collectives, GradientReducer] = weakref.WeakKeyDictionary()
+_reducers: MutableMapping[Engine, GradientReducer] = weakref.WeakKeyDictionary()
 
 
 class DistributedGradientTape:

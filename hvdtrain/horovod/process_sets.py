@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvdtrain import world
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ConfigurationError
 from hvdtrain.tensorflow.device_collectives import DeviceCollectives
 from hvdtrain.tensorflow.tf_errors import raise_as_in_tensorflow, refusal
@@ -47,8 +47,8 @@ class ProcessSet:
             )
         self._ranks = sorted(chosen)
         self.process_set_id: int | None = None
-        self._whole: Collectives | None = None
-        self._part: Collectives | None = None
+        self._whole: Engine | None = None
+        self._part: Engine | None = None
 
     @property
     def ranks(self) -> list[int]:
@@ -76,7 +76,7 @@ class ProcessSet:
         """Whether this rank is one of them."""
         return world.collectives().rank in self.ranks
 
-    def collectives(self) -> Collectives:
+    def collectives(self) -> Engine:
         """The engine of its ranks.
 
         Raises:
@@ -141,7 +141,7 @@ class _Everyone(ProcessSet):
     def _usable(self) -> bool:
         return world.is_initialized()
 
-    def collectives(self) -> Collectives:
+    def collectives(self) -> Engine:
         return world.collectives()
 
     def device_collectives(self) -> DeviceCollectives | None:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import world
-from hvdtrain.collectives.interface import ReduceOp as EngineOp
+from hvdtrain.collectives.kernels import ReduceOp as EngineOp
 from hvdtrain.gradients.allreduce import exchange
 from hvdtrain.gradients.array_reduction import scale
 from hvdtrain.gradients.compression import Compression, Compressor

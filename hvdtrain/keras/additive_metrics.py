@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.joint_results import reduction_of_metric
 from hvdtrain.private_api.keras import parts_of_metric, set_untracked
@@ -53,7 +53,7 @@ class AdditiveMetrics:
             for metric, _ in tried:
                 object.__delattr__(metric, "update_state")
 
-    def check(self, collectives: Collectives) -> None:
+    def check(self, collectives: Engine) -> None:
         """Check that the metrics may be added up; collective.
 
         Raises:

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain import world
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.private_api.keras import flatten_layers, reduction_axes, replace_moments
 from hvdtrain.tensorflow.differentiable_ops import stack_ranks
 from hvdtrain.tensorflow.variable_names import without_counts
@@ -62,7 +62,7 @@ def synchronized_layers(model: keras.Model) -> list[Any]:
 
 
 def synchronize_batch_normalization(
-    layer: Any, collectives: Collectives, rows: Callable[[], tf.Tensor | None]
+    layer: Any, collectives: Engine, rows: Callable[[], tf.Tensor | None]
 ) -> None:
     """Let ``layer`` normalise with the moments over the batches of all ranks.
 
@@ -93,7 +93,7 @@ def _joint_moments(
     layer: Any,
     own: tuple[tf.Tensor, tf.Tensor],
     count: tf.Tensor,
-    collectives: Collectives,
+    collectives: Engine,
     counts: tf.Tensor | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Mean and variance over all ranks, from this rank's ``own``, which are of ``count`` values.

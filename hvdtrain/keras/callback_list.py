@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import RanksLostError
 from hvdtrain.gradients.contributions import Contributions
 from hvdtrain.keras.epoch_iterator import EpochIterator
@@ -51,7 +51,7 @@ def list_callbacks(callbacks: Any) -> list[Any]:
 
 def wrap_callbacks(
     failover: ChiefFailover,
-    collectives: Collectives,
+    collectives: Engine,
     membership: Membership,
     epochs: EpochIterator,
     contributions: Contributions,
@@ -93,7 +93,7 @@ class MeetAtEnd(keras.callbacks.Callback):
     What each has predicted is put together after the callbacks; then nobody waits for that.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Engine) -> None:
         super().__init__()
         self._collectives = collectives
 
@@ -109,7 +109,7 @@ class StopTogether(keras.callbacks.Callback):
     then: a callback with hooks for batches, or a ``train_step`` that runs eagerly.
     """
 
-    def __init__(self, collectives: Collectives, callbacks: Sequence[Any]) -> None:
+    def __init__(self, collectives: Engine, callbacks: Sequence[Any]) -> None:
         super().__init__()
         self._collectives = collectives
         self._callbacks = callbacks
@@ -169,7 +169,7 @@ def stops_at_nan(callbacks: Sequence[Any]) -> bool:
 class _ShareNaN(keras.callbacks.Callback):
     """Shows a loss that is not finite on one rank to ``TerminateOnNaN`` on all ranks."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Engine) -> None:
         super().__init__()
         self._collectives = collectives
 
@@ -228,7 +228,7 @@ class _After(keras.callbacks.Callback):
 
     def __init__(
         self,
-        collectives: Collectives,
+        collectives: Engine,
         membership: Membership,
         failover: ChiefFailover,
         epochs: EpochIterator,
@@ -310,7 +310,7 @@ class ChiefFailover:
     def __init__(
         self,
         callbacks: Sequence[Any],
-        collectives: Collectives,
+        collectives: Engine,
         membership: Membership,
         verbose: Any,
     ) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data import ShardedInput, ShardPlan, Share, shard_input
 from hvdtrain.keras.membership import Membership
@@ -31,7 +31,7 @@ class FitInputs:
 
     def __init__(
         self,
-        collectives: Collectives,
+        collectives: Engine,
         membership: Membership,
         *,
         seed: int,

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.callback_list import (
@@ -118,7 +118,7 @@ class FitLoop:
     def __init__(
         self,
         model: keras.Model,
-        collectives: Collectives,
+        collectives: Engine,
         *,
         membership: Membership,
         inputs: FitInputs,

@@ -10,7 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.interface import Collectives, ReduceOp
+from hvdtrain.collectives.engine import Engine
+from hvdtrain.collectives.kernels import ReduceOp
 from hvdtrain.errors import DataError
 
 __all__ = [
@@ -25,7 +26,7 @@ __all__ = [
 
 
 @contextmanager
-def joint_metrics(model: keras.Model, collectives: Collectives) -> Iterator[None]:
+def joint_metrics(model: keras.Model, collectives: Engine) -> Iterator[None]:
     """Within the block the metrics hold what all ranks have seen; afterwards their own part again.
 
     Metrics keep sums and counts, and those add up exactly; averaging the ranks' results would be
@@ -76,7 +77,7 @@ def join_logs(
     rows: int,
     own: dict[str, np.ndarray],
     joint: dict[str, np.ndarray],
-    collectives: Collectives,
+    collectives: Engine,
 ) -> Any:
     """The logs of a step over all ranks; collective.
 
@@ -171,7 +172,7 @@ def noting_rows(function: Callable[[Any], Any], rows: list[Any]) -> Callable[[An
 
 
 def join_predictions(
-    mine: Any, rows: Sequence[Any], collectives: Collectives, *, interleaved: bool
+    mine: Any, rows: Sequence[Any], collectives: Engine, *, interleaved: bool
 ) -> Any:
     """Gather what each rank predicted.
 

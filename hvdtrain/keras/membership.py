@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import TooFewRanksError
 
 __all__ = ["Change", "Follower", "Membership"]
@@ -48,7 +48,7 @@ class Membership:
     """
 
     def __init__(
-        self, collectives: Collectives, min_np: int, followers: Sequence[Follower] = ()
+        self, collectives: Engine, min_np: int, followers: Sequence[Follower] = ()
     ) -> None:
         self._collectives = collectives
         self._min_np = min_np

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.batch_normalization import (
@@ -44,7 +44,7 @@ class ModelPatch:
     """Replaces the methods of one model's instance; its class stays as it is."""
 
     def __init__(
-        self, model: keras.Model, collectives: Collectives, presharded: bool, settings: Settings
+        self, model: keras.Model, collectives: Engine, presharded: bool, settings: Settings
     ) -> None:
         self._model = model
         self._collectives = collectives

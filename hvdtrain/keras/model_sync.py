@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import MismatchError, ModelError
 from hvdtrain.keras.model_parts import (
     attributes_of_type,
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-def broadcast_model(model: keras.Model, collectives: Collectives, more: Sequence[Any] = ()) -> None:
+def broadcast_model(model: keras.Model, collectives: Engine, more: Sequence[Any] = ()) -> None:
     """Give all ranks the chief's weights, optimizer state and metrics, and ``more`` variables.
 
     Not its random seeds, nor its gradients that wait for an update: others have those of their own
@@ -48,9 +48,7 @@ def broadcast_model(model: keras.Model, collectives: Collectives, more: Sequence
     broadcast_weights(model, collectives, [*state, *model.metrics_variables, *more])
 
 
-def broadcast_weights(
-    model: keras.Model, collectives: Collectives, more: Sequence[Any] = ()
-) -> None:
+def broadcast_weights(model: keras.Model, collectives: Engine, more: Sequence[Any] = ()) -> None:
     """Give all ranks the chief's weights, and ``more`` variables; not its random seeds.
 
     What all of them have does not cross: made from one seed, or left by the last ``fit``.
@@ -74,7 +72,7 @@ def broadcast_weights(
         variable.assign(collectives.broadcast(value, name=f"variable {index}"))
 
 
-def check_alike(model: keras.Model, variables: Sequence[Any], collectives: Collectives) -> None:
+def check_alike(model: keras.Model, variables: Sequence[Any], collectives: Engine) -> None:
     """Check that variables are the same on all ranks, to the bit; collective.
 
     Raises:
@@ -111,7 +109,7 @@ _GRAPH = ("input_layers", "output_layers")
 _LONGEST_TEXT = 120
 
 
-def check_same_model(model: keras.Model, collectives: Collectives) -> None:
+def check_same_model(model: keras.Model, collectives: Engine) -> None:
     """Compare models and optimizers between ranks; collective.
 
     Raises:

@@ -22,7 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.keras.model_parts import layer_statistics
 from hvdtrain.private_api.keras import flatten_layers, own_non_trainable_variables, set_untracked
 
@@ -92,7 +92,7 @@ class MovingStatistics:
                 new = old + tf.cast(rate, old.dtype) * (new - old)
             variable.assign(tf.where(weight > 0, new, old))
 
-    def average(self, collectives: Collectives, more: Sequence[Any] = ()) -> None:
+    def average(self, collectives: Engine, more: Sequence[Any] = ()) -> None:
         """Give all ranks the joint statistics, and the mean of ``more`` variables; collective.
 
         Whole numbers, which can't be averaged, and joint moments become those of the rank with the

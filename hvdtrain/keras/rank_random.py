@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.private_api.keras import (
     flatten_layers,
     global_generator,
@@ -92,7 +92,7 @@ def drawn_by(member: int) -> Iterator[MemberGenerator]:
             graph.seed = seed
 
 
-def draw_seed(collectives: Collectives) -> int:
+def draw_seed(collectives: Engine) -> int:
     """A seed for the orders of data, the chief's; takes no number from Python's generator.
 
     A program that goes on to draw from it, as initializers do, gets what it gets on one process.
@@ -109,7 +109,7 @@ def seed_generators(model: keras.Model) -> list[Any]:
     return list(found.values())
 
 
-def reseed_by_rank(model: keras.Model, collectives: Collectives) -> None:
+def reseed_by_rank(model: keras.Model, collectives: Engine) -> None:
     """Let each rank draw its own random numbers; the chief's are those of a single process.
 
     Otherwise all ranks would drop the same units of their different samples.

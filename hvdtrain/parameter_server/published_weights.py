@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.fusion import ALIGNMENT_BYTES, BufferPool, aligned
-from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CollectiveError
 from hvdtrain.parameter_server.sharding import Shard
 
@@ -120,7 +120,7 @@ class SharedMemory(NamedTuple):
 
 
 def share_memory(
-    collectives: Collectives, servers: Sequence[int], shards: Sequence[Shard]
+    collectives: Engine, servers: Sequence[int], shards: Sequence[Shard]
 ) -> SharedMemory:
     """Set up memory for the weights of all servers and the gradients of all workers; collective."""
     sizes = {server: shard.nbytes for server, shard in zip(servers, shards)}
@@ -138,7 +138,7 @@ def share_memory(
 
 
 def _share_slots(
-    collectives: Collectives, sizes: Mapping[int, int], near: Mapping[int, int]
+    collectives: Engine, sizes: Mapping[int, int], near: Mapping[int, int]
 ) -> Mapping[int, Slots]:
     """Set up slots for gradients; collective.
 

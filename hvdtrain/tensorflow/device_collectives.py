@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.interface import Collectives, ReduceOp
+from hvdtrain.collectives.engine import Engine
+from hvdtrain.collectives.kernels import ReduceOp
 from hvdtrain.errors import CollectiveError, HvdtrainError, LaunchError
 from hvdtrain.private_api import tensorflow as private_tensorflow
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
@@ -46,7 +47,7 @@ _REDUCED_AS = {
 }
 
 
-def connect(collectives: Collectives, *, on_gpus: bool, hosts: Sequence[int]) -> DeviceCollectives:
+def connect(collectives: Engine, *, on_gpus: bool, hosts: Sequence[int]) -> DeviceCollectives:
     """Connect the GPUs or the CPUs of all ranks, given the number of each rank's host; collective.
 
     Raises:
@@ -77,7 +78,7 @@ class DeviceCollectives:
     ``hint`` tells TensorFlow how to do it, by ``"nccl"`` or a ``"ring"``.
     """
 
-    def __init__(self, collectives: Collectives, device: str, hint: str) -> None:
+    def __init__(self, collectives: Engine, device: str, hint: str) -> None:
         self._collectives = collectives
         self.device = device
         self.hint = hint
@@ -244,7 +245,7 @@ class DeviceCollectives:
                 return
 
 
-def _exchange_addresses(collectives: Collectives, hosts: Sequence[int], port: int) -> list[str]:
+def _exchange_addresses(collectives: Engine, hosts: Sequence[int], port: int) -> list[str]:
     """Return each rank's server, by its host's name where all others know it; collective."""
     mine = socket.gethostname()
     if len(set(hosts)) == 1:

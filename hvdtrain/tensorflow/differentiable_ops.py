@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.tensorflow.numpy_op import Arrays, run_on_host
 
 __all__ = ["allgather", "any_rows", "differentiable", "stack_ranks"]
@@ -42,7 +42,7 @@ def differentiable(
     return run(tensor)
 
 
-def allgather(engine: Callable[[], Collectives], tensor: tf.Tensor, name: str) -> tf.Tensor:
+def allgather(engine: Callable[[], Engine], tensor: tf.Tensor, name: str) -> tf.Tensor:
     """The tensors of all ranks, one after the other, along the first axis.
 
     Args:
@@ -76,7 +76,7 @@ def allgather(engine: Callable[[], Collectives], tensor: tf.Tensor, name: str) -
     return gathered(tensor)
 
 
-def stack_ranks(collectives: Collectives, tensor: tf.Tensor, name: str) -> tf.Tensor:
+def stack_ranks(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Tensor:
     """The tensors of all ranks, stacked along a new first axis in rank order.
 
     Args:
@@ -102,7 +102,7 @@ def stack_ranks(collectives: Collectives, tensor: tf.Tensor, name: str) -> tf.Te
     return differentiable(gather, scatter, tensor, [collectives.size, *tensor.shape])
 
 
-def _stack_survivors(collectives: Collectives, tensor: tf.Tensor, name: str) -> tf.Tensor:
+def _stack_survivors(collectives: Engine, tensor: tf.Tensor, name: str) -> tf.Tensor:
     """Stack the tensors of all ranks where some may be lost between the two passes.
 
     The gradient has a row for each rank that gave its part to the forward pass; among those this

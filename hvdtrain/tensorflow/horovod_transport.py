@@ -16,8 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.calls import Call
-from hvdtrain.collectives.interface import ReduceOp
-from hvdtrain.collectives.kernels import finish, widen
+from hvdtrain.collectives.kernels import ReduceOp, finish, widen
 from hvdtrain.collectives.point_to_point import PointToPoint
 from hvdtrain.collectives.rank_state import RankState
 from hvdtrain.collectives.transport import Reduction, Transport

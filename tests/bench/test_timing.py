@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.bench.timing import bus_bandwidth, time_in_turn
-from hvdtrain.collectives.single import single_collectives
+from hvdtrain.collectives.engine import single_engine
 
 
 def test_operations_take_turns_and_the_first_measurement_does_not_count() -> None:
     calls: list[str] = []
     found = time_in_turn(
-        single_collectives(),
+        single_engine(),
         {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")},
         repetitions=2,
         calls=2,
@@ -23,7 +23,7 @@ def test_operations_take_turns_and_the_first_measurement_does_not_count() -> Non
 
 
 def test_a_part_has_its_share() -> None:
-    whole = time_in_turn(single_collectives(), {"a": lambda: None}, repetitions=1)["a"]
+    whole = time_in_turn(single_engine(), {"a": lambda: None}, repetitions=1)["a"]
     part = whole.divided(4)
     assert (part.best_s, part.median_s) == (whole.best_s / 4, whole.median_s / 4)
 

@@ -19,13 +19,12 @@ import pytest
 
 from hvdtrain.cluster.topology import read_topology
 from hvdtrain.collectives import exit_hooks, hierarchy, host_window, link_speed, small_allreduce
-from hvdtrain.collectives.engine import Engine
+from hvdtrain.collectives.engine import Engine, single_engine
 from hvdtrain.collectives.kernels import accumulator_dtype
 from hvdtrain.collectives.link_speed import Link
 from hvdtrain.collectives.mpi import MpiTransport
 from hvdtrain.collectives.mpi_start import start_mpi
 from hvdtrain.collectives.shared_memory import SharedMemoryTransport
-from hvdtrain.collectives.single import single_collectives
 
 __all__ = [
     "BFLOAT16",
@@ -144,7 +143,7 @@ def _peers() -> Any:
 def new_engine(case: EngineCase, timeout_s: float = 30.0) -> Any:
     """The engine of ``case``; collective over all ranks of the job."""
     if case.kind == "single":
-        return single_collectives()
+        return single_engine()
     comm = mpi_of_job().COMM_WORLD
     host = comm.Split(case.hosts[comm.Get_rank()], comm.Get_rank())
     kind = MpiTransport if case.kind == "mpi" else SharedMemoryTransport

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from hvdtrain.collectives.interface import OPS
-from hvdtrain.collectives.kernels import is_floating
+from hvdtrain.collectives.kernels import OPS, is_floating
 from hvdtrain.errors import MismatchError, NonFiniteError
 from tests.collectives.engines import (
     CASES,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdtrain.collectives.interface import OPS
 from hvdtrain.collectives.kernels import (
+    OPS,
     FiniteCheck,
     accumulator_dtype,
     combine,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.collectives import fusion as module
+from hvdtrain.collectives.engine import single_engine
 from hvdtrain.collectives.point_to_point import PointToPoint
-from hvdtrain.collectives.single import single_collectives
 from hvdtrain.errors import CollectiveTimeoutError, ConfigurationError
 from tests.collectives.engines import EngineCase, everyone, new_engine, shared_engine
 from tests.collectives.test_exit_hooks import LIMIT_S, START, _said
@@ -166,7 +166,7 @@ def test_endless_wait(rank_count: int) -> None:
 
 def test_alone() -> None:
     with pytest.raises(ConfigurationError, match="A process that is alone was to send messages"):
-        single_collectives().messages()
+        single_engine().messages()
 
 
 WAITS = {

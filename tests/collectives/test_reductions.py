@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from hvdtrain.collectives.interface import OPS
+from hvdtrain.collectives.kernels import OPS
 from hvdtrain.errors import ConfigurationError, NonFiniteError
 from tests.collectives.engines import (
     BFLOAT16,

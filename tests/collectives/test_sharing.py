@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.collectives import shared_file
-from hvdtrain.collectives.single import single_collectives
+from hvdtrain.collectives.engine import single_engine
 from tests.collectives.engines import EngineCase, shared_engine
 
 HOSTS = {2: (0, 0), 3: (0, 1, 0)}
@@ -60,4 +60,4 @@ def test_nothing_to_share(rank_count: int) -> None:
 
 
 def test_alone() -> None:
-    assert single_collectives().share(100) == {}
+    assert single_engine().share(100) == {}

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import world as job
-from hvdtrain.collectives.single import single_collectives
+from hvdtrain.collectives.engine import single_engine
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.gradients.powersgd import PowerSGD
@@ -30,7 +30,7 @@ def test_all_that_was_sent_and_the_rest_are_the_sum_of_all_gradients(dtype):
     sent = np.zeros(SHAPE)
     for gradient in given:
         (result,), weight = feedback.average(
-            single_collectives(),
+            single_engine(),
             [kept],
             [gradient],
             op="average",

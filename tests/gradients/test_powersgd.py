@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.collectives.single import single_collectives
+from hvdtrain.collectives.engine import single_engine
 from hvdtrain.gradients.powersgd import PowerSGD, SentMeans, matrix_shape, orthonormal
 from tests.collectives.engines import EngineCase, everyone, shared_engine
 
@@ -18,7 +18,7 @@ SHAPES = [(12, 20), (3, 3, 4, 40), (40, 2, 16)]
 @pytest.fixture
 def engine(rank_count: int) -> Any:
     if rank_count == 1:
-        return single_collectives()
+        return single_engine()
     return shared_engine(EngineCase(kind="shared_memory", hosts=(0, 0, 1)))
 
 
@@ -39,7 +39,7 @@ def narrow(rank: int, rows: int = 30, columns: int = 50) -> np.ndarray:
 def send(compressor: PowerSGD, matrix: np.ndarray, state: np.ndarray | None = None) -> SentMeans:
     if state is None:
         state = np.zeros(compressor.state_shape(matrix.shape), np.float32)
-    return compressor.average(single_collectives(), [matrix], [state], weight=1.0, name="test")
+    return compressor.average(single_engine(), [matrix], [state], weight=1.0, name="test")
 
 
 @pytest.mark.parametrize(

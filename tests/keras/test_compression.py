@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import world as job
-from hvdtrain.collectives.single import single_collectives
+from hvdtrain.collectives.engine import single_engine
 from hvdtrain.gradients import tape
 from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.gradients.powersgd import PowerSGD
@@ -127,7 +127,7 @@ def test_another_number_of_ranks_has_the_mean_of_what_was_left():
     def state_of() -> tuple[TrainingState, ErrorFeedback, list[Any]]:
         model, feedback = make(), ErrorFeedback(PowerSGD(1))
         samples = keras.Variable(0, dtype="int64", trainable=False)
-        state = TrainingState(model, single_collectives(), samples, feedback=feedback)
+        state = TrainingState(model, single_engine(), samples, feedback=feedback)
         return state, feedback, model.trainable_variables
 
     state, feedback, variables = state_of()

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import DataError
 from hvdtrain.keras.data.shard_plan import InputReport
 
@@ -27,7 +27,7 @@ _SHOWN = 4
 _ABSENT = "nothing"
 
 
-def agree(collectives: Collectives, report: InputReport, *, presharded: bool) -> int | None:
+def agree(collectives: Engine, report: InputReport, *, presharded: bool) -> int | None:
     """Compare the reports of all ranks; one exchange.
 
     Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.keras.data.partition import Shuffle
 
 __all__ = ["InputReport", "ShardPlan"]
@@ -36,7 +36,7 @@ class ShardPlan:
     rank: int
     size: int
     seed: int
-    collectives: Collectives
+    collectives: Engine
     steps: int | None = None
     batch_size: int | None = None
     shuffle: Shuffle = False

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
 from hvdtrain.gradients.reducer import GradientReducer
 from hvdtrain.keras.batch_normalization import synchronized_layers
@@ -33,7 +33,7 @@ class LocalModelPatch(ModelPatch):
     """Replaces the methods of a model in a job of ``--mode local-sgd``."""
 
     def __init__(
-        self, model: keras.Model, collectives: Collectives, presharded: bool, settings: Settings
+        self, model: keras.Model, collectives: Engine, presharded: bool, settings: Settings
     ) -> None:
         super().__init__(model, collectives, presharded, settings)
         check_can_be_averaged(model, settings.mode)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import keras
 
 from hvdtrain.checkpoint import Store
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import ModelError
 from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.keras.local_sgd.weight_averaging import WeightAveraging
@@ -135,7 +135,7 @@ def find_checkpoint_callback(callbacks: Sequence[Any]) -> Checkpoint | None:
 def begin_session(
     options: CheckpointOptions,
     model: keras.Model,
-    collectives: Collectives,
+    collectives: Engine,
     membership: Membership,
     callbacks: Sequence[Any],
     samples: keras.Variable,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.checkpoint import Snapshot, Store
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.errors import CheckpointError, RanksLostError
 from hvdtrain.keras.epoch_iterator import EpochIterator
 from hvdtrain.keras.learning_rate import rescale_restored_rate
@@ -24,7 +24,7 @@ _CHIEF_LOST = "The rank that reads the checkpoint was lost meanwhile. Start the 
 
 
 def find(
-    store: Store | None, state: TrainingState, collectives: Collectives
+    store: Store | None, state: TrainingState, collectives: Engine
 ) -> tuple[TrainingProgress, Snapshot | None] | None:
     """Look for a checkpoint in the ``store``, which the chief alone has; collective.
 
@@ -128,7 +128,7 @@ def restore_kept(
 
 
 def broadcast_arrays(
-    arrays: Mapping[str, np.ndarray] | None, collectives: Collectives
+    arrays: Mapping[str, np.ndarray] | None, collectives: Engine
 ) -> dict[str, np.ndarray]:
     """Return the chief's arrays on all ranks; the others pass None."""
     own = arrays or {}

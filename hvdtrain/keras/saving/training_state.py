@@ -21,8 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.collectives.fusion import join_bytes, split_bytes
-from hvdtrain.collectives.interface import Collectives
 from hvdtrain.errors import CheckpointError, RanksLostError
 from hvdtrain.gradients.error_feedback import ErrorFeedback
 from hvdtrain.keras.joint_results import reduction_of_metric
@@ -74,7 +74,7 @@ class TrainingState:
     def __init__(
         self,
         model: keras.Model,
-        collectives: Collectives,
+        collectives: Engine,
         samples: keras.Variable,
         callbacks: Sequence[Any] = (),
         *,

@@ -15,9 +15,8 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint import Snapshot, Store
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine, single_engine
 from hvdtrain.collectives.point_to_point import PointToPoint
-from hvdtrain.collectives.single import single_collectives
 from hvdtrain.config import Settings
 from hvdtrain.errors import CollectiveError, Preempted
 from hvdtrain.gradients.reducer import GradientReducer
@@ -57,7 +56,7 @@ class ServedJob:
     """
 
     model: keras.Model
-    collectives: Collectives
+    collectives: Engine
     membership: Membership
     messages: PointToPoint
     reducer: GradientReducer
@@ -139,7 +138,7 @@ class ServedJob:
 
 
 def find_for_all(
-    store: Store | None, state: TrainingState, collectives: Collectives
+    store: Store | None, state: TrainingState, collectives: Engine
 ) -> tuple[TrainingProgress, Snapshot] | None:
     """Look for a checkpoint in the chief's ``store``, and give all of it to all ranks; collective.
 
@@ -165,7 +164,7 @@ def serve(job: ServedJob, arguments: inspect.BoundArguments) -> Any:
     checkpoint = find_checkpoint_callback(list_callbacks(arguments.arguments.get("callbacks")))
     signals = PreemptionSignals()
     if checkpoint is not None:
-        state = TrainingState(job.model, single_collectives(), job.steps.samples)
+        state = TrainingState(job.model, single_engine(), job.steps.samples)
         find_for_all(None, state, job.collectives)
     report.phase("serving")
     shards, settings = job.shards, job.settings

@@ -10,8 +10,7 @@ from typing import Any
 import keras
 
 from hvdtrain.cluster.roles import Roles
-from hvdtrain.collectives.interface import Collectives
-from hvdtrain.collectives.single import single_collectives
+from hvdtrain.collectives.engine import Engine, single_engine
 from hvdtrain.config import Settings
 from hvdtrain.gradients.ranks import EngineRanks
 from hvdtrain.gradients.reducer import GradientReducer
@@ -48,7 +47,7 @@ class ServedModelPatch(ModelPatch):
     def __init__(
         self,
         model: keras.Model,
-        collectives: Collectives,
+        collectives: Engine,
         presharded: bool,
         settings: Settings,
         roles: Roles,
@@ -58,7 +57,7 @@ class ServedModelPatch(ModelPatch):
         self._roles = roles
         # What a worker's optimizer applies is no matter of how many ranks there are.
         self._membership = Membership(collectives, settings.min_np)
-        self._alone = single_collectives()
+        self._alone = single_engine()
         self._reducer = GradientReducer(EngineRanks(self._alone))
 
     def install(self) -> None:
@@ -167,7 +166,7 @@ class ServedModelPatch(ModelPatch):
             **hooks,
         )
 
-    def _inputs(self, between: Collectives, membership: Membership, seed: int) -> FitInputs:
+    def _inputs(self, between: Engine, membership: Membership, seed: int) -> FitInputs:
         return FitInputs(
             between,
             membership,

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from hvdtrain.cluster.roles import Roles
-from hvdtrain.collectives.interface import Collectives
+from hvdtrain.collectives.engine import Engine
 from hvdtrain.config import Settings
 from hvdtrain.errors import ModelError
 from hvdtrain.keras.optimizer_patch import plain_optimizers, remove_mixins
@@ -40,7 +40,7 @@ class ServerShards:
 
 
 def shard_model(
-    model: keras.Model, collectives: Collectives, roles: Roles, settings: Settings
+    model: keras.Model, collectives: Engine, roles: Roles, settings: Settings
 ) -> ServerShards:
     """Cut the variables of a compiled and built model for the servers; collective.
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.checkpoint import Snapshot, Store
-from hvdtrain.collectives.single import single_collectives
+from hvdtrain.collectives.engine import single_engine
 from hvdtrain.keras.data.data_position import Position
 from hvdtrain.keras.data.leftovers import leftovers
 from hvdtrain.keras.epoch_iterator import EpochIterator, EpochPlace
@@ -49,7 +49,7 @@ def begin_worker_session(
     Raises:
         CheckpointError: No checkpoint can be used; on all ranks.
     """
-    state = TrainingState(job.model, single_collectives(), job.steps.samples, callbacks)
+    state = TrainingState(job.model, single_engine(), job.steps.samples, callbacks)
     store = open_store(checkpoint.options)
     found = find_for_all(store if job.is_chief else None, state, job.collectives)
     return WorkerSession(checkpoint.options, state, worker, store, found, job, exchange)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.collectives.single import single_collectives
+from hvdtrain.collectives.engine import single_engine
 from hvdtrain.errors import Preempted
 from hvdtrain.keras.callback_list import CHIEF_ONLY, list_callbacks
 from hvdtrain.keras.fit_loop import FitLoop
@@ -36,7 +36,7 @@ class _IndependentWorker(Membership):
     """A worker's place among workers that never meet; it stays within a ``fit``."""
 
     def __init__(self, worker: int, workers: Sequence[int]) -> None:
-        super().__init__(single_collectives(), min_np=1)
+        super().__init__(single_engine(), min_np=1)
         self._me = worker
         self.members = tuple(workers)
 

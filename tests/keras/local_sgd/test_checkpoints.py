@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain import world as job
 from hvdtrain.checkpoint import Store
-from hvdtrain.collectives.single import single_collectives
+from hvdtrain.collectives.engine import single_engine
 from hvdtrain.keras.saving.checkpoint_callback import Checkpoint
 from hvdtrain.keras.saving.training_state import TrainingState
 from hvdtrain.private_api.keras import iterations_of
@@ -111,7 +111,7 @@ def test_another_number_of_ranks_gets_means_of_what_optimizers_keep():
     model = make()
     model.optimizer.build(model.trainable_variables)
     samples = keras.Variable(0, dtype="int64", trainable=False)
-    state = TrainingState(model, single_collectives(), samples, own_optimizers=True)
+    state = TrainingState(model, single_engine(), samples, own_optimizers=True)
     optimizer = model.optimizer
     momenta = [v for v in optimizer.variables if "momentum" in v.path]
     saved: dict[str, np.ndarray] = {}
