@@ -76,15 +76,22 @@ def enter_job() -> World:
     without_gpu = serves or rank_process is not None
     gpus = None if without_gpu else devices.visible_gpus(socket.gethostname(), os.environ)
     common = settings.in_common
-    mine = {"host": host_id(), "gpus": gpus, "means": devices.means(), "common": common}
+    mine = {
+        "host": host_id(),
+        "gpus": gpus,
+        "capabilities": devices.capabilities(),
+        "common": common,
+    }
     everyone: list[dict[str, Any]] = collectives.allgather_object(mine, name="hvdtrain.init()")
     check_in_common([entry["common"] for entry in everyone])
     hosts = _host_indices([entry["host"] for entry in everyone])
     if topology.node_rank is None:
         topology = dataclasses.replace(topology, node_rank=hosts[topology.rank])
     owned = devices.bind(topology, settings, [entry["gpus"] for entry in everyone])
-    means = [DeviceCapabilities(gpu, *entry["means"]) for gpu, entry in zip(owned, everyone)]
-    choice, on_devices = _on_devices(choice, settings, collectives, means, hosts)
+    capabilities = [
+        DeviceCapabilities(gpu, *entry["capabilities"]) for gpu, entry in zip(owned, everyone)
+    ]
+    choice, on_devices = _on_devices(choice, settings, collectives, capabilities, hosts)
     if topology.size > 1:
         _check_compression(choice, settings)
         if collectives.bucket_bytes and on_devices is None:
@@ -120,7 +127,7 @@ def _on_devices(
     choice: Choice,
     settings: Settings,
     collectives: Engine,
-    means: Sequence[DeviceCapabilities],
+    capabilities: Sequence[DeviceCapabilities],
     hosts: Sequence[int],
 ) -> tuple[Choice, DeviceCollectives | None]:
     """Settle the backend, and connect the devices; None where these don't combine gradients."""
@@ -128,7 +135,7 @@ def _on_devices(
         return choice, None
     choice = choose_for_devices(
         settings.backend,
-        means,
+        capabilities,
         has_servers=settings.has_servers,
         elastic=collectives.survives_losses,
     )
@@ -137,7 +144,7 @@ def _on_devices(
     # Imports TensorFlow.
     from hvdtrain.tensorflow import device_collectives
 
-    on_gpus = bool(means[collectives.rank].gpu)
+    on_gpus = bool(capabilities[collectives.rank].gpu)
     try:
         return choice, device_collectives.connect(collectives, on_gpus=on_gpus, hosts=hosts)
     except LaunchError as error:

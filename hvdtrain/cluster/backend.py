@@ -68,11 +68,11 @@ def choose_backend(topology: Topology, asked: str, *, has_servers: bool = False)
 
 
 def choose_for_devices(
-    asked: str, means: Sequence[DeviceCapabilities], *, has_servers: bool, elastic: bool
+    asked: str, capabilities: Sequence[DeviceCapabilities], *, has_servers: bool, elastic: bool
 ) -> Choice:
     """Decide whether dense gradients are combined by the engine, or where they are.
 
-    ``means`` are the capabilities of the devices of each rank, in order.
+    ``capabilities`` holds those of each rank, in rank order.
 
     Raises:
         LaunchError: ``nccl`` was asked for, and what ranks have does not allow it.
@@ -90,7 +90,7 @@ def choose_for_devices(
                 "Leave one of both out."
             )
         return Choice("mpi", what)
-    obstacle = _obstacle(means, needs_gpus=asked == "auto")
+    obstacle = _obstacle(capabilities, needs_gpus=asked == "auto")
     if asked == "auto":
         return Choice("mpi", obstacle) if obstacle else Choice("nccl", "every rank has a GPU")
     if obstacle:
@@ -98,27 +98,27 @@ def choose_for_devices(
             f"--backend nccl (HVDTRAIN_BACKEND) can't be used: {obstacle}. Mend that, or leave it "
             "out: then MPI combines gradients."
         )
-    on_cpus = "" if means[0].gpu else " (by TensorFlow's ring on CPUs, as no rank has a GPU)"
+    on_cpus = "" if capabilities[0].gpu else " (by TensorFlow's ring on CPUs, as no rank has a GPU)"
     return Choice("nccl", f"--backend nccl{on_cpus}")
 
 
-def _obstacle(means: Sequence[DeviceCapabilities], *, needs_gpus: bool) -> str:
+def _obstacle(capabilities: Sequence[DeviceCapabilities], *, needs_gpus: bool) -> str:
     """Return why the ranks can't reduce on their devices; empty where they can."""
-    without = [rank for rank, mine in enumerate(means) if not mine.gpu]
-    if len(without) == len(means):
+    without = [rank for rank, mine in enumerate(capabilities) if not mine.gpu]
+    if len(without) == len(capabilities):
         if needs_gpus:
             return "no rank has a GPU"
     elif without:
         return f"{_ranks(without)} without a GPU, and others have one"
     else:
-        owners = Counter(mine.gpu for mine in means)
-        shared = [rank for rank, mine in enumerate(means) if owners[mine.gpu] > 1]
+        owners = Counter(mine.gpu for mine in capabilities)
+        shared = [rank for rank, mine in enumerate(capabilities) if owners[mine.gpu] > 1]
         if shared:
             return f"{_ranks(shared)} sharing a GPU, which NCCL does not allow"
-        lacking = [rank for rank, mine in enumerate(means) if not mine.has_nccl]
+        lacking = [rank for rank, mine in enumerate(capabilities) if not mine.has_nccl]
         if lacking:
             return f"{_ranks(lacking)} using a TensorFlow without NCCL"
-    late = [rank for rank, mine in enumerate(means) if not mine.ready]
+    late = [rank for rank, mine in enumerate(capabilities) if not mine.ready]
     if late:
         return f"{_ranks(late)} late: the program used TensorFlow's devices before hvdtrain.init()"
     return ""

@@ -458,7 +458,7 @@ class Engine(Exchange):
         self._section, self._section_error = name, None
         try:
             yield
-            with self.patiently():
+            with self.without_timeout():
                 self.barrier(name=f"end of {name}")
         except BaseException as error:
             self._leave_section(error)
@@ -492,7 +492,7 @@ class Engine(Exchange):
                 self.fail(reason)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def abort_on_error(self) -> Iterator[None]:
         """End the job if the block fails. For blocks in which ranks call no collectives.
 
         Must be used inside a section. All ranks get errors from then on, including ranks that wait
@@ -506,9 +506,9 @@ class Engine(Exchange):
             raise
 
     @contextmanager
-    def patiently(self) -> Iterator[None]:
+    def without_timeout(self) -> Iterator[None]:
         """Disable the time-out of operations in the block; failed ranks are still errors."""
-        with self.transport.patiently():
+        with self.transport.without_timeout():
             yield
 
     def begin_external(self, kind: str, name: str, detail: tuple[Any, ...]) -> None:

@@ -282,7 +282,7 @@ class MpiTransport(Transport):
         return max(inside[0], *(wait.waited_until_s for wait in waits)), inside[1]
 
     @contextmanager
-    def patiently(self) -> Iterator[None]:
+    def without_timeout(self) -> Iterator[None]:
         waits = self._spin_wait, self._data_wait
         for wait in waits:
             wait.patient = True

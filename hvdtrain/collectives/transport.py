@@ -127,7 +127,7 @@ class Transport(ABC):
         """Forget an operation that was begun, on all ranks together."""
 
     @contextmanager
-    def patiently(self) -> Iterator[None]:
+    def without_timeout(self) -> Iterator[None]:
         """Wait for other ranks without a time-out within the block."""
         yield
 

@@ -164,7 +164,7 @@ class GradientReducer:
         return run_on_host(run, [value], [value.shape])[0]
 
     @contextmanager
-    def going_on(self) -> Iterator[None]:
+    def tolerate_lost_ranks(self) -> Iterator[None]:
         """Within the block too few ranks are no error: whoever trains sees to it between steps."""
         self._goes_on = True
         try:

@@ -242,7 +242,7 @@ class _After(keras.callbacks.Callback):
         self._broadcast = broadcast
 
     def on_train_begin(self, logs: Any = None) -> None:
-        with self._failover.patiently():
+        with self._failover.without_timeout():
             self._broadcast()
         epoch = self._collectives.broadcast_object(initial_epoch(self.model), name="initial epoch")
         set_initial_epoch(self.model, epoch)
@@ -260,7 +260,7 @@ class _After(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         mine = np.array(bool(self.model.stop_training))
-        with self._failover.patiently():
+        with self._failover.without_timeout():
             stop = self._collectives.allreduce(mine, "max", name="stop training")
         self.model.stop_training = bool(stop)
         self._failover.share_states()
@@ -322,12 +322,12 @@ class ChiefFailover:
         self._states: Mapping[str, Any] = {}
         self._standbys: list[_StandbyCallback] = []
 
-    def patiently(self) -> AbstractContextManager[None]:
+    def without_timeout(self) -> AbstractContextManager[None]:
         """Let operations in the block wait for the chief's callbacks without a time-out.
 
         They save the model as a rule, which may take long; callbacks of all ranks must be in time.
         """
-        return self._collectives.patiently() if self._of_chief else nullcontext()
+        return self._collectives.without_timeout() if self._of_chief else nullcontext()
 
     def callbacks(self) -> list[Any]:
         """The user's callbacks as this rank runs them."""

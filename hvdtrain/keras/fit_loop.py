@@ -244,7 +244,7 @@ class FitLoop:
             with (
                 saving,
                 self._membership.followed_by(followers),
-                self._reducer.going_on(),
+                self._reducer.tolerate_lost_ranks(),
                 self._ending_at_nan(listed),
             ):
                 return self._guard(

@@ -30,8 +30,8 @@ from hvdtrain.private_api import tensorflow as private_tensorflow
 __all__ = [
     "assign_gpus",
     "bind",
+    "capabilities",
     "compute_beside_buckets",
-    "means",
     "set_up",
     "tower_devices",
     "visible_gpus",
@@ -97,8 +97,8 @@ def assign_gpus(
     return chosen
 
 
-def means() -> tuple[bool, bool]:
-    """``has_nccl`` and ``ready`` of ``cluster.backend.Means``, before devices are used."""
+def capabilities() -> tuple[bool, bool]:
+    """Return ``has_nccl`` and ``ready`` of ``DeviceCapabilities``, before devices are used."""
     with_gpus = tf.test.is_built_with_cuda() or tf.test.is_built_with_rocm()
     return with_gpus, private_tensorflow.is_connected() or not private_tensorflow.in_use()
 

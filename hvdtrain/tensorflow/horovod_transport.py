@@ -80,7 +80,7 @@ class HorovodTransport(Transport):
         return self
 
     @contextmanager
-    def patiently(self) -> Iterator[None]:
+    def without_timeout(self) -> Iterator[None]:
         self._patient = True
         try:
             yield

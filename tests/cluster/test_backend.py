@@ -46,7 +46,7 @@ OTHER = GPU1._replace(has_nccl=False)
 
 
 @pytest.mark.parametrize(
-    ("asked", "means", "backend", "reason"),
+    ("asked", "capabilities", "backend", "reason"),
     [
         ("auto", [GPU0, GPU1], "nccl", "every rank has a GPU"),
         ("auto", [CPU, CPU], "mpi", "no rank has a GPU"),
@@ -65,13 +65,13 @@ OTHER = GPU1._replace(has_nccl=False)
         ),
     ],
 )
-def test_choice_for_devices(asked, means, backend, reason):
-    found = choose_for_devices(asked, means, has_servers=False, elastic=False)
+def test_choice_for_devices(asked, capabilities, backend, reason):
+    found = choose_for_devices(asked, capabilities, has_servers=False, elastic=False)
     assert found == (backend, reason)
 
 
 @pytest.mark.parametrize(
-    ("means", "reason"),
+    ("capabilities", "reason"),
     [
         ([CPU, GPU1], "rank 0 is without a GPU"),
         ([GPU1, GPU1], "sharing a GPU"),
@@ -79,9 +79,9 @@ def test_choice_for_devices(asked, means, backend, reason):
         ([CPU, CPU._replace(ready=False)], "rank 1 is late"),
     ],
 )
-def test_nccl_where_it_can_t_be(means, reason):
+def test_nccl_where_it_can_t_be(capabilities, reason):
     with pytest.raises(LaunchError, match=rf"--backend nccl .* can't be used: .*{reason}"):
-        choose_for_devices("nccl", means, has_servers=False, elastic=False)
+        choose_for_devices("nccl", capabilities, has_servers=False, elastic=False)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_where_ranks_cannot_realign_all_get_errors(case: EngineCase, way: str, m
 
             monkeypatch.setattr(engine.transport, "agree", interrupt)
         elif fails:
-            with engine.apart() if way == "apart" else contextlib.nullcontext():
+            with engine.abort_on_error() if way == "apart" else contextlib.nullcontext():
                 raise error
         engine.barrier()
     for _ in range(2):
@@ -146,7 +146,7 @@ def test_where_ranks_cannot_realign_all_get_errors(case: EngineCase, way: str, m
 
 
 @on_engines(CASES)
-def test_waiting_patiently_takes_as_long_as_it_takes(
+def test_a_wait_without_timeout_has_no_limit(
     case: EngineCase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(failure_detector, "ASK_TIMEOUT_S", 0.2)
@@ -155,7 +155,7 @@ def test_waiting_patiently_takes_as_long_as_it_takes(
         everyone(engine.size, None)
         if engine.rank == engine.size - 1:
             time.sleep(2.0)
-        with engine.patiently():
+        with engine.without_timeout():
             engine.barrier(name="model is saved")
     if engine.rank == 0:
         last = engine.size - 1
@@ -169,6 +169,6 @@ def test_a_failure_ends_patience(case: EngineCase) -> None:
     if engine.rank == 1:
         engine.fail("ValueError: disk full")
         return
-    with pytest.raises(PeerFailedError, match="disk full"), engine.patiently():
+    with pytest.raises(PeerFailedError, match="disk full"), engine.without_timeout():
         engine.barrier()
     engine.fail("PeerFailedError")

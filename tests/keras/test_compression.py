@@ -141,7 +141,7 @@ def test_another_number_of_ranks_has_the_mean_of_what_was_left():
         saved.update({key.replace("rank/0", f"rank/{rank}", 1): own[key].copy() for key in own})
     assert unsent_of(saved) == [0, 2]
     state, feedback, variables = state_of()
-    state.make_room(unsent_of(saved))
+    state.allocate_residuals(unsent_of(saved))
     state.restore_part(saved, 3, rank=1, size=2)
     for variable in (variables[0], variables[2]):
         unsent, factors = feedback.keep(variable)

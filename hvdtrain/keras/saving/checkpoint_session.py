@@ -389,7 +389,7 @@ class CheckpointSession:
         with report.during("checkpoint"):
             if self._membership.is_chief:
                 self._save(save)
-            with self._state.collectives.patiently():
+            with self._state.collectives.without_timeout():
                 self._state.collectives.barrier(name="the chief saves")
 
     def _complain(self, error: CheckpointError | str) -> None:

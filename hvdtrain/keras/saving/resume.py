@@ -48,7 +48,7 @@ def find(
                 answer.update(state=snapshot.state, unsent=unsent_of(snapshot.ranks))
         except CheckpointError as error:
             answer["error"] = str(error)
-    with collectives.patiently():  # the chief reads it from a disk that may be slow
+    with collectives.without_timeout():  # the chief reads it from a disk that may be slow
         answer = collectives.broadcast_object(answer, name="newest checkpoint")
     if "error" in answer:
         raise CheckpointError(answer["error"])
@@ -56,7 +56,7 @@ def find(
         return None
     progress = TrainingProgress.from_json(answer["state"])
     build_optimizers(state.model, progress.built)
-    state.make_room(answer["unsent"])
+    state.allocate_residuals(answer["unsent"])
     return progress, snapshot
 
 

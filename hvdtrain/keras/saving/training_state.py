@@ -153,7 +153,7 @@ class TrainingState:
                 f"first is {next(iter(found))}. {_REMEDY}"
             )
 
-    def make_room(self, variables: Sequence[int]) -> None:
+    def allocate_residuals(self, variables: Sequence[int]) -> None:
         """Expect unsent parts of the gradients of these variables; before ``restore_own``.
 
         Args:

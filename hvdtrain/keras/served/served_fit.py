@@ -190,7 +190,7 @@ def serve(job: ServedJob, arguments: inspect.BoundArguments) -> Any:
         if checkpoint is not None:
             signals.catch()
         try:
-            with job.collectives.apart():
+            with job.collectives.abort_on_error():
                 server.serve()
         finally:
             signals.release(handled=server.ended_by > 0)

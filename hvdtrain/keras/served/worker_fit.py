@@ -82,7 +82,7 @@ class WorkerFit(keras.callbacks.Callback):
         given["callbacks"] = [self, *callbacks]
         ended_by = 0
         try:
-            with self.job.collectives.apart(), exchange.using(client):
+            with self.job.collectives.abort_on_error(), exchange.using(client):
                 history = loop.fit(*arguments.args, **arguments.kwargs)
         except Preempted as ended:
             ended_by = ended.signal
