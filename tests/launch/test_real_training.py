@@ -17,7 +17,7 @@ PROGRAM = REPOSITORY / "tests/keras/saving/program.py"
 TOLD = {
     "kill": ["rank 0 on", "failed first: ended by signal 9 (SIGKILL)", "lost: "],
     "stop": ["stopped (state T)", "rank 0 waits in allreduce("],
-    "preempt": ["SIGUSR1 came; the checkpoint of step", "preempted"],
+    "preempt": ["received SIGUSR1; the checkpoint of step", "preempted"],
 }
 _whole: list[str] = []
 
@@ -47,7 +47,7 @@ def test_a_training_goes_on_by_itself(train, fault, tmp_path):
         # A fork that is stopped can't be seen to be.
         fresh=fault == "stop",
     )
-    for text in (*TOLD[fault], "attempt 2", "training goes on from the checkpoint of step"):
+    for text in (*TOLD[fault], "attempt 2", "resuming from the checkpoint of step"):
         assert text in stderr, stderr
     steps, times, waits = stderr.split("hvdtrain run: ")[-4:-1]
     assert re.fullmatch(r"\d+ steps in .*; [\d.]+ steps/s, [\d,]+ samples/s in training\n", steps)

@@ -180,9 +180,9 @@ def test_a_real_training_goes_on_in_the_second_run(
     job.until(lambda: job.shown("JobState") == "COMPLETED", 180)
     output = job.output()
     assert job.shown("Restarts") == "1", output
-    assert output.count("SIGUSR1 came; the checkpoint of step") == 1, output
+    assert output.count("received SIGUSR1; the checkpoint of step") == 1, output
     assert output.count("is in the queue again") == 1, output
-    assert "training goes on from the checkpoint of step" in output
+    assert "resuming from the checkpoint of step" in output
     assert "least [1.0, 1.0, 1.0]" in output
     assert "most [1.0, 1.0, 1.0]" in output
 

@@ -156,7 +156,7 @@ class CheckpointSession:
         else:
             ranks = f"; ranks then: {place.ranks}" if place.ranks != self._membership.size else ""
             self._say(
-                f"training goes on from {where} (epoch {saved.epoch + 1}, {place.epoch_step} steps "
+                f"resuming from {where} (epoch {saved.epoch + 1}, {place.epoch_step} steps "
                 f"of it done{ranks})"
             )
         if not saved.within_epoch:
@@ -317,11 +317,11 @@ class CheckpointSession:
             error = self.writer.take_error()
             if error is None:
                 self._say(
-                    f"{name} came; the checkpoint of step {self._epochs.step} is in "
-                    f"{self._options.directory}. Start the program again to go on"
+                    f"received {name}; the checkpoint of step {self._epochs.step} is in "
+                    f"{self._options.directory}. Start the program again to resume"
                 )
             else:
-                self._warn(f"{name} came, and no checkpoint could be saved: {error}")
+                self._warn(f"received {name}, and no checkpoint could be saved: {error}")
         self._preempted = True
         raise Preempted(number)
 
@@ -397,7 +397,7 @@ class CheckpointSession:
         written = len(self.writer.written_s)
         if self._complained_after != written:
             self._complained_after = written
-            logger.warning("no checkpoint could be saved, training goes on: %s", error)
+            logger.warning("no checkpoint could be saved; training continues: %s", error)
 
     # Hooks for trainings in which each rank makes its own steps.
 

@@ -159,7 +159,7 @@ def test_digits_are_learnt_in_three_pods_of_which_one_is_deleted(commands: Comma
     assert again in ([1, 1], [1, 1, 1])
     first, _ = commands.events(name, "ended")
     assert (first["cause"], first["saved"]) == ("preempted", first["step"])
-    assert f"training goes on from the checkpoint of step {first['step']}" in done.stdout
+    assert f"resuming from the checkpoint of step {first['step']}" in done.stdout
 
 
 def test_the_operators_definition_accepts_the_documents_mpijob(commands: Commands) -> None:

@@ -187,7 +187,7 @@ def test_training_goes_on_with_another_number_of_devices(launch, tmp_path):
     stopped, whole = str(tmp_path / "stopped"), str(tmp_path / "whole")
     assert launch(None, RESUMED, "1", stopped, env=towers(2)).returncode == 0
     resumed = launch(None, RESUMED, "2", stopped, env=towers(3))
-    assert "training goes on from the checkpoint of step 4" in resumed.stderr
+    assert "resuming from the checkpoint of step 4" in resumed.stderr
     assert launch(None, RESUMED, "2", whole).returncode == 0
     got, expected = np.load(f"{stopped}/weights.npz"), np.load(f"{whole}/weights.npz")
     for name in expected.files:

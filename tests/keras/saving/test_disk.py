@@ -71,7 +71,7 @@ def test_training_goes_on_while_a_slow_disk_writes(launch, slow_disk):
 def test_a_full_disk_is_told_once(launch, small_disk):
     done = launch(2, TRAINING, str(small_disk), "10", "warn", timeout_s=120)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("no checkpoint could be saved, training goes on") == 1
+    assert done.stderr.count("no checkpoint could be saved; training continues") == 1
     assert "No space left" in done.stderr
     assert done.stdout.startswith("100 steps")
 
@@ -80,7 +80,7 @@ def test_a_disk_that_fills_again_is_told_again(launch, small_disk):
     remount(small_disk, "size=16m")
     done = launch(2, TRAINING, str(small_disk), "10", "warn", "filled", timeout_s=120)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("no checkpoint could be saved, training goes on") == 2, done.stderr
+    assert done.stderr.count("no checkpoint could be saved; training continues") == 2, done.stderr
     assert Store(small_disk).steps() == [100]
 
 

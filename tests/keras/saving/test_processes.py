@@ -65,7 +65,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(killed, launch
     done = launch(2, PROGRAM, str(killed), timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert str(folder) in done.stderr
-    assert f"training goes on from the checkpoint of step {before} " in done.stderr
+    assert f"resuming from the checkpoint of step {before} " in done.stderr
 
 
 def test_damage_to_all_checkpoints_is_an_error_on_every_rank(killed, launch):

@@ -242,7 +242,7 @@ def test_who_can_not_be_done_without(run_command, forked_python, tmp_path, who, 
     if restarts:
         assert done.returncode == 0, done
         assert re.search(r"attempt 2 of 2 starts .* since the checkpoint of step \d+", done.stderr)
-        assert "training goes on from the checkpoint of step" in done.stderr
+        assert "resuming from the checkpoint of step" in done.stderr
         assert [entry["again"] for entry in facts(done, "end")] == [True] * 4
     else:
         assert done.returncode == 137, done
