@@ -1,7 +1,7 @@
-"""Checkpoints on disk: what training was at one moment, written so that nothing can spoil it.
+"""Atomic checkpoints on disk.
 
-``Store`` writes a ``Snapshot`` and finds the newest one again. docs/checkpoints.md describes the
-files, which open without hvdtrain.
+``Store`` writes a ``Snapshot`` and reads the newest intact one. docs/checkpoints.md describes the
+files, which can be opened without hvdtrain.
 """
 
 from hvdtrain.checkpoint.snapshot import Snapshot

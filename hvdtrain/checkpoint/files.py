@@ -1,7 +1,4 @@
-"""The files of a checkpoint: on the disk when a call returns, and checked when they are read.
-
-manifest.json has the size and the checksum of each of the others.
-"""
+"""Durable files and the manifest, which lists the size and the checksum of each of them."""
 
 from __future__ import annotations
 
@@ -17,23 +14,9 @@ from pathlib import Path
 from hvdtrain.errors import CheckpointError
 
 __all__ = [
-    "FILES",
-    "MANIFEST",
-    "MODEL",
-    "RANKS",
-    "STATE",
-    "DamagedError",
-    "Manifest",
-    "check_contents",
-    "check_sizes",
-    "encode_manifest",
-    "file_facts",
-    "make_folders",
-    "read_manifest",
-    "read_regular",
-    "reason",
-    "sync",
-    "write_file",
+    *("FILES", "MANIFEST", "MODEL", "RANKS", "STATE", "DamagedError", "Manifest"),
+    *("check_contents", "check_sizes", "describe", "encode_manifest", "make_folders"),
+    *("read_manifest", "read_regular", "size_and_digest", "sync", "write_file"),
 ]
 
 MANIFEST = "manifest.json"
@@ -44,62 +27,45 @@ FILES = (MODEL, RANKS, STATE)
 
 _FORMAT = 1
 _MANIFEST_BYTES = 64 * 1024
-# Python threads pass the interpreter on every 5 ms: with small pieces this thread would wait for
-# its turn longer than it works.
-_PIECE_BYTES = 16 * 1024 * 1024
+# Large chunks: after each one this thread may wait 5 ms for Python's global lock.
+_CHUNK_BYTES = 16 * 1024 * 1024
 
-_REMEDY = {
-    errno.ENOSPC: "Free space there, or name a directory on another disk",
-    errno.EDQUOT: "Free space within your quota, or name a directory elsewhere",
-    errno.EROFS: "Name a directory that can be written to",
-    errno.EACCES: "Allow writing there, or name a directory of your own",
-    errno.EPERM: "Allow writing there, or name a directory of your own",
-    errno.ENOTDIR: "Name a directory, not a file",
-    errno.EEXIST: "Name a directory, not a file",
+_WRITABLE = "Grant write permission, or choose another directory"
+_NOT_A_FILE = "Choose a directory, not a file"
+_REMEDIES = {
+    errno.ENOSPC: "Free some space, or choose a directory on another disk",
+    errno.EDQUOT: "Free some space within your quota, or choose another directory",
+    errno.EROFS: "Choose a writable directory",
+    errno.EACCES: _WRITABLE,
+    errno.EPERM: _WRITABLE,
+    errno.ENOTDIR: _NOT_A_FILE,
+    errno.EEXIST: _NOT_A_FILE,
     errno.ETIMEDOUT: "Try again later",
-    errno.EIO: "Have the disk checked, or name a directory on another one",
+    errno.EIO: "Check the disk, or choose a directory on another one",
 }
 
-# Of each file of a checkpoint: its size in bytes, and its SHA-256 in hexadecimal digits.
+# File names to sizes in bytes and hexadecimal SHA-256 digests.
 Manifest = Mapping[str, tuple[int, str]]
 
 
 class DamagedError(Exception):
-    """A checkpoint isn't what was written; the text says how."""
+    """A checkpoint is incomplete or has changed since it was written."""
 
 
 def encode_manifest(step: int, manifest: Manifest) -> bytes:
-    """Return the text of manifest.json."""
+    """Return the content of manifest.json."""
     files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in manifest.items()}
     content = {"format": _FORMAT, "step": step, "files": files}
     return json.dumps(content, indent=1).encode("ascii") + b"\n"
 
 
-def file_facts(path: Path) -> tuple[int, str]:
-    """Return size and SHA-256 of a file as it is now, read piece by piece.
-
-    Raises:
-        DamagedError: It is not a regular file.
-        OSError: It can't be read.
-    """
-    digest = hashlib.sha256()
-    total = 0
-    with _open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        piece = memoryview(bytearray(max(1, min(_PIECE_BYTES, size))))
-        while count := file.readinto(piece):
-            digest.update(piece[:count])
-            total += count
-    return total, digest.hexdigest()
-
-
 def read_manifest(folder: Path, step: int) -> Manifest:
-    """Read the manifest of the checkpoint of this step.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        DamagedError: It isn't one.
-        CheckpointError: A newer hvdtrain wrote it.
-        OSError: It can't be read.
+        DamagedError: The manifest is not valid, or belongs to another step.
+        CheckpointError: A newer version of hvdtrain wrote it.
+        OSError: The file can't be read.
     """
     text = read_regular(folder / MANIFEST, _MANIFEST_BYTES)
     try:
@@ -111,8 +77,8 @@ def read_manifest(folder: Path, step: int) -> Manifest:
         raise DamagedError(f"{MANIFEST} lacks a format version")
     if version > _FORMAT:
         raise CheckpointError(
-            f"Checkpoint {folder} has format {version}; this hvdtrain reads up to {_FORMAT}. "
-            "Update hvdtrain, or name another directory."
+            f"Checkpoint {folder} has format {version}; this version of hvdtrain supports up to "
+            f"{_FORMAT}. Update hvdtrain, or choose another directory."
         )
     if content.get("step") != step or type(content["step"]) is not int:
         raise DamagedError(f"{MANIFEST} is of step {content.get('step')!r}, not {step}")
@@ -123,79 +89,95 @@ def read_manifest(folder: Path, step: int) -> Manifest:
         raise DamagedError(f"{MANIFEST} lacks size or checksum of {', '.join(FILES)}") from None
 
 
+def size_and_digest(path: Path) -> tuple[int, str]:
+    """Return the size and the SHA-256 digest of a regular file.
+
+    Raises:
+        DamagedError: The file is missing or not a regular file.
+        OSError: The file can't be read.
+    """
+    digest = hashlib.sha256()
+    total = 0
+    with _open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        chunk = memoryview(bytearray(max(1, min(_CHUNK_BYTES, size))))
+        while count := file.readinto(chunk):
+            digest.update(chunk[:count])
+            total += count
+    return total, digest.hexdigest()
+
+
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Compare the sizes of the files; reads none of them.
+    """Compare the file sizes with the manifest, without reading the files.
 
     Raises:
         DamagedError: A file is missing or has another size.
         OSError: The folder can't be read.
     """
     for name in FILES:
-        try:
-            status = (folder / name).lstat()
-        except FileNotFoundError:
-            raise DamagedError(f"{name} is missing") from None
-        if not stat.S_ISREG(status.st_mode):
-            raise DamagedError(f"{name} is not a regular file")
-        size, _ = manifest[name]
-        if status.st_size != size:
-            raise DamagedError(f"{name} has {status.st_size} bytes, its manifest says {size}")
+        size, expected = _regular_size(folder / name), manifest[name][0]
+        if size != expected:
+            raise DamagedError(f"{name} has {size} bytes, expected {expected}")
 
 
 def check_contents(folder: Path, manifest: Manifest) -> None:
-    """Compare sizes and checksums; reads every file.
+    """Compare the sizes and checksums of all files with the manifest.
 
     Raises:
-        DamagedError: A file isn't what was written.
+        DamagedError: A file differs.
         OSError: A file can't be read.
     """
     check_sizes(folder, manifest)
     for name in FILES:
-        if file_facts(folder / name) != manifest[name]:
-            raise DamagedError(f"{name} has another checksum than its manifest says")
+        if size_and_digest(folder / name) != manifest[name]:
+            raise DamagedError(f"{name} has a wrong checksum")
 
 
-def read_regular(path: Path, most_bytes: int) -> bytes:
-    """Read the content of a regular file of at most ``most_bytes``.
+def read_regular(path: Path, limit_bytes: int) -> bytes:
+    """Read a regular file of at most ``limit_bytes``.
 
     Raises:
-        DamagedError: It is missing, no regular file, or larger.
-        OSError: It can't be read.
+        DamagedError: The file is missing, larger, or not a regular file.
+        OSError: The file can't be read.
     """
     with _open_regular(path) as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise DamagedError(f"{path.name} has more than {most_bytes} bytes")
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise DamagedError(f"{path.name} has more than {limit_bytes} bytes")
     return content
 
 
 def _open_regular(path: Path) -> io.FileIO:
-    """Open a file, but neither where a link leads nor a pipe that would wait for a writer."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        raise DamagedError(f"{path.name} is missing") from None
-    if not stat.S_ISREG(mode):
-        raise DamagedError(f"{path.name} is not a regular file")
+    """Open a file without following a link or waiting for the writer of a pipe."""
+    _regular_size(path)
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return io.FileIO(os.open(path, flags))
 
 
-def reason(error: OSError) -> str:
-    """The system's words and a remedy, as two sentences without the last full stop."""
-    words = error.strerror or str(error)
-    remedy = _REMEDY.get(error.errno or 0, "Remove the cause, or name another directory")
-    where = f" ({os.fsdecode(error.filename)})" if error.filename is not None else ""
-    return f"{words}{where}. {remedy}"
+def _regular_size(path: Path) -> int:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        raise DamagedError(f"{path.name} is missing") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedError(f"{path.name} is not a regular file")
+    return status.st_size
+
+
+def describe(error: OSError) -> str:
+    """Return the system's message and a remedy, without the final full stop."""
+    remedy = _REMEDIES.get(error.errno or 0, "Fix the cause, or choose another directory")
+    path = f" ({os.fsdecode(error.filename)})" if error.filename is not None else ""
+    return f"{error.strerror or error}{path}. {remedy}"
 
 
 def sync(path: Path) -> None:
-    """Bring a file's content, or a folder's names, to the disk."""
+    """Flush a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems know no fsync of folders; their names are the server's care.
+        # Some network file systems don't support fsync on folders; their servers flush entries.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
@@ -203,7 +185,7 @@ def sync(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Make a file with this content."""
+    """Create a file and flush it to the disk."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -211,7 +193,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make the folder, and those above it that aren't there."""
+    """Create a folder and its missing parents, and flush their entries to the disk."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -219,7 +201,7 @@ def make_folders(path: Path) -> None:
     try:
         path.mkdir()
     except FileExistsError:
-        # Another process was quicker, or it is a file.
+        # Another process may have created it, or it is a file.
         if not path.is_dir():
             raise
     sync(path.parent)

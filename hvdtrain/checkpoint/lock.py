@@ -1,7 +1,7 @@
-"""One process at a time writes into a directory of checkpoints; its death frees the directory.
+"""A lock that lets one process at a time write into a checkpoint directory.
 
-The lock is the kernel's, on ``.lock`` in the directory, so that nothing is left of it when a
-process is killed. What the file says is only for the message.
+The kernel holds the lock on the file ``.lock`` and releases it when the process ends, however it
+ends. The content of the file only serves the error message.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from pathlib import Path
 
 from hvdtrain.errors import CheckpointError
 
-__all__ = ["WriteLock", "hold"]
+__all__ = ["WriteLock", "acquire"]
 
 _NAME = ".lock"
 _POLL_S = 0.05
-_HOLDER_BYTES = 4096
+_OWNER_BYTES = 4096
 
-# A file system without locks says one of these, for example Lustre mounted without `flock`.
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+# Errors of file systems without locks, for example Lustre mounted without `flock`.
+_UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 _held: weakref.WeakValueDictionary[str, WriteLock] = weakref.WeakValueDictionary()
 _guard = threading.Lock()
 _watches_forks = False
 
 
-def hold(directory: Path, timeout_s: float) -> WriteLock:
-    """Return the lock of a directory, which this process shares until all its users drop it.
+def acquire(directory: Path, timeout_s: float) -> WriteLock:
+    """Return the lock of a directory; the process shares it until its last user drops it.
 
-    A process that was killed may hold its files for a moment yet: ``timeout_s`` bounds the wait.
+    Args:
+        directory: An existing directory.
+        timeout_s: Seconds to wait: the kernel may release the lock of a killed process late.
 
     Raises:
-        CheckpointError: Another process holds it.
-        OSError: The lock file can't be made.
+        CheckpointError: Another process holds the lock.
+        OSError: The lock file can't be created.
     """
     global _watches_forks
     key = os.path.realpath(directory)
     with _guard:
         if not _watches_forks:
-            os.register_at_fork(after_in_child=_forget)
+            os.register_at_fork(after_in_child=_release_in_child)
             _watches_forks = True
         lock = _held.get(key)
         if lock is None or not lock.is_valid():
@@ -58,19 +60,18 @@ class WriteLock:
     """The lock of one directory.
 
     Attributes:
-        alone: Whether it is certain that no other process writes there; not where the file system
-            knows no locks.
-        mutex: For the threads of this process.
+        exclusive: Whether other processes are kept out; False if the file system lacks locks.
+        mutex: Serializes the threads of this process.
     """
 
     def __init__(self, directory: Path, timeout_s: float) -> None:
         self._path = directory / _NAME
         self._descriptor = -1
         self.mutex = threading.Lock()
-        self.alone = self._take(time.monotonic() + timeout_s)
+        self.exclusive = self._acquire(time.monotonic() + timeout_s)
 
     def is_valid(self) -> bool:
-        """Whether the file that is locked is still the directory's; a user may have removed it."""
+        """Return whether the locked file still is the directory's; users may remove it."""
         try:
             return self._descriptor >= 0 and os.path.samestat(
                 os.stat(self._path), os.fstat(self._descriptor)
@@ -78,57 +79,57 @@ class WriteLock:
         except FileNotFoundError:
             return False
 
-    def forget(self) -> None:
-        """Close the file. The lock stays as long as a process has this opening of it."""
+    def close(self) -> None:
+        """Close the file; the kernel releases the lock when no process has it open."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    __del__ = forget
+    __del__ = close
 
-    def _take(self, deadline: float) -> bool:
+    def _acquire(self, deadline: float) -> bool:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         while True:
             self._descriptor = os.open(self._path, flags, 0o666)
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                if error.errno in _NO_LOCKS:
+                if error.errno in _UNSUPPORTED:
                     return False
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise
                 if time.monotonic() >= deadline:
-                    raise CheckpointError(self._taken()) from None
-                self.forget()
+                    raise self._conflict() from None
+                self.close()
                 time.sleep(_POLL_S)
                 continue
             if self.is_valid():
-                self._sign()
+                self._write_owner()
                 return True
-            self.forget()
+            self.close()
 
-    def _sign(self) -> None:
+    def _write_owner(self) -> None:
         content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without
+        with contextlib.suppress(OSError):  # on a full disk the lock works without it
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, content, 0)
 
-    def _taken(self) -> str:
+    def _conflict(self) -> CheckpointError:
         try:
-            holder = json.loads(os.pread(self._descriptor, _HOLDER_BYTES, 0))
-            who = f"process {int(holder['pid'])} on host {str(holder['host'])!r}"
+            content = json.loads(os.pread(self._descriptor, _OWNER_BYTES, 0))
+            owner = f"process {int(content['pid'])} on host {str(content['host'])!r}"
         except (OSError, ValueError, TypeError, KeyError):
-            who = "another process"
-        return (
-            f"{who} writes checkpoints into {self._path.parent} already. Name a directory of its "
-            "own for each job, or end that process."
+            owner = "another process"
+        return CheckpointError(
+            f"{owner} is already writing checkpoints to {self._path.parent}. Choose a separate "
+            "directory for each job, or stop that process."
         )
 
 
-def _forget() -> None:
-    """Forget all locks in a forked child: it doesn't write, and must not hold them on its own."""
+def _release_in_child() -> None:
+    """Close all locks in a forked child, which would keep them after its parent has ended."""
     global _guard
     _guard = threading.Lock()
     for lock in list(_held.values()):
-        lock.forget()
+        lock.close()
     _held.clear()

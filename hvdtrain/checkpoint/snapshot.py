@@ -1,34 +1,63 @@
-"""The content of a checkpoint in memory, and its state as JSON that every parser reads."""
+"""The content of a checkpoint in memory, and its encoding as JSON and safetensors files."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from hvdtrain.errors import CheckpointError
 
-__all__ = ["Snapshot", "decode_state", "encode_state"]
+__all__ = [
+    "Snapshot",
+    "check_arrays",
+    "decode_state",
+    "encode_state",
+    "read_arrays",
+    "write_arrays",
+]
 
-# JSON has no infinity, where callbacks' "best so far" begins, and no NaN, where a loss may end.
-# They are written as {"$float": "inf"}.
+# JSON lacks infinity and NaN: they are written as {"$float": "inf"}.
 _FLOAT = "$float"
+
+# The types that safetensors can read into NumPy and TensorFlow.
+_NATIVE = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "bfloat16", "complex64"),
+)
+# Other types are stored as native ones of their size; the file's metadata names them.
+_METADATA_KEY = "hvdtrain.dtypes"
+_BYTE_SIZED = (
+    "float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 "
+    "float8_e5m2fnuz float8_e8m0fnu float6_e2m3fn float6_e3m2fn float4_e2m1fn int4 uint4 int2 uint2"
+)
+_STORED_AS: dict[str, tuple[np.dtype, np.dtype]] = {
+    name: (np.dtype(getattr(ml_dtypes, name)), np.dtype(np.uint8))
+    for name in _BYTE_SIZED.split()
+    if hasattr(ml_dtypes, name)
+}
+_STORED_AS["complex128"] = (np.dtype(np.complex128), np.dtype(np.float64))
+_RESERVED = "__metadata__"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Everything of one moment of the training, in memory.
+    """The complete state of a training after a step.
 
     Attributes:
         step: Completed optimizer steps of the whole training; names the checkpoint.
-        state: Values that JSON can hold, and numbers that aren't finite: the epoch, the
-            position in the data, callbacks. Tuples come back as lists.
-        model: Weights and optimizer, by name.
-        ranks: Arrays that differ by rank, under names such as ``rank/3/seed``.
+        state: JSON values, including infinity and NaN; tuples are read back as lists.
+        model: Weights and optimizer variables by name.
+        ranks: Arrays that differ between ranks, with names such as ``rank/3/seed``.
     """
 
     step: int
@@ -38,68 +67,148 @@ class Snapshot:
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
-    """The text of state.json.
+    """Return the content of state.json.
 
     Raises:
-        CheckpointError: The state holds what JSON can't hold; the message says where.
+        CheckpointError: A value can't be stored as JSON.
     """
     if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"The state of a checkpoint is {type(state).__name__}; expected a dict."
-        )
+        raise CheckpointError(f"The state must be a dict, got {type(state).__name__}.")
     try:
-        text = json.dumps(_plain(state, "state"), allow_nan=False, indent=1)
+        text = json.dumps(_to_json(state, "state"), allow_nan=False, indent=1)
     except RecursionError:
         raise CheckpointError(
-            "The state of a checkpoint is nested too deeply or holds itself; make it flatter."
+            "The state is nested too deeply or contains itself; make it flatter."
         ) from None
     return text.encode("ascii") + b"\n"
 
 
 def decode_state(text: bytes) -> dict[str, Any]:
-    """The state that ``encode_state`` was given.
+    """Return the state that ``encode_state`` encoded.
 
     Raises:
-        ValueError: The text is no such JSON.
+        ValueError: The text is not valid.
     """
     try:
-        state = json.loads(text, object_hook=_object)
+        state = json.loads(text, object_hook=_from_json)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(state, dict):
-        raise ValueError("it holds no JSON object")
+        raise ValueError("it is not a JSON object")
     return state
 
 
-def _plain(value: Any, place: str) -> Any:
-    """The value in types that the json module writes and reads alike."""
-    # Exact types: subclasses, such as NumPy's float64 and enumerations, would come back as others.
+def _to_json(value: Any, path: str) -> Any:
+    # Exact types: JSON would turn subclasses, such as NumPy's float64, into their bases.
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
         return value if math.isfinite(value) else {_FLOAT: str(value)}
     if isinstance(value, (list, tuple)):
-        return [_plain(entry, f"{place}[{index}]") for index, entry in enumerate(value)]
+        return [_to_json(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
     if isinstance(value, Mapping):
-        return {
-            _key(key, place): _plain(entry, f"{place}[{key!r}]") for key, entry in value.items()
-        }
+        for key in value:
+            if type(key) is not str or key == _FLOAT:
+                raise CheckpointError(
+                    f"Keys of {path} must be strings other than {_FLOAT!r}, got {key!r} of type "
+                    f"{type(key).__name__}; rename or convert it."
+                )
+        return {key: _to_json(entry, f"{path}[{key!r}]") for key, entry in value.items()}
     raise CheckpointError(
-        f"{place} is {kind.__module__}.{kind.__qualname__}, which JSON can't hold; expected None, "
-        "bool, int, float, str, or a list or dict of these. Convert it, for example with float(), "
-        "or put arrays into the snapshot's model or ranks."
+        f"{path} must be None, bool, int, float, str, or a list or dict of these, got "
+        f"{kind.__module__}.{kind.__qualname__}; convert it, for example with float(), or store "
+        "arrays in the snapshot's model or ranks."
     )
 
 
-def _key(key: Any, place: str) -> str:
-    if type(key) is not str or key == _FLOAT:
-        raise CheckpointError(
-            f"{place} has the key {key!r} of type {type(key).__name__}; expected a str other "
-            f"than {_FLOAT!r}. Rename or convert it."
-        )
-    return key
-
-
-def _object(content: dict[str, Any]) -> Any:
+def _from_json(content: dict[str, Any]) -> Any:
     return float(str(content[_FLOAT])) if set(content) == {_FLOAT} else content
+
+
+def check_arrays(arrays: Mapping[str, np.ndarray], where: str) -> None:
+    """Check that ``write_arrays`` can store the arrays.
+
+    Raises:
+        CheckpointError: The name or the type of an array is not supported.
+    """
+    for name, array in arrays.items():
+        is_text = type(name) is str and name.encode(errors="ignore").decode() == name
+        if not is_text or name == _RESERVED:
+            raise CheckpointError(
+                f"The names of arrays in {where} must be valid Unicode other than {_RESERVED!r}, "
+                f"got {name!r}; rename it."
+            )
+        if not isinstance(array, (np.ndarray, np.generic)):
+            raise CheckpointError(
+                f"{where}[{name!r}] must be a NumPy array, got {type(array).__name__}; convert it "
+                "with numpy.asarray."
+            )
+        if array.dtype.name not in _NATIVE and array.dtype.name not in _STORED_AS:
+            raise CheckpointError(
+                f"{where}[{name!r}] must have a bool, integer, float or complex dtype, got "
+                f"{array.dtype}; convert it, or store it in the snapshot's state."
+            )
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays to a safetensors file without copying contiguous ones.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    stored, dtypes = {}, {}
+    for name, array in arrays.items():
+        # Not ascontiguousarray, which turns scalars into vectors.
+        array = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
+        if array.dtype.name in _STORED_AS:
+            dtype, stored_dtype = _STORED_AS[array.dtype.name]
+            dtypes[name] = dtype.name
+            if dtype.itemsize != stored_dtype.itemsize:
+                array = array.reshape((*array.shape, 1))  # two numbers for each value
+            array = array.view(stored_dtype)
+        stored[name] = array
+    specs = {
+        name: TensorSpec(
+            dtype=array.dtype.name,
+            shape=array.shape,
+            data_ptr=array.ctypes.data,
+            data_len=array.nbytes,
+        )
+        for name, array in stored.items()
+    }
+    try:
+        serialize_file(
+            specs, path, metadata={_METADATA_KEY: json.dumps(dtypes)} if dtypes else None
+        )
+    except SafetensorError as error:
+        # The error number is only in the library's message.
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        if match is None:
+            raise OSError(f"{path.name}: {error}") from error
+        number = int(match[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Read the arrays of a file that ``write_arrays`` wrote.
+
+    Raises:
+        ValueError: The file is not valid.
+        OSError: The file can't be read.
+    """
+    try:
+        # Not memory-mapped: a failing disk would send SIGBUS instead of raising an error.
+        with safe_open(path, framework="np", backend="pread") as file:
+            dtypes = json.loads((file.metadata() or {}).get(_METADATA_KEY, "{}"))
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        for name, dtype_name in dtypes.items():
+            dtype, stored_dtype = _STORED_AS[dtype_name]
+            array = arrays[name]
+            if array.dtype != stored_dtype:
+                raise ValueError(f"{dtype_name} is stored as {array.dtype}, not {stored_dtype}")
+            shape = array.shape if dtype.itemsize == stored_dtype.itemsize else array.shape[:-1]
+            arrays[name] = array.view(dtype).reshape(shape)
+        return arrays
+    except (SafetensorError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"it can't be read as safetensors: {error}") from error

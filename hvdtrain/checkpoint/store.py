@@ -1,4 +1,4 @@
-"""Writes checkpoints into a directory, and finds the newest one that is intact."""
+"""Writing checkpoints to a directory and reading the newest intact one."""
 
 from __future__ import annotations
 
@@ -10,65 +10,55 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
-from hvdtrain.checkpoint.files import (
-    FILES,
-    MANIFEST,
-    MODEL,
-    RANKS,
-    STATE,
-    DamagedError,
-    check_contents,
-    check_sizes,
-    encode_manifest,
-    file_facts,
-    make_folders,
-    read_manifest,
-    read_regular,
-    reason,
-    sync,
-    write_file,
-)
+from hvdtrain.checkpoint import files
+from hvdtrain.checkpoint.files import MANIFEST, MODEL, RANKS, STATE, DamagedError
 from hvdtrain.checkpoint.folders import (
-    PATIENCE_S,
+    RETRY_S,
     CheckpointFolder,
+    busy_directory,
     find_complete,
     free_name,
     hidden_name,
-    keeps_changing,
     remove,
-    sweep,
+    remove_remains,
 )
-from hvdtrain.checkpoint.lock import WriteLock, hold
-from hvdtrain.checkpoint.snapshot import Snapshot, decode_state, encode_state
-from hvdtrain.checkpoint.tensors import check_arrays, read_tensors, write_tensors
+from hvdtrain.checkpoint.lock import WriteLock, acquire
+from hvdtrain.checkpoint.snapshot import (
+    Snapshot,
+    check_arrays,
+    decode_state,
+    encode_state,
+    read_arrays,
+    write_arrays,
+)
 from hvdtrain.errors import CheckpointError, ConfigurationError
 
 __all__ = ["BackgroundWriter", "Store"]
 
-# How often a reader looks again at least, however long it takes to read a checkpoint.
-_LOOKS = 5
+# The least number of attempts to read while a writer removes what is read, however slow they are.
+_ATTEMPTS = 5
 
-# Reading failed with these: what is on the disk isn't a checkpoint any more. With others, such as
-# a lack of permission, it may be intact, and falling back to an older one would lose steps.
+# These errors mean that the checkpoint is damaged. After others, such as a missing permission, it
+# may be intact, and using an older one would lose steps.
 _DAMAGE = (errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.EUCLEAN)
 
 
 class Store:
     """A directory of checkpoints.
 
-    Everyone may read; the process that has written holds the directory until its last Store of the
-    directory is gone, or until it ends, however it ends.
+    Any number of processes may read. A process that has written holds the directory until its last
+    ``Store`` of the directory is deleted, or until it ends.
 
     Args:
-        directory: Made, with those above it, when the first checkpoint is written.
-        keep: How many steps to keep a checkpoint of.
-        notice: Called with a sentence to show when something is wrong that doesn't stop the work.
-        lock_timeout_s: How long ``write`` waits for another process that writes there.
+        directory: Path of the directory; created with its parents by the first ``write``.
+        keep: The number of steps whose checkpoints are kept.
+        notice: Called with a message after a problem that doesn't stop the work.
+        lock_timeout_s: Seconds for which ``write`` waits for another process to release the
+            directory.
 
     Raises:
-        ConfigurationError: ``keep`` is less than 1.
+        ConfigurationError: ``keep`` is not a positive integer.
     """
 
     def __init__(
@@ -76,52 +66,49 @@ class Store:
         directory: str | os.PathLike[str],
         *,
         keep: int = 3,
-        notice: Callable[[str], None] | None = None,
+        notice: Callable[[str], None] = lambda text: None,
         lock_timeout_s: float = 5.0,
     ) -> None:
         if type(keep) is not int or keep < 1:
-            raise ConfigurationError(
-                f"keep={keep!r} is not a number of checkpoints to keep; expected an int of at "
-                "least 1."
-            )
+            raise ConfigurationError(f"keep must be a positive integer, got {keep!r}.")
         self._directory = Path(os.path.abspath(directory))
         self._keep = keep
-        self._notice = notice or (lambda text: None)
+        self._notice = notice
         self._lock_timeout_s = lock_timeout_s
         self._lock: WriteLock | None = None
         self._damaged: set[CheckpointFolder] = set()
 
     def write(self, snapshot: Snapshot) -> Path:
-        """Publish a snapshot and return its folder; it is on the disk then.
+        """Write a snapshot, flush it to the disk and return its folder.
 
-        Afterwards the newest checkpoint of each of the newest ``keep`` steps up to this one is
-        left.
+        Then older checkpoints are removed, except for the newest one of each of the last ``keep``
+        steps up to this one.
 
         Raises:
             CheckpointError: The snapshot can't be stored, the directory can't be written to, or
-                another process writes there. What was there before is intact.
+                another process is writing there. Earlier checkpoints stay intact.
         """
+        title = f"Checkpoint of step {snapshot.step}"
         state = _check(snapshot)
-        what = f"Checkpoint of step {snapshot.step}"
         try:
-            make_folders(self._directory)
-            lock = self._locked()
+            files.make_folders(self._directory)
+            lock = self._acquire_lock()
             with lock.mutex:
-                if lock.alone:
-                    sweep(self._directory)
+                if lock.exclusive:
+                    remove_remains(self._directory)
                 folder = self._publish(snapshot, state)
                 self._prune(snapshot.step)
         except OSError as error:
             raise CheckpointError(
-                f"{what} can't be written to {self._directory}: {reason(error)}. Checkpoints "
-                "that were there are intact."
+                f"{title} can't be written to {self._directory}: {files.describe(error)}. Earlier "
+                "checkpoints are intact."
             ) from error
         except CheckpointError as error:
-            raise CheckpointError(f"{what} can't be written: {error}") from None
+            raise CheckpointError(f"{title} can't be written: {error}") from None
         return folder
 
     def newest(self) -> Snapshot | None:
-        """Return the newest checkpoint that is intact; None if there has been none.
+        """Return the newest intact checkpoint, or None without any checkpoint.
 
         Damaged ones are reported through ``notice``.
 
@@ -131,11 +118,11 @@ class Store:
         try:
             snapshot, problems = self._first_intact()
         except OSError as error:
-            self._refuse(error)
+            raise self._unreadable(error) from error
         if snapshot is None and problems:
             raise CheckpointError(
                 f"No checkpoint in {self._directory} is intact: {'; '.join(problems)}. Put an "
-                "intact copy there, or name another directory to start over."
+                "intact copy there, or choose another directory to start over."
             )
         if snapshot is not None:
             for problem in problems:
@@ -145,30 +132,35 @@ class Store:
         return snapshot
 
     def steps(self) -> list[int]:
-        """Return the steps with a complete checkpoint, ascending; only manifests are read.
+        """Return the steps with a complete checkpoint in ascending order; reads only manifests.
 
         Raises:
             CheckpointError: The directory can't be read.
         """
         steps = set()
         try:
-            for found in find_complete(self._directory):
+            for folder in find_complete(self._directory):
                 try:
-                    read_manifest(found.path, found.step)
+                    files.read_manifest(folder.path, folder.step)
                 except (DamagedError, FileNotFoundError):
                     continue
-                steps.add(found.step)
+                steps.add(folder.step)
         except OSError as error:
-            self._refuse(error)
+            raise self._unreadable(error) from error
         return sorted(steps)
 
-    def _locked(self) -> WriteLock:
-        lock = hold(self._directory, self._lock_timeout_s)
-        if not lock.alone and lock is not self._lock:
+    def _unreadable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"Checkpoints in {self._directory} can't be read: {files.describe(error)}."
+        )
+
+    def _acquire_lock(self) -> WriteLock:
+        lock = acquire(self._directory, self._lock_timeout_s)
+        if not lock.exclusive and lock is not self._lock:
             self._notice(
-                f"The file system of {self._directory} knows no locks: make sure that no other "
-                "job writes checkpoints there, and remove by hand what killed jobs leave "
-                "(.writing-…, .removing-…)."
+                f"The file system of {self._directory} doesn't support locks: make sure that no "
+                "other job writes checkpoints there, and remove the remains of killed jobs "
+                "(.writing-…, .removing-…) yourself."
             )
         self._lock = lock
         return lock
@@ -177,102 +169,97 @@ class Store:
         draft = self._directory / hidden_name("writing", snapshot.step)
         try:
             draft.mkdir()
-            write_file(draft / STATE, state)
+            files.write_file(draft / STATE, state)
             mode = (draft / STATE).stat().st_mode
             for name, arrays in ((MODEL, snapshot.model), (RANKS, snapshot.ranks)):
-                write_tensors(draft / name, arrays)
-                (draft / name).chmod(mode)  # the library makes files that only their owner can read
-                sync(draft / name)
-            # Checksums of the files, not of the memory: the library wrote them.
-            manifest = {name: file_facts(draft / name) for name in FILES}
-            write_file(draft / MANIFEST, encode_manifest(snapshot.step, manifest))
-            sync(draft)
+                write_arrays(draft / name, arrays)
+                (draft / name).chmod(mode)  # safetensors lets only the owner read the file
+                files.sync(draft / name)
+            # Digests of the files, not of the arrays: safetensors has written them.
+            manifest = {name: files.size_and_digest(draft / name) for name in files.FILES}
+            files.write_file(draft / MANIFEST, files.encode_manifest(snapshot.step, manifest))
+            files.sync(draft)
             final = self._directory / free_name(self._directory, snapshot.step)
             draft.rename(final)
-            sync(self._directory)
+            files.sync(self._directory)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
         return final
 
     def _prune(self, step: int) -> None:
-        """Remove checkpoints beyond ``keep``, but none that could be the last good one.
+        """Remove old checkpoints, but none that could be the last intact one.
 
-        Only those count whose files have the right sizes and which no reader of this Store found
-        damaged; of each step the newest. Later steps neither count nor go: training resumed from
-        before them, so they are damaged or belong to another training.
+        Only the newest checkpoint of a step counts, and only if its files have the right sizes and
+        this store has not found it damaged. Later steps neither count nor are removed: training
+        resumed before them, so they are damaged or belong to another training.
         """
         kept: set[int] = set()
         try:
-            for found in find_complete(self._directory):
-                if found.step > step:
+            for folder in find_complete(self._directory):
+                if folder.step > step:
                     continue
-                if found.step in kept or len(kept) == self._keep:
-                    remove(found)
-                elif self._is_sound(found):
-                    kept.add(found.step)
+                if folder.step in kept or len(kept) == self._keep:
+                    remove(folder)
+                elif self._seems_intact(folder):
+                    kept.add(folder.step)
         except (OSError, CheckpointError) as error:
-            text = reason(error) if isinstance(error, OSError) else str(error)
+            text = files.describe(error) if isinstance(error, OSError) else str(error)
             self._notice(f"Old checkpoints in {self._directory} can't be removed: {text}.")
 
-    def _is_sound(self, found: CheckpointFolder) -> bool:
-        if found in self._damaged:
+    def _seems_intact(self, folder: CheckpointFolder) -> bool:
+        if folder in self._damaged:
             return False
         try:
-            check_sizes(found.path, read_manifest(found.path, found.step))
+            files.check_sizes(folder.path, files.read_manifest(folder.path, folder.step))
         except DamagedError:
             return False
         return True
 
     def _first_intact(self) -> tuple[Snapshot | None, list[str]]:
         """Return the newest intact checkpoint, and the problems of newer ones."""
-        give_up_s = time.monotonic() + PATIENCE_S
-        for look in itertools.count(1):
+        deadline = time.monotonic() + RETRY_S
+        for attempt in itertools.count(1):
             snapshot: Snapshot | None = None
             problems: dict[CheckpointFolder, str] = {}
-            for found in find_complete(self._directory):
+            for folder in find_complete(self._directory):
                 try:
-                    snapshot = _load(found)
+                    snapshot = _load(folder)
                     break
                 except DamagedError as error:
-                    problems[found] = f"{found.path}: {error}"
-            # A folder that seems damaged may have been removed meanwhile, as newer ones came.
+                    problems[folder] = f"{folder.path}: {error}"
+            # A checkpoint that seems damaged may have been removed, as newer ones were written.
             if not problems or problems.keys() <= set(find_complete(self._directory)):
                 break
-            if look >= _LOOKS and time.monotonic() > give_up_s:
-                raise keeps_changing()
+            if attempt >= _ATTEMPTS and time.monotonic() > deadline:
+                raise busy_directory()
         self._damaged |= problems.keys()
         return snapshot, list(problems.values())
 
-    def _refuse(self, error: OSError) -> NoReturn:
-        raise CheckpointError(
-            f"Checkpoints in {self._directory} can't be read: {reason(error)}."
-        ) from error
-
 
 class BackgroundWriter:
-    """Writes one snapshot at a time on a thread, while training continues.
+    """A thread that writes one snapshot at a time while training continues.
 
     Args:
-        store: Where they go; used by the writing thread while ``busy``.
-        report: Called on that thread with the step of each checkpoint that is safely on disk.
+        store: The directory to write to; used by the thread while ``busy``.
+        on_written: Called on the thread with the step of each checkpoint that is on the disk.
     """
 
-    def __init__(self, store: Store, report: Callable[[int], None]) -> None:
+    def __init__(self, store: Store, on_written: Callable[[int], None]) -> None:
         self._store = store
-        self._report = report
+        self._on_written = on_written
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
         self.written_s: list[float] = []
-        """The seconds that each successful write took."""
+        """The duration of each successful write in seconds."""
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot is being written; its arrays must stay as they are."""
+        """Whether a snapshot is being written; its arrays must not change meanwhile."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, snapshot: Snapshot) -> None:
-        """Start to write ``snapshot``, after the one before is on disk."""
+        """Start writing a snapshot, after the previous one is on the disk."""
         self.wait()
         self._thread = threading.Thread(
             target=self._write, args=(snapshot,), name="hvdtrain checkpoint", daemon=True
@@ -280,12 +267,12 @@ class BackgroundWriter:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is being written, or the time is over."""
+        """Wait until nothing is being written, or until the timeout."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     def take_error(self) -> CheckpointError | None:
-        """Return why the latest snapshot could not be written, once; None if it could."""
+        """Return and clear the error of the last write; None if it succeeded."""
         error, self._error = self._error, None
         return error
 
@@ -295,45 +282,41 @@ class BackgroundWriter:
             self._store.write(snapshot)
         except CheckpointError as error:
             self._error = error
-        except Exception as error:
-            # Nobody would see an exception of this thread.
+        except Exception as error:  # would be lost in this thread
             self._error = CheckpointError(f"{type(error).__name__}: {error}")
         else:
             self.written_s.append(time.monotonic() - start)
-            self._report(snapshot.step)
+            self._on_written(snapshot.step)
 
 
 def _check(snapshot: Snapshot) -> bytes:
-    """Return the text of the state, if the whole snapshot can be stored."""
+    """Check that a snapshot can be stored; return its encoded state."""
     if type(snapshot.step) is not int or snapshot.step < 0:
-        raise CheckpointError(
-            f"A checkpoint's step is {snapshot.step!r}; expected an int that is not negative."
-        )
+        raise CheckpointError(f"step must be a non-negative int, got {snapshot.step!r}.")
     check_arrays(snapshot.model, "model")
     check_arrays(snapshot.ranks, "ranks")
     return encode_state(snapshot.state)
 
 
-def _load(found: CheckpointFolder) -> Snapshot:
-    """Read a checkpoint, every byte checked."""
-    folder = found.path
+def _load(folder: CheckpointFolder) -> Snapshot:
+    """Read a checkpoint and verify all of its files."""
+    path = folder.path
     try:
-        manifest = read_manifest(folder, found.step)
-        check_contents(folder, manifest)
-        size, _ = manifest[STATE]
+        manifest = files.read_manifest(path, folder.step)
+        files.check_contents(path, manifest)
         name = STATE
         try:
-            state = decode_state(read_regular(folder / STATE, size))
+            state = decode_state(files.read_regular(path / STATE, manifest[STATE][0]))
             name = MODEL
-            model = read_tensors(folder / MODEL)
+            model = read_arrays(path / MODEL)
             name = RANKS
-            ranks = read_tensors(folder / RANKS)
+            ranks = read_arrays(path / RANKS)
         except ValueError as error:
             raise DamagedError(f"{name}: {error}") from None
-    except FileNotFoundError as error:  # safetensors gives it no number
+    except FileNotFoundError as error:  # safetensors doesn't set its errno
         raise DamagedError(str(error)) from None
     except OSError as error:
         if error.errno not in _DAMAGE:
             raise
         raise DamagedError(error.strerror or str(error)) from None
-    return Snapshot(step=found.step, state=state, model=model, ranks=ranks)
+    return Snapshot(step=folder.step, state=state, model=model, ranks=ranks)

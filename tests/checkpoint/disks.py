@@ -1,4 +1,4 @@
-"""Real disks that are small, slow or read-only; they need root."""
+"""Small, slow and read-only file systems; mounting them needs root."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOW_BYTES_PER_S = 2_000_000
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB in memory."""
+    """A file system of ``SMALL_BYTES``."""
     path = tmp_path / "disk"
     path.mkdir()
     options = ["-t", "tmpfs", "-o", f"size={SMALL_BYTES}", "hvdtrain-test"]
@@ -27,7 +27,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def slow_disk(tmp_path: Path) -> Iterator[Path]:
-    """A directory that takes ``SLOW_BYTES_PER_S``."""
+    """A directory that is written at ``SLOW_BYTES_PER_S``."""
     behind, path = tmp_path / "behind", tmp_path / "slow"
     behind.mkdir()
     path.mkdir()
@@ -37,7 +37,7 @@ def slow_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def remount(path: Path, option: str) -> None:
-    """Make the disk at ``path`` read-only (``ro``), writable again (``rw``), or another size."""
+    """Change a mount option: ``ro``, ``rw`` or ``size=BYTES``."""
     subprocess.run(["mount", "-o", f"remount,{option}", path], check=True, timeout=30)
 
 
@@ -48,9 +48,9 @@ def _mounted(command: list[str], path: Path) -> Iterator[Path]:
     except FileNotFoundError as error:
         reason = str(error)
     if reason:
-        do_without("disks", f"such a disk needs root and {command[0]}: {reason}")
+        do_without("disks", f"mounting a disk needs root and {command[0]}: {reason}")
     try:
         yield path
     finally:
-        # Lazily: a store that a caught error still refers to holds its lock file open.
+        # Lazily: a caught error may still hold a store, and so its open lock file.
         subprocess.run(["umount", "--lazy", path], check=True, timeout=30)

@@ -1,16 +1,11 @@
-"""Kills processes that write checkpoints, and reads what they leave.
+"""Interrupts processes that write checkpoints and checks what they leave behind.
 
-``python -m tests.checkpoint.killed_writer random DIRECTORY KILLS``
-    One process after another writes snapshot after snapshot into the directory, and is killed at a
-    random moment.
+``python -m tests.checkpoint.killed_writer DIRECTORY random KILLS`` kills processes that write
+continuously, at random moments. With ``kill`` instead of ``random KILLS``, a process is killed
+before its first file operation, the next one before its second, and so on. With ``fail`` these
+operations raise an error.
 
-``python -m tests.checkpoint.killed_writer everywhere DIRECTORY``
-    A process is killed before its first operation on files, the next before its second, and so on.
-
-``python -m tests.checkpoint.killed_writer failing DIRECTORY``
-    As above, but the operation fails.
-
-A process of its own does this, as it forks: without NumPy's import, a writer starts at once.
+The writers are forked, because importing NumPy would take longer than a write.
 """
 
 from __future__ import annotations
@@ -33,70 +28,62 @@ from hvdtrain.checkpoint.files import check_contents, read_manifest
 from hvdtrain.checkpoint.folders import find_complete
 from tests.checkpoint.samples import check, files, snapshot, step_of
 
-# Small ones spend their time in the short phases, large ones in writing and checksums.
+# A kill hits small models between two files, and large ones during a write or a checksum.
 SIZES = (1, 100, 10_000, 300_000)
 
-# How a process ends whose write was not stopped, was stopped in what is of no account, or failed.
-_WRITTEN, _STOPPED, _REFUSED = 10, 11, 12
-
-
-def main(mode: str, directory: str, *arguments: str) -> None:
-    path = Path(directory)
-    if mode == "random":
-        kill_at_random(path, int(arguments[0]))
-    else:
-        stop_everywhere(path, _die if mode == "everywhere" else _fail)
+# Exit codes: not interrupted, interrupted in an optional operation, failed.
+_WRITTEN, _IGNORED, _REFUSED = 10, 11, 12
 
 
 def kill_at_random(directory: Path, kills: int) -> None:
     rng = random.Random(20)
-    left: Counter[str] = Counter()
+    remains: Counter[str] = Counter()
     last = -1
-    took_s = 0.05
-    reported_any = 0
+    write_s = 0.05
+    published = 0  # by how many processes
     for _ in range(kills):
         floats, keep = rng.choice(SIZES), rng.randint(1, 3)
         reader, writer = os.pipe()
-        child = _fork(_write_on, directory, last + 1, floats, keep, writer)
+        child = _fork(_write_forever, directory, last + 1, floats, keep, writer)
         os.close(writer)
-        time.sleep(rng.uniform(0, 2.5 * took_s))
-        _kill(child)
-        left.update(_phase(directory))
+        time.sleep(rng.uniform(0, 2.5 * write_s))
+        os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+        assert status == signal.SIGKILL, f"the writer ended early with status {status}"
+        names = files(directory) if directory.exists() else []
+        remains.update({name.split("-")[0] for name in names if name.startswith(".")})
         with os.fdopen(reader, "rb") as pipe:
             reports = [int(line) for line in pipe.read().splitlines()]
         if reports:
             last = reports[-1]
-            reported_any += 1
-        last = _read(directory, last)
-        # Aim at about one write a life, whatever the disk and the other load.
-        took_s = min(1.0, took_s * (0.9 if len(reports) > 1 else 1.1))
-    _finish(directory, last)
-    print(f"kills {kills}, lives that published {reported_any}, writes {last + 1}")
-    print("left behind:", dict(left))
-    assert reported_any > kills // 10, "the writers were killed too early to tell anything"
-    assert left["writing"] > kills // 10, "the writers were killed too late to tell anything"
+            published += 1
+        last = _check_newest(directory, last)
+        # Adapt to the speed of the disk, for about one write per process.
+        write_s = min(1.0, write_s * (0.9 if len(reports) > 1 else 1.1))
+    _check_next_write(directory, last)
+    print(f"{kills} kills, {published} after a write; remains: {dict(remains)}")
+    assert published > kills // 10, "the writers were killed too early"
+    assert remains[".writing"] > kills // 10, "the writers were killed too late"
 
 
-def stop_everywhere(directory: Path, stop: Callable[[], None]) -> None:
-    """One write each of a new step that prunes, and of a step that is there already."""
-    for write in (3, 4):  # of steps 2 and 2
-        operation, stopped = 0, True
-        while stopped:
+def interrupt_each_operation(directory: Path, interrupt: Callable[[], None]) -> None:
+    """Write a new step, for which an old one is removed, and an existing step."""
+    for write in (3, 4):  # both of step 2
+        operation, outcome = 0, _IGNORED
+        while outcome != _WRITTEN:
             operation += 1
             target = directory / f"{write}-{operation}"
-            for before in range(write):
-                Store(target, keep=2).write(snapshot(before))
+            for earlier in range(write):
+                Store(target, keep=2).write(snapshot(earlier))
             (target / ".writing-step-00000009-0123abcd").mkdir()
             (target / "step-00000009").mkdir()
-            status = os.waitpid(_fork(_write_until, target, write, operation, stop), 0)[1]
-            outcome = status if status == signal.SIGKILL else os.waitstatus_to_exitcode(status)
-            assert outcome in (signal.SIGKILL, _WRITTEN, _STOPPED, _REFUSED), status
-            stopped = outcome != _WRITTEN
-            found = _read(target, write if outcome in (_WRITTEN, _STOPPED) else write - 1)
-            _finish(target, found)
+            child = _fork(_write_until, target, write, operation, interrupt)
+            outcome = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert outcome in (-signal.SIGKILL, _WRITTEN, _IGNORED, _REFUSED), outcome
+            last = write if outcome in (_WRITTEN, _IGNORED) else write - 1
+            _check_next_write(target, _check_newest(target, last))
             shutil.rmtree(target)
-        print(f"write {write}: stopped at each of {operation - 1} operations")
-        assert operation > 30, "that can't be all"
+        assert operation > 30, "too few operations were observed"
 
 
 def _fork(act: Callable[..., None], *arguments: Any) -> int:
@@ -111,13 +98,7 @@ def _fork(act: Callable[..., None], *arguments: Any) -> int:
     return child
 
 
-def _kill(child: int) -> None:
-    os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
-    assert status == signal.SIGKILL, f"the writer ended by itself, status {status}"
-
-
-def _write_on(directory: Path, write: int, floats: int, keep: int, report: int) -> None:
+def _write_forever(directory: Path, write: int, floats: int, keep: int, report: int) -> None:
     store = Store(directory, keep=keep)
     while True:
         store.write(snapshot(write, floats=floats))
@@ -125,7 +106,9 @@ def _write_on(directory: Path, write: int, floats: int, keep: int, report: int) 
         write += 1
 
 
-def _write_until(directory: Path, write: int, operation: int, stop: Callable[[], None]) -> None:
+def _write_until(
+    directory: Path, write: int, operation: int, interrupt: Callable[[], None]
+) -> None:
     count = 0
 
     def hook(event: str, arguments: tuple) -> None:
@@ -133,7 +116,7 @@ def _write_until(directory: Path, write: int, operation: int, stop: Callable[[],
         if event.startswith(("os.", "open", "fcntl.", "shutil.")):
             count += 1
             if count == operation:
-                stop()
+                interrupt()
 
     new = snapshot(write)
     store = Store(directory, keep=2)
@@ -142,7 +125,7 @@ def _write_until(directory: Path, write: int, operation: int, stop: Callable[[],
         store.write(new)
     except CheckpointError:
         os._exit(_REFUSED)
-    os._exit(_STOPPED if count >= operation else _WRITTEN)
+    os._exit(_IGNORED if count >= operation else _WRITTEN)
 
 
 def _die() -> None:
@@ -153,24 +136,21 @@ def _fail() -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def _read(directory: Path, last: int) -> int:
-    """The write that a new reader finds: the last one known to be published, or the one after."""
-    for complete in find_complete(directory):
-        check_contents(complete.path, read_manifest(complete.path, complete.step))
+def _check_newest(directory: Path, last: int) -> int:
+    """Check that a reader finds the last published write, or the next one; return its number."""
+    for folder in find_complete(directory):
+        check_contents(folder.path, read_manifest(folder.path, folder.step))
     notices: list[str] = []
-    found = Store(directory, notice=notices.append).newest()
+    newest = Store(directory, notice=notices.append).newest()
     assert not notices, notices
-    if found is None:
-        assert last == -1, f"write {last} was published, nothing is found"
-        return -1
-    write = check(found)
-    assert found.step == step_of(write)
-    assert last <= write <= last + 1, f"write {last} was published, {write} is found"
+    write = -1 if newest is None else check(newest)
+    assert newest is None or newest.step == step_of(write)
+    assert write in (last, last + 1), f"write {last} was published, but {write} is the newest"
     return write
 
 
-def _finish(directory: Path, last: int) -> None:
-    """The next writer tidies up."""
+def _check_next_write(directory: Path, last: int) -> None:
+    """Check that the next writer removes all remains."""
     store = Store(directory, keep=1)
     store.write(snapshot(last + 1))
     (name,) = files(directory)
@@ -178,12 +158,9 @@ def _finish(directory: Path, last: int) -> None:
     assert check(store.newest()) == last + 1
 
 
-def _phase(directory: Path) -> list[str]:
-    """What the killed one was doing, from what it left."""
-    names = files(directory) if directory.exists() else []
-    phases = {name.split("-")[0][1:] for name in names if name.startswith(".")}
-    return sorted(phases) or ["nothing"]
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    root, mode, *counts = sys.argv[1:]
+    if mode == "random":
+        kill_at_random(Path(root), int(counts[0]))
+    else:
+        interrupt_each_operation(Path(root), _die if mode == "kill" else _fail)

@@ -1,4 +1,4 @@
-"""Snapshots whose content says which write of which step they are from."""
+"""Snapshots whose content identifies the write that they come from."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["check", "files", "flip", "same_bits", "snapshot", "step_of"]
 
 
 def step_of(write: int) -> int:
-    """The step of the write: some steps are written again, as by a run that was resumed."""
+    """Return the step of a write; some steps are written twice, as after a resume."""
     return write * 2 // 3
 
 
 def snapshot(write: int, *, step: int | None = None, floats: int = 1000) -> Snapshot:
-    """The snapshot of the write; ``floats`` is the size of its model."""
+    """Return the snapshot of a write with ``floats`` weights."""
     rng = np.random.default_rng(write)
     return Snapshot(
         step=step_of(write) if step is None else step,
@@ -28,7 +28,7 @@ def snapshot(write: int, *, step: int | None = None, floats: int = 1000) -> Snap
 
 
 def check(found: Snapshot) -> int:
-    """The number of the write that the snapshot is from, if all of it is from that write."""
+    """Check that the whole snapshot comes from one write; return its number."""
     write = found.state["write"]
     same_bits(found, snapshot(write, step=found.step, floats=found.state["floats"]))
     return write
@@ -44,12 +44,12 @@ def same_bits(one: Snapshot, other: Snapshot) -> None:
 
 
 def files(directory: Path) -> list[str]:
-    """The names in the directory but the lock's."""
+    """Return the names in a directory except for the lock."""
     return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
 
 
 def flip(path: Path, position: int) -> None:
-    """Change one bit of the file."""
+    """Flip one bit of a file."""
     content = bytearray(path.read_bytes())
     content[position] ^= 0x10
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""A checkpoint that isn't what was written is found, named, and the one before it is used."""
+"""Damaged checkpoints are detected and reported, and the previous one is used."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _replace(path: Path, **changes) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cut_file(name: str, directory: Path) -> None:
+def test_a_truncated_file(name: str, directory: Path) -> None:
     path = directory / "step-00000020" / name
     whole = path.read_bytes()
     for size in (0, 1, len(whole) // 2, len(whole) - 2):
@@ -54,13 +54,13 @@ def test_a_cut_file(name: str, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_changed_bit_anywhere(name: str, directory: Path) -> None:
+def test_a_flipped_bit(name: str, directory: Path) -> None:
     path = directory / "step-00000020" / name
     whole = path.read_bytes()
     for position in range(0, len(whole), 7):
         flip(path, position)
         write, notices = _newest(directory)
-        # A bit of the manifest's white space means nothing.
+        # White space in the manifest may change.
         if name != "manifest.json" or notices:
             assert write == 10, position
             assert name in notices[0] or name == "manifest.json", notices
@@ -72,7 +72,7 @@ def test_a_changed_bit_anywhere(name: str, directory: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["missing", "longer", "folder", "link", "pipe"])
-def test_something_else_in_its_place(name: str, kind: str, directory: Path) -> None:
+def test_a_file_of_another_kind(name: str, kind: str, directory: Path) -> None:
     path = directory / "step-00000020" / name
     if kind == "longer":
         path.write_bytes(path.read_bytes() + b"\0")
@@ -89,7 +89,7 @@ def test_something_else_in_its_place(name: str, kind: str, directory: Path) -> N
     write, notices = _newest(directory)
     assert write == 10
     if (name, kind) == ("manifest.json", "missing"):
-        assert notices == []  # no checkpoint, but what a killed writer leaves
+        assert notices == []  # looks like the remains of a killed writer
     else:
         assert len(notices) == 1
         assert name in notices[0]
@@ -104,13 +104,13 @@ def test_something_else_in_its_place(name: str, kind: str, directory: Path) -> N
         ({"step": "20"}, "is of step '20', not 20"),
         ({"files": {}}, "lacks size or checksum"),
         ({"files": _each({"bytes": 1})}, "lacks size or checksum"),
-        ({"files": _each({"bytes": "1", "sha256": "0" * 64})}, "bytes, its"),
-        ({"files": _each({"bytes": 2**70, "sha256": "0" * 64})}, "bytes, its"),
+        ({"files": _each({"bytes": "1", "sha256": "0" * 64})}, "bytes, expected"),
+        ({"files": _each({"bytes": 2**70, "sha256": "0" * 64})}, "bytes, expected"),
         ({"padding": " " * 100_000}, "more than 65536 bytes"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_manifest_of_a_stranger(changes: dict, text: str, directory: Path) -> None:
+def test_an_invalid_manifest(changes: dict, text: str, directory: Path) -> None:
     _replace(directory / "step-00000020" / "manifest.json", **changes)
     write, (notice,) = _newest(directory)
     assert write == 10
@@ -118,7 +118,7 @@ def test_a_manifest_of_a_stranger(changes: dict, text: str, directory: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "[" * 60_000, '"\udcff"', "{"])
-def test_a_manifest_that_is_none(text: str, directory: Path) -> None:
+def test_a_manifest_that_is_not_a_json_object(text: str, directory: Path) -> None:
     path = directory / "step-00000020" / "manifest.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
     assert _newest(directory)[0] == 10
@@ -146,9 +146,7 @@ def test_a_manifest_that_is_none(text: str, directory: Path) -> None:
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_files_that_fit_their_manifest_and_are_none(
-    name: str, content: bytes, directory: Path
-) -> None:
+def test_invalid_files_with_matching_checksums(name: str, content: bytes, directory: Path) -> None:
     folder = directory / "step-00000020"
     (folder / name).write_bytes(content)
     listed = json.loads((folder / "manifest.json").read_text())["files"]
@@ -159,23 +157,23 @@ def test_files_that_fit_their_manifest_and_are_none(
     assert f"{name}: it" in notice or "could not convert" in notice, notice
 
 
-def test_all_are_damaged(directory: Path) -> None:
+def test_if_all_are_damaged_the_error_lists_them(directory: Path) -> None:
     flip(directory / "step-00000010" / "state.json", 0)
     (directory / "step-00000020" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError) as raised:
         Store(directory).newest()
     text = str(raised.value)
     assert f"{directory}/step-00000020: model.safetensors is missing" in text
-    assert f"{directory}/step-00000010: state.json has another checksum" in text
+    assert f"{directory}/step-00000010: state.json has a wrong checksum" in text
 
 
-def test_one_of_a_newer_version_is_not_passed_over(directory: Path) -> None:
+def test_a_newer_format_is_an_error(directory: Path) -> None:
     _replace(directory / "step-00000020" / "manifest.json", format=2)
     with pytest.raises(CheckpointError, match=r"has format 2.*Update hvdtrain"):
         Store(directory).newest()
 
 
-def test_saving_a_damaged_step_again_removes_the_damaged_one(directory: Path) -> None:
+def test_saving_a_step_again_removes_its_damaged_checkpoint(directory: Path) -> None:
     folder = directory / "step-00000020"
     for name in NAMES:
         flip(folder / name, 0)

@@ -1,4 +1,4 @@
-"""A disk that refuses: a clear error, nothing left behind, earlier checkpoints intact."""
+"""Disk errors are clear, leave nothing behind and keep earlier checkpoints intact."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TOO_LARGE = SMALL_BYTES // 8  # floats of 8 bytes
 
 
 def _fill(ballast: Path, free_bytes: int) -> None:
-    """Leave so much room on the disk."""
+    """Fill the disk up to ``free_bytes``."""
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
     os.truncate(ballast, ballast.stat().st_size - free_bytes)
 
 
-def _refused(store: Store, *texts: str, **content) -> None:
+def _check_refused(store: Store, *texts: str, **content) -> None:
     with pytest.raises(CheckpointError) as raised:
         store.write(snapshot(9, step=9, **content))
     for text in ("Checkpoint of step 9 can't be written", *texts):
@@ -40,7 +40,9 @@ def test_a_full_disk(small_disk: Path) -> None:
     store.write(snapshot(2, step=9))
     (small_disk / "ballast").write_bytes(bytes(SMALL_BYTES // 2))
     for floats in (TOO_LARGE // 2, TOO_LARGE, 2 * TOO_LARGE):
-        _refused(store, str(small_disk), "No space left on device", "Free space", floats=floats)
+        _check_refused(
+            store, str(small_disk), "No space left on device", "Free some space", floats=floats
+        )
         assert files(small_disk) == ["ballast", "step-00000009"]
         assert check(Store(small_disk).newest()) == 2
     (small_disk / "ballast").unlink()
@@ -48,8 +50,7 @@ def test_a_full_disk(small_disk: Path) -> None:
     assert check(store.newest()) == 3
 
 
-def test_a_disk_that_fills_at_any_moment(small_disk: Path) -> None:
-    """Each page that is free or not, from none to enough."""
+def test_a_disk_that_fills_up_at_each_page(small_disk: Path) -> None:
     store = Store(small_disk, keep=1)
     store.write(snapshot(1, step=1))
     ballast = small_disk / "ballast"
@@ -69,22 +70,22 @@ def test_a_disk_that_fills_at_any_moment(small_disk: Path) -> None:
     assert check(Store(small_disk).newest()) == 2
 
 
-def test_room_of_what_a_killed_writer_left_is_used(small_disk: Path) -> None:
-    left = small_disk / ".writing-step-00000003-0123abcd"
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(bytes(SMALL_BYTES * 3 // 4))
+def test_remains_of_a_killed_writer_are_removed_first(small_disk: Path) -> None:
+    remains = small_disk / ".writing-step-00000003-0123abcd"
+    remains.mkdir()
+    (remains / "model.safetensors").write_bytes(bytes(SMALL_BYTES * 3 // 4))
     Store(small_disk).write(snapshot(1, floats=TOO_LARGE // 2))
     assert check(Store(small_disk).newest()) == 1
 
 
-def test_a_disk_that_became_read_only(small_disk: Path) -> None:
+def test_a_read_only_disk(small_disk: Path) -> None:
     Store(small_disk / "old").write(snapshot(1))
     store = Store(small_disk / "new")
     remount(small_disk, "ro")
     try:
         assert check(Store(small_disk / "old").newest()) == 1
         for refused in (Store(small_disk / "old"), store):
-            _refused(refused, "Read-only file system", "Name a directory that can be written to")
+            _check_refused(refused, "Read-only file system", "Choose a writable directory")
     finally:
         remount(small_disk, "rw")
     store.write(snapshot(2))
@@ -94,11 +95,10 @@ def test_a_disk_that_became_read_only(small_disk: Path) -> None:
 def test_a_file_where_the_directory_should_be(below: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("mine")
-    _refused(Store(path / below), str(path), "Name a directory, not a file")
-    with pytest.raises(CheckpointError, match=r"can't be read: Not a directory"):
-        Store(path / below).newest()
-    with pytest.raises(CheckpointError, match=r"can't be read: Not a directory"):
-        Store(path / below).steps()
+    _check_refused(Store(path / below), str(path), "Choose a directory, not a file")
+    for read in (Store.newest, Store.steps):
+        with pytest.raises(CheckpointError, match=r"can't be read: Not a directory"):
+            read(Store(path / below))
     assert path.read_text() == "mine"
 
 
@@ -109,7 +109,7 @@ from hvdtrain.checkpoint import Store
 from tests.checkpoint.disks import SMALL_BYTES, remount
 from tests.checkpoint.samples import snapshot
 Store(sys.argv[2]).write(snapshot(1))
-Store(sys.argv[2]).newest()  # all is imported: the interpreter may be root's own
+Store(sys.argv[2]).newest()  # imports everything: only root may be able to read the modules
 if os.getuid() == 0:
     os.setgroups([])
     os.setgid(65534)
@@ -128,7 +128,7 @@ def test_a_directory_without_permission(tmp_path: Path, run_command) -> None:
         assert done.returncode == 0, done
         return [line for line in done.stdout.splitlines() if line.startswith(("done", "Check"))]
 
-    # Not below tmp_path, which only its owner may enter.
+    # Not in tmp_path, which only its owner can enter.
     directory = Path("/tmp") / f"hvdtrain-test-{os.getpid()}-permission"
     try:
         Store(directory).write(snapshot(1))
@@ -136,10 +136,10 @@ def test_a_directory_without_permission(tmp_path: Path, run_command) -> None:
         directory.chmod(0o555)
         write, newest, steps = as_nobody()
         assert "Permission denied" in write
-        assert "Allow writing there" in write
+        assert "Grant write permission" in write
         assert newest.startswith("done Snapshot(step=0")
         assert steps == "done [0]"
-        # What can't be read isn't damaged: falling back would lose steps.
+        # An unreadable checkpoint may be intact: using an older one would lose steps.
         (directory / "step-00000000" / "model.safetensors").chmod(0)
         assert "can't be read: Permission denied" in as_nobody()[1]
         directory.chmod(0)
@@ -149,7 +149,7 @@ def test_a_directory_without_permission(tmp_path: Path, run_command) -> None:
         subprocess.run(["rm", "-r", directory], check=True)
 
 
-def test_what_cant_be_removed_is_told_and_the_new_one_is_there(tmp_path: Path, monkeypatch) -> None:
+def test_a_failure_to_remove_old_checkpoints_is_a_notice(tmp_path: Path, monkeypatch) -> None:
     notices: list[str] = []
     store = Store(tmp_path, keep=1, notice=notices.append)
     store.write(snapshot(1, step=1))
@@ -164,7 +164,7 @@ def test_what_cant_be_removed_is_told_and_the_new_one_is_there(tmp_path: Path, m
     assert "can't be removed: Operation not permitted" in notice
 
 
-def test_the_files_are_readable_as_others_of_the_user(tmp_path: Path) -> None:
+def test_files_have_the_default_mode(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_text("")
     folder = Store(tmp_path / "runs").write(snapshot(1))

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment leaves the newest complete checkpoint; a power cut would as well."""
+"""A kill or a power cut at any moment leaves the newest complete checkpoint readable."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ import pytest
 RUNNER = [sys.executable, "-m", "tests.checkpoint.killed_writer"]
 
 
-@pytest.mark.more
-def test_killed_at_random_moments(tmp_path: Path, run_command) -> None:
-    done = run_command([*RUNNER, "random", tmp_path / "runs", "300"], timeout_s=110)
-    assert done.returncode == 0, done
-
-
-@pytest.mark.slow
-def test_killed_before_each_operation(tmp_path: Path, run_command) -> None:
-    done = run_command([*RUNNER, "everywhere", tmp_path / "runs"], timeout_s=110)
-    assert done.returncode == 0, done
-
-
-@pytest.mark.slow
-def test_each_operation_fails(tmp_path: Path, run_command) -> None:
-    done = run_command([*RUNNER, "failing", tmp_path / "runs"], timeout_s=110)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(("random", "300"), marks=pytest.mark.more),
+        pytest.param(("kill",), marks=pytest.mark.slow),
+        pytest.param(("fail",), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_an_interrupted_writer(mode: tuple[str, ...], tmp_path: Path, run_command) -> None:
+    done = run_command([*RUNNER, tmp_path / "runs", *mode], timeout_s=110)
     assert done.returncode == 0, done
 
 
@@ -54,8 +50,8 @@ Store(directory, keep=1).write(snapshot(1, step=1))
 """
 
 
-def test_all_is_on_the_disk_before_the_next_step(tmp_path: Path, run_command) -> None:
-    """What a power cut would show, were there one to have: the order of fsync and rename."""
+def test_files_are_flushed_before_the_rename(tmp_path: Path, run_command) -> None:
+    """Stands in for a power cut, which a test can't make."""
     directory = tmp_path / "runs"
     done = run_command([sys.executable, "-c", ORDER, directory])
     assert done.returncode == 0, done

@@ -1,4 +1,4 @@
-"""One process at a time writes into a directory; whoever died doesn't count."""
+"""The lock of a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvdtrain.checkpoint import Store, folders
 from tests.checkpoint.samples import check, files, snapshot
 from tests.harness.jobs import clean_environment
 
-# Writes once, and holds the directory until its input ends.
+# Writes once and holds the directory until stdin is closed.
 HOLDER = """
 import os, sys, time
 from hvdtrain.checkpoint import Store
@@ -62,7 +62,7 @@ def start(tmp_path: Path) -> Iterator:
         process.communicate(timeout=30)
 
 
-def test_a_second_job_is_refused_by_name(start, tmp_path: Path) -> None:
+def test_a_second_writer_gets_an_error_that_names_the_first(start, tmp_path: Path) -> None:
     holder, _ = start()
     store = Store(tmp_path, lock_timeout_s=0.2)
     with pytest.raises(CheckpointError) as raised:
@@ -70,8 +70,7 @@ def test_a_second_job_is_refused_by_name(start, tmp_path: Path) -> None:
     text = str(raised.value)
     assert f"process {holder.pid} on host '{socket.gethostname()}'" in text
     assert str(tmp_path) in text
-    assert "Name a directory of its own for each job" in text
-    # It may read.
+    assert "Choose a separate directory for each job" in text
     assert check(store.newest()) == 0
     assert files(tmp_path) == ["step-00000000"]
     holder.send_signal(signal.SIGSTOP)
@@ -79,7 +78,7 @@ def test_a_second_job_is_refused_by_name(start, tmp_path: Path) -> None:
         store.write(snapshot(1, step=1))
 
 
-def test_a_wait_for_one_that_ends(start, tmp_path: Path) -> None:
+def test_a_writer_waits_for_another_that_ends(start, tmp_path: Path) -> None:
     holder, _ = start()
     store = Store(tmp_path, lock_timeout_s=60)
     timer = threading.Timer(0.5, holder.kill)
@@ -89,8 +88,8 @@ def test_a_wait_for_one_that_ends(start, tmp_path: Path) -> None:
     assert store.steps() == [0, 1]
 
 
-def test_children_of_a_dead_one_dont_block(start, tmp_path: Path) -> None:
-    """Workers that load data are forked, and outlive a killed process for a while."""
+def test_children_of_a_killed_writer_dont_hold_the_lock(start, tmp_path: Path) -> None:
+    """Forked data loaders outlive a killed process for a while."""
     holder, child = start("forks")
     try:
         holder.kill()
@@ -101,7 +100,7 @@ def test_children_of_a_dead_one_dont_block(start, tmp_path: Path) -> None:
         os.kill(int(child), signal.SIGKILL)
 
 
-def test_a_forked_child_cant_write_beside_its_parent(tmp_path: Path, run_command) -> None:
+def test_a_forked_child_cant_write_next_to_its_parent(tmp_path: Path, run_command) -> None:
     program = """
 import os, sys
 from hvdtrain import CheckpointError
@@ -123,7 +122,7 @@ print(store.steps())
     assert (done.returncode, done.stdout) == (0, "True\n[0, 2]\n"), done
 
 
-def test_stores_of_one_process_share_the_directory(tmp_path: Path) -> None:
+def test_stores_of_one_process_share_the_lock(tmp_path: Path) -> None:
     first = Store(tmp_path)
     second = Store(tmp_path / ".." / tmp_path.name, lock_timeout_s=0.2)
     threads = [
@@ -139,13 +138,10 @@ def test_stores_of_one_process_share_the_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pause_s", [0, 0.002])
 @pytest.mark.slow
-def test_a_reader_beside_a_writer_always_finds_the_newest(
+def test_a_concurrent_reader_always_finds_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float
 ) -> None:
-    """Also while the same step is saved again and again, and while old ones go.
-
-    A reader that pauses between its looks finds that what it listed has gone.
-    """
+    """A slow reader lists folders that are removed before it reads them."""
     store = Store(tmp_path, keep=1)
     store.write(snapshot(0, step=0))
     published = reads = 0
@@ -181,51 +177,55 @@ def test_a_reader_beside_a_writer_always_finds_the_newest(
     assert not notices
 
 
-def test_stores_that_are_gone_let_others_write(start, tmp_path: Path) -> None:
+def test_the_lock_is_released_with_the_last_store(start, tmp_path: Path) -> None:
     first, second = Store(tmp_path), Store(tmp_path)
     first.write(snapshot(0, step=0))
     second.write(snapshot(1, step=1))
     del first
-    _expect_held(tmp_path)
+    _check_held(tmp_path)
     del second
     _, line = start()
     assert line == "holds"
 
 
-def _expect_held(directory: Path) -> None:
+def _check_held(directory: Path) -> None:
     with (directory / ".lock").open("rb") as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_directory_that_was_removed_is_made_and_held_again(tmp_path: Path) -> None:
+def test_a_removed_directory_is_created_and_locked_again(tmp_path: Path) -> None:
     directory = tmp_path / "runs"
     store = Store(directory)
     store.write(snapshot(0, step=0))
     subprocess.run(["rm", "-r", directory], check=True)
     store.write(snapshot(1, step=1))
     assert store.steps() == [1]
-    _expect_held(directory)
+    _check_held(directory)
 
 
-def test_leftovers_go_and_what_another_writes_stays(start, tmp_path: Path) -> None:
-    left = [".writing-step-00000001-0123abcd", ".removing-step-00000001-0123abcd", "step-00000009"]
-    for name in left:
+def test_only_the_holder_of_the_lock_removes_remains(start, tmp_path: Path) -> None:
+    remains = [
+        ".writing-step-00000001-0123abcd",
+        ".removing-step-00000001-0123abcd",
+        "step-00000009",
+    ]
+    for name in remains:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text("half")
     assert Store(tmp_path).newest() is None
     assert Store(tmp_path).steps() == []
     holder, _ = start()
     assert files(tmp_path) == ["step-00000000"]
-    (tmp_path / left[0]).mkdir()
+    (tmp_path / remains[0]).mkdir()
     with pytest.raises(CheckpointError):
         Store(tmp_path, lock_timeout_s=0.1).write(snapshot(1, step=1))
-    assert left[0] in files(tmp_path)
+    assert remains[0] in files(tmp_path)
     holder.kill()
     Store(tmp_path).write(snapshot(1, step=1))
     assert files(tmp_path) == ["step-00000000", "step-00000001"]
 
 
-def test_what_an_earlier_version_replaced_is_older_than_what_follows(tmp_path: Path) -> None:
+def test_a_replaced_checkpoint_of_an_earlier_version_sorts_first(tmp_path: Path) -> None:
     store = Store(tmp_path)
     former = tmp_path / ".replaced-step-00000009"
     store.write(snapshot(1, step=9)).rename(former)
@@ -243,8 +243,6 @@ def test_what_an_earlier_version_replaced_is_older_than_what_follows(tmp_path: P
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks(number: int, tmp_path: Path, monkeypatch) -> None:
-    """What such a file system answers is all that differs."""
-
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -258,4 +256,4 @@ def test_a_file_system_without_locks(number: int, tmp_path: Path, monkeypatch) -
         assert check(store.newest()) == write
     assert files(tmp_path) == [other.name, "step-00000002"]
     (notice,) = notices
-    assert "knows no locks" in notice
+    assert "doesn't support locks" in notice

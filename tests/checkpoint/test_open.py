@@ -1,4 +1,4 @@
-"""A checkpoint opens without hvdtrain, as docs/checkpoints.md shows."""
+"""Checkpoints can be opened without hvdtrain, as docs/checkpoints.md shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness.jobs import REPOSITORY
 
 BLOCKED = """
 import sys
-sys.modules["hvdtrain"] = None  # importing it fails
+sys.modules["hvdtrain"] = None  # makes an import fail
 """
 
 
@@ -32,7 +32,7 @@ def _snapshot() -> Snapshot:
     )
 
 
-def test_with_the_program_of_the_document(tmp_path: Path, run_command) -> None:
+def test_the_program_in_the_docs(tmp_path: Path, run_command) -> None:
     folder = Store(tmp_path / "runs" / "mnist").write(_snapshot())
     assert folder.name == "step-00000080"
     text = (REPOSITORY / "docs" / "checkpoints.md").read_text()
@@ -44,7 +44,7 @@ def test_with_the_program_of_the_document(tmp_path: Path, run_command) -> None:
     assert "eighth float8_e4m3fn (2,)" in done.stdout
 
 
-def test_with_sha256sum(tmp_path: Path, run_command) -> None:
+def test_sha256sum_accepts_the_checksums(tmp_path: Path, run_command) -> None:
     folder = Store(tmp_path).write(_snapshot())
     program = f"""{BLOCKED}
 import json, subprocess
