@@ -14,9 +14,23 @@ from pathlib import Path
 from hvdtrain.errors import CheckpointError
 
 __all__ = [
-    *("FILES", "MANIFEST", "MODEL", "RANKS", "STATE", "DamagedError", "Manifest"),
-    *("check_contents", "check_sizes", "describe", "encode_manifest", "make_folders"),
-    *("read_manifest", "read_regular", "size_and_digest", "sync", "write_file"),
+    "FILES",
+    "MANIFEST",
+    "MODEL",
+    "RANKS",
+    "STATE",
+    "DamagedError",
+    "Manifest",
+    "check_contents",
+    "check_sizes",
+    "describe",
+    "encode_manifest",
+    "make_folders",
+    "read_manifest",
+    "read_regular",
+    "size_and_digest",
+    "sync",
+    "write_file",
 ]
 
 MANIFEST = "manifest.json"

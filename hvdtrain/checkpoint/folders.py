@@ -25,8 +25,14 @@ from typing import NamedTuple
 from hvdtrain.checkpoint.files import MANIFEST, sync
 
 __all__ = [
-    *("RETRY_S", "CheckpointFolder", "busy_directory", "find_complete", "free_name"),
-    *("hidden_name", "remove", "remove_remains"),
+    "RETRY_S",
+    "CheckpointFolder",
+    "busy_directory",
+    "find_complete",
+    "free_name",
+    "hidden_name",
+    "remove",
+    "remove_remains",
 ]
 
 # Time limit for reading a directory that another process changes at the same time.
